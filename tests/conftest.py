@@ -45,7 +45,7 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_unconfigure() -> None:
-    """Let go of it, for libraries that look for leaks when the interpreter exits."""
+    """Unfreeze: libraries in C++ that report leaks at exit look for objects that a collection frees."""
     gc.unfreeze()
 
 

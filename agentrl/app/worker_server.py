@@ -31,7 +31,6 @@ from agentrl.core import ids
 from agentrl.core.clock import ProtectedClockLoop, SystemClock
 from agentrl.core.errors import AgentRLError, format_foreign_error
 from agentrl.core.files import was_closed_by_foreign_code
-from agentrl.core.machine import collect_garbage_rarely
 from agentrl.core.network import SCHEME
 from agentrl.core.ports import SpawnedGroup
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, Task
@@ -387,7 +386,6 @@ def main() -> None:
     faulthandler.enable()  # a native crash writes its Python stack to workers.log
     descriptor, parent = map(int, sys.argv[1:])
     die_with_parent(parent)
-    collect_garbage_rarely()
     with asyncio.Runner(loop_factory=ProtectedClockLoop) as runner:
         try:
             runner.run(_serve_and_leave(socket.socket(fileno=descriptor)))

@@ -21,7 +21,7 @@ from agentrl.cli.commands import make_parser
 from agentrl.cli.output import INTERNAL, INTERRUPTED
 from agentrl.core.errors import AgentRLError, CheckFailedError, InputError, StorageError, format_foreign_error
 from agentrl.core.files import os_error_advice
-from agentrl.core.machine import collect_garbage_rarely
+from agentrl.core.machine import install_command, rare_collections
 from agentrl.core.text import escape_line, escape_text
 
 EXTRAS = {
@@ -39,7 +39,6 @@ _MACHINE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (default: that of the process) and return its exit code."""
     _prepare_streams()
-    collect_garbage_rarely()
     options = argparse.Namespace(reads=True, takes_overrides=None)
     try:
         try:
@@ -48,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             raise
         options.overrides = _overrides(rest, wanted=options.takes_overrides)
-        code = _call(options)
+        with rare_collections():
+            code = _call(options)
         sys.stdout.flush()
         return code
     except AgentRLError as error:
@@ -58,8 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         extra = EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:
             return _report_bug(error)
-        from agentrl.core.machine import install_command
-
         instead = ", or train with one rank and without cluster.address" if extra == "ray" else ""
         _say(f"agentrl: {error.name} is not installed: {install_command(extra)}{instead}\n")
         return InputError.exit_code

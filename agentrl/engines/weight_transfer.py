@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -69,8 +70,8 @@ ANSWER_S = 150.0
 """Maximum seconds for which rank 0 waits for an engine's answer: the other ranks wait for rank 0 meanwhile, and give up
 after `ranks.TIMEOUT`."""
 REJOIN_S = 600.0
-"""Seconds after which rank 0 tries again to join a group with an engine that it could not join: each attempt may hold
-up both for `JOIN_TIMEOUT`."""
+"""Seconds after which rank 0 tries again to form a group of gloo with an engine: an attempt may hold up the engine for
+`JOIN_TIMEOUT` and rank 0 for `STALL_S`. One of nccl is made once with a process, because it may never end."""
 OFFER_S = 15.0
 """Seconds that an engine waits for a trainer's offer before it loads the published file: the trainer may be busy, or
 another engine may hold it up."""
@@ -531,40 +532,42 @@ def join_broadcast(rendezvous: Rendezvous, *, rank: int, size: int) -> GlooBroad
     return GlooBroadcast(store, rank=rank, size=size, host=own_address(rendezvous.host))
 
 
-def join_with_engine(join: Callable[[], JoinedGroup], ask_engine: Callable[[], None]) -> JoinedGroup:
+def join_with_engine(
+    join: Callable[[], JoinedGroup], ask_engine: Callable[[], None], *, own_limit_s: float
+) -> JoinedGroup:
     """Join a group as rank 0 while the engine, which is asked to, joins it as well: each blocks until the other comes.
-
-    When the engine does not join, this rank's attempt is waited for, because a process that exits in the middle of one
-    is aborted. gloo's ends within `STALL_S`; nccl knows no time limit, so an attempt that lasts longer is left to its
-    thread.
 
     Args:
         join: joins as rank 0; returns the group.
         ask_engine: returns when the engine has joined.
+        own_limit_s: seconds for which rank 0's attempt is waited for after the engine has refused: a process that exits
+            in the middle of an attempt is aborted. One that lasts longer is left to its thread.
 
     Raises:
-        TrainerError: the engine did not join; if this rank did not either, the message says both.
-        RuntimeError: this rank did not join, although the engine says that it has.
-        TimeoutError: the same, after `JOIN_TIMEOUT`.
+        TrainerError: the engine, rank 0 or both did not join; the message has the errors of both.
     """
     joined = Future[JoinedGroup]()
 
     def join_in_thread() -> None:
         try:
             joined.set_result(join())
-        except Exception as error:  # noqa: BLE001 - raised by `result` below
-            joined.set_exception(error)
+        except Exception as error:  # noqa: BLE001 - read below
+            joined.set_exception(error.with_traceback(None))  # its frames would keep the group's store and its port
 
     thread = Thread(target=join_in_thread, daemon=True)
     thread.start()
     try:
         ask_engine()
     except TrainerError as error:
-        thread.join(STALL_S)
-        if joined.done() and (own := joined.exception()) is not None:
-            raise TrainerError(f"{error}; rank 0 did not join either: {own}") from own
+        thread.join(own_limit_s)
+        if joined.done() and joined.exception() is not None:
+            raise TrainerError(f"{error}; rank 0 did not join either: {joined.exception()}") from error
         raise
-    return joined.result(JOIN_TIMEOUT.total_seconds())
+    thread.join(JOIN_TIMEOUT.total_seconds())
+    own = joined.exception() if joined.done() else TimeoutError(f"nothing came for {JOIN_TIMEOUT.total_seconds():g} s")
+    if own is not None:
+        raise TrainerError(f"the engine joined, but rank 0 did not: {own}") from own
+    return joined.result()
 
 
 class GlooSender:
@@ -581,6 +584,7 @@ class GlooSender:
         self._group = join_with_engine(
             lambda: GlooBroadcast(store, rank=0, size=size, host=host),
             lambda: link.init_weight_transfer_engine({"backend": "gloo", "info": info}),
+            own_limit_s=STALL_S,
         )
 
     def send_weights(self) -> None:
@@ -610,6 +614,14 @@ class GlooSender:
         del self._group
 
 
+class FailedJoin(NamedTuple):
+    """A failed attempt to form a group with an engine's process; `retry_at` is a time of the monotonic clock."""
+
+    recipient: WeightDestination
+    retry_at: float
+    error: str
+
+
 class WeightSenders:
     """The senders of rank 0: one per engine for `ipc` and `nccl`, which connect to a process only once; otherwise one
     per transfer.
@@ -625,31 +637,32 @@ class WeightSenders:
         self._clock = SystemClock()
         self._senders: dict[int, tuple[WeightDestination, WeightTransferConnection, Any]] = {}
         """Engines, connections and senders, keyed by the engine's number."""
-        self._failed: dict[int, tuple[WeightDestination, float]] = {}
-        """Engines with which no sender could be made, and when by the clock, keyed by the engine's number."""
+        self._failed_joins: dict[int, FailedJoin] = {}
+        """Engines with which no group could be formed, keyed by the engine's number."""
 
     def send(self, source: PublishedWeightSource, version: PolicyVersion, recipient: WeightDestination) -> None:
         """Send the weights of a source to an engine.
 
         Raises:
-            TrainerError: the engine refused the weights or is gone, or it could not be connected to a sender less than
-                `REJOIN_S` ago.
+            TrainerError: the engine refused the weights or is gone, or no group could be formed with it lately.
         """
-        failed, failed_at = self._failed.get(recipient.number, (None, 0.0))
-        if failed == recipient and self._clock.monotonic() - failed_at < REJOIN_S:
-            raise TrainerError(
-                f"the engine at {recipient.redacted_address} could not be reached by {recipient.transfer}, which is "
-                f"tried again {REJOIN_S / 60:g} minutes after that; until then it loads published files"
-            )
-        known, link, sender = self._senders.pop(
-            recipient.number, (recipient, WeightTransferConnection(recipient), None)
-        )
-        if known != recipient:  # its process has died; the next one has another address
-            sender.shutdown()
+        failed = self._failed_joins.get(recipient.number)
+        if failed is not None and failed.recipient == recipient and self._clock.monotonic() < failed.retry_at:
+            raise TrainerError(f"no group could be formed with it, so none is tried now: {failed.error}")
+        known, link, sender = self._senders.pop(recipient.number, (None, None, None))
+        if link is None or known != recipient:  # the first time, or the next process, which has another address
+            if sender is not None:
+                sender.shutdown()
             link, sender = WeightTransferConnection(recipient), None
         try:
             link.offer(source.offer(version, recipient.silence_s))
-            sender = sender or self._connected(recipient, link, source)
+            if sender is None:
+                try:
+                    sender = self._make(recipient, link, source)
+                except Exception as error:
+                    retry_at = math.inf if recipient.transfer == "nccl" else self._clock.monotonic() + REJOIN_S
+                    self._failed_joins[recipient.number] = FailedJoin(recipient, retry_at, str(error))
+                    raise
             sender.source = source
             sender.send_weights()
             if recipient.transfer in ("ipc", "nccl"):
@@ -659,15 +672,6 @@ class WeightSenders:
             link.close()  # first: the engine then leaves the group, which ends broadcasts that have begun
             if sender is not None:
                 sender.shutdown()
-
-    def _connected(
-        self, recipient: WeightDestination, link: WeightTransferConnection, source: PublishedWeightSource
-    ) -> Any:
-        try:
-            return self._make(recipient, link, source)
-        except Exception:
-            self._failed[recipient.number] = recipient, self._clock.monotonic()
-            raise
 
 
 # --- files from the engine's owner ------------------------------------------------------------------------------------

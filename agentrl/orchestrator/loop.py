@@ -24,15 +24,13 @@ their episode. `StepMetrics` measures the steps; the names are in `observe/metri
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from agentrl.core.clock import Clock
 from agentrl.core.errors import CheckFailedError, NonFiniteError, UntrainableUnitsError
-from agentrl.core.machine import collect_garbage_rarely
+from agentrl.core.machine import rare_collections
 from agentrl.core.ports import Engine, Observer, Trainer
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch
 from agentrl.core.text import plural
@@ -150,7 +148,7 @@ class Orchestrator:
             AgentRLError: the error passed to `fail`, or raised in a loop; the newest checkpoint stays valid.
         """
         self._failure = asyncio.get_running_loop().create_future()
-        with _rare_collections():
+        with rare_collections():
             main = asyncio.get_running_loop().create_task(self._main(), name="main")
             try:
                 await asyncio.wait({main, self._failure}, return_when=asyncio.FIRST_COMPLETED)
@@ -445,17 +443,6 @@ class Orchestrator:
             leftover: list[ReadyUnit] = self.buffer.pop_ready(policy, self.buffer.ready(policy))
             for drop in self.buffer.drop(leftover, "run_ended"):
                 self.store.record_drop(drop.episode_id, drop.attempt, drop.policy, drop.reason)
-
-
-@contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Collect garbage rarely within the context, since the process may be the user's; see `collect_garbage_rarely`."""
-    before = gc.get_threshold()
-    collect_garbage_rarely()
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -184,8 +184,9 @@ def with_words_of_the_checker(game: type[agentrl.GymEnvironment]) -> type[agentr
     return Played
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("game", GAMES)
+@pytest.mark.parametrize(
+    "game", [Slippery, *(pytest.param(game, marks=pytest.mark.exhaustive) for game in GAMES if game is not Slippery)]
+)
 def test_resumption_at_every_entry(game: type[agentrl.GymEnvironment]) -> None:
     for chosen in (game, with_words_of_the_checker(game)):
         report = agentrl.check_environment(chosen)

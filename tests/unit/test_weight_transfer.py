@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from agentrl.config.devices import Transfer
+from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineError, TrainerError
 from agentrl.core.network import SCHEME, Address
 from agentrl.core.records import PolicyVersion, WeightsRef
@@ -177,7 +178,6 @@ def test_a_group_that_cannot_form_is_not_tried_again_with_every_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine says why, and is let alone until its process is another one."""
-    monkeypatch.setattr(weight_transfer, "STALL_S", 1.0)  # of the rank's own attempt
     tensors = {"a": torch.ones(2)}
 
     class BehindAFirewall(Engine):
@@ -187,15 +187,17 @@ def test_a_group_that_cannot_form_is_not_tried_again_with_every_version(
 
     sender = WeightSenders(GlooSender)
     refused = pytest.raises(TrainerError, match="the engine refused the weights: no route to the trainer's store")
-    with BehindAFirewall(tmp_path, host=HOST) as engine, refused:
+    with BehindAFirewall(tmp_path, host=HOST) as engine, refused, monkeypatch.context() as quickly:
+        quickly.setattr(weight_transfer, "STALL_S", 1.0)  # of the rank's own attempt
         sender.send(source(tensors), VERSION, recipient(engine.address))
-    with pytest.raises(TrainerError, match="could not be reached by gloo, which is tried again 10 minutes after"):
+    with pytest.raises(TrainerError, match=r"so none is tried now: .*no route to the trainer's store"):
         sender.send(source(tensors), VERSION, recipient(engine.address))
     assert engine.asked == ["init"]
     with Engine(tmp_path, host=HOST) as restarted:
         sender.send(source(tensors), VERSION, recipient(restarted.address))
     assert torch.equal(restarted.received["a"], tensors["a"])
-    monkeypatch.setattr(weight_transfer, "REJOIN_S", 0.0)
+    later = SystemClock.monotonic() + weight_transfer.REJOIN_S
+    monkeypatch.setattr(SystemClock, "monotonic", staticmethod(lambda: later))
     with pytest.raises(TrainerError, match=f"no engine accepts weights at {HOST}"):
         sender.send(source(tensors), VERSION, recipient(engine.address))
 
@@ -208,7 +210,9 @@ def test_a_rank_that_cannot_join_says_so_beside_the_engine() -> None:
         raise TrainerError("the engine refused the weights: nobody came")
 
     with pytest.raises(TrainerError, match=r"nobody came; rank 0 did not join either: no device for 10\.0\.0\.7"):
-        weight_transfer.join_with_engine(join, ask_engine)
+        weight_transfer.join_with_engine(join, ask_engine, own_limit_s=60.0)
+    with pytest.raises(TrainerError, match=r"the engine joined, but rank 0 did not: no device for 10\.0\.0\.7"):
+        weight_transfer.join_with_engine(join, lambda: None, own_limit_s=60.0)
 
 
 def test_an_engine_that_takes_no_tensor_holds_up_no_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

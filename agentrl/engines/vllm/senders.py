@@ -97,6 +97,7 @@ class NcclSender(NCCLTrainerWeightTransferEngine):
         engine.model_update_group = join_with_engine(
             lambda: nccl_common.uid_init_process_group(unique, 0, init_info.world_size, device),
             lambda: client.init_weight_transfer_engine({"backend": "nccl", "info": payload}),
+            own_limit_s=0.0,  # without the engine, nccl's attempt never ends
         )
         client.on_failure = engine.shutdown  # nccl knows no time limit: this ends a broadcast to an engine that is gone
         return engine
