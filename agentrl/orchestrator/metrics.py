@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import pstdev
 from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.core.records import REWARD, EpisodeHeader, EpisodeSpec, TrajectoryHeader
@@ -204,6 +203,21 @@ class _Lengths(NamedTuple):
         own = [length for length, trained in known if trained]
         return cls(len(known), math.fsum(length for length, _ in known), len(own), math.fsum(own))
 
+    def plus(self, other: _Lengths, sign: int = 1) -> _Lengths:
+        """Return the sums with those of `other` added, or subtracted if `sign` is -1."""
+        return _Lengths(
+            self.units + sign * other.units,
+            self.total + sign * other.total,
+            self.trained + sign * other.trained,
+            self.trained_total + sign * other.trained_total,
+        )
+
+    def ratio(self) -> float | None:
+        """Return the mean length of trained units over that of all; None without trained units."""
+        if not self.trained or not self.total:
+            return None
+        return (self.trained_total / self.trained) / (self.total / self.units)
+
 
 class _SettledGroup(NamedTuple):
     """Totals of a settled group's units."""
@@ -279,8 +293,10 @@ class SelectionBiasTracker:
         self._left = 0
         self._overtaken: float | None = None
         self._settled: deque[_SettledGroup] = deque()
-        self._units = 0
-        """Number of units in `_settled`."""
+        self._units = self._held = 0
+        """Numbers of units and of held back units in `_settled`."""
+        self._tokens = self._seconds = _Lengths(0, 0.0, 0, 0.0)
+        """Sums over `_settled`."""
 
     def record_admission(self, spec: EpisodeSpec) -> None:
         """Record that an episode with a seat of the policy has begun."""
@@ -328,9 +344,9 @@ class SelectionBiasTracker:
             metrics["selection_bias/overtaken"], self._overtaken = self._overtaken, None
         if not self._units:
             return metrics
-        metrics["selection_bias/held_share"] = sum(group.held for group in self._settled) / self._units
-        for name, lengths in (("length", lambda group: group.tokens), ("seconds", lambda group: group.seconds)):
-            if (ratio := self._ratio(lengths)) is not None:
+        metrics["selection_bias/held_share"] = self._held / self._units
+        for name, lengths in (("length", self._tokens), ("seconds", self._seconds)):
+            if (ratio := lengths.ratio()) is not None:
                 metrics[f"selection_bias/{name}_ratio"] = ratio
         if (shift := self._reward_shift()) is not None:
             metrics["selection_bias/reward_shift"] = shift
@@ -351,20 +367,24 @@ class SelectionBiasTracker:
             for episode_id in oldest.members:
                 del self._group_of[episode_id]
             self._settled.append(oldest.settled())
-            self._units += self._settled[-1].units
+            self._count(self._settled[-1])
             while self._units - self._settled[0].units >= most:
-                self._units -= self._settled.popleft().units
+                self._count(self._settled.popleft(), -1)
 
-    def _ratio(self, lengths: Callable[[_SettledGroup], _Lengths]) -> float | None:
-        units, total, trained, trained_total = map(sum, zip(*map(lengths, self._settled), strict=True))
-        return (trained_total / trained) / (total / units) if trained and total else None
+    def _count(self, group: _SettledGroup, sign: int = 1) -> None:
+        """Add a group to the sums over `_settled`, or subtract it if `sign` is -1."""
+        self._units += sign * group.units
+        self._held += sign * group.held
+        self._tokens = self._tokens.plus(group.tokens, sign)
+        self._seconds = self._seconds.plus(group.seconds, sign)
 
     def _reward_shift(self) -> float | None:
         known = [(group.reward, group.units, group.trained) for group in self._settled if group.reward is not None]
         units, trained = sum(units for _, units, _ in known), sum(trained for _, _, trained in known)
         if not trained:
             return None
-        spread = pstdev([reward for reward, _, _ in known])
+        mean = math.fsum(reward for reward, _, _ in known) / len(known)
+        spread = math.sqrt(math.fsum((reward - mean) ** 2 for reward, _, _ in known) / len(known))
         of_all = math.fsum(reward * units for reward, units, _ in known) / units
         of_trained = math.fsum(reward * trained for reward, _, trained in known) / trained
         return (of_trained - of_all) / spread if spread > 1e-9 else 0.0

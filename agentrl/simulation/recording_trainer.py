@@ -65,7 +65,7 @@ class RecordingTrainer:
             raise ValueError("a duration needs a clock: RecordingTrainer(..., clock=LoopClock())")
         self.batches: list[TrainBatch] = []
         """Batches of applied steps, in order of application."""
-        self.published: list[WeightsRef] = []
+        self.published: dict[PolicyVersion, WeightsRef] = {}
         self.closed = False
         self._clock = clock
         self.step_seconds = step_seconds if callable(step_seconds) else lambda batch: step_seconds
@@ -144,12 +144,12 @@ class RecordingTrainer:
         """
         if version.policy != policy or version.step != self._steps_of(policy):
             raise TrainerError(f"cannot publish {version} of policy {policy} at step {self._steps_of(policy)}")
-        if any(published.version == version for published in self.published):
+        if version in self.published:
             raise TrainerError(f"{version} was published before: versions are never reused")
         await self._pass(self._publish_seconds)
         weights = self._weights(version)
         self._versions[policy] = version
-        self.published.append(weights)
+        self.published[version] = weights
         return weights
 
     async def save(self, directory: str) -> None:

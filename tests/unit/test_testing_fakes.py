@@ -129,7 +129,7 @@ def test_steps_are_applied_once_and_take_virtual_time() -> None:
         assert report.started_from == PolicyVersion("policy", 0, 0)
         assert [b.step_id for b in trainer.batches] == [1]
         ref = await trainer.publish("policy", PolicyVersion("policy", 0, 1))
-        assert trainer.published[-1] is ref
+        assert [*trainer.published.values()][-1] is ref
         assert asyncio.get_running_loop().time() == 6.0
 
     simulate(main, seed=0)
