@@ -156,8 +156,8 @@ def keep_alive(writer: asyncio.StreamWriter) -> None:
 
 
 def is_unacknowledged(error: TimeoutError) -> bool:
-    """Whether an error of a socket is the kernel's (see `keep_alive`), and not that of the socket's own timeout: the
-    other machine acknowledges nothing, however busy its program may be."""
+    """Whether the kernel ended a connection because the other machine acknowledged nothing (see `keep_alive`). The error
+    of a socket's own timeout has no number: the other machine may only be busy."""
     return error.errno is not None
 
 
