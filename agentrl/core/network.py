@@ -156,8 +156,10 @@ def keep_alive(writer: asyncio.StreamWriter) -> None:
 
 
 def is_unacknowledged(error: TimeoutError) -> bool:
-    """Whether the kernel ended a connection because the other machine acknowledged nothing (see `keep_alive`). The error
-    of a socket's own timeout has no number: the other machine may only be busy."""
+    """Whether the kernel ended a connection because the other machine acknowledged nothing (see `keep_alive`).
+
+    The error of a socket's own timeout has no number: the other machine may only be busy.
+    """
     return error.errno is not None
 
 
