@@ -20,7 +20,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -142,6 +141,8 @@ def hide_mismatched_torch_builds() -> None:
 
 
 def _version(distribution: str) -> str:
+    from importlib import metadata  # every command imports this module, and few need it
+
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -169,6 +170,8 @@ def install_command(extra: str = "") -> str:
 
 def _origin() -> dict[str, Any] | None:
     """pip's record of the local directory or wheel that agentrl was installed from (PEP 610)."""
+    from importlib import metadata  # every command imports this module, and few need it
+
     try:
         text = metadata.distribution("agentrl").read_text("direct_url.json")
     except metadata.PackageNotFoundError:

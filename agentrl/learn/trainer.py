@@ -689,7 +689,7 @@ def _metrics(total: Mapping[str, float], loss: Loss, *, learning_rate: float, ro
         "sharing": total["row_tokens"] / total["forwarded_tokens"] if total["forwarded_tokens"] else 1.0,
         **loss_metrics(total, loss),
     }
-    if counted := total[SUMS[0]]:
+    if counted := total["measured_tokens"]:
         metrics |= {"entropy": total["entropy"] / counted, "kept_mass": total["kept_mass"] / counted}
     if routed and total["forwarded_tokens"]:
         metrics["unrouted_share"] = total["unrouted_tokens"] / total["forwarded_tokens"]
@@ -725,7 +725,7 @@ def _value_metrics(total: Mapping[str, float], units: int) -> dict[str, float]:
     metrics = {"value/loss": total["value_loss"]}
     if units:
         metrics["advantage/zero_share"] = 1.0 - total["taught_units"] / units
-    if counted := total[SUMS[0]]:
+    if counted := total["measured_tokens"]:
         variance = total["squared_return"] - total["return"] ** 2 / counted
         unexplained = total["squared_residual"] - total["residual"] ** 2 / counted
         if variance > 1e-9 * total["squared_return"]:  # else all returns are equal, but for rounding errors
