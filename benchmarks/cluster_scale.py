@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -36,7 +35,7 @@ FLOWING = 256
 STEP = 64
 WINDOW = 10
 """Steps between two readings."""
-READINGS = 10
+READINGS = 30
 STEPS = 1_000_000
 """More than any run takes."""
 
@@ -131,12 +130,15 @@ async def hold(directory: Path, episodes: int) -> Cost:
         observer.stop = orchestrator.stop
         await orchestrator.run()
     assert all(reading.in_flight >= episodes - FLOWING for reading in observer.readings), observer.readings
-    costs = [
-        1000 * (after.cpu_s - before.cpu_s) / (after.trained - before.trained)
-        for before, after in zip(observer.readings, observer.readings[1:], strict=False)
-    ]
-    print(f"{episodes:,} in flight: CPU µs per episode {[round(1000 * cost) for cost in costs]}", flush=True)
-    return Cost(statistics.median(costs), observer.memory_kb)
+    windows = [cpu_ms(*pair) for pair in zip(observer.readings, observer.readings[1:], strict=False)]
+    print(f"{episodes:,} in flight: CPU µs per episode {[round(1000 * window) for window in windows]}", flush=True)
+    # Of all windows together: steps come in bursts, so that a window trains other episodes than those it plays.
+    return Cost(cpu_ms(observer.readings[0], observer.readings[-1]), observer.memory_kb)
+
+
+def cpu_ms(first: Reading, last: Reading) -> float:
+    """CPU milliseconds of the run's process per episode between two readings."""
+    return 1000 * (last.cpu_s - first.cpu_s) / (last.trained - first.trained)
 
 
 def figures(quick: bool) -> dict[str, float | None]:

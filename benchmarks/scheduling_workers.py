@@ -19,7 +19,7 @@ from agentrl.app.assemble import RunParts, assemble_orchestrator
 from agentrl.app.run_parts import make_workers
 from agentrl.cluster import worker_wire
 from agentrl.core.clock import SystemClock
-from agentrl.core.records import PolicyVersion
+from agentrl.core.records import PolicyVersion, StepReport
 from agentrl.engines.child_process import ChildProgram, LocalPlacement
 from agentrl.engines.client import ProcessEngine
 from agentrl.engines.scripted import ScriptedEngine
@@ -52,6 +52,17 @@ def tool_caller(versions: Mapping[str, PolicyVersion]) -> ScriptedEngine:
     """Calls the tool in every turn, at once."""
     call = tool_call()
     return ScriptedEngine(lambda *_: call, versions=versions)
+
+
+class ForgettingTrainer(RecordingTrainer):
+    """Keeps nothing of a step, as a run's process does whose trainer is elsewhere."""
+
+    async def optim_step(self, policy: str, step_id: int) -> StepReport:
+        """See `RecordingTrainer.optim_step`."""
+        report = await super().optim_step(policy, step_id)
+        self.batches.clear()
+        self._trained[policy].clear()
+        return report
 
 
 class Listening(LocalPlacement):
@@ -129,7 +140,7 @@ async def wired(
         if pool is not None:
             stack.push_async_callback(pool.close)
             pool.placements = pool.placements if placement is None else [placement] * len(pool.placements)
-        trainer = RecordingTrainer(["policy"])
+        trainer = ForgettingTrainer(["policy"])
         served = ServedVersions(engine)
         await served.make_current(await trainer.publish("policy", START["policy"]))
         parts = RunParts(

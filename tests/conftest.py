@@ -50,7 +50,7 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take minutes come first, so that neither of two processes is left with one at the end."""
+    """Files that take minutes come first, so that no process is left with one at the end."""
     folders = ["e2e", "learning", "contract", "sim", "property", "replay", "unit"]
 
     def place(item: pytest.Item) -> int:

@@ -33,6 +33,7 @@ from agentrl.config.sections import LOSSES
 from agentrl.core.clock import SystemClock
 from agentrl.core.custom_functions import FunctionCode, find_function_code, is_monkeypatched
 from agentrl.core.errors import AgentRLError, ConfigError, TrainerError, TrainerLostError
+from agentrl.core.machine import rare_collections
 from agentrl.core.records import ProcessStatus
 from agentrl.engines.child_process import gpu_visibility_variables
 
@@ -167,7 +168,8 @@ class TrainerRank:
 
     def prepare(self) -> None:
         """Import slow modules, so that no rank waits for imports in the group."""
-        from agentrl.learn import trainer  # noqa: F401
+        with rare_collections():
+            from agentrl.learn import trainer  # noqa: F401
 
     def join(self, rendezvous: Rendezvous | None) -> None:
         """Join the group and create the trainer; None means that there is no group."""

@@ -262,7 +262,10 @@ class WorkerPool:
         if not able or self._unready or (placed.is_suspect and self._can_wait(placed)):
             self._queue[placed.number] = placed
             return
-        process = placed.process = min(able, key=lambda each: (each.is_behind, len(each.episodes)))
+        process = min(able, key=lambda each: len(each.episodes))
+        if process.is_behind:  # asked of the others only now, since each asks the clock
+            process = min(able, key=lambda each: (each.is_behind, len(each.episodes)))
+        placed.process = process
         process.episodes.add(placed.number)
         process.roots += placed.spec.parent_id is None
         if placed.is_suspect:
