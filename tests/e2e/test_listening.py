@@ -31,26 +31,25 @@ import agentrl
 from tests.e2e.matches import WatchedMatch
 from tests.processes import can_be_reached, descendants
 
-class Looks:
-    looked = False
+class Looks:  # at every step, since processes are read one after another while others start and end
+    def __init__(self):
+        self.names, self.reached = set(), {}
 
     def on_step(self, policy, step, metrics):
-        if self.looked:
-            return
-        self.looked = True
         processes = descendants(os.getpid())
-        reached = {}
+        self.names.update(processes.values())
         for each in can_be_reached(processes):
             kind, _, where = each.partition(" ")
             above = Path(where).parents if kind == "unix" and where.startswith("/") else ()
-            reached[each] = [stat.S_IMODE(directory.stat().st_mode) for directory in above]
-        print(json.dumps([sorted(processes.values()), reached]), flush=True)
+            self.reached[each] = [stat.S_IMODE(directory.stat().st_mode) for directory in above]
 
     def on_evaluation(self, versions, metrics):
         pass
 
+looks = Looks()
 config = agentrl.RunConfig.model_validate_json(sys.argv[1])
-agentrl.train(config, environment=WatchedMatch, observers=[Looks()], quiet=True)
+agentrl.train(config, environment=WatchedMatch, observers=[looks], quiet=True)
+print(json.dumps([sorted(looks.names), looks.reached]))
 """
 VLLM: dict[str, Any] = {"vllm": {}, "max_context": 64, "slots": 8}
 
@@ -81,7 +80,7 @@ def ran(request: pytest.FixtureRequest, repository: Path, tmp_path_factory: pyte
 
 def test_a_run_is_reached_from_its_own_machine_only(ran: Ran) -> None:
     for name in ("gcs_server", "raylet", "ray::TrainerRank", "ray::EngineActor", "VLLM::EngineCor"):
-        assert any(each.startswith(name[:15]) for each in ran.processes), name
+        assert any(each.startswith(name[:15]) for each in ran.processes), f"no {name} among {ran.processes}"
     assert any(each.startswith("tcp") for each in ran.reached)
     assert [each for each in ran.reached if not is_loopback(each)] == []
     for each, modes in ran.reached.items():
