@@ -114,9 +114,9 @@ def test_a_blocked_loop_is_named_while_training(tmp_path: Path) -> None:
     few = ["--policies.solver.step_size=2", "--credit.group_size=2"]  # each episode blocks for 1.5 s
     arguments = ["demo", "--environment.id=env.py:Planted", *SMALL, *few]
     said = say(tmp_path, *arguments, code=0)
-    assert "WARNING the event loop has been blocked" in said
-    assert said.count("has been blocked") == 1, "once for each place"
-    assert "env.py:11 in run" in said
+    blocked = [line for line in said.splitlines() if line.startswith("WARNING the event loop has been blocked")]
+    # A busy disk may block it elsewhere, too.
+    assert sum("env.py:11 in run" in line for line in blocked) == 1, "once for each place"
 
 
 def test_a_model_without_a_chat_template(repository: Path, tmp_path: Path) -> None:
