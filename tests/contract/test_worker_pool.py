@@ -338,8 +338,8 @@ def test_parked_episodes_wait_and_go_on_in_the_order_of_their_deadlines(tmp_path
             assert at.worker.park("e0")
             assert at.worker.park("e1")
             assert not at.worker.park("e2")
-            at.open()
             await at.until(lambda: all(placed.deadline < float("inf") for placed in at.pool._episodes.values()))
+            at.open()
             assert at.worker.unpark() == ("e0",)
             await at.until(lambda: "e0" in at.ends)
             assert "e1" not in at.ends
@@ -430,13 +430,13 @@ def test_an_event_of_an_episode_crosses_in_at_most_256_bytes(tmp_path: Path) -> 
     async def main() -> None:
         placement = Listening(tmp_path / "log")
         async with workplace(tmp_path, 2, environments.Parent, placement) as at:
-            at.open()
             at.submit(*(at.spec(f"e{number}", story="x" * 5000) for number in range(3)))
             await at.until(
                 lambda: any(isinstance(said, worker_wire.SpawnChildEpisodes) for said, _ in placement.frames)
             )
             at.worker.park("e0")
             await at.until(lambda: any(isinstance(said, worker_wire.EpisodeParked) for said, _ in placement.frames))
+            at.open()
             at.worker.unpark()
             await at.drained()
         sizes: dict[type, int] = {}

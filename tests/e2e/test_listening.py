@@ -41,7 +41,7 @@ class Looks:  # at every step, since processes are read one after another while 
         for each in can_be_reached(processes):
             kind, _, where = each.partition(" ")
             above = Path(where).parents if kind == "unix" and where.startswith("/") else ()
-            self.reached[each] = [stat.S_IMODE(directory.stat().st_mode) for directory in above]
+            self.reached.setdefault(each, [stat.S_IMODE(directory.stat().st_mode) for directory in above])
 
     def on_evaluation(self, versions, metrics):
         pass
