@@ -44,6 +44,10 @@ class TrainerEnd:
     async def listen(self) -> None:
         await self._engine.inbox.listen(self._path, self._wanted, host=self._host)
 
+    async def finished(self) -> None:
+        """Wait until all has been counted: an engine can serve what it was sent before its sender has returned."""
+        await asyncio.gather(*self._tasks)
+
     def _wanted(self, number: int, wanted: PolicyVersion, address: str) -> None:
         self._tasks.append(asyncio.get_running_loop().create_task(self._send(number, wanted, address)))
 
@@ -79,6 +83,7 @@ def test_weights_that_a_trainer_sends_serve_as_those_of_its_file_would(
             weights = write_full(tmp_path / str(step), version(step), tensors_of(zoo, step), canary=canary)
             trainer.tensors = tensors_of(zoo, step)
             await engine.serve([replace(weights, sha256="0" * 64)])
+        await trainer.finished()
         assert (trainer.sent, trainer.errors) == (2, [])
         assert steps(await running) == [0, 1, 2]
         check_logprobs(zoo.load(seed=2), context, await engine.open("t", "solver").generate(request("b", context)))
@@ -147,6 +152,7 @@ def test_what_a_trainer_cannot_send_is_loaded_from_its_file(
             assert steps(completion) == [step]
             check_logprobs(zoo.load(seed=step), context, completion)
             assert not await make_vllm.llm.is_paused()
+        await trainer.finished()
         assert trainer.sent == 0
         assert len(trainer.errors) == 4, trainer.errors
         assert "has shape (3,)" in trainer.errors[2]
@@ -180,6 +186,7 @@ def test_half_of_the_weights_never_serve_when_the_file_fails_too(
         trainer.outbox, trainer.tensors = WeightSenders(LeavesInTheMiddle), tensors_of(zoo, 2)
         with pytest.raises(EngineError, match=r"solver@0\.2 refused: the SHA-256 digest"):
             await engine.serve([replace(second, sha256="0" * 64)])
+        await trainer.finished()
         assert (trainer.sent, trainer.errors) == (1, ["the trainer died"])
         completion = await engine.open("s", "solver").generate(request("a", context))
         assert steps(completion) == [1]
