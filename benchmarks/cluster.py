@@ -11,7 +11,7 @@ from __future__ import annotations
 from benchmarks.parts import run_parts
 
 FIGURES = (
-    *("hosts_used", "reward_end", "wall_over_one_host", "runs_hidden", "simulated_over_measured"),
+    *("hosts_used", "reward_end", "wall_over_one_host", "runs_hidden"),
     *("gradient_error", "join_timeout_s"),
     *("adapter_publish_ms", "adapter_publish_over_one_host", "full_publish_gb_s", "full_file_gb_s", "bare_copy_gb_s"),
     *("faults", "lost", "twice", "ledger_errors", "resampled_acknowledged_tokens"),

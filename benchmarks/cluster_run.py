@@ -4,8 +4,7 @@
 engines on 2 and 3, workers on all. `reward_end`: on `TASKS` held-out tasks, after all steps of
 `examples/01_tool_use.toml`. `wall_over_one_host`: seconds per training step, over those of a shorter run with the same
 processes on one host. `runs_hidden`: 1 where it ended well although the run directory and the home of host 1 are hidden
-on the others. `simulated_over_measured`: steps per hour that `agentrl simulate --from` predicts for the run over three
-hosts, over those it took.
+on the others.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ def figures(quick: bool) -> dict[str, float | None]:
     with Hosts(3) as hosts:
         hosts.start_ray([1, 2, 3], hide=hosts.directory / "1")
         three = trained(hosts, "three", [*PARTS, *whole, "--cluster.address=auto"])
-        agreement = simulated_over_measured(hosts, "three")
         hidden = not any((hosts.directory / number / "tmp" / "runs").exists() for number in "23")
         for number in PLANNED:
             hosts.kill(number)  # Ray's processes, which the other run would share the machine with
@@ -52,19 +50,7 @@ def figures(quick: bool) -> dict[str, float | None]:
         "runs_hidden": float(hidden),
         "reward_end": None if quick else three.summary["reward_end"],
         "wall_over_one_host": None if quick else three.step_s / one.step_s,
-        "simulated_over_measured": None if quick else agreement,
     }
-
-
-def simulated_over_measured(hosts: Hosts, name: str) -> float:
-    """Simulate a run from its own journal, and compare its steps per hour."""
-    command = ["-m", "agentrl.cli", "simulate", "--from", f"/tmp/runs/{name}", "--as-is", "--json"]
-    answer = hosts.run(1, [sys.executable, *command])
-    if answer.returncode:
-        raise SystemExit(f"{name} was not simulated: {answer.stderr[-2000:]}")
-    said = json.loads(answer.stdout)
-    print(f"measured {said['measured']}, simulated {said['simulated']}", flush=True)
-    return float(said["simulated"]["steps_per_hour"] / said["measured"]["steps_per_hour"])
 
 
 class Trained(NamedTuple):

@@ -27,9 +27,9 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.chat_format import TemplateChatFormat
-from agentrl.simulation.recording_trainer import RecordingTrainer
-from agentrl.simulation.run import NullJournal
+from agentrl.testing.recording_trainer import RecordingTrainer
 from benchmarks import overhead
+from benchmarks.simulation.run import NullJournal
 
 CALLS = 20
 PAIRS = 7

@@ -38,12 +38,12 @@ from agentrl.engines.vllm import process as vllm_process
 from agentrl.journal.entries import TurnEntry
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.byte_formats import VOCABULARY_SIZE, PlainChatFormat
-from agentrl.simulation.plan import QuantileDistribution
-from agentrl.simulation.recording_trainer import RecordingTrainer
 from agentrl.testing.memory_journal import MemoryJournal
+from agentrl.testing.recording_trainer import RecordingTrainer
 from benchmarks.overhead import Silent
 from benchmarks.processes import ProcessTree
 from benchmarks.report import Report
+from benchmarks.simulation.plan import QuantileDistribution
 
 if TYPE_CHECKING:
     from agentrl.core.records import WeightsRef

@@ -42,7 +42,7 @@ from agentrl.engines.child_process import ChildProgram
 from agentrl.engines.client import ProcessEngine
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.inspection.reader import RunReader
-from agentrl.simulation.recording_trainer import RecordingTrainer
+from agentrl.testing.recording_trainer import RecordingTrainer
 from benchmarks.hostile_acts import FATAL, HARMLESS, MEMORY_BYTES
 from benchmarks.report import Report
 

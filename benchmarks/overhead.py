@@ -35,7 +35,7 @@ from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.chat_format import TemplateChatFormat
-from agentrl.simulation.recording_trainer import RecordingTrainer
+from agentrl.testing.recording_trainer import RecordingTrainer
 from benchmarks.report import Report
 
 MODEL = Path(__file__).resolve().parents[1] / "environments" / "calculator" / "model"

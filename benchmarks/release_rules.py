@@ -13,8 +13,8 @@ from agentrl.core.records import EpisodeHeader, EpisodeSpec, TrajectoryCredit
 from agentrl.orchestrator.buffer import Credits, GroupReleasePolicy, OpenGroup, ReadyUnit
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.scheduler import GroupDemand
-from agentrl.simulation.engine import EmulatedEngine
-from agentrl.simulation.run import request_episode_id
+from benchmarks.simulation.engine import EmulatedEngine
+from benchmarks.simulation.run import request_episode_id
 
 POLICY = "solver"
 PROPOSALS = 4

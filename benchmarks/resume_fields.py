@@ -44,7 +44,7 @@ from agentrl.environment.registry import resolve
 from agentrl.inspection.reader import RunReader
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
-from agentrl.simulation.recording_trainer import RecordingTrainer
+from agentrl.testing.recording_trainer import RecordingTrainer
 from benchmarks.report import Report
 
 GROUP = 4

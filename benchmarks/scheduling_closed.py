@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from agentrl.simulation.run import Scenario, simulate_run
 from benchmarks.scheduling_simulated import MEDIAN, RULES, altered, plan
+from benchmarks.simulation.run import Scenario, simulate_run
 
 INTERFERING = {1: MEDIAN * 2 / (1 + 1 / 64), 64: float(MEDIAN)}
 """Tokens per second of each call: alone it is twice as fast as among 64."""

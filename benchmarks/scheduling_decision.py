@@ -16,8 +16,8 @@ from typing import Any
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout import agent as asking
 from agentrl.rollout.kv_budget import KVBudget
-from agentrl.simulation.plan import SimulationPlan
-from agentrl.simulation.run import Scenario, simulate_run
+from benchmarks.simulation.plan import SimulationPlan
+from benchmarks.simulation.run import Scenario, simulate_run
 
 TAIL = {"p50": 32, "p90": 160, "cap": 1280}
 """Tokens of an agent."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from agentrl.simulation.run import Scenario, SimulationResult
 from benchmarks.scheduling_simulated import FILLING, SHORT, plan, run
+from benchmarks.simulation.run import Scenario, SimulationResult
 
 STALENESS, SLOTS = 1, 64
 LIMITS: Sequence[int | None] = (None, 1, 2, 4)

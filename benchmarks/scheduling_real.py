@@ -16,8 +16,6 @@ count.
 those of `late`: the geometric mean over ten seeds, with its 95 % interval (`…_low`, `…_high`) from drawing the seeds
 again. Each has the staleness that was fastest in a pilot on another seed: of 1 to 4, for `fifo` up to 8. The reward of
 the steps themselves would not do: they are fed what ends first, which is what has the fewest sums to do.
-`simulated_minus_measured_busy`: the largest difference between the busy share of engine or trainer in a run of each of
-the three, and the share that `agentrl simulate --from RUN` has for it.
 """
 
 from __future__ import annotations
@@ -41,11 +39,11 @@ import agentrl
 from agentrl.core.ids import random_stream
 from agentrl.core.records import PolicyVersion
 from agentrl.environments.calculator import Calculator
-from agentrl.simulation.plan import QuantileDistribution
 from benchmarks.processes import ProcessTree
 from benchmarks.report import Report
+from benchmarks.simulation.plan import QuantileDistribution
 
-Then = Literal["nothing", "examine", "simulate"]
+Then = Literal["nothing", "examine"]
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "01_tool_use.toml"
 MEDIAN_S = 0.5
@@ -131,8 +129,6 @@ class Trace:
     trainer_busy: float = 0.0
     cpu: float = 0.0
     """CPU seconds, start included."""
-    simulated_off: float | None = None
-    """By how much the simulation's busy shares are off, where it was asked."""
 
     def per_minute(self, filling_s: float) -> float:
         """Steps per minute after the first step that ended when the pipeline was full."""
@@ -174,8 +170,6 @@ def train(contestant: Contestant, directory: str, *, seed: int, stop: Sequence[s
     trace.cpu = tree.cpu_seconds()
     if then == "examine":
         trace.to_goal = seconds_to_goal(run.path / "versions" / "solver", trace)
-    elif then == "simulate":
-        trace.simulated_off = simulated_off(run.path)
     return trace
 
 
@@ -195,14 +189,6 @@ def seconds_to_goal(versions: Path, trace: Trace) -> float | None:
         middle = (low + high) // 2
         low, high = (low, middle) if is_there(middle) else (middle, high)
     return trace.seconds[high - 1]
-
-
-def simulated_off(run: Path) -> float:
-    """The largest difference between a run's busy shares and those of its simulation."""
-    command = [sys.executable, "-m", "agentrl.cli", "simulate", "--from", str(run), "--as-is", "--json"]
-    said = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
-    print(f"    measured {said['measured']}, simulated {said['simulated']}", file=sys.stderr, flush=True)
-    return max(abs(float(said["simulated"][who]) - said["measured"][who]) for who in ("engine", "trainer"))
 
 
 def until(metric: str, value: float) -> list[str]:
@@ -316,23 +302,13 @@ def interval_of_mean(values: Sequence[float]) -> tuple[float, float]:
     return means[249], means[9749]
 
 
-def simulated_busy(quick: bool) -> dict[str, float | None]:
-    """Of the three."""
-    if quick:
-        return {}
-    stop = until("run/seconds", MEASURED_S)
-    found = [run_apart(contestant, seed=0, stop=stop, then="simulate") for contestant in (LATE, FIFO, BARRIER)]
-    return {"simulated_minus_measured_busy": max(trace.simulated_off or 0.0 for trace in found)}
-
-
-PARTS = {"steps": steps_per_minute, "busy": simulated_busy, "reward": time_to_reward}
+PARTS = {"steps": steps_per_minute, "reward": time_to_reward}
 FIGURES = (
     "real_over_barrier",
     "real_over_fifo",
     "time_to_reward_over_best_fifo",
     "time_to_reward_over_best_fifo_low",
     "time_to_reward_over_best_fifo_high",
-    "simulated_minus_measured_busy",
 )
 
 

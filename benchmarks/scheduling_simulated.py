@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from agentrl.orchestrator.loop import Orchestrator
-from agentrl.simulation.plan import SimulationPlan
-from agentrl.simulation.run import Scenario, SimulationResult, simulate_run
 from benchmarks.release_rules import PROPOSALS, by_whole_tasks, one_step_off, race, without_stale
+from benchmarks.simulation.plan import SimulationPlan
+from benchmarks.simulation.run import Scenario, SimulationResult, simulate_run
 
 MEDIAN = 32
 """Tokens."""

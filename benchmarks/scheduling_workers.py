@@ -26,7 +26,7 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.chat_format import TemplateChatFormat
-from agentrl.simulation.recording_trainer import RecordingTrainer
+from agentrl.testing.recording_trainer import RecordingTrainer
 from benchmarks.overhead import MODEL, TASKS, TURNS, Arithmetic, Silent, run_config
 from benchmarks.processes import ProcessTree
 from tests.support.frames import bodies

@@ -354,7 +354,6 @@ def make_parser() -> argparse.ArgumentParser:
     _add_evaluate(commands)
     _add_serve(commands)
     _add_demo(commands)
-    _add_simulate(commands)
     for noun in READING:
         _add_reading(commands, noun)
     _add_env(commands)
@@ -460,18 +459,6 @@ def _add_demo(commands: Subparsers[argparse.ArgumentParser]) -> None:
     sample = "write runs/sample instead, in seconds and without a model, to try the commands that read a run"
     parser.add_argument("--journal-only", action="store_true", help=sample)
     parser.set_defaults(takes_overrides=True)
-
-
-def _add_simulate(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    text = "predict how busy engines and trainer will be for given episodes, and which setting to change"
-    parser = _add_command(commands, "simulate", text, "training:simulate")
-    parser.add_argument("file", type=Path, nargs="?", help="TOML file, such as examples/07_simulate.toml")
-    parser.add_argument(
-        "--from", dest="run", metavar="RUN", help="take the values that the file leaves out from a real run"
-    )
-    parser.add_argument("--steps", type=_whole, help="number of measured steps; default 12, or as many as the run has")
-    parser.add_argument("--as-is", action="store_true", help="simulate only the given settings, in a tenth of the time")
-    parser.add_argument("--timeline", type=Path, metavar="FILE.svg", help="write a chart of when each part was busy")
 
 
 def _add_reading(commands: Subparsers[argparse.ArgumentParser], noun: CommandGroup) -> None:

@@ -30,7 +30,7 @@ from agentrl.inspection.reader import RunReader
 from agentrl.journal.reader import TurnLogReader
 from agentrl.journal.rows import assemble_trajectories
 from agentrl.rollout.byte_formats import PlainChatFormat
-from agentrl.simulation.recording_trainer import RecordingTrainer
+from agentrl.testing.recording_trainer import RecordingTrainer
 
 if TYPE_CHECKING:
     from agentrl.core.ports import Engine, Trainer

@@ -44,7 +44,7 @@ class ProtectedClockLoop(asyncio.SelectorEventLoop):
 
 
 class LoopClock:
-    """The running event loop's time; virtual under `agentrl.simulation.virtual_time.VirtualTimeEventLoop`."""
+    """The running event loop's time; virtual under `agentrl.testing.virtual_time.VirtualTimeEventLoop`."""
 
     def monotonic(self) -> float:
         """The running loop's time in seconds."""

@@ -46,11 +46,11 @@ from agentrl.journal.entries import (
 from agentrl.observe.blocked_loop import watch_event_loop
 from agentrl.rollout.branches import REMEDY, shortened_repr
 from agentrl.rollout.harness_agent import describe_request_difference, external_turns_with_context
-from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.execution import POLICY, RESOURCE_LOST, ExecutedEpisode, execute_episode, random_policy
 from agentrl.testing.malformed_reply_check import TASKS as FORMAT_TASKS
 from agentrl.testing.malformed_reply_check import EpisodeFormatReward, find_format_reward_faults
 from agentrl.testing.side_effects import MODEL_ADVICE, calls_language_model, watch_side_effects
+from agentrl.testing.virtual_time import simulate
 
 MAX_CUTS = 64
 """Maximum number of prefixes tried per episode; longer journals are cut at evenly spaced entries."""

@@ -34,8 +34,8 @@ from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.rollout.episode import RolloutSettings
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
-from agentrl.simulation.virtual_time import VirtualTimeEventLoop
 from agentrl.testing.memory_journal import MemoryJournal
+from agentrl.testing.virtual_time import VirtualTimeEventLoop
 
 if TYPE_CHECKING:
     import random

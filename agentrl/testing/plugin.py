@@ -21,7 +21,7 @@ DEFAULT_SEEDS = 10
 
 
 class SeededSimulation:
-    """Runs a coroutine function once per seed; see `agentrl.simulation.virtual_time.simulate`.
+    """Runs a coroutine function once per seed; see `agentrl.testing.virtual_time.simulate`.
 
     Example:
         >>> async def main() -> int:
@@ -46,7 +46,7 @@ class SeededSimulation:
             seeds: minimum number of seeds, unless an environment variable sets one seed.
             max_steps: maximum number of steps per seed.
         """
-        from agentrl.simulation.virtual_time import simulate
+        from agentrl.testing.virtual_time import simulate
 
         return [simulate(main, seed=seed, max_steps=max_steps) for seed in self.seeds(seeds)]
 
@@ -60,7 +60,7 @@ def simulated_loop() -> SeededSimulation:
         ...     async def main() -> None: ...
         ...     simulated_loop.run(main, seeds=200)
     """
-    from agentrl.simulation.virtual_time import SEED_VARIABLE
+    from agentrl.testing.virtual_time import SEED_VARIABLE
 
     seed = _number(SEED_VARIABLE)
     if seed is not None:

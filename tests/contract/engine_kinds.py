@@ -25,7 +25,7 @@ from agentrl.engines.client import ProcessEngine
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.engines.fleet import ReplicatedEngine
 from agentrl.engines.versions import Canary
-from agentrl.simulation.virtual_time import simulate
+from agentrl.testing.virtual_time import simulate
 from tests.contract.scripted_program import VOCABULARY, scripted_engine
 from tests.contract.warm_processes import WarmPlacement
 

@@ -17,9 +17,9 @@ from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Seat
 from agentrl.engines.scripted import Script, ScriptedEngine
 from agentrl.journal.entries import EntryBody, JournalEntry
 from agentrl.rollout.byte_formats import STOP_TOKEN
-from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.execution import PARTITION, plain_rollout_settings, wire_dispatcher
 from agentrl.testing.memory_journal import MemoryJournal
+from agentrl.testing.virtual_time import simulate
 
 
 def digits(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:

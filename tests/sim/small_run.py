@@ -21,8 +21,8 @@ from agentrl.orchestrator.evaluation import HeldOutSplit
 from agentrl.orchestrator.loop import Orchestrator, RunOutcome
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
-from agentrl.simulation.recording_trainer import RecordingTrainer
 from agentrl.testing.memory_journal import MemoryJournal
+from agentrl.testing.recording_trainer import RecordingTrainer
 
 
 class Guess(agentrl.Environment):

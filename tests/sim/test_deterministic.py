@@ -14,8 +14,8 @@ from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
 from agentrl.journal.port import StepRow
 from agentrl.rollout.byte_formats import STOP_TOKEN
-from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.plugin import SeededSimulation
+from agentrl.testing.virtual_time import simulate
 from tests.sim.small_run import SmallRun, config_for
 from tests.sim.test_several_policies import Propose, Solve
 

@@ -15,10 +15,10 @@ from agentrl.core.records import PolicyVersion, SeatBinding, Task
 from agentrl.journal.entries import SpawnEntry
 from agentrl.rollout.branches import ReplayOrder
 from agentrl.rollout.episode_context import MAX_UNDECLARED
-from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.execution import POLICY, execute_episode, random_policy
 from agentrl.testing.memory_journal import Admission, EpisodeEnd
 from agentrl.testing.plugin import SeededSimulation
+from agentrl.testing.virtual_time import simulate
 from tests.replay.executions import Stage, resumed_everywhere
 from tests.sim.small_run import TASKS, Guess, SmallRun, config_for
 

@@ -15,9 +15,9 @@ from agentrl.core.errors import AgentRLError, CheckFailedError, NonFiniteError, 
 from agentrl.core.records import StepReport
 from agentrl.journal.entries import TurnEntry
 from agentrl.orchestrator.loop import Orchestrator
-from agentrl.simulation.recording_trainer import RecordingTrainer
 from agentrl.testing.memory_journal import MemoryJournal
 from agentrl.testing.plugin import SeededSimulation
+from agentrl.testing.recording_trainer import RecordingTrainer
 from tests.sim.small_run import TASKS, Guess, SmallRun, config_for
 
 pytestmark = pytest.mark.sim

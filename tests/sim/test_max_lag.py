@@ -17,8 +17,8 @@ from agentrl.core.records import PolicyVersion
 from agentrl.observe.alarms import find_alarms
 from agentrl.observe.run_state import RunDisplaySettings, RunState
 from agentrl.orchestrator.scheduler import BoundedStaleness
-from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.plugin import SeededSimulation
+from agentrl.testing.virtual_time import simulate
 from tests.sim.small_run import SmallRun, config_for
 
 pytestmark = pytest.mark.sim

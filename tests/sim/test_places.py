@@ -12,9 +12,9 @@ import agentrl
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.rollout.byte_formats import STOP_TOKEN
-from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.execution import POLICY, plain_rollout_settings, wire_dispatcher
 from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal
+from agentrl.testing.virtual_time import simulate
 
 pytestmark = pytest.mark.sim
 ROOM = 300

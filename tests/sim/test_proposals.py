@@ -17,8 +17,8 @@ from agentrl.observe.metrics import PASS_RATES
 from agentrl.orchestrator import dispatch
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.rollout.worker import AsyncioWorker
-from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.plugin import SeededSimulation
+from agentrl.testing.virtual_time import simulate
 from tests.sim.small_run import SmallRun, config_for
 from tests.support.crash_scenario import CrashScenario, Machine
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.simulation.plan import SimulationPlan
-from agentrl.simulation.run import Scenario, SimulationResult, simulate_run
 from benchmarks.scheduling_simulated import altered, plan
+from benchmarks.simulation.plan import SimulationPlan
+from benchmarks.simulation.run import Scenario, SimulationResult, simulate_run
 
 pytestmark = pytest.mark.sim
 

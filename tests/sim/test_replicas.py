@@ -20,7 +20,7 @@ from agentrl.core.ports import GenerateRequest, Refresh, SamplingParams
 from agentrl.core.records import Completion, PolicyVersion, WeightsRef
 from agentrl.engines.fleet import FENCE_S, ReplicatedEngine
 from agentrl.engines.scripted import ScriptedEngine
-from agentrl.simulation.virtual_time import simulate
+from agentrl.testing.virtual_time import simulate
 
 if TYPE_CHECKING:
     from agentrl.core.records import Float32Array, Int32Array

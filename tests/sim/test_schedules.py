@@ -16,8 +16,8 @@ from agentrl.app.recovery import read_resume_state
 from agentrl.core.ids import random_stream
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
-from agentrl.simulation.virtual_time import VirtualTimeEventLoop
 from agentrl.testing.plugin import SeededSimulation
+from agentrl.testing.virtual_time import VirtualTimeEventLoop
 from tests.sim.small_run import SmallRun, config_for, guess
 from tests.sim.test_several_policies import Solve
 from tests.support.crash_scenario import CrashScenario

@@ -16,9 +16,9 @@ from agentrl.core.records import EpisodeSpec, Task
 from agentrl.journal.port import StepRow
 from agentrl.orchestrator import scheduler
 from agentrl.orchestrator.tasks import Curriculum, GroupResult
-from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.memory_journal import MemoryJournal
 from agentrl.testing.plugin import SeededSimulation
+from agentrl.testing.virtual_time import simulate
 from tests.sim.small_run import TASKS, SmallRun, config_for
 from tests.sim.test_deterministic import guess, trained_by
 

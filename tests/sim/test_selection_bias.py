@@ -14,9 +14,9 @@ from agentrl.observe.alarms import LENGTH_STEPS, find_alarms
 from agentrl.observe.run_state import RunDisplaySettings, RunState
 from agentrl.orchestrator.buffer import ReadyUnit
 from agentrl.orchestrator.loop import Orchestrator
-from agentrl.simulation.plan import SimulationPlan
-from agentrl.simulation.run import Scenario, simulate_run
 from agentrl.testing.plugin import SeededSimulation
+from benchmarks.simulation.plan import SimulationPlan
+from benchmarks.simulation.run import Scenario, simulate_run
 from tests.sim.small_run import SmallRun, config_for
 
 pytestmark = pytest.mark.sim

@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from agentrl.core.clock import LoopClock
-from agentrl.simulation.virtual_time import DeadlockError, SimulationError, StepLimitError, simulate
 from agentrl.testing.plugin import SeededSimulation
+from agentrl.testing.virtual_time import DeadlockError, SimulationError, StepLimitError, simulate
 
 pytestmark = pytest.mark.sim
 

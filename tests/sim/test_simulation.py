@@ -13,12 +13,12 @@ import pytest
 from agentrl.core.errors import EngineError
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Completion, PolicyVersion, VersionSpan, WeightsRef
-from agentrl.simulation.engine import EmulatedEngine
-from agentrl.simulation.plan import QuantileDistribution, SimulationPlan
-from agentrl.simulation.run import Scenario, SimulationResult, simulate_run
-from agentrl.simulation.simulated_environments import SimulatedTasks, requested_turn_length
-from agentrl.simulation.virtual_time import simulate
+from agentrl.testing.virtual_time import simulate
 from benchmarks import scheduling_memory
+from benchmarks.simulation.engine import EmulatedEngine
+from benchmarks.simulation.plan import QuantileDistribution, SimulationPlan
+from benchmarks.simulation.run import Scenario, SimulationResult, simulate_run
+from benchmarks.simulation.simulated_environments import SimulatedTasks, requested_turn_length
 
 pytestmark = pytest.mark.sim
 

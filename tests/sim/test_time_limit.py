@@ -17,9 +17,9 @@ from agentrl.observe.alarms import find_alarms
 from agentrl.observe.run_state import RunDisplaySettings, RunSnapshot, RunState
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.rollout.episode import GRACE_S
-from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.memory_journal import EpisodeEnd
 from agentrl.testing.plugin import SeededSimulation
+from agentrl.testing.virtual_time import simulate
 from tests.replay.executions import Stage, resumed_everywhere
 from tests.sim.small_run import SmallRun, config_for
 

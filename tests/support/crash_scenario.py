@@ -24,9 +24,9 @@ from agentrl.journal.port import StepRow
 from agentrl.orchestrator.checkpoints import CheckpointWriter
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
-from agentrl.simulation.recording_trainer import RecordingTrainer
-from agentrl.simulation.virtual_time import VirtualTimeEventLoop
 from agentrl.testing.memory_journal import VersionPublication
+from agentrl.testing.recording_trainer import RecordingTrainer
+from agentrl.testing.virtual_time import VirtualTimeEventLoop
 from tests.support.sim_disk import SimDisk, SimulatedCrashError
 from tests.support.sim_journal import SimJournal
 

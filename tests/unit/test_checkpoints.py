@@ -16,7 +16,7 @@ from agentrl.core.errors import StorageError
 from agentrl.core.records import PolicyVersion
 from agentrl.orchestrator.buffer import Ledger
 from agentrl.orchestrator.checkpoints import CheckpointWriter, find_newest_checkpoint
-from agentrl.simulation.recording_trainer import RecordingTrainer
+from agentrl.testing.recording_trainer import RecordingTrainer
 
 
 def write(directory: Path, step: int, *, keep: int = 10) -> Path:

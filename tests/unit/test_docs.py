@@ -92,10 +92,10 @@ NO_SETTINGS = {"engine.log", "model.safetensors"}
 
 
 def test_settings_named_in_the_text_exist() -> None:
-    """Those of sections; docs/simulator.md has settings of its own, and decisions name those of their day."""
+    """Settings of sections; decisions name the settings of their day."""
     sections = "|".join(sorted({key.partition(".")[0] for key in all_keys() if "." in key}))
     pattern = re.compile(rf"`((?:{sections})\.[\w.]+)(?=[` ])")
-    pages = [page for page in PAGES if page.stem != "simulator" and page.parent.name != "decisions"]
+    pages = [page for page in PAGES if page.parent.name != "decisions"]
     named = [(name(page), key) for page in pages for key in pattern.findall(prose(page)) if key not in NO_SETTINGS]
     assert len(named) > 100
     assert not [(page, key) for page, key in named if not any(re.fullmatch(pattern, key) for pattern in KNOWN)]

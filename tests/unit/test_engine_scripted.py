@@ -12,7 +12,7 @@ from agentrl.core.errors import EngineError, EngineLostError
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Completion, PolicyVersion, WeightsRef
 from agentrl.engines.scripted import ScriptedEngine
-from agentrl.simulation.virtual_time import simulate
+from agentrl.testing.virtual_time import simulate
 
 TEN = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
 

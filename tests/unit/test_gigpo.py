@@ -35,7 +35,7 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry, gigpo_state_hash
 from agentrl.learn.function_check import check_advantage
 from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
-from agentrl.simulation.recording_trainer import RecordingTrainer
+from agentrl.testing.recording_trainer import RecordingTrainer
 from tests.journal_oracle import judge
 from tests.sim.small_run import TASKS, config_for
 from tests.support.builders import make_episode_header, make_spec

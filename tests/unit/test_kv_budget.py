@@ -15,7 +15,7 @@ import pytest
 from agentrl.core.errors import EngineError
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.rollout.kv_budget import KVBudget, Reservation
-from agentrl.simulation.virtual_time import simulate
+from agentrl.testing.virtual_time import simulate
 
 if TYPE_CHECKING:
     from agentrl.core.records import Int32Array

@@ -19,8 +19,8 @@ from agentrl.inspection.reader import RunReader
 from agentrl.journal.port import PruneRule, PruneTotals
 from agentrl.orchestrator.checkpoints import CheckpointWriter, JournalRetention, VersionRetention
 from agentrl.rollout.byte_formats import PlainChatFormat
-from agentrl.simulation.recording_trainer import RecordingTrainer
 from agentrl.testing.memory_journal import MemoryJournal
+from agentrl.testing.recording_trainer import RecordingTrainer
 from tests.sim.small_run import TASKS, Guess, config_for, guess
 
 

@@ -14,7 +14,7 @@ from agentrl.core.records import EpisodeDataLocation, PolicyVersion, TrajectoryC
 from agentrl.credit.baselines import RoleMeans
 from agentrl.orchestrator.buffer import Ledger
 from agentrl.orchestrator.checkpoints import CheckpointWriter, find_newest_checkpoint
-from agentrl.simulation.recording_trainer import RecordingTrainer
+from agentrl.testing.recording_trainer import RecordingTrainer
 
 
 def make_unit(*credits: TrajectoryCredit, policy: str = "p", episode_id: str = "e1") -> Unit:

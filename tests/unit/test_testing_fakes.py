@@ -14,9 +14,9 @@ from agentrl.core.ports import Trainer
 from agentrl.core.records import EpisodeDataLocation, PolicyVersion, TrainBatch, TrajectoryCredit, Unit
 from agentrl.journal.entries import JournalEntry, RewardEntry, encode_body
 from agentrl.journal.port import JournalStore, RunLog
-from agentrl.simulation.recording_trainer import RecordingTrainer
-from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.memory_journal import MemoryJournal
+from agentrl.testing.recording_trainer import RecordingTrainer
+from agentrl.testing.virtual_time import simulate
 from tests.support.builders import make_completion, make_episode_header, make_spec, make_trajectory
 from tests.support.sim_disk import SimDisk
 from tests.support.sim_journal import SimJournal

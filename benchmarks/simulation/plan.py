@@ -1,6 +1,4 @@
-"""The plan of a simulation, read from a TOML file: episodes, hardware, and the settings of a run.
-
-    agentrl simulate examples/07_simulate.toml
+"""The plan of a simulation: episodes, hardware, and the settings of a run.
 
 The settings of a run have their production names and are passed on unchanged (`SimulationPlan.config`), so production's
 checks hold here too. Further bounds limit a plan's size: far beyond any real one, and small enough to be simulated in
@@ -20,14 +18,13 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import NormalDist, fmean
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from agentrl.config.fields import Episodes, MaybeSteps, Positive, Section, Share, Tokens
-from agentrl.config.load import describe_validation_error, format_short, read_toml, validate_section
+from agentrl.config.load import describe_validation_error, format_short
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
 from agentrl.rollout.episode_context import MAX_CHILD_DEPTH
@@ -594,35 +591,3 @@ class SimulationPlan(Section):
             )
         except ValidationError as error:
             raise ConfigError(describe_validation_error(error)) from None
-
-
-def load(path: str | Path, over: SimulationPlan | None = None) -> SimulationPlan:
-    """Read a plan from a TOML file.
-
-    Args:
-        path: path of the file.
-        over: plan that the file changes; settings absent from the file are kept. A distribution is
-            replaced as a whole, and so is the speed of engines if the file contains `engine.model`.
-
-    Raises:
-        ConfigError: the plan is invalid; the message lists all problems with their places.
-    """
-    data = read_toml(path)
-    if over is not None:
-        base = over.model_dump(mode="json")
-        if "model" in data.get("engine", {}):
-            base["engine"] = {key: base["engine"][key] for key in ("replicas", "slots")}
-        data = _over(data, base)
-    return validate_section(data, path, SimulationPlan)
-
-
-def _over(data: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    """Merge nested tables; values of `data` take precedence."""
-    merged = dict(base)
-    for key, value in data.items():
-        below = merged.get(key)
-        if isinstance(value, dict) and isinstance(below, dict) and "p50" not in value and key != "rates":
-            merged[key] = _over(value, below)
-        else:
-            merged[key] = value
-    return merged

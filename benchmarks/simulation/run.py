@@ -27,15 +27,15 @@ from agentrl.inspection.timelines import RunTimeline, span_occupancy
 from agentrl.journal.port import PruneTotals
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.worker import AsyncioWorker
-from agentrl.simulation.engine import EmulatedEngine
-from agentrl.simulation.recording_trainer import RecordingTrainer
-from agentrl.simulation.simulated_environments import (
+from agentrl.testing.recording_trainer import RecordingTrainer
+from agentrl.testing.virtual_time import VirtualTimeEventLoop
+from benchmarks.simulation.engine import EmulatedEngine
+from benchmarks.simulation.simulated_environments import (
     LengthChatFormat,
     SimulatedTasks,
     make_root_environment,
     requested_turn_length,
 )
-from agentrl.simulation.virtual_time import VirtualTimeEventLoop
 
 if TYPE_CHECKING:
     from agentrl.core.ports import Engine, GenerateRequest
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from agentrl.journal.port import PruneRule, StepRow
     from agentrl.orchestrator.loop import Orchestrator
     from agentrl.rollout.kv_budget import KVBudget
-    from agentrl.simulation.engine import EmulatedSession
-    from agentrl.simulation.plan import SimulationPlan
+    from benchmarks.simulation.engine import EmulatedSession
+    from benchmarks.simulation.plan import SimulationPlan
 
 PARTS = 72
 """Number of intervals of a timeline."""

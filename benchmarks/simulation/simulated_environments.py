@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from agentrl.core.ports import GenerateRequest
     from agentrl.core.records import FinishReason, SampledTurn, ToolSpec
     from agentrl.environment.base import Agent
-    from agentrl.simulation.plan import EnvironmentPlan, SeatPlan, SimulationPlan
+    from benchmarks.simulation.plan import EnvironmentPlan, SeatPlan, SimulationPlan
 
 
 class SimulatedTasks:
