@@ -33,7 +33,7 @@ from agentrl.cli.commands import READING
 from agentrl.cli.main import main
 from agentrl.core.ids import random_stream
 from agentrl.core.text import escape_text
-from agentrl.exchange.formats import EXPORTS
+from agentrl.inspection.export.formats import EXPORTS
 from agentrl.journal.control_rows import CHECKED, row_checksum
 from agentrl.journal.entries import entry_checksum
 
@@ -44,12 +44,11 @@ STILL_S = 600.0
 """Seconds in which a command uses no CPU time at all: it waits for what will not come."""
 ASKED = 4
 """Commands for each damage."""
-LEFT_OUT = {"run serve", "run import", "episode fork"}
-"""They listen, read other files (which are damaged below), or sample."""
+LEFT_OUT = {"run serve", "episode fork"}
+"""They listen, or sample."""
 DATABASES = ("journal/control.db", "journal/turns-0.db", "forks/journal/control.db", "forks/journal/turns-0.db")
 FORMATS = [name for name in EXPORTS if name != "parquet"]
 """pyarrow reserves more address space than all else takes; its lines are those of JSON."""
-TRACES = Path(__file__).parents[1] / "tests" / "exchange_files" / "verifiers_0_4_traces.jsonl"
 ODD: tuple[Any, ...] = (
     *(None, 0, -1, 1, 2**31, 2**63 - 1, -(2**63), 0.5, -0.0, 1e308, float("inf"), "", "\0", "x" * 100_000, "e0", "[]"),
     *(
@@ -213,26 +212,6 @@ DAMAGES: tuple[Callable[[Path, Random], None], ...] = (
 )
 
 
-def damaged_import(folder: Path, whole: Path, draw: Random) -> list[list[str]]:
-    """A file of another tool's that is not what it should be, and the command that reads it."""
-    kind = draw.choice(("verifiers", "atif"))
-    if kind == "verifiers":
-        source, lines = folder / "traces.jsonl", TRACES.read_bytes().splitlines()
-    else:
-        source, lines = folder / "trajectory.json", [draw.choice(sorted(whole.iterdir())).read_bytes()]
-    for number in range(len(lines)):
-        if draw.random() < 0.5:
-            value = altered(json.loads(lines[number]), draw)
-            lines[number] = json.dumps(value, default=repr).encode()
-    content = bytearray(b"\n".join(draw.choices(lines, k=draw.choice((1, len(lines))))))
-    for _ in range(draw.choice((0, 0, 1, 8))):
-        content[draw.randrange(len(content))] = draw.randrange(256)
-    source.write_bytes(content[: draw.randrange(len(content))] if draw.random() < 0.1 else content)
-    run = str(folder / "imported")
-    asked = [["run", "import", str(source), run, "--from", kind], ["episode", "list", run]]
-    return [*asked, ["episode", draw.choice(("show", "tokens", "why", "timeline")), run], ["run", "stats", run]]
-
-
 # --- asking -----------------------------------------------------------------------------------------------------------
 
 
@@ -301,12 +280,8 @@ def work(whole: Path, first: int, count: int) -> None:
         draw = random_stream("fuzz", number)
         with tempfile.TemporaryDirectory(prefix="agentrl-fuzz-", dir=whole.parent) as name:
             folder = Path(name)
-            if draw.random() < 0.25:
-                asked = damaged_import(folder, whole / "trajectories", draw)
-            else:
-                shutil.copytree(whole, folder / "run", ignore=shutil.ignore_patterns("trajectories", "versions"))
-                asked = damaged_run(folder, whole, draw)
-            for command in asked:
+            shutil.copytree(whole, folder / "run", ignore=shutil.ignore_patterns("versions"))
+            for command in damaged_run(folder, whole, draw):
                 if (wrong := wrong_with(command)) is not None:
                     told = [part.replace(name, "TMP") for part in command]
                     print(json.dumps({"seed": number, "command": told, "wrong": wrong}), flush=True)

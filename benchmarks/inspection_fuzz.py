@@ -1,7 +1,7 @@
 """Damaged databases and files, and every reading command about them: an answer or a named error, whatever they hold.
 
 `fuzz_crashes`: of 10,000 damages (`benchmarks.fuzzed`: bytes, cuts, pages, rows and entries of other types and sizes
-under checksums that fit, other schemas, files of imports), those after which a command ended otherwise: a traceback, a
+under checksums that fit, other schemas), those after which a command ended otherwise: a traceback, a
 signal, more than 512 MiB, two minutes of CPU time, or a control character on the terminal. A process takes thirty of
 them. A damage counts if its seed, run again in a process of its own, ends so again: what a damaged file does is the
 same each time, what a machine without memory does is not. Those that did not end so again are `fuzz_unrepeated`.
@@ -20,8 +20,6 @@ from itertools import chain
 from pathlib import Path
 
 from agentrl.cli.sample_run import write_sample_run
-from agentrl.exchange.exporting import export
-from agentrl.inspection.reader import RunReader
 
 DAMAGES, QUICK_DAMAGES, BATCH = 10_000, 60, 30
 
@@ -38,12 +36,8 @@ def figures(quick: bool) -> dict[str, float | None]:
 
 
 def sample(directory: Path) -> Path:
-    """A whole run, with trajectories in it."""
-    whole = write_sample_run(directory).path
-    reader = RunReader(whole)
-    export(reader, "atif", whole / "trajectories", where="purpose = 'evaluate'")
-    reader.close()
-    return whole
+    """A whole run."""
+    return write_sample_run(directory).path
 
 
 def crashed(whole: Path, first: int, count: int) -> Iterator[int]:

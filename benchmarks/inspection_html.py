@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from agentrl.exchange.exporting import export
+from agentrl.inspection.export.exporting import export
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.viewer.server import serve_viewer
 from benchmarks.inspection_reading import TURNS, write_large_run

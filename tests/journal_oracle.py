@@ -185,7 +185,7 @@ class _Judge:
         with opened(control) as connection:
             meta = dict(connection.execute("SELECT key, value FROM meta"))
         self.info: Row = json.loads(meta.get("info", "{}"))
-        if not self.info.keys() & {"config", "evaluated", "imported"}:
+        if not self.info.keys() & {"config", "evaluated"}:
             return []
         self.checkpoints = self.sealed()
         with opened(control) as connection:
@@ -200,10 +200,9 @@ class _Judge:
             given_up = connection.execute("SELECT episode, attempt FROM pruned") if "pruned" in self.tables else ()
             self.pruned: set[Attempt] = set(given_up)
         self.config = self.info.get("config") or {}
-        if not self.info.get("imported"):
-            self.is_run = not self.info.get("forks") and not self.info.get("evaluated")
-            self.judge_entries()
-            self.judge_names()
+        self.is_run = not self.info.get("forks") and not self.info.get("evaluated")
+        self.judge_entries()
+        self.judge_names()
         if self.config.get("policies") and self.is_run:
             self.judge_versions()
             self.judge_ledger()
@@ -272,7 +271,7 @@ class _Judge:
                 self.say("entries", f"{where}: its spans {spans} do not follow each other")
             at = stop
             self.named.setdefault((weights_of, lineage, step), where)
-        if at != count and (spans or not self.info.get("imported")):
+        if at != count:
             self.say("entries", f"{where}: spans cover {at} of {count} tokens")
         if len(body) > 19 and body[19] is not None:
             counts = [c for (c,) in struct.iter_unpack("<i", body[19])]
@@ -291,7 +290,7 @@ class _Judge:
             trajectories[row["episode"], row["attempt"]].append(row)
         for row in self.tables["episodes"]:
             key = (row["episode"], row["attempt"])
-            if row["partition"] is None or row["purpose"] == "import":
+            if row["partition"] is None:
                 continue
             own = self.recorded.get((row["partition"], *key))
             if own is None and key in self.pruned:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from agentrl.exchange.formats import EXPORTS, IMPORTS, ExportFormat, ImportFormat
+from agentrl.inspection.export.formats import EXPORTS
 
 Subparsers = argparse._SubParsersAction  # argparse has no public name for this type
 
@@ -62,10 +61,6 @@ class CommandGroup(NamedTuple):
 
 def _argument(name: str, **keywords: Any) -> Argument:
     return Argument(name, keywords)
-
-
-def _format_help(formats: Mapping[str, ExportFormat] | Mapping[str, ImportFormat]) -> str:
-    return "; ".join(f"{name}: {format.help}" for name, format in formats.items())
 
 
 _RUN = _argument("run", nargs="?", help="directory or name of a run; default: the newest in runs/")
@@ -123,7 +118,12 @@ READING = (
                 "runs:run_export",
                 (
                     _RUN,
-                    _argument("--to", required=True, choices=list(EXPORTS), help=_format_help(EXPORTS)),
+                    _argument(
+                        "--to",
+                        required=True,
+                        choices=list(EXPORTS),
+                        help="; ".join(f"{name}: {format.help}" for name, format in EXPORTS.items()),
+                    ),
                     _argument("--out", type=Path, metavar="PATH", help="output path; default: in the run's directory"),
                     _argument("--where", default="", help="only episodes that match this filter"),
                     _argument("--match", default="", help="only episodes that contain all these words"),
@@ -151,19 +151,6 @@ READING = (
                     _argument("--every", type=float, default=10.0, metavar="SECONDS", help="pause; default 10"),
                     _argument("--address", default="auto", help="of the Ray cluster; default: auto"),
                     _argument("--once", action="store_true", help="copy once and stop"),
-                ),
-                reads=False,
-            ),
-            Command(
-                "import",
-                "create a run from episodes that another tool wrote",
-                "runs:run_import",
-                (
-                    _argument("source", type=Path, help="file or directory"),
-                    _argument("run", type=Path, help="directory of the new run"),
-                    _argument(
-                        "--from", dest="format", required=True, choices=list(IMPORTS), help=_format_help(IMPORTS)
-                    ),
                 ),
                 reads=False,
             ),

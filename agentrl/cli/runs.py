@@ -348,7 +348,7 @@ def run_prune(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
 
 def run_export(options: argparse.Namespace) -> int:
     """`agentrl run export [RUN] --to FORMAT [--out PATH] [--where …] [--match …] [--force]`."""
-    from agentrl.exchange.exporting import export
+    from agentrl.inspection.export.exporting import export
 
     with open_run(options) as reader:
         found = export(reader, options.to, options.out, where=options.where, match=options.match, force=options.force)
@@ -360,21 +360,6 @@ def run_export(options: argparse.Namespace) -> int:
         _say(f"  not readable: {problem}")
     if len(found.problems) > PROBLEMS_SHOWN:
         _say(f"  and {len(found.problems) - PROBLEMS_SHOWN:,} more (--json has them)")
-    return 0
-
-
-def run_import(options: argparse.Namespace) -> int:
-    """`agentrl run import SOURCE RUN --from FORMAT`."""
-    from agentrl.exchange.importing import import_run
-
-    found = import_run(options.source, options.format, options.run)
-    if options.json:
-        print_json(found)
-        return 0
-    holds = f"{plural(found.episodes, 'episode')}, {plural(found.turns, 'turn')}"
-    _say(f"{found.path}: {holds}; `agentrl episode list {found.path}`")
-    for what, count in sorted(found.not_told.items()):
-        _say(f"  {what}: not told of {plural(count, 'episode')}")
     return 0
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     RoutingArray = NDArray[np.int16]
     BoolArray = NDArray[np.bool_]
 
-Purpose = Literal["train", "evaluate", "replay", "fork", "import"]
+Purpose = Literal["train", "evaluate", "replay", "fork"]
 """Reason why an episode runs; only `train` enters the buffer and the ledger. `import`: the episode was played
 elsewhere."""
 

@@ -549,7 +549,7 @@ class RunReader:
         in_flight = f"SELECT count(*){EPISODES} WHERE e.episode IS NULL AND {NEWEST}"
         points = self.curve()
         info = self.info()
-        purpose = "evaluate" if "evaluated" in info else "import" if "imported" in info else "train"
+        purpose = "evaluate" if "evaluated" in info else "train"
         ((episodes,),) = self.log.rows(committed, purpose)
         return RunLine(
             name=name if isinstance(name := info.get("name"), str) else self.path.name,

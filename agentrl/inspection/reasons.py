@@ -69,7 +69,6 @@ def _admission(reader: RunReader, line: EpisodeLine, problems: list[str]) -> lis
         why = {
             "train": "to be trained on",
             "evaluate": "to measure a policy; it enters no step",
-            "import": "played elsewhere and imported; it enters no step",
             "fork": "to play another episode on from one of its turns; it enters no step",
         }
         found = [Reason("admitted", f"{why.get(line.purpose, line.purpose)}, in group {line.group}")]
@@ -173,8 +172,7 @@ def _end(view: ConversationView) -> list[Reason]:
             f"{line.stop_reason}, after {plural(line.turns or 0, 'turn')} and {plural(line.tokens or 0, 'token')}",
         )
     ]
-    # Stop reasons of imported runs belong to other tools.
-    if line.stop_reason != "completed" and line.purpose != "import":
+    if line.stop_reason != "completed":
         found[0] = Reason("ended", f"{found[0].text}: a limit cut it short", "raise the limit, or shorten the episode")
     short = [act for act in turns if act.finish_reason == "length"]
     if short:
@@ -193,7 +191,7 @@ def _reward(view: ConversationView) -> list[Reason]:
         found.append(
             Reason("reward", f"{name} ({agent.policy}): {told}" + (f" = {' + '.join(parts)}" if len(parts) > 1 else ""))
         )
-    failed = [act for act in view.acts if isinstance(act, ToolAct) and act.outcome not in ("ok", "not_recorded")]
+    failed = [act for act in view.acts if isinstance(act, ToolAct) and act.outcome != "ok"]
     outcomes = (f"tool {act.name} ended as {act.outcome}: {act.observation[:200]}" for act in failed[:MAX_NAMED])
     return found + [Reason("reward", text) for text in outcomes]
 

@@ -10,7 +10,6 @@ from agentrl.core.text import plural
 from agentrl.inspection.conversation import (
     ChildEpisodeResultAct,
     EffectAct,
-    OtherAct,
     PolicyTurn,
     RewardAct,
     SpawnAct,
@@ -40,8 +39,6 @@ SHOWN_WAIT_S = 0.05
 """Shortest wait between two turns that gets a line, in seconds."""
 SHOWN_ENDS = (120, 300)
 """Characters shown of the head and of the tail of an effect's long result: a traceback names its cause last."""
-TOLD_VALUES = {"imported", "reasoning", "message"}
-"""Values in the entries of imported episodes that belong to the conversation."""
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 _COLOURS = ("blue", "dark_orange", "green", "magenta", "red", "cyan", "yellow", "purple")
 _MARKS = {"turn": "█", "tool": "▓", "effect": "▒", "wait": "·", "child": "◆", "reward": "★"}
@@ -80,9 +77,6 @@ def events_page(found: Sequence[Act | WeightUpdate], *, own: Act | None = None) 
                 page.heading(who)
                 speaker = who
             _turn(page, event)
-        elif isinstance(event, OtherAct) and event.what in TOLD_VALUES:
-            page.line((f"  {event.what}", "dim"))
-            page.block(event.value if isinstance(event.value, str) else _json(event.value), "dim")
         elif isinstance(event, ToolAct) and "\n" in event.observation:
             what = f"tool {event.name}({_json(event.arguments)}) [{event.outcome}, {event.seconds:.3f} s]"
             page.line((f"  {event.call:<10} ", "dim"), what)

@@ -157,8 +157,7 @@ class ToolEntry(msgspec.Struct, frozen=True, array_like=True, tag="tool"):
     arguments: Any
     observation: str
     outcome: str
-    """Outcome of the call: `ok`, `error`, `timeout`, `bad_arguments`, `unknown_tool`, `infrastructure`; `not_recorded`
-    in an import."""
+    """Outcome of the call: `ok`, `error`, `timeout`, `bad_arguments`, `unknown_tool`, `infrastructure`."""
     external: bool
     seconds: float
 

@@ -13,8 +13,8 @@ import tempfile
 from pathlib import Path
 from urllib.parse import quote
 
-from agentrl.exchange.exporting import export
 from agentrl.inspection.conversation import PolicyTurn, read_conversation
+from agentrl.inspection.export.exporting import export
 from agentrl.inspection.reader import RunReader
 from tests.browser import HOW_TO_INSTALL, Browser, Tab, find_chromium
 

@@ -99,7 +99,6 @@ def test_a_cancelled_start_of_a_ray_that_did_not_start_imports_no_ray() -> None:
         "credit",
         "orchestrator",
         "inspection",
-        "exchange",
         "observe",
         "testing",
     ],

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from agentrl.cli.main import main
-from agentrl.exchange.atif import file_name
-from agentrl.exchange.exporting import export
+from agentrl.inspection.export.atif import file_name
+from agentrl.inspection.export.exporting import export
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.tokens import episode_tokens
 from agentrl.journal.rows import assemble_trajectories
@@ -176,7 +176,7 @@ def test_without_pyarrow_the_extra_is_named_and_nothing_is_written(
     sample_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.delitem(sys.modules, "agentrl.exchange.episodes", raising=False)
+    monkeypatch.delitem(sys.modules, "agentrl.inspection.export.episodes", raising=False)
     assert main(["run", "export", str(sample_run), "--to", "parquet", "--out", str(tmp_path / "rows")]) == 2
     assert "[parquet]" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -31,7 +31,7 @@ from agentrl.inspection.tokens import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from agentrl.exchange.exporting import ExportSelection
+    from agentrl.inspection.export.exporting import ExportSelection
     from agentrl.inspection.reader import EpisodeView, RunReader
     from agentrl.inspection.tokens import AssembledTokenRow, ReadStep, StepTokenValues
 

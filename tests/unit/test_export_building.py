@@ -15,9 +15,9 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.core.errors import InputError
-from agentrl.exchange.exporting import export
-from agentrl.exchange.files import staging_path
-from agentrl.exchange.formats import EXPORTS
+from agentrl.inspection.export.exporting import export
+from agentrl.inspection.export.files import staging_path
+from agentrl.inspection.export.formats import EXPORTS
 from agentrl.inspection.reader import EpisodeView, RunReader
 from tests.processes import without_the_rights_of_root
 
@@ -94,8 +94,8 @@ def test_only_a_file_is_replaced(sample_run: Path, tmp_path: Path, capsys: pytes
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from agentrl.exchange.exporting import export
-from tests.unit.test_exchange_building import Interrupted
+from agentrl.inspection.export.exporting import export
+from tests.unit.test_export_building import Interrupted
 export(Interrupted(Path(sys.argv[1]), lambda: os.kill(os.getpid(), signal.SIGKILL)), sys.argv[2], Path(sys.argv[3]))
 """
 
@@ -106,15 +106,15 @@ def test_what_a_killed_export_leaves_is_gone_after_the_next(sample_run: Path, tm
     killed = subprocess.run([sys.executable, "-c", KILLED, sample_run, format, out], check=False)
     assert killed.returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
-    assert left.name.startswith(".tmp-exchange-")
-    (tmp_path / ".tmp-exchange-link").symlink_to(sample_run)
+    assert left.name.startswith(".tmp-export-")
+    (tmp_path / ".tmp-export-link").symlink_to(sample_run)
     reader = RunReader(sample_run)
     with staging_path(tmp_path / "other") as others:
         others.mkdir()
         export(reader, format, out)
         assert others.is_dir(), "it is in use"
     reader.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".tmp-exchange-link", "out"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".tmp-export-link", "out"]
     assert (sample_run / "journal" / "control.db").is_file()
 
 
@@ -153,38 +153,6 @@ def test_an_export_that_finds_no_room_says_so_and_leaves_nothing(sample_run: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-KILLED_IMPORT = """
-import os, signal, sys
-from itertools import islice
-from pathlib import Path
-from agentrl.exchange import verifiers
-from agentrl.exchange.importing import BATCH_EPISODES, import_run
-read = verifiers.read
-
-def until_killed(source):
-    yield from islice(read(source), BATCH_EPISODES + 1)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-verifiers.read = until_killed
-import_run(Path(sys.argv[1]), "verifiers", Path(sys.argv[2]))
-"""
-
-
-def test_what_a_killed_import_leaves_is_no_run_and_gone_after_the_next(tmp_path: Path) -> None:
-    source, out = tmp_path / "results.jsonl", tmp_path / "theirs" / "run"
-    source.write_text(f"{json.dumps({'prompt': 'how many?', 'completion': 'three'})}\n" * 300)
-    killed = subprocess.run([sys.executable, "-c", KILLED_IMPORT, source, out], check=False)
-    assert killed.returncode == -signal.SIGKILL
-    (left,) = out.parent.iterdir()
-    assert left.name.startswith(".tmp-exchange-")
-    assert any(file.name.startswith("turns-") for file in left.rglob("*.db")), "something was written"
-    assert main(["run", "import", str(source), str(out), "--from", "verifiers"]) == 0
-    assert list(out.parent.iterdir()) == [out]
-    reader = RunReader(out)
-    assert reader.count() == 300
-    reader.close()
-
-
 def refused(*arguments: str | Path) -> str:
     """What a command says that fails on files it has no right to."""
     found = subprocess.run(
@@ -198,38 +166,10 @@ def refused(*arguments: str | Path) -> str:
     return found.stderr
 
 
-def test_what_may_not_be_written_or_read_is_named(sample_run: Path, tmp_path: Path) -> None:
-    source, closed, hidden = tmp_path / "results.jsonl", tmp_path / "closed", tmp_path / "job" / "hidden"
-    source.write_text(json.dumps({"prompt": "how many?", "completion": "three"}))
+def test_an_export_without_the_right_to_write_is_named(sample_run: Path, tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
     closed.mkdir(0o555)
-    hidden.mkdir(0o000, parents=True)
-    mend = "cannot be written (Permission denied); make it writable"
     for format in ("jsonl", "atif"):
-        said = refused("export", sample_run, "--to", format, "--out", closed / "out")
-        assert said == f"agentrl: {closed / 'out'}: the export {mend}\n"
-    assert (
-        refused("import", source, closed / "run", "--from", "verifiers")
-        == f"agentrl: {closed / 'run'}: the run {mend}\n"
-    )
+        message = refused("export", sample_run, "--to", format, "--out", closed / "out")
+        assert f"{closed / 'out'}: the export cannot be written (Permission denied)" in message
     assert list(closed.iterdir()) == []
-    for format, where in (("verifiers", hidden), ("atif", hidden), ("atif", hidden.parent), ("atif", hidden / "below")):
-        said = refused("import", where, tmp_path / "run", "--from", format)
-        assert (
-            said == f"agentrl: {hidden if where != hidden / 'below' else where}: cannot be read (Permission denied)\n"
-        )
-    assert not (tmp_path / "run").exists()
-    hidden.chmod(0o700)
-
-
-@pytest.mark.parametrize("size", [0, 4_096, 100_000, 300_000])
-def test_an_import_that_finds_no_room_says_so_and_leaves_nothing(tmp_path: Path, size: int) -> None:
-    source, out = tmp_path / "results.jsonl", tmp_path / "theirs" / "run"
-    said = {"prompt": "how many? " * 100, "completion": "three " * 100, "reward": 1.0}
-    source.write_text(f"{json.dumps(said)}\n" * 300)
-    full = limited("import", source, out, "--from", "verifiers", size=size)
-    assert full.returncode == 74
-    assert full.stderr.startswith(f"agentrl: {out}: the run cannot be written (")
-    assert "--resume" not in full.stderr
-    assert list(out.parent.iterdir()) == []
-    assert limited("import", source, out, "--from", "verifiers", size=100_000_000).returncode == 0
-    assert list(out.parent.iterdir()) == [out]

@@ -21,9 +21,9 @@ import msgspec
 
 from agentrl.core.errors import AgentRLError, InputError, StorageError
 from agentrl.core.files import LOCAL, os_error_advice, rename_durably
-from agentrl.exchange.files import staging_path
-from agentrl.exchange.formats import EXPORTS
 from agentrl.inspection.comparisons import FORKS, fork_tree
+from agentrl.inspection.export.files import staging_path
+from agentrl.inspection.export.formats import EXPORTS
 from agentrl.inspection.search import episodes_with_words
 from agentrl.inspection.viewer.page import self_contained_page
 from agentrl.inspection.viewer.queries import QUESTIONS, Parameters, answer_episode_queries, as_json, run_summary

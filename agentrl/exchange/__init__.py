@@ -1,1 +1,0 @@
-"""Exports a run's episodes as files of other tools, and imports such files as a run."""

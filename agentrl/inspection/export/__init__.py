@@ -1,0 +1,1 @@
+"""Exports of episodes to other formats: HTML, JSON lines, Parquet, ATIF."""

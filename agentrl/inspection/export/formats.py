@@ -1,0 +1,40 @@
+"""Table of the export formats, with the functions that write them.
+
+Imports no heavy modules, because the command line is built from this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class ExportFormat(NamedTuple):
+    """Format of exports."""
+
+    help: str
+    file: str
+    """Default file name of the export in the run's directory."""
+    write: str
+    """Reference `module:function`; called with a `ExportSelection` and the path of the file or directory to create."""
+    is_directory: bool = False
+    """Whether the export is a directory; a directory never replaces an existing path."""
+
+
+EXPORTS: Mapping[str, ExportFormat] = {
+    "html": ExportFormat(
+        "one page to look at, without a server", "episodes.html", "agentrl.inspection.export.exporting:write_html_page"
+    ),
+    "jsonl": ExportFormat(
+        "a line of JSON per episode", "episodes.jsonl", "agentrl.inspection.export.episodes:write_json_lines"
+    ),
+    "parquet": ExportFormat(
+        "a table with a line per token row", "rows.parquet", "agentrl.inspection.export.episodes:write_parquet_table"
+    ),
+    "atif": ExportFormat(
+        "a directory with a trajectory file per episode, ATIF 1.8",
+        "trajectories",
+        "agentrl.inspection.export.atif:write",
+        is_directory=True,
+    ),
+}
