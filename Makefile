@@ -82,8 +82,8 @@ wheel-demo: $(DEV_STAMP)  ## build wheel and sdist, install the wheel into an em
 	@$(BIN)/python -m benchmarks.installation wheel-demo
 
 docs-config: $(DEV_STAMP)  ## write docs/configuration.md and docs/metrics.md from the code
-	@$(BIN)/python -m agentrl.config.docs_page > docs/.configuration.md && mv docs/.configuration.md docs/configuration.md
-	@$(BIN)/python -m agentrl.observe.docs_page > docs/.metrics.md && mv docs/.metrics.md docs/metrics.md
+	@$(BIN)/python -m docs.generators.configuration > docs/.configuration.md && mv docs/.configuration.md docs/configuration.md
+	@$(BIN)/python -m docs.generators.metrics > docs/.metrics.md && mv docs/.metrics.md docs/metrics.md
 
 docs: $(DEV_STAMP) docs-config  ## build the pages of docs/ into site/
 	@$(INSTALL) -e '.[$(DEV_EXTRAS),docs]'

@@ -54,13 +54,13 @@ from typing import Any, ClassVar, Literal
 
 import agentrl
 from agentrl.cli.main import main as main_of_agentrl
-from agentrl.config.docs_page import documented_keys
 from agentrl.config.load import load
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.environments.calculator import Calculator
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.reader import TurnLogReader
 from benchmarks.report import Report
+from docs.generators.configuration import documented_keys
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "agentrl"

@@ -33,9 +33,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import agentrl
-from agentrl.config.docs_page import documented_keys
 from agentrl.journal.store import SqliteJournal
 from benchmarks.report import Report
+from docs.generators.configuration import documented_keys
 from tests.support.builders import make_episode_header, make_spec
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,7 +1,7 @@
 """An `EpisodeContext` without a journal: plays an episode once, in this process, with callables that answer for the
 seats.
 
-Used to export an environment (`gym_seat.py`) and to try one by hand. Nothing is recorded, so nothing can be resumed;
+Used to play demonstrations of an environment (`agentrl env warm-up`). Nothing is recorded, so nothing can be resumed;
 child episodes need an orchestrator and are refused.
 """
 

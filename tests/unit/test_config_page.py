@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import agentrl
-from agentrl.config.docs_page import configuration_page, documented_keys
 from agentrl.config.fields import shipped_example
 from agentrl.config.load import dump_toml, load
 from agentrl.core.errors import ConfigError, InputError
+from docs.generators.configuration import configuration_page, documented_keys
 
 
 def test_the_page_is_up_to_date(repository: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium.utils.env_checker import check_env
 
 import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError
@@ -17,7 +16,6 @@ from agentrl.core.records import Task
 from agentrl.environment import gym
 from agentrl.environment.containment import GlobalRandomState
 from agentrl.environment.gym import SeededGame
-from agentrl.environment.gym_seat import SeatEnv
 from agentrl.testing.malformed_reply_check import GARBAGE
 from tests.unit.episodes import play
 
@@ -275,74 +273,6 @@ class Walk(agentrl.GymEnvironment):
 
 def test_a_subclass_plays() -> None:
     assert play(Walk, list("ddrrdr"), data={"seed": 0}).header.reward == 1.0
-
-
-# --- the way back -----------------------------------------------------------------------------------------------------
-
-
-class Echo(agentrl.Environment):
-    """The second seat hears what the first one says."""
-
-    seats = ("speaker", "listener")
-
-    async def run(self, ctx: agentrl.EpisodeContext) -> None:
-        for number in range(int(ctx.rng.random() * 3) + 1):
-            said = await ctx.agent("speaker").act(agentrl.user(f"{ctx.task.data['word']} {number}"))
-            heard = await ctx.agent("listener").act(agentrl.user(said.text))
-            ctx.agent("speaker").reward(float(len(heard.text)))
-        ctx.agent("listener").reward(1.0)
-
-
-WORD_TASKS = [Task(id=word, data={"word": word}) for word in ("one", "two", "three")]
-
-
-def seat_env(**arguments: Any) -> SeatEnv:
-    return SeatEnv(Echo, WORD_TASKS, others={"listener": lambda messages: messages[-1].content.upper()}, **arguments)
-
-
-@pytest.mark.filterwarnings("ignore:.*not within the observation space:UserWarning")
-@pytest.mark.parametrize(
-    "made", [seat_env, lambda: SeatEnv(Lake, Lake.tasks("train")), lambda: SeatEnv(Walk, Walk.tasks("train"))]
-)
-def test_a_seat_passes_gymnasiums_checker(made: Callable[[], SeatEnv]) -> None:
-    env = made()
-    try:
-        check_env(env, skip_render_check=True)
-    finally:
-        env.close()
-
-
-def test_a_seat_is_asked_and_rewarded_turn_by_turn() -> None:
-    env = seat_env()
-    observation, info = env.reset(seed=4, options={"task": WORD_TASKS[1]})
-    assert (observation, info) == ("two 0", {"task": "two"})
-    turns, ended = 0, False
-    while not ended:
-        turns += 1
-        observation, reward, ended, truncated, _ = env.step("abc")
-        assert (reward, truncated) == (3.0, False)
-        assert observation == ("" if ended else f"two {turns}")
-    with pytest.raises(EnvironmentDefinitionError, match="call reset"):
-        env.step("again")
-    env.close()
-
-
-def test_a_seat_is_truncated_at_the_limit() -> None:
-    env = SeatEnv(Cliff, Cliff.tasks("train"), max_turns=2)
-    env.reset(seed=0)
-    assert env.step("up")[1:4] == (0.0, False, False)
-    assert env.step("up")[1:4] == (-2.0, False, True)
-    env.close()
-
-
-def test_a_seat_that_does_not_exist_and_one_nobody_answers_for_are_named() -> None:
-    with pytest.raises(EnvironmentDefinitionError, match="has no seat 'judge'; its seats: speaker, listener"):
-        seat_env(seat="judge")
-    alone = SeatEnv(Echo, WORD_TASKS)
-    alone.reset(seed=0)
-    with pytest.raises(EnvironmentDefinitionError, match="seat 'listener'"):
-        alone.step("abc")
-    alone.close()
 
 
 def test_illegal_rewards_of_the_ready_games_are_below_their_worst() -> None:

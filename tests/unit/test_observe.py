@@ -31,7 +31,6 @@ from agentrl.journal.run_process import (
     recording_process_state,
 )
 from agentrl.journal.store import SqliteJournal
-from agentrl.observe.docs_page import render_metrics_page
 from agentrl.observe.metrics import METRICS, find_registered_metric
 from agentrl.observe.progress import format_evaluation_metrics, format_step_metrics
 from agentrl.observe.run_directory import RunDirectory
@@ -49,6 +48,7 @@ from agentrl.observe.run_state import (
     with_engine_share,
     write_run_snapshot,
 )
+from docs.generators.metrics import render_metrics_page
 
 STEP = {
     "reward/mean": 0.5,

@@ -1,4 +1,4 @@
-"""docs/configuration.md, generated from the models: `python -m agentrl.config.docs_page > docs/configuration.md`.
+"""docs/configuration.md, generated from the models: `python -m docs.generators.configuration > docs/configuration.md`.
 
 Owns the layout of the page. The text about a field is the field's docstring.
 """

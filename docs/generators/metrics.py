@@ -1,4 +1,4 @@
-"""Generates docs/metrics.md from the registry: `python -m agentrl.observe.docs_page > docs/metrics.md`.
+"""Generates docs/metrics.md from the registry: `python -m docs.generators.metrics > docs/metrics.md`.
 
 Owns the layout of the page. Names, units and meanings are those of `metrics.py` and `alarms.py`.
 """
