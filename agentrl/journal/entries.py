@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 FORMAT = 0
 """Journal format; 0 until the first release. Another value is refused by name."""
 
+REQUEST_VERSION = 1
+"""Version of what `JournalEntry.asked` covers. An unfinished episode of another version starts over: its calls cannot
+be compared. 1: a request names the agent that acts, and the turn of a reward."""
+
 
 class TurnVersionSpan(msgspec.Struct, frozen=True, array_like=True):
     """`VersionSpan` of the entry's policy, over the turn's sampled tokens."""
@@ -87,6 +91,8 @@ class BeginEntry(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
     version wrote the entry."""
     recalls_from: int = 0
     """First attempt whose replies an external agent may get again; earlier ones ended in an error."""
+    request_version: int = 0
+    """`REQUEST_VERSION` of the code that recorded the attempt."""
 
 
 class ExternalRequestParameters(msgspec.Struct, frozen=True, array_like=True):

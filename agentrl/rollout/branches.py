@@ -420,11 +420,17 @@ def printable_excerpt(text: str) -> str:
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in shown)
 
 
+def agent_name(seat: str, index: int) -> str:
+    """Name an agent by its seat, and by its index unless that is 0, the default."""
+    return f"{seat}[{index}]" if index else seat
+
+
 def describe_entry(body: EntryBody) -> str:
     """Describe an entry in a few words, for messages."""
     match body:
         case TurnEntry():
-            return f"a turn of {body.seat} asked {shortened_repr(' / '.join(_content(m) for m in body.messages))}"
+            asked = shortened_repr(" / ".join(_content(message) for message in body.messages))
+            return f"a turn of {agent_name(body.seat, body.index)} asked {asked}"
         case ToolEntry():
             return f"the tool call {body.name}({shortened_repr(body.arguments)})"
         case EffectEntry():
@@ -434,9 +440,11 @@ def describe_entry(body: EntryBody) -> str:
         case ChildResultEntry():
             return f"the wait for {body.child}"
         case SpawnEntry():
-            return f"the start of {plural(len(body.children), 'child', 'children')}"
+            return f"the start of {plural(len(body.children), 'child', 'children')} of {body.environment}"
         case RewardEntry():
-            return f"a reward of {body.value} to {body.seat}" + (f" for {body.name}" if body.name != REWARD else "")
+            turn = "" if body.turn is None else f" for turn {body.turn}"
+            name = "" if body.name == REWARD else f" for {body.name}"
+            return f"a reward of {body.value} to {agent_name(body.seat, body.index)}{turn}{name}"
         case NondeterministicValueEntry():
             return f"{body.kind} = {shortened_repr(body.value)}"
         case TimeLimitEntry():

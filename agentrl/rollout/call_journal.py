@@ -31,7 +31,6 @@ from agentrl.core.errors import (
     ReplayMismatchError,
     UnstructuredConcurrencyError,
 )
-from agentrl.core.records import REWARD
 from agentrl.environment.base import LimitReachedError, valid_unicode
 from agentrl.environment.containment import CoroutineStepGuard, GlobalRandomState, GuardedAwaitable, RandomDrawDetector
 from agentrl.journal.entries import (
@@ -234,12 +233,12 @@ class CallJournal:
 
     # --- an act, in order ---------------------------------------------------------------------------------------------
 
-    def open(self, asked: bytes = b"", describe: Callable[[], str] | None = None) -> JournaledCall:
+    def open(self, asked: bytes, describe: Callable[[], str]) -> JournaledCall:
         """Open the next call of the calling branch.
 
         Args:
-            asked: hash of the new question.
-            describe: returns the new question, for the message of a mismatch.
+            asked: hash of the request: of everything that says who does what.
+            describe: returns the request in words, for the message of a mismatch.
 
         Raises:
             UnstructuredConcurrencyError: the call is made by another task, inside an effect, or after the episode's
@@ -275,8 +274,8 @@ class CallJournal:
             return JournaledCall(call_id, asked, None, branch, number)
         body = self._recorded.body(entry)
         if entry.asked != asked:
-            now = "something else" if describe is None else printable_excerpt(describe())
-            self.mismatch(call_id, f"the journal holds {describe_entry(body)}", f"the code now asks {now}")
+            now = f"the code now asks {printable_excerpt(describe())}"
+            self.mismatch(call_id, f"the journal holds {describe_entry(body)}", now)
         return JournaledCall(call_id, asked, body, branch, number)
 
     def open_named(self, call_id: str, asked: bytes) -> JournaledCall:
@@ -455,8 +454,9 @@ class CallJournal:
 
     def reward(self, body: RewardEntry) -> RewardEntry:
         """Write a reward, or recall it with its recorded weight; raises as `open` and `write`."""
-        name = () if body.name == REWARD else (body.name.encode(),)
-        call = self.open(request_hash(struct.pack("<d", body.value), *name), lambda: describe_entry(body))
+        agent = encode((body.seat, body.index, body.turn))
+        asked = request_hash(agent, struct.pack("<d", body.value), body.name.encode())
+        call = self.open(asked, lambda: describe_entry(body))
         recorded = self.recall(call, RewardEntry)
         if recorded is None:
             self.write(call, body)

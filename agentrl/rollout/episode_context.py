@@ -36,6 +36,7 @@ from agentrl.core.errors import (
 from agentrl.core.ids import seeded_uuid4, stable_hash64
 from agentrl.core.ports import PolicyCounts
 from agentrl.core.records import EpisodeHeader, PolicyVersion, ProposalNovelty, StopReason, Task, ToolSpec
+from agentrl.core.text import plural
 from agentrl.environment.base import (
     ChildEpisode,
     ChildResult,
@@ -236,7 +237,16 @@ class LiveEpisodeContext(EpisodeContext):
         """
         if self._spec.episode_id.count("~") >= MAX_CHILD_DEPTH:
             raise EpisodeError(f"child episodes nest deeper than {MAX_CHILD_DEPTH}", reason="environment_error")
-        opened = self._journal.open()
+        name = name_of(environment)
+        identity, data = ("", task) if not isinstance(task, Task) else (task.id, task.data)
+        opened = self._journal.open(
+            request_hash(
+                name.encode(), n.to_bytes(4, "little"), identity.encode("utf-8", "replace"), encode_arguments(data)
+            ),
+            lambda: (
+                f"the start of {plural(n, 'child', 'children')} of {name} on {shortened_repr(to_journal_data(data))}"
+            ),
+        )
         recorded = self._journal.recall(opened, SpawnEntry)
         if recorded is None:  # recorded children were admitted before, whatever is declared now
             self._check_fan_out(environment, n)
@@ -249,7 +259,7 @@ class LiveEpisodeContext(EpisodeContext):
         children = tuple(LiveChildEpisode(self.episode, measured_against) for _ in range(n))
         group = self._services.host.spawn(
             self._spec,
-            name_of(environment),
+            name,
             [task] * n,
             opened.call_id,
             lambda index, header: children[index].end(header),
@@ -258,7 +268,7 @@ class LiveEpisodeContext(EpisodeContext):
         for child, episode_id in zip(children, group.episode_ids, strict=True):
             child.episode_id = episode_id
         if recorded is None:
-            self._journal.write(opened, SpawnEntry(name_of(environment), group.group_id, group.episode_ids))
+            self._journal.write(opened, SpawnEntry(name, group.group_id, group.episode_ids))
         return children
 
     def _check_fan_out(self, environment: type[Environment], n: int) -> None:
@@ -296,7 +306,7 @@ class LiveEpisodeContext(EpisodeContext):
 
     def now(self) -> float:
         """Return the journaled wall-clock time."""
-        opened = self._journal.open()
+        opened = self._journal.open(request_hash(b"now"), lambda: "the time")
         recorded = self._journal.recall(opened, NondeterministicValueEntry)
         if recorded is not None:
             return float(recorded.value)
@@ -309,8 +319,8 @@ class LiveEpisodeContext(EpisodeContext):
         return seeded_uuid4(self.rng)
 
     async def sleep(self, seconds: float) -> None:
-        """Wait; a recorded wait is not repeated."""
-        opened = self._journal.open()
+        """Wait; a recorded wait is not repeated, however long the code now waits."""
+        opened = self._journal.open(request_hash(b"sleep"), lambda: f"a sleep of {seconds:g} s")
         await self._journal.reach(opened)
         if self._journal.recall(opened, NondeterministicValueEntry) is None:
             with CallExecution(self._journal, opened):
@@ -632,7 +642,7 @@ class JournaledResource(Resource):
         journal = self._episode.journal
         where = f"{self.name}.{method}"
         call = journal.open(
-            request_hash(self.name.encode(), method.encode(), encode_arguments(arguments)),
+            request_hash(*map(encode_arguments, (self.name, method, arguments, self._seed))),
             lambda: f"{where}({shortened_repr(to_journal_data(arguments))})",
         )
         await journal.reach(call)
