@@ -46,11 +46,11 @@ from agentrl.core.records import (
     Turn,
     VersionSpan,
 )
-from agentrl.core.text import plural
+from agentrl.core.text import agent_name, plural
 from agentrl.environment.base import Agent, LimitReachedError, check_reward_name, finite_reward, valid_unicode
 from agentrl.journal.entries import RewardEntry, TurnEntry, TurnPause, TurnVersionSpan, gigpo_state_hash, request_hash
 from agentrl.observe.metrics import DEMONSTRATED, GATE_PASSED, GATE_REFUSED
-from agentrl.rollout.branches import agent_name, shortened_repr
+from agentrl.rollout.branches import shortened_repr
 from agentrl.rollout.byte_formats import JsonChatFormat
 from agentrl.rollout.call_journal import CallExecution, encode, encode_arguments
 from agentrl.rollout.template_checks import applicable_rewrite_causes

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.core import ids
 from agentrl.core.errors import ReplayMismatchError
 from agentrl.core.records import REWARD
-from agentrl.core.text import plural
+from agentrl.core.text import agent_name, plural
 from agentrl.environment.base import valid_unicode
 from agentrl.journal.entries import (
     BeginEntry,
@@ -418,11 +418,6 @@ def printable_excerpt(text: str) -> str:
     """Escape unprintable characters of a text, and cut it to twice `CHARACTERS`."""
     shown = valid_unicode(text)[: 2 * CHARACTERS]
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in shown)
-
-
-def agent_name(seat: str, index: int) -> str:
-    """Name an agent by its seat, and by its index unless that is 0, the default."""
-    return f"{seat}[{index}]" if index else seat
 
 
 def describe_entry(body: EntryBody) -> str:
