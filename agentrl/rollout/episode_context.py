@@ -82,7 +82,6 @@ from agentrl.rollout.harness_agent import open_endpoint
 if TYPE_CHECKING:
     import random
 
-    from agentrl.rollout.branches import StreamKey
     from agentrl.rollout.episode import LiveEpisode
 
 T = TypeVar("T")
@@ -368,6 +367,8 @@ class LiveEpisodeContext(EpisodeContext):
         self._journal.end()
         for agent in self.agents:
             agent.close()
+        for resource in self.resources:
+            resource.close()
 
 
 class LiveChildEpisode(ChildEpisode):
@@ -609,11 +610,15 @@ async def _awaited(value: Any) -> Any:
 class JournaledResource(Resource):
     """A stateful object called through the journal; its declared level is recorded with each call.
 
-    Every call runs under global random states keyed by the call, so no state needs storing, and draws of other code
-    have no influence.
+    The object has global random generators of its own, from its factory to its last call, as if it were alone in the
+    process. Draws of other code have no influence. A `snapshot` holds no state of them, so each call of such a resource
+    begins with generators that depend on the number of the call alone.
     """
 
-    __slots__ = ("_calls", "_episode", "_level", "_object", "_restore", "_seed", "_state", "name")
+    __slots__ = (
+        *("_calls", "_episode", "_level", "_object", "_random", "_random_key", "_restore", "_seed", "_state"),
+        "name",
+    )
 
     def __init__(
         self, episode: LiveEpisode, factory: Callable[[], object], name: str, level: ResourceLevel, seed: int | None
@@ -628,10 +633,10 @@ class JournaledResource(Resource):
         """State to restore before the next call; None if there is none to restore."""
         self.name = name
         branch = current_branch()
-        own = self._random(branch.key)
-        with mark_memoised_code(branch, self._memoised_name()), own.swapped_in():
+        self._random_key = branch.key
+        self._random = self._new_random()
+        with mark_memoised_code(branch, self._memoised_name()), self._random.swapped_in():
             self._object = factory()
-        own.close()
         if level == "snapshot" and not (hasattr(self._object, "get_state") and hasattr(self._object, "set_state")):
             raise EnvironmentDefinitionError(
                 f"{type(self._object).__qualname__} is a snapshot resource and needs get_state() and set_state(state)"
@@ -669,7 +674,7 @@ class JournaledResource(Resource):
         started = clock.monotonic()
         value, problem, state = None, None, None
         cause: Exception | None = None
-        own = self._random(self._key_of(call))
+        own = self._random_of(call)
         with CallExecution(journal, call, self._memoised_name()):
             try:
                 if self._restore is not None:
@@ -682,8 +687,6 @@ class JournaledResource(Resource):
                 raise
             except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is what happened
                 problem, cause = error_text(error), error
-            finally:
-                own.close()
             if self._level == "snapshot":
                 state = self._new_state()
         seconds = clock.monotonic() - started
@@ -741,14 +744,22 @@ class JournaledResource(Resource):
         """Name of the resource if its calls are never repeated, else None."""
         return None if self._level == "replay" else self.name
 
-    def _key_of(self, call: JournaledCall) -> StreamKey:
+    def _random_of(self, call: JournaledCall) -> GlobalRandomState:
+        """Return the generators for a call. Without a `seed`, those of a fork change at its first own call."""
         assert call.branch is not None
-        return call.branch.key
+        if self._level == "snapshot" or (self._seed is None and call.branch.key != self._random_key):
+            self.close()
+            self._random_key = call.branch.key
+            self._random = self._new_random()
+        return self._random
 
-    def _random(self, key: StreamKey) -> GlobalRandomState:
-        if self._seed is not None:
-            return GlobalRandomState(stable_hash64("resource", self._seed, self._calls))
-        return GlobalRandomState(stable_hash64("resource", *key, self.name, self._calls))
+    def _new_random(self) -> GlobalRandomState:
+        seed = (*self._random_key, self.name) if self._seed is None else (self._seed,)
+        return GlobalRandomState(stable_hash64("resource", *seed, self._calls))
+
+    def close(self) -> None:
+        """Release the random generators."""
+        self._random.close()
 
 
 def _kind(error: str | None) -> str | None:
