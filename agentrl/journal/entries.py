@@ -163,8 +163,7 @@ class ToolEntry(msgspec.Struct, frozen=True, array_like=True, tag="tool"):
     arguments: Any
     observation: str
     outcome: str
-    """Outcome of the call: `ok`, `error`, `timeout`, `bad_arguments`, `unknown_tool`, `infrastructure`; `not_recorded`
-    in an import."""
+    """Outcome of the call: `ok`, `error`, `timeout`, `bad_arguments`, `unknown_tool`; `not_recorded` in an import."""
     external: bool
     seconds: float
 
@@ -179,8 +178,6 @@ class EffectEntry(msgspec.Struct, frozen=True, array_like=True, tag="effect"):
     error: str | None
     """Error of the effect, as `Type: message`."""
     seconds: float
-    is_out_of_reach: bool = False
-    """Whether the infrastructure failed in every attempt."""
 
 
 class EffectIntentEntry(msgspec.Struct, frozen=True, array_like=True, tag="intent"):

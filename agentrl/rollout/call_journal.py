@@ -25,9 +25,10 @@ import msgspec
 
 from agentrl.core import ids
 from agentrl.core.errors import (
-    EngineError,
+    AgentRLError,
     EpisodeError,
     GlobalRandomError,
+    InfrastructureError,
     ReplayMismatchError,
     UnstructuredConcurrencyError,
 )
@@ -203,7 +204,7 @@ class CallJournal:
         """The digest of all entries of the attempt so far; see `extend_digest`."""
         self._ended = False
         self._stopped = False
-        self.failure: EngineError | GlobalRandomError | None = None
+        self.failure: AgentRLError | None = None
         """The error the episode ends with, even if its program catches it."""
         self.is_over_time = False
         """Whether the time limit ended a call of the episode, now or when it was recorded; no further turn begins."""
@@ -425,7 +426,7 @@ class CallJournal:
         Raises:
             UnstructuredConcurrencyError: the episode has ended.
             ReplayMismatchError: the journal has a hole where this entry belongs.
-            EngineError, GlobalRandomError: the episode has failed.
+            AgentRLError: the episode has failed.
         """
         if self._ended:
             raise UnstructuredConcurrencyError(
@@ -620,7 +621,7 @@ class CallJournal:
         """Note that the episode's code drew from the process's global random generators."""
         self.fail(GlobalRandomError(self._episode_id))
 
-    def fail(self, error: EngineError | GlobalRandomError) -> None:
+    def fail(self, error: AgentRLError) -> None:
         """Note that the episode cannot continue; later cancellations are not recorded."""
         self.failure = self.failure or error
         self.stop()
@@ -689,6 +690,9 @@ def _time_limit(entry: TimeLimitEntry) -> LimitReachedError:
 class CallExecution:
     """A context in which a call is performed; it records the call's cancellation.
 
+    If infrastructure that the call needs has failed, the episode ends with that error, even if its program catches it:
+    nothing that the program makes of it may become a reward.
+
     Args:
         journal: journal of the episode.
         call: the call.
@@ -732,6 +736,8 @@ class CallExecution:
             _end_memoised(self._call.branch)
         if isinstance(error, asyncio.CancelledError):
             self._journal.interrupted(self._call)
+        elif isinstance(error, InfrastructureError):
+            self._journal.fail(error)
 
 
 encode = msgspec.msgpack.Encoder().encode
