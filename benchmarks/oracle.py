@@ -12,8 +12,8 @@
 * `hostile`: environments that attack their process (`hostile_environments.py`).
 * `pairs`: programs that differ in one field of one call, recorded by one and executed by the other, from every prefix
   (`tests/replay/program_pairs.py`).
-* `seeds`: programs whose order depends on string hashes, killed and resumed under other seeds (`hash_seeds.py`).
-* `failures`: runs whose sandboxes fail (`failing_infrastructure.py`).
+* `seeds`: programs whose order depends on string hashes, killed and resumed under other seeds (`oracle_seeds.py`).
+* `failures`: runs whose sandboxes fail (`oracle_failures.py`).
 
 Figures: `violations` of the second reader, and of them the `unknown_versions`; `lost`, `twice` and `ledger_errors` as
 of `benchmarks.chaos`; `bricked`, runs that could not go on; `kills` and by role; `runs` that got to their end; and
@@ -106,8 +106,8 @@ PARTS = {
     "lag": _measured_by("scheduling_lag", "figures"),
     "hostile": _measured_by("hostile_environments", "measure"),
     "pairs": pairs,
-    "seeds": _measured_by("hash_seeds", "measure"),
-    "failures": _measured_by("failing_infrastructure", "measure"),
+    "seeds": _measured_by("oracle_seeds", "measure"),
+    "failures": _measured_by("oracle_failures", "measure"),
 }
 FIGURES = (
     *("violations", "unknown_versions", "bricked", "lost", "twice", "ledger_errors"),

@@ -25,7 +25,7 @@ from pathlib import Path
 import agentrl
 from agentrl.core.records import Task
 from agentrl.rollout import agent, call_journal
-from benchmarks.scripted_lives import IN_FLIGHT, committed, life, query
+from benchmarks.oracle_lives import IN_FLIGHT, committed, life, query
 from tests.journal_oracle import judge
 
 KILLS, QUICK_KILLS, CONTROL_KILLS = 200, 3, 4

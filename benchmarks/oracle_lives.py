@@ -1,6 +1,6 @@
 """A whole run with a scripted policy and a trainer that only records, as a process that may be killed.
 
-    python -m benchmarks.scripted_lives ENVIRONMENT DIRECTORY STEPS [--resume]
+    python -m benchmarks.oracle_lives ENVIRONMENT DIRECTORY STEPS [--resume]
 
 The run is what `agentrl.train` makes of its configuration: journal, ledger, checkpoints and resumes are the real ones.
 `ENVIRONMENT` is `module:Class`. The policy holds all seats and says words of random length that depend on the request
@@ -91,7 +91,7 @@ def life(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A process of the run in `directory`, resumed if there is one; killed at the end of the block unless it ended."""
     resume = ["--resume"] if (directory / "run" / "journal" / "control.db").exists() else []
-    command = [sys.executable, "-m", "benchmarks.scripted_lives", environment, str(directory), str(steps), *resume]
+    command = [sys.executable, "-m", "benchmarks.oracle_lives", environment, str(directory), str(steps), *resume]
     with (directory / "log").open("ab") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env={**os.environ, **variables})
         try:

@@ -24,7 +24,7 @@ import agentrl
 from agentrl.core import clock
 from agentrl.core.records import Task
 from agentrl.rollout.call_journal import CallJournal
-from benchmarks.scripted_lives import life, query
+from benchmarks.oracle_lives import life, query
 from tests.replay import sandboxes
 from tests.replay.sandboxes import ONCE, WAYS, Asks, Sandbox, calls_the_tool_once
 
