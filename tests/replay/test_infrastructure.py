@@ -12,7 +12,7 @@ import agentrl
 from agentrl.core import clock
 from agentrl.core.records import EpisodeSpec, PolicyVersion, SeatBinding
 from agentrl.engines.scripted import Script, ScriptedEngine
-from agentrl.journal.entries import EffectEntry, EntryBody, ToolEntry, TurnEntry
+from agentrl.journal.entries import EffectEntry, EntryBody, SpawnEntry, ToolEntry, TurnEntry
 from agentrl.simulation.virtual_time import simulate
 from agentrl.testing.execution import PARTITION, plain_rollout_settings, wire_dispatcher
 from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal
@@ -67,8 +67,12 @@ class Outcome:
         failures: list[BaseException] = []
         asyncio.run(main()) if in_real_time else simulate(main, seed=0)
         assert not failures, failures
-        (end,) = self.journal.of_kind(EpisodeEnd)
+        (end,) = [end for end in self.journal.of_kind(EpisodeEnd) if end.spec.parent_id is None]
         self.header, self.detail = end.header, end.detail
+
+    @property
+    def children(self) -> list[str]:
+        return sorted({each for body in self.bodies if isinstance(body, SpawnEntry) for each in body.children})
 
     @property
     def bodies(self) -> list[EntryBody]:
@@ -164,6 +168,37 @@ def test_other_branches_keep_their_turns(way: str) -> None:
     Sandbox.broken(2)
     played = Outcome(AsksInBranches, way=way)
     assert (played.header.reward, played.header.attempt, played.header.turns) == (4.0, 0, 4)
+
+
+class Sound(Asks):
+    """Asks nobody."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("solver").act(agentrl.user("?"))
+        ctx.agent("solver").reward(1.0)
+
+
+class Parent(Asks):
+    """Asks its sandbox while its children play, and after they have ended."""
+
+    fan_out: ClassVar[dict[str, int]] = {"Sound": 2}
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        solver = ctx.agent("solver")
+        await solver.act(agentrl.user("?"))
+        children = ctx.spawn(Sound, {"q": 1}, n=2)
+        await WAYS["tool"](ctx)
+        ended = await ctx.gather(*children)
+        await WAYS["replay"](ctx)
+        solver.reward(float(sum(child.reward or 0.0 for child in ended)))
+
+
+def test_children_of_an_episode_that_is_tried_again_are_not_started_twice() -> None:
+    Sandbox.broken(2)
+    played = Outcome(Parent)
+    assert (played.header.reward, played.header.attempt) == (2.0, 0)
+    assert sorted(end.spec.episode_id for end in played.journal.of_kind(EpisodeEnd)) == ["e0", *played.children]
+    assert len(played.children) == 2
 
 
 @pytest.mark.parametrize("environment", [Uses, UsesOutside, UsesAnEffect, Scores])
