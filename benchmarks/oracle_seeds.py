@@ -106,7 +106,8 @@ def _killed(directory: Path, kills: int, *, blind: bool) -> Path:
                 time.sleep(0.02)
             time.sleep(0.3 * draw.random())
         if number % 20 == 19:
-            print(f"{number + 1} kills of {run.parent.name}", flush=True)
+            found, drops = _wrong(run)
+            print(f"{number + 1} kills: {len(found)} rewards on the wrong agent, {len(drops)} dropped", flush=True)
     return run
 
 
