@@ -1,6 +1,6 @@
 """What independent checks find in runs that were killed, attacked and resumed with another configuration.
 
-    python -m benchmarks.oracle [--quick] [--part kills|fields|lag|hostile] [--directory DIR] [--seed 0]
+    python -m benchmarks.oracle [--quick] [--part PART] [--directory DIR] [--seed 0]
 
 * `kills`: small real runs (tiny models, real processes) are killed with SIGKILL in each of their processes while they
   take steps, and go on to their end: one policy in one process and an engine, two worker processes, two policies with
@@ -10,10 +10,15 @@
 * `fields`: every setting is changed between two starts of a run (`resume_fields.py`).
 * `lag`: the largest lag of a token against `max_lag` (`scheduling_lag.py`).
 * `hostile`: environments that attack their process (`hostile_environments.py`).
+* `pairs`: programs that differ in one field of one call, recorded by one and executed by the other, from every prefix
+  (`tests/replay/program_pairs.py`).
+* `seeds`: programs whose order depends on string hashes, killed and resumed under other seeds (`oracle_seeds.py`).
+* `failures`: runs whose sandboxes fail (`oracle_failures.py`).
 
 Figures: `violations` of the second reader, and of them the `unknown_versions`; `lost`, `twice` and `ledger_errors` as
 of `benchmarks.chaos`; `bricked`, runs that could not go on; `kills` and by role; `runs` that got to their end; and
-those of the other parts.
+those of the other parts. `replay_pairs_undetected` counts the `replay_pairs` in which a prefix with the difference was
+executed without a mismatch; the negative control are `replay_pairs_by_design`, in fields that no replay compares.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ from pathlib import Path
 
 from benchmarks.chaos import SCRIPTED, Chaos, Kind, Tally
 from benchmarks.report import Report
+from tests.replay.program_pairs import BY_DESIGN, PAIRS
 
 KINDS = {
     Kind("one", 24, {"orchestrator": 5, "engine": 4}, 1.5, 10.0, one_victim=True, after_progress=True): 12,
@@ -74,6 +80,18 @@ def kills(quick: bool, root: Path, seed: int) -> dict[str, float | None]:
     }
 
 
+def pairs(quick: bool, root: Path, seed: int) -> dict[str, float | None]:
+    """Execute each program over the recording of another."""
+    undetected = [fault for pair in PAIRS for fault in pair.undetected()[:1]]
+    for fault in undetected:
+        print(fault, flush=True)
+    return {
+        "replay_pairs": float(len(PAIRS)),
+        "replay_pairs_undetected": float(len(undetected)),
+        "replay_pairs_by_design": float(sum(bool(pair.undetected()) for pair in BY_DESIGN)),
+    }
+
+
 def _measured_by(module: str, function: str) -> Callable[[bool, Path, int], dict[str, float | None]]:
     def measure(quick: bool, root: Path, seed: int) -> dict[str, float | None]:
         figures: dict[str, float | None] = getattr(importlib.import_module(f"benchmarks.{module}"), function)(quick)
@@ -87,14 +105,26 @@ PARTS = {
     "fields": _measured_by("resume_fields", "figures"),
     "lag": _measured_by("scheduling_lag", "figures"),
     "hostile": _measured_by("hostile_environments", "measure"),
+    "pairs": pairs,
+    "seeds": _measured_by("oracle_seeds", "measure"),
+    "failures": _measured_by("oracle_failures", "measure"),
 }
 FIGURES = (
     *("violations", "unknown_versions", "bricked", "lost", "twice", "ledger_errors"),
     *("kills", *(f"kills_{role}" for role in ROLES), "runs"),
     *("config_fields_unclassified", "resumes_judged", "max_lag_exceeded"),
     *("hostile_environments", "runs_ended", "named"),
+    *("replay_pairs", "replay_pairs_undetected", "replay_pairs_by_design"),
+    *("rewards_on_the_wrong_agent", "wrong_without_comparison", "hash_seed_kills", "hash_seed_resumed"),
+    *("hash_seed_dropped", "sorted_dropped", "hash_seed_violations"),
+    *("zeros_from_failures", "zeros_without_the_rule", "infrastructure_failures", "failures_committed"),
+    *("failures_dropped", "failures_unnamed"),
 )
-NONE_OF = ("violations", "unknown_versions", "bricked", "lost", "twice", "ledger_errors")
+NONE_OF = (
+    *("violations", "unknown_versions", "bricked", "lost", "twice", "ledger_errors"),
+    *("replay_pairs_undetected", "rewards_on_the_wrong_agent", "sorted_dropped", "hash_seed_violations"),
+    *("zeros_from_failures", "failures_unnamed"),
+)
 
 
 def main() -> int:

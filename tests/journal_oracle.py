@@ -365,9 +365,9 @@ class _Judge:
 
     def judge_rows(self, key: Attempt, agent: tuple[str, int], turns: Sequence[Turn]) -> None:
         lengths: dict[int, int] = defaultdict(int)
-        numbers = [turn.number for turn in turns]
-        if len(set(numbers)) != len(numbers):
-            self.say("entries", f"{key}: {agent} has a turn twice")
+        numbers = sorted(turn.number for turn in turns)
+        if numbers != [*range(len(numbers))]:
+            self.say("entries", f"{key}: {agent} has turns {numbers}")
         for turn in sorted(turns, key=lambda turn: turn.number):
             if turn.parent_context not in (0, lengths[turn.row]):
                 self.say("entries", f"{key}: turn {turn.number} of {agent} continues a row of {turn.parent_context}")

@@ -37,6 +37,7 @@ from agentrl.core.errors import (
     AgentRLError,
     EnvironmentDefinitionError,
     EpisodeError,
+    InfrastructureError,
     InputError,
     JournalError,
     ReplayMismatchError,
@@ -216,9 +217,11 @@ async def _run(
     except ReplayMismatchError as mismatch:
         return "departed", mismatch.call_id, str(mismatch), None
     except EpisodeError as error:
-        if error.reason == "resource_lost":
+        if error.reason in ("resource_lost", "code_changed"):  # `try` leaves the latter to another version of agentrl
             return "not_replayable", None, str(error), None
         return _failed(error.reason, str(error), line)
+    except InfrastructureError as error:
+        return _failed("infrastructure", str(error), line)
     except AgentRLError:
         raise
     except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is the finding

@@ -155,10 +155,10 @@ class EpisodeError(AgentRLError):
 
 
 class InfrastructureError(AgentRLError):
-    """Something that an effect needs was unavailable: a sandbox, a service, a machine.
+    """Something that an episode needs was unavailable: a sandbox, a service, a machine.
 
-    Raised by effects and external tools of an environment. The effect is retried with back-off, and its failure never
-    becomes a reward.
+    Raised by an environment's effects, tools, resources and programs. The episode retries with back-off from its last
+    entry. If it makes no progress, it is dropped with the reason `infrastructure`. The failure never becomes a reward.
     """
 
 

@@ -33,7 +33,7 @@ elsewhere."""
 FinishReason = Literal["stop", "length", "abort"]
 """Reason why a completion ended: a stop token, the token limit, or an abort that returned the partial."""
 
-StopReason = Literal["completed", "max_turns", "context_length", "time_limit", "infrastructure", "refused"]
+StopReason = Literal["completed", "max_turns", "context_length", "time_limit", "refused"]
 """Reason why a committed episode ended; a dropped episode has a drop reason instead."""
 
 Role = Literal["system", "user", "assistant", "tool"]

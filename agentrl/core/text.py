@@ -57,3 +57,8 @@ def format_rate(value: float) -> str:
         ('1,234', '0.031')
     """
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def agent_name(seat: str, index: int) -> str:
+    """Name an agent by its seat, and by its index unless that is 0, the default."""
+    return f"{seat}[{index}]" if index else seat

@@ -293,12 +293,12 @@ class EpisodeContext(ABC):
         """A stateful object of this episode.
 
         Args:
-            factory: makes the object. The factory and every call run under random states (`random`, `numpy.random`) of
-                their own.
+            factory: makes the object. The factory and all calls share global random generators (`random`,
+                `numpy.random`) that nothing else uses.
             level: how the object comes back when `run` is executed again. `replay`: its calls are made again and their
                 results compared. `snapshot`: it has `get_state()` and `set_state(state)`, JSON data or bytes; the state
                 after the last recorded call is restored. `pinned`: it does not come back, and the episode begins again.
-            seed: seeds those random states; give one to share them between episodes. Default: the episode's seed.
+            seed: seeds those generators; give one to share them between episodes. Default: the episode's seed.
         """
 
     @abstractmethod

@@ -18,6 +18,7 @@ import inspect
 import os
 import random
 import weakref
+from array import array
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from typing import Any, Protocol
 
@@ -50,7 +51,7 @@ class GlobalRandomState:
     """The state of `random` and `numpy.random` as one object sees it; everyone else's stays as it was.
 
     There is one exception: numpy draws normal variates in pairs and keeps the second for the next call. If others have
-    one pending when the state is swapped in, it is discarded.
+    one pending when the state is swapped in, it is discarded. Swapping it in again while it is in changes nothing.
     """
 
     def __init__(self, seed: int) -> None:
@@ -63,6 +64,8 @@ class GlobalRandomState:
         """State of `numpy.random` while it holds the second variate of a pair, which no generator remembers."""
         self._others: Any = None
         """The process's state, while this one is swapped in."""
+        self._depth = 0
+        """Number of times that it was swapped in and not out yet."""
 
     def enter(self) -> None:
         """Swap the object's own state in."""
@@ -70,6 +73,9 @@ class GlobalRandomState:
         from numpy.random import seed as seed_numpy
         from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
+        self._depth += 1
+        if self._depth > 1:
+            return
         self._others = random.getstate(), get_bit_generator()
         if self._numpy is None:
             self._numpy = _spare.pop() if _spare else MT19937()
@@ -80,14 +86,19 @@ class GlobalRandomState:
             set_bit_generator(self._numpy)
             if self._pending is not None:
                 set_state(self._pending)
-            random.setstate(self._python)
+            version, internal, pending = self._python
+            random.setstate((version, tuple(internal), pending))
 
     def exit(self) -> bool:
         """Swap the object's state out; returns False, because draws are allowed."""
         from numpy.random import get_state
         from numpy.random.mtrand import set_bit_generator
 
-        self._python = random.getstate()
+        self._depth -= 1
+        if self._depth:
+            return False
+        version, internal, pending = random.getstate()
+        self._python = version, array("I", internal), pending  # a tenth of the memory of 625 int objects
         numpy = get_state(legacy=False)
         self._pending = numpy if numpy["has_gauss"] else None
         python, generator = self._others

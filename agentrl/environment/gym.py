@@ -28,7 +28,6 @@ from agentrl.environment.base import (
     system,
     user,
 )
-from agentrl.environment.containment import GlobalRandomState
 from agentrl.environment.tasks import GameSeedTasks
 
 if TYPE_CHECKING:
@@ -111,7 +110,7 @@ class GymEnvironment(Environment):
 
     async def run(self, ctx: EpisodeContext) -> None:
         """Play until the game ends, `illegal_actions` is reached, or a limit is reached."""
-        game = ctx.resource(lambda: SeededGame(self, ctx.task), level="replay")
+        game = ctx.resource(lambda: SeededGame(self, ctx.task), level="replay", seed=int(ctx.task.data["seed"]))
         agent = ctx.agent(self.seats[0])
         try:
             episode = await self._play(ctx, game, agent)
@@ -161,34 +160,31 @@ class GymEnvironment(Environment):
 
 
 class SeededGame:
-    """A game under a global random state of its own; its calls return JSON data."""
+    """A game whose calls return JSON data."""
 
     def __init__(self, environment: GymEnvironment, task: Task) -> None:
         self._environment = environment
         self._task = task
         self._observation = ""
-        self._random = GlobalRandomState(int(task.data["seed"]))
 
     def reset(self) -> str:
         """Make and reset the game; returns the first observation."""
         environment, seed = self._environment, int(self._task.data["seed"])
-        with self._random.swapped_in():
-            environment.env = environment.make(self._task)
-            observation, info = environment.env.reset(seed=seed)
-            self._observation = self._rendered(observation, info)
+        environment.env = environment.make(self._task)
+        observation, info = environment.env.reset(seed=seed)
+        self._observation = self._rendered(observation, info)
         return self._observation
 
     def step(self, text: str) -> dict[str, Any]:
         """Apply `text`; an illegal action changes nothing."""
         environment = self._environment
-        with self._random.swapped_in():
-            action = environment.parse(text, environment.env)
-            if action is None or not environment.env.action_space.contains(action):
-                shown = environment.illegal_text + self._observation
-                return {"legal": False, "observation": shown, "terminated": False, "truncated": False}
-            observation, reward, terminated, truncated, info = environment.env.step(action)
-            # No agent sees the final observation, and some games cannot render it.
-            self._observation = "" if terminated or truncated else self._rendered(observation, info)
+        action = environment.parse(text, environment.env)
+        if action is None or not environment.env.action_space.contains(action):
+            shown = environment.illegal_text + self._observation
+            return {"legal": False, "observation": shown, "terminated": False, "truncated": False}
+        observation, reward, terminated, truncated, info = environment.env.step(action)
+        # No agent sees the final observation, and some games cannot render it.
+        self._observation = "" if terminated or truncated else self._rendered(observation, info)
         return {
             "legal": True,
             "observation": self._observation,

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import EnvironmentDefinitionError, format_foreign_error
+from agentrl.core.errors import EnvironmentDefinitionError, InfrastructureError, format_foreign_error
 from agentrl.core.ids import random_stream, seeded_uuid4
 from agentrl.core.records import (
     REWARD,
@@ -216,6 +216,8 @@ class UnjournaledContext(EpisodeContext):
             async with asyncio.timeout(timeout_s):
                 result = await asyncio.to_thread(call) if external else call()
                 return str(await result if inspect.isawaitable(result) else result)
+        except InfrastructureError:
+            raise
         except InvalidToolCallError as error:
             return f"error: {error}"
         except Exception as error:  # noqa: BLE001 - a tool is foreign code, and its error is the policy's observation

@@ -6,11 +6,13 @@
 The two sides are counted from different tables, and every row that fits neither side is a problem with a message: an
 ended episode that was never admitted; a unit trained twice, trained and dropped, or trained without having been
 committed; a checkpoint with versions unknown to the log, which has lost its end since the checkpoint was sealed; and
-committed episodes whose entries are missing, or whose tokens name a version without a row, digest or step.
+committed episodes whose entries are missing, give an agent other turns or rewards than its trajectory has, or name a
+version without a row, digest or step.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,9 +20,9 @@ import msgspec
 
 from agentrl.core.errors import JournalError
 from agentrl.core.files import open_regular, read_at_most
-from agentrl.core.records import PolicyVersion
-from agentrl.core.text import plural
-from agentrl.journal.entries import TurnEntry, decode_entries
+from agentrl.core.records import PolicyVersion, reported_token_usage
+from agentrl.core.text import agent_name, plural
+from agentrl.journal.entries import EntryBody, RewardEntry, TurnEntry, decode_entries
 from agentrl.journal.reader import read_whole_partition
 
 if TYPE_CHECKING:
@@ -36,9 +38,13 @@ MAX_MANIFEST_BYTES = 64 << 20
 
 _TURN = b"\xa4turn"
 """Encoded kind of a turn, after the three bytes with which an array of 16 or more elements begins."""
+_REWARD = b"\xa6reward"
+"""Encoded kind of a reward, after the one byte with which a shorter array begins."""
 
 Key = tuple[str, int]
 """Episode id and attempt."""
+Agent = tuple[str, int]
+"""Seat and index."""
 
 
 class EpisodeCounts(msgspec.Struct):
@@ -164,7 +170,13 @@ class _Counting:
             path = log.path.parent / name
             if path.is_file():
                 try:
-                    left = self._read_partition(path, expected, versions, lambda read: on_read(before + read, total))  # noqa: B023
+                    left = self._read_partition(
+                        log,
+                        path,
+                        expected,
+                        versions,
+                        lambda read, before=before: on_read(before + read, total),  # type: ignore[misc]
+                    )
                     self._name_missing(log, name, expected, left)
                 except JournalError as error:
                     self._problem(f"{error}. What follows in {name} was not read")
@@ -175,26 +187,51 @@ class _Counting:
             before += len(expected)
 
     def _read_partition(
-        self, path: Path, expected: Mapping[Key, int], versions: _Versions, on_read: Callable[[int], None]
+        self,
+        log: SqliteRunLog,
+        path: Path,
+        expected: Mapping[Key, int],
+        versions: _Versions,
+        on_read: Callable[[int], None],
     ) -> dict[Key, int]:
         """Read a partition; returns the number of missing entries per episode."""
         left = dict(expected)
+        acted: dict[Key, _AgentTotals] = {}
         read = 0
         for entry in read_whole_partition(path, self._run):
             key = (entry.episode_id, entry.attempt)
             if key not in left:
                 continue
             left[key] -= 1
+            if entry.body[3:8] == _TURN or entry.body[1:8] == _REWARD:
+                (body,) = decode_entries([entry])
+                acted.setdefault(key, _AgentTotals()).add(body)
+                for fault in versions.faults(body) if isinstance(body, TurnEntry) else ():
+                    self._problem(f"episode {key[0]} attempt {key[1]}, call {entry.call_id}: {fault}")
             if not left[key]:
                 read += 1
                 on_read(read)
-            if entry.body[3:8] != _TURN:
-                continue
-            for turn in decode_entries([entry]):
-                assert isinstance(turn, TurnEntry)
-                for fault in versions.faults(turn):
-                    self._problem(f"episode {key[0]} attempt {key[1]}, call {entry.call_id}: {fault}")
+                self._compare_agents(log, key, acted.pop(key, _AgentTotals()))
         return left
+
+    def _compare_agents(self, log: SqliteRunLog, key: Key, found: _AgentTotals) -> None:
+        """Compare an episode's turns and rewards, by agent, with its trajectories."""
+        rows = log.rows(
+            "SELECT seat, agent, tokens, reward, turn_rewards FROM trajectories WHERE episode = ? AND attempt = ?", *key
+        )
+        told = {(seat, index): _described(*row) for seat, index, *row in rows}
+        recorded = {agent: found.described(agent) for agent in found.turns}
+        for agent in sorted(told.keys() | recorded.keys()):
+            was, came = recorded.get(agent, "no turn"), told.get(agent, "no row")
+            if was != came:
+                name = agent_name(*agent)
+                self._problem(
+                    f"episode {key[0]} attempt {key[1]}: {name} has {was} in its entries, {came} in trajectories"
+                )
+        for agent, numbers in found.turns.items():
+            if sorted(numbers) != [*range(len(numbers))]:
+                name = agent_name(*agent)
+                self._problem(f"episode {key[0]} attempt {key[1]}: {name} has turns {sorted(numbers)} in its entries")
 
     def _name_missing(self, log: SqliteRunLog, name: str, expected: Mapping[Key, int], left: Mapping[Key, int]) -> None:
         """Report the episodes with missing entries, unless they were pruned."""
@@ -288,6 +325,53 @@ class _Counting:
             self._problems.append(text)
         else:
             self._more += 1
+
+
+class _AgentTotals:
+    """Turns and rewards of one attempt's entries, by agent."""
+
+    def __init__(self) -> None:
+        self.turns: dict[Agent, list[int]] = {}
+        """Numbers of the turns."""
+        self._tokens: Counter[Agent] = Counter()
+        self._rewards: dict[Agent, list[RewardEntry]] = {}
+
+    def add(self, body: EntryBody) -> None:
+        """Add an entry."""
+        if isinstance(body, TurnEntry):
+            self.turns.setdefault((body.seat, body.index), []).append(body.turn)
+            self._tokens[body.seat, body.index] += _sampled_tokens(body)
+        elif isinstance(body, RewardEntry):
+            self._rewards.setdefault((body.seat, body.index), []).append(body)
+
+    def described(self, agent: Agent) -> str:
+        """Describe an agent's part in the words of `_described`."""
+        given = self._rewards.get(agent, [])
+        by_turn: dict[int, float] = {}
+        for reward in given:
+            if reward.turn is not None:
+                by_turn[reward.turn] = by_turn.get(reward.turn, 0.0) + reward.weighted
+        total = math.fsum(reward.weighted for reward in given) if given else None
+        return _described(
+            self._tokens[agent], total, msgspec.json.encode(sorted(by_turn.items())).decode() if by_turn else None
+        )
+
+
+def _described(tokens: int, reward: float | None, turn_rewards: str | None) -> str:
+    by_turn = f" ({turn_rewards} by turn)" if turn_rewards else ""
+    return f"{plural(tokens, 'token')} and {'no reward' if reward is None else f'the reward {reward!r}'}{by_turn}"
+
+
+def _sampled_tokens(turn: TurnEntry) -> int:
+    """Number of a turn's tokens, as in `trajectories.tokens`: of a turn without logprobs, what its endpoint counted."""
+    own = len(turn.token_ids) // 4
+    if any(turn.logprobs):
+        return own
+    try:
+        said = msgspec.json.decode(turn.text)
+    except (msgspec.DecodeError, RecursionError):
+        return own
+    return reported_token_usage(said).get("completion_tokens", own) if isinstance(said, dict) else own
 
 
 class _Versions:

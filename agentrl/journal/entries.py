@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 FORMAT = 0
 """Journal format; 0 until the first release. Another value is refused by name."""
 
+REQUEST_VERSION = 1
+"""Version of what `JournalEntry.asked` covers. An unfinished episode of another version starts over: its calls cannot
+be compared. 1: a request names the agent that acts, and the turn of a reward."""
+
 
 class TurnVersionSpan(msgspec.Struct, frozen=True, array_like=True):
     """`VersionSpan` of the entry's policy, over the turn's sampled tokens."""
@@ -87,6 +91,8 @@ class BeginEntry(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
     version wrote the entry."""
     recalls_from: int = 0
     """First attempt whose replies an external agent may get again; earlier ones ended in an error."""
+    request_version: int = 0
+    """`REQUEST_VERSION` of the code that recorded the attempt."""
 
 
 class ExternalRequestParameters(msgspec.Struct, frozen=True, array_like=True):
@@ -157,7 +163,7 @@ class ToolEntry(msgspec.Struct, frozen=True, array_like=True, tag="tool"):
     arguments: Any
     observation: str
     outcome: str
-    """Outcome of the call: `ok`, `error`, `timeout`, `bad_arguments`, `unknown_tool`, `infrastructure`."""
+    """Outcome of the call: `ok`, `error`, `timeout`, `bad_arguments`, `unknown_tool`."""
     external: bool
     seconds: float
 
@@ -172,8 +178,6 @@ class EffectEntry(msgspec.Struct, frozen=True, array_like=True, tag="effect"):
     error: str | None
     """Error of the effect, as `Type: message`."""
     seconds: float
-    is_out_of_reach: bool = False
-    """Whether the infrastructure failed in every attempt."""
 
 
 class EffectIntentEntry(msgspec.Struct, frozen=True, array_like=True, tag="intent"):

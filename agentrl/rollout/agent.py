@@ -46,7 +46,7 @@ from agentrl.core.records import (
     Turn,
     VersionSpan,
 )
-from agentrl.core.text import plural
+from agentrl.core.text import agent_name, plural
 from agentrl.environment.base import Agent, LimitReachedError, check_reward_name, finite_reward, valid_unicode
 from agentrl.journal.entries import RewardEntry, TurnEntry, TurnPause, TurnVersionSpan, gigpo_state_hash, request_hash
 from agentrl.observe.metrics import DEMONSTRATED, GATE_PASSED, GATE_REFUSED
@@ -375,7 +375,12 @@ class LiveAgent(TurnSampler, Agent):
             messages = tuple(map(decode_message, journal.fork_edits())) or messages
         sampling = self._sampling(max_tokens if reply is None else 1)
         state, given = _given(reply, state)
-        asked = request_hash(sampling.max_tokens.to_bytes(4, "little"), *self._rows.question(messages), *given)
+        asked = request_hash(
+            encode((self.seat, self.index)),
+            sampling.max_tokens.to_bytes(4, "little"),
+            *self._rows.question(messages),
+            *given,
+        )
         known = None if journal.is_new else journal.peek(asked)
         if isinstance(known, TurnEntry):
             context = known.context_ids
@@ -385,7 +390,7 @@ class LiveAgent(TurnSampler, Agent):
         else:
             context = self._ask(messages, limits.max_context)
         before = self._rows.before
-        call = journal.open(asked, partial(_described, self.seat, messages))
+        call = journal.open(asked, partial(_described, agent_name(self.seat, self.index), messages))
         if call.waits:
             await journal.reach(call)
         recorded = None if call.recorded is None else journal.recall(call, TurnEntry)
@@ -748,8 +753,8 @@ def call_priority(spec: EpisodeSpec, sampled: int) -> int:
     return (spec.deadline * (DEEPEST + 1) + depth) * (MOST_WORK + 1) + MOST_WORK - min(sampled, MOST_WORK)
 
 
-def _described(seat: str, messages: Sequence[Message]) -> str:
-    return f"a turn of {seat} asked {shortened_repr(' / '.join(message.content for message in messages))}"
+def _described(agent: str, messages: Sequence[Message]) -> str:
+    return f"a turn of {agent} asked {shortened_repr(' / '.join(message.content for message in messages))}"
 
 
 def _valid(message: object) -> Message:

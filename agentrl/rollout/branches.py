@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.core import ids
 from agentrl.core.errors import ReplayMismatchError
 from agentrl.core.records import REWARD
-from agentrl.core.text import plural
+from agentrl.core.text import agent_name, plural
 from agentrl.environment.base import valid_unicode
 from agentrl.journal.entries import (
     BeginEntry,
@@ -424,7 +424,8 @@ def describe_entry(body: EntryBody) -> str:
     """Describe an entry in a few words, for messages."""
     match body:
         case TurnEntry():
-            return f"a turn of {body.seat} asked {shortened_repr(' / '.join(_content(m) for m in body.messages))}"
+            asked = shortened_repr(" / ".join(_content(message) for message in body.messages))
+            return f"a turn of {agent_name(body.seat, body.index)} asked {asked}"
         case ToolEntry():
             return f"the tool call {body.name}({shortened_repr(body.arguments)})"
         case EffectEntry():
@@ -434,9 +435,11 @@ def describe_entry(body: EntryBody) -> str:
         case ChildResultEntry():
             return f"the wait for {body.child}"
         case SpawnEntry():
-            return f"the start of {plural(len(body.children), 'child', 'children')}"
+            return f"the start of {plural(len(body.children), 'child', 'children')} of {body.environment}"
         case RewardEntry():
-            return f"a reward of {body.value} to {body.seat}" + (f" for {body.name}" if body.name != REWARD else "")
+            turn = "" if body.turn is None else f" for turn {body.turn}"
+            name = "" if body.name == REWARD else f" for {body.name}"
+            return f"a reward of {body.value} to {agent_name(body.seat, body.index)}{turn}{name}"
         case NondeterministicValueEntry():
             return f"{body.kind} = {shortened_repr(body.value)}"
         case TimeLimitEntry():

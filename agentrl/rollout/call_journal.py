@@ -25,13 +25,13 @@ import msgspec
 
 from agentrl.core import ids
 from agentrl.core.errors import (
-    EngineError,
+    AgentRLError,
     EpisodeError,
     GlobalRandomError,
+    InfrastructureError,
     ReplayMismatchError,
     UnstructuredConcurrencyError,
 )
-from agentrl.core.records import REWARD
 from agentrl.environment.base import LimitReachedError, valid_unicode
 from agentrl.environment.containment import CoroutineStepGuard, GlobalRandomState, GuardedAwaitable, RandomDrawDetector
 from agentrl.journal.entries import (
@@ -204,7 +204,7 @@ class CallJournal:
         """The digest of all entries of the attempt so far; see `extend_digest`."""
         self._ended = False
         self._stopped = False
-        self.failure: EngineError | GlobalRandomError | None = None
+        self.failure: AgentRLError | None = None
         """The error the episode ends with, even if its program catches it."""
         self.is_over_time = False
         """Whether the time limit ended a call of the episode, now or when it was recorded; no further turn begins."""
@@ -234,12 +234,12 @@ class CallJournal:
 
     # --- an act, in order ---------------------------------------------------------------------------------------------
 
-    def open(self, asked: bytes = b"", describe: Callable[[], str] | None = None) -> JournaledCall:
+    def open(self, asked: bytes, describe: Callable[[], str]) -> JournaledCall:
         """Open the next call of the calling branch.
 
         Args:
-            asked: hash of the new question.
-            describe: returns the new question, for the message of a mismatch.
+            asked: hash of the request: of everything that says who does what.
+            describe: returns the request in words, for the message of a mismatch.
 
         Raises:
             UnstructuredConcurrencyError: the call is made by another task, inside an effect, or after the episode's
@@ -275,8 +275,8 @@ class CallJournal:
             return JournaledCall(call_id, asked, None, branch, number)
         body = self._recorded.body(entry)
         if entry.asked != asked:
-            now = "something else" if describe is None else printable_excerpt(describe())
-            self.mismatch(call_id, f"the journal holds {describe_entry(body)}", f"the code now asks {now}")
+            now = f"the code now asks {printable_excerpt(describe())}"
+            self.mismatch(call_id, f"the journal holds {describe_entry(body)}", now)
         return JournaledCall(call_id, asked, body, branch, number)
 
     def open_named(self, call_id: str, asked: bytes) -> JournaledCall:
@@ -426,7 +426,7 @@ class CallJournal:
         Raises:
             UnstructuredConcurrencyError: the episode has ended.
             ReplayMismatchError: the journal has a hole where this entry belongs.
-            EngineError, GlobalRandomError: the episode has failed.
+            AgentRLError: the episode has failed.
         """
         if self._ended:
             raise UnstructuredConcurrencyError(
@@ -455,8 +455,9 @@ class CallJournal:
 
     def reward(self, body: RewardEntry) -> RewardEntry:
         """Write a reward, or recall it with its recorded weight; raises as `open` and `write`."""
-        name = () if body.name == REWARD else (body.name.encode(),)
-        call = self.open(request_hash(struct.pack("<d", body.value), *name), lambda: describe_entry(body))
+        agent = encode((body.seat, body.index, body.turn))
+        asked = request_hash(agent, struct.pack("<d", body.value), body.name.encode())
+        call = self.open(asked, lambda: describe_entry(body))
         recorded = self.recall(call, RewardEntry)
         if recorded is None:
             self.write(call, body)
@@ -620,7 +621,7 @@ class CallJournal:
         """Note that the episode's code drew from the process's global random generators."""
         self.fail(GlobalRandomError(self._episode_id))
 
-    def fail(self, error: EngineError | GlobalRandomError) -> None:
+    def fail(self, error: AgentRLError) -> None:
         """Note that the episode cannot continue; later cancellations are not recorded."""
         self.failure = self.failure or error
         self.stop()
@@ -689,6 +690,9 @@ def _time_limit(entry: TimeLimitEntry) -> LimitReachedError:
 class CallExecution:
     """A context in which a call is performed; it records the call's cancellation.
 
+    If infrastructure that the call needs has failed, the episode ends with that error, even if its program catches it:
+    nothing that the program makes of it may become a reward.
+
     Args:
         journal: journal of the episode.
         call: the call.
@@ -732,6 +736,8 @@ class CallExecution:
             _end_memoised(self._call.branch)
         if isinstance(error, asyncio.CancelledError):
             self._journal.interrupted(self._call)
+        elif isinstance(error, InfrastructureError):
+            self._journal.fail(error)
 
 
 encode = msgspec.msgpack.Encoder().encode

@@ -21,8 +21,9 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import AbstractAsyncContextManager
+from contextvars import ContextVar
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from agentrl.core.clock import RetryBudget
 from agentrl.core.errors import (
@@ -36,6 +37,7 @@ from agentrl.core.errors import (
 from agentrl.core.ids import seeded_uuid4, stable_hash64
 from agentrl.core.ports import PolicyCounts
 from agentrl.core.records import EpisodeHeader, PolicyVersion, ProposalNovelty, StopReason, Task, ToolSpec
+from agentrl.core.text import plural
 from agentrl.environment.base import (
     ChildEpisode,
     ChildResult,
@@ -81,7 +83,6 @@ from agentrl.rollout.harness_agent import open_endpoint
 if TYPE_CHECKING:
     import random
 
-    from agentrl.rollout.branches import StreamKey
     from agentrl.rollout.episode import LiveEpisode
 
 T = TypeVar("T")
@@ -93,6 +94,8 @@ LONGEST_STRUCTURE = 64
 """Maximum length of a structure in characters; a longer one is remembered by its digest."""
 MAX_UNDECLARED = 256
 """Maximum number of child episodes of an environment per attempt, if `fan_out` does not name it."""
+_tool_limit: ContextVar[tuple[asyncio.Timeout | None, float]] = ContextVar("agentrl_tool_limit", default=(None, 0.0))
+"""Timer and time limit, in seconds, of the tool that runs."""
 
 
 class LiveEpisodeContext(EpisodeContext):
@@ -166,7 +169,7 @@ class LiveEpisodeContext(EpisodeContext):
         started = clock.monotonic()
         with CallExecution(journal, opened, what if external else None):
             if external and not await may_perform_effect(self.episode, opened, what, guarantee):
-                raise unknown_outcome_error(self.episode, opened, what)
+                raise_unknown_outcome(self.episode, opened, what)
             if external:
                 observation, outcome = await self._observe_external(call, timeout_s, guarantee)
             else:
@@ -236,7 +239,16 @@ class LiveEpisodeContext(EpisodeContext):
         """
         if self._spec.episode_id.count("~") >= MAX_CHILD_DEPTH:
             raise EpisodeError(f"child episodes nest deeper than {MAX_CHILD_DEPTH}", reason="environment_error")
-        opened = self._journal.open()
+        name = name_of(environment)
+        identity, data = ("", task) if not isinstance(task, Task) else (task.id, task.data)
+        opened = self._journal.open(
+            request_hash(
+                name.encode(), n.to_bytes(4, "little"), identity.encode("utf-8", "replace"), encode_arguments(data)
+            ),
+            lambda: (
+                f"the start of {plural(n, 'child', 'children')} of {name} on {shortened_repr(to_journal_data(data))}"
+            ),
+        )
         recorded = self._journal.recall(opened, SpawnEntry)
         if recorded is None:  # recorded children were admitted before, whatever is declared now
             self._check_fan_out(environment, n)
@@ -249,7 +261,7 @@ class LiveEpisodeContext(EpisodeContext):
         children = tuple(LiveChildEpisode(self.episode, measured_against) for _ in range(n))
         group = self._services.host.spawn(
             self._spec,
-            name_of(environment),
+            name,
             [task] * n,
             opened.call_id,
             lambda index, header: children[index].end(header),
@@ -258,7 +270,7 @@ class LiveEpisodeContext(EpisodeContext):
         for child, episode_id in zip(children, group.episode_ids, strict=True):
             child.episode_id = episode_id
         if recorded is None:
-            self._journal.write(opened, SpawnEntry(name_of(environment), group.group_id, group.episode_ids))
+            self._journal.write(opened, SpawnEntry(name, group.group_id, group.episode_ids))
         return children
 
     def _check_fan_out(self, environment: type[Environment], n: int) -> None:
@@ -296,7 +308,7 @@ class LiveEpisodeContext(EpisodeContext):
 
     def now(self) -> float:
         """Return the journaled wall-clock time."""
-        opened = self._journal.open()
+        opened = self._journal.open(request_hash(b"now"), lambda: "the time")
         recorded = self._journal.recall(opened, NondeterministicValueEntry)
         if recorded is not None:
             return float(recorded.value)
@@ -309,8 +321,8 @@ class LiveEpisodeContext(EpisodeContext):
         return seeded_uuid4(self.rng)
 
     async def sleep(self, seconds: float) -> None:
-        """Wait; a recorded wait is not repeated."""
-        opened = self._journal.open()
+        """Wait; a recorded wait is not repeated, however long the code now waits."""
+        opened = self._journal.open(request_hash(b"sleep"), lambda: f"a sleep of {seconds:g} s")
         await self._journal.reach(opened)
         if self._journal.recall(opened, NondeterministicValueEntry) is None:
             with CallExecution(self._journal, opened):
@@ -325,18 +337,13 @@ class LiveEpisodeContext(EpisodeContext):
         self, call: Callable[[], str | Awaitable[str]], own_s: float | None, guarantee: Guarantee
     ) -> tuple[str, str]:
         """Return observation and outcome of an external tool."""
-        try:
-            default_s = self._services.settings.tool_timeout_s
-            return await retry_infrastructure(
-                self.episode, guarantee, lambda: _observe(call, own_s, default_s, external=True)
-            )
-        except InfrastructureError as error:
-            return f"error: {error_text(error)}", "error" if guarantee == "once" else "infrastructure"
+        default_s = self._services.settings.tool_timeout_s
+        return await retry_infrastructure(
+            self.episode, guarantee, lambda: _observe(call, own_s, default_s, external=True)
+        )
 
     def _observed(self, call: JournaledCall, entry: ToolEntry) -> str:
         self.episode.metric(f"tool/{entry.outcome}", 1.0, self.episode.speaker(call.branch))
-        if entry.outcome == "infrastructure":
-            raise infrastructure_limit_error(f"tool {entry.name!r}", entry.observation)
         return entry.observation
 
     def counted(self) -> Mapping[str, PolicyCounts]:
@@ -358,6 +365,8 @@ class LiveEpisodeContext(EpisodeContext):
         self._journal.end()
         for agent in self.agents:
             agent.close()
+        for resource in self.resources:
+            resource.close()
 
 
 class LiveChildEpisode(ChildEpisode):
@@ -439,18 +448,18 @@ async def _observe(
             result = call()
             if not isinstance(result, str) and inspect.isawaitable(result):
                 async with asyncio.timeout(limit_s) as timer:
-                    result = await result
+                    running = _tool_limit.set((timer, limit_s))
+                    try:
+                        result = await result
+                    finally:
+                        _tool_limit.reset(running)
         return valid_unicode(str(result)), "ok"
     except InvalidToolCallError as error:
         return f"error: {error}", error.outcome
     except EffectError as error:  # an effect inside the tool failed: treat it as an error of the tool
         return f"error: {error.error}", "error"
-    except (EpisodeError, LimitReachedError):
+    except (EpisodeError, LimitReachedError, InfrastructureError):
         raise
-    except InfrastructureError as error:
-        if external:
-            raise
-        return f"error: {error_text(error)}", "error"
     except Exception as error:  # noqa: BLE001 - a tool is foreign code, and its error is the policy's observation
         # A tool may itself raise TimeoutError.
         if isinstance(error, TimeoutError) and timer is not None and timer.expired():
@@ -474,20 +483,13 @@ async def perform_effect(
     entry = None if again else journal.recall(call, EffectEntry)
     if entry is None:
         started = episode.services.clock.monotonic()
-        is_out_of_reach = False
         with CallExecution(journal, call, f"the effect {name!r}"):
-            try:
-                value, error = await retry_infrastructure(
-                    episode, guarantee, lambda: _outcome(episode, call, name, function, guarantee, reconcile)
-                )
-            except InfrastructureError as failure:
-                value, error, is_out_of_reach = None, error_text(failure), guarantee != "once"
-        seconds = episode.services.clock.monotonic() - started
-        entry = EffectEntry(name, guarantee, value, error, seconds, is_out_of_reach)
+            value, error = await retry_infrastructure(
+                episode, guarantee, lambda: _outcome(episode, call, name, function, guarantee, reconcile)
+            )
+        entry = EffectEntry(name, guarantee, value, error, episode.services.clock.monotonic() - started)
         if not again or journal.recall(call, EffectEntry) is None:
             journal.write(call, entry)
-    if entry.is_out_of_reach:
-        raise infrastructure_limit_error(f"effect {name!r}", entry.error or "")
     if entry.error is not None:
         raise EffectError(f"effect {name!r} failed", error=entry.error)
     result: T = entry.value
@@ -524,28 +526,34 @@ def _digest(text: str) -> str:
 async def retry_infrastructure(episode: LiveEpisode, guarantee: Guarantee, perform: Callable[[], Awaitable[T]]) -> T:
     """Return the result of `perform`, retrying it when its infrastructure fails, unless it is a `once` effect.
 
+    The time limits of the episode, and of a tool that makes the call, leave out the waits and start again with each
+    try.
+
     Raises:
-        InfrastructureError: `perform` failed `core.clock.ATTEMPTS` times in a row.
+        InfrastructureError: `perform` failed and may not be tried again here.
     """
-    budget: RetryBudget | None = None
+    budget = RetryBudget()
     while True:
         try:
             return await perform()
         except InfrastructureError:
-            budget = budget or RetryBudget()
-            wait = None if guarantee == "once" else budget.lost()
+            is_last = guarantee == "once" or episode.journal.failure is not None
+            wait = None if is_last else budget.lost()
             if wait is None:
                 raise
-        await episode.services.clock.sleep(wait)
-
-
-def infrastructure_limit_error(what: str, error: str) -> LimitReachedError:
-    """Make the limit of an effect whose infrastructure fails repeatedly, which is attributed to the policy."""
-    return LimitReachedError(f"{what} failed repeatedly: {error}", stop_reason="infrastructure")
+        timer, limit_s = _tool_limit.get()
+        if timer is not None and not timer.expired():
+            timer.reschedule(None)
+        with episode.time_limit_paused():
+            await episode.services.clock.sleep(wait)
+        if timer is not None and not timer.expired():
+            timer.reschedule(asyncio.get_running_loop().time() + limit_s)
+        if episode.limit is not None:
+            episode.limit.restart()
 
 
 async def may_perform_effect(episode: LiveEpisode, call: JournaledCall, what: str, guarantee: Guarantee) -> bool:
-    """Whether an effect may be performed now; False for a `once` effect that an earlier process began."""
+    """Whether an effect may be performed now; False for a `once` effect that an earlier execution began."""
     if guarantee != "once":
         return True
     if not episode.journal.intend(call, what):
@@ -554,14 +562,20 @@ async def may_perform_effect(episode: LiveEpisode, call: JournaledCall, what: st
     return True
 
 
-def unknown_outcome_error(episode: LiveEpisode, call: JournaledCall, what: str) -> EpisodeError:
-    """Make the error of a `once` effect that an earlier process began, and whose outcome is unknown."""
-    return EpisodeError(
-        f"episode {episode.spec.episode_id}, call {call.call_id}: {what} must happen at most once, and the process "
-        "ended while it was in progress, so whether it happened is unknown. Give `reconcile=` a function that finds "
-        "out, or make the effect idempotent",
+def raise_unknown_outcome(episode: LiveEpisode, call: JournaledCall, what: str) -> NoReturn:
+    """End the episode at a `once` effect that an earlier execution began, and whose outcome is unknown.
+
+    Raises:
+        EpisodeError: always.
+    """
+    error = EpisodeError(
+        f"episode {episode.spec.episode_id}, call {call.call_id}: {what} must happen at most once. It began, and "
+        "has no recorded result, so whether it happened is unknown. Give `reconcile=` a function that finds out, or "
+        "make the effect idempotent",
         reason="unknown_outcome_error",
     )
+    episode.journal.fail(error)
+    raise error
 
 
 async def _outcome(
@@ -577,7 +591,7 @@ async def _outcome(
     happened, value = False, None
     if not await may_perform_effect(episode, call, what, guarantee):
         if reconcile is None:
-            raise unknown_outcome_error(episode, call, what)
+            raise_unknown_outcome(episode, call, what)
         happened, value = await _awaited(reconcile())
     try:
         return after_journal_round_trip(value if happened else await _awaited(function()), what), None
@@ -599,11 +613,15 @@ async def _awaited(value: Any) -> Any:
 class JournaledResource(Resource):
     """A stateful object called through the journal; its declared level is recorded with each call.
 
-    Every call runs under global random states keyed by the call, so no state needs storing, and draws of other code
-    have no influence.
+    The object has global random generators of its own, from its factory to its last call, as if it were alone in the
+    process. Draws of other code have no influence. A `snapshot` holds no state of them, so each call of such a resource
+    begins with generators that depend on the number of the call alone.
     """
 
-    __slots__ = ("_calls", "_episode", "_level", "_object", "_restore", "_seed", "_state", "name")
+    __slots__ = (
+        *("_calls", "_episode", "_level", "_object", "_random", "_random_key", "_restore", "_seed", "_state"),
+        "name",
+    )
 
     def __init__(
         self, episode: LiveEpisode, factory: Callable[[], object], name: str, level: ResourceLevel, seed: int | None
@@ -618,10 +636,14 @@ class JournaledResource(Resource):
         """State to restore before the next call; None if there is none to restore."""
         self.name = name
         branch = current_branch()
-        own = self._random(branch.key)
-        with mark_memoised_code(branch, self._memoised_name()), own.swapped_in():
-            self._object = factory()
-        own.close()
+        self._random_key = branch.key
+        self._random = self._new_random()
+        try:
+            with mark_memoised_code(branch, self._memoised_name()), self._random.swapped_in():
+                self._object = factory()
+        except InfrastructureError as error:
+            episode.journal.fail(error)
+            raise
         if level == "snapshot" and not (hasattr(self._object, "get_state") and hasattr(self._object, "set_state")):
             raise EnvironmentDefinitionError(
                 f"{type(self._object).__qualname__} is a snapshot resource and needs get_state() and set_state(state)"
@@ -632,7 +654,7 @@ class JournaledResource(Resource):
         journal = self._episode.journal
         where = f"{self.name}.{method}"
         call = journal.open(
-            request_hash(self.name.encode(), method.encode(), encode_arguments(arguments)),
+            request_hash(*map(encode_arguments, (self.name, method, arguments, self._seed))),
             lambda: f"{where}({shortened_repr(to_journal_data(arguments))})",
         )
         await journal.reach(call)
@@ -659,7 +681,7 @@ class JournaledResource(Resource):
         started = clock.monotonic()
         value, problem, state = None, None, None
         cause: Exception | None = None
-        own = self._random(self._key_of(call))
+        own = self._random_of(call)
         with CallExecution(journal, call, self._memoised_name()):
             try:
                 if self._restore is not None:
@@ -672,8 +694,6 @@ class JournaledResource(Resource):
                 raise
             except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is what happened
                 problem, cause = error_text(error), error
-            finally:
-                own.close()
             if self._level == "snapshot":
                 state = self._new_state()
         seconds = clock.monotonic() - started
@@ -719,26 +739,36 @@ class JournaledResource(Resource):
         self._state = encoded
         return state
 
-    def _lost(self, call: JournaledCall) -> None:
-        raise EpisodeError(
+    def _lost(self, call: JournaledCall) -> NoReturn:
+        error = EpisodeError(
             f"episode {self._episode.spec.episode_id}, call {call.call_id}: {self.name} is pinned and died with its "
             "process, so the episode cannot be resumed from its journal",
             reason="resource_lost",
             begin_again=True,
         )
+        self._episode.journal.fail(error)
+        raise error
 
     def _memoised_name(self) -> str | None:
         """Name of the resource if its calls are never repeated, else None."""
         return None if self._level == "replay" else self.name
 
-    def _key_of(self, call: JournaledCall) -> StreamKey:
+    def _random_of(self, call: JournaledCall) -> GlobalRandomState:
+        """Return the generators for a call. Without a `seed`, those of a fork change at its first own call."""
         assert call.branch is not None
-        return call.branch.key
+        if self._level == "snapshot" or (self._seed is None and call.branch.key != self._random_key):
+            self.close()
+            self._random_key = call.branch.key
+            self._random = self._new_random()
+        return self._random
 
-    def _random(self, key: StreamKey) -> GlobalRandomState:
-        if self._seed is not None:
-            return GlobalRandomState(stable_hash64("resource", self._seed, self._calls))
-        return GlobalRandomState(stable_hash64("resource", *key, self.name, self._calls))
+    def _new_random(self) -> GlobalRandomState:
+        seed = (*self._random_key, self.name) if self._seed is None else (self._seed,)
+        return GlobalRandomState(stable_hash64("resource", *seed, self._calls))
+
+    def close(self) -> None:
+        """Release the random generators."""
+        self._random.close()
 
 
 def _kind(error: str | None) -> str | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.core import ids
 from agentrl.core.errors import GlobalRandomError, ReplayMismatchError
 from agentrl.environment.containment import as_episode_error
-from agentrl.journal.entries import GatherOrderEntry
+from agentrl.journal.entries import GatherOrderEntry, request_hash
 from agentrl.rollout.call_journal import begin_branch, current_branch
 
 if TYPE_CHECKING:
@@ -27,7 +27,13 @@ if TYPE_CHECKING:
 
 async def gather(journal: CallJournal, awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
     """See `EpisodeContext.gather`."""
-    branch, call = current_branch(), journal.open()
+    branch, number = current_branch(), len(awaitables)
+    try:
+        call = journal.open(request_hash(b"gather", number.to_bytes(4, "little")), lambda: f"{number} branches")
+    except BaseException:
+        for awaitable in filter(inspect.iscoroutine, awaitables):
+            awaitable.close()
+        raise
     gathering = _Gathering(journal, branch, call, awaitables)
     cancelled = await gathering.settled()
     if journal.is_stopped and cancelled:

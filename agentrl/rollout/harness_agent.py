@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 
 from agentrl.core import ids
-from agentrl.core.errors import EngineError, EnvironmentDefinitionError, EpisodeError, ModelError
+from agentrl.core.errors import EngineError, EnvironmentDefinitionError, EpisodeError, InfrastructureError, ModelError
 from agentrl.core.ids import stable_hash64
 from agentrl.core.records import Completion, Message, SamplingMask, Turn, VersionSpan
 from agentrl.core.reply_formats import parse_json_value
@@ -563,7 +563,8 @@ async def open_endpoint(
     seats = {seat: HarnessAgent(episode, seat, patterns, ignored_fields) for seat in spec.seats}
     agents.extend(seats.values())
     async with episode.services.gateway.open(seats, aliases) as opened:
-        yield LiveEndpoint(opened, tuple(seats.values()), partial(perform, episode, again=is_replay))
+        again = partial(perform, episode, again=is_replay)
+        yield LiveEndpoint(opened, tuple(seats.values()), again, journal.fail)
     for seat, agent in seats.items():
         if unasked := journal.unasked_turns(seat):
             if is_replay:
@@ -575,15 +576,20 @@ async def open_endpoint(
 class LiveEndpoint(Endpoint):
     """Address and keys of the gateway for one attempt."""
 
-    __slots__ = ("_agents", "_opened", "_perform", "key", "keys", "url")
+    __slots__ = ("_agents", "_fail", "_opened", "_perform", "key", "keys", "url")
 
     def __init__(
-        self, opened: AttemptEndpoint, agents: Sequence[HarnessAgent], perform: Callable[..., Awaitable[Any]]
+        self,
+        opened: AttemptEndpoint,
+        agents: Sequence[HarnessAgent],
+        perform: Callable[..., Awaitable[Any]],
+        fail: Callable[[InfrastructureError], None],
     ) -> None:
         self.url, self.key, self.keys = opened.url, opened.key, opened.keys
         self._opened = opened
         self._agents = agents
         self._perform = perform
+        self._fail = fail
 
     def variables(self) -> dict[str, str]:
         """See `Endpoint.variables`."""
@@ -613,6 +619,9 @@ class LiveEndpoint(Endpoint):
                 self._opened.failure.result()
             result: T = await running
             return result
+        except InfrastructureError as error:
+            self._fail(error)  # the attempt has the turns of this run of the program, so it must not run again here
+            raise
         finally:
             running.cancel()
             await asyncio.wait({running})

@@ -86,7 +86,7 @@ class ReplayJournal(CallJournal):
         self.given: list[RewardEntry] | None = [] if rescoring else None
         """Rewards that the code gave, if recorded rewards are ignored."""
 
-    def open(self, asked: bytes = b"", describe: Callable[[], str] | None = None) -> JournaledCall:
+    def open(self, asked: bytes, describe: Callable[[], str]) -> JournaledCall:
         """See `CallJournal.open`; skips the numbers of recorded rewards if they are ignored."""
         self._skip_rewards()
         return super().open(asked, describe)

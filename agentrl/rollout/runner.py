@@ -32,7 +32,7 @@ from agentrl.core.records import (
 from agentrl.environment.base import Environment, LimitReachedError, valid_unicode
 from agentrl.environment.containment import as_episode_error
 from agentrl.gateway.server import Gateway
-from agentrl.journal.entries import BeginEntry, JournalEntry, SeatSettings, code_digest
+from agentrl.journal.entries import REQUEST_VERSION, BeginEntry, JournalEntry, SeatSettings, code_digest
 from agentrl.journal.port import TurnLog
 from agentrl.rollout.call_journal import CallJournal, begin_branch, current_branch
 from agentrl.rollout.episode import (
@@ -319,8 +319,16 @@ class EpisodeRunner:
                 own_random=environment.own_random or spec.fork is not None,
                 settings=settings if journal.forked_from is None else _inherited(settings, journal.forked_from, spec),
                 recalls_from=recalls_from,
+                request_version=REQUEST_VERSION,
             )
         )
+        if (journal.forked_from or began).request_version != REQUEST_VERSION:
+            raise EpisodeError(
+                f"episode {spec.episode_id} was recorded by another version of agentrl, and its calls cannot be "
+                "compared with those that the code makes now",
+                reason="code_changed",
+                begin_again=True,
+            )
         policy = self._services.settings.on_code_change or environment.on_code_change
         if journal.code_hash_then != code_hash and policy != "try":
             raise EpisodeError(

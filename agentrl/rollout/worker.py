@@ -3,8 +3,9 @@
 Foreign errors stop here (and in the cluster's supervision): whatever an environment raises becomes a retry or a drop
 with a reason, never a reward and never the end of the run.
 
-An episode whose environment raises is tried `DATA_ATTEMPTS` times. An episode that keeps losing the engine, despite the
-waits of its turn (`agent.py`), is dropped. A program that swallows its cancellation is abandoned: its coroutine is
+An episode whose environment raises is tried `DATA_ATTEMPTS` times. An episode whose infrastructure fails continues from
+its last entry after a wait, and is dropped when it makes no progress. So is an episode that keeps losing the engine,
+despite the waits of its turn (`agent.py`). A program that swallows its cancellation is abandoned: its coroutine is
 closed where it waits, and nothing it still does counts. Threads and tasks that it started itself keep running.
 """
 
@@ -15,11 +16,13 @@ import dataclasses
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 
+from agentrl.core.clock import RetryBudget
 from agentrl.core.errors import (
     EngineError,
     EngineLostError,
     EnvironmentDefinitionError,
     EpisodeError,
+    InfrastructureError,
     StorageError,
 )
 from agentrl.core.records import EpisodeHeader, EpisodeSpec
@@ -182,19 +185,11 @@ class AsyncioWorker:
         failures = 0
         recalls_from = 0  # see `EpisodeRunner.run`
         counted_from = 0  # first attempt that counts towards `MAX_ATTEMPTS`
+        outages = _Outages()
         while True:
             begin_again = False
             try:
-                recorded = await self._runner.recorded(spec) if resume else ()
-                recalls_from, answers = (
-                    (recalls_from, ()) if recorded else await self._runner.recalled(spec, recalls_from)
-                )
-                header = await self._runner.run(
-                    *(spec, environment, recorded),
-                    answers=answers,
-                    recalls_from=recalls_from,
-                    on_stuck=self._on_stuck,
-                )
+                header = await self._run_attempt(spec, environment, outages, recalls_from, resume=resume)
                 break
             except EngineLostError as error:
                 reason, detail = "engine_lost", str(error)
@@ -225,6 +220,30 @@ class AsyncioWorker:
         if task in self._tasks:  # otherwise it was abandoned, perhaps while committing
             on_end(header)
 
+    async def _run_attempt(
+        self, spec: EpisodeSpec, environment: type[Environment], outages: _Outages, recalls_from: int, *, resume: bool
+    ) -> EpisodeHeader:
+        """Run one attempt; after a failure of its infrastructure, wait and continue from its last entry.
+
+        Raises:
+            EpisodeError: the episode cannot continue, or its infrastructure failed too often without progress.
+        """
+        while True:
+            recorded = await self._runner.recorded(spec) if resume else ()
+            outages.note_progress(len(recorded))
+            since, answers = (recalls_from, ()) if recorded else await self._runner.recalled(spec, recalls_from)
+            try:
+                return await self._runner.run(
+                    *(spec, environment, recorded), answers=answers, recalls_from=since, on_stuck=self._on_stuck
+                )
+            except InfrastructureError as error:
+                wait = outages.lost()
+                if wait is None or asyncio.current_task() not in self._tasks:
+                    raise EpisodeError(f"{error}{_noted(error)}", reason="infrastructure") from error
+            await self._runner.flush()
+            await self._runner.clock.sleep(wait)
+            resume = True
+
     def _environment(self, name: str) -> type[Environment]:
         environment = self._environments.get(name)
         if environment is None:
@@ -238,6 +257,24 @@ class AsyncioWorker:
                 ) from error
             self._loaded.add(name)
         return environment
+
+
+class _Outages:
+    """Failures of an episode's infrastructure, counted since the episode last had more entries than ever before."""
+
+    def __init__(self) -> None:
+        self._budget = RetryBudget()
+        self._most_entries = 0
+
+    def note_progress(self, entries: int) -> None:
+        """Note the number of entries with which an attempt resumes."""
+        if entries > self._most_entries:
+            self._most_entries = entries
+            self._budget.achieved()
+
+    def lost(self) -> float | None:
+        """Count a failure; return the seconds to wait, or None if the episode is given up."""
+        return self._budget.lost()
 
 
 def _noted(error: Exception) -> str:

@@ -20,7 +20,9 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,7 @@ from agentrl.journal.entries import (
     TurnEntry,
 )
 from agentrl.observe.blocked_loop import watch_event_loop
-from agentrl.rollout.branches import REMEDY, shortened_repr
+from agentrl.rollout.branches import REMEDY, describe_entry, shortened_repr
 from agentrl.rollout.harness_agent import describe_request_difference, external_turns_with_context
 from agentrl.testing.execution import POLICY, RESOURCE_LOST, ExecutedEpisode, execute_episode, random_policy
 from agentrl.testing.malformed_reply_check import TASKS as FORMAT_TASKS
@@ -54,6 +56,9 @@ from agentrl.testing.virtual_time import simulate
 
 MAX_CUTS = 64
 """Maximum number of prefixes tried per episode; longer journals are cut at evenly spaced entries."""
+HASH_SEEDS = (1, 44, 38, 50, 9, 24, 67)
+"""Values of PYTHONHASHSEED under which a task is played again. A set of any two of 67 usual names of seats (`alice`,
+`bob`, `solver`, `judge`, …) has both orders among them, so one of them differs from this process."""
 MOST_GAMES = 4
 """Maximum number of episodes per task."""
 EXCERPT = 300
@@ -202,36 +207,43 @@ def _check_requests(environment: type[HarnessEnvironment], last: ExecutedEpisode
 
 
 def _check_hash_order(found: type[Environment], report: EnvironmentReport) -> None:
-    """Play a task again in a process with different string hashes, as after `--resume`, and compare."""
+    """Play a task again in processes with different string hashes, as after `--resume`, and compare."""
     name = f"{module_of(found)}:{found.__qualname__}"
     task = _tasks(found, 1, report)[0]
     first = asyncio.run(execute_episode(found, _spec(found, task, 0, 0), random_policy(found)))
     if isinstance(first, str):
         return  # it was reported before, for the same task
-    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
-    with tempfile.TemporaryDirectory(prefix="agentrl-check-") as scratch:
-        asked, told = Path(scratch, "answers"), Path(scratch, "entries")
-        asked.write_bytes(msgspec.msgpack.encode([entry for entry in first.entries if _is_external(entry)]))
-        command = [sys.executable, "-m", "agentrl.testing.check", name, str(asked), str(told)]
-        environ = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
-        subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)
-        if not told.exists():
-            return  # the process ended, which has another cause than hash order
-        try:
-            again = msgspec.msgpack.decode(told.read_bytes(), type=str | list[JournalEntry])
-        except msgspec.MsgspecError:
-            return  # the process ended while the first run was recorded
-    problem = again if isinstance(again, str) else _differing_call(first.entries, again)
-    if problem:
-        report.findings.append(
-            f"task {task.id!r}, played in a process with PYTHONHASHSEED={seed}: {problem}. The code depends on the "
-            "order of a set or on hash(), which differ between processes, so no other process could resume the "
-            "episode: iterate over sorted(…), or use a list or a dict"
-        )
+    with tempfile.TemporaryDirectory(prefix="agentrl-check-") as scratch, ThreadPoolExecutor(os.cpu_count()) as pool:
+        answers = Path(scratch, "answers")
+        answers.write_bytes(msgspec.msgpack.encode([entry for entry in first.entries if _is_external(entry)]))
+        for seed, again in zip(HASH_SEEDS, pool.map(partial(_play_elsewhere, name, answers), HASH_SEEDS), strict=True):
+            problem = again if isinstance(again, str) else _differing_call(first.entries, again or first.entries)
+            if problem:
+                report.findings.append(
+                    f"task {task.id!r}, played in a process with PYTHONHASHSEED={seed}: {problem}. The code depends on "
+                    "the order of a set or on hash(), which differ between processes, so no other process could resume "
+                    "the episode: iterate over sorted(…), or use a list or a dict"
+                )
+                pool.shutdown(cancel_futures=True)
+                break
+
+
+def _play_elsewhere(name: str, answers: Path, seed: int) -> str | list[JournalEntry] | None:
+    """Play the task in a process with a hash seed; returns its entries, or what `execute_episode` says. None: the
+    process ended, which has another cause than hash order."""
+    entries = answers.with_name(f"{seed}.entries")
+    command = [sys.executable, "-m", "agentrl.testing.check", name, str(answers), str(entries)]
+    paths = os.pathsep.join(map(os.path.abspath, sys.path))
+    environ = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": paths}
+    subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        played: str | list[JournalEntry] = msgspec.msgpack.decode(entries.read_bytes(), type=str | list[JournalEntry])
+        return played
+    return None
 
 
 def _play_here(name: str, asked: Path, told: Path) -> None:
-    """Run in the other process of `_check_hash_order`: play the task and write its entries."""
+    """Run in another process of `_check_hash_order`: play the task and write its entries."""
     found = resolve(name)
     task = _tasks(found, 1, EnvironmentReport(environment=name))[0]
     answers = msgspec.msgpack.decode(asked.read_bytes(), type=list[JournalEntry])
@@ -498,10 +510,11 @@ def _differing_call(first: Sequence[JournalEntry], again: Sequence[JournalEntry]
         if call_id not in now or call_id not in then:
             return f"call {call_id} is {'missing' if call_id not in now else 'new'}"
         if then[call_id].asked != now[call_id].asked:
-            return f"call {call_id} asks something else ({_shown(then[call_id])} → {_shown(now[call_id])})"
-        was, came = _result(then[call_id]), _result(now[call_id])
-        if was != came:
-            return f"call {call_id} returned {shortened_repr(came)} instead of {shortened_repr(was)}"
+            was, came = describe_entry(then[call_id].decode()), describe_entry(now[call_id].decode())
+            return f"call {call_id} asks something else ({was} → {came})"
+        before, after = _result(then[call_id]), _result(now[call_id])
+        if before != after:
+            return f"call {call_id} returned {shortened_repr(after)} instead of {shortened_repr(before)}"
     return None
 
 
@@ -526,13 +539,6 @@ def _result(entry: JournalEntry) -> object:
 def _is_external(entry: JournalEntry) -> bool:
     body = entry.decode()
     return isinstance(body, EffectEntry | NondeterministicValueEntry) or (isinstance(body, ToolEntry) and body.external)
-
-
-def _shown(entry: JournalEntry) -> str:
-    body = entry.decode()
-    if isinstance(body, TurnEntry):
-        return " / ".join(str(message.get("content"))[:60] for message in body.messages)
-    return type(body).__name__
 
 
 def _cuts(entries: int) -> list[int]:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from typing import ClassVar
 
+import msgspec
 import pytest
 
 import agentrl
@@ -85,6 +86,17 @@ def test_without_a_change_of_code_it_is_nondeterminism() -> None:
     assert error.reason == "nondeterminism"
     assert "The code is the same" in str(error)
     assert "ctx.rng" in str(error)
+
+
+def test_an_episode_of_a_version_that_compared_less_starts_over() -> None:
+    entries = recorded()
+    begin = entries[0].decode()
+    assert isinstance(begin, BeginEntry)
+    older = msgspec.structs.replace(begin, request_version=0)
+    again = Stage(environment=Edited).play([msgspec.structs.replace(entries[0], body=encode_body(older)), *entries[1:]])
+    assert isinstance(again.error, EpisodeError)
+    assert (again.error.reason, again.error.begin_again) == ("code_changed", True)
+    assert "another version of agentrl" in str(again.error)
 
 
 def test_calls_the_code_no_longer_makes_are_named() -> None:

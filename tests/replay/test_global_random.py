@@ -16,7 +16,7 @@ import agentrl
 from agentrl.core.errors import GlobalRandomError
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
-from agentrl.environment.base import Split, TaskSource
+from agentrl.environment.base import Resource, Split, TaskSource
 from agentrl.environment.containment import GlobalRandomState, GuardedAwaitable, RandomDrawDetector
 from agentrl.journal.entries import EffectEntry
 from agentrl.testing.execution import plain_rollout_settings, wire_dispatcher
@@ -232,3 +232,92 @@ def test_a_program_that_is_abandoned_in_an_effect_leaves_the_generators_of_other
         assert (random.getstate(), get_bit_generator()) == before
 
     asyncio.run(main())
+
+
+class Minesweeper:
+    """A game of somebody else's: it seeds the global generators in `reset`, and draws from them in later moves."""
+
+    def __init__(self) -> None:
+        self.moves = 0
+
+    def reset(self, seed: int) -> str:
+        random.seed(seed)
+        np.random.seed(seed)
+        return "begin"
+
+    def step(self, text: str) -> list[float]:
+        self.moves += 1
+        return [random.randrange(1 << 30), float(np.random.randn()), float(np.random.rand()), self.moves]
+
+    async def later(self, text: str) -> list[float]:
+        before = self.step(text)
+        await asyncio.sleep(0.1)
+        return [*before, *self.step(text)]
+
+
+def alone(seed: int) -> list[list[float]]:
+    """What the game shows when nothing else runs."""
+    own = GlobalRandomState(0)
+    with own.swapped_in():
+        game = Minesweeper()
+        game.reset(seed)
+        return [game.step(""), [*game.step(""), *game.step("")], game.step("")]
+
+
+class Sweeps(agentrl.Environment):
+    """Plays two of them by turns, each by the seed of its task."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent, level = ctx.agent("agent"), ctx.task.data["level"]
+        games = {seed: ctx.resource(Minesweeper, level=level) for seed in ctx.task.data["seeds"]}
+        shown: dict[int, list[list[float]]] = {seed: [] for seed in games}
+        for seed, game in games.items():
+            await game.call("reset", seed)
+        for method in ("step", "later", "step"):
+            for seed, game in games.items():
+                turn = await agent.act(agentrl.user(str(shown)))
+                shown[seed].append(await game.call(method, turn.text))
+        agent.reward(float(shown == {seed: alone(seed) for seed in games}))
+
+
+@pytest.mark.parametrize("level", ["replay", "pinned"])
+def test_a_game_that_seeds_the_global_generators_plays_what_it_plays_alone(level: str) -> None:
+    stage = Stage(environment=Sweeps, data={"level": level, "seeds": [3, 11]}, script=digits_among_draws)
+    whole = stage.play()
+    assert whole.header is not None
+    assert whole.header.reward == 1.0
+    for cut in range(1, len(whole.entries) + 1) if level == "replay" else ():
+        again = stage.play(whole.entries[:cut], seed=cut)
+        assert again.error is None, again.error
+        assert again.transcript == whole.transcript
+
+
+class Nested:
+    """Calls itself through the journal."""
+
+    def __init__(self, itself: Callable[[], Resource]) -> None:
+        self._itself = itself
+
+    def draw(self) -> int:
+        return random.randrange(1 << 30)
+
+    async def twice(self) -> list[int]:
+        return [self.draw(), await self._itself().call("draw"), self.draw()]
+
+
+class CallsItself(agentrl.Environment):
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        made: list[Resource] = []
+        made.append(ctx.resource(lambda: Nested(lambda: made[0]), level="replay"))
+        drawn = await made[0].call("twice")
+        await ctx.agent("agent").act(agentrl.user(str(drawn)))
+        ctx.agent("agent").reward(float(len(set(drawn))))
+
+
+def test_a_resource_that_calls_itself_leaves_the_generators_of_others_alone() -> None:
+    before = random.getstate(), get_bit_generator()
+    for again in resumed_everywhere(Stage(environment=CallsItself)):
+        assert again.error is None, again.error
+        assert again.header is not None
+        assert again.header.reward == 3.0
+    assert (random.getstate(), get_bit_generator()) == before

@@ -349,6 +349,49 @@ def test_code_that_goes_by_the_order_of_a_set_is_found_in_another_process(tmp_pa
             assert "call r#0 asks something else" in report.findings[0]
 
 
+SEATS_OF_A_SET = """
+import agentrl
+from agentrl import Task, user
+
+class Both(agentrl.Environment):
+    seats = ("alice", "bob")
+
+    async def run(self, ctx):
+        for seat in {"alice", "bob"}:
+            await ctx.agent(seat).act(user("Say a number."))
+        for seat in self.seats:
+            ctx.agent(seat).reward(1.0)
+
+    @classmethod
+    def tasks(cls, split, *, seed=0):
+        return [Task(id="t", data={})]
+"""
+CHECKED = """
+import sys
+from agentrl.testing.check import check_environment
+
+first, = {"alice", "bob"} - {[*{"alice", "bob"}][1]}
+print(first, check_environment(sys.argv[1], hash_order=True).text)
+"""
+
+
+def test_seats_in_the_order_of_a_set_are_found_whatever_order_the_checking_process_has(tmp_path: Path) -> None:
+    (tmp_path / "both.py").write_text(SEATS_OF_A_SET)
+    first = set()
+    for seed in "16":
+        told = subprocess.run(
+            [sys.executable, "-c", CHECKED, f"{tmp_path / 'both.py'}:Both"],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        first.add(told.split()[0])
+        assert "the order of a set or on hash()" in told
+        assert "a turn of bob" in told
+    assert first == {"alice", "bob"}
+
+
 WRITES_HALF = """
 import os, sys
 if sys.argv[-1].endswith("entries"):

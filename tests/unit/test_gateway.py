@@ -24,7 +24,7 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
 from agentrl.gateway.calls import ChatRequest, RequestRefusedError
 from agentrl.gateway.server import AttemptEndpoint, SharedKeyConversations
-from agentrl.journal.entries import BeginEntry, JournalEntry, TurnEntry, encode_body
+from agentrl.journal.entries import REQUEST_VERSION, BeginEntry, JournalEntry, TurnEntry, encode_body
 from agentrl.rollout.byte_formats import STOP_TOKEN
 from agentrl.rollout.call_journal import CallJournal
 from agentrl.testing.check import check_environment
@@ -651,6 +651,7 @@ async def _resumed_often(attempt: int) -> EpisodeHeader:
     begin = BeginEntry(
         *(name_of(Stable), "", "t", {}, 1, {"main": POLICY}, "train", "g0", 1, None),
         settings={},
+        request_version=REQUEST_VERSION,
     )
     log.append(JournalEntry("e0", attempt, "begin", b"", encode_body(begin)))
     await log.flush()

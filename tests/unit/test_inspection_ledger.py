@@ -15,7 +15,7 @@ from agentrl.core.errors import JournalError
 from agentrl.inspection.ledger import RunLedger
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.control_rows import CHECKED, row_checksum
-from agentrl.journal.entries import JournalEntry, TurnEntry, TurnVersionSpan, encode_body, entry_checksum
+from agentrl.journal.entries import JournalEntry, RewardEntry, TurnEntry, TurnVersionSpan, encode_body, entry_checksum
 from tests.journal_cases import write_run
 
 
@@ -115,16 +115,47 @@ def test_a_version_that_tokens_name_has_its_row_digest_and_step(run: Path, state
 
 def by_version_1(run: Path) -> None:
     """Have a turn of e0 sampled by another version."""
+    change_entries(run, "e0", TurnEntry, spans=(TurnVersionSpan(0, 2, 0, 1),))
+
+
+def change_entries(run: Path, name: str, kind: type[TurnEntry | RewardEntry], **fields: object) -> None:
+    """Change fields of an episode's entries of a kind, with checksums that fit."""
     path = run / "journal" / "turns-w0.db"
     with sqlite3.connect(path) as connection:
-        rows = connection.execute("SELECT id, episode, attempt, call, asked, body FROM entries WHERE episode = 'e0'")
+        rows = connection.execute(
+            "SELECT id, episode, attempt, call, asked, body FROM entries WHERE episode = ?", (name,)
+        )
         for number, episode, attempt, call, asked, body in rows.fetchall():
             entry = JournalEntry(episode, attempt, call, asked, body).decode()
-            if isinstance(entry, TurnEntry):
-                body = encode_body(msgspec.structs.replace(entry, spans=(TurnVersionSpan(0, 2, 0, 1),)))
+            if isinstance(entry, kind):
+                body = encode_body(msgspec.structs.replace(entry, **fields))
                 checksum = entry_checksum(episode, attempt, call, asked, body)
                 connection.execute("UPDATE entries SET body = ?, checksum = ? WHERE id = ?", (body, checksum, number))
     connection.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "problems"),
+    [
+        (RewardEntry, {"seat": "judge"}, ["solver has 2 tokens and no reward"]),
+        (RewardEntry, {"index": 1}, ["solver has 2 tokens and no reward"]),
+        (RewardEntry, {"value": 2.5}, ["solver has 2 tokens and the reward 2.5"]),
+        (RewardEntry, {"weight": 0.5}, ["solver has 2 tokens and the reward 1.5"]),
+        (RewardEntry, {"turn": 0}, ["solver has 2 tokens and the reward 3.0 ([[0,3.0]] by turn)"]),
+        (TurnEntry, {"seat": "judge"}, ["judge has 2 tokens and no reward", "solver has no turn"]),
+        (TurnEntry, {"index": 1}, ["solver has no turn", "solver[1] has 2 tokens and no reward"]),
+        (TurnEntry, {"token_ids": b"1234"}, ["solver has 1 token and the reward 3.0"]),
+        (TurnEntry, {"turn": 1}, ["solver has turns [1]"]),
+    ],
+)
+@pytest.mark.damages_journal
+def test_an_agent_whose_entries_are_not_its_trajectory_is_named(
+    run: Path, kind: type[TurnEntry | RewardEntry], fields: dict[str, object], problems: list[str]
+) -> None:
+    change_entries(run, "e3", kind, **fields)
+    found = ledger(run)
+    assert [line.removeprefix("episode e3 attempt 0: ").partition(" in its")[0] for line in found.problems] == problems
+    assert not found.holds
 
 
 def test_a_partition_that_is_missing_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from agentrl.core.errors import InputError
 from agentrl.inspection.comparisons import fork_tree
 from agentrl.inspection.conversation import PolicyTurn, RewardAct, read_conversation
 from agentrl.inspection.reader import EpisodeLine, RunReader
+from agentrl.rollout import runner
 
 SOURCE = Path(sample_environment.__file__).read_text(encoding="utf-8")
 
@@ -206,6 +207,15 @@ def test_a_refusal_has_the_command_that_names_the_code(
 @pytest.fixture
 def copied(sample_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sample_run, tmp_path / "copied", symlinks=True))
+
+
+def test_an_episode_of_a_version_that_compared_less_is_not_replayable(
+    sample_run: Path, solved: EpisodeLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "REQUEST_VERSION", runner.REQUEST_VERSION + 1)
+    found = replayed(sample_run, solved)
+    assert found.outcome == "not_replayable"
+    assert "another version of agentrl" in found.text
 
 
 def test_an_edited_fork_is_told_something_else_also_when_executed_again(copied: Path, solved: EpisodeLine) -> None:
