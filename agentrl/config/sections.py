@@ -222,8 +222,8 @@ class AdvantageConfig(FunctionConfig):
     name: Free[str] = "leave_one_out"
     """Advantage estimator, named by its baseline. Over the other members of the group in the same seat: `leave_one_out`
     (RLOO), `group_mean` (Dr. GRPO) or `group_std` (GRPO, divided by the n - 1 standard deviation). `role_mean`: the
-    policy's mean reward in that seat so far (zero-sum games, SPIRAL). `none`: REINFORCE on the raw reward.
-    docs/algorithms.md lists the others, and shows how to write one."""
+    policy's mean reward in that seat when the agent began (zero-sum games, SPIRAL). `none`: REINFORCE on the raw
+    reward. docs/algorithms.md lists the others, and shows how to write one."""
 
     @property
     def gae(self) -> GaeConfig | None:
