@@ -57,9 +57,11 @@ def case(
     resume_from: str | None = None,
     credit: Mapping[str, Any] | None = None,
     silent: Sequence[int] = (),
+    unused: str = "",
     **trainer: Any,
 ) -> dict[str, Any]:
-    """The arguments of `run_case`, as JSON can hold them; all advantages of the `silent` steps are 0."""
+    """The arguments of `run_case`, as JSON can hold them; all advantages of the `silent` steps are 0,
+    and in the second step no token uses the weights that are named `unused`."""
     return {
         "model": str(model),
         "directory": str(directory),
@@ -70,6 +72,7 @@ def case(
         "resume_from": resume_from,
         "credit": credit or {},
         "silent": list(silent),
+        "unused": unused,
         "trainer": {"sharding": sharding, "micro_batch_tokens": 40, **trainer},
     }
 
@@ -124,6 +127,8 @@ def run_case(ranks: RankGroup, case: Mapping[str, Any]) -> dict[str, Any]:
                 trainer.forward_backward(replace(batch, units=part))
         for name in policies:
             before = _weights(trainer._learner(name))
+            if step == 2 and case["unused"]:
+                _remove_gradients(trainer._learner(name), case["unused"])
             report = trainer.optim_step(name, step)
             after = _weights(trainer._learner(name))
             losses.append(report.loss)
@@ -149,6 +154,12 @@ def run_case(ranks: RankGroup, case: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without_advantage(unit: Unit) -> Unit:
     return replace(unit, credits=tuple(replace(credit, advantage=0.0) for credit in unit.credits))
+
+
+def _remove_gradients(learner: Any, ending: str) -> None:
+    for name, parameter in learner.model.parameters.items():
+        if name.endswith(ending):
+            parameter.grad = None
 
 
 def _weights(learner: Any) -> dict[str, Tensor]:
