@@ -1,6 +1,6 @@
 """Losses, distillation, selection, and what kills leave of them.
 
-    python -m benchmarks.learning [--quick] [--part losses|selection|kills]
+    python -m benchmarks.learning [--quick] [--part losses|credit|selection|kills]
 
 * `losses`. `oracle_pairs`: losses and advantages of TRL, verl, AReaL and prime-rl that were computed by their own code,
   in float64 over ragged masks, and recorded with version or commit (`learning_trl.json`: what
@@ -11,6 +11,14 @@
   in a row of its own), over losses that see a whole step and all normalisers. `lines_sapo`: lines of a script that
   trains with its own loss. `user_loss_under_ray`: 1 if a loss that raises does so by name in a rank, one that is right
   trains as in this process, and one patched by hand is refused.
+* `credit`. `dpo_ties_paired`: pairs of conversations of equal reward, of 20 to 6,000 tokens, that `dpo` compares.
+  `role_mean_ratio`: E[g] over the true gradient in an event simulation of asynchronous training with a fixed policy,
+  reward and length tied; of S = 1 and 4, 16 and 64 units per step, equal and unequal lengths, the ratio farthest
+  from 1. `pass_at_k_ratio`: the same for `pass_at_k`, by enumeration, with one and two agents of a seat per episode,
+  and its distance from 1, `pass_at_k_error`.
+  `sharded_over_unsharded`: how far three steps, the second without signal, move the weights of two ranks that hold
+  shards over those of one rank; `moved_without_signal`: how far that second step moves any. The figures that end in
+  `_control` are those of the rules that these replaced.
 * `selection`. A teacher is trained by RL, then a student that begins where it began is distilled from it.
   `distilled_end`: the student's held-out reward in relation to its teacher's; `distilled_steps_ratio`: the steps that
   RL took to nine tenths of the teacher's reward, by those of distillation. `dynamic_sampling_tokens_to_reward`: tokens
@@ -26,6 +34,15 @@ from benchmarks.parts import run_parts
 
 FIGURES = (
     *("oracle_pairs", "oracle_max_error", "splitting_error", "lines_sapo", "user_loss_under_ray"),
+    *(
+        "dpo_ties_paired",
+        "role_mean_ratio",
+        "pass_at_k_ratio",
+        "pass_at_k_error",
+        "sharded_over_unsharded",
+        "moved_without_signal",
+    ),
+    *("dpo_ties_paired_control", "role_mean_ratio_control", "pass_at_k_ratio_control"),
     *("distilled_end", "distilled_steps_ratio", "dynamic_sampling_tokens_to_reward", "plain_tokens_to_reward"),
     *("kills", "ledger_errors", "lost", "twice", "violations", "bricked"),
 )

@@ -680,31 +680,45 @@ class _Judge:
         return _Expected(of)
 
     def role_means(self, committed: Mapping[Attempt, Row], decay: float) -> _Expected:
-        """Replays the means along every lineage; a step's rows are credited with those of the version before."""
+        """Replays the means along every lineage: each agent is compared with those of the step that made the weights of
+        its first token, or with the start of its role."""
         fed: dict[Version, list[Row]] = defaultdict(list)
-        for row in self.tables["step_units"]:
+        for row in sorted(self.tables["step_units"], key=lambda row: row["position"]):
             fed[_version(row)].append(row)
+        began = {agent_of(row): row["oldest_step"] for row in self.tables["trajectories"]}
         versions = {_version(row): row for row in self.tables["versions"]}
-        after: dict[Version, dict[tuple[str, str, str], tuple[float, float]]] = {}
+        after: dict[Version, dict[tuple[str, str], list[tuple[int, float, float]]]] = {}
         found: dict[tuple[Any, ...], Credit] = {}
         for version in sorted(versions):
-            policy, _, _ = version
+            policy, _, step = version
             row = versions[version]
             parent = None if row["parent_lineage"] is None else (policy, row["parent_lineage"], row["parent_step"])
-            means = dict(after.get(parent, {})) if parent is not None else {}
-            units: dict[Attempt, list[Row]] = defaultdict(list)
+            means = {role: list(known) for role, known in after.get(parent, {}).items()} if parent is not None else {}
+            by_role: dict[tuple[str, str], list[Row]] = defaultdict(list)
             for each in fed[version]:
-                units[each["episode"], each["attempt"]].append(each)
-            for key in sorted(units, key=lambda key: [int(number) for number in re.findall(r"\d+", key[0])]):
-                environment = committed[key]["environment"] if key in committed else ""
-                before = dict(means)
-                for each in units[key]:
-                    role = (policy, environment, each["seat"])
-                    total, weight = before.get(role, (0.0, 0.0))
+                episode = committed.get((each["episode"], each["attempt"]))
+                by_role[episode["environment"] if episode else "", each["seat"]].append(each)
+            for role, rows in by_role.items():
+                for each in rows:
+                    if role in means:
+                        known = [mean for at, *mean in means[role] if at <= began[agent_of(each)]]
+                        total, weight = known[-1]
+                    else:
+                        others = [other["reward"] for other in rows if other["episode"] != each["episode"]]
+                        total, weight = math.fsum(others), len(others)
                     baseline = total / weight if weight else each["reward"]
                     found[(*version, *agent_of(each))] = (each["reward"] - baseline, baseline, None)
-                    total, weight = means.get(role, (0.0, 0.0))
-                    means[role] = (decay * total + each["reward"], decay * weight + 1.0)
+                if role not in means:
+                    first = [each["reward"] for each in rows if each["episode"] != rows[-1]["episode"]]
+                    means[role] = [(0, math.fsum(first), len(first))]
+                    total, weight = 0.0, 0.0
+                else:
+                    _, total, weight = means[role][-1]
+                for each in sorted(
+                    rows, key=lambda row: [int(number) for number in re.findall(r"\d+", row["episode"])]
+                ):
+                    total, weight = decay * total + each["reward"], decay * weight + 1.0
+                means[role].append((step, total, weight))
             after[version] = means
         return _Expected(lambda row: found.get((*_version(row), *agent_of(row))))
 

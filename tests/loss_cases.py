@@ -51,6 +51,34 @@ def batch_of(
     )
 
 
+def conversations(lengths: Sequence[int], advantages: Sequence[float], groups: Sequence[int], seed: int) -> LossBatch:
+    """Conversations of one seat, each of one turn: float32 advantages as a trainer has them, random log-probabilities
+    of policy and reference in float64.
+    """
+    agent = np.repeat(np.arange(len(lengths)), lengths)
+    count = len(agent)
+    draw = torch.Generator().manual_seed(seed)
+    columns = TokenColumns(
+        behavior_logprobs=np.zeros(count, np.float32),
+        advantages=np.repeat(np.array(advantages, np.float32), lengths),
+        lags=np.zeros(count, np.int32),
+        names={"seat": ["agent"], "group": [f"g{number}" for number in range(max(groups) + 1)]},
+        starts=np.concatenate([[0], np.cumsum(lengths)]),
+        row=agent,
+        turn=agent,
+        agent=agent,
+        episode=agent,
+        seat=np.zeros(count, np.int64),
+        group=np.repeat(groups, lengths),
+    )
+    return LossBatch(
+        columns,
+        logprobs=torch.randn(count, generator=draw, dtype=torch.float64).requires_grad_(),
+        entropies=torch.zeros(count, dtype=torch.float64).requires_grad_(),
+        reference_logprobs=torch.randn(count, generator=draw, dtype=torch.float64),
+    )
+
+
 def evaluated(loss: Loss, batch: LossBatch) -> TokenGradients:
     """The loss and its derivatives, undivided."""
     return loss.evaluate(batch, torch.ones(len(batch), dtype=torch.float64))

@@ -56,9 +56,12 @@ def case(
     first: int = 1,
     resume_from: str | None = None,
     credit: Mapping[str, Any] | None = None,
+    silent: Sequence[int] = (),
+    unused: str = "",
     **trainer: Any,
 ) -> dict[str, Any]:
-    """The arguments of `run_case`, as JSON can hold them."""
+    """The arguments of `run_case`, as JSON can hold them; all advantages of the `silent` steps are 0,
+    and in the second step no token uses the weights that are named `unused`."""
     return {
         "model": str(model),
         "directory": str(directory),
@@ -68,6 +71,8 @@ def case(
         "steps": [first, first + steps],
         "resume_from": resume_from,
         "credit": credit or {},
+        "silent": list(silent),
+        "unused": unused,
         "trainer": {"sharding": sharding, "micro_batch_tokens": 40, **trainer},
     }
 
@@ -86,8 +91,8 @@ def run_case(ranks: RankGroup, case: Mapping[str, Any]) -> dict[str, Any]:
     """Take the steps of a case, each policy in turn; rank 0 leaves `gradients.safetensors` of the last one.
 
     Returns:
-        `losses` and `norms` of the steps, `bytes` that this rank holds of weights, gradients and optimizer states,
-        `checkpoint`, and the `versions` by policy.
+        `losses` and `norms` of the steps, how far each `moved` the weights, their metric `zero_gradients`, `bytes` that
+        this rank holds of weights, gradients and optimizer states, `checkpoint`, and the `versions` by policy.
     """
     directory = Path(case["directory"])
     directory.mkdir(parents=True, exist_ok=True)
@@ -111,17 +116,25 @@ def run_case(ranks: RankGroup, case: Mapping[str, Any]) -> dict[str, Any]:
         if case["resume_from"] is None and (head := trainer._learner(name).value_head) is not None:
             with torch.no_grad():  # else all values of the first step are 0
                 head.weight.copy_(torch.linspace(-3, 4, len(head.weight)))
-    losses, norms = [], []
+    losses, norms, moved, zero_gradients = [], [], [], []
     for step in range(*case["steps"]):
         for name in policies:
             batch = episodes[name].batch(step)
+            if step in case["silent"]:
+                batch = replace(batch, units=tuple(map(_without_advantage, batch.units)))
             # In two calls, as units come in, unless the loss sees a whole step.
             for part in (batch.units,) if "loss" in case["trainer"] else (batch.units[:3], batch.units):
                 trainer.forward_backward(replace(batch, units=part))
         for name in policies:
+            before = _weights(trainer._learner(name))
+            if step == 2 and case["unused"]:
+                _remove_gradients(trainer._learner(name), case["unused"])
             report = trainer.optim_step(name, step)
+            after = _weights(trainer._learner(name))
             losses.append(report.loss)
             norms.append(report.grad_norm)
+            moved.append(float(sum((after[key] - each).norm() ** 2 for key, each in before.items()) ** 0.5))
+            zero_gradients.append(report.metrics["zero_gradient"])
     if ranks.rank == 0:
         save_file(gradients, directory / "gradients.safetensors")
     versions = {}
@@ -131,21 +144,39 @@ def run_case(ranks: RankGroup, case: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "losses": losses,
         "norms": norms,
+        "moved": moved,
+        "zero_gradients": zero_gradients,
         "bytes": _held_bytes(trainer, list(policies)),
         "checkpoint": str(directory / "checkpoint"),
         "versions": versions,
     }
 
 
+def _without_advantage(unit: Unit) -> Unit:
+    return replace(unit, credits=tuple(replace(credit, advantage=0.0) for credit in unit.credits))
+
+
+def _remove_gradients(learner: Any, ending: str) -> None:
+    for name, parameter in learner.model.parameters.items():
+        if name.endswith(ending):
+            parameter.grad = None
+
+
+def _weights(learner: Any) -> dict[str, Tensor]:
+    """Copies of the trained weights in float64, whole on every rank."""
+    whole = gather_tensors_sequentially(learner.model.parameters)
+    return {name: parameter.detach().double().clone() for name, parameter in whole}
+
+
 def _capture(learner: Any, gradients: dict[str, Tensor]) -> None:
     """Keep the gradients of the last step of a learner, summed over ranks; its own stay until the next."""
     apply = learner.apply
 
-    def captured(rate: float) -> None:
+    def captured(rate: float, grad_norm: float) -> None:
         parameters = learner.model.parameters | learner.value_parameters
         own = {f"{learner.name}/{name}": parameter.grad for name, parameter in parameters.items()}
         gradients.update({name: gradient.clone() for name, gradient in gather_tensors_sequentially(own)})
-        apply(rate)
+        apply(rate, grad_norm)
 
     learner.apply = captured
 

@@ -22,7 +22,7 @@ from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import ChatFormat, Engine, Observer, Trainer
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
 from agentrl.credit.advantages import ADVANTAGES, AdvantageEstimator, GroupReleaseRule, OptimizerStepCreditAssigner
-from agentrl.credit.baselines import DecayingMean, RoleMeans, SeatRole
+from agentrl.credit.baselines import MeanAtStep, RoleMeans, SeatRole
 from agentrl.environment.base import Environment, TaskSource
 from agentrl.environment.mixture import root_environments
 from agentrl.environment.registry import name_of
@@ -82,7 +82,7 @@ class RunParts:
     resume_state: ResumeState = field(default_factory=ResumeState)
     estimator: AdvantageEstimator | None = None
     """Advantage estimator, if it takes a `Group`; see `recovery.load_user_functions`."""
-    role_means: Mapping[SeatRole, DecayingMean] = field(default_factory=dict)
+    role_means: Mapping[SeatRole, Sequence[MeanAtStep]] = field(default_factory=dict)
     """Mean reward of each role, from the checkpoint."""
     running_best: BestRunningMean = NOT_MEASURED
     """Best running mean, from the checkpoint."""
@@ -271,7 +271,7 @@ def _step_advantages(config: RunConfig, estimator: AdvantageEstimator | None) ->
     )
 
 
-def _roles(config: RunConfig, means: Mapping[SeatRole, DecayingMean]) -> RoleMeans | None:
+def _roles(config: RunConfig, means: Mapping[SeatRole, Sequence[MeanAtStep]]) -> RoleMeans | None:
     return RoleMeans(means) if config.credit.advantage.name == "role_mean" else None
 
 

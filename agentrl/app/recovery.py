@@ -35,7 +35,7 @@ from agentrl.core.records import EpisodeHeader, EpisodeSpec, FrozenGroupBaseline
 from agentrl.core.text import plural
 from agentrl.credit.advantages import ADVANTAGES as OVER_REWARDS
 from agentrl.credit.advantages import AdvantageEstimator, make_advantage_estimator
-from agentrl.credit.baselines import DecayingMean, RewardHistory, SeatRole
+from agentrl.credit.baselines import MeanAtStep, RewardHistory, SeatRole
 from agentrl.environment.base import Environment
 from agentrl.environment.mixture import all_environment_classes
 from agentrl.environment.registry import load_function, name_of
@@ -165,8 +165,8 @@ class ResumeCheckpoint:
         return None if self.manifest is None else str(self.manifest.directory)
 
     @property
-    def role_means(self) -> Mapping[SeatRole, DecayingMean]:
-        """Mean reward of each role, from the checkpoint."""
+    def role_means(self) -> Mapping[SeatRole, Sequence[MeanAtStep]]:
+        """Mean rewards of each role, from the checkpoint."""
         return {} if self.manifest is None else self.manifest.role_means
 
     def running_best(self, versions: Path, *, disk: Disk = LOCAL) -> BestRunningMean:

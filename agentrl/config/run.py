@@ -413,6 +413,11 @@ def _check_credit(config: RunConfig) -> None:
             f"credit.group_size = 1 with credit.advantage = {advantage!r}: an episode without others to compare it "
             "with teaches nothing. Set group_size = 2 or more, or advantage = 'role_mean', 'gae' or 'none'"
         )
+    if advantage == "role_mean" and config.trainer.loss.name == "dpo":
+        raise ValueError(
+            "trainer.loss.name = 'dpo' prefers the better members of a group, and with credit.advantage = 'role_mean' "
+            "members of equal reward can differ in advantage: set advantage = 'leave_one_out'"
+        )
     if advantage == "gae":
         _check_gae(config)
 

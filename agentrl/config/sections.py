@@ -222,8 +222,8 @@ class AdvantageConfig(FunctionConfig):
     name: Free[str] = "leave_one_out"
     """Advantage estimator, named by its baseline. Over the other members of the group in the same seat: `leave_one_out`
     (RLOO), `group_mean` (Dr. GRPO) or `group_std` (GRPO, divided by the n - 1 standard deviation). `role_mean`: the
-    policy's mean reward in that seat so far (zero-sum games, SPIRAL). `none`: REINFORCE on the raw reward.
-    docs/algorithms.md lists the others, and shows how to write one."""
+    policy's mean reward in that seat when the agent began (zero-sum games, SPIRAL). `none`: REINFORCE on the raw
+    reward. docs/algorithms.md lists the others, and shows how to write one."""
 
     @property
     def gae(self) -> GaeConfig | None:
@@ -306,7 +306,8 @@ class LossConfig(FunctionConfig):
     name: Free[str] = "truncated"
     """Loss: a built-in name, the name of one that an installed package provides, `module:function`, or
     `path/to/file.py:function`, which in a TOML file is relative to that file. The default, truncated importance weights
-    with a trust region, is correct at any staleness."""
+    per token with a trust region, is bounded at any staleness but not unbiased: docs/off_policy.md says what it
+    leaves out."""
     normalizer: Free[Literal["tokens", "sequences"] | Positive] = "tokens"
     """Divisor of a step's summed token losses. `tokens`: the number of sampled tokens in the step, so that every token
     counts the same (DAPO, arXiv:2503.14476). `sequences`: each conversation's loss is divided by its number of sampled

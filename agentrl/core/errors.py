@@ -42,6 +42,10 @@ class EnvironmentDefinitionError(InputError):
     """An environment class that cannot be registered or run: wrong seats, untyped tools, and the like."""
 
 
+class GroupTooSmallError(InputError):
+    """An advantage estimator cannot compare so few members; the group's units are dropped as `too_few_members`."""
+
+
 class RunDirectoryError(InputError):
     """A run directory that exists, is missing, or belongs to a live process."""
 

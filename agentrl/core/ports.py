@@ -285,8 +285,8 @@ class Trainer(Protocol):
         ...
 
     async def optim_step(self, policy: str, step_id: int) -> StepReport:
-        """Apply the accumulated gradient; after batches without units, leave the weights unchanged. Repeating the last
-        applied step id returns its report.
+        """Apply the accumulated gradient; one that is exactly 0, as without units, leaves the weights unchanged.
+        Repeating the last applied step id returns its report.
 
         Raises:
             NonFiniteError: loss or gradient is not finite; the weights are unchanged.

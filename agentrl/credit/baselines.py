@@ -2,7 +2,7 @@
 
 `RoleMeans` compares a reward with the policy's earlier rewards in the same seat, for games in which nothing else is
 comparable: in a zero-sum game the seats differ (the first mover wins more often), and two games of one task differ too,
-because the opponent changes. Its means change only when a step is taken, in the order of its units, and are stored in
+because the opponent changes. Its means change only when a step is taken. Those after each step are kept, and stored in
 the manifest: a resumed run continues with the same means, and a repeated step uses the same ones again.
 
 `RewardHistory` has the means of earlier groups, per task and per environment, towards which a group's baseline is
@@ -12,12 +12,14 @@ shrunk.
 from __future__ import annotations
 
 import dataclasses
+import math
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from agentrl.core import ids
-from agentrl.core.records import Unit
+from agentrl.core.records import TrajectoryHeader, Unit
 
 
 class SeatRole(NamedTuple):
@@ -43,61 +45,103 @@ ROLE_DECAY = 0.95
 """Share of a running mean that is kept per reward; the mean covers about twenty rewards."""
 
 
+class MeanAtStep(NamedTuple):
+    """The mean of a role after a step of its policy."""
+
+    step: int
+    mean: DecayingMean
+
+
 class RoleMeans:
     """Role-conditioned advantage estimation (SPIRAL, arXiv:2506.24119): A = R - b_role, b_role ← d·b_role + (1 - d)·R.
 
-    Two differences from the paper remove bias. A reward is compared with the mean *before* it enters; the paper enters
-    it first, which multiplies every advantage by d. And the mean is divided by its accumulated weight, as in Adam, so
-    that its start does not pull it to 0. The first reward of a role has no baseline: its advantage is 0. Agents of one
-    episode in one seat are compared with the same mean and enter it together.
+    A reward is compared with the mean of the role that was known when the agent sampled its first token: the mean over
+    the steps that made those weights. So neither what the agent did nor how long it took decides what it is compared
+    with, and E[score · baseline] = 0 in whatever order episodes end. The newest mean would not do: slow episodes are
+    trained after the fast ones of their time, and would meet other rewards.
+
+    Agents that began before the role had a mean are compared with each other: those of the role's first step with the
+    other episodes of that step, all later ones with that step's episodes but for the last released. These are the first
+    n - 1 finishers among the others for each of them, as in `GroupReleaseRule`.
+
+    Two more differences from the paper: it enters a reward into the mean before it compares the two, which multiplies
+    every advantage by d; and it starts the mean at 0, where this one is divided by its accumulated weight.
 
     Args:
-        means: means of a previous attempt of the run.
+        means: means of a previous attempt of the run, as `means` returns them.
         decay: d, the share of a mean that is kept per reward.
     """
 
-    def __init__(self, means: Mapping[SeatRole, DecayingMean] | None = None, *, decay: float = ROLE_DECAY) -> None:
+    def __init__(
+        self, means: Mapping[SeatRole, Sequence[MeanAtStep]] | None = None, *, decay: float = ROLE_DECAY
+    ) -> None:
         self._decay = decay
-        self._means = dict(means or {})
-        self._next: dict[str, dict[SeatRole, DecayingMean]] = {}
+        self._means = {role: list(known) for role, known in (means or {}).items()}
+        self._next: dict[str, dict[SeatRole, list[MeanAtStep]]] = {}
 
     @property
-    def means(self) -> Mapping[SeatRole, DecayingMean]:
-        """Return the mean of each role after the newest steps taken."""
+    def means(self) -> Mapping[SeatRole, Sequence[MeanAtStep]]:
+        """Return the means of each role, by step; the first is for agents that began before there was one."""
         return self._means
 
-    def credited(self, policy: str, units: Sequence[tuple[str, Unit]]) -> list[Unit]:
+    def credited(
+        self, policy: str, step: int, units: Sequence[tuple[str, Unit, Sequence[TrajectoryHeader]]]
+    ) -> list[Unit]:
         """Return the units of a step, in order, with advantages against the means.
 
-        Each unit is compared with all before it in the order of admission, which does not depend on length. The means
-        do not change before `commit_step`.
+        The means do not change before `commit_step`.
 
         Args:
             policy: policy that takes the step.
-            units: (environment, unit) in the step's order.
+            step: number of the step.
+            units: (environment, unit, headers of its trajectories) in the step's order.
         """
-        means: dict[SeatRole, DecayingMean] = {}
-        found: dict[str, Unit] = {}
-        for environment, unit in sorted(units, key=lambda item: ids.episode_sort_key(item[1].episode_id)):
-            seats = dict.fromkeys(credit.seat for credit in unit.credits)
-            now = {seat: self._mean(means, SeatRole(policy, environment, seat)) for seat in seats}
+        rewards: dict[SeatRole, dict[str, list[float]]] = {}
+        for environment, unit, _ in units:
+            for credit in unit.credits:
+                of_role = rewards.setdefault(SeatRole(policy, environment, credit.seat), {})
+                of_role.setdefault(unit.episode_id, []).append(credit.reward)
+        found = []
+        for environment, unit, trajectories in units:
+            began = {(own.seat, own.index): own.oldest_step for own in trajectories}
             credits = []
             for credit in unit.credits:
-                mean = now[credit.seat]
+                role = SeatRole(policy, environment, credit.seat)
+                if role in self._means:
+                    mean = self._mean(role, began[credit.seat, credit.index])
+                else:
+                    mean = _mean_of(own for name, own in rewards[role].items() if name != unit.episode_id)
                 baseline = mean.total / mean.weight if mean.weight else credit.reward
                 credits.append(dataclasses.replace(credit, advantage=credit.reward - baseline, baseline=baseline))
-                role = SeatRole(policy, environment, credit.seat)
-                means[role] = self._mean(means, role).with_reward(credit.reward, self._decay)
-            found[unit.episode_id] = dataclasses.replace(unit, credits=tuple(credits))
-        self._next[policy] = means
-        return [found[unit.episode_id] for _, unit in units]
+            found.append(dataclasses.replace(unit, credits=tuple(credits)))
+        self._next[policy] = {role: self._after(role, step, of_episodes) for role, of_episodes in rewards.items()}
+        return found
 
     def commit_step(self, policy: str) -> None:
-        """Add the rewards of the units credited last to the means, after their step has been taken."""
-        self._means.update(self._next.pop(policy, {}))
+        """Add the means after the step credited last, once it has been taken."""
+        for role, new in self._next.pop(policy, {}).items():
+            self._means.setdefault(role, []).extend(new)
 
-    def _mean(self, means: Mapping[SeatRole, DecayingMean], role: SeatRole) -> DecayingMean:
-        return means.get(role) or self._means.get(role) or DecayingMean()
+    def _mean(self, role: SeatRole, step: int) -> DecayingMean:
+        """Return the newest mean at a step, else the first."""
+        known = self._means[role]
+        return known[max(bisect_right(known, step, key=lambda each: each.step) - 1, 0)].mean
+
+    def _after(self, role: SeatRole, step: int, rewards: Mapping[str, list[float]]) -> list[MeanAtStep]:
+        """Return the means that a step adds; rewards enter in the order of admission."""
+        known = self._means.get(role)
+        mean = known[-1].mean if known else DecayingMean()
+        for name in sorted(rewards, key=ids.episode_sort_key):
+            for reward in rewards[name]:
+                mean = mean.with_reward(reward, self._decay)
+        start = [] if known else [MeanAtStep(0, _mean_of(list(rewards.values())[:-1]))]
+        return [*start, MeanAtStep(step, mean)]
+
+
+def _mean_of(episodes: Iterable[Sequence[float]]) -> DecayingMean:
+    """Return the plain mean over rewards of some episodes."""
+    rewards = [reward for own in episodes for reward in own]
+    return DecayingMean(math.fsum(rewards), float(len(rewards)))
 
 
 HISTORY_DECAY = 0.98

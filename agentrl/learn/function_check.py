@@ -23,7 +23,7 @@ from torch import Tensor
 
 from agentrl.config.sections import LOSSES, LossConfig, TrainerConfig
 from agentrl.core.custom_functions import FunctionDeclaration
-from agentrl.core.errors import AgentRLError
+from agentrl.core.errors import AgentRLError, GroupTooSmallError
 from agentrl.credit.advantages import AdvantageEstimator, Group, make_advantage_estimator
 from agentrl.learn.loss_batch import IDS, LossBatch, TokenColumns, TokenGradients
 from agentrl.learn.losses import Loss, make_loss
@@ -273,6 +273,8 @@ def check_advantage(reference: str, *, title: str = "") -> FunctionReport:
             found, again = (_values(estimator, group) for _ in range(2))
             order = random.Random(1).sample(range(len(group.rewards)), len(group.rewards))
             turned = _values(estimator, _reordered(group, order))
+        except GroupTooSmallError:
+            continue
         except AgentRLError as error:
             report.findings.append(f"{name} {_shortened(group.rewards)}: {error}")
             return report

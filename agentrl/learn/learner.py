@@ -133,13 +133,18 @@ class Learner:
         if self.value_head is not None:
             save_checkpoint(directory / _VALUE_HEAD, self.value_parameters, self.value_optimizer, state, writes=writes)
 
-    def apply(self, rate: float) -> None:
-        """Take an optimizer step with the accumulated gradient."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.model.round_masters()
-        if self.value_head is not None:
+    def apply(self, rate: float, grad_norm: float) -> None:
+        """Take an optimizer step with the accumulated gradient, of norm `grad_norm` over all ranks.
+
+        Where the gradient is exactly 0, weights and optimizer state stay as they are: momentum alone moves nothing. The
+        policy and its value head are judged separately.
+        """
+        if grad_norm > 0.0:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+            self.model.round_masters()
+        if self.value_head is not None and any(bool(gradient.any()) for gradient in self.value_gradients()):
             self.value_optimizer.step()
 
     def discard(self) -> None:

@@ -280,23 +280,24 @@ def dpo(batch: LossBatch, *, beta: float = 0.1, pair: str = "sigmoid") -> Tensor
     (d - 1/(2 `beta`))².
 
     Online preference pairs (DPO, arXiv:2305.18290; from the policy's own samples: arXiv:2402.04792): in each seat of a
-    group, every conversation of larger advantage is preferred to every one of smaller. The loss of a seat with pairs is
-    divided equally among its n conversations, and spread over their tokens, so that with `normalizer = "sequences"` a
-    step's loss is the mean over conversations. Conversations without a pair have no loss.
+    group, every conversation of larger advantage is preferred to every one of smaller, and ties are left out. With
+    advantages per turn, that of the first turn counts. The loss of a seat with pairs is divided equally among its n
+    conversations, and spread over their tokens, so that with `normalizer = "sequences"` a step's loss is the mean over
+    conversations. Conversations without a pair have no loss.
     """
     assert batch.reference_logprobs is not None
     _check_one_of("pair", pair, ("sigmoid", "hinge", "ipo"))
     number, at = torch.unique(batch.agent, return_inverse=True)
     size = len(number)
     h = batch.logprobs.new_zeros(size).index_add(0, at, batch.logprobs - batch.reference_logprobs)
-    tokens = torch.bincount(at, minlength=size)
     first = torch.full((size,), len(at), device=at.device).scatter_reduce(
         0, at, torch.arange(len(at), device=at.device), "amin"
     )
-    advantage = batch.sum(batch.advantages, "agent")[first] / tokens
+    # As recorded: a mean over the tokens would differ by rounding between conversations of equal reward.
+    advantage = batch.advantages[first]
     compared = batch.group[first] * (int(batch.seat.max()) + 1 if size else 1) + batch.seat[first]
     together = compared[:, None] == compared
-    wins = together & (advantage[:, None] > advantage + 1e-6)
+    wins = together & (advantage[:, None] > advantage)
     ahead = h[:, None] - h
     match pair:
         case "hinge":

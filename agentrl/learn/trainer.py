@@ -6,7 +6,10 @@ clips, and applies AdamW. Both are idempotent by step id.
 
 Owns: gradients, step reports and columns. Does not own: a policy's model and optimizer (`learner.py`), version ids, the
 choice of units (the orchestrator), processes (`cluster`). Invariants: a step that is refused leaves the weights
-bit-identical; frozen policies are not here; any number of ranks, micro-batches or rows per unit gives the same update.
+bit-identical; so does a step without signal, whose gradient is exactly 0 (no unit has an advantage, and nothing else
+such as a divergence or an entropy bonus has a gradient): it leaves the optimizer's state too, its version has the
+weights of the one before, and it is counted (`zero_gradient`). Frozen policies are not here; any number of ranks,
+sharded or not, of micro-batches or of rows per unit gives the same update.
 """
 
 from __future__ import annotations
@@ -474,7 +477,7 @@ class PolicyTrainer:
     def optim_step(self, policy: str, step_id: int) -> StepReport:
         """Apply the accumulated gradient; repeating the last applied step id returns its report.
 
-        A step of batches without units leaves weights and optimizer unchanged.
+        A step whose gradient is exactly 0, as without units, leaves weights and optimizer unchanged.
 
         Raises:
             NonFiniteError: loss or gradient is not finite; it is discarded, and weights and optimizer are unchanged.
@@ -498,8 +501,7 @@ class PolicyTrainer:
                 f"weights are as before; {self._loss.how_to_inspect}"
             )
         columns, merged = self._write_columns(learner, step)  # write before the weights change, because this may fail
-        if step.units:  # without units there is no gradient, and momentum alone must not move the weights
-            learner.apply(learner.rate(step_id))
+        learner.apply(learner.rate(step_id), grad_norm)
         report = StepReport(
             step_id=step_id,
             policy=policy,
@@ -512,6 +514,7 @@ class PolicyTrainer:
             metrics=_metrics(
                 total, self._loss, learning_rate=learner.rate(step_id), routed=learner.model.replay is not None
             )
+            | {"zero_gradient": float(grad_norm == 0.0)}
             | (_value_metrics(total, len(step.units)) if self._gae is not None else {})
             | merged.mismatch(),
             input_digest=merged.input_digest,
@@ -523,8 +526,10 @@ class PolicyTrainer:
 
     def _summed(self, learner: Learner, step: StepAccumulator) -> tuple[dict[str, float], float]:
         """Sum the token sums over all ranks, and clip the gradient; returns the sums and the norm before clipping."""
-        # FSDP has already summed the policy's gradients in every backward pass.
-        gradients = [*([] if learner.model.sharded else learner.gradients()), *learner.value_gradients()]
+        gradients = learner.gradients()  # also of sharded weights: AdamW steps over those without one
+        if learner.model.sharded:  # FSDP has already summed them in every backward pass
+            gradients = []
+        gradients += learner.value_gradients()
         totals = torch.tensor([step.totals[name] for name in _TOTALS], dtype=torch.float64)
         if gradients:
             self._ranks.sum(gradients)
@@ -639,9 +644,8 @@ class PolicyTrainer:
         elif weights is not None:
             learner.load(weights)
         for earlier, rate in between:
-            self._loss_and_norm(learner, earlier)
-            if earlier.units:
-                learner.apply(rate)
+            _, grad_norm = self._loss_and_norm(learner, earlier)
+            learner.apply(rate, grad_norm)
             learner.discard()
             learner.step = earlier.step_id
         found = self._loss_and_norm(learner, batch)

@@ -163,6 +163,8 @@ ADVICE_ON_DROPS = {
     "prompt_too_long": "raise engine.max_context or shorten the first prompt",
     "no_reward": "give every agent a reward on every path through `run()`, or set `truncated_reward`",
     "too_few_children": "find out with `agentrl episode list` why child episodes were dropped, or start more of them",
+    "too_few_members": "find out with `agentrl episode list` why members of groups were dropped, or choose a smaller k "
+    "or larger groups",
     "bad_reward": "return a finite number from `reward`; give turn rewards only for turns that have been taken",
     "nondeterminism": "run `agentrl env check`: randomness, time or the outside world bypasses `ctx`",
     "untrainable": "`agentrl episode show` of a dropped one names the entries that are damaged or inconsistent",

@@ -251,8 +251,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("step", "steps", "optimizer steps the policy has taken"),
     Metric("loss", "1", "loss of the step"),
     Metric("grad_norm", "1", "norm of the gradient before clipping"),
+    Metric(
+        "zero_gradient",
+        "steps",
+        "1 if the gradient was exactly 0, so that the step moved neither weights nor optimizer state; else 0",
+    ),
     Metric("learning_rate", "1", "learning rate of the step"),
-    Metric("entropy", "nats", "mean entropy of the processed distribution per trained token"),
+    Metric("entropy", "nats", "mean entropy of the processed distribution per measured token"),
     Metric(
         "value/loss",
         "1",
@@ -265,7 +270,11 @@ METRICS: tuple[Metric, ...] = (
         "than a constant; absent if all returns are equal",
     ),
     Metric("kept_mass", "fraction", "mean probability of the kept set under the trainer's full distribution"),
-    Metric("k3", "nats", "k3 estimate of KL(behavior || trainer), which includes staleness and engine mismatch"),
+    Metric(
+        "k3",
+        "nats",
+        "k3 estimate of KL(behavior || trainer) over the measured tokens, which includes staleness and engine mismatch",
+    ),
     Metric(
         "mismatch/k3",
         "nats",

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Protocol
 
 from agentrl.core import ids
-from agentrl.core.errors import AgentRLError
+from agentrl.core.errors import AgentRLError, GroupTooSmallError
 from agentrl.core.records import (
     EpisodeDataLocation,
     EpisodeHeader,
@@ -46,7 +46,7 @@ from agentrl.credit.advantages import (
 )
 from agentrl.credit.baselines import RewardHistory, RewardInRole, SeatRole
 from agentrl.observe.metrics import PASS_RATES
-from agentrl.orchestrator.metrics import AS_TRAINED, NO_SIGNAL, EpisodeTotals, SelectionBiasTracker
+from agentrl.orchestrator.metrics import AS_TRAINED, NO_SIGNAL, TOO_FEW_MEMBERS, EpisodeTotals, SelectionBiasTracker
 
 
 class LedgerError(AgentRLError):
@@ -123,7 +123,7 @@ class UnitDrop(NamedTuple):
 
 
 Credits = Mapping[tuple[str, str, int], TrajectoryCredit]
-"""Credits, keyed by episode, seat and agent."""
+"""Credits, keyed by episode, seat and agent; absent for agents of a group that was too small to be compared."""
 
 
 @dataclass(slots=True)
@@ -241,7 +241,13 @@ class WholeGroupRelease:
                 environment=spec.environment,
                 history=earlier.get((policy, seat)),
             )
-            for (episode_id, t), credited in zip(members, self._credited(whole), strict=True):
+            try:
+                found = self._credited(whole)
+            except GroupTooSmallError:
+                if len(set(whole.episodes)) >= group.size:
+                    raise  # nothing was lost, so every such group would be too small
+                found = ()
+            for (episode_id, t), credited in zip(members, found, strict=bool(found)):
                 credit = TrajectoryCredit(t.seat, t.index, t.reward or 0.0, *credited, t.named_rewards)
                 credits[episode_id, t.seat, t.index] = credit
             if self._history is not None:
@@ -442,7 +448,7 @@ class EpisodeBuffer:
         self.selection_bias = dict(selection_bias or {})
         self._drops_no_signal = drops_no_signal
         self.without_signal: Counter[str] = Counter()
-        """Units of each policy dropped for lack of a signal since a unit of it last became ready."""
+        """Units of each policy dropped as `no_signal` or `too_few_members` since a unit of it last became ready."""
         self.on_group: Callable[[EpisodeSpec, Sequence[EpisodeHeader]], None] = lambda spec, headers: None
         """Callback for a complete group, with the spec of the member that ended last and all headers."""
         self._groups: dict[str, OpenGroup] = {}
@@ -509,6 +515,7 @@ class EpisodeBuffer:
         for policy in policies:
             self._in_flight[policy] -= 1
             self._late[policy] += group.late - before
+        drops += self._drop_uncompared(released, credits)
         if self._drops_no_signal:
             drops += self._drop_without_signal(released, credits)
         for member in released:
@@ -538,6 +545,18 @@ class EpisodeBuffer:
         if not policies:
             self._close_episode(header.episode_id, reason="frozen")
 
+    def _drop_uncompared(self, released: Sequence[EpisodeHeader], credits: Credits) -> list[UnitDrop]:
+        """Drop the units of members that have agents without a credit."""
+        drops = []
+        for header in released:
+            for policy in sorted(self._unresolved.get(header.episode_id, ())):
+                own = (t for t in header.trajectories if t.policy == policy)
+                if not all((header.episode_id, t.seat, t.index) in credits for t in own):
+                    drops.append(UnitDrop(header.episode_id, header.attempt, policy, TOO_FEW_MEMBERS))
+                    self._resolve(header.episode_id, policy, reason=TOO_FEW_MEMBERS)
+                    self.without_signal[policy] += 1
+        return drops
+
     def _drop_without_signal(self, released: Sequence[EpisodeHeader], credits: Credits) -> list[UnitDrop]:
         """Drop the units of a whole group in which no unit of their policy has an advantage."""
         trajectories = [(header.episode_id, own) for header in released for own in header.trajectories]
@@ -547,7 +566,6 @@ class EpisodeBuffer:
         for policy in sorted({policy for policy, _ in found} & self.trainable):
             units = [header for header in released if policy in self._unresolved.get(header.episode_id, ())]
             if policy in with_signal:
-                self.without_signal[policy] = 0
                 continue
             for header in units:
                 drops.append(UnitDrop(header.episode_id, header.attempt, policy, NO_SIGNAL))
@@ -559,6 +577,7 @@ class EpisodeBuffer:
 
     def _make_ready(self, header: EpisodeHeader, credits: Credits, group: OpenGroup, environment: str) -> None:
         for policy in sorted(self._unresolved.get(header.episode_id, ())):
+            self.without_signal[policy] = 0
             own = tuple(t for t in header.trajectories if t.policy == policy)
             unit = Unit(
                 episode_id=header.episode_id,

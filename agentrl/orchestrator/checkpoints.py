@@ -32,7 +32,7 @@ from agentrl.core.files import LOCAL, Disk, os_error_advice, rename_durably, sta
 from agentrl.core.ports import Trainer
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.text import plural
-from agentrl.credit.baselines import DecayingMean, RoleMeans, SeatRole
+from agentrl.credit.baselines import DecayingMean, MeanAtStep, RoleMeans, SeatRole
 from agentrl.journal.port import JournalStore, PruneRule
 from agentrl.orchestrator.buffer import Ledger
 from agentrl.orchestrator.versions import NOT_MEASURED, BestRunningMean, decode_best_running_mean
@@ -57,7 +57,7 @@ class Manifest:
 
     directory: Path
     versions: Mapping[str, PolicyVersion]
-    role_means: Mapping[SeatRole, DecayingMean] = field(default_factory=dict)
+    role_means: Mapping[SeatRole, Sequence[MeanAtStep]] = field(default_factory=dict)
     measured: BestRunningMean = NOT_MEASURED
     opponents: Mapping[str, tuple[PolicyVersion, ...]] = field(default_factory=dict)
     """Versions from which opponents were drawn, keyed by pool, oldest first."""
@@ -98,7 +98,9 @@ class CheckpointWriter:
 
         def seal() -> None:
             folds = {
-                "role_means": [] if roles is None else [[*role, *mean] for role, mean in sorted(roles.means.items())],
+                "role_means": []
+                if roles is None
+                else [[*role, step, *mean] for role, known in sorted(roles.means.items()) for step, mean in known],
                 "measured": measured.as_data(),
                 "opponents": dict(opponents),
             }
@@ -281,16 +283,19 @@ def _read(directory: Path, disk: Disk) -> tuple[Manifest, Mapping[str, str]]:
     return manifest, {name: digest for name, (_, digest) in files.items()}
 
 
-def _role_means(data: Iterable[Sequence[str | float]]) -> dict[SeatRole, DecayingMean]:
+def _role_means(data: Iterable[Sequence[str | float]]) -> dict[SeatRole, list[MeanAtStep]]:
     """Read the role means of a manifest; raises ValueError if a mean is not valid."""
-    means = {}
-    for policy, environment, seat, total, weight in data:
+    means: dict[SeatRole, list[MeanAtStep]] = {}
+    for policy, environment, seat, step, total, weight in data:
         mean = DecayingMean(float(total), float(weight))
-        if not (abs(mean.total) < float("inf") and 0.0 < mean.weight < float("inf")):
+        if not (
+            abs(mean.total) < float("inf") and 0.0 <= mean.weight < float("inf") and (mean.weight or not mean.total)
+        ):
             raise ValueError(
                 f"the recorded mean of {policy} in seat {seat} is {total} / {weight}, which is not a finite number"
             )
-        means[SeatRole(str(policy), str(environment), str(seat))] = mean
+        role = SeatRole(str(policy), str(environment), str(seat))
+        means.setdefault(role, []).append(MeanAtStep(int(step), mean))
     return means
 
 

@@ -286,10 +286,13 @@ class Orchestrator:
 
     def _credited(self, policy: str, taken: Sequence[ReadyUnit]) -> Sequence[ReadyUnit]:
         """Return the units of a step, with advantages of an estimator over the step if the run uses one."""
-        over_steps = self.roles or self.step_advantages
-        if over_steps is None:
+        if self.roles is not None:
+            given = [(ready.environment, ready.unit, ready.trajectories) for ready in taken]
+            units = self.roles.credited(policy, self.board.step(policy) + 1, given)
+        elif self.step_advantages is not None:
+            units = self.step_advantages.credited(policy, [(ready.environment, ready.unit) for ready in taken])
+        else:
             return taken
-        units = over_steps.credited(policy, [(ready.environment, ready.unit) for ready in taken])
         return [ready._replace(unit=unit) for ready, unit in zip(taken, units, strict=True)]
 
     async def _step_with(self, policy: str, taken: Sequence[ReadyUnit]) -> bool:

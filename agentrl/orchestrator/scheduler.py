@@ -19,7 +19,7 @@ from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
 from agentrl.core.text import plural
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.dispatch import ChildUnitReservations, Dispatcher
-from agentrl.orchestrator.metrics import NO_SIGNAL
+from agentrl.orchestrator.metrics import NO_SIGNAL, TOO_FEW_MEMBERS
 from agentrl.orchestrator.tasks import Seen
 from agentrl.orchestrator.versions import OpponentPools, PolicyBoard
 
@@ -256,9 +256,10 @@ class Scheduler:
         for policy, units in self._buffer.without_signal.items():
             if units >= WITHOUT_SIGNAL_IN_A_ROW:
                 return (
-                    f"the last {units} units of {policy} were dropped as {NO_SIGNAL}: the rewards of each group are "
-                    "equal. Choose tasks of which some attempts succeed and some fail, a larger credit.group_size or "
-                    "sampling.temperature, or credit.release = 'group'"
+                    f"the last {units} units of {policy} were dropped: as {NO_SIGNAL}, because the rewards of each "
+                    f"group are equal, or as {TOO_FEW_MEMBERS}, because other members failed. Choose tasks of which "
+                    "some attempts succeed and some fail, a larger credit.group_size or sampling.temperature, or "
+                    "credit.release = 'group'; `agentrl run ledger` counts the failures"
                 )
         return self._starvation.record_end(header, self._buffer.policies_of(spec), learning)
 
@@ -302,7 +303,7 @@ class Scheduler:
 
 
 WITHOUT_SIGNAL_IN_A_ROW = 4096
-"""Number of units of a policy in a row, dropped for lack of a signal, that ends the run."""
+"""Number of units of a policy in a row, dropped as `no_signal` or `too_few_members`, that ends the run."""
 FAILED_IN_A_ROW = 32
 """Number of episodes in a row that seat a policy and give it no unit, from at least two groups, that ends the run."""
 FAILED_GROUPS = 8

@@ -32,6 +32,13 @@ episodes with the policy that were committed since its last step. An environment
 cannot read as `ctx.metric("turns/illegal", 1)`, so that the alarms know. That, cut turns and tool calls are counted for
 the agent that acted last and for nobody else, so no policy is blamed for another.
 
+**Measured tokens.** `entropy`, `kept_mass`, `k3` and its variants by lag, seat and mismatch, `abs_logprob_difference`,
+`mean_ratio`, `masked_fraction`, `truncated_fraction`, `effective_sample_fraction` and `reference_kl` are means over the
+tokens that went through the model. Most losses skip rows whose advantages are all 0 (`skipped_samples`), so these
+tokens are in none of the means, and the alarms do not see them; over all trained tokens the values can differ by a
+factor of two and more. Losses that see a whole step, `gae`, a reference, an entropy bonus and your own losses
+forward every row, and then all trained tokens are measured.
+
 ## Names
 
 | name | unit | meaning |

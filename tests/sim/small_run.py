@@ -15,6 +15,7 @@ from agentrl.config.run import RunConfig
 from agentrl.core.clock import LoopClock
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion, Task
+from agentrl.credit.advantages import ADVANTAGES, make_advantage_estimator
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.orchestrator import loop
 from agentrl.orchestrator.evaluation import HeldOutSplit
@@ -185,6 +186,9 @@ class SmallRun:
             versions=versions,
             parents=self.journal.parents(),
             resume_state=self.resume_state,
+            estimator=make_advantage_estimator(advantage.name, advantage.options)
+            if (advantage := self.config.credit.advantage).name not in ADVANTAGES
+            else None,
         )
         self.orchestrator = assemble_orchestrator(self.config, self.environment, parts)
         if self.during is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl.core.records import TrajectoryCredit
 from agentrl.journal.port import StepRow
 from agentrl.testing.plugin import SeededSimulation
 from tests.sim.crash_cases import Talk
@@ -29,8 +28,12 @@ def trained(machine: Machine) -> dict[tuple[str, int], str]:
     return {(row.version.policy, row.version.step): row.report.input_digest for row in rows}
 
 
-def test_a_crash_changes_no_baseline() -> None:
-    scenario = CrashScenario(Talk, changes=CHANGES)
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_crash_changes_no_baseline(max_staleness: int) -> None:
+    """At staleness 1, agents of discarded weights are trained; the same steps give the same means again."""
+    policy = {"step_size": 4, "max_staleness": max_staleness, "lora": {"rank": 2}}
+    changes = {**CHANGES, "policies": dict.fromkeys(("left", "right"), policy)}
+    scenario = CrashScenario(Talk, changes=changes)
     undisturbed = scenario.new_machine()
     assert scenario.run(undisturbed, seed=0) is None
     expected = trained(undisturbed)
@@ -54,17 +57,28 @@ def test_a_zero_sum_game_is_compared_seat_by_seat(simulated_loop: SeededSimulati
         config = config_for(policies=policies(asker=8, guesser=8), credit=CHANGES["credit"])
         run = SmallRun(config=config, environment=Duel)
         await run.run()
+        began = {
+            (header.episode_id, own.policy): own.oldest_step
+            for _, header in run.journal.members()
+            for own in header.trajectories
+        }
         for policy in ("asker", "guesser"):
-            credits: list[TrajectoryCredit] = []
-            for batch in run.trainer.batches:
-                if batch.policy == policy:
-                    units = sorted(batch.units, key=lambda unit: int(unit.episode_id[1:]))
-                    credits += [credit for unit in units for credit in unit.credits]
-            assert credits[0].advantage == 0.0, "nothing came before it"
+            means: list[float] = []
             total = weight = 0.0
-            for credit in credits:
-                assert credit.advantage == credit.reward - credit.baseline
-                assert not weight or abs(credit.baseline - total / weight) < 1e-12
-                total, weight = 0.95 * total + credit.reward, 0.95 * weight + 1.0
+            for batch in (batch for batch in run.trainer.batches if batch.policy == policy):
+                rewards = {unit.episode_id: unit.credits[0].reward for unit in batch.units}
+                for unit in batch.units:
+                    (credit,) = unit.credits
+                    assert credit.advantage == credit.reward - credit.baseline
+                    others = [reward for name, reward in rewards.items() if name != unit.episode_id]
+                    known = means[began[unit.episode_id, policy]] if means else sum(others) / len(others)
+                    assert abs(credit.baseline - known) < 1e-12
+                if not means:  # of agents that began before there was a mean
+                    first = list(rewards.values())[:-1]
+                    means.append(sum(first) / len(first))
+                for name in sorted(rewards, key=lambda name: int(name[1:])):
+                    total, weight = 0.95 * total + rewards[name], 0.95 * weight + 1.0
+                means.append(total / weight)
+            assert len(means) == 5
 
     simulated_loop.run(main)

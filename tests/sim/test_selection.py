@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import agentrl
 from agentrl.app.recovery import read_resume_state
 from agentrl.core.errors import CheckFailedError, ConfigError, InputError
 from agentrl.core.records import EpisodeSpec, Task
@@ -18,8 +19,7 @@ from agentrl.orchestrator import scheduler
 from agentrl.orchestrator.tasks import Curriculum, GroupResult
 from agentrl.testing.memory_journal import MemoryJournal
 from agentrl.testing.plugin import SeededSimulation
-from agentrl.testing.virtual_time import simulate
-from tests.sim.small_run import TASKS, SmallRun, config_for
+from tests.sim.small_run import TASKS, Guess, SmallRun, config_for
 from tests.sim.test_deterministic import guess, trained_by
 
 pytestmark = pytest.mark.sim
@@ -76,6 +76,57 @@ def test_a_run_whose_groups_never_differ_ends_by_name(
         run = SmallRun(config=config(), script=lambda *_: [0])
         with pytest.raises(CheckFailedError, match="no_signal"):
             await run.run()
+
+    simulated_loop.run(main)
+
+
+class Fragile(Guess):
+    """Four of ten episodes break."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        if ctx.rng.random() < 0.4:
+            raise RuntimeError("broken")
+        await super().run(ctx)
+
+
+def pass_at(k: int) -> Any:
+    return config_for(steps=6, credit={"group_size": 4, "advantage": {"name": "pass_at_k", "k": k}})
+
+
+def test_groups_of_too_few_members_are_dropped_and_the_run_continues(simulated_loop: SeededSimulation) -> None:
+    async def main() -> None:
+        run = SmallRun(config=pass_at(2), environment=Fragile, script=guess)
+        await run.stop_after(6.0)
+        at = {"guesser": run.orchestrator.board.current("guesser")}
+        journal = run.journal.after_crash()
+        resumed = SmallRun(
+            config=run.config,
+            environment=Fragile,
+            script=guess,
+            journal=journal,
+            resume_state=read_resume_state(journal, at, group_size=4),
+            resumed_at=at,
+            lineage=2,
+        )
+        await resumed.run()
+        ledger = resumed.orchestrator.buffer.ledger
+        ledger.check()
+        assert ledger.dropped["too_few_members"] > 0
+        assert resumed.orchestrator.board.step("guesser") == 6
+        batches = (*run.trainer.batches, *resumed.trainer.batches)
+        trained = {unit.episode_id for batch in batches for unit in batch.units}
+        committed = Counter(spec.group_id for spec, _ in journal.members())
+        groups = {spec.group_id for spec, _ in journal.members() if spec.episode_id in trained}
+        assert groups
+        assert all(committed[group] > 2 for group in groups)
+
+    simulated_loop.run(main)
+
+
+def test_whole_groups_too_small_for_k_end_the_run_by_name(simulated_loop: SeededSimulation) -> None:
+    async def main() -> None:
+        with pytest.raises(InputError, match="k = 4 attempts"):
+            await SmallRun(config=pass_at(4), script=guess).run()
 
     simulated_loop.run(main)
 

@@ -129,8 +129,8 @@ def test_a_hostile_manifest_is_refused(tmp_path: Path, text: str, reason: str) -
 @pytest.mark.parametrize(
     ("means", "reason"),
     [
-        ([["p", "game", "x", math.inf, 1.0]], "the recorded mean of p"),
-        ([["p", "game", "x", 1.0, 0.0]], "the recorded mean of p"),
+        ([["p", "game", "x", 1, math.inf, 1.0]], "the recorded mean of p"),
+        ([["p", "game", "x", 1, 1.0, 0.0]], "the recorded mean of p"),
         ([["p", "game", "x"]], "not enough values"),
     ],
 )

@@ -322,5 +322,10 @@ def test_release_in_parts_is_refused_where_it_would_be_biased(
     assert "or credit.release = 'group'" in str(caught.value)
 
 
+def test_dpo_needs_an_advantage_that_orders_a_group_by_reward(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="role_mean"):
+        load(write(tmp_path), ["credit.advantage=role_mean", "trainer.loss.name=dpo"])
+
+
 def test_release_in_parts_where_nothing_is_compared(tmp_path: Path) -> None:
     load(write(tmp_path), ["credit.release=episode", "credit.advantage=role_mean", "trainer.loss.normalizer=8"])

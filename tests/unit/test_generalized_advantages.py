@@ -307,6 +307,25 @@ def test_rewards_of_zero_teach_once_values_expect_more(model: Path, tmp_path: Pa
     assert norms[0] > norms[1] == 0.0
 
 
+def test_values_learn_where_the_policy_has_no_gradient(model: Path, tmp_path: Path) -> None:
+    """And the policy where the values have none."""
+    trainer = started(config_of(model), tmp_path)
+    taken(trainer, 1)
+    learner = trainer._learner("policy")
+    parameters = [learner.model.parameters, learner.value_parameters]
+    for moving in (0, 1):
+        before = [{name: each.detach().clone() for name, each in own.items()} for own in parameters]
+        for number, own in enumerate(parameters):
+            for each in own.values():
+                each.grad = torch.full_like(each, float(number == moving))
+        learner.apply(1e-2, float(moving == 0))
+        moved = [
+            any(bool((each != was[name]).any()) for name, each in own.items())
+            for own, was in zip(parameters, before, strict=True)
+        ]
+        assert moved == [moving == 0, moving == 1]
+
+
 def test_the_step_after_a_resume_is_bit_identical(model: Path, tmp_path: Path) -> None:
     trainer = started(config_of(model), tmp_path / "first")
     for step in (1, 2):

@@ -42,6 +42,12 @@ def cases(root: Path, ranks: int) -> dict[str, dict[str, Any]]:
         "values, over sequences": made("over sequences", lora=True, credit=GAE, loss={"normalizer": "sequences"}),
         "values, whole steps": made("values step", lora=True, credit=GAE, loss={"name": "tests.sharding_cases:spread"}),
         "experts": made("experts", "moe"),
+        "unused weights": made("unused", steps=3, unused="up_proj.weight"),
+        "a silent step": made("silent", steps=3, silent=[2]),
+        "a silent step, adapters": made("silent adapters", lora=True, steps=3, silent=[2]),
+        "a silent step, experts": made("silent experts", "moe", steps=3, silent=[2]),
+        "a silent step, whole steps": made("silent step", steps=3, silent=[2], loss={"name": "gspo"}),
+        "a silent step, a divergence": made("pulled", lora=True, steps=3, silent=[2], loss={"name": "ppo", "kl": 0.1}),
         "bfloat16": made("bfloat16", "bfloat16"),
         "adapters on bfloat16": made("adapters on bfloat16", "bfloat16", lora=True),
         "all weights, offloaded": made("offloaded", sharding="offload"),
@@ -76,7 +82,12 @@ def results(root: Path) -> dict[str, list[dict[str, Any]]]:
     return dict(zip(one, map(list, found), strict=True))
 
 
-@pytest.mark.parametrize("name", cases(Path(), 1))
+SILENT = [name for name in cases(Path(), 1) if name.startswith("a silent step")]
+LATER = [*SILENT, "unused weights"]
+"""Cases of several steps, in which float32 differs more."""
+
+
+@pytest.mark.parametrize("name", [name for name in cases(Path(), 1) if name not in LATER])
 def test_two_ranks_give_the_update_of_one(root: Path, results: dict[str, list[dict[str, Any]]], name: str) -> None:
     one, *two = results[name]
     rounded = "bfloat16" in name
@@ -94,6 +105,29 @@ def test_two_ranks_give_the_update_of_one(root: Path, results: dict[str, list[di
             assert found[key].dtype == tensor.dtype
             # AdamW's first step is as long as the learning rate wherever the gradient is not 0.
             torch.testing.assert_close(found[key], tensor, rtol=2e-2, atol=2e-2 if rounded else 1e-5)
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_a_step_without_signal_moves_nothing(results: dict[str, list[dict[str, Any]]], name: str) -> None:
+    """The step before it leaves momentum; a divergence from the reference is a signal."""
+    one, *_ = results[name]
+    pulled = name == "a silent step, a divergence"
+    assert [moved > 0 for moved in one["moved"]] == [True, pulled, True]
+    assert one["zero_gradients"] == [0.0, float(not pulled), 0.0]
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_steps_after_one_with_fewer_gradients_are_those_of_one_rank(
+    results: dict[str, list[dict[str, Any]]], name: str
+) -> None:
+    one, *two = results[name]
+    for each in two:
+        assert each["moved"] == pytest.approx(one["moved"], rel=1e-4)
+        assert each["zero_gradients"] == one["zero_gradients"]
+    (mine,), (other,) = (list(Path(each["versions"]["policy"]).glob("*.safetensors")) for each in (two[0], one))
+    found, expected = load_file(mine), load_file(other)
+    for key, tensor in expected.items():
+        torch.testing.assert_close(found[key], tensor, rtol=2e-2, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from agentrl.config.sections import ADVANTAGES as ADVANTAGE_NAMES
 from agentrl.config.sections import LOSSES
-from agentrl.credit.advantages import ADVANTAGES, OF_GROUPS, Group, make_advantage_estimator
+from agentrl.core.errors import GroupTooSmallError
+from agentrl.credit.advantages import ADVANTAGES, OF_GROUPS, Group, make_advantage_estimator, pass_at_k
 from agentrl.learn.losses import BUILT_IN, kl_divergence
 from benchmarks.learning_losses import oracle_errors
+from tests.credit_oracles import pass_at_k_ratio
 from tests.loss_cases import batch_of, evaluated, loss_named
 
 LENGTHS = (7, 1, 12, 4, 9)
@@ -276,6 +278,20 @@ def test_pass_at_k_is_the_mean_over_subsets() -> None:
     assert [each.value for each in make_advantage_estimator("pass_at_k", {"k": 1})(group)] == pytest.approx(
         [each.value for each in ADVANTAGES["leave_one_out"](rewards, tuple("abcde"))]
     )
+
+
+@pytest.mark.parametrize("agents", [1, 2])
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_the_gradient_of_pass_at_k_is_unbiased(k: int, agents: int) -> None:
+    assert pass_at_k_ratio(pass_at_k, k=k, agents=agents) == pytest.approx(1.0, abs=1e-9)
+
+
+def test_pass_at_k_leaves_out_the_whole_episode() -> None:
+    rewards, episodes = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0), ("a", "a", "b", "b", "c", "d")
+    found = pass_at_k(Group(rewards=rewards, episodes=episodes), k=1)
+    assert found == pytest.approx([each.value for each in ADVANTAGES["leave_one_out"](rewards, episodes)])
+    with pytest.raises(GroupTooSmallError):
+        pass_at_k(Group(rewards=(1.0, 1.0, 0.0, 0.0), episodes=("a", "a", "b", "b")), k=2)
 
 
 def test_the_estimators_over_a_step() -> None:

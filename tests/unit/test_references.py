@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,12 @@ from agentrl.config.policies import PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, InputError, ModelError
 from agentrl.core.records import PolicyVersion
-from agentrl.learn.loss_batch import LossBatch, TokenColumns
+from agentrl.credit.advantages import leave_one_out
 from agentrl.learn.losses import dpo
 from agentrl.learn.memory_prediction import predict_trainer_memory
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import LORA, Episodes, make_rows, run_config, write_model, write_tokenizer
-from tests.loss_cases import batch_of, evaluated, loss_named
+from tests.loss_cases import batch_of, conversations, evaluated, loss_named
 
 
 @pytest.fixture(scope="module")
@@ -203,28 +204,7 @@ PAIRS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_online_dpo_is_that_of_a_loop_over_pairs(pair: str) -> None:
     """Three conversations of one seat in one group and one of another; a conversation's tokens share its loss."""
     lengths, groups, advantages = [2, 3, 1, 2], [0, 0, 0, 1], [1.0, -0.5, -0.5, 1.0]
-    agent = np.repeat(np.arange(4), lengths)
-    count = len(agent)
-    draw = torch.Generator().manual_seed(0)
-    columns = TokenColumns(
-        behavior_logprobs=np.zeros(count, np.float32),
-        advantages=np.repeat(advantages, lengths).astype(np.float32),
-        lags=np.zeros(count, np.int32),
-        names={"seat": ["agent"], "group": ["g0", "g1"]},
-        starts=np.concatenate([[0], np.cumsum(lengths)]),
-        row=agent,
-        turn=agent,
-        agent=agent,
-        episode=agent,
-        seat=np.zeros(count, np.int64),
-        group=np.repeat(groups, lengths),
-    )
-    batch = LossBatch(
-        columns,
-        logprobs=torch.randn(count, generator=draw, dtype=torch.float64).requires_grad_(),
-        entropies=torch.zeros(count, dtype=torch.float64).requires_grad_(),
-        reference_logprobs=torch.randn(count, generator=draw, dtype=torch.float64),
-    )
+    batch, agent = conversations(lengths, advantages, groups, seed=0), np.repeat(np.arange(4), lengths)
     found = dpo(batch, beta=0.5, pair=pair)
     assert batch.reference_logprobs is not None
     h = [(batch.logprobs - batch.reference_logprobs)[torch.from_numpy(agent == each)].sum() for each in range(4)]
@@ -236,3 +216,14 @@ def test_online_dpo_is_that_of_a_loop_over_pairs(pair: str) -> None:
     (ours,) = torch.autograd.grad((found[:6] * weights).sum(), batch.logprobs, retain_graph=True)
     (theirs,) = torch.autograd.grad(expected, batch.logprobs)
     assert ours.tolist() == pytest.approx(theirs.tolist())
+
+
+def test_dpo_compares_no_conversations_of_equal_reward() -> None:
+    """Rewards of 0 and 1 in a group of eight; a mean of float32 advantages over the tokens would be rounded."""
+    rewards = (1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
+    advantages = [each.value for each in leave_one_out(rewards)]
+    lengths = [20, 101, 399, 733, 1499, 2750, 4097, 5999]
+    for one, other in combinations(range(8), 2):
+        batch = conversations([lengths[one], lengths[other]], [advantages[one], advantages[other]], [0, 0], seed=1)
+        paired = bool((dpo(batch) != 0).any())
+        assert paired == (rewards[one] != rewards[other]), (lengths[one], lengths[other])

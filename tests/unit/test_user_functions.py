@@ -18,7 +18,7 @@ from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import LOSSES
 from agentrl.core.custom_functions import FunctionDeclaration, capture_function_code, find_function, find_function_code
-from agentrl.core.errors import ConfigError, InputError, LossError, NonFiniteError
+from agentrl.core.errors import ConfigError, GroupTooSmallError, InputError, LossError, NonFiniteError
 from agentrl.core.records import TrajectoryCredit, TrajectoryRow, Unit
 from agentrl.credit.advantages import (
     OF_GROUPS,
@@ -188,6 +188,8 @@ def test_an_estimator_credits_each_agent_and_each_turn() -> None:
     with pytest.raises(InputError, match="too_few returned 1 advantages for a group of 2"):
         make_advantage_estimator(f"{SCRIPT}:too_few", {})(group)
     with pytest.raises(InputError, match="pass_at_k raised ValueError"):
+        make_advantage_estimator("pass_at_k", {"k": 0})(group)
+    with pytest.raises(GroupTooSmallError):
         make_advantage_estimator("pass_at_k", {"k": 2})(group)
     with pytest.raises(ConfigError, match=r"credit\.advantage: pass_at_k: "):
         make_advantage_estimator("pass_at_k", {"n": 2})
