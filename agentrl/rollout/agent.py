@@ -26,6 +26,7 @@ import numpy as np
 
 from agentrl.core.clock import RetryBudget
 from agentrl.core.errors import (
+    VERSION_GONE,
     EngineError,
     EngineLostError,
     EnvironmentDefinitionError,
@@ -135,7 +136,7 @@ class TurnSampler:
 
         Raises:
             EngineLostError: the engine was gone for too long.
-            EpisodeError: the engine returned a logprob that is not finite, or has lost the conversation's version.
+            EpisodeError: the engine returned a logprob that is not finite, or does not serve the version.
         """
         episode, services, reservation = self._episode, self._episode.services, self._reservation
         priority = call_priority(episode.spec, self._sampled)
@@ -163,8 +164,7 @@ class TurnSampler:
                     else:
                         completion = sampled
                 except VersionNotServedError as error:
-                    self._refuse_newer_weights(error)
-                    raise
+                    raise self._version_gone(error) from error
                 except EngineLostError as error:
                     self._in_flight = None
                     budget = await self._lost(error, turn, budget)
@@ -263,20 +263,21 @@ class TurnSampler:
             priority=priority,
         )
 
-    def _refuse_newer_weights(self, error: VersionNotServedError) -> None:
-        """Restart the episode if its conversation is pinned to a version that the engine has lost.
+    def _version_gone(self, error: VersionNotServedError) -> EpisodeError:
+        """Return the error of an episode that needs a version which the engine no longer serves.
 
-        Raises:
-            EpisodeError: the conversation is pinned; the episode restarts.
+        The episode restarts if only this conversation was held to the version. If its spec names the version
+        (evaluations, opponents, deterministic runs), every attempt needs it, and the episode is dropped.
         """
-        if self._kept_version is not None:
-            raise EpisodeError(
-                f"the conversation of {self._name} was sampled by {self._kept_version} and must stay on it "
-                "(engine.refresh = 'episode'), but the engine has lost it and now serves newer weights: its episode "
-                f"starts over ({error})",
-                reason="version_gone",
-                begin_again=True,
-            ) from error
+        pin = self._episode.spec.seats[self.seat].pin
+        why = f"its episode is pinned to {pin}"
+        if pin is None:
+            why = f"it was sampled by {self._kept_version} and must stay on it (engine.refresh = 'episode')"
+        return EpisodeError(
+            f"the conversation of {self._name} cannot continue: {why}, which the engine has lost ({error})",
+            reason=VERSION_GONE,
+            begin_again=pin is None,
+        )
 
     def _open(self) -> EngineSession:
         if self._session is None:
