@@ -426,8 +426,8 @@ async def _close(trainer: Trainer, observer: RunObserver) -> None:
 def _interruptible(
     orchestrator: Orchestrator, observer: RunObserver, run: Path, ended: Callable[[], None]
 ) -> Iterator[None]:
-    """Handle Ctrl-C. Once: drain, write a checkpoint, return. Twice: end the process, which does not count as a
-    death.
+    """Handle Ctrl-C. Once: drain, write a checkpoint, return. Twice, also while the run closes: end the process, which
+    does not count as a death.
     """
 
     def stop() -> None:
@@ -438,7 +438,7 @@ def _interruptible(
         ended()
         _record_stop(run)
 
-    with _once(stop, leave_at_once):
+    with _once(stop, leave_at_once, stays=True):
         yield
 
 
@@ -470,20 +470,25 @@ def cancel_run_on_ctrl_c(run: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _once(then: Callable[[], None], at_once: Callable[[], None]) -> Iterator[None]:
+def _once(then: Callable[[], None], at_once: Callable[[], None], *, stays: bool = False) -> Iterator[None]:
     """Make the first signal that ends a run call `then` in the event loop, and the second end the process at once.
 
     The second calls `at_once` first, from the signal handler: an environment may block the loop. A hangup that is
-    ignored (`nohup`) stays ignored.
+    ignored (`nohup`) stays ignored. With `stays`, a first signal keeps the handlers until an outer `_once` ends.
     """
     loop = asyncio.get_running_loop()
     asked_at: float | None = None
+    is_over = False
+
+    def first() -> None:
+        if not is_over:  # otherwise there is nothing left to stop
+            then()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal asked_at
         if asked_at is None:
             asked_at = loop.time()
-            loop.call_soon_threadsafe(then)
+            loop.call_soon_threadsafe(first)
         elif loop.time() - asked_at > SAME_PRESS_S:
             at_once()
             os._exit(INTERRUPTED)
@@ -495,5 +500,7 @@ def _once(then: Callable[[], None], at_once: Callable[[], None]) -> Iterator[Non
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signals.signal(number, handler)
+        is_over = True
+        if asked_at is None or not stays:
+            for number, handler in before.items():
+                signals.signal(number, handler)
