@@ -54,7 +54,7 @@ from agentrl.core.errors import (
 )
 from agentrl.core.files import was_closed_by_foreign_code
 from agentrl.core.ports import ChatFormat, ProcessStatusSource, Trainer
-from agentrl.core.records import PolicyVersion
+from agentrl.core.records import PolicyVersion, dropped_header
 from agentrl.credit.advantages import AdvantageEstimator
 from agentrl.environment.base import Environment, TaskSource, describe_user_code_error
 from agentrl.environment.containment import exit_forked_process, stop_loop_in_forked_process
@@ -289,6 +289,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
             watch_event_loop(observer.warn),
             stop_loop_in_forked_process(),
         ):
+            await _drop_cut_evaluations(store)
             try:
                 await orchestrator.run()
             except TrainerLostError as error:
@@ -298,6 +299,13 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
                     ) from error
                 raise
         return orchestrator
+
+
+async def _drop_cut_evaluations(store: SqliteJournal) -> None:
+    """Drop the evaluation episodes that an earlier process left in flight."""
+    detail = "its process ended during the evaluation, and evaluations are not resumed"
+    cut = [(spec, dropped_header(spec, "evaluation_cut")) for spec in store.unfinished("evaluate")]
+    await asyncio.gather(*(store.commit_episode(spec, header, b"", {}, detail) for spec, header in cut))
 
 
 def _status(orchestrator: Orchestrator, parts: Sequence[object]) -> RunSnapshot:
@@ -359,10 +367,12 @@ def _new_record(setup: RunSetup) -> RunProcessRecord:
             else "died without an error message (killed, crashed, or out of memory)"
         )
         where = "" if last.workers == 1 else ", in worker processes"
-        setup.observer.warn(
-            f"the previous process {ended}. It was running {format_episode_list(running)}{where}; they continue from "
-            "where they stopped"
-        )
+        told = f"the previous process {ended}. It was running {format_episode_list(running)}{where}"
+        if any(spec.purpose == "train" for spec in running):
+            told += "; training episodes continue from where they stopped"
+        if any(spec.purpose == "evaluate" for spec in running):
+            told += "; evaluation episodes are dropped, because evaluations are not resumed"
+        setup.observer.warn(told)
     if is_suspicious and configured == 1:
         why = (
             f"{format_episode_list(suspects)} made no progress through {SUSPECTED} such deaths in a row"

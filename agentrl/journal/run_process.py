@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, Literal, Protocol, TypeVa
 
 import msgspec
 
-from agentrl.core import ids
 from agentrl.core.errors import RunDirectoryError, StorageError
 from agentrl.core.files import open_regular, os_error_advice, read_at_most, replace_file
 from agentrl.core.text import escape_line
@@ -176,10 +175,6 @@ class EpisodeProgressReader(Protocol):
         """Return the number of entries and of partials of an attempt on disk."""
         ...
 
-    def next_number(self, prefix: str) -> int:
-        """Return one more than the largest number of a root episode `<prefix><number>`."""
-        ...
-
 
 class EpisodeProgress(msgspec.Struct, frozen=True, array_like=True):
     """An unfinished episode's progress on disk, and the number of consecutive deaths of the process without any."""
@@ -218,8 +213,6 @@ class RunProcessRecord(msgspec.Struct, kw_only=True):
     """Progress of unfinished training episodes, keyed by id."""
     evaluated: dict[str, _Count] = {}
     """Number of consecutive deaths, keyed by the id of a held-out task; evaluations start over at each start."""
-    next_evaluation: _Count = 0
-    """Number of the first evaluation episode since this start."""
     machine: str = ""
     """Boot id and process-id namespace of the newest process, outside of which its process id has no meaning."""
 
@@ -266,11 +259,7 @@ class RunProcessRecord(msgspec.Struct, kw_only=True):
         Args:
             unfinished: returns the unfinished episodes of a purpose from the journal.
         """
-        evaluations = unfinished("evaluate")
-        return [
-            *unfinished("train"),
-            *(spec for spec in evaluations if ids.root_episode_number(spec.episode_id) >= self.next_evaluation),
-        ]
+        return [*unfinished("train"), *unfinished("evaluate")]
 
     def next(self, journal: EpisodeProgressReader) -> RunProcessRecord:
         """Return the record of a process that resumes the run, to be written when its episodes start."""
@@ -291,7 +280,6 @@ class RunProcessRecord(msgspec.Struct, kw_only=True):
             has_killer=self.has_killer,
             episodes=episodes,
             evaluated=evaluated if is_death else {},
-            next_evaluation=journal.next_number("v"),
             machine=_machine(),
         )
 

@@ -404,6 +404,30 @@ def test_an_evaluation_that_kills_is_counted_by_its_task(tmp_path: Path) -> None
         asyncio.run(store.close())
 
 
+def test_evaluation_episodes_that_a_kill_cut_are_dropped_by_the_next_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    child = os.fork()
+    if child == 0:
+        lives = Lives([])
+        lives.clock.sleeps = lambda: lives.turns[0] > 4 and os.kill(os.getpid(), signal.SIGKILL)
+        lives.run(tmp_path, held_out=4)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    with contextlib.closing(RunReader(tmp_path / "run")) as reader:
+        cut = {line.episode for line in reader.episodes("purpose = 'evaluate'") if line.status == "in_flight"}
+    assert cut
+
+    Lives([]).run(tmp_path, resume=True, held_out=4, quiet=False)
+    told = capsys.readouterr()
+    (line,) = [line for line in (told.out + told.err).splitlines() if "It was running" in line]
+    assert "evaluations are not resumed" in line
+    assert "continue" not in line, "no training episode was running"
+    with contextlib.closing(RunReader(tmp_path / "run")) as reader:
+        lines = reader.episodes("purpose = 'evaluate'")
+        assert {line.episode for line in lines if line.drop_reason == "evaluation_cut"} == cut
+        assert {line.status for line in lines if line.episode not in cut} == {"finished"}
+
+
 def test_a_run_is_resumed_as_its_journal_says_it_was(tmp_path: Path) -> None:
     Lives([]).run(tmp_path)
     (tmp_path / "run/config.json").unlink()
