@@ -1,6 +1,6 @@
 """What independent checks find in runs that were killed, attacked and resumed with another configuration.
 
-    python -m benchmarks.oracle [--quick] [--part kills|fields|lag|hostile] [--directory DIR] [--seed 0]
+    python -m benchmarks.oracle [--quick] [--part kills|fields|lag|hostile|evaluations] [--directory DIR] [--seed 0]
 
 * `kills`: small real runs (tiny models, real processes) are killed with SIGKILL in each of their processes while they
   take steps, and go on to their end: one policy in one process and an engine, two worker processes, two policies with
@@ -10,6 +10,8 @@
 * `fields`: every setting is changed between two starts of a run (`resume_fields.py`).
 * `lag`: the largest lag of a token against `max_lag` (`scheduling_lag.py`).
 * `hostile`: environments that attack their process (`hostile_environments.py`).
+* `evaluations`: runs that are stopped inside their evaluations, evaluations that fail, and pinned versions that are
+  lost (`evaluation_stops.py`).
 
 Figures: `violations` of the second reader, and of them the `unknown_versions`; `lost`, `twice` and `ledger_errors` as
 of `benchmarks.chaos`; `bricked`, runs that could not go on; `kills` and by role; `runs` that got to their end; and
@@ -27,6 +29,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks import evaluation_stops
 from benchmarks.chaos import SCRIPTED, Chaos, Kind, Tally
 from benchmarks.report import Report
 
@@ -87,14 +90,20 @@ PARTS = {
     "fields": _measured_by("resume_fields", "figures"),
     "lag": _measured_by("scheduling_lag", "figures"),
     "hostile": _measured_by("hostile_environments", "measure"),
+    "evaluations": evaluation_stops.measure,
 }
 FIGURES = (
     *("violations", "unknown_versions", "bricked", "lost", "twice", "ledger_errors"),
     *("kills", *(f"kills_{role}" for role in ROLES), "runs"),
     *("config_fields_unclassified", "resumes_judged", "max_lag_exceeded"),
     *("hostile_environments", "runs_ended", "named"),
+    *("stops", "stops_without_checkpoint", "stop_violations", "runs_ended_by_evaluations"),
+    *("runs_ended_by_pins", "episodes_of_lost_versions"),
 )
-NONE_OF = ("violations", "unknown_versions", "bricked", "lost", "twice", "ledger_errors")
+NONE_OF = (
+    *("violations", "unknown_versions", "bricked", "lost", "twice", "ledger_errors"),
+    *("stops_without_checkpoint", "stop_violations", "runs_ended_by_evaluations", "runs_ended_by_pins"),
+)
 
 
 def main() -> int:
