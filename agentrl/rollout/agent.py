@@ -34,7 +34,7 @@ from agentrl.core.errors import (
     RewardError,
     VersionNotServedError,
 )
-from agentrl.core.ids import stable_hash64
+from agentrl.core.ids import opening_digest, stable_hash64
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import (
     REWARD,
@@ -131,8 +131,10 @@ class TurnSampler:
         self._sampled = 0
         """Number of tokens sampled so far, which determines the priority of a call."""
 
-    async def sample(self, call: JournaledCall, context: Int32Array, sampling: SamplingParams) -> Completion:
-        """Sample one whole turn after `context`, `[T]`.
+    async def sample(
+        self, call: JournaledCall, context: Int32Array, opening: int, sampling: SamplingParams
+    ) -> Completion:
+        """Sample one whole turn after `context`, `[T]`, of a conversation with this `GenerateRequest.opening`.
 
         Raises:
             EngineLostError: the engine was gone for too long.
@@ -154,7 +156,7 @@ class TurnSampler:
                     await self._wait_for_kv(turn, reservation, priority)
                     continue  # the episode may have been parked in the meantime
                 try:
-                    request = self._request(turn, call, context, sampling, priority)
+                    request = self._request(turn, call, context, opening, sampling, priority)
                     self._in_flight = request.request_id
                     sampled = await self._open().generate(request, turn.on_delta)
                     self._keep_version(sampled)
@@ -244,7 +246,13 @@ class TurnSampler:
             await self._episode.services.parking.wait_while_parked(self._episode.spec.episode_id, call.call_id)
 
     def _request(
-        self, turn: PartialTurn, call: JournaledCall, context: Int32Array, sampling: SamplingParams, priority: int
+        self,
+        turn: PartialTurn,
+        call: JournaledCall,
+        context: Int32Array,
+        opening: int,
+        sampling: SamplingParams,
+        priority: int,
     ) -> GenerateRequest:
         """Make the engine call for the tokens that the turn still lacks."""
         sampled = turn.sampled
@@ -261,6 +269,7 @@ class TurnSampler:
             ),  # the same seed on every execution of the attempt
             sampled_before=sampled,
             priority=priority,
+            opening=opening,
         )
 
     def _version_gone(self, error: VersionNotServedError) -> EpisodeError:
@@ -400,7 +409,7 @@ class LiveAgent(TurnSampler, Agent):
             limit = None if self._settings.is_external else self._episode.limit
             try:
                 with CallExecution(journal, call, "a turn", limit):
-                    completion = await self.sample(call, self._rows.context(), sampling)
+                    completion = await self.sample(call, self._rows.context(), self._rows.opening, sampling)
                     if reply is not None:
                         completion = self._demonstrated(valid_unicode(reply), completion)
             except EngineError as error:
@@ -662,7 +671,7 @@ class AgentTokenRows:
     2. The tokens of new messages are a function of `question`: for a repeated question, they are known.
     """
 
-    __slots__ = ("_after", "_asked", "_format", "_row_tokens", "_turns", "before", "row", "tools")
+    __slots__ = ("_after", "_asked", "_format", "_row_tokens", "_turns", "before", "opening", "row", "tools")
 
     def __init__(self, chat_format: ChatFormat, tools: Sequence[ToolSpec]) -> None:
         self._format = chat_format
@@ -675,6 +684,8 @@ class AgentTokenRows:
         self.row = 0
         self.before = 0
         """Number of tokens of the row before the newest messages; 0 in a new row."""
+        self.opening = 0
+        """`GenerateRequest.opening` of the conversation, from its first row; 0 before its first turn."""
 
     def __len__(self) -> int:
         return len(self._row_tokens)
@@ -717,6 +728,7 @@ class AgentTokenRows:
             self.row = row
         self._asked, self.before = messages if self._format.forks else (), len(self._row_tokens)
         self._row_tokens.frombytes(context)
+        self.opening = self.opening or opening_digest(context)
 
     def answer(self, completion: Completion) -> None:
         """Append the tokens the engine sampled."""
