@@ -14,6 +14,8 @@
   (`tests/replay/program_pairs.py`).
 * `seeds`: programs whose order depends on string hashes, killed and resumed under other seeds (`oracle_seeds.py`).
 * `failures`: runs whose sandboxes fail (`oracle_failures.py`).
+* `evaluations`: runs that are stopped inside their evaluations, evaluations that fail, and pinned versions that are
+  lost (`evaluation_stops.py`).
 
 Figures: `violations` of the second reader, and of them the `unknown_versions`; `lost`, `twice` and `ledger_errors` as
 of `benchmarks.chaos`; `bricked`, runs that could not go on; `kills` and by role; `runs` that got to their end; and
@@ -32,6 +34,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks import evaluation_stops
 from benchmarks.chaos import SCRIPTED, Chaos, Kind, Tally
 from benchmarks.report import Report
 from tests.replay.program_pairs import BY_DESIGN, PAIRS
@@ -108,6 +111,7 @@ PARTS = {
     "pairs": pairs,
     "seeds": _measured_by("oracle_seeds", "measure"),
     "failures": _measured_by("oracle_failures", "measure"),
+    "evaluations": evaluation_stops.measure,
 }
 FIGURES = (
     *("violations", "unknown_versions", "bricked", "lost", "twice", "ledger_errors"),
@@ -119,11 +123,14 @@ FIGURES = (
     *("hash_seed_dropped", "sorted_dropped", "hash_seed_violations"),
     *("zeros_from_failures", "zeros_without_the_rule", "infrastructure_failures", "failures_committed"),
     *("failures_dropped", "failures_unnamed"),
+    *("stops", "stops_without_checkpoint", "stop_violations", "runs_ended_by_evaluations"),
+    *("runs_ended_by_pins", "episodes_of_lost_versions"),
 )
 NONE_OF = (
     *("violations", "unknown_versions", "bricked", "lost", "twice", "ledger_errors"),
     *("replay_pairs_undetected", "rewards_on_the_wrong_agent", "sorted_dropped", "hash_seed_violations"),
     *("zeros_from_failures", "failures_unnamed"),
+    *("stops_without_checkpoint", "stop_violations", "runs_ended_by_evaluations", "runs_ended_by_pins"),
 )
 
 

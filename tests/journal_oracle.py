@@ -16,6 +16,7 @@ that does not hold; the word in front of the colon names the rule:
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 import math
@@ -185,6 +186,10 @@ class _Judge:
         with opened(control) as connection:
             meta = dict(connection.execute("SELECT key, value FROM meta"))
         self.info: Row = json.loads(meta.get("info", "{}"))
+        self.starts = sorted(
+            (json.loads(value) for key, value in meta.items() if key.startswith("life.")),
+            key=lambda start: int(start["lineage"]),
+        )
         if not self.info.keys() & {"config", "evaluated"}:
             return []
         self.checkpoints = self.sealed()
@@ -589,41 +594,74 @@ class _Judge:
     # --- rewards, baselines, advantages -------------------------------------------------------------------------------
 
     def judge_credit(self) -> None:
-        credit: Mapping[str, Any] = self.config.get("credit") or {}
-        options = dict(credit.get("advantage") or {})
-        estimator = options.pop("name", "leave_one_out")
-        if estimator not in ("leave_one_out", "group_mean", "group_std", "role_mean", "none", "gigpo", "gae"):
-            return  # a function that the page does not give
         committed = {
             (row["episode"], row["attempt"]): row
             for row in self.tables["episodes"]
             if row["purpose"] == "train" and row["drop_reason"] is None
         }
+        credits = self.credits()
+
+        def life_of(lineage: int) -> int:
+            return max(start for start in credits if start <= lineage)
+
+        def has_means(lineage: int) -> bool:
+            return bool((credits[life_of(lineage)].get("advantage") or {}).get("name") == "role_mean")
+
+        expected = {start: self.expected(credit, committed, has_means) for start, credit in credits.items()}
+        for row in self.tables["step_units"]:
+            of = expected[life_of(row["lineage"])]
+            if of is None:
+                continue
+            found = of.of(row)
+            told = (row["advantage"], row["baseline"], json.loads(row["turn_advantages"] or "null"))
+            if found is None or not _same(told, found, within=1e-12 * (1.0 + abs(row["baseline"]))):
+                self.say("credit", f"{row['episode']} {row['seat']} in {_name(_version(row))}: {told}, and not {found}")
+
+    def credits(self) -> dict[int, Mapping[str, Any]]:
+        """The section `credit` of the configuration of each start, by the lineage that the start began."""
+        config = {"credit": self.config.get("credit") or {}}
+        found: dict[int, Mapping[str, Any]] = {0: config["credit"]}
+        for start in self.starts:
+            config = copy.deepcopy(config)
+            for change in start["changed"]:
+                *sections, name = change["path"]
+                section: Any = config
+                for each in sections:
+                    section = section.setdefault(each, {})
+                section[name] = change["now"]
+            found[start["lineage"]] = config["credit"]
+        return found
+
+    def expected(
+        self,
+        credit: Mapping[str, Any],
+        committed: Mapping[Attempt, Row],
+        has_means: Callable[[int], bool],
+    ) -> _Expected | None:
+        """What the page gives under a section `credit`; None where it does not give the function."""
+        options = dict(credit.get("advantage") or {})
+        estimator = options.pop("name", "leave_one_out")
+        if estimator not in ("leave_one_out", "group_mean", "group_std", "role_mean", "none", "gigpo", "gae"):
+            return None
         if estimator == "role_mean":
-            expected = self.role_means(committed, 0.95)
-        elif estimator == "gigpo":
+            return self.role_means(committed, 0.95, has_means)
+        if estimator == "gigpo":
             compared = [by_state(members, **options) for members in self.compared(committed).values()]
             by_agent = {agent: own for group in compared for agent, own in group.items()}
-            expected = _Expected(lambda row: by_agent.get(agent_of(row)))
-        elif estimator in ("none", "gae") and credit.get("turn_credit") != "to_go":
-            expected = _Expected(lambda row: (row["reward"], 0.0, None))
-        elif estimator not in COMPARED:  # a function of the user's: only the sum can be recomputed
-            expected = _Expected(
+            return _Expected(lambda row: by_agent.get(agent_of(row)))
+        if estimator in ("none", "gae") and credit.get("turn_credit") != "to_go":
+            return _Expected(lambda row: (row["reward"], 0.0, None))
+        if estimator not in COMPARED:  # a function of the user's: only the sum can be recomputed
+            return _Expected(
                 lambda row: (
                     row["advantage"],
                     row["reward"] - row["advantage"],
                     json.loads(row["turn_advantages"] or "null"),
                 )
             )
-        elif credit.get("release", "group") in ("group", "dynamic_sampling"):
-            expected = self.whole_groups(committed, estimator, to_go=credit.get("turn_credit") == "to_go")
-        else:
-            expected = self.first_finishers(committed)
-        for row in self.tables["step_units"]:
-            found = expected.of(row)
-            told = (row["advantage"], row["baseline"], json.loads(row["turn_advantages"] or "null"))
-            if found is None or not _same(told, found, within=1e-12 * (1.0 + abs(row["baseline"]))):
-                self.say("credit", f"{row['episode']} {row['seat']} in {_name(_version(row))}: {told}, and not {found}")
+        if credit.get("release", "group") in ("group", "dynamic_sampling"):
+            return self.whole_groups(committed, estimator, to_go=credit.get("turn_credit") == "to_go")
+        return self.first_finishers(committed)
 
     def compared(self, committed: Mapping[Attempt, Row]) -> dict[tuple[str, str, str], list[Row]]:
         """Trajectories with a reward, by group, policy and seat."""
@@ -679,9 +717,9 @@ class _Judge:
 
         return _Expected(of)
 
-    def role_means(self, committed: Mapping[Attempt, Row], decay: float) -> _Expected:
-        """Replays the means along every lineage: each agent is compared with those of the step that made the weights of
-        its first token, or with the start of its role."""
+    def role_means(self, committed: Mapping[Attempt, Row], decay: float, has_means: Callable[[int], bool]) -> _Expected:
+        """Replays the means along every lineage that has them: each agent is compared with those of the step that made
+        the weights of its first token, or with the start of its role."""
         fed: dict[Version, list[Row]] = defaultdict(list)
         for row in sorted(self.tables["step_units"], key=lambda row: row["position"]):
             fed[_version(row)].append(row)
@@ -690,7 +728,9 @@ class _Judge:
         after: dict[Version, dict[tuple[str, str], list[tuple[int, float, float]]]] = {}
         found: dict[tuple[Any, ...], Credit] = {}
         for version in sorted(versions):
-            policy, _, step = version
+            policy, lineage, step = version
+            if not has_means(lineage):
+                continue
             row = versions[version]
             parent = None if row["parent_lineage"] is None else (policy, row["parent_lineage"], row["parent_step"])
             means = {role: list(known) for role, known in after.get(parent, {}).items()} if parent is not None else {}

@@ -147,6 +147,7 @@ def assemble_orchestrator(config: RunConfig, environment: type[Environment], par
             changed=changed,
             best=best,
             clock=parts.clock,
+            tell=parts.tell,
         ),
         retention=VersionRetention(keep=_kept_versions(config), disk=parts.disk),
         journal_retention=_journal_retention(config, parts),

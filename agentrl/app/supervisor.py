@@ -54,7 +54,7 @@ from agentrl.core.errors import (
 )
 from agentrl.core.files import was_closed_by_foreign_code
 from agentrl.core.ports import ChatFormat, ProcessStatusSource, Trainer
-from agentrl.core.records import PolicyVersion
+from agentrl.core.records import PolicyVersion, dropped_header
 from agentrl.credit.advantages import AdvantageEstimator
 from agentrl.environment.base import Environment, TaskSource, describe_user_code_error
 from agentrl.environment.containment import exit_forked_process, stop_loop_in_forked_process
@@ -289,6 +289,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
             watch_event_loop(observer.warn),
             stop_loop_in_forked_process(),
         ):
+            await _drop_cut_evaluations(store)
             try:
                 await orchestrator.run()
             except TrainerLostError as error:
@@ -298,6 +299,13 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
                     ) from error
                 raise
         return orchestrator
+
+
+async def _drop_cut_evaluations(store: SqliteJournal) -> None:
+    """Drop the evaluation episodes that an earlier process left in flight."""
+    detail = "its process ended during the evaluation, and evaluations are not resumed"
+    cut = [(spec, dropped_header(spec, "evaluation_cut")) for spec in store.unfinished("evaluate")]
+    await asyncio.gather(*(store.commit_episode(spec, header, b"", {}, detail) for spec, header in cut))
 
 
 def _status(orchestrator: Orchestrator, parts: Sequence[object]) -> RunSnapshot:
@@ -359,10 +367,12 @@ def _new_record(setup: RunSetup) -> RunProcessRecord:
             else "died without an error message (killed, crashed, or out of memory)"
         )
         where = "" if last.workers == 1 else ", in worker processes"
-        setup.observer.warn(
-            f"the previous process {ended}. It was running {format_episode_list(running)}{where}; they continue from "
-            "where they stopped"
-        )
+        told = f"the previous process {ended}. It was running {format_episode_list(running)}{where}"
+        if any(spec.purpose == "train" for spec in running):
+            told += "; training episodes continue from where they stopped"
+        if any(spec.purpose == "evaluate" for spec in running):
+            told += "; evaluation episodes are dropped, because evaluations are not resumed"
+        setup.observer.warn(told)
     if is_suspicious and configured == 1:
         why = (
             f"{format_episode_list(suspects)} made no progress through {SUSPECTED} such deaths in a row"
@@ -426,8 +436,8 @@ async def _close(trainer: Trainer, observer: RunObserver) -> None:
 def _interruptible(
     orchestrator: Orchestrator, observer: RunObserver, run: Path, ended: Callable[[], None]
 ) -> Iterator[None]:
-    """Handle Ctrl-C. Once: drain, write a checkpoint, return. Twice: end the process, which does not count as a
-    death.
+    """Handle Ctrl-C. Once: drain, write a checkpoint, return. Twice, also while the run closes: end the process, which
+    does not count as a death.
     """
 
     def stop() -> None:
@@ -438,7 +448,7 @@ def _interruptible(
         ended()
         _record_stop(run)
 
-    with _once(stop, leave_at_once):
+    with _once(stop, leave_at_once, stays=True):
         yield
 
 
@@ -470,20 +480,25 @@ def cancel_run_on_ctrl_c(run: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _once(then: Callable[[], None], at_once: Callable[[], None]) -> Iterator[None]:
+def _once(then: Callable[[], None], at_once: Callable[[], None], *, stays: bool = False) -> Iterator[None]:
     """Make the first signal that ends a run call `then` in the event loop, and the second end the process at once.
 
     The second calls `at_once` first, from the signal handler: an environment may block the loop. A hangup that is
-    ignored (`nohup`) stays ignored.
+    ignored (`nohup`) stays ignored. With `stays`, a first signal keeps the handlers until an outer `_once` ends.
     """
     loop = asyncio.get_running_loop()
     asked_at: float | None = None
+    is_over = False
+
+    def first() -> None:
+        if not is_over:  # otherwise there is nothing left to stop
+            then()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal asked_at
         if asked_at is None:
             asked_at = loop.time()
-            loop.call_soon_threadsafe(then)
+            loop.call_soon_threadsafe(first)
         elif loop.time() - asked_at > SAME_PRESS_S:
             at_once()
             os._exit(INTERRUPTED)
@@ -495,5 +510,7 @@ def _once(then: Callable[[], None], at_once: Callable[[], None]) -> Iterator[Non
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signals.signal(number, handler)
+        is_over = True
+        if asked_at is None or not stays:
+            for number, handler in before.items():
+                signals.signal(number, handler)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
+import signal
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +24,12 @@ INTERNAL, INTERRUPTED = 70, 130
 """Exit codes without an `AgentRLError`."""
 INTERVAL_S = 1.0
 """Seconds between two reads of a run that is followed."""
+
+
+def end_as_interrupted_on(*numbers: signal.Signals) -> None:
+    """Make signals end the process at once, with the exit code of an interrupted command."""
+    for number in numbers:
+        signal.signal(number, lambda *_: os._exit(INTERRUPTED))
 
 
 def print_json(value: Any) -> None:

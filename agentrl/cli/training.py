@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.cli.output import INTERRUPTED, print_json, print_json_line
+from agentrl.cli.output import INTERRUPTED, end_as_interrupted_on, print_json, print_json_line
 from agentrl.config.load import dump_toml, load
 from agentrl.core.errors import InputError
 from agentrl.core.text import escape_line, plural
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Sequence
 
+    from agentrl.app.training import Run
     from agentrl.config.run import RunConfig
 
 
@@ -44,16 +45,9 @@ def train(options: argparse.Namespace) -> int:
         else:
             sys.stdout.write(dump_toml(config))
         return 0
-    from agentrl.app.training import train as run_training
-
     with contextlib.suppress(ValueError, OSError):  # raised for streams without a descriptor
         faulthandler.enable()  # a crash in native code then prints the Python stack
-    try:
-        run = run_training(config, resume=options.resume)
-    except KeyboardInterrupt:
-        if (Path(config.directory) / config.name).is_dir():
-            _say_how_to_go_on(options)
-        raise
+    run = _run_training(config, options)
     policies = {policy: str(path) for policy, path in run.policies.items()}
     if options.json:
         print_json({"path": str(run.path), "summary": run.summary, "metrics": run.metrics, "policies": policies})
@@ -64,6 +58,29 @@ def train(options: argparse.Namespace) -> int:
         _say_how_to_go_on(options)
         return INTERRUPTED
     return 0
+
+
+def _run_training(config: RunConfig, options: argparse.Namespace) -> Run:
+    """Train. After an interruption, further signals end the process at once, with the same exit code."""
+    from agentrl.app.training import train as run_training
+
+    before = signal.getsignal(signal.SIGTERM)
+    end_as_interrupted_on(signal.SIGTERM)  # for the moments in which the run does not handle it
+    try:
+        run = run_training(config, resume=options.resume)
+    except KeyboardInterrupt:
+        end_as_interrupted_on(signal.SIGINT)
+        if (Path(config.directory) / config.name).is_dir():
+            _say_how_to_go_on(options)
+        raise
+    except BaseException:
+        signal.signal(signal.SIGTERM, before)
+        raise
+    if run.interrupted:
+        end_as_interrupted_on(signal.SIGINT)
+    else:
+        signal.signal(signal.SIGTERM, before)
+    return run
 
 
 def _say_how_to_go_on(options: argparse.Namespace) -> None:

@@ -100,6 +100,10 @@ class EngineLostError(EngineError):
     """
 
 
+VERSION_GONE = "version_gone"
+"""Drop reason of an episode that needs a version which no engine serves."""
+
+
 class VersionNotServedError(EngineError):
     """A session asks for a version that the engine does not serve, or no longer serves."""
 

@@ -111,6 +111,10 @@ class GenerateRequest:
     new tokens only."""
     priority: int = 0
     """Priority of the call: waiting calls with a lower value run first."""
+    opening: int = 0
+    """`ids.opening_digest` of the context of the conversation's first turn. Conversations with the same opening share a
+    prefix (members of a group, forks, a parked conversation), so they go to the same replica. 0: the whole context
+    counts as the opening."""
 
 
 class NewTokensCallback(Protocol):

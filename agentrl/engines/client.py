@@ -29,7 +29,7 @@ from agentrl.core.errors import (
     VersionNotServedError,
     rebuild_error,
 )
-from agentrl.core.ids import stable_hash64
+from agentrl.core.ids import opening_digest, stable_hash64
 from agentrl.core.network import SCHEME, Address, connect
 from agentrl.core.records import ProcessStatus
 from agentrl.engines import wire
@@ -269,8 +269,8 @@ class ReplicaRouter(Protocol[ReplicaT]):
         """Whether a conversation on this replica stays there, with its KV."""
         ...
 
-    async def pick(self, policy: str, context: Int32Array) -> ReplicaT:
-        """Pick the replica for a conversation that begins with `context`; waits while none takes calls.
+    async def pick(self, policy: str, opening: int) -> ReplicaT:
+        """Pick the replica for a conversation with this `GenerateRequest.opening`; waits while none takes calls.
 
         Raises:
             EngineLostError: no replica is available now.
@@ -329,7 +329,9 @@ class RoutedSession(Generic[ReplicaT]):
             # Close before waiting for another replica, which may need the KV cache that the session holds.
             self._close_session()
         if self._replica is None or self._session is None:
-            replica = await self._router.pick(self._policy, request.token_ids)
+            replica = await self._router.pick(
+                self._policy, request.opening or opening_digest(request.token_ids.tobytes())
+            )
             if self._closed:
                 raise EngineError(f"call {request.request_id}: the session is closed")
             self._session = replica.open(self._name, self._policy, pin=self._pin)
@@ -349,18 +351,18 @@ class RoutedSession(Generic[ReplicaT]):
         self._replica = self._session = None
 
 
-def pick_replica(loads: Sequence[int], policy: str, context: Int32Array) -> int:
-    """Return the index of the replica for a conversation that begins with `context`.
+def pick_replica(loads: Sequence[int], policy: str, opening: int) -> int:
+    """Return the index of the replica for a conversation.
 
-    Conversations with the same beginning go to one replica, as long as that has at most `LOAD_BOUND` times the mean
+    Conversations with the same opening go to one replica, as long as that has at most `LOAD_BOUND` times the mean
     number of conversations (consistent hashing with bounded loads: Mirrokni et al., 2018, arXiv:1608.01350).
 
     Args:
         loads: number of conversations of each replica.
         policy: policy of the conversation.
-        context: token ids of the conversation, `[n]`.
+        opening: `GenerateRequest.opening` of the conversation.
     """
-    best = stable_hash64(policy, context.tobytes().hex()) % len(loads)
+    best = stable_hash64(policy, opening) % len(loads)
     return best if loads[best] <= LOAD_BOUND * sum(loads) / len(loads) else loads.index(min(loads))
 
 
@@ -562,7 +564,7 @@ class ProcessEngine:
         """See `ReplicaRouter.is_available`."""
         return replica is self._connection and replica.is_open
 
-    async def pick(self, policy: str, context: Int32Array) -> EngineConnection:
+    async def pick(self, policy: str, opening: int) -> EngineConnection:
         """See `ReplicaRouter.pick`."""
         return await self._connected()
 
@@ -726,14 +728,14 @@ class EngineClient:
         if isinstance(error, EngineFailedError):
             raise error
 
-    async def pick(self, policy: str, context: Int32Array) -> EngineConnection:
+    async def pick(self, policy: str, opening: int) -> EngineConnection:
         """See `ReplicaRouter.pick`; waits while no process takes calls."""
         while True:
             while not self._addresses:
                 self._moved.clear()
                 await self._moved.wait()
             loads = [self._load(address) for address in self._addresses]
-            address = self._addresses[pick_replica(loads, policy, context)]
+            address = self._addresses[pick_replica(loads, policy, opening)]
             self._coming[address] += 1
             try:
                 return await self._open_connection(address)

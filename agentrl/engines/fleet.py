@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import EngineError, EngineFailedError, EngineLostError, EngineStorageError
+from agentrl.core.ids import opening_digest
 from agentrl.core.ports import ProcessStatusSource
 from agentrl.engines.client import AddressableEngine, RoutedSession, pick_replica
 from agentrl.engines.versions import WantedVersions, run_shielded
@@ -62,8 +63,7 @@ class Replica:
 
 
 class ReplicatedEngine:
-    """See `agentrl.core.ports.Engine`. Conversations with a common beginning share a replica unless its load is too
-    high.
+    """See `agentrl.core.ports.Engine`. Conversations with the same opening share a replica unless its load is too high.
 
     The replica is chosen by consistent hashing with bounded loads: Mirrokni et al., 2018, arXiv:1608.01350.
 
@@ -141,10 +141,10 @@ class ReplicatedEngine:
         """See `client.ReplicaRouter.is_available`."""
         return not replica.is_fenced
 
-    async def pick(self, policy: str, context: Int32Array) -> Replica:
+    async def pick(self, policy: str, opening: int) -> Replica:
         """See `client.ReplicaRouter.pick`; waits while all replicas are fenced."""
         available = await self._available()
-        return available[pick_replica([replica.sessions for replica in available], policy, context)]
+        return available[pick_replica([replica.sessions for replica in available], policy, opening)]
 
     async def _available(self) -> list[Replica]:
         while not (available := [replica for replica in self._living() if not replica.is_fenced]):
@@ -367,7 +367,7 @@ class ReplicatedEngine:
         """See `agentrl.core.ports.Engine.score`."""
         policy = version if isinstance(version, str) else version.policy
         while True:
-            replica = await self.pick(policy, token_ids)
+            replica = await self.pick(policy, opening_digest(token_ids.tobytes()))
             try:
                 return await replica.engine.score(version, token_ids, temperature)
             except (EngineLostError, EngineFailedError) as error:

@@ -1,10 +1,10 @@
 """The main process of a run: a lock while it lives, and a record of its end.
 
-Each run, and each partition of its turns, has one writer, which holds an advisory lock that ends with its process in
-any case. `process.json` in the run's directory is written when a process begins to lead the run, when episodes begin to
-run in it, and when it ends. After `kill -9` it still holds the last state: `running` without a lock holder means that
-the run was killed, and `is_playing` without one that the process died while episodes ran. `read_process_state` reads
-both for displays; a resume reads the whole record.
+Each run, and each partition of its turns, has one writer, which holds an advisory lock that ends with its process.
+`process.json` in the run's directory is written when a process begins to lead the run, when episodes begin to run in
+it, and when it ends. After `kill -9` it still holds the last state: `running` without a lock holder means that the run
+was killed, and `is_playing` without one that the process died while episodes ran. `read_process_state` reads both for
+displays; a resume reads the whole record.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, Literal, Protocol, TypeVa
 
 import msgspec
 
-from agentrl.core import ids
 from agentrl.core.errors import RunDirectoryError, StorageError
 from agentrl.core.files import open_regular, os_error_advice, read_at_most, replace_file
 from agentrl.core.text import escape_line
@@ -53,35 +52,41 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 
 
 class RunLock:
-    """Holds a file of a run's directory from construction to `release`; the file names the holder's process id."""
+    """Holds a run, or a partition, from construction to `release`; its lock file names the holder's process id.
+
+    A run is locked by its journal's directory: a lock file may be deleted, and a second writer would make another one.
+    """
 
     def __init__(self, directory: Path, name: str = LOCK_FILE) -> None:
         """Take the lock.
 
         Raises:
             RunDirectoryError: a live process holds it; the message names its id.
-            StorageError: the file cannot be created or written.
+            StorageError: the lock cannot be taken, or the file cannot be created or written.
         """
         path = directory / name
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            descriptor = file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            if name == LOCK_FILE:
+                descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise StorageError(f"{path}: cannot be opened ({error.strerror}); {os_error_advice(error)}") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.read(descriptor, 32).decode("ascii", "replace").strip() or "unknown"
+            os.ftruncate(file, 0)
+            os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
+        except BlockingIOError as error:
             os.close(descriptor)
             raise RunDirectoryError(
-                f"{directory}: process {holder} is writing this run; wait for it, stop it, or give the new run another "
-                "name"
+                f"{directory}: process {find_writing_process(directory, name) or 'unknown'} is writing this run; wait "
+                "for it, stop it, or give the new run another name"
             ) from error
-        try:
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         except OSError as error:
             os.close(descriptor)
-            raise StorageError(f"{path}: cannot be written ({error.strerror}); {os_error_advice(error)}") from error
+            raise StorageError(f"{path}: cannot be locked ({error.strerror}); {os_error_advice(error)}") from error
+        finally:
+            if file != descriptor:
+                os.close(file)
         self._descriptor = descriptor
         _held.add(self)
 
@@ -100,8 +105,9 @@ def find_writing_process(directory: Path, name: str = LOCK_FILE) -> int | None:
     therefore this one if its device is the same too, or if its holder is the process that the file names.
     """
     try:
-        with open_regular(directory / name) as file:
-            found, named = os.fstat(file.fileno()), _holder(file)
+        found, named = (directory if name == LOCK_FILE else directory / name).stat(follow_symlinks=False), None
+        with contextlib.suppress(FileNotFoundError), open_regular(directory / name) as file:
+            named = _holder(file)
         locks = Path("/proc/locks").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return None
@@ -176,10 +182,6 @@ class EpisodeProgressReader(Protocol):
         """Return the number of entries and of partials of an attempt on disk."""
         ...
 
-    def next_number(self, prefix: str) -> int:
-        """Return one more than the largest number of a root episode `<prefix><number>`."""
-        ...
-
 
 class EpisodeProgress(msgspec.Struct, frozen=True, array_like=True):
     """An unfinished episode's progress on disk, and the number of consecutive deaths of the process without any."""
@@ -218,8 +220,6 @@ class RunProcessRecord(msgspec.Struct, kw_only=True):
     """Progress of unfinished training episodes, keyed by id."""
     evaluated: dict[str, _Count] = {}
     """Number of consecutive deaths, keyed by the id of a held-out task; evaluations start over at each start."""
-    next_evaluation: _Count = 0
-    """Number of the first evaluation episode since this start."""
     machine: str = ""
     """Boot id and process-id namespace of the newest process, outside of which its process id has no meaning."""
 
@@ -266,11 +266,7 @@ class RunProcessRecord(msgspec.Struct, kw_only=True):
         Args:
             unfinished: returns the unfinished episodes of a purpose from the journal.
         """
-        evaluations = unfinished("evaluate")
-        return [
-            *unfinished("train"),
-            *(spec for spec in evaluations if ids.root_episode_number(spec.episode_id) >= self.next_evaluation),
-        ]
+        return [*unfinished("train"), *unfinished("evaluate")]
 
     def next(self, journal: EpisodeProgressReader) -> RunProcessRecord:
         """Return the record of a process that resumes the run, to be written when its episodes start."""
@@ -291,7 +287,6 @@ class RunProcessRecord(msgspec.Struct, kw_only=True):
             has_killer=self.has_killer,
             episodes=episodes,
             evaluated=evaluated if is_death else {},
-            next_evaluation=journal.next_number("v"),
             machine=_machine(),
         )
 

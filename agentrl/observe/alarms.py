@@ -168,6 +168,8 @@ ADVICE_ON_DROPS = {
     "bad_reward": "return a finite number from `reward`; give turn rewards only for turns that have been taken",
     "nondeterminism": "run `agentrl env check`: randomness, time or the outside world bypasses `ctx`",
     "untrainable": "`agentrl episode show` of a dropped one names the entries that are damaged or inconsistent",
+    "version_gone": "the engine was restarted and could not load an older version again: restore its files in "
+    "`versions/`",
     "nonfinite_gradient": "lower the learning rate; look at k3 and grad_norm before the first of them",
 }
 

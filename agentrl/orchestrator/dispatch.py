@@ -164,6 +164,8 @@ class Dispatcher:
     fail: Callable[[CheckFailedError], None] = field(init=False)
     """Callback that ends the run; set with the worker."""
     _running: dict[str, EpisodeSpec] = field(default_factory=dict)
+    _in_flight: Counter[Purpose] = field(default_factory=Counter)
+    """Number of `_running` episodes of each purpose, children included."""
     _pins: Counter[PolicyVersion] = field(default_factory=Counter)
     """Number of training episodes in flight that are pinned to each version."""
     _held: list[EpisodeSpec] = field(default_factory=list)
@@ -345,6 +347,7 @@ class Dispatcher:
     async def evaluate(self, tasks: Sequence[Task], pins: Mapping[str, PolicyVersion]) -> list[EpisodeHeader]:
         """Run each task once, outside buffer and ledger; `pins` fixes policies at versions. Children come last.
 
+        Returns when the last child has ended, whether or not its parent waited for it.
         Seeds and line-ups depend only on the place of a task, so evaluations of a run differ only by their weights.
         """
         first = self._first_evaluated = self.next_evaluation
@@ -356,7 +359,9 @@ class Dispatcher:
             for spec in self._root_specs(task, "evaluate", (first + index,), f"v{first + index}", 1, pins)
         ]
         self._evaluating = [asyncio.get_running_loop().create_future() for _ in specs]
-        return [*await self._play(specs, self._evaluating), *self._evaluated]
+        roots = await self._play(specs, self._evaluating)
+        await self.changed.wait_for(lambda: not self._in_flight["evaluate"])
+        return [*roots, *self._evaluated]
 
     async def play_forks(
         self, specs: Sequence[EpisodeSpec], ended_children: Mapping[str, EpisodeHeader]
@@ -369,6 +374,7 @@ class Dispatcher:
         """Stop every episode in flight; training episodes are dropped with `reason`."""
         await self.worker.cancel()
         running, self._running = self._running, {}
+        self._in_flight.clear()
         self._pins.clear()
         headers = []
         for spec in running.values():
@@ -530,12 +536,16 @@ class Dispatcher:
         """Note that an episode is in flight with this spec, which replaces that of an earlier attempt."""
         self._remove_running(spec.episode_id)
         self._running[spec.episode_id] = spec
+        self._in_flight[spec.purpose] += 1
         if spec.purpose == "train":
             self._pins.update(spec.pins.values())
 
     def _remove_running(self, episode_id: str) -> None:
         spec = self._running.pop(episode_id, None)
-        if spec is None or spec.purpose != "train":
+        if spec is None:
+            return
+        self._in_flight[spec.purpose] -= 1
+        if spec.purpose != "train":
             return
         for pin in spec.pins.values():
             self._pins[pin] -= 1

@@ -1,7 +1,8 @@
 """Evaluation during training: held-out tasks at pinned versions, outside buffer and ledger.
 
 Invariants: neither training nor a stop waits for an evaluation; at most one evaluation runs at a time, and one that
-would begin meanwhile is skipped; dropped episodes are counted, never scored as 0.
+would begin meanwhile is skipped; its versions stay pinned until its last episode has ended; dropped episodes are
+counted, never scored as 0; an evaluation without a committed episode has no result, and the run continues.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class Evaluator:
     changed: ChangeCondition
     best: BestCheckpointTracker
     clock: Clock
+    tell: Callable[[str], None]
+    """Receives a line for people."""
     _busy: bool = False
 
     @property
@@ -61,23 +64,19 @@ class Evaluator:
         if self._busy:
             return
         self._busy = True
-        try:
-            for policy in policies:
-                await self.versions.pin(_HOLDER, self.versions.current[policy])
-            pinned = {version.policy: version for version in self.versions.pinned_by(_HOLDER)}
-            await self.now(pinned, stopping, pinned=True)
-        finally:
-            self.versions.unpin(_HOLDER, *self.versions.pinned_by(_HOLDER))
+        for policy in policies:
+            await self.versions.pin(_HOLDER, self.versions.current[policy])
+        pinned = {version.policy: version for version in self.versions.pinned_by(_HOLDER)}
+        await self.now(pinned, stopping, pinned=True)
+        if not stopping():  # otherwise episodes may still sample from these versions while the run ends
+            self.versions.unpin(_HOLDER, *pinned.values())
             self._busy = False
 
     async def now(
         self, versions: Mapping[str, PolicyVersion], stopping: Callable[[], bool], *, pinned: bool = False
     ) -> None:
-        """Evaluate the current versions and wait for the result or a stop.
-
-        Raises:
-            CheckFailedError: every episode was dropped.
-        """
+        """Evaluate the current versions and wait for the result or a stop. If every episode was dropped, there is no
+        result: a line says why."""
         began, busy = self.clock.monotonic(), self.versions.engine.busy_seconds()
         loop = asyncio.get_running_loop()
         tasks = repeat_tasks(self.held_out, self.attempts)
@@ -96,9 +95,14 @@ class Evaluator:
             "evaluation/seconds": seconds,
             "evaluation/engine_busy_share": (self.versions.engine.busy_seconds() - busy) / seconds,
         }
-        metrics = {
-            policy: evaluation_metrics(headers, policy, self.attempts, self.held_out) | course for policy in versions
-        }
+        try:
+            metrics = {
+                policy: evaluation_metrics(headers, policy, self.attempts, self.held_out) | course
+                for policy in versions
+            }
+        except CheckFailedError as error:
+            self.tell(f"{error}. The evaluation of {', '.join(map(str, versions.values()))} has no result")
+            return
         for policy, version in versions.items():
             self.store.record_metrics(policy, version.step, metrics[policy])
             self.best.record_metrics(policy, metrics[policy], versions)

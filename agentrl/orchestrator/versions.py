@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from agentrl.core.errors import EngineError
+from agentrl.core.errors import VERSION_GONE, EngineError
 from agentrl.core.ids import random_stream
 from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, GameResult, GameTally, PolicyVersion, WeightsRef
@@ -273,6 +273,8 @@ class OpponentPool:
     flight."""
     tallies: dict[PolicyVersion, GameTally] = field(default_factory=dict)
     """Results of the episodes against each version."""
+    lost: set[PolicyVersion] = field(default_factory=set)
+    """Versions that the engine could not serve to an episode."""
 
     @property
     def holder(self) -> str:
@@ -296,8 +298,9 @@ class OpponentPool:
         return versions[-1]
 
     def drawn_from(self) -> list[PolicyVersion]:
-        """Return the versions from which opponents are drawn, oldest first."""
-        return self.served[-self.size :]
+        """Return the versions from which opponents are drawn, oldest first; lost ones only if all are lost."""
+        newest = self.served[-self.size :]
+        return [version for version in newest if version not in self.lost] or newest
 
     def is_due(self, version: PolicyVersion) -> bool:
         """Whether a version that became current should join; it joins after its step if the pool was full then."""
@@ -358,9 +361,11 @@ class OpponentPools:
                 pool.served.append(weights.version)
         self._unpin_unneeded()
 
-    def record_result(self, header: EpisodeHeader) -> None:
+    def record_result(self, spec: EpisodeSpec, header: EpisodeHeader) -> None:
         """Count the result of a training episode and unpin versions that no episode needs any more."""
         for name, pool in self.pools.items():
+            if header.drop_reason == VERSION_GONE and name in spec.pins:
+                pool.lost.add(spec.pins[name])
             result = pool.count(header) if header.committed else None
             if result is not None:
                 self.counts.count_game(name, result.score)

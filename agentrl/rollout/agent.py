@@ -26,6 +26,7 @@ import numpy as np
 
 from agentrl.core.clock import RetryBudget
 from agentrl.core.errors import (
+    VERSION_GONE,
     EngineError,
     EngineLostError,
     EnvironmentDefinitionError,
@@ -33,7 +34,7 @@ from agentrl.core.errors import (
     RewardError,
     VersionNotServedError,
 )
-from agentrl.core.ids import stable_hash64
+from agentrl.core.ids import opening_digest, stable_hash64
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import (
     REWARD,
@@ -130,12 +131,14 @@ class TurnSampler:
         self._sampled = 0
         """Number of tokens sampled so far, which determines the priority of a call."""
 
-    async def sample(self, call: JournaledCall, context: Int32Array, sampling: SamplingParams) -> Completion:
-        """Sample one whole turn after `context`, `[T]`.
+    async def sample(
+        self, call: JournaledCall, context: Int32Array, opening: int, sampling: SamplingParams
+    ) -> Completion:
+        """Sample one whole turn after `context`, `[T]`, of a conversation with this `GenerateRequest.opening`.
 
         Raises:
             EngineLostError: the engine was gone for too long.
-            EpisodeError: the engine returned a logprob that is not finite, or has lost the conversation's version.
+            EpisodeError: the engine returned a logprob that is not finite, or does not serve the version.
         """
         episode, services, reservation = self._episode, self._episode.services, self._reservation
         priority = call_priority(episode.spec, self._sampled)
@@ -153,7 +156,7 @@ class TurnSampler:
                     await self._wait_for_kv(turn, reservation, priority)
                     continue  # the episode may have been parked in the meantime
                 try:
-                    request = self._request(turn, call, context, sampling, priority)
+                    request = self._request(turn, call, context, opening, sampling, priority)
                     self._in_flight = request.request_id
                     sampled = await self._open().generate(request, turn.on_delta)
                     self._keep_version(sampled)
@@ -163,8 +166,7 @@ class TurnSampler:
                     else:
                         completion = sampled
                 except VersionNotServedError as error:
-                    self._refuse_newer_weights(error)
-                    raise
+                    raise self._version_gone(error) from error
                 except EngineLostError as error:
                     self._in_flight = None
                     budget = await self._lost(error, turn, budget)
@@ -244,7 +246,13 @@ class TurnSampler:
             await self._episode.services.parking.wait_while_parked(self._episode.spec.episode_id, call.call_id)
 
     def _request(
-        self, turn: PartialTurn, call: JournaledCall, context: Int32Array, sampling: SamplingParams, priority: int
+        self,
+        turn: PartialTurn,
+        call: JournaledCall,
+        context: Int32Array,
+        opening: int,
+        sampling: SamplingParams,
+        priority: int,
     ) -> GenerateRequest:
         """Make the engine call for the tokens that the turn still lacks."""
         sampled = turn.sampled
@@ -261,22 +269,24 @@ class TurnSampler:
             ),  # the same seed on every execution of the attempt
             sampled_before=sampled,
             priority=priority,
+            opening=opening,
         )
 
-    def _refuse_newer_weights(self, error: VersionNotServedError) -> None:
-        """Restart the episode if its conversation is pinned to a version that the engine has lost.
+    def _version_gone(self, error: VersionNotServedError) -> EpisodeError:
+        """Return the error of an episode that needs a version which the engine no longer serves.
 
-        Raises:
-            EpisodeError: the conversation is pinned; the episode restarts.
+        The episode restarts if only this conversation was held to the version. If its spec names the version
+        (evaluations, opponents, deterministic runs), every attempt needs it, and the episode is dropped.
         """
-        if self._kept_version is not None:
-            raise EpisodeError(
-                f"the conversation of {self._name} was sampled by {self._kept_version} and must stay on it "
-                "(engine.refresh = 'episode'), but the engine has lost it and now serves newer weights: its episode "
-                f"starts over ({error})",
-                reason="version_gone",
-                begin_again=True,
-            ) from error
+        pin = self._episode.spec.seats[self.seat].pin
+        why = f"its episode is pinned to {pin}"
+        if pin is None:
+            why = f"it was sampled by {self._kept_version} and must stay on it (engine.refresh = 'episode')"
+        return EpisodeError(
+            f"the conversation of {self._name} cannot continue: {why}, which the engine has lost ({error})",
+            reason=VERSION_GONE,
+            begin_again=pin is None,
+        )
 
     def _open(self) -> EngineSession:
         if self._session is None:
@@ -404,7 +414,7 @@ class LiveAgent(TurnSampler, Agent):
             limit = None if self._settings.is_external else self._episode.limit
             try:
                 with CallExecution(journal, call, "a turn", limit):
-                    completion = await self.sample(call, self._rows.context(), sampling)
+                    completion = await self.sample(call, self._rows.context(), self._rows.opening, sampling)
                     if reply is not None:
                         completion = self._demonstrated(valid_unicode(reply), completion)
             except EngineError as error:
@@ -666,7 +676,7 @@ class AgentTokenRows:
     2. The tokens of new messages are a function of `question`: for a repeated question, they are known.
     """
 
-    __slots__ = ("_after", "_asked", "_format", "_row_tokens", "_turns", "before", "row", "tools")
+    __slots__ = ("_after", "_asked", "_format", "_row_tokens", "_turns", "before", "opening", "row", "tools")
 
     def __init__(self, chat_format: ChatFormat, tools: Sequence[ToolSpec]) -> None:
         self._format = chat_format
@@ -679,6 +689,8 @@ class AgentTokenRows:
         self.row = 0
         self.before = 0
         """Number of tokens of the row before the newest messages; 0 in a new row."""
+        self.opening = 0
+        """`GenerateRequest.opening` of the conversation, from its first row; 0 before its first turn."""
 
     def __len__(self) -> int:
         return len(self._row_tokens)
@@ -721,6 +733,7 @@ class AgentTokenRows:
             self.row = row
         self._asked, self.before = messages if self._format.forks else (), len(self._row_tokens)
         self._row_tokens.frombytes(context)
+        self.opening = self.opening or opening_digest(context)
 
     def answer(self, completion: Completion) -> None:
         """Append the tokens the engine sampled."""

@@ -298,9 +298,9 @@ class HarnessAgent(LiveAgent):
         """Sample a reply, or return the one with which a fork replaces it."""
         edits = self._episode.journal.edits_at(call.call_id)
         if not edits:
-            return self._cut(await sampler.sample(call, placed.context(), sampling), stops)
+            return self._cut(await sampler.sample(call, placed.context(), placed.opening(), sampling), stops)
         one = dataclasses.replace(sampling, max_tokens=1)  # one sampled token reveals which version plays the seat
-        sampled = await sampler.sample(call, placed.context(), one)
+        sampled = await sampler.sample(call, placed.context(), placed.opening(), one)
         return _said_instead(str(edits[-1]["content"]), sampled, self._settings.chat_format)
 
     def _note_difference(

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from agentrl.core.ids import opening_digest
+
 if TYPE_CHECKING:
     import re
     from collections.abc import Iterable, Sequence
@@ -49,6 +51,8 @@ class TreeRow:
     number: int
     tokens: array[int] = field(default_factory=lambda: array("i"))
     last: TurnEndPosition | None = None
+    begun: int = 0
+    """Number of tokens in the context of the conversation's first turn; 0 before it was answered."""
     is_busy: bool = False
     """Whether a call in flight continues the row."""
 
@@ -96,6 +100,10 @@ class RequestPlacement:
     def context(self) -> Int32Array:
         """Return the whole context for the engine; shape [T]. Call it before the turn is answered."""
         return np.frombuffer(self.row.tokens.tobytes(), dtype=np.int32)
+
+    def opening(self) -> int:
+        """Return the `GenerateRequest.opening` of the conversation. Call it before the turn is answered."""
+        return opening_digest(self.row.tokens[: self.row.begun or None].tobytes())
 
 
 class TokenTree:
@@ -147,7 +155,7 @@ class TokenTree:
                 cause = None
                 row.tokens.extend(new)
             else:
-                row, before = TreeRow(len(self.rows), turn.history()), 0
+                row, before = TreeRow(len(self.rows), turn.history(), begun=row.begun), 0
                 row.tokens.extend(new)
         if row.number == len(self.rows):
             cause = cause if self.rows else None
@@ -185,6 +193,7 @@ class TokenTree:
     ) -> TurnEndPosition:
         """Append the tokens of a sampled turn; `reply` is the message as the client gets it."""
         row = placement.row
+        row.begun = row.begun or len(row.tokens)
         row.tokens.extend(sampled)
         turn = row.last = TurnEndPosition(row, len(row.tokens), finish_reason)
         row.is_busy = False

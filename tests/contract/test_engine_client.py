@@ -173,7 +173,8 @@ def test_a_replica_that_comes_late_is_not_given_all_that_is_new() -> None:
         client.moved((first, second))
         for number in range(8):
             await client.open(f"t{number}", "solver").generate(request(f"u{number}", prompt(9, seed=number)))
-        assert [(await client._open_connection(address)).sessions for address in (first, second)] == [4, 4]
+        loads = [(await client._open_connection(address)).sessions for address in (first, second)]
+        assert (sum(loads), min(loads) >= 3) == (8, True), loads
         for engine in engines:
             await engine.close()
 

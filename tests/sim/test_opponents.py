@@ -102,6 +102,36 @@ def test_a_group_plays_one_past_version_and_never_a_future_one(simulated_loop: S
     simulated_loop.run(main)
 
 
+class Forgetful(ScriptedEngine):
+    """Loses a pinned version for good once the next one is current, like a restarted process whose file is gone."""
+
+    GONE = PolicyVersion("player", 0, 2)
+
+    def has_pin(self, version: PolicyVersion) -> bool:
+        return super().has_pin(version) and (version != self.GONE or self._current["player"].step < 3)
+
+
+@pytest.mark.parametrize("choose", ["uniform", "latest", "prioritised"])
+def test_a_pinned_version_that_no_engine_serves_costs_its_episodes_and_not_the_run(
+    simulated_loop: SeededSimulation, choose: str
+) -> None:
+    async def main() -> int:
+        run = SmallRun(config=config(choose=choose), environment=Duel, script=strength, engine_class=Forgetful)
+        await run.run()
+        assert len(run.trainer.batches) == 9
+        dropped = run.orchestrator.buffer.ledger.dropped
+        assert set(dropped) <= {"version_gone", "run_ended"}
+        against = {
+            spec.episode_id
+            for spec, header in run.journal.dispatched()
+            if header is not None and header.drop_reason == "version_gone" and spec.pins["past"] == Forgetful.GONE
+        }
+        assert len(against) == dropped["version_gone"] <= 16, "no more groups are matched with it"
+        return len(against)
+
+    assert sum(simulated_loop.run(main)) > 0
+
+
 def steps_of_policies(run: SmallRun) -> set[str]:
     return {batch.policy for batch in run.trainer.batches}
 

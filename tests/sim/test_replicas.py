@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import pytest
 
+import agentrl
+from agentrl.app.recovery import read_resume_state
 from agentrl.core.errors import (
     EngineError,
     EngineFailedError,
@@ -16,11 +18,14 @@ from agentrl.core.errors import (
     EngineStorageError,
     VersionNotServedError,
 )
+from agentrl.core.ids import opening_digest
 from agentrl.core.ports import GenerateRequest, Refresh, SamplingParams
 from agentrl.core.records import Completion, PolicyVersion, WeightsRef
 from agentrl.engines.fleet import FENCE_S, ReplicatedEngine
 from agentrl.engines.scripted import ScriptedEngine
+from agentrl.testing.plugin import SeededSimulation
 from agentrl.testing.virtual_time import simulate
+from tests.sim.small_run import SmallRun, guess
 
 if TYPE_CHECKING:
     from agentrl.core.records import Float32Array, Int32Array
@@ -102,6 +107,73 @@ async def turn(engine: ReplicatedEngine, name: str, number: int = 0, policy: str
         return await session.generate(request(name, context(number)))
     finally:
         session.close()
+
+
+def test_conversations_with_the_same_opening_go_to_one_replica_whatever_followed_it() -> None:
+    async def main() -> None:
+        engines = [Engine() for _ in range(3)]
+        engine = ReplicatedEngine(engines)
+        for number in range(12):
+            first = context(number)
+            for length in range(4):  # as its forks after so many turns
+                longer = np.concatenate([first, np.full(length, 9, np.int32)])
+                session = engine.open(f"{number}.{length}", "solver")
+                await session.generate(
+                    replace(request(f"{number}.{length}", longer), opening=opening_digest(first.tobytes()))
+                )
+                session.close()
+        places = [{asked.partition(".")[0] for asked in each.asked} for each in engines]
+        assert all(places), "twelve openings fell on fewer than three replicas"
+        assert sum(map(len, places)) == 12
+        await engine.close()
+
+    simulate(main, seed=0)
+
+
+class Rewritten(agentrl.Environment):
+    """A conversation that begins a new row after two turns."""
+
+    seats = ("guesser",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        guesser = ctx.agent("guesser")
+        for turn in range(6):
+            if turn == 2:
+                guesser.restart(agentrl.user("Summary"))
+            await guesser.act(agentrl.user(f"Guess {ctx.task.data['digit']}, {turn}"))
+            await ctx.sleep(0.3)
+        guesser.reward(ctx.rng.random())
+
+
+def test_a_resumed_conversation_has_the_opening_of_its_first_prompt(simulated_loop: SeededSimulation) -> None:
+    async def main() -> int:
+        asked: dict[str, set[int]] = {}
+
+        def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+            asked.setdefault(request.request_id.partition(".")[0], set()).add(request.opening)
+            return guess(request, policy, version)
+
+        first = SmallRun(environment=Rewritten, script=script)
+        journal = await first.cut_after(2.0)
+        before = {episode: set(openings) for episode, openings in asked.items()}
+        asked.clear()
+        at = {"guesser": PolicyVersion("guesser", 0, len(first.trainer.batches))}
+        resume_state = read_resume_state(journal, at, group_size=4)
+        second = SmallRun(
+            environment=Rewritten, script=script, journal=journal, resume_state=resume_state, resumed_at=at
+        )
+        await second.run()
+        assert all(len(openings) == 1 for openings in [*before.values(), *asked.values()])
+        resumed = before.keys() & asked.keys()
+        assert all(asked[episode] == before[episode] for episode in resumed)
+        groups: dict[int, set[int]] = {}
+        for episode, openings in before.items():
+            groups.setdefault(int(episode[1:]) // 4, set()).update(openings)
+        assert all(len(openings) == 1 for openings in groups.values()), "members of a group stay together"
+        assert len({opening for openings in before.values() for opening in openings}) > 1
+        return len(resumed)
+
+    assert min(simulated_loop.run(main)) > 0
 
 
 def test_conversations_that_begin_alike_go_to_one_replica_until_it_has_too_many() -> None:

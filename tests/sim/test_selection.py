@@ -19,6 +19,7 @@ from agentrl.orchestrator import scheduler
 from agentrl.orchestrator.tasks import Curriculum, GroupResult
 from agentrl.testing.memory_journal import MemoryJournal
 from agentrl.testing.plugin import SeededSimulation
+from agentrl.testing.virtual_time import simulate
 from tests.sim.small_run import TASKS, Guess, SmallRun, config_for
 from tests.sim.test_deterministic import guess, trained_by
 

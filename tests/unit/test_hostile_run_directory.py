@@ -80,7 +80,6 @@ def test_any_curve_can_be_drawn(values: list[float]) -> None:
         {"evaluated": {"held_out-1": int("9" * 4300)}},
         {"episodes": {"e1": [0, 1, 0, 1 << 60]}},
         {"episodes": {"e1": [0, 1, 0, -1]}},
-        {"next_evaluation": int("9" * 4300)},
         {"workers": 10**30},
     ],
 )

@@ -20,6 +20,7 @@ from agentrl.core.errors import TrainerLostError
 from agentrl.core.ports import Engine, GenerateRequest
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
+from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.testing.recording_trainer import RecordingTrainer
 from tests.journal_oracle import entry_checksum, judge, row_checksum
@@ -264,6 +265,62 @@ def test_every_kind_of_credit_follows_from_the_page_also_after_a_loss(
     assert told == (2, 1, int("turn_credit" in credit))
     assert connection.execute("SELECT count(*) > 0 FROM baselines").fetchone() == (int("release" in credit),)
     connection.close()
+
+
+LIVES = [
+    ("leave_one_out", "role_mean", "group_std", "role_mean"),
+    ("none", "gigpo", "group_mean", "leave_one_out"),
+]
+
+
+@pytest.mark.parametrize("lives", LIVES, ids="-".join)
+def test_a_run_whose_advantage_changed_on_resume_follows_from_the_page(tmp_path: Path, lives: tuple[str, ...]) -> None:
+    async def engine(config: RunConfig, versions: Mapping[str, PolicyVersion], *rest: object) -> Engine:
+        return ScriptedEngine(digit, versions=versions)
+
+    def trainer(config: RunConfig, directory: Path) -> RecordingTrainer:
+        return RecordingTrainer(["guesser", "rival"], versions=directory / "versions")
+
+    for life, advantage in enumerate(lives):
+        stopped = Stopped(3 * (life + 1))
+        config = config_for(
+            steps=3 * len(lives) + 3,
+            name="run",
+            directory=str(tmp_path),
+            credit={"group_size": 4, "advantage": advantage},
+            policies={"guesser": {"step_size": 6, "max_staleness": 2}, "rival": {"step_size": 6, "max_staleness": 2}},
+        )
+        factories = RunFactories(
+            engine=engine,
+            trainer=trainer,
+            chat_format=lambda config: PlainChatFormat(),
+            clock=NoWaiting(),
+            assembled=stopped.watch,
+        )
+        running = run_training(
+            *(config, Guesses), tasks=TASKS, quiet=True, factories=factories, observers=[stopped], resume=life > 0
+        )
+        assert asyncio.run(running).interrupted
+        assert judge(tmp_path / "run") == []
+    change(tmp_path / "run", "UPDATE step_units SET advantage = advantage + .001 WHERE lineage = 2")
+    assert rules(tmp_path / "run") == {"credit"}
+
+
+class Stopped:
+    """Observer that stops a run at a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def watch(self, orchestrator: Orchestrator) -> None:
+        self._orchestrator = orchestrator
+
+    def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
+        if step >= self._step:
+            self._orchestrator.stop()
+
+    def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
+        """Evaluations do not matter."""
 
 
 def digit(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from agentrl.core.errors import StorageError
+from agentrl.core.errors import RunDirectoryError, StorageError
 from agentrl.core.records import PolicyVersion, ProcessStatus
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.statistics import run_state
@@ -440,12 +440,24 @@ def test_how_a_process_left_a_run_stays_behind(
     reader.close()
 
 
+def test_a_lock_file_that_is_deleted_admits_no_second_writer(tmp_path: Path) -> None:
+    journal = SqliteJournal(tmp_path)
+    (tmp_path / "run.lock").unlink()
+    assert find_writing_process(tmp_path) == os.getpid()
+    for _ in range(2):  # the refused one leaves a lock file that names nobody
+        with pytest.raises(RunDirectoryError, match=f"process {os.getpid()} "):
+            SqliteJournal(tmp_path)
+    asyncio.run(journal.close())
+    assert find_writing_process(tmp_path) is None
+    asyncio.run(SqliteJournal(tmp_path).close())
+
+
 def test_the_lock_of_another_file_with_the_same_inode_number_is_not_the_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Inodes are numbered by device."""
     (tmp_path / "run.lock").write_text("41\n")
-    found = (tmp_path / "run.lock").stat()
+    found = tmp_path.stat()
     here = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}"
     read = Path.read_text
 

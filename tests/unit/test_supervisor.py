@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -17,7 +18,9 @@ from typing import Any
 
 import pytest
 
+from agentrl.app import supervisor
 from agentrl.app.run_parts import RunFactories
+from agentrl.app.supervisor import cancel_run_on_ctrl_c
 from agentrl.app.training import Run, run_training
 from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
@@ -34,6 +37,7 @@ from agentrl.core.errors import (
 from agentrl.core.ports import Engine, GenerateRequest
 from agentrl.core.records import EpisodeSpec, PolicyVersion, StepReport
 from agentrl.engines.scripted import ScriptedEngine
+from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import EntryBody, JournalEntry, TurnEntry, TurnVersionSpan
 from agentrl.journal.run_log import RunStart, SettingChange
 from agentrl.journal.run_process import RunLock, RunProcessRecord
@@ -400,6 +404,30 @@ def test_an_evaluation_that_kills_is_counted_by_its_task(tmp_path: Path) -> None
         asyncio.run(store.close())
 
 
+def test_evaluation_episodes_that_a_kill_cut_are_dropped_by_the_next_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    child = os.fork()
+    if child == 0:
+        lives = Lives([])
+        lives.clock.sleeps = lambda: lives.turns[0] > 4 and os.kill(os.getpid(), signal.SIGKILL)
+        lives.run(tmp_path, held_out=4)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    with contextlib.closing(RunReader(tmp_path / "run")) as reader:
+        cut = {line.episode for line in reader.episodes("purpose = 'evaluate'") if line.status == "in_flight"}
+    assert cut
+
+    Lives([]).run(tmp_path, resume=True, held_out=4, quiet=False)
+    told = capsys.readouterr()
+    (line,) = [line for line in (told.out + told.err).splitlines() if "It was running" in line]
+    assert "evaluations are not resumed" in line
+    assert "continue" not in line, "no training episode was running"
+    with contextlib.closing(RunReader(tmp_path / "run")) as reader:
+        lines = reader.episodes("purpose = 'evaluate'")
+        assert {line.episode for line in lines if line.drop_reason == "evaluation_cut"} == cut
+        assert {line.status for line in lines if line.episode not in cut} == {"finished"}
+
+
 def test_a_run_is_resumed_as_its_journal_says_it_was(tmp_path: Path) -> None:
     Lives([]).run(tmp_path)
     (tmp_path / "run/config.json").unlink()
@@ -447,6 +475,47 @@ def test_a_signal_ends_a_run_and_all_it_has_started(tmp_path: Path, number: sign
     signal.signal(signal.SIGHUP, before)
     assert [trainer.closed for trainer in lives.trainers] == [True]
     assert Lives([]).run(tmp_path, resume=True).summary["steps"] == 6 - len(lives.trainers[0].batches)
+
+
+def test_a_second_signal_while_a_stopped_run_closes_ends_it_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class PressedAgain(Fragile):
+        async def close(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await super().close()
+
+    def trainer(config: RunConfig, directory: Path) -> RecordingTrainer:
+        return PressedAgain(["guesser"], dies_at_once=False, versions=directory / "versions")
+
+    monkeypatch.setattr(supervisor, "SAME_PRESS_S", 0.0)
+    child = os.fork()
+    if child == 0:
+        lives = Lives([])
+
+        def press() -> None:
+            lives.clock.sleeps = lambda: None
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        lives.clock.sleeps = press
+        monkeypatch.setattr(lives, "trainer", trainer)
+        with contextlib.suppress(BaseException):
+            lives.run(tmp_path)
+        os._exit(99)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+    reader = RunReader(tmp_path / "run")
+    assert reader.standing() == "stopped"
+    reader.close()
+
+
+def test_a_signal_in_the_last_moment_of_a_run_cancels_nothing_after_it(tmp_path: Path) -> None:
+    async def main() -> str:
+        with cancel_run_on_ctrl_c(tmp_path):
+            os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(0)
+        return "finished"
+
+    assert asyncio.run(main()) == "finished"
 
 
 @pytest.mark.damages_journal
