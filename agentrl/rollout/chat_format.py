@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import msgspec
 from tokenizers import Tokenizer
 
 from agentrl.core.errors import ModelError
@@ -60,6 +61,8 @@ _FRAMES = 64
 _KEPT_CHARACTERS = 1 << 20
 """Number of characters whose tokens are kept for reuse: members of a group get the same prompt, tools often give the
 same answers, and half of a small policy's replies are among its last few hundred."""
+_MAX_TOKEN_CHARACTERS = 1024
+"""Maximum length of an added token; compiling one takes time that grows with the square of its length."""
 _SPARE_ROWS = 2048
 """Number of embedding rows that may have no token: models are padded to round sizes, the largest seen by 1,069."""
 _MAX_PROBE_CHARACTERS = 200_000
@@ -179,10 +182,7 @@ class TemplateChatFormat:
                 f"{directory} has no tokenizer.json. Give a local Hugging Face model directory, or write the file "
                 "with `AutoTokenizer.from_pretrained(DIR, use_fast=True).save_pretrained(DIR)`"
             )
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises plain Exception
-            raise ModelError(f"{path} cannot be read: {error}") from error
+        tokenizer = read_tokenizer(path)
         _check_vocabulary(directory, tokenizer)
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -592,6 +592,40 @@ class TemplateChatFormat:
                 f"to one that parses the model's calls (or to any, if it calls no tools): {known}"
             )
         return REPLY_FORMATS["hermes"]
+
+
+class _AddedTokenText(msgspec.Struct):
+    content: str = ""
+
+
+class _AddedTokens(msgspec.Struct):
+    added_tokens: list[_AddedTokenText] = []
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Read a `tokenizer.json`.
+
+    Raises:
+        ModelError: it cannot be read, or has an absurdly long added token, whose compilation would not end.
+    """
+    try:
+        longest = max(
+            (each.content for each in _ADDED_TOKENS.decode(path.read_bytes()).added_tokens), key=len, default=""
+        )
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if len(longest) > _MAX_TOKEN_CHARACTERS:
+        raise ModelError(
+            f"{path}: the added token {longest[:30]!a}… has {len(longest):,} characters, but none has more than "
+            f"{_MAX_TOKEN_CHARACTERS:,}: the file is damaged. Copy the directory again"
+        )
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises plain Exception
+        raise ModelError(f"{path} cannot be read: {error}") from error
+
+
+_ADDED_TOKENS = msgspec.json.Decoder(_AddedTokens)
 
 
 def _check_vocabulary(directory: Path, tokenizer: Tokenizer) -> None:
