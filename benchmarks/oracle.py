@@ -1,6 +1,6 @@
 """What independent checks find in runs that were killed, attacked and resumed with another configuration.
 
-    python -m benchmarks.oracle [--quick] [--part kills|fields|lag|hostile] [--directory DIR] [--seed 0]
+    python -m benchmarks.oracle [--quick] [--part kills|fields|lag|hostile|inputs] [--directory DIR] [--seed 0]
 
 * `kills`: small real runs (tiny models, real processes) are killed with SIGKILL in each of their processes while they
   take steps, and go on to their end: one policy in one process and an engine, two worker processes, two policies with
@@ -10,6 +10,7 @@
 * `fields`: every setting is changed between two starts of a run (`resume_fields.py`).
 * `lag`: the largest lag of a token against `max_lag` (`scheduling_lag.py`).
 * `hostile`: environments that attack their process (`hostile_environments.py`).
+* `inputs`: files, models, data and strangers that attack a run from outside (`hostile_inputs.py`).
 
 Figures: `violations` of the second reader, and of them the `unknown_versions`; `lost`, `twice` and `ledger_errors` as
 of `benchmarks.chaos`; `bricked`, runs that could not go on; `kills` and by role; `runs` that got to their end; and
@@ -87,13 +88,16 @@ PARTS = {
     "fields": _measured_by("resume_fields", "figures"),
     "lag": _measured_by("scheduling_lag", "figures"),
     "hostile": _measured_by("hostile_environments", "measure"),
+    "inputs": _measured_by("hostile_inputs", "measure"),
 }
 FIGURES = (
     *("violations", "unknown_versions", "bricked", "lost", "twice", "ledger_errors"),
     *("kills", *(f"kills_{role}" for role in ROLES), "runs"),
     *("config_fields_unclassified", "resumes_judged", "max_lag_exceeded"),
-    *("hostile_environments", "runs_ended", "named"),
+    *("hostile_environments", "hostile_inputs", "runs_ended", "named"),
 )
+SUMMED = ("violations", "bricked", "runs_ended")
+"""Figures of several parts."""
 NONE_OF = ("violations", "unknown_versions", "bricked", "lost", "twice", "ledger_errors")
 
 
@@ -113,7 +117,9 @@ def main() -> int:
         for part in [options.part] if options.part else PARTS:
             print(f"{part} …", flush=True)
             measured = PARTS[part](options.quick, root, options.seed)
-            report.figures |= {name: measured.get(name) for name in FIGURES if name in measured}
+            for name, value in measured.items():
+                before = report.figures.get(name) if name in SUMMED else None
+                report.figures[name] = value if before is None or value is None else before + value
     report.print()
     return 1 if any(report.figures[name] for name in NONE_OF) else 0
 
