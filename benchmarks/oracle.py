@@ -16,6 +16,7 @@
 * `failures`: runs whose sandboxes fail (`oracle_failures.py`).
 * `evaluations`: runs that are stopped inside their evaluations, evaluations that fail, and pinned versions that are
   lost (`evaluation_stops.py`).
+* `inputs`: files, models, data and strangers that attack a run from outside (`hostile_inputs.py`).
 
 Figures: `violations` of the second reader, and of them the `unknown_versions`; `lost`, `twice` and `ledger_errors` as
 of `benchmarks.chaos`; `bricked`, runs that could not go on; `kills` and by role; `runs` that got to their end; and
@@ -112,12 +113,13 @@ PARTS = {
     "seeds": _measured_by("oracle_seeds", "measure"),
     "failures": _measured_by("oracle_failures", "measure"),
     "evaluations": evaluation_stops.measure,
+    "inputs": _measured_by("hostile_inputs", "measure"),
 }
 FIGURES = (
     *("violations", "unknown_versions", "bricked", "lost", "twice", "ledger_errors"),
     *("kills", *(f"kills_{role}" for role in ROLES), "runs"),
     *("config_fields_unclassified", "resumes_judged", "max_lag_exceeded"),
-    *("hostile_environments", "runs_ended", "named"),
+    *("hostile_environments", "hostile_inputs", "runs_ended", "named"),
     *("replay_pairs", "replay_pairs_undetected", "replay_pairs_by_design"),
     *("rewards_on_the_wrong_agent", "wrong_without_comparison", "hash_seed_kills", "hash_seed_resumed"),
     *("hash_seed_dropped", "sorted_dropped", "hash_seed_violations"),
@@ -126,6 +128,8 @@ FIGURES = (
     *("stops", "stops_without_checkpoint", "stop_violations", "runs_ended_by_evaluations"),
     *("runs_ended_by_pins", "episodes_of_lost_versions"),
 )
+SUMMED = ("violations", "bricked", "runs_ended")
+"""Figures of several parts."""
 NONE_OF = (
     *("violations", "unknown_versions", "bricked", "lost", "twice", "ledger_errors"),
     *("replay_pairs_undetected", "rewards_on_the_wrong_agent", "sorted_dropped", "hash_seed_violations"),
@@ -150,7 +154,9 @@ def main() -> int:
         for part in [options.part] if options.part else PARTS:
             print(f"{part} …", flush=True)
             measured = PARTS[part](options.quick, root, options.seed)
-            report.figures |= {name: measured.get(name) for name in FIGURES if name in measured}
+            for name, value in measured.items():
+                before = report.figures.get(name) if name in SUMMED else None
+                report.figures[name] = value if before is None or value is None else before + value
     report.print()
     return 1 if any(report.figures[name] for name in NONE_OF) else 0
 

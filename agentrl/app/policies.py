@@ -281,12 +281,9 @@ def check_reference_models(config: RunConfig) -> None:
 
 
 def _numbered_tokens(file: Path) -> Mapping[str, int]:
-    from tokenizers import Tokenizer
+    from agentrl.rollout.chat_format import read_tokenizer
 
-    try:
-        numbers: dict[str, int] = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
-    except Exception as error:  # tokenizers raises plain Exception
-        raise InputError(f"{file} cannot be read: {error}") from error
+    numbers: dict[str, int] = read_tokenizer(file).get_vocab(with_added_tokens=True)
     return numbers
 
 

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +26,7 @@ import msgspec
 
 from agentrl.cli.output import print_json, print_json_line, print_text
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import CheckFailedError, InputError
+from agentrl.core.errors import CheckFailedError, InputError, StorageError
 from agentrl.core.text import escape_line, plural
 from agentrl.inspection.comparisons import locate_episode
 from agentrl.inspection.reader import RunReader, convert_damage_errors, list_runs
@@ -43,6 +44,9 @@ FRAME_S = 1.0
 """Minimum seconds between two frames of `run view`."""
 READING_SHARE = 0.1
 """Maximum share of the time that `run view` spends reading: a long run is read less often."""
+MIRROR_RETRY_S = (1.0, 60.0)
+"""First and longest pause after a failed round of a mirror; it doubles with each failure. After the run has ended, the
+failure after the longest pause ends the mirror."""
 PROBLEMS_SHOWN = 5
 """Maximum number of problems that `run export` prints."""
 _EPISODE = re.compile(r"(forks/)?[a-z]\d+(?![\w-])")
@@ -368,29 +372,50 @@ def _say(line: str) -> None:
 
 
 def run_mirror(options: argparse.Namespace) -> int:
-    """`agentrl run mirror [RUN] --to PLACE`: until the run has ended."""
+    """`agentrl run mirror [RUN] --to PLACE`: until the run has ended. A failed round is retried."""
     from agentrl.cluster.mirror import Mirror, open_run_copy
     from agentrl.journal.run_process import read_process_state
+    from agentrl.observe.run_state import MirrorStatus, record_mirror
 
     if not 0 < options.every <= 86_400:
         raise InputError("--every must be a number of seconds, at most 86400")
     run, clock = find_run(options.run).absolute(), SystemClock()
+    first_s, longest_s = MIRROR_RETRY_S
     with open_run_copy(options.to, options.address) as call:
         mirror = Mirror(run, call)
-        has_ended = False
-        while not has_ended:
-            has_ended, began = options.once or read_process_state(run) != "running", clock.wall()
-            copied = mirror.round()
-            if options.json:
-                print_json_line({"began": began, "seconds": copied.seconds, "bytes": copied.sent})
+        status = MirrorStatus(until=clock.wall(), every_s=options.every)
+        retry_s = first_s
+        while True:
+            is_last, began = options.once or read_process_state(run) != "running", clock.wall()
+            try:
+                copied = mirror.round()
+            except StorageError as error:
+                if options.once or (is_last and retry_s == longest_s):
+                    raise
+                is_last, pause_s, retry_s = False, retry_s, min(2 * retry_s, longest_s)
+                status = replace(status, error=str(error)[:500])
+                line = {"began": began, "error": status.error, "retry_s": pause_s}
+                text = f"is behind: {error}; retrying in {pause_s:g} s"
             else:
+                pause_s, retry_s = options.every, first_s
+                status = replace(status, until=began, error="")
+                line = {"began": began, "seconds": copied.seconds, "bytes": copied.sent}
                 until = time.strftime("%H:%M:%S", time.localtime(began))
                 cost = f"{copied.sent / 1e6:.1f} MB in {copied.seconds:.1f} s"
-                _say(f"{options.to} has what the run wrote until {until}: {cost}")
+                text = f"has what the run wrote until {until}: {cost}"
+            if options.json:
+                print_json_line(line)
+            else:
+                _say(f"{options.to} {text}")
                 sys.stdout.flush()
-            if not has_ended:
-                threading.Event().wait(options.every)
-    return 0
+            try:
+                record_mirror(run, options.to, None if is_last else status)
+                if is_last:
+                    return 0
+                threading.Event().wait(pause_s)
+            except KeyboardInterrupt:  # the user wants no mirror
+                record_mirror(run, options.to, None)
+                raise
 
 
 def run_serve(options: argparse.Namespace) -> int:

@@ -27,6 +27,7 @@ from agentrl.core.errors import AgentRLError, InputError, JournalError, StorageE
 from agentrl.core.files import LOCAL, open_regular, os_error_advice
 from agentrl.journal.run_process import LOCK_FILE
 from agentrl.journal.schema import CONTROL_FILE, open_database_to_read, open_database_to_write, read_meta_table
+from agentrl.observe.run_state import MIRRORS_FILE
 
 CALL_S = 120.0
 """Timeout for an answer of a node, in seconds."""
@@ -76,10 +77,15 @@ class RunCopy:
         """Begin a round. Returns the stamps of the files in the directory to bring up to date.
 
         Raises:
-            InputError: the path exists and is no mirror, or the copy is of another run or was resumed.
+            InputError: the path is inside a run, or exists and is no mirror; the copy is of another run or was resumed.
             StorageError: the disk failed.
         """
         link = self._link
+        while self._partitions:  # of a round that failed
+            self._partitions.popitem()[1].close()
+        here = link.parent.resolve()
+        if any((folder / CONTROL).exists() for folder in (here, *here.parents)):
+            raise InputError(f"{link} is inside the directory of a run; mirror to a path outside")
         sides = [link.with_name(f".{link.name}.{number}") for number in (0, 1)]
         if link.exists() and not link.is_symlink():
             raise InputError(f"{link} exists and is not a mirror; choose another path")
@@ -223,6 +229,7 @@ class Mirror:
         clock = SystemClock()
         began, self._sent = clock.monotonic(), 0
         with (
+            _disk(self._run),
             tempfile.TemporaryDirectory(prefix="agentrl-mirror-") as scratch,
             contextlib.closing(open_database_to_read(self._run / CONTROL, "control")) as control,
         ):
@@ -326,7 +333,11 @@ class Mirror:
 
     def _files(self, folder: str) -> Iterator[Path]:
         if folder == ".":
-            yield from (path for path in self._run.glob("*.json*") if path.is_file() and not path.is_symlink())
+            yield from (
+                path
+                for path in self._run.glob("*.json*")
+                if path.is_file() and not path.is_symlink() and path.name != MIRRORS_FILE
+            )
             return
         for name in LOCAL.files(self._run / folder):
             if not any(part.startswith(".") for part in Path(name).parts):  # hidden directories are still being written
@@ -363,7 +374,8 @@ class Mirror:
 
 @contextlib.contextmanager
 def open_run_copy(place: str, address: str) -> Iterator[Callable[..., Any]]:
-    """Yield a function that calls a method of a copy by name.
+    """Yield a function that calls a method of a copy by name. A call to a node that was lost fails; the next one looks
+    for a node with its address and continues there.
 
     Args:
         place: `PATH` on this machine, or `NODE:PATH`, where NODE is the address of a node of the cluster.
@@ -385,17 +397,23 @@ def open_run_copy(place: str, address: str) -> Iterator[Callable[..., Any]]:
     session.start()
     import ray
 
-    found = next((each for each in session.nodes() if each.address == node), None)
-    if found is None:
-        known = ", ".join(each.address for each in session.nodes())
-        raise InputError(f"no node {node} in the cluster at {address}; there are: {known}")
-    remote_copy: Any = ray.remote(num_cpus=0, max_restarts=0, scheduling_strategy=node_scheduling_strategy(found))(
-        RunCopy
-    )
-    actor = remote_copy.remote(path)
+    actor: Any = None
+
+    def start() -> Any:
+        nodes = session.nodes()
+        found = next((each for each in nodes if each.address == node), None)
+        if found is None:
+            known = ", ".join(each.address for each in nodes)
+            raise InputError(f"no node {node} in the cluster at {address}; there are: {known}")
+        remote_copy: Any = ray.remote(num_cpus=0, max_restarts=0, scheduling_strategy=node_scheduling_strategy(found))(
+            RunCopy
+        )
+        return remote_copy.remote(path)
 
     def call(method: str, *arguments: object) -> Any:
+        nonlocal actor
         try:
+            actor = actor or start()
             return ray.get(getattr(actor, method).remote(*arguments), timeout=CALL_S)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, AgentRLError):
@@ -403,15 +421,20 @@ def open_run_copy(place: str, address: str) -> Iterator[Callable[..., Any]]:
             raise
         except ray.exceptions.GetTimeoutError:
             raise StorageError(f"node {node} did not answer within {CALL_S:g} s; the copy there is intact") from None
+        except InputError as error:
+            raise StorageError(f"{error}; the copy there is intact") from None
         except ray.exceptions.RayError as error:
+            actor = None
             raise StorageError(
                 f"node {node} was lost ({shorten_ray_error(error)}); the copy there is intact"
             ) from error
 
     try:
+        actor = start()
         yield call
     finally:
-        ray.kill(actor)
+        if actor is not None:
+            ray.kill(actor)
         session.stop()
 
 

@@ -22,6 +22,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from agentrl.core.errors import JournalError
+
 T = TypeVar("T")
 
 STAGING = ".tmp-"
@@ -94,6 +96,20 @@ def open_regular(path: Path) -> BufferedReader:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def refuse_links(*places: Path) -> None:
+    """Refuse symbolic links: one in a run directory could lead to another run's files.
+
+    Raises:
+        JournalError: a place is a symbolic link.
+    """
+    for place in places:
+        if place.is_symlink():
+            raise JournalError(
+                f"{place}: this is a symbolic link, which may lead to another run's files. Put the directory or file "
+                "itself there; only the run's directory as a whole may be a link"
+            )
 
 
 def was_closed_by_foreign_code(error: BaseException | None) -> bool:

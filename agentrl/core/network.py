@@ -2,7 +2,8 @@
 
 An address is `tcp://TOKEN@HOST:PORT`. It is a capability: it travels over existing connections only, is written
 nowhere, and ends with its listener. Owns: listening on one address of this machine, the handshake, the lifetime of a
-silent connection. Does not own the messages. Nothing is encrypted: the network must be private.
+silent connection (before its handshake: `connections.py`). Does not own the messages. Nothing is encrypted: the network
+must be private.
 Invariant: no byte of a connection is interpreted before its handshake.
 """
 
@@ -17,9 +18,11 @@ import struct
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
+from agentrl.core.connections import BoundedServer
+
 SCHEME = "tcp://"
 HANDSHAKE_S = 10.0
-"""Time limit of a handshake, in seconds."""
+"""Time limit of a client's handshake, in seconds."""
 SILENT_S = 90
 """Seconds without an acknowledgement after which a connection ends. A network failure of 30 s does not end it: TCP
 sends again, at the latest 51 s after the failure began."""
@@ -60,8 +63,7 @@ class Listener:
     def __init__(self, handle: Handler) -> None:
         self._handle = handle
         self._token = secrets.token_hex(_NONCE)
-        self._server: asyncio.Server | None = None
-        self._writers: set[asyncio.StreamWriter] = set()
+        self._server = BoundedServer()
 
     async def listen(self, host: str) -> Address:
         """Listen at `host`, one of this machine's addresses, on a free port.
@@ -69,32 +71,29 @@ class Listener:
         Raises:
             OSError: `host` is not an address of this machine.
         """
-        self._server = await asyncio.start_server(self._accept, host, 0)
-        return Address(host, self._server.sockets[0].getsockname()[1], self._token)
+        return Address(host, await self._server.listen(self._make_protocol, host), self._token)
 
     def close(self) -> None:
         """Close the port and its connections. Idempotent."""
-        if self._server is not None:
-            self._server.close()
-        for writer in self._writers:
-            writer.transport.abort()
+        self._server.close()
+
+    def _make_protocol(self) -> asyncio.BaseProtocol:
+        return asyncio.StreamReaderProtocol(asyncio.StreamReader(), self._accept)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
         try:
             keep_alive(writer)
-            async with asyncio.timeout(HANDSHAKE_S):
-                ours = secrets.token_bytes(_NONCE)
-                writer.write(ours)
-                theirs, proof = await reader.readexactly(_NONCE), await reader.readexactly(_NONCE)
-                if not hmac.compare_digest(proof, _proof(self._token, b"client", ours, theirs)):
-                    return
-                writer.write(_proof(self._token, b"listener", theirs, ours))
+            ours = secrets.token_bytes(_NONCE)
+            writer.write(ours)
+            theirs, proof = await reader.readexactly(_NONCE), await reader.readexactly(_NONCE)
+            if not hmac.compare_digest(proof, _proof(self._token, b"client", ours, theirs)):
+                return
+            self._server.admit(writer.transport)
+            writer.write(_proof(self._token, b"listener", theirs, ours))
             await self._handle(reader, writer)
         except (OSError, asyncio.IncompleteReadError, TimeoutError):
             pass
         finally:
-            self._writers.discard(writer)
             writer.close()
 
 

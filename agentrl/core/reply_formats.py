@@ -23,11 +23,13 @@ from agentrl.core.records import ToolCall, ToolSpec
 
 Parsed = tuple[str, tuple[ToolCall, ...]]
 """Content without the calls, and the calls."""
-Named = tuple[str, "Mapping[str, Any] | None"]
-"""Name and arguments of a call; None for malformed arguments."""
+Named = tuple[str, "Mapping[str, Any] | None"] | tuple[str, "Mapping[str, Any] | None", str]
+"""Name and arguments of a call, None for malformed arguments; then its id, if the model wrote one."""
 Reader = Callable[[str, Sequence[ToolSpec]], Sequence[Named]]
 """Parses the text of a block into one call or more; the tools give the types of values that are written without."""
 
+UNWRITTEN_ID = "call-"
+"""Beginning of the id of a call without one of the model's; the number in the reply follows."""
 MAX_CALL_CHARACTERS = 65_536
 """Maximum length of a call in characters; a longer call counts as malformed and is not parsed."""
 MAX_CALLS = 64
@@ -142,8 +144,9 @@ def split_thinking(text: str, marks: tuple[str, str], *, is_open: bool = False) 
 
 
 def _call(number: int, raw: str, named: Named) -> ToolCall:
-    name, arguments = named
-    return ToolCall(id=f"call-{number}", name=name, arguments=raw if arguments is None else arguments)
+    name, arguments, *written = named
+    call_id = next(filter(None, written), f"{UNWRITTEN_ID}{number}")
+    return ToolCall(id=call_id, name=name, arguments=raw if arguments is None else arguments)
 
 
 def _blocks(text: str, marks: tuple[str, str], read: Reader, tools: Sequence[ToolSpec]) -> Parsed:
@@ -249,7 +252,8 @@ def _mistral(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
         return _json_list(raw, tools)
     at = raw.find("{")
     head, body = (raw[:at], raw[at:]) if at >= 0 else (raw, "")
-    return [_after_name(head.partition("[ARGS]")[0].partition("[CALL_ID]")[0], body)]
+    name, _, call_id = head.partition("[ARGS]")[0].partition("[CALL_ID]")
+    return [(*_after_name(name, body)[:2], call_id.strip()[:MAX_NAME_CHARACTERS])]
 
 
 def _deepseek_v3(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
@@ -270,7 +274,8 @@ def _deepseek_v31(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
 def _kimi(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
     """Parse `functions.NAME:0<|tool_call_argument_begin|>{…}`."""
     called, _, body = raw.partition("<|tool_call_argument_begin|>")
-    return [_after_name(called.strip().removeprefix("functions.").rpartition(":")[0] or called, body.strip())]
+    name = called.strip().removeprefix("functions.").rpartition(":")[0] or called
+    return [(*_after_name(name, body.strip())[:2], called.strip()[:MAX_NAME_CHARACTERS])]
 
 
 def parse_hermes(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:

@@ -6,7 +6,6 @@ code from a directory, never unpickles.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -44,10 +43,14 @@ _ONE_TENSOR_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"
 _MOST = (
     (re.compile("vocab_size"), 1 << 24),
     (re.compile("layers|experts"), 1 << 14),
+    (re.compile("hidden|intermediate|d_model|n_embd"), 1 << 20),
 )
 """Patterns of size names in a model's configuration, and the largest accepted values: some 40 times the largest
 known.
 """
+_IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
+"""Accepted values of `attn_implementation` and the like. For others transformers may fetch code from a hub and run it,
+if the package `kernels` is installed."""
 _SPECIAL = re.compile("window|chunk|block|topk|original_max_position")
 _SELECTED_KEYS = ("index_topk", "indexer_budget")
 """Settings for the number of keys that an indexer selects for attention."""
@@ -366,29 +369,58 @@ def _check_directory(path: str | Path) -> None:
     if (Path(path) / "adapter_config.json").exists():
         raise ModelError(f"{path}: contains an adapter (adapter_config.json). Merge it into the model, or move it away")
     _check_shards(Path(path))
-    _check_sizes(Path(path))
+    _check_config(Path(path))
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
 
 
-def _check_sizes(path: Path) -> None:
-    """Refuse absurd sizes: building the modules, or computing over the vocabulary, would take for ever.
+def _check_config(path: Path) -> None:
+    """Refuse absurd sizes, with which building the modules or computing over the vocabulary would not end, and code
+    from a hub.
 
     Raises:
-        ModelError: config.json has such a size.
+        ModelError: config.json has such a size, or names such code.
     """
     try:
         config = json.loads((path / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):  # transformers reads the file next and reports the error
         return
-    parts = [config, *config.values()] if isinstance(config, dict) else []
-    for name, value in itertools.chain.from_iterable(part.items() for part in parts if isinstance(part, dict)):
+    for name, value in _settings(config):
+        if name.endswith("_implementation") and not isinstance(value, dict) and value not in _IMPLEMENTATIONS:
+            raise ModelError(
+                f"{path}: config.json says {name} = {str(value)[:60]!a}, for which transformers may fetch code from "
+                "a hub and run it. Remove that line: agentrl chooses the implementation"
+            )
         for words, most in _MOST:
             if words.search(name) and isinstance(value, int) and value > most:
                 raise ModelError(
                     f"{path}: config.json says {name} = {str(value)[:30]}, but no model has more than {most:,}: the "
                     "file is damaged. Copy the directory again"
                 )
+
+
+def _settings(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of a configuration, and those of its tables; the values of a table with the name of an
+    implementation have that name."""
+    for key, item in value.items() if isinstance(value, dict) else ():
+        own = name if name.endswith("_implementation") else key
+        yield own, item
+        yield from _settings(item, own)
+
+
+def check_finite_logits(model: PreTrainedModel, logits: Tensor) -> None:
+    """Refuse a model whose weights give probabilities that are NaN.
+
+    Raises:
+        ModelError: they do; the message names the first broken parameter.
+    """
+    if bool(logits.float().log_softmax(-1).isnan().any()):
+        broken = next((name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())), None)
+        raise ModelError(
+            f"{model.name_or_path}: {type(model).__name__} computes logits that are NaN or infinite: "
+            + (f"{broken} contains NaN or infinity" if broken else "its weights are too large")
+            + ". The checkpoint is damaged; copy the directory again"
+        )
 
 
 def _check_shards(path: Path) -> None:

@@ -22,15 +22,15 @@ import contextvars
 import functools
 import hashlib
 import json
-import logging
 import re
-import resource
 import secrets
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from agentrl.core import connections
 from agentrl.core.errors import AgentRLError, StorageError
 from agentrl.gateway import bodies
 from agentrl.gateway.anthropic_messages import AnthropicMessagesProtocol
@@ -44,14 +44,8 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 KEEPALIVE_S = 10.0
 """Seconds between the keep-alive bytes to a waiting client."""
-KEYLESS_S = 10.0
-"""Seconds after which a connection without a key is closed; at most twice as long."""
-KEYLESS_SHARE = 4
-"""Divisor of the process's limit on open files that gives the maximum number of connections without a key."""
 ATTEMPT_SHARE = 2
-"""Divisor of that limit that gives the maximum number of connections of one attempt."""
-OTHER_SHARE = 4
-"""Divisor of that limit that gives the number of open files that are left to the rest of the process."""
+"""Divisor of the process's limit on open files that gives the maximum number of connections of one attempt."""
 IDLE_S = 75.0
 """Seconds without a request after which a connection is closed."""
 MOST_HEADERS = 64
@@ -115,7 +109,7 @@ class AttemptEndpoint:
     asked: int = 0
     """Number of calls so far."""
     running: set[asyncio.Task[Any]] = field(default_factory=set)
-    connections: set[web.RequestHandler] = field(default_factory=set)
+    connections: weakref.WeakSet[asyncio.BaseTransport] = field(default_factory=weakref.WeakSet)
     """Connections whose last request had a key of the attempt."""
     budget: RequestMemoryBudget = field(default_factory=RequestMemoryBudget)
     is_closed: bool = False
@@ -234,12 +228,11 @@ class Gateway:
         self._runner: web.AppRunner | None = None
         self._port = 0
         self._listeners = 0
-        self._clients: dict[web.RequestHandler, AttemptEndpoint | None] = {}
-        """Connections whose last request had a key, with the seats it admits to; None: all conversations'."""
+        self._server = connections.BoundedServer()
+        self._attempts: weakref.WeakKeyDictionary[asyncio.BaseTransport, AttemptEndpoint] = weakref.WeakKeyDictionary()
+        """Attempts, keyed by the connections whose last request had one of their keys."""
         self._parsing = asyncio.Lock()
         """Held by the request that is parsed."""
-        self._listening: asyncio.Server | None = None
-        self._watch: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
 
     @asynccontextmanager
@@ -304,12 +297,12 @@ class Gateway:
     async def _start(self) -> None:
         from aiohttp import web
 
-        application, loop = web.Application(), asyncio.get_running_loop()
+        application = web.Application()
         application.router.add_route("*", "/{path:.*}", self._answer)
         runner = web.AppRunner(
             application,
             access_log=None,
-            logger=_logger(),
+            logger=connections.http_logger(),
             handler_cancellation=True,
             auto_decompress=False,
             keepalive_timeout=IDLE_S,
@@ -318,50 +311,20 @@ class Gateway:
             max_line_size=MOST_HEADER_BYTES,
         )
         await runner.setup()
+        assert runner.server is not None
         try:
-            self._listening = await loop.create_server(self._accept, self._host, self._wanted_port)
+            self._port = await self._server.listen(runner.server, self._host, self._wanted_port)
         except OSError as error:
             await runner.cleanup()
             where = f"{self._host}, port {self._wanted_port or 'any'}"
             raise StorageError(f"the gateway cannot listen on {where} ({error.strerror})") from error
-        self._runner, self._port = runner, self._listening.sockets[0].getsockname()[1]
-        self._watch = loop.create_task(self._close_keyless())
+        self._runner = runner
 
     async def _stop(self) -> None:
         runner, self._runner = self._runner, None
-        if runner is None or self._listening is None or self._watch is None:
-            return
-        self._listening.close()
-        self._watch.cancel()
-        _abort(_connections(runner))  # do not wait for a client that may never read the answer
-        await runner.cleanup()
-        self._clients.clear()
-
-    def _accept(self) -> asyncio.BaseProtocol:
-        """Make the protocol of a new connection. Of too many without a key the oldest are closed, since a client shows
-        its key at once; beyond what the process can open, new ones are refused."""
-        runner = self._runner
-        if runner is None or runner.server is None:
-            return _Refused()
-        files, connected = _file_limit(), _connections(runner)
-        if len(connected) > files - files // OTHER_SHARE:
-            return _Refused()
-        if len(connected) - len(self._clients) > files // KEYLESS_SHARE:
-            keyless = [client for client in connected if client not in self._clients]
-            _abort(keyless[: max(len(keyless) - files // KEYLESS_SHARE, 0)])
-        return runner.server()
-
-    async def _close_keyless(self) -> None:
-        """Close connections that show no key in time: they could use up all sockets of the process."""
-        waiting: set[web.RequestHandler] = set()
-        while self._runner is not None:
-            await asyncio.sleep(KEYLESS_S)
-            connected = {*_connections(self._runner)}
-            for client in self._clients.keys() - connected:
-                self._forget_key(client)
-            keyless = connected - self._clients.keys()
-            _abort(waiting & keyless)
-            waiting = keyless
+        if runner is not None:
+            self._server.close()
+            await runner.cleanup()
 
     # --- a request, in order ------------------------------------------------------------------------------------------
 
@@ -371,11 +334,11 @@ class Gateway:
         if found := _KEY.fullmatch(path):
             in_address, path = found.groups()
         protocol = _PROTOCOLS.get(path)
-        self._forget_key(request.protocol)
         try:
+            self._forget_key(request)
             self._check_own(request)
             opened, limited_to, conversation = self._admit(request, in_address)
-            self._note_key(request.protocol, opened)
+            self._note_key(request, opened)
             if path == "/v1/models" and request.method == "GET":
                 return _json(200, _models(self._models_of(opened, limited_to)))
             if protocol is None or request.method != "POST":
@@ -387,7 +350,7 @@ class Gateway:
             async with self._read(request, path, protocol, opened) as (chat, digest):
                 if opened is None:
                     opened = await self._find_conversation(request, conversation, chat, digest)
-                    self._note_key(request.protocol, opened)
+                    self._note_key(request, opened)
                 if opened.is_closed:
                     raise RequestRefusedError("the episode has ended", "key")
                 if path == COUNT_TOKENS:
@@ -399,27 +362,30 @@ class Gateway:
         except ConnectionResetError:
             return _json(499, {})  # the client disconnected, so the answer is not read
 
-    def _note_key(self, client: web.RequestHandler, opened: AttemptEndpoint | None) -> None:
+    def _note_key(self, request: web.Request, opened: AttemptEndpoint | None) -> None:
         """Note that a connection has shown a key.
 
         Raises:
             RequestRefusedError: too many connections of the attempt are open; this one is closed.
         """
-        self._clients[client] = opened
+        connection = _connection(request)
+        self._server.admit(connection)
         if opened is None:
             return
-        opened.connections.add(client)
-        if len(opened.connections) > (most := _file_limit() // ATTEMPT_SHARE):
-            opened.connections.intersection_update(_connections(self._runner))
-            if len(opened.connections) > most:
-                client.close()
-                raise RequestRefusedError(f"{most} connections of this episode are open already", "unavailable")
+        self._attempts[connection] = opened
+        opened.connections.add(connection)
+        most = connections.file_limit() // ATTEMPT_SHARE
+        if len(opened.connections) > most < sum(not each.is_closing() for each in opened.connections):
+            request.protocol.close()
+            raise RequestRefusedError(f"{most} connections of this episode are open already", "unavailable")
 
-    def _forget_key(self, client: web.RequestHandler) -> None:
-        """Forget the key of a connection: it has closed, or its next request must show one."""
-        opened = self._clients.pop(client, None)
+    def _forget_key(self, request: web.Request) -> None:
+        """Forget the key of a connection: its next request must show one."""
+        connection = _connection(request)
+        self._server.doubt(connection)
+        opened = self._attempts.pop(connection, None)
         if opened is not None:
-            opened.connections.discard(client)
+            opened.connections.discard(connection)
 
     @asynccontextmanager
     async def _read(
@@ -537,41 +503,22 @@ class Gateway:
         return response
 
 
-class _Refused(asyncio.Protocol):
-    """The protocol of a refused connection."""
+def _connection(request: web.Request) -> asyncio.BaseTransport:
+    """Return the connection of a request.
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Close the connection."""
-        assert isinstance(transport, asyncio.Transport)
-        transport.abort()
-
-
-def _logger() -> logging.Logger:
-    """Return a logger that is silent about malformed requests: they hold keys, and anybody can send any number."""
-    from aiohttp.http_exceptions import HttpProcessingError
-
-    def is_own(record: logging.LogRecord) -> bool:
-        return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
-
-    logger = logging.getLogger("agentrl.gateway")
-    logger.filters[:] = [is_own]
-    return logger
+    Raises:
+        ConnectionResetError: the client has disconnected.
+    """
+    if request.transport is None:
+        raise ConnectionResetError
+    return request.transport
 
 
-def _file_limit() -> int:
-    """Return the maximum number of open files of this process."""
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-
-
-def _connections(runner: web.AppRunner | None) -> list[web.RequestHandler]:
-    return [] if runner is None or runner.server is None else runner.server.connections
-
-
-def _abort(clients: Iterable[web.RequestHandler]) -> None:
-    """Close connections at once: a client that never reads would keep one open for ever."""
+def _abort(clients: Iterable[asyncio.BaseTransport]) -> None:
+    """Close connections at once: a client that never reads would keep one open."""
     for client in list(clients):
-        if client.transport is not None:
-            client.transport.abort()
+        assert isinstance(client, asyncio.Transport)
+        client.abort()
 
 
 def seat_for_model(seats: Mapping[str, GatewaySeat], model: str, limited_to: str | None = None) -> GatewaySeat:

@@ -250,7 +250,7 @@ def run_state(reader: RunReader) -> RunState:
     is_running = state.standing == "running"
     status = read_run_snapshot(reader.path) or RunSnapshot(phase="")
     if not is_running:
-        status = replace(status, waits=(), processes=())
+        status = replace(status, waits=(), processes=(), mirrors={})
     try:
         counts = reader.counts()
         state.status = replace(

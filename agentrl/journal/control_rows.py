@@ -84,7 +84,7 @@ def encode_admission_row(spec: EpisodeSpec, now: float) -> Sequence[Any]:
     """
     try:
         encoded = _ENCODER.encode(spec)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise unserialisable_task_error(spec.episode_id, spec.task, error) from error
     key = (spec.episode_id, spec.attempt, spec.purpose)
     return (*key, spec.environment, spec.task.id, spec.parent_id, spec.group_id, encoded, float(now))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
 from agentrl.core.errors import JournalError, StorageError
-from agentrl.core.files import LOCAL
+from agentrl.core.files import LOCAL, refuse_links
 from agentrl.journal.entries import FORMAT
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def private_directory(directory: Path) -> None:
         JournalError: the directory is a symbolic link.
         StorageError: the directory cannot be created.
     """
-    _refuse_links(directory)
+    refuse_links(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         LOCAL.sync(directory.parent)
@@ -128,7 +128,7 @@ def open_database_to_write(
             given.
         StorageError: the file cannot be opened or created.
     """
-    _refuse_links(path.parent, *_files(path))
+    refuse_links(path.parent, *_files(path))
     try:
         if not path.exists():
             _make(path, kind, {"format": str(FORMAT), "kind": kind, **identity})
@@ -156,7 +156,7 @@ def open_database_to_read(path: Path, kind: Kind, run: str | None = None) -> sql
     Raises:
         JournalError: the file is missing, damaged, a symbolic link, of another format, or of another run than `run`.
     """
-    _refuse_links(path.parent, *_files(path))
+    refuse_links(path.parent, *_files(path))
     if not path.is_file():
         raise JournalError(f"{path}: there is no such file; is this the directory of a run?")
     uri = f"file:{quote(str(path.absolute()))}?mode=ro"
@@ -208,16 +208,6 @@ def read_meta_table(connection: sqlite3.Connection) -> dict[str, str]:
 def _files(path: Path) -> list[Path]:
     """Return the files of a database: its own, and those of SQLite beside it."""
     return [path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")]
-
-
-def _refuse_links(*places: Path) -> None:
-    """Refuse symbolic links: one could lead to another run's journal."""
-    for place in places:
-        if place.is_symlink():
-            raise JournalError(
-                f"{place}: this is a symbolic link, which may lead to another run's journal. Put the directory or file "
-                "itself there; only the run's directory as a whole may be a link"
-            )
 
 
 def _connect_to_read(uri: str) -> sqlite3.Connection:

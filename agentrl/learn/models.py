@@ -36,6 +36,7 @@ from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.ids import stable_hash64
 from agentrl.core.records import TrainingSample
 from agentrl.engines.models import (
+    check_finite_logits,
     check_sparse_attention,
     computing_in_float32,
     context_length_thresholds,
@@ -683,6 +684,7 @@ def _own_logprobs(model: PreTrainedModel, row: TrainingSample) -> dict[int, floa
     ids = device_tensor(row.token_ids.astype(np.int64), model.device)
     few = {"logits_to_keep": _COMPARED + 1} if "logits_to_keep" in signature(model.forward).parameters else {}
     logits = model(input_ids=ids[None], use_cache=False, **few).logits[0, -_COMPARED - 1 : -1].float().log_softmax(-1)
+    check_finite_logits(model, logits)
     targets = ids[-len(logits) :]
     logprobs = logits.gather(1, targets[:, None])[:, 0].tolist()
     return dict(zip(range(len(ids) - len(logits), len(ids)), logprobs, strict=True))

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.observe.metrics import BROKEN_FORMAT, DEMONSTRATED
-from agentrl.observe.run_state import append_jsonl_line, open_jsonl_to_append
+from agentrl.observe.run_state import MIRRORS_FILE, append_jsonl_line, open_jsonl_to_append
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from agentrl.observe.run_state import PolicyMetricHistory, RunState, Values
+    from agentrl.observe.run_state import PolicyMetricHistory, RunSnapshot, RunState, Values
 
 FILE = "alarms.jsonl"
 
@@ -106,6 +106,8 @@ STARVED_STEPS = 20
 STARVED_RATIO = 5
 """Factor by which this number must exceed that during the policy's last steps; before its first step, multiplied by
 `STARVED_STEPS`."""
+MIRROR_S = 60.0
+"""Seconds, beyond the pause between two rounds, that a mirror may be behind."""
 MEANINGS = {
     "illegal_output": f"{BROKEN_SHARE:.0%} or more of the turns break the format in each of {WINDOW} steps, and the "
     "share is not falling",
@@ -151,6 +153,8 @@ MEANINGS = {
     "starved": f"a policy without phases takes no step while the others take {STARVED_STEPS} steps, and "
     f"{STARVED_RATIO} times as many as between any two of its last {WINDOW} steps; before its first step: "
     f"{STARVED_STEPS * STARVED_RATIO} steps",
+    "mirror_behind": "a copy that `agentrl run mirror` keeps lacks the last `--every` seconds and "
+    f"{MIRROR_S:g} s more of what the run wrote: the command fails, has died, or a round takes longer",
 }
 """Condition that raises each alarm, listed in docs/metrics.md."""
 EXPECTED_DROPS = {"run_ended", "frozen", "no_signal"}
@@ -193,6 +197,7 @@ def find_alarms(state: RunState) -> list[Alarm]:
     found += _coevolution_alarms(state)
     if state.status is not None:
         found += _dropped(state.status.dropped, state.status.trained + state.status.ready)
+        found += _mirrors_behind(state.status)
     return found
 
 
@@ -427,6 +432,20 @@ def _dropped(reasons: Mapping[str, int], others: int) -> Iterator[Alarm]:
             f"{count:,} of {ended:,} episodes that ended were dropped because of {reason}",
             ADVICE_ON_DROPS.get(reason, f"`agentrl episode list RUN --where 'drop_reason = {reason}'` shows them"),
         )
+
+
+def _mirrors_behind(status: RunSnapshot) -> Iterator[Alarm]:
+    for place, mirror in status.mirrors.items():
+        behind_s = status.wall - mirror.until
+        if behind_s > mirror.every_s + MIRROR_S:
+            yield Alarm(
+                "mirror_behind",
+                "",
+                f"the mirror at {place} lacks what the run wrote in the last {behind_s:,.0f} s"
+                + (f" ({mirror.error})" if mirror.error else ""),
+                "read what `agentrl run mirror` prints, and restart it if it has ended; a mirror that is no longer "
+                f"wanted is forgotten with {MIRRORS_FILE} in the run's directory",
+            )
 
 
 def _coevolution_alarms(state: RunState) -> Iterator[Alarm]:

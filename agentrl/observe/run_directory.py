@@ -18,15 +18,15 @@ import fcntl
 import json
 import os
 import shutil
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import InputError, RunDirectoryError, StorageError
-from agentrl.core.files import LOCAL, open_regular, read_at_most, replace_file
+from agentrl.core.files import LOCAL, open_regular, read_at_most, refuse_links, replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
     from agentrl.core.records import WeightsRef
 
@@ -98,8 +98,14 @@ class RunDirectory:
 
         Raises:
             RunDirectoryError: the directory contains no run.
+            JournalError: something in it that a run writes or deletes through is a symbolic link.
         """
         directory = cls(path)
+        written = (directory.journal, directory.versions, directory.checkpoints, directory.steps)
+        refuse_links(*written, *(path / name for name in ("policies", "best", "tensorboard", "wandb")))
+        for top in written:
+            for folder, folders, files in os.walk(top):
+                refuse_links(*(Path(folder, name) for name in (*folders, *files)))
         if not (directory.journal.is_dir() or (path / "config.json").is_file()):
             raise RunDirectoryError(f"nothing to resume: {path} contains no run; start without --resume")
         return directory

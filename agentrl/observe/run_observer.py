@@ -28,6 +28,7 @@ from agentrl.observe.run_state import (
     RunState,
     bottleneck,
     read_metrics,
+    read_mirrors,
     with_engine_share,
     write_run_snapshot,
 )
@@ -228,7 +229,9 @@ class RunObserver:
 
     def _set_status(self, status: RunSnapshot) -> None:
         now = self._clock.monotonic() - self._started
-        self.state.status = replace(status, wall=self._clock.wall(), seconds=now)
+        self.state.status = replace(
+            status, wall=self._clock.wall(), seconds=now, mirrors=read_mirrors(self._directory.path)
+        )
         write_run_snapshot(self._directory.path, self.state.status)
 
     def _raise_alarms(self) -> None:

@@ -7,6 +7,7 @@ and contains the bounds in the configuration. `RunSnapshot` is a snapshot of the
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
@@ -43,6 +44,8 @@ MAX_POLICIES = 256
 MAX_STATUS_BYTES = 1 << 20
 """Maximum number of bytes read from `status.json`, which may be from anyone."""
 STATUS_FILE = "status.json"
+MIRRORS_FILE = "mirrors.json"
+"""State of the copies that `agentrl run mirror` keeps; written by that command."""
 BUSY = 0.9
 """Share of the time that the bottleneck of a run is busy."""
 SILENT_S = 15.0
@@ -50,6 +53,19 @@ SILENT_S = 15.0
 Whole = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
 """Integer that a float can represent and a screen can show."""
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MirrorStatus:
+    """State of a copy that `agentrl run mirror` keeps."""
+
+    until: Seconds
+    """Time, in seconds since the epoch, until which the copy has what the run wrote; before the first copy, the time at
+    which the mirror started."""
+    every_s: Seconds
+    """Pause between two rounds."""
+    error: str = ""
+    """Error of the last round; empty if it succeeded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +85,8 @@ class RunSnapshot:
     """Number of dropped episodes by reason."""
     processes: tuple[ProcessStatus, ...] = ()
     """Other processes of the run, with their nodes."""
+    mirrors: Mapping[str, MirrorStatus] = field(default_factory=dict)
+    """Copies that `agentrl run mirror` keeps, keyed by place; set by the observer."""
     bottleneck: str = ""
     """Bottleneck of the run, for people; set by the observer."""
     engine_busy_s: float = 0.0
@@ -96,6 +114,27 @@ def read_run_snapshot(directory: Path) -> RunSnapshot | None:
             return msgspec.json.decode(read_at_most(file, MAX_STATUS_BYTES), type=RunSnapshot)
     except (OSError, ValueError, RecursionError):
         return None
+
+
+def record_mirror(directory: Path, place: str, status: MirrorStatus | None) -> None:
+    """Tell a run the state of one of its mirrors; None: it has none there. Disk errors are ignored: the run then sees
+    that the mirror is silent."""
+    mirrors = {**read_mirrors(directory), place: status}
+    known = {name: mirror for name, mirror in mirrors.items() if mirror is not None}
+    with contextlib.suppress(OSError):
+        if known:
+            replace_file(directory / MIRRORS_FILE, msgspec.json.encode(known))
+        else:
+            (directory / MIRRORS_FILE).unlink(missing_ok=True)
+
+
+def read_mirrors(directory: Path) -> dict[str, MirrorStatus]:
+    """Return the mirrors of a run, keyed by place; none if their file cannot be read."""
+    try:
+        with open_regular(directory / MIRRORS_FILE) as file:
+            return msgspec.json.decode(read_at_most(file, MAX_STATUS_BYTES), type=dict[str, MirrorStatus])
+    except (OSError, ValueError, RecursionError):
+        return {}
 
 
 def with_engine_share(status: RunSnapshot, share: float | None) -> RunSnapshot:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import msgspec
 from tokenizers import Tokenizer
 
 from agentrl.core.errors import ModelError
@@ -60,6 +61,8 @@ _FRAMES = 64
 _KEPT_CHARACTERS = 1 << 20
 """Number of characters whose tokens are kept for reuse: members of a group get the same prompt, tools often give the
 same answers, and half of a small policy's replies are among its last few hundred."""
+_MAX_TOKEN_CHARACTERS = 1024
+"""Maximum length of an added token; compiling one takes time that grows with the square of its length."""
 _SPARE_ROWS = 2048
 """Number of embedding rows that may have no token: models are padded to round sizes, the largest seen by 1,069."""
 _MAX_PROBE_CHARACTERS = 200_000
@@ -179,10 +182,7 @@ class TemplateChatFormat:
                 f"{directory} has no tokenizer.json. Give a local Hugging Face model directory, or write the file "
                 "with `AutoTokenizer.from_pretrained(DIR, use_fast=True).save_pretrained(DIR)`"
             )
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises plain Exception
-            raise ModelError(f"{path} cannot be read: {error}") from error
+        tokenizer = read_tokenizer(path)
         _check_vocabulary(directory, tokenizer)
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -357,19 +357,22 @@ class TemplateChatFormat:
         """Render the pieces after the closing token of a sampled turn, up to the next turn, for new `messages`.
 
         A stand-in replaces the sampled turn, because only the pieces after it matter. Before messages of tools it has
-        the calls that they answer, if the template accepts them.
+        the calls that they answer, if the template accepts them, with their own ids or else with valid ones.
 
         Raises:
             ModelError: the template refuses the messages.
         """
         new = self._values(messages)
         answers = list(itertools.takewhile(lambda message: message.role == "tool", messages))
-        for number, value in enumerate(new[: len(answers)]):
-            value["tool_call_id"] = f"call{number:05}"
         names = [message.name or "probe" for message in answers]
-        standins = [self._standin_call(*names), self._standin_call(names[0])] if names else []
+        valid = [f"call{number:05}" for number in range(len(answers))]
+        own = [value.get("tool_call_id") or number for value, number in zip(new, valid, strict=False)]
+        calls = [(ids, self._standin_call(*each, ids=ids)) for ids in (own, valid) for each in (names, names[:1])]
+        plain = [(ids, _value("assistant", PROBE)) for ids in (own, valid)]
         refusal: ModelError | None = None
-        for standin in (*standins, _value("assistant", PROBE)):
+        for ids, standin in (*(calls if names else ()), *plain):
+            for value, call_id in zip(new, ids, strict=False):
+                value["tool_call_id"] = call_id
             try:
                 rendered = self._template.render([_value("user", "."), standin, *new], [], prompt=True)
                 pieces = self._control.split(self._checked_rendering(rendered).rpartition(PROBE)[2])
@@ -440,9 +443,13 @@ class TemplateChatFormat:
         return None
 
     def _reply_frame(self, role: Role) -> _Frame | None:
-        """Return the frame of one new message; None also if the template writes the name of the tool that answers."""
+        """Return the frame of one new message; None also if the template writes the name of the tool that answers, or
+        the id of the call."""
         try:
-            one, other = (self._reply_pieces([Message(role=role, content="x", name=name)]) for name in ("a", "b"))
+            one, other = (
+                self._reply_pieces([Message(role=role, content="x", name=name, tool_call_id=9 * name)])
+                for name in ("a", "b")
+            )
         except ModelError:
             return None
         if one != other:
@@ -544,12 +551,13 @@ class TemplateChatFormat:
         rendered = self._template.render([_value("user", "."), call], [], prompt=False)
         return rendered[common_prefix_length(prompt, rendered) :]
 
-    def _standin_call(self, *names: str) -> dict[str, Any]:
-        """Make a turn that calls tools, with the probe in the arguments of each call."""
+    def _standin_call(self, *names: str, ids: Sequence[str] = ()) -> dict[str, Any]:
+        """Make a turn that calls tools, with the probe in the arguments of each call; without `ids` with valid ones."""
         arguments = {"probe": PROBE}
         given = json.dumps(arguments, ensure_ascii=False) if self._arguments_as_text else arguments
         functions = [{"name": name, "arguments": given} for name in names]
-        calls = [{"type": "function", "id": f"call{n:05}", "function": each} for n, each in enumerate(functions)]
+        ids = ids or [f"call{n:05}" for n in range(len(names))]
+        calls = [{"type": "function", "id": id_, "function": each} for id_, each in zip(ids, functions, strict=False)]
         return {**_value("assistant", ""), "tool_calls": calls}
 
     def _find_reply_format(self, name: str, special: Sequence[str]) -> ReplyFormat:
@@ -584,6 +592,40 @@ class TemplateChatFormat:
                 f"to one that parses the model's calls (or to any, if it calls no tools): {known}"
             )
         return REPLY_FORMATS["hermes"]
+
+
+class _AddedTokenText(msgspec.Struct):
+    content: str = ""
+
+
+class _AddedTokens(msgspec.Struct):
+    added_tokens: list[_AddedTokenText] = []
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Read a `tokenizer.json`.
+
+    Raises:
+        ModelError: it cannot be read, or has an absurdly long added token, whose compilation would not end.
+    """
+    try:
+        longest = max(
+            (each.content for each in _ADDED_TOKENS.decode(path.read_bytes()).added_tokens), key=len, default=""
+        )
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if len(longest) > _MAX_TOKEN_CHARACTERS:
+        raise ModelError(
+            f"{path}: the added token {longest[:30]!a}… has {len(longest):,} characters, but none has more than "
+            f"{_MAX_TOKEN_CHARACTERS:,}: the file is damaged. Copy the directory again"
+        )
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises plain Exception
+        raise ModelError(f"{path} cannot be read: {error}") from error
+
+
+_ADDED_TOKENS = msgspec.json.Decoder(_AddedTokens)
 
 
 def _check_vocabulary(directory: Path, tokenizer: Tokenizer) -> None:

@@ -213,7 +213,7 @@ def message_for_template(
         value["tool_calls"] = [
             {
                 "type": "function",
-                "id": call.id,
+                "id": control.escape(call.id),
                 "function": {
                     "name": control.escape(call.name),
                     "arguments": _given(control.escape_value(call.arguments, only_special=own), arguments_as_text),
@@ -224,7 +224,7 @@ def message_for_template(
     if message.thinking:
         value["reasoning_content"] = control.escape(message.thinking, only_special=own)
     if message.tool_call_id is not None:
-        value["tool_call_id"] = message.tool_call_id
+        value["tool_call_id"] = control.escape(message.tool_call_id)
     if message.name is not None:
         value["name"] = control.escape(message.name)
     return value

@@ -31,7 +31,7 @@ from agentrl.core import ids
 from agentrl.core.errors import EngineError, EnvironmentDefinitionError, EpisodeError, InfrastructureError, ModelError
 from agentrl.core.ids import stable_hash64
 from agentrl.core.records import Completion, Message, SamplingMask, Turn, VersionSpan
-from agentrl.core.reply_formats import parse_json_value
+from agentrl.core.reply_formats import UNWRITTEN_ID, parse_json_value
 from agentrl.core.text import plural
 from agentrl.environment.base import Endpoint, LimitReachedError, describe_user_code_error
 from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError, bounded_repr
@@ -341,8 +341,12 @@ class HarnessAgent(LiveAgent):
             text = message.content
             prompt_tokens = chat_format.usage(sampled).get("prompt_tokens", prompt_tokens)
         else:
+            written = Counter(each.id for each in calls)
             calls = tuple(
-                dataclasses.replace(each, id=self._tool_call_id(call.call_id, n)) for n, each in enumerate(calls)
+                each
+                if written[each.id] == 1 and not each.id.startswith(UNWRITTEN_ID)
+                else dataclasses.replace(each, id=self._tool_call_id(call.call_id, n))
+                for n, each in enumerate(calls)
             )
         stop_text = next((stop for stop in request.stop if stop in text), None)
         content = message.content if stop_text is None else message.content.partition(stop_text)[0]

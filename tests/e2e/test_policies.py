@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import agentrl
 from agentrl.app.policies import check_adapter_base, weights_from_directory
@@ -101,3 +102,14 @@ def test_an_adapter_of_another_base_is_refused_by_name(base: Path, judge: Path, 
     (moved / "model.safetensors").write_bytes(b"\0" * (base / "model.safetensors").stat().st_size)
     with pytest.raises(InputError, match="a different base model"):
         check_adapter_base(weights_from_directory("judge", judge), moved)
+
+
+@pytest.mark.parametrize("half", ["lora_A", "lora_B"])
+def test_an_adapter_with_huge_weights_is_refused_by_the_name_of_its_policy(
+    base: Path, judge: Path, tmp_path: Path, half: str
+) -> None:
+    file = judge / "adapter_model.safetensors"
+    tensors = {name: each * (1e30 if half in name else 1e10) for name, each in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"judge.*NaN"):
+        agentrl.train(config_of(base, judge, tmp_path / "runs"), environment=Match, quiet=True)

@@ -43,7 +43,7 @@ class HeldSeat:
 
 
 def test_connections_without_a_key_are_closed_and_those_with_one_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.gateway.server.KEYLESS_S", 0.2)
+    monkeypatch.setattr("agentrl.core.connections.UNKNOWN_S", 0.2)
 
     async def held() -> bytes:
         gateway = Gateway()
@@ -70,8 +70,8 @@ def test_connections_without_a_key_are_closed_and_those_with_one_stay(monkeypatc
 
 def test_many_connections_without_a_key_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest are closed: a client shows its key at once."""
-    monkeypatch.setattr("agentrl.gateway.server.KEYLESS_SHARE", 4)
-    monkeypatch.setattr("agentrl.gateway.server._file_limit", lambda: 32)
+    monkeypatch.setattr("agentrl.core.connections.UNKNOWN_SHARE", 4)
+    monkeypatch.setattr("agentrl.core.connections.file_limit", lambda: 32)
 
     async def answered() -> tuple[bytes, int]:
         async with asyncio.timeout(60), Gateway().open({"main": HeldSeat()}, {}) as opened:
@@ -138,7 +138,7 @@ def test_a_request_that_is_read_after_the_end_of_its_episode_samples_nothing() -
 def test_the_connections_of_an_episode_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else those of ended episodes would leave none to others; one that shows another episode's key by then stays."""
     monkeypatch.setattr("agentrl.gateway.server.KEEPALIVE_S", 0.5)
-    monkeypatch.setattr("agentrl.gateway.server.KEYLESS_S", 0.2)
+    monkeypatch.setattr("agentrl.core.connections.UNKNOWN_S", 0.2)
 
     async def still_answered() -> bytes:
         gateway = Gateway()
@@ -340,7 +340,7 @@ def test_bodies_that_are_being_sent_are_bounded_together(monkeypatch: pytest.Mon
 
 
 def test_connections_of_an_attempt_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.gateway.server._file_limit", lambda: 8)
+    monkeypatch.setattr("agentrl.core.connections.file_limit", lambda: 8)
 
     async def asked() -> list[bytes]:
         async with asyncio.timeout(60), Gateway().open({"main": HeldSeat()}, {}) as opened:

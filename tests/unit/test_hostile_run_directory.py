@@ -155,9 +155,7 @@ def test_a_journal_is_opened_only_where_it_lies(tmp_path: Path, place: str, act:
         RunReader(mine).close()
         TurnLogReader(mine / "journal").read("turns-w0.db", "e0", 0)
 
-    with pytest.raises(
-        JournalError, match=f"{place}: this is a symbolic link, which may lead to another run's journal"
-    ):
+    with pytest.raises(JournalError, match=f"{place}: this is a symbolic link"):
         asyncio.run(write()) if act == "write" else read()
     assert {path: path.read_bytes() for path in before} == before
 

@@ -147,8 +147,8 @@ def test_doctor_says_what_does_not_fit_and_what_to_turn(
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("vocab_size", 2**50), ("num_hidden_layers", 10**9), ("vocab_size", 10**400)],
-    ids=["vocabulary", "layers", "beyond float"],
+    [("vocab_size", 2**50), ("num_hidden_layers", 10**9), ("hidden_size", 10**8), ("vocab_size", 10**400)],
+    ids=["vocabulary", "layers", "width", "beyond float"],
 )
 def test_sizes_of_no_model_are_named_at_once(repository: Path, tmp_path: Path, name: str, value: int) -> None:
     shutil.copytree(repository / "environments/calculator/model", tmp_path / "model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import random
@@ -13,7 +14,7 @@ import pytest
 from agentrl.observe.alarms import MEANINGS, find_alarms
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.run_observer import RunObserver
-from agentrl.observe.run_state import RunDisplaySettings, RunSnapshot, RunState
+from agentrl.observe.run_state import MirrorStatus, RunDisplaySettings, RunSnapshot, RunState, record_mirror
 
 PLAN = RunDisplaySettings(steps=40, max_staleness={"solver": 1})
 HEALTHY = {
@@ -237,3 +238,31 @@ def test_an_alarm_is_shown_once_and_kept_in_a_file(tmp_path: Path) -> None:
     assert stream.getvalue().count("ALARM off_policy: solver: k3 = 1.000") == 1
     (line,) = map(json.loads, (directory.path / "alarms.jsonl").read_text().splitlines())
     assert (line["step"], line["name"]) == (5, "off_policy")
+
+
+@pytest.mark.parametrize(("behind_s", "raised"), [(10.0, 0), (69.0, 0), (71.0, 1)])
+def test_a_mirror_that_is_behind_is_named_with_its_error(behind_s: float, raised: int) -> None:
+    mirrors = {"/disk/demo": MirrorStatus(until=1000.0, every_s=10.0, error="disk full")}
+    status = RunSnapshot(phase="training", wall=1000.0 + behind_s, mirrors=mirrors)
+    alarms = find_alarms(RunState(plan=PLAN, status=status))
+    assert [alarm.name for alarm in alarms] == ["mirror_behind"] * raised
+    assert all("/disk/demo" in alarm.text and "disk full" in alarm.text for alarm in alarms)
+
+
+def test_a_run_learns_of_its_mirrors_and_forgets_them(tmp_path: Path) -> None:
+    directory, stream = RunDirectory.create(tmp_path / "demo", "{}"), io.StringIO()
+    for place in ("/one", "/two"):
+        record_mirror(directory.path, place, MirrorStatus(until=0.0, every_s=1.0, error="full"))
+    record_mirror(directory.path, "/two", None)
+
+    async def look() -> None:
+        with RunObserver(directory, plan=PLAN, stream=stream) as observer:
+            observer.watch()
+            assert observer.state.status is not None
+            assert list(observer.state.status.mirrors) == ["/one"]
+
+    asyncio.run(look())
+    assert stream.getvalue().count("ALARM mirror_behind") == 1
+    assert "/one" in (directory.path / "alarms.jsonl").read_text()
+    record_mirror(directory.path, "/one", None)
+    assert not (directory.path / "mirrors.json").exists()

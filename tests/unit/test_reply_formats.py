@@ -113,10 +113,17 @@ def test_each_format_reads_what_its_models_write(name: str) -> None:
     said = f"<|channel|>final<|message|>{before}<|end|><|start|>assistant" if name == "openai" else before
     thinking, content, calls = each.read(said + CALLS[name], THINKING[0], [WEATHER])
     assert (thinking, content) == ("", before)
+    first, second = ("functions.weather:0", "functions.weather:1") if name == "kimi_k2" else ("call-0", "call-1")
     assert [(call.id, call.name, call.arguments) for call in calls] == [
-        ("call-0", "weather", FIRST),
-        ("call-1", "weather", SECOND),
+        (first, "weather", FIRST),
+        (second, "weather", SECOND),
     ]
+
+
+def test_a_call_keeps_the_id_that_its_model_wrote() -> None:
+    text = '[TOOL_CALLS]weather[CALL_ID]Ab3dE6gH9[ARGS]{"days": 3}'
+    (call,) = REPLY_FORMATS["mistral"].read(text, None, [WEATHER]).tool_calls
+    assert (call.id, call.name, call.arguments) == ("Ab3dE6gH9", "weather", {"days": 3})
 
 
 @pytest.mark.parametrize("name", REPLY_FORMATS)

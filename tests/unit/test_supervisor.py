@@ -35,7 +35,7 @@ from agentrl.core.errors import (
     TrainerLostError,
 )
 from agentrl.core.ports import Engine, GenerateRequest
-from agentrl.core.records import EpisodeSpec, PolicyVersion, StepReport
+from agentrl.core.records import EpisodeSpec, PolicyVersion, StepReport, Task
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import EntryBody, JournalEntry, TurnEntry, TurnVersionSpan
@@ -450,6 +450,44 @@ def test_a_checkpoint_and_a_journal_of_two_runs_are_not_put_together(tmp_path: P
     assert before == {path: path.read_bytes() for path in before}
 
 
+@pytest.mark.damages_journal
+@pytest.mark.parametrize(
+    "place",
+    [
+        "journal",
+        "versions",
+        "versions/guesser",
+        "versions/.companions",
+        "checkpoints",
+        "checkpoints/step_000002-0",
+        "steps",
+        "steps/guesser",
+        "policies",
+        "best",
+        "tensorboard",
+    ],
+)
+def test_a_resume_neither_writes_nor_deletes_through_a_link(tmp_path: Path, place: str) -> None:
+    with pytest.raises(TrainerLostError):
+        Lives([4, 0, 0, 0, 0, 0]).run(tmp_path)
+    run, foreign = tmp_path / "run", tmp_path / "foreign"
+    linked = run / place
+    linked.parent.mkdir(exist_ok=True)
+    linked.rename(foreign) if linked.exists() else foreign.mkdir()
+    (foreign / "step_000001-0").mkdir(exist_ok=True)
+    (foreign / "step_000001-0" / "file.txt").touch()
+    (foreign / "link").symlink_to("file.txt")
+    linked.symlink_to(foreign)
+
+    def state() -> dict[Path, int]:
+        return {path: path.lstat().st_mtime_ns for folder in (run, foreign) for path in folder.rglob("*")}
+
+    before = state()
+    with pytest.raises(JournalError, match=f"{place}: .*link"):
+        Lives([]).run(tmp_path, resume=True)
+    assert state() == before
+
+
 def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -541,3 +579,12 @@ def test_a_hole_in_the_journal_stops_a_run_that_would_go_on_from_it(tmp_path: Pa
     with pytest.raises(JournalError, match=told):
         Lives([]).run(tmp_path, resume=True)
     assert (journal / "turns-0.db").exists() == bool(damage)
+
+
+def test_a_task_whose_data_are_too_deep_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data: dict[str, Any] = {}
+    for _ in range(5_000):
+        data = {"deeper": data}
+    monkeypatch.setattr(f"{__name__}.TASKS", [Task(id="deep", data={"digit": "5", **data})])
+    with pytest.raises(InputError, match="task 'deep'"):
+        Lives([]).run(tmp_path)

@@ -57,6 +57,7 @@ from agentrl.engines.embedded.forward import (
 from agentrl.engines.embedded.slots import SlotColumns, SlotKvCache
 from agentrl.engines.models import model_dtype
 from agentrl.engines.versions import (
+    Canary,
     InProcessEngine,
     VersionTable,
     empty_completion,
@@ -85,10 +86,16 @@ if TYPE_CHECKING:
     from agentrl.core.ports import GenerateRequest, NewTokensCallback, Refresh
     from agentrl.core.records import FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
     from agentrl.engines.embedded.forward import EngineStats
-    from agentrl.engines.versions import Canary
     from agentrl.engines.weights import AdapterWeights
 
 _DELTA_SECONDS = 0.2
+_NO_CANARY = Canary(
+    contexts=np.zeros((1, 4), np.int32),
+    token_ids=np.zeros(1, np.int32),
+    logprobs=np.zeros((1, 1), np.float32),
+    start_logprobs=np.zeros((1, 1), np.float32),
+)
+"""Context and token for a version without a canary; any model has token 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -676,10 +683,18 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
     async def _check_answer(self, weights: WeightsRef, new: EmbeddedVersion, *replaced: EmbeddedVersion) -> None:
         """Run the canary check, between the same two passes, before any call samples from the version.
 
+        A version that no trainer published has no canary; its answers must be numbers.
+
         Raises:
-            EngineError: the answer differs from the trainer's.
+            EngineError: the answer differs from the trainer's, or is NaN.
         """
-        if new.canary is not None:
+        if new.canary is None:
+            answer = await self._engine.answer(new, _NO_CANARY)
+            if np.isnan(answer).any():
+                raise version_refused_error(
+                    weights, "it computes logits that are NaN or infinite: weights are too large"
+                )
+        else:
             answer = await self._engine.answer(new, new.canary)
             others, dtype = self.canaries(new, *replaced), new.served.model.dtype
             check_canary_answer(weights, new.canary, answer, dtype=dtype, others=others, rounding=self.rounding)

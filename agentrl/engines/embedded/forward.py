@@ -29,7 +29,13 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, ModelError
 from agentrl.core.machine import machine_memory
 from agentrl.engines.embedded.slots import RowSamplingParameters, SlotColumns, SlotKvCache
-from agentrl.engines.models import computing_in_float32, context_length_thresholds, kv_bytes_per_token, read_model
+from agentrl.engines.models import (
+    check_finite_logits,
+    computing_in_float32,
+    context_length_thresholds,
+    kv_bytes_per_token,
+    read_model,
+)
 from agentrl.engines.versions import LiveVersion
 
 if TYPE_CHECKING:
@@ -319,6 +325,7 @@ def sample(logits: Tensor, batch: RowSamplingParameters) -> tuple[Tensor, Tensor
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     at = torch.from_numpy(batch.uniforms).to(scores.device)[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, at, right=True)
+    tokens = tokens.clamp(max=scores.shape[-1] - 1)  # of NaN there is no token; its logprob, NaN, ends the episode
     return tokens[:, 0], logprobs.gather(1, tokens)[:, 0], kept
 
 
@@ -417,6 +424,7 @@ def _plain_logits(model: PreTrainedModel, context: tuple[int, ...]) -> Tensor:
     with torch.inference_mode():
         ids = torch.tensor([context], device=model.device)
         logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, -1]
+    check_finite_logits(model, logits)
     return logits
 
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from aiohttp import web
 
+from agentrl.core.connections import BoundedServer, http_logger
 from agentrl.core.errors import AgentRLError, InputError, StorageError
 from agentrl.core.files import os_error_advice
 from agentrl.inspection.reader import RunReader
@@ -68,21 +69,20 @@ async def serve_viewer(run: str | Path, port: int = 0) -> AsyncIterator[RunningV
     loop = asyncio.get_running_loop()
     # SQLite connections must be used in the thread that opened them.
     reader = await loop.run_in_executor(thread, RunReader, run)
-    runner = web.AppRunner(_application(reader, thread, token), access_log=None)
+    server = BoundedServer()
+    runner = web.AppRunner(_application(reader, thread, token, server), access_log=None, logger=http_logger())
     try:
         await runner.setup()
-        site = web.TCPSite(runner, HOST, port)
+        assert runner.server is not None
         try:
-            await site.start()
+            port = await server.listen(runner.server, HOST, port)
         except OSError as error:
             raise StorageError(
                 f"port {port} of {HOST}: cannot be listened on ({error.strerror}); {os_error_advice(error)}"
             ) from error
-        yield RunningViewerServer(runner.addresses[0][1], token)
+        yield RunningViewerServer(port, token)
     finally:
-        for client in runner.server.connections if runner.server is not None else ():
-            if client.transport is not None:
-                client.transport.abort()  # do not wait for a client that may never read the answer
+        server.close()
         await runner.cleanup()
         await loop.run_in_executor(thread, reader.close)
         thread.shutdown()
@@ -94,12 +94,14 @@ _NOT_HERE = (
 )
 
 
-def _application(reader: RunReader, thread: ThreadPoolExecutor, token: str) -> web.Application:
+def _application(reader: RunReader, thread: ThreadPoolExecutor, token: str, server: BoundedServer) -> web.Application:
     page = viewer_page()
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse requests without this server's address and name."""
+        if request.transport is not None:
+            server.doubt(request.transport)
         if not _is_own(request):
             response: web.StreamResponse = _refusal(403, "this server answers only requests to its own address")
         elif request.method != "GET":
@@ -120,6 +122,8 @@ def _application(reader: RunReader, thread: ThreadPoolExecutor, token: str) -> w
         given = request.headers.get("Authorization", "")
         if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), f"Bearer {token}".encode()):
             return _refusal(401, "the token is missing: open the address that `agentrl run serve` printed")
+        if request.transport is not None:
+            server.admit(request.transport)
         question, parameters = request.match_info["question"], dict(request.query)
         try:
             found = await asyncio.get_running_loop().run_in_executor(

@@ -1,0 +1,164 @@
+"""A TCP server that bounds its connections, for every port that strangers can reach.
+
+A connection is unknown until its client has shown a key, a token or a proof. Owns: accepting, the number of
+connections, the time a connection may stay unknown, and the log lines that strangers can cause. Does not own what a key
+is: the protocol calls `admit` when it has seen one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import socket
+from collections.abc import Callable
+
+from agentrl.core.files import os_error_advice
+
+UNKNOWN_S = 10.0
+"""Seconds after which an unknown connection is closed; at most twice as long."""
+UNKNOWN_SHARE = 4
+"""Divisor of the process's limit on open files that gives the maximum number of unknown connections."""
+OTHER_SHARE = 4
+"""Divisor of that limit that gives the number of open files that are left to the rest of the process."""
+RETRY_S = 0.2
+"""Seconds without accepting after the process could open no file."""
+WARNING_S = 60.0
+"""Minimum seconds between two log lines about that."""
+
+logger = logging.getLogger("agentrl.network")
+
+
+class BoundedServer:
+    """Listens on a TCP port, and closes unknown connections that are too many or too old.
+
+    It accepts one connection at a time: asyncio's own server accepts a hundred before a protocol sees the first, and
+    logs a traceback for each that the process has no file for.
+    """
+
+    def __init__(self) -> None:
+        self._sockets: list[socket.socket] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._unknown: dict[asyncio.BaseTransport, float] = {}
+        """Unknown connections with the time since which they are, oldest first."""
+        self._known: set[asyncio.BaseTransport] = set()
+        self._warned_at = -WARNING_S
+
+    async def listen(self, make: Callable[[], asyncio.BaseProtocol], host: str, port: int = 0) -> int:
+        """Listen until `close`. Returns the port.
+
+        Args:
+            make: makes the protocol of a connection.
+            host: address or name of this machine.
+            port: port to listen on; 0: any free one.
+
+        Raises:
+            OSError: the address cannot be used.
+        """
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        try:
+            for family, address in dict.fromkeys((family, address) for family, _, _, _, address in found):
+                listening = socket.create_server(address, family=family, backlog=100)
+                listening.setblocking(False)
+                self._sockets.append(listening)
+        except OSError:
+            self.close()
+            raise
+        self._tasks = [loop.create_task(self._accept(make, listening)) for listening in self._sockets]
+        self._tasks.append(loop.create_task(self._close_old()))
+        return int(self._sockets[0].getsockname()[1])
+
+    def admit(self, connection: asyncio.BaseTransport) -> None:
+        """Note that the client of a connection is known."""
+        self._unknown.pop(connection, None)
+        self._known.add(connection)
+
+    def doubt(self, connection: asyncio.BaseTransport) -> None:
+        """Note that the client of a connection must show its key again."""
+        if connection in self._known:
+            self._known.remove(connection)
+            self._unknown[connection] = asyncio.get_running_loop().time()
+
+    def close(self) -> None:
+        """Close the port, and abort its connections: a client may never read what it was sent. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        for listening in self._sockets:
+            listening.close()
+        for connection in (*self._unknown, *self._known):
+            _abort(connection)
+        self._tasks, self._sockets = [], []
+        self._forget_closed()
+
+    async def _accept(self, make: Callable[[], asyncio.BaseProtocol], listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(listening)
+            except ConnectionError:  # the client has left
+                continue
+            except OSError as error:
+                if loop.time() - self._warned_at >= WARNING_S:
+                    self._warned_at = loop.time()
+                    logger.warning("no connection can be accepted (%s); %s", error.strerror, os_error_advice(error))
+                self._close_oldest(len(self._unknown) // 2)
+                await asyncio.sleep(RETRY_S)
+                continue
+            if not self._make_room():
+                accepted.close()
+                continue
+            try:
+                connection, _ = await loop.connect_accepted_socket(make, accepted)
+            except OSError:  # the client has left
+                accepted.close()
+            else:
+                if connection not in self._known:  # its first bytes may have been read already
+                    self._unknown[connection] = loop.time()
+
+    def _make_room(self) -> bool:
+        """Close the oldest of too many unknown connections. Returns whether the process may have another connection."""
+        files = file_limit()
+        unknown, most = files // UNKNOWN_SHARE, files - files // OTHER_SHARE
+        if len(self._unknown) > unknown or len(self._unknown) + len(self._known) > most:
+            self._forget_closed()
+            self._close_oldest(len(self._unknown) - unknown)
+        return len(self._unknown) + len(self._known) <= most
+
+    def _close_oldest(self, count: int) -> None:
+        for connection in list(self._unknown)[: max(count, 0)]:
+            _abort(connection)
+            del self._unknown[connection]
+
+    async def _close_old(self) -> None:
+        while True:
+            await asyncio.sleep(UNKNOWN_S)
+            self._forget_closed()
+            oldest = asyncio.get_running_loop().time() - UNKNOWN_S
+            self._close_oldest(sum(since <= oldest for since in self._unknown.values()))
+
+    def _forget_closed(self) -> None:
+        self._unknown = {each: since for each, since in self._unknown.items() if not each.is_closing()}
+        self._known = {each for each in self._known if not each.is_closing()}
+
+
+def file_limit() -> int:
+    """Return the maximum number of open files of this process."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def http_logger() -> logging.Logger:
+    """Return a logger for aiohttp that is silent about malformed requests: they may hold keys, and any stranger can
+    send any number."""
+    from aiohttp.http_exceptions import HttpProcessingError
+
+    def is_own(record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+    logger.filters[:] = [is_own]
+    return logger
+
+
+def _abort(connection: asyncio.BaseTransport) -> None:
+    assert isinstance(connection, asyncio.Transport)
+    connection.abort()

@@ -1,0 +1,88 @@
+"""Model directories from others that would run code of a hub, never end, or compute nothing but NaN."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from agentrl.app.policies import check_reference_models
+from agentrl.config.policies import PolicyConfig
+from agentrl.core.errors import ModelError
+from agentrl.engines.embedded.forward import check_slots_match_forward
+from agentrl.engines.models import read_meta_model, read_model
+from agentrl.learn.models import prefix_tree_is_exact
+from agentrl.rollout.chat_format import TemplateChatFormat
+from tests.learn_cases import run_config
+
+EVIL = "kernels-community/evil"
+
+
+@pytest.fixture
+def model(repository: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(repository / "environments/calculator/model", tmp_path / "model"))
+
+
+def change(path: Path, **values: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"attn_implementation": EVIL},
+        {"_attn_implementation": EVIL},
+        {"attn_implementation": f"{EVIL}@v1:flash"},
+        {"attn_implementation": {"": EVIL}},
+        {"attn_implementation": {"text_config": EVIL}},
+        {"text_config": {"_attn_implementation": EVIL}},
+        {"attn_implementation": "flash_attention_2"},
+        {"experts_implementation": "deepgemm"},
+        {"attn_implementation": [EVIL]},
+    ],
+    ids=str,
+)
+def test_code_of_a_hub_that_a_configuration_names_is_refused(model: Path, values: dict[str, Any]) -> None:
+    change(model / "config.json", **values)
+    with pytest.raises(ModelError, match=r"_implementation = .*hub"):
+        read_model(model, dtype=torch.float32, max_context=64)
+    with pytest.raises(ModelError, match=r"_implementation = .*hub"):
+        read_meta_model(model, max_context=64)
+
+
+@pytest.mark.parametrize("value", [None, "eager", "sdpa"])
+def test_an_implementation_of_this_machine_is_accepted(model: Path, value: str | None) -> None:
+    change(model / "config.json", attn_implementation=value)
+    read_model(model, dtype=torch.float32, max_context=64)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+def test_a_checkpoint_that_computes_nan_is_named_with_its_tensor(model: Path, value: float) -> None:
+    tensors = load_file(model / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("down_proj.weight"))
+    tensors[name][:] = value
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    broken = read_model(model, dtype=torch.float32, max_context=64)
+    reason = "too large" if value == 3e38 else f"{name} contains NaN"
+    with pytest.raises(ModelError, match=f"{model}.*{reason}"):
+        check_slots_match_forward(broken, str(model), max_context=64)
+    with pytest.raises(ModelError, match=f"{model}.*{reason}"):
+        prefix_tree_is_exact(broken, 64)
+
+
+def test_an_absurdly_long_token_is_named_before_it_is_compiled(model: Path) -> None:
+    path = model / "tokenizer.json"
+    content = json.loads(path.read_text())
+    last = content["added_tokens"][-1]
+    content["added_tokens"].append({**last, "id": last["id"] + 1, "content": "x" * 60_000})
+    path.write_text(json.dumps(content))
+    with pytest.raises(ModelError, match="60,000"):
+        TemplateChatFormat.load(model)
+    policy = PolicyConfig(learning_rate=1e-2, reference=str(model))
+    with pytest.raises(ModelError, match="60,000"):
+        check_reference_models(run_config(model, policies={"policy": policy}))
