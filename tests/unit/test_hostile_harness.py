@@ -150,6 +150,29 @@ def asking(*models: str, **changes: Any) -> type[Asking]:
     return type("Asked", (Asking,), {"command": command, "__module__": __name__, **changes})
 
 
+@pytest.mark.parametrize("seats", [("main",), ("main", "small")])
+def test_rewards_by_name_count_for_a_single_seat_and_are_refused_for_several(seats: tuple[str, ...]) -> None:
+    def reward(self: Asking, task: agentrl.Task, episode: agentrl.HarnessEpisode) -> dict[str, float]:
+        return {"correct": 1.0, "format": 0.5}
+
+    found = play(asking("main", seats=seats, reward=reward), ["a"])
+    if len(seats) == 1:
+        assert found.header.reward == 1.5
+        assert dict(found.header.trajectories[0].named_rewards) == {"correct": 1.0, "format": 0.5}
+    else:
+        assert found.header.drop_reason == "bad_reward"
+        assert "'correct'" in found.said
+
+
+def test_a_reward_for_an_unknown_seat_is_refused_beside_a_known_one() -> None:
+    def reward(self: Asking, task: agentrl.Task, episode: agentrl.HarnessEpisode) -> dict[str, float]:
+        return {"main": 1.0, "mian": 1.0}
+
+    found = play(asking("main", seats=("main",), reward=reward), ["a"])
+    assert found.header.drop_reason == "bad_reward"
+    assert "'mian'" in found.said
+
+
 def test_a_program_that_asks_no_model_is_found() -> None:
     report = check_environment(asking())
     assert report.findings == [
