@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from agentrl.environment.base import Environment, OnCodeChange
     from agentrl.journal.entries import JournalEntry
     from agentrl.journal.port import JournalStore
-    from agentrl.rollout.episode_context import LiveEpisodeContext
+    from agentrl.rollout.episode_context import JournaledResource, LiveEpisodeContext
 
 POLICY = "random"
 PARTITION = "0"
@@ -78,8 +78,17 @@ class _StateRunner(EpisodeRunner):
         self.states: dict[str, dict[str, Any]] = {}
 
     def finished(self, context: LiveEpisodeContext) -> None:
-        told = {resource.name: resource.state() for resource in context.resources}
-        self.states[context.episode.spec.episode_id] = {name: s for name, s in told.items() if s is not None}
+        states = {resource.name: _final_state(resource) for resource in context.resources}
+        self.states[context.episode.spec.episode_id] = {name: s for name, s in states.items() if s is not None}
+
+
+def _final_state(resource: JournaledResource) -> Any:
+    try:
+        return resource.state()
+    except AgentRLError:
+        raise
+    except Exception as error:  # noqa: BLE001 - foreign code: a closed object may have no state
+        return f"{type(error).__name__} from get_state"
 
 
 async def execute_episode(
