@@ -21,6 +21,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,8 @@ def check_environment(
     report.on_progress("listing its tasks")
     chosen = list(tasks) if tasks is not None else _tasks(found, max(episodes, FORMAT_TASKS), report)
     is_harness = issubclass(found, HarnessEnvironment)
+    for module in ("numpy.random", *["aiohttp.web"] * is_harness):
+        import_module(module)  # an episode needs it, and its import would block the event loop
     last: ExecutedEpisode | None = None
     with asyncio.Runner() as shared:
         run = shared.run if is_harness else asyncio.run  # clients keep connections, which belong to an event loop

@@ -187,6 +187,45 @@ def test_a_program_that_asks_no_model_is_found() -> None:
     assert "play returned 3: does it read endpoint.url" in report.text
 
 
+CHECKED = """
+import asyncio, sys
+from agentrl.testing.check import check_environment
+
+inside = []
+
+def on_event(event, arguments):
+    if event == "import" and asyncio._get_running_loop() is not None:
+        inside.append(arguments[0])
+
+sys.addaudithook(on_event)
+report = check_environment(sys.argv[1])
+assert report.passed, report.text
+print(*(name for name in inside if name.partition(".")[0] in ("agentrl", "aiohttp", "numpy")))
+"""
+MODULE = """
+import sys
+import agentrl
+
+class Asking(agentrl.HarnessEnvironment):
+    seats = ("main",)
+    command = (sys.executable, "-c", ASK, "{}")
+
+    def reward(self, task, episode):
+        return 0.0
+
+    @classmethod
+    def tasks(cls, split, *, seed=0):
+        return [agentrl.Task(id="t", data={})]
+"""
+
+
+def test_nothing_of_the_gateway_is_imported_inside_the_loop_of_a_check(tmp_path: Path) -> None:
+    (tmp_path / "asking.py").write_text(f"ASK = {ASK!r}\n{MODULE}")
+    command = [sys.executable, "-c", CHECKED, f"{tmp_path / 'asking.py'}:Asking"]
+    checked = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert checked.stdout.split() == []
+
+
 def test_a_wrong_seat_is_found_whatever_failures_are_worth() -> None:
     report = check_environment(asking("mian", failed_reward=0.0))
     assert not report.passed
