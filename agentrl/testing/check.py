@@ -133,11 +133,7 @@ class EnvironmentReport:
             )
             + (f" Never called, and not tried: {', '.join(self.uncalled)}." if self.uncalled else "")
             + (f" Seats without a request, and not tried: {', '.join(self.unasked)}." if self.unasked else "")
-            + (
-                f" Seats that never got a reward: {judges}; only a frozen or remote policy can play them."
-                if judges
-                else ""
-            )
+            + (f" Never rewarded, so that no policy learns from them: {judges}." if judges else "")
             + (f" Cut by the check, and not tried beyond: {cuts}." if cuts else "")
             + drawing
         )

@@ -315,7 +315,7 @@ def test_a_seat_without_a_reward_is_a_judge_if_another_seat_is_rewarded(
     assert [seat for seat in Judged.seats if any(f"seat {seat!r} acted" in text for text in report.findings)] == faulty
     assert len(report.findings) == len(faulty)
     if not faulty:
-        assert ("reward: judge" in report.text) == ("judge" not in rewarded)
+        assert ("them: judge" in report.text) == ("judge" not in rewarded)
 
 
 class Talkative(Adder):
