@@ -335,9 +335,7 @@ class MCPConnection:
                 stream.close()
             # A process that left the group may hold the pipes. Closing the transport would close them too, but it also
             # polls the program, which can take its exit status away from asyncio's child watcher.
-            assert process.stdin is not None
-            process.stdin.transport.abort()
-            for descriptor in (1, 2):
+            for descriptor in (0, 1, 2):
                 process._transport.get_pipe_transport(descriptor).close()  # type: ignore[attr-defined]
             while not all(task.done() for task in tasks) or process.returncode is None:
                 with contextlib.suppress(asyncio.CancelledError):  # otherwise it would end after the event loop

@@ -491,3 +491,15 @@ def test_the_exit_of_a_closed_server_is_left_to_the_child_watcher(shop: MCPServe
 
     asyncio.run(closed())
     assert polls == []
+
+
+def test_closing_after_a_server_has_died_leaves_no_task(shop: MCPServer) -> None:
+    async def closed() -> set[asyncio.Task[object]]:
+        connection = MCPConnection(shop)
+        await connection.listed()
+        with pytest.raises(mcp_module.MCPToolError):
+            await connection.call("die", {})
+        await connection.close()
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    assert asyncio.run(closed()) == set()
