@@ -98,9 +98,9 @@ class EnvironmentReport:
     unasked: list[str] = field(default_factory=list)
     """Seats of an external agent that got no request; they remain unchecked."""
     rewarded: set[str] = field(default_factory=set)
-    """Seats that got a reward in some episode."""
+    """Seats that got a reward in some episode that no limit cut."""
     unrewarded: dict[str, str] = field(default_factory=dict)
-    """The first task in which a seat acted and got no reward, keyed by seat."""
+    """The first task in which a seat acted and got no reward before the end, keyed by seat."""
     cuts: Counter[str] = field(default_factory=Counter)
     """Number of episodes and turns that the check's limits cut, keyed by description."""
     own_random: bool = False
@@ -395,7 +395,8 @@ async def _check_episode(
     report.called |= {body.name for body in bodies if isinstance(body, ToolEntry)}
     if issubclass(environment, HarnessEnvironment):
         report.requests.update(body.seat for body in bodies if isinstance(body, TurnEntry))
-    for trajectory in first.header.trajectories:
+    is_complete = first.header.stop_reason == "completed"  # else `truncated_reward` counts
+    for trajectory in first.header.trajectories if is_complete else ():
         if trajectory.reward is None:
             report.unrewarded.setdefault(trajectory.seat, task.id)
         else:

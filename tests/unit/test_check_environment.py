@@ -286,12 +286,15 @@ class Judged(agentrl.Environment):
 
     seats = ("solver", "judge")
     rewarded: ClassVar[dict[str, str]] = {}
+    endless: ClassVar[str] = ""
 
     async def run(self, ctx: agentrl.EpisodeContext) -> None:
         for seat in self.seats:
             await ctx.agent(seat).act(agentrl.user("?"))
             if ctx.task.id in self.rewarded.get(seat, ""):
                 ctx.agent(seat).reward(1.0)
+        while ctx.task.id in self.endless:
+            await ctx.agent("judge").act(agentrl.user("?"))
 
     @classmethod
     def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
@@ -316,6 +319,12 @@ def test_a_seat_without_a_reward_is_a_judge_if_another_seat_is_rewarded(
     assert len(report.findings) == len(faulty)
     if not faulty:
         assert ("them: judge" in report.text) == ("judge" not in rewarded)
+
+
+def test_the_reward_of_a_cut_episode_makes_no_judge_a_seat_that_is_rewarded() -> None:
+    report = check_environment(type("Judging", (Judged,), {"rewarded": {"solver": "0123"}, "endless": "02"}))
+    assert report.passed, report.text
+    assert "them: judge" in report.text
 
 
 class Talkative(Adder):
