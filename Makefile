@@ -1,5 +1,5 @@
 # The two commands of the README are `make demo` and `make test`; either may come first on a fresh clone.
-# Needed: Python 3.11 or newer, make, a package index. PYTHON=/path/to/python picks the interpreter.
+# Needed: Python 3.11.4 or newer, make, a package index. PYTHON=/path/to/python picks the interpreter.
 
 SHELL := /bin/sh
 .NOTPARALLEL:
@@ -99,13 +99,13 @@ clean:  ## remove caches and builds; .venv and runs stay
 
 $(BIN)/python:
 	@for candidate in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
-		"$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 || continue; \
+		"$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11, 4))' >/dev/null 2>&1 || continue; \
 		echo "setup: creating $(VENV) with $$("$$candidate" --version 2>&1)"; \
 		if "$$candidate" -m venv $(VENV); then exit 0; fi; \
 		rm -rf $(VENV); \
 		echo "setup: $$candidate cannot create a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; \
 	done; \
-	echo "setup: Python 3.11 or newer is needed; found: $$(python3 --version 2>&1 || echo none). Install one, or give its path: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; \
+	echo "setup: Python 3.11.4 or newer is needed; found: $$(python3 --version 2>&1 || echo none). Install one, or give its path: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; \
 	exit 1
 
 $(RUN_STAMP): $(PINS) | $(BIN)/python

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 
-if sys.version_info < (3, 11):  # noqa: UP036 - a source tree is on the path whatever pip would say
+if sys.version_info < (3, 11, 4):  # pip does not check a source tree on the path
     raise ImportError(
-        f"agentrl needs Python 3.11 or newer; this is {sys.version.split()[0]} at {sys.executable}. "
+        f"agentrl needs Python 3.11.4 or newer; this is {sys.version.split()[0]} at {sys.executable}. "
         "Install one and make a new environment with it: python3.11 -m venv .venv"
     )
 

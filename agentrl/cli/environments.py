@@ -480,7 +480,7 @@ build-backend = "setuptools.build_meta"
 [project]
 name = "NAME"
 version = "0.1.0"
-requires-python = ">=3.11"
+requires-python = ">=3.11.4"
 dependencies = ["agentrl"]
 
 [project.entry-points."agentrl.environments"]

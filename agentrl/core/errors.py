@@ -189,7 +189,7 @@ class EffectError(EpisodeError):
 
 
 class RewardError(EpisodeError):
-    """A reward that is not a finite real number."""
+    """A reward that cannot be counted: not a finite real number, or not for a seat."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, reason="bad_reward")

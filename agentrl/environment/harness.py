@@ -123,7 +123,7 @@ class HarnessEnvironment(Environment):
         self, task: Task, episode: HarnessEpisode
     ) -> float | Mapping[str, float] | Mapping[str, Mapping[str, float]]:
         """Return a finite reward for all seats that acted, or rewards keyed by seat, each a number or numbers by reward
-        name."""
+        name. With a single seat, numbers by reward name suffice."""
 
     # --- machinery --------------------------------------------------------------------------------------------------
 
@@ -187,13 +187,33 @@ class HarnessEnvironment(Environment):
                 )
             if value is None:
                 raise RewardError(f"{type(self).__name__}.reward returned None; return a number")
+            rewards = self._rewards_by_seat(value)
             for seat, acted in turns.items():
-                if acted and (not isinstance(value, Mapping) or seat in value):
-                    ctx.agent(seat).reward(value[seat] if isinstance(value, Mapping) else value)
+                if acted and seat in rewards:
+                    ctx.agent(seat).reward(rewards[seat])
         finally:
             if self._directory is not None:
                 await asyncio.to_thread(_remove_tree, self._directory)
                 os.close(self._lock)
+
+    def _rewards_by_seat(self, value: float | Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the value of `reward` by seat.
+
+        Raises:
+            RewardError: a key is no seat, so it is unclear whom it rewards.
+        """
+        if not isinstance(value, Mapping):
+            return dict.fromkeys(self.seats, value)
+        unknown = [key for key in value if key not in self.seats]
+        if unknown and len(self.seats) == 1 and len(unknown) == len(value):
+            return {self.seats[0]: value}
+        if unknown:
+            seats = ", ".join(map(repr, self.seats))
+            raise RewardError(
+                f"{type(self).__name__}.reward returned a reward for {unknown[0]!r}, which is no seat ({seats}); "
+                "return {seat: reward}, or {seat: {name: reward}} for rewards by name"
+            )
+        return value
 
     async def _run_command(self, task: Task, endpoint: Endpoint) -> dict[str, Any]:
         """Run `command` in an empty directory, and end everything it started.

@@ -333,11 +333,15 @@ class MCPConnection:
                 task.cancel()
             for stream in (to_session, from_server, to_server, from_session):
                 stream.close()
-            process._transport.close()  # type: ignore[attr-defined] # a process that left the group may hold a pipe
+            # A process that left the group may hold the pipes. Closing the transport would close them too, but it also
+            # polls the program, which can take its exit status away from asyncio's child watcher.
+            for descriptor in (0, 1, 2):
+                process._transport.get_pipe_transport(descriptor).close()  # type: ignore[attr-defined]
             while not all(task.done() for task in tasks) or process.returncode is None:
                 with contextlib.suppress(asyncio.CancelledError):  # otherwise it would end after the event loop
                     await asyncio.wait(tasks)
                     await process.wait()
+            process._transport.close()  # type: ignore[attr-defined]
 
     async def _read(
         self,

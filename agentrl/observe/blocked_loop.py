@@ -45,9 +45,9 @@ def watch_event_loop(
     Args:
         tell: prints one line for people; must be safe to call from a thread.
         longest_s: seconds without an iteration after which the loop counts as blocked.
-        repeated_s: shorter limit in seconds for a place that blocks twice, which excludes first imports and an
-            overloaded machine. None: only `longest_s` counts.
-        users_only: report a blocked loop only where the user's code is on the stack.
+        repeated_s: shorter limit in seconds for a place that blocks twice, which excludes an overloaded machine. None:
+            only `longest_s` counts.
+        users_only: report a blocked loop only where the user's code is on the stack and does not import a library.
     """
     watch = _Watch(
         asyncio.get_running_loop(), tell, longest_s, longest_s if repeated_s is None else repeated_s, users_only
@@ -119,26 +119,28 @@ class _Watch:
                 continue
             if self._stopped.is_set():  # the frame is that of `stop`, below code that did not block
                 return
-            stack = _user_frames(frame)
+            stack, is_import = _user_frames(frame)
             place = (stack[0].f_code.co_filename, stack[0].f_lineno)
-            if self._users_only and not is_user_code(place[0]):
+            if self._users_only and (is_import or not is_user_code(place[0])):
                 continue
             is_blocked = seconds > self._longest_s or self._blocked_at.setdefault(place, mark) < mark
             if is_blocked and place not in self._told:
                 self._told.add(place)
-                self._tell(self._described(stack, seconds))
+                self._tell(self._described(stack, seconds, is_import=is_import))
 
-    def _described(self, stack: Sequence[FrameType], seconds: float) -> str:
+    def _described(self, stack: Sequence[FrameType], seconds: float, *, is_import: bool) -> str:
         file, number = stack[0].f_code.co_filename, stack[0].f_lineno
         task = asyncio.current_task(self._loop)
         name = "" if task is None or not _EPISODE.fullmatch(task.get_name()) else f" in episode {task.get_name()}"
         callers = "".join(f", called from {_location(frame)}" for frame in stack[1:_MAX_CALLERS])
         what = (
             f"the event loop has been blocked for {seconds:.1f} s{name} by {_location(stack[0])}: "
-            f"`{linecache.getline(file, number).strip()}`{callers}. No episode goes on meanwhile: "
+            f"`{linecache.getline(file, number).strip()}`{callers}. No episode makes progress meanwhile: "
         )
         if not is_user_code(file):
             return f"{what}no code of yours is in it; agentrl or a library works, or the machine is busy"
+        if is_import:
+            return f"{what}it imports a library for the first time; import it at the top of your module"
         return (
             f"{what}await it (`ctx.sleep`, `ctx.effect` with an async function), or mark the tool "
             "@tool(external=True), which runs it in a thread"
@@ -149,20 +151,25 @@ def _location(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-def _user_frames(innermost: FrameType) -> list[FrameType]:
-    """Return the user's frames on the loop's stack, innermost first; the innermost frame if there are none."""
+def _user_frames(innermost: FrameType) -> tuple[list[FrameType], bool]:
+    """Return the user's frames on the loop's stack, innermost first, or the innermost frame if there are none; and
+    whether they wait for the import of a library."""
     frames: list[FrameType] = []
+    is_import = False
     frame: FrameType | None = innermost
     while (
         frame is not None and frame.f_globals.get("__name__") != "asyncio.base_events"
     ):  # outer frames belong to the code that runs the loop
         if is_user_code(frame.f_code.co_filename):
             frames.append(frame)
+        elif not frames:
+            is_import |= frame.f_code.co_filename.startswith("<frozen importlib")
         frame = frame.f_back
-    return frames or [innermost]
+    return frames or [innermost], is_import
 
 
 def is_user_code(file: str) -> bool:
     """Whether a code file belongs to the user: not to agentrl or a library, nor generated (`<string>`: a dataclass's
     `__init__`)."""
-    return not file.startswith((_PACKAGE, *_LIBRARIES, "<frozen", "<string>", "<attrs generated"))
+    is_library = "/site-packages/" in file or "/dist-packages/" in file  # also of another environment on the path
+    return not is_library and not file.startswith((_PACKAGE, *_LIBRARIES, "<frozen", "<string>", "<attrs generated"))

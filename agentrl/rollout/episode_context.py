@@ -71,6 +71,7 @@ from agentrl.rollout.call_journal import (
     JournaledCall,
     after_journal_round_trip,
     current_branch,
+    decode,
     encode,
     encode_arguments,
     mark_memoised_code,
@@ -670,9 +671,13 @@ class JournaledResource(Resource):
         return await self._performed(call, method, arguments)
 
     def state(self) -> Any:
-        """Return the object's state for comparisons; None if it has no `get_state`."""
-        if self._restore is not None:
-            return self._restore
+        """Return the object's state for comparisons; None if it has no `get_state`.
+
+        For a `snapshot` resource it is the state after the last call, which a resume restores: an object that is closed
+        afterwards, or is not restored because nothing calls it again, has another one.
+        """
+        if self._level == "snapshot":
+            return decode(self._state) if self._state else None
         get_state = getattr(self._object, "get_state", None)
         return after_journal_round_trip(get_state(), f"{self.name}.get_state") if callable(get_state) else None
 

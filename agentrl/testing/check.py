@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,12 @@ class EnvironmentReport:
     """Number of requests of an external agent that were answered, keyed by seat."""
     unasked: list[str] = field(default_factory=list)
     """Seats of an external agent that got no request; they remain unchecked."""
+    rewarded: set[str] = field(default_factory=set)
+    """Seats that got a reward in some episode that no limit cut."""
+    unrewarded: dict[str, str] = field(default_factory=dict)
+    """The first task in which a seat acted and got no reward before the end, keyed by seat."""
+    cuts: Counter[str] = field(default_factory=Counter)
+    """Number of episodes and turns that the check's limits cut, keyed by description."""
     own_random: bool = False
     """Whether the environment draws from the global random generators, as observed or declared."""
     on_progress: Callable[[str], None] = field(default=lambda part: None, repr=False, compare=False)
@@ -120,6 +127,8 @@ class EnvironmentReport:
             )
         mean = sum(self.rewards) / len(self.rewards) if self.rewards else 0.0
         requests = f"{plural(self.requests.total(), 'request')}, no tool call, " if self.requests else ""
+        judges = ", ".join(seat for seat in self.unrewarded if seat not in self.rewarded)
+        cuts = ", ".join(f"{where} ({plural(number, 'time')})" for where, number in self.cuts.items())
         drawing = " It draws: each episode has global random generators of its own." if self.own_random else ""
         return (
             (
@@ -129,6 +138,8 @@ class EnvironmentReport:
             )
             + (f" Never called, and not tried: {', '.join(self.uncalled)}." if self.uncalled else "")
             + (f" Seats without a request, and not tried: {', '.join(self.unasked)}." if self.unasked else "")
+            + (f" Never rewarded, so that no policy learns from them: {judges}." if judges else "")
+            + (f" Cut by the check, and not tried beyond: {cuts}." if cuts else "")
             + drawing
         )
 
@@ -164,6 +175,8 @@ def check_environment(
     report.on_progress("listing its tasks")
     chosen = list(tasks) if tasks is not None else _tasks(found, max(episodes, FORMAT_TASKS), report)
     is_harness = issubclass(found, HarnessEnvironment)
+    for module in ("numpy.random", *["aiohttp.web"] * is_harness):
+        import_module(module)  # an episode needs it, and its import would block the event loop
     last: ExecutedEpisode | None = None
     with asyncio.Runner() as shared:
         run = shared.run if is_harness else asyncio.run  # clients keep connections, which belong to an event loop
@@ -175,6 +188,7 @@ def check_environment(
             report.findings[:0] = [f"task {task.id!r}: {text}" for text in told]
             if not report.passed:
                 break
+    _check_rewards(report)
     report.own_random = found.own_random
     if report.passed and issubclass(found, HarnessEnvironment) and last is not None:
         _check_requests(found, last, report)
@@ -183,6 +197,16 @@ def check_environment(
     if report.passed and hash_order and not is_harness:
         _check_hash_order(found, report)
     return report
+
+
+def _check_rewards(report: EnvironmentReport) -> None:
+    """Report seats that acted without getting a reward. A seat that never gets one while others do is left to the
+    configuration, which may give it to a policy that does not learn, such as a judge."""
+    for seat, task_id in report.unrewarded.items():
+        if seat in report.rewarded or not report.rewarded:
+            report.findings.append(
+                f"task {task_id!r}: seat {seat!r} acted but was given no reward; call agent.reward(…) in run()"
+            )
 
 
 def _check_requests(environment: type[HarnessEnvironment], last: ExecutedEpisode, report: EnvironmentReport) -> None:
@@ -383,11 +407,13 @@ async def _check_episode(
     report.called |= {body.name for body in bodies if isinstance(body, ToolEntry)}
     if issubclass(environment, HarnessEnvironment):
         report.requests.update(body.seat for body in bodies if isinstance(body, TurnEntry))
-    unrewarded = [t.seat for t in first.header.trajectories if t.reward is None]
-    if unrewarded:
-        report.findings.append(
-            f"task {task.id!r}: seat {unrewarded[0]!r} acted but was given no reward; call agent.reward(…) in run()"
-        )
+    is_complete = first.header.stop_reason == "completed"  # else `truncated_reward` counts
+    for trajectory in first.header.trajectories if is_complete else ():
+        if trajectory.reward is None:
+            report.unrewarded.setdefault(trajectory.seat, task.id)
+        else:
+            report.rewarded.add(trajectory.seat)
+    report.cuts += first.cuts
     report.rewards.append(first.header.reward or 0.0)
     if told:  # a blocking environment would block again for every entry
         return first

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -19,6 +20,7 @@ from agentrl.core.errors import AgentRLError, CheckFailedError, EpisodeError, Gl
 from agentrl.core.ids import random_stream
 from agentrl.core.ports import SamplingParams
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding
+from agentrl.core.text import plural
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.engines.scripted import Script, ScriptedEngine
 from agentrl.environment.base import EpisodeLimits, describe_user_code_error
@@ -34,7 +36,7 @@ from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.rollout.episode import RolloutSettings
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
-from agentrl.testing.memory_journal import MemoryJournal
+from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal
 from agentrl.testing.virtual_time import VirtualTimeEventLoop
 
 if TYPE_CHECKING:
@@ -45,12 +47,13 @@ if TYPE_CHECKING:
     from agentrl.environment.base import Environment, OnCodeChange
     from agentrl.journal.entries import JournalEntry
     from agentrl.journal.port import JournalStore
-    from agentrl.rollout.episode_context import LiveEpisodeContext
+    from agentrl.rollout.episode_context import JournaledResource, LiveEpisodeContext
 
 POLICY = "random"
 PARTITION = "0"
 R = TypeVar("R", bound=EpisodeRunner)
 MAX_TURNS = 8
+MAX_TOKENS = 4096
 TIMEOUT_S = 30.0
 PROGRAM_TIMEOUT_S = 120.0
 """Time limit of an episode of an external agent, whose program may take long to start on a busy machine."""
@@ -68,6 +71,8 @@ class ExecutedEpisode(NamedTuple):
     states: dict[str, Any]
     """Final states of the resources that have `get_state`."""
     counts: EpisodeTotals
+    cuts: Counter[str]
+    """Number of places at which a limit cut the episode, its children or a turn, keyed by description."""
 
 
 class _StateRunner(EpisodeRunner):
@@ -78,8 +83,17 @@ class _StateRunner(EpisodeRunner):
         self.states: dict[str, dict[str, Any]] = {}
 
     def finished(self, context: LiveEpisodeContext) -> None:
-        told = {resource.name: resource.state() for resource in context.resources}
-        self.states[context.episode.spec.episode_id] = {name: s for name, s in told.items() if s is not None}
+        states = {resource.name: _final_state(resource) for resource in context.resources}
+        self.states[context.episode.spec.episode_id] = {name: s for name, s in states.items() if s is not None}
+
+
+def _final_state(resource: JournaledResource) -> Any:
+    try:
+        return resource.state()
+    except AgentRLError:
+        raise
+    except Exception as error:  # noqa: BLE001 - foreign code: a closed object may have no state
+        return f"{type(error).__name__} from get_state"
 
 
 async def execute_episode(
@@ -90,6 +104,7 @@ async def execute_episode(
     *,
     answers: Sequence[JournalEntry] = (),
     max_turns: int = MAX_TURNS,
+    max_tokens: int = MAX_TOKENS,
 ) -> ExecutedEpisode | str:
     """Execute an episode over a recorded prefix. Returns its outcome, or a sentence about its failure.
 
@@ -100,11 +115,12 @@ async def execute_episode(
         recorded: entries before the kill.
         answers: entries after the kill from which the answers of the outside world are repeated.
         max_turns: maximum number of turns per agent.
+        max_tokens: maximum number of tokens per turn.
     """
     journal, failures = MemoryJournal(), list[BaseException]()
     engine = ScriptedEngine(script, versions={POLICY: PolicyVersion(POLICY, 0, 0)})
     longest_s = PROGRAM_TIMEOUT_S if issubclass(environment, HarnessEnvironment) else TIMEOUT_S
-    settings = plain_rollout_settings(max_turns=max_turns, episode_timeout_s=longest_s)
+    settings = plain_rollout_settings(max_turns=max_turns, max_tokens=max_tokens, episode_timeout_s=longest_s)
     dispatcher, runner = wire_dispatcher(environment, engine, journal, settings, failures, runner_type=_StateRunner)
     log = journal.turn_log(PARTITION)
     for entry in recorded:
@@ -120,7 +136,9 @@ async def execute_episode(
     except GlobalRandomError as error:
         if recorded:
             return str(error)
-        return await execute_episode(environment, spec, script, answers=answers, max_turns=max_turns)
+        return await execute_episode(
+            environment, spec, script, answers=answers, max_turns=max_turns, max_tokens=max_tokens
+        )
     except EpisodeError as error:
         return f"{RESOURCE_LOST if error.reason == 'resource_lost' else ''}{error}"
     except AgentRLError as error:
@@ -132,7 +150,30 @@ async def execute_episode(
     if dispatcher.worker.last_failure:
         return f"a child episode was dropped: {dispatcher.worker.last_failure}"
     entries = log.read(spec.episode_id, spec.attempt)
-    return ExecutedEpisode(header, entries, runner.states[spec.episode_id], dispatcher.buffer.counts)
+    cuts = _find_cuts(journal, log.entries, settings)
+    return ExecutedEpisode(header, entries, runner.states[spec.episode_id], dispatcher.buffer.counts, cuts)
+
+
+def _find_cuts(journal: MemoryJournal, entries: Sequence[JournalEntry], settings: RolloutSettings) -> Counter[str]:
+    """Count what the limits of the execution cut; an environment's own limits do not count."""
+    limits = settings.limits
+    cuts = Counter[str]()
+    turns = Counter[tuple[str, str, int]]()
+    for entry in entries:
+        if isinstance(body := entry.decode(), TurnEntry):
+            turns[entry.episode_id, body.seat, body.index] += 1
+            is_full = len(body.token_ids) >= 4 * limits.max_tokens
+            cuts[f"a turn after {limits.max_tokens:,} tokens"] += is_full and body.finish_reason == "length"
+    full = {episode_id for (episode_id, _, _), number in turns.items() if number >= limits.max_turns}
+    for end in journal.of_kind(EpisodeEnd):
+        match end.header.stop_reason:
+            case "max_turns":
+                cuts[f"an episode after {plural(limits.max_turns, 'turn')} of an agent"] += end.spec.episode_id in full
+            case "time_limit":
+                cuts[f"an episode after {settings.episode_timeout_s:g} s"] += 1
+            case "context_length":
+                cuts[f"an episode after {limits.max_context:,} tokens"] += 1
+    return +cuts
 
 
 def plain_rollout_settings(
@@ -213,7 +254,7 @@ class PlayResult:
 def play(
     environment: str | type, task: Task, replies: Sequence[str | Mapping[str, Any]], *, seed: int = 0
 ) -> PlayResult:
-    """Play one episode in which the policy gives `replies` in order, for all seats.
+    """Play one episode in which the policy gives `replies` in order, for all seats. None of them is cut.
 
     Args:
         environment: class, registered name, `module:Class` or path.
@@ -222,7 +263,7 @@ def play(
         seed: seed of `ctx.rng`.
 
     Raises:
-        CheckFailedError: the environment failed, or needed more replies than there are.
+        CheckFailedError: the environment failed, needed more replies than there are, or took more than 30 s.
     """
     found = resolve(environment)
     remaining = [_text(reply) for reply in replies]
@@ -243,9 +284,13 @@ def play(
         seats={seat: SeatBinding(POLICY) for seat in found.seats},
         group_id="g0",
     )
-    outcome = asyncio.run(execute_episode(found, spec, script))
+    longest = max((len(reply.encode()) for reply in remaining), default=0)
+    max_turns, max_tokens = max(MAX_TURNS, len(remaining) + 1), max(MAX_TOKENS, longest + 1)
+    outcome = asyncio.run(execute_episode(found, spec, script, max_turns=max_turns, max_tokens=max_tokens))
     if isinstance(outcome, str):
         raise CheckFailedError(f"{spec.environment}: {outcome}")
+    if outcome.cuts:
+        raise CheckFailedError(f"{spec.environment}: the test cut {', '.join(outcome.cuts)}")
     header = outcome.header
     turns = [body for entry in outcome.entries if isinstance(body := entry.decode(), TurnEntry)]
     told = tuple("\n".join(str(message["content"]) for message in turn.messages) for turn in turns)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import linecache
 import os
 import re
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -142,9 +143,19 @@ def _act(event: str, arguments: tuple[Any, ...]) -> str | None:
         return None if arguments[0] in (":memory:", "") else f"opens the database {str(arguments[0])!r}"
     if event in _STARTS:
         return f"starts a process ({event})"
-    if event in _TALKS:
+    if event in _TALKS and not _is_pair(arguments[0]):
         return f"uses the network ({event})"
     return f"changes files ({event} {str(arguments[0])!r})" if event in _CHANGES else None
+
+
+def _is_pair(end: object) -> bool:
+    """Whether a socket is one of a `socket.socketpair`: connected, and neither end has an address."""
+    if not isinstance(end, socket.SocketType) or end.family != socket.AF_UNIX:
+        return False
+    try:
+        return (end.getsockname(), end.getpeername()) == ("", "")
+    except OSError:  # not connected
+        return False
 
 
 def _location(frame: FrameType | None) -> str | None:

@@ -153,14 +153,24 @@ def test_a_mistake_in_the_toml_file(
     assert "Traceback" not in said
 
 
-def test_an_old_python_is_told_so(repository: Path, tmp_path: Path) -> None:
-    code = "import sys; sys.version_info = (3, 9, 2, 'final', 0); import agentrl"
+OLD_PYTHON = """#!/bin/sh
+[ "$1" = --version ] && echo "Python {version}" && exit 0
+[ "$1" = -c ] && exec {python} -c "import sys; sys.version_info = ({parts}, 'final', 0); exec(sys.argv[1])" "$2"
+exit 1
+"""
+"""An interpreter that runs code as an old version does, and makes no virtual environment."""
+
+
+@pytest.mark.parametrize("version", ["3.9.2", "3.11.3"])
+def test_an_old_python_is_told_so(version: str, repository: Path, tmp_path: Path) -> None:
+    parts = version.replace(".", ", ")
+    code = f"import sys; sys.version_info = ({parts}, 'final', 0); import agentrl"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=repository)
-    assert done.stderr.splitlines()[-1].startswith("ImportError: agentrl needs Python 3.11 or newer; this is ")
+    assert done.stderr.splitlines()[-1].startswith("ImportError: agentrl needs Python 3.11.4 or newer; this is ")
     assert "python3.11 -m venv .venv" in done.stderr
 
-    old = tmp_path / "python3"  # answers as an old interpreter does: no to the question, its version on demand
-    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "Python 3.9.2" && exit 0\nexit 1\n')
+    old = tmp_path / "python3"
+    old.write_text(OLD_PYTHON.format(version=version, parts=parts, python=sys.executable))
     old.chmod(0o755)
     for tool in ("sh", "make", "rm"):
         (tmp_path / tool).symlink_to(shutil.which(tool) or tool)
@@ -172,7 +182,7 @@ def test_an_old_python_is_told_so(repository: Path, tmp_path: Path) -> None:
     )
     sys.stdout.write(made.stderr)
     assert made.returncode == 2
-    assert "Python 3.11 or newer is needed; found: Python 3.9.2" in made.stderr
+    assert f"Python 3.11.4 or newer is needed; found: Python {version}" in made.stderr
     assert "make setup PYTHON=/path/to/python3.11" in made.stderr
 
 

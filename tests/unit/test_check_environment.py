@@ -14,7 +14,9 @@ from typing import ClassVar, Literal
 import pytest
 
 import agentrl
+from agentrl.core.errors import CheckFailedError
 from agentrl.environment.base import Split, TaskSource
+from agentrl.testing import play
 from agentrl.testing.check import check_environment
 
 HASHING = """
@@ -277,6 +279,98 @@ class Shopping(Adder):
     def ship(self) -> str:
         """Ship it."""
         return "shipped"
+
+
+class Judged(agentrl.Environment):
+    """A judge looks at what a solver says. `rewarded` names the tasks in which each seat gets a reward."""
+
+    seats = ("solver", "judge")
+    rewarded: ClassVar[dict[str, str]] = {}
+    endless: ClassVar[str] = ""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        for seat in self.seats:
+            await ctx.agent(seat).act(agentrl.user("?"))
+            if ctx.task.id in self.rewarded.get(seat, ""):
+                ctx.agent(seat).reward(1.0)
+        while ctx.task.id in self.endless:
+            await ctx.agent("judge").act(agentrl.user("?"))
+
+    @classmethod
+    def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
+        return [agentrl.Task(id=number, data={}) for number in "0123"]
+
+
+@pytest.mark.parametrize(
+    ("rewarded", "faulty"),
+    [
+        ({"solver": "0123"}, []),
+        ({"solver": "0123", "judge": "0123"}, []),
+        ({"solver": "0123", "judge": "02"}, ["judge"]),
+        ({"solver": "13"}, ["solver"]),
+        ({}, ["solver", "judge"]),
+    ],
+)
+def test_a_seat_without_a_reward_is_a_judge_if_another_seat_is_rewarded(
+    rewarded: dict[str, str], faulty: list[str]
+) -> None:
+    report = check_environment(type("Judging", (Judged,), {"rewarded": rewarded, "__module__": __name__}))
+    assert [seat for seat in Judged.seats if any(f"seat {seat!r} acted" in text for text in report.findings)] == faulty
+    assert len(report.findings) == len(faulty)
+    if not faulty:
+        assert ("them: judge" in report.text) == ("judge" not in rewarded)
+
+
+def test_the_reward_of_a_cut_episode_makes_no_judge_a_seat_that_is_rewarded() -> None:
+    report = check_environment(type("Judging", (Judged,), {"rewarded": {"solver": "0123"}, "endless": "02"}))
+    assert report.passed, report.text
+    assert "them: judge" in report.text
+
+
+class Talkative(Adder):
+    """Needs more turns, and longer calls, than the check allows."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.gather(*ctx.spawn(Rambling, {"question": "?"}, n=2))
+        await super().run(ctx)
+
+    @agentrl.tool
+    def recite(self, text: Literal["blah" * 2000]) -> str:  # type: ignore[valid-type]
+        """Recite."""
+        return text
+
+
+class Rambling(Adder):
+    """Does not end by itself."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        while True:
+            await ctx.agent("agent").act(agentrl.user("and?"))
+
+
+def test_what_the_check_cuts_is_said() -> None:
+    report = check_environment(Talkative)
+    assert report.passed, report.text
+    assert any("8 turns" in where for where in report.cuts)
+    assert any("tokens" in where for where in report.cuts)
+    assert all(f"{number} " in report.text and where in report.text for where, number in report.cuts.items())
+    assert "cut" not in check_environment(Judged, tasks=[agentrl.Task(id="0", data={})]).text.lower()
+
+
+def test_a_game_with_given_replies_is_not_cut() -> None:
+    class Long(Adder):
+        async def run(self, ctx: agentrl.EpisodeContext) -> None:
+            turns = [await ctx.agent("agent").act(agentrl.user("and?")) for _ in range(20)]
+            ctx.agent("agent").reward(float(sum(len(turn.text) for turn in turns)))
+
+    replies = ["x" * 5_000] * 20
+    played = play(Long, agentrl.Task(id="t", data={"question": "?"}), replies)
+    assert played.stop_reason == "completed"
+    assert played.reward == 100_000
+    with pytest.raises(CheckFailedError, match="reply 20"):
+        play(Long, agentrl.Task(id="t", data={"question": "?"}), replies[:19])
+    with pytest.raises(CheckFailedError, match="reply 9"):
+        play(Long, agentrl.Task(id="t", data={"question": "?"}), replies[:8])
 
 
 def test_what_happens_once_is_no_difference_and_every_tool_is_tried() -> None:

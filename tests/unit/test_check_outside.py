@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import socket
 import sqlite3
@@ -41,6 +42,12 @@ def _act(kind: str) -> str:
         sqlite3.connect(str(where) + ".db").close()
     elif kind == "remove":
         (where.with_suffix(".none")).unlink(missing_ok=True)
+    elif kind == "pair":
+        ends = socket.socketpair()
+        ends[0].sendmsg([b"x"])
+        for end in ends:
+            end.close()
+        asyncio.new_event_loop().close()
     elif kind == "read":
         Path(__file__).read_text()
         sqlite3.connect(":memory:").close()
@@ -111,8 +118,9 @@ def test_a_tool_that_reaches_outside_is_found(kind: str, words: str) -> None:
     assert declared.resume_class == "snapshot"
 
 
-def test_reading_is_no_reaching() -> None:
-    Reaching.kind = "read"
+@pytest.mark.parametrize("kind", ["read", "pair"])
+def test_what_stays_inside_is_no_reaching(kind: str) -> None:
+    Reaching.kind = kind
     report = check_environment(Reaching)
     assert report.passed, report.text
 
@@ -176,6 +184,47 @@ def test_a_final_state_that_differs_is_found() -> None:
     report = check_environment(Rolled)
     assert not report.passed
     assert "ends as [" in report.text
+
+
+class Box(Dice):
+    """Holds something that must be closed, and has no state to tell afterwards."""
+
+    is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def get_state(self) -> list[int]:
+        if self.is_closed:
+            raise ValueError("the box is closed")
+        return super().get_state()
+
+
+class EmptiedBox(Box):
+    """As `Box`, but tells an empty state."""
+
+    def get_state(self) -> list[int]:
+        return [] if self.is_closed else self.rolled
+
+
+class Closing(Rolling):
+    """Closes its resource at the end."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        box = self.dice()
+        self.dice = lambda: box  # type: ignore[assignment,misc]
+        try:
+            await super().run(ctx)
+        finally:
+            box.close()
+
+
+@pytest.mark.parametrize("level", ["replay", "snapshot"])
+@pytest.mark.parametrize("box", [Box, EmptiedBox])
+def test_a_resource_that_is_closed_at_the_end_is_no_difference(box: type[Box], level: str) -> None:
+    report = check_environment(type("Closed", (Closing,), {"dice": box, "level": level}))
+    assert report.passed, report.text
+    assert report.resume_class == level
 
 
 class Sharing(agentrl.Environment):

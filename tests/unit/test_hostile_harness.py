@@ -150,6 +150,29 @@ def asking(*models: str, **changes: Any) -> type[Asking]:
     return type("Asked", (Asking,), {"command": command, "__module__": __name__, **changes})
 
 
+@pytest.mark.parametrize("seats", [("main",), ("main", "small")])
+def test_rewards_by_name_count_for_a_single_seat_and_are_refused_for_several(seats: tuple[str, ...]) -> None:
+    def reward(self: Asking, task: agentrl.Task, episode: agentrl.HarnessEpisode) -> dict[str, float]:
+        return {"correct": 1.0, "format": 0.5}
+
+    found = play(asking("main", seats=seats, reward=reward), ["a"])
+    if len(seats) == 1:
+        assert found.header.reward == 1.5
+        assert dict(found.header.trajectories[0].named_rewards) == {"correct": 1.0, "format": 0.5}
+    else:
+        assert found.header.drop_reason == "bad_reward"
+        assert "'correct'" in found.said
+
+
+def test_a_reward_for_an_unknown_seat_is_refused_beside_a_known_one() -> None:
+    def reward(self: Asking, task: agentrl.Task, episode: agentrl.HarnessEpisode) -> dict[str, float]:
+        return {"main": 1.0, "mian": 1.0}
+
+    found = play(asking("main", seats=("main",), reward=reward), ["a"])
+    assert found.header.drop_reason == "bad_reward"
+    assert "'mian'" in found.said
+
+
 def test_a_program_that_asks_no_model_is_found() -> None:
     report = check_environment(asking())
     assert report.findings == [
@@ -162,6 +185,45 @@ def test_a_program_that_asks_no_model_is_found() -> None:
 
     report = check_environment(asking(play=play))
     assert "play returned 3: does it read endpoint.url" in report.text
+
+
+CHECKED = """
+import asyncio, sys
+from agentrl.testing.check import check_environment
+
+inside = []
+
+def on_event(event, arguments):
+    if event == "import" and asyncio._get_running_loop() is not None:
+        inside.append(arguments[0])
+
+sys.addaudithook(on_event)
+report = check_environment(sys.argv[1])
+assert report.passed, report.text
+print(*(name for name in inside if name.partition(".")[0] in ("agentrl", "aiohttp", "numpy")))
+"""
+MODULE = """
+import sys
+import agentrl
+
+class Asking(agentrl.HarnessEnvironment):
+    seats = ("main",)
+    command = (sys.executable, "-c", ASK, "{}")
+
+    def reward(self, task, episode):
+        return 0.0
+
+    @classmethod
+    def tasks(cls, split, *, seed=0):
+        return [agentrl.Task(id="t", data={})]
+"""
+
+
+def test_nothing_of_the_gateway_is_imported_inside_the_loop_of_a_check(tmp_path: Path) -> None:
+    (tmp_path / "asking.py").write_text(f"ASK = {ASK!r}\n{MODULE}")
+    command = [sys.executable, "-c", CHECKED, f"{tmp_path / 'asking.py'}:Asking"]
+    checked = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert checked.stdout.split() == []
 
 
 def test_a_wrong_seat_is_found_whatever_failures_are_worth() -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib
 import sysconfig
 import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
 
 from agentrl.observe.blocked_loop import is_user_code, watch_event_loop
 
@@ -102,6 +106,34 @@ def test_a_watch_for_the_users_code_ignores_a_loop_that_others_block() -> None:
         await asyncio.sleep(0)
 
     assert told_during(block, users_only=True) == []
+
+
+SLOW_LIBRARY = """
+import threading
+threading.Event().wait(0.3)
+"""
+
+
+@pytest.mark.parametrize("users_only", [True, False])
+def test_a_library_that_is_imported_for_the_first_time_is_not_the_users_fault(
+    users_only: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"slow_library_{users_only}"
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / f"{name}.py").write_text(SLOW_LIBRARY)
+    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
+
+    async def block(heard: threading.Event) -> None:
+        importlib.import_module(name)
+
+    said = told_during(block, users_only=users_only)
+    assert len(said) == (not users_only)
+    assert all("import" in text and "await it" not in text for text in said)
+
+
+def test_a_library_of_another_environment_is_nobodys_code() -> None:
+    assert not is_user_code("/opt/other/lib/python3.12/site-packages/aiohttp/web_ws.py")
+    assert not is_user_code("/usr/lib/python3/dist-packages/aiohttp/web_ws.py")
 
 
 def test_an_error_nobody_awaits_is_named_with_its_line() -> None:
