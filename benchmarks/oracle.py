@@ -1,6 +1,6 @@
 """What independent checks find in runs that were killed, attacked and resumed with another configuration.
 
-    python -m benchmarks.oracle [--quick] [--part kills|fields|lag|hostile] [--directory DIR] [--seed 0]
+    python -m benchmarks.oracle [--quick] [--part kills|fields|lag|hostile|starts] [--directory DIR] [--seed 0]
 
 * `kills`: small real runs (tiny models, real processes) are killed with SIGKILL in each of their processes while they
   take steps, and go on to their end: one policy in one process and an engine, two worker processes, two policies with
@@ -10,6 +10,7 @@
 * `fields`: every setting is changed between two starts of a run (`resume_fields.py`).
 * `lag`: the largest lag of a token against `max_lag` (`scheduling_lag.py`).
 * `hostile`: environments that attack their process (`hostile_environments.py`).
+* `starts`: runs of every family of models that set no size (`default_starts.py`).
 
 Figures: `violations` of the second reader, and of them the `unknown_versions`; `lost`, `twice` and `ledger_errors` as
 of `benchmarks.chaos`; `bricked`, runs that could not go on; `kills` and by role; `runs` that got to their end; and
@@ -87,14 +88,20 @@ PARTS = {
     "fields": _measured_by("resume_fields", "figures"),
     "lag": _measured_by("scheduling_lag", "figures"),
     "hostile": _measured_by("hostile_environments", "measure"),
+    "starts": _measured_by("default_starts", "figures"),
 }
 FIGURES = (
     *("violations", "unknown_versions", "bricked", "lost", "twice", "ledger_errors"),
     *("kills", *(f"kills_{role}" for role in ROLES), "runs"),
     *("config_fields_unclassified", "resumes_judged", "max_lag_exceeded"),
     *("hostile_environments", "runs_ended", "named"),
+    *("default_starts", "default_starts_refused", "starts_failed", "predictions_failed", "prediction_errors_that_stop"),
+    "start_s",
 )
-NONE_OF = ("violations", "unknown_versions", "bricked", "lost", "twice", "ledger_errors")
+NONE_OF = (
+    *("violations", "unknown_versions", "bricked", "lost", "twice", "ledger_errors"),
+    *("starts_failed", "prediction_errors_that_stop"),
+)
 
 
 def main() -> int:

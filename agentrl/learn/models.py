@@ -390,8 +390,7 @@ def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | No
         base = _load(path, device, dtype, config.engine.max_context, mesh)
         replay = _replay(base, config)
         matrices = _matrices(base)
-        with computing_in_float32(base, _widened):  # shards are gathered in float32
-            can = _adaptable(base)
+        can = _adaptable(base)
         shared = prefix_tree_is_exact(base, config.engine.max_context)
         base.requires_grad_(False)
         peft_model: peft.PeftModel | None = None
@@ -515,8 +514,19 @@ def _matrices(model: PreTrainedModel) -> dict[str, int]:
 
 
 def _adaptable(model: PreTrainedModel) -> list[str]:
-    """List the layers that can be served under an adapter, and that PEFT does not take for experts."""
-    found, mistaken = adaptable_layers(model), dict[str, bool]()
+    """List the layers that can be served under an adapter, and that PEFT does not take for experts.
+
+    Raises:
+        ModelError: the model cannot be forwarded. On the meta device, any error of a pass that needs data.
+    """
+    mistaken: dict[str, bool] = {}
+    try:
+        with computing_in_float32(model, _widened):  # shards are gathered in float32
+            found = adaptable_layers(model)
+    except _FORWARD_ERRORS as error:
+        if model.device.type == "meta":
+            raise
+        raise ModelError(f"{type(model).__name__} cannot be forwarded as a causal LM: {error!r}") from error
     for last in {_last(name) for name in found}:
         asked = peft.LoraConfig(target_modules=[last])
         try:
@@ -614,6 +624,11 @@ def _add_adapter(
     return peft_model
 
 
+def own_attention(model: PreTrainedModel) -> str:
+    """Return the name of the attention with which a model computes padded rows."""
+    return "sdpa" if model._supports_sdpa else "eager"
+
+
 def prefix_tree_is_exact(model: PreTrainedModel, max_context: int) -> bool:
     """Return whether the prefix tree reproduces the model's own log-probabilities; if not, padded rows do.
 
@@ -629,7 +644,7 @@ def prefix_tree_is_exact(model: PreTrainedModel, max_context: int) -> bool:
     if model.device.type == "meta":
         model.set_attn_implementation(ATTENTION)
         return True
-    own = "sdpa" if model._supports_sdpa else "eager"
+    own = own_attention(model)
     special = context_length_thresholds(model.config, max_context)
     around = [row for length in special for row in (length - 1, min(length + 5, max_context))]
     rows = _check_rows(model, [12, 13, 15, *around])  # several lengths, so that padding and masks are tested
