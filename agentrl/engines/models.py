@@ -353,13 +353,14 @@ def context_length_thresholds(config: PretrainedConfig, max_context: int) -> lis
     """Return the lengths below `max_context` at which a model may change its computation, ascending.
 
     These are all integers in its configuration whose names contain window, chunk, block, top-k or original positions: a
-    superfluous length costs a check, a missing one would leave a change unchecked.
+    superfluous length costs a check, a missing one would leave a change unchecked. No change at 2 can matter, because a
+    row of one token predicts none.
     """
     return sorted(
         {
             value
             for name, value in config.get_text_config().to_dict().items()
-            if type(value) is int and _SPECIAL.search(name) and 1 < value < max_context
+            if type(value) is int and _SPECIAL.search(name) and 2 < value < max_context
         }
     )
 

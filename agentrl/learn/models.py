@@ -481,8 +481,14 @@ def _recompute_layers(model: PreTrainedModel, replay: RoutingReplay | None) -> N
     module: nn.Module = model
     for layer in module.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            # Only on the layer itself: transformers reads the flag there, and the layer's parts have no dropout.
+            # transformers recomputes only layers in training. While a layer computes, it is not: no dropout.
             layer.training = True
+            layer.register_forward_pre_hook(partial(_set_training, False), with_kwargs=True)
+            layer.register_forward_hook(partial(_set_training, True), with_kwargs=True, always_call=True)
+
+
+def _set_training(training: bool, layer: nn.Module, *_: object) -> None:
+    layer.training = training
 
 
 @torch.no_grad()
@@ -497,15 +503,16 @@ def _move_gradient(master: nn.Parameter, parameter: nn.Parameter) -> None:
 
 
 def _replay(model: PreTrainedModel, config: RunConfig) -> RoutingReplay | None:
-    return RoutingReplay(model) if config.engine.capture_routing else None
+    """Return the routing replay of a model; None on the meta device, where no router chooses experts."""
+    return RoutingReplay(model) if config.engine.capture_routing and model.device.type != "meta" else None
 
 
 def _matrices(model: PreTrainedModel) -> dict[str, int]:
     """Return the sizes of the weights between embeddings and output projection, by module; norms and biases are left
-    out."""
+    out. Modules that share a weight, as in Zamba2, count it each, because each has an adapter."""
     ends = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     tables = {id(each.weight) for each in (*ends, model.get_output_embeddings()) if each is not None}
-    named = model.named_parameters()
+    named = model.named_parameters(remove_duplicate=False)
     return {
         name.removesuffix(".weight"): parameter.numel()
         for name, parameter in named

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from agentrl.app.memory_estimate import FALLBACK_CONTEXT, with_chosen_token_limits
 from agentrl.cli.main import main
@@ -18,7 +20,7 @@ from agentrl.learn.memory_prediction import AllocationCounter, make_worst_case_s
 from agentrl.learn.models import load_models
 from agentrl.learn.packing import pack
 from tests.default_starts import CASES, default_config, start, write_model
-from tests.model_families import FAMILIES, FURTHER_FAMILIES
+from tests.model_families import FAMILIES, FURTHER_FAMILIES, family_config
 
 pytestmark = [pytest.mark.learning, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -123,3 +125,35 @@ def test_a_prediction_that_fails_is_a_warning_and_doctor_never_says_ready(
     verdict = capsys.readouterr().out.splitlines()[-1]
     assert verdict.startswith("unknown")
     assert "ready" not in verdict
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        pytest.param("Gemma 2", [], id="padded"),
+        pytest.param("Qwen3-MoE", ["--engine.capture_routing=true", "--policies.solver.lora.rank=2"], id="experts"),
+        pytest.param("JetMoE", [], id="not predicted"),
+    ],
+)
+@pytest.mark.filterwarnings("default:the memory of:UserWarning")
+def test_a_command_that_sets_no_size_trains(
+    name: str, overrides: list[str], repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shipped, path = repository / "environments/calculator/model", tmp_path / "model"
+    config = family_config(name, max_position_embeddings=512)
+    config.vocab_size = json.loads((shipped / "config.json").read_text())["vocab_size"]
+    if name == "Gemma 2":
+        config.sliding_window = 512
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copy(shipped / file, path / file)
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'name = "started"\ndirectory = "{tmp_path}"\nsteps = 2\n[environment]\nid = "calculator"\n'
+        f'[model]\npath = "{path}"\n[sampling]\nmax_tokens = 8\n[evaluation]\ntasks = 0\n'
+        "[policies.solver]\nstep_size = 8\n"
+    )
+    assert main(["train", str(file), *overrides]) == 0, capsys.readouterr().err
+    chosen = json.loads((tmp_path / "started" / "config.json").read_text())
+    assert chosen["trainer"]["micro_batch_tokens"] >= chosen["engine"]["max_context"] > 0
