@@ -255,7 +255,7 @@ FURTHER_FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "OPT": ("OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
     "RecurrentGemma": (
         "RecurrentGemmaConfig",
-        {"num_hidden_layers": 3, "attention_window_size": MAX_CONTEXT, "lru_width": 32},
+        {"num_hidden_layers": 3, "attention_window_size": 1 << 12, "lru_width": 32},
     ),
     "VaultGemma": (
         "VaultGemmaConfig",
