@@ -17,6 +17,7 @@
 * `evaluations`: runs that are stopped inside their evaluations, evaluations that fail, and pinned versions that are
   lost (`evaluation_stops.py`).
 * `inputs`: files, models, data and strangers that attack a run from outside (`hostile_inputs.py`).
+* `starts`: runs of every family of models that set no size (`default_starts.py`).
 
 Figures: `violations` of the second reader, and of them the `unknown_versions`; `lost`, `twice` and `ledger_errors` as
 of `benchmarks.chaos`; `bricked`, runs that could not go on; `kills` and by role; `runs` that got to their end; and
@@ -114,6 +115,7 @@ PARTS = {
     "failures": _measured_by("oracle_failures", "measure"),
     "evaluations": evaluation_stops.measure,
     "inputs": _measured_by("hostile_inputs", "measure"),
+    "starts": _measured_by("default_starts", "figures"),
 }
 FIGURES = (
     *("violations", "unknown_versions", "bricked", "lost", "twice", "ledger_errors"),
@@ -127,6 +129,8 @@ FIGURES = (
     *("failures_dropped", "failures_unnamed"),
     *("stops", "stops_without_checkpoint", "stop_violations", "runs_ended_by_evaluations"),
     *("runs_ended_by_pins", "episodes_of_lost_versions"),
+    *("default_starts", "default_starts_refused", "starts_failed", "predictions_failed", "prediction_errors_that_stop"),
+    "start_s",
 )
 SUMMED = ("violations", "bricked", "runs_ended")
 """Figures of several parts."""
@@ -135,6 +139,7 @@ NONE_OF = (
     *("replay_pairs_undetected", "rewards_on_the_wrong_agent", "sorted_dropped", "hash_seed_violations"),
     *("zeros_from_failures", "failures_unnamed"),
     *("stops_without_checkpoint", "stop_violations", "runs_ended_by_evaluations", "runs_ended_by_pins"),
+    *("starts_failed", "prediction_errors_that_stop"),
 )
 
 

@@ -195,12 +195,96 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "LFM2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
 }
 """Name, class of its configuration, what differs from the common shape."""
+_STATE_SPACE = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": WINDOW}
+FURTHER_FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "BioGPT": ("BioGptConfig", {}),
+    "Bamba": ("BambaConfig", {**_STATE_SPACE, "attn_layer_indices": [1]}),
+    "Falcon-Mamba": ("FalconMambaConfig", {"state_size": 8}),
+    "Flex-OLMo": ("FlexOlmoConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "GPT-Neo": (
+        "GPTNeoConfig",
+        {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
+    ),
+    "Granite-MoE-Hybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **_STATE_SPACE,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["mamba", "attention"],
+            "shared_intermediate_size": 32,
+        },
+    ),
+    "HunYuan-MoE": ("HunYuanMoEV1Config", {"num_experts": 4, "moe_topk": 2, "moe_intermediate_size": 32}),
+    "Jamba": (
+        "JambaConfig",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "mamba_d_state": 8,
+            **{f"{kind}_layer_period": 2 for kind in ("attn", "expert")},
+            **{f"{kind}_layer_offset": 1 for kind in ("attn", "expert")},
+        },
+    ),
+    "JetMoE": ("JetMoeConfig", {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "LongCat-Flash": (
+        "LongcatFlashConfig",
+        {
+            **_LATENT,
+            "n_routed_experts": 4,
+            "moe_topk": 2,
+            "expert_ffn_hidden_size": 32,
+            "ffn_hidden_size": 64,
+            "zero_expert_num": 2,
+            "num_layers": 2,
+            "num_hidden_layers": _LEFT_OUT,
+        },
+    ),
+    "Mamba": ("MambaConfig", {"state_size": 8}),
+    "MiniCPM3": ("MiniCPM3Config", _LATENT),
+    "MPT": (
+        "MptConfig",
+        {
+            "d_model": 32,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": 1 << 12,
+            **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads"), _LEFT_OUT),
+        },
+    ),
+    "OPT": ("OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
+    "RecurrentGemma": (
+        "RecurrentGemmaConfig",
+        {"num_hidden_layers": 3, "attention_window_size": 1 << 12, "lru_width": 32},
+    ),
+    "VaultGemma": (
+        "VaultGemmaConfig",
+        {"sliding_window": WINDOW, "query_pre_attn_scalar": 8, "layer_types": _SLIDING},
+    ),
+    "XGLM": ("XGLMConfig", {"d_model": 32, "ffn_dim": 64, "num_layers": 2, "attention_heads": 4}),
+    "Youtu": ("YoutuConfig", _LATENT),
+    "Zamba2": (
+        "Zamba2Config",
+        {
+            "num_hidden_layers": 6,
+            "layers_block_type": ["mamba", "hybrid"] * 3,
+            "mamba_d_state": 8,
+            "n_mamba_heads": 8,
+            "mamba_headdim": 8,
+            "chunk_size": WINDOW,
+            "attention_head_dim": 16,
+            "num_mem_blocks": 2,
+            "adapter_rank": 4,
+        },
+    ),
+}
+"""Families that docs/models.md does not list, whose runs start or are refused by name."""
 
 
-def family_config(name: str) -> PretrainedConfig:
+def family_config(name: str, **shape: Any) -> PretrainedConfig:
     """The configuration of a small model of a family."""
-    kind, different = FAMILIES[name]
-    values = {name: value for name, value in {**_SHAPE, **different}.items() if value is not _LEFT_OUT}
+    kind, different = {**FAMILIES, **FURTHER_FAMILIES}[name]
+    values = {name: value for name, value in {**_SHAPE, **shape, **different}.items() if value is not _LEFT_OUT}
     made: PretrainedConfig = getattr(transformers, kind)(**values)
     return made
 
@@ -267,7 +351,7 @@ def family_rows(*, seed: int = 3) -> list[TrainingSample]:
     return rows
 
 
-def _plain_logprobs(model: PreTrainedModel, rows: Sequence[TrainingSample]) -> list[Tensor]:
+def logprobs_of(model: PreTrainedModel, rows: Sequence[TrainingSample]) -> list[Tensor]:
     """Log-probabilities that transformers gives to the tokens behind the first of each row, forwarded alone.
 
     Positions of some models depend on how long the context is; a run computes all as in a context of `MAX_CONTEXT`, so
@@ -288,13 +372,13 @@ def plain_logprobs(directory: Path, rows: Sequence[TrainingSample]) -> list[NDAr
     """Log-probabilities that transformers gives to the tokens behind the first of each row, forwarded alone."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     with torch.no_grad():
-        return [each.numpy() for each in _plain_logprobs(model, rows)]
+        return [each.numpy() for each in logprobs_of(model, rows)]
 
 
 def gradient_error(directory: Path, policy: PolicyModel, rows: Sequence[TrainingSample]) -> float:
     """Difference of the gradient of the summed log-probabilities from that of transformers, over its norm."""
     plain = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    torch.cat(_plain_logprobs(plain, rows)).sum().backward()
+    torch.cat(logprobs_of(plain, rows)).sum().backward()
     policy.model.zero_grad()
     for batch in pack(rows, max_tokens=1 << 20, share=policy.shared_prefixes):
         token_logprobs(policy.model, batch, shared=policy.shared_prefixes).logprob.sum().backward()

@@ -3,6 +3,8 @@ the micro-batches to fit."""
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +16,7 @@ from agentrl.app.policies import adapter_slots_needed, largest_lora_rank
 from agentrl.app.run_parts import device_plan
 from agentrl.config.fields import base_model_display_name
 from agentrl.config.run import RunConfig
-from agentrl.core.errors import ConfigError
+from agentrl.core.errors import ConfigError, InputError, PredictionError
 from agentrl.core.machine import machine_memory, process_anonymous_memory_bytes
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ MIN_CONTEXT = 256
 """Shortest context that is chosen to fit memory, in tokens."""
 MAX_CONTEXT = 1 << 15
 """Longest context that is chosen for a model that states no number of positions, in tokens."""
+FALLBACK_CONTEXT = 1 << 11
+"""Context, and micro-batch, of a run whose memory cannot be predicted, in tokens."""
 MAX_CHOSEN = 10**8
 """Largest number in a run's files that this module can have chosen."""
 MAX_MICRO_BATCH = 1 << 14
@@ -182,7 +186,7 @@ def with_chosen_token_limits(config: RunConfig, before: Mapping[str, Any]) -> Ru
     """Return the configuration with `engine.max_context` and `trainer.micro_batch_tokens` chosen where they are 0.
 
     Both are powers of two, or the bounds set by the model or each other, so that other programs on the machine hardly
-    change them.
+    change them. A prediction that fails is a warning: both are then at most `FALLBACK_CONTEXT`, unless set.
 
     Args:
         config: configuration of the run.
@@ -196,10 +200,22 @@ def with_chosen_token_limits(config: RunConfig, before: Mapping[str, Any]) -> Ru
     tokens = config.trainer.micro_batch_tokens or _chosen_before(before, "trainer", "micro_batch_tokens")
     if not config.bases or (context and (tokens or not config.trained)):
         return _with_sizes(config, context, tokens)
-    context = context or _fitting_context(config)
-    if not tokens and config.trained:
-        tokens = _fitting_tokens(_with_sizes(config, context, context))
-    return _with_sizes(config, context, tokens)
+    try:
+        return _fitting_sizes(config, context, tokens)
+    except InputError:
+        raise
+    except Exception as error:  # noqa: BLE001 - no failed prediction may stop a run
+        context = context or min(_longest_context(config), FALLBACK_CONTEXT)
+        tokens = tokens or (context if config.trained else 0)
+        reason = (
+            error if isinstance(error, PredictionError) else f"the memory of this run cannot be predicted ({error!r})"
+        )
+        warnings.warn(
+            f"{reason}: it starts with engine.max_context = {context} and trainer.micro_batch_tokens = {tokens}, which "
+            "may be too much or too little; set them to choose",
+            stacklevel=2,
+        )
+        return _with_sizes(config, context, tokens)
 
 
 def _chosen_before(before: Mapping[str, Any], section: str, name: str) -> int:
@@ -214,41 +230,48 @@ def _with_sizes(config: RunConfig, context: int, tokens: int) -> RunConfig:
     return config.model_copy(update={"engine": engine, "trainer": trainer})
 
 
-def _fitting_context(config: RunConfig) -> int:
-    """Return the longest context for which every model has positions, and which fits with one such row per
-    micro-batch.
-    """
+def _longest_context(config: RunConfig) -> int:
+    """Return the longest context for which every model has positions."""
     from agentrl.engines.models import longest_context
 
     embedded = config.engine.kind == "embedded"
-    bounds = [longest_context(base.model.path, embedded=embedded) or MAX_CONTEXT for base in config.bases]
-    bound = min(bounds)
-    few = min(MIN_CONTEXT, bound)
-    plan = estimate_memory(_with_sizes(config, few, few))
-    held, limit = _held(plan), _limit(plan)
-    if held > limit:
+    return min(longest_context(base.model.path, embedded=embedded) or MAX_CONTEXT for base in config.bases)
+
+
+def _fitting_sizes(config: RunConfig, context: int, tokens: int) -> RunConfig:
+    """Return the configuration with the longest context, and the largest micro-batches of it, that fit into memory.
+
+    Args:
+        config: configuration of the run.
+        context: `engine.max_context`; 0: the longest for which a micro-batch of one row fits.
+        tokens: `trainer.micro_batch_tokens`; 0: at least one row of full length.
+    """
+    shortest = context or min(MIN_CONTEXT, _longest_context(config))
+    length = context or _longest_context(config)
+    plan = estimate_memory(_with_sizes(config, length, length))
+    while length > shortest and _held(plan) > _limit(plan):
+        # No part grows faster than the square of the context, so no context between the two fits.
+        fitting = int(length * math.sqrt(_limit(plan) / _held(plan)))
+        length = max(shortest, 1 << (max(fitting, 1).bit_length() - 1))
+        plan = estimate_memory(_with_sizes(config, length, length))
+    if not context and _held(plan) > _limit(plan):
         raise ConfigError(
-            f"not enough memory: with contexts of {few} tokens the run would need {held >> 20:,} MiB, and it may take "
-            f"{limit >> 20:,}, which is {USED_SHARE:.0%} of what is free. Set {', or '.join(plan.settings_to_turn())}"
+            f"not enough memory: with contexts of {length} tokens the run would need {_held(plan) >> 20:,} MiB, and it "
+            f"may take {_limit(plan) >> 20:,}, which is {USED_SHARE:.0%} of what is free. Set "
+            f"{', or '.join(plan.settings_to_turn())}"
         )
-    if bound == few:
-        return bound
-    more = min(2 * few, bound)
-    per_token = (_held(estimate_memory(_with_sizes(config, more, more))) - held) / (more - few)
-    fitting = few + int((limit - held) / max(per_token, 1.0))
-    return bound if fitting >= bound else 1 << (fitting.bit_length() - 1)
+    if not tokens and config.trained:
+        tokens = _fitting_tokens(plan, length)
+    return _with_sizes(config, length, tokens)
 
 
-def _fitting_tokens(config: RunConfig) -> int:
+def _fitting_tokens(plan: MemoryEstimate, context: int) -> int:
     """Return the tokens of a micro-batch that fit beside everything else; at least one row of full length.
 
     Args:
-        config: configuration with a context, and micro-batches of one row.
+        plan: memory of the run with micro-batches of one row.
+        context: length of that row.
     """
-    context = config.engine.max_context
-    if context >= MAX_MICRO_BATCH:
-        return context
-    plan = estimate_memory(config)
     rows = [part for part in plan.parts if part.name.startswith((_ACTIVATIONS, _GAPS))]
     per_token = sum(part.bytes * part.processes for part in rows) / context
     fitting = context + int((_limit(plan) - _held(plan)) / max(per_token, 1.0))

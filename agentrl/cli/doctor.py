@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from agentrl.app.memory_estimate import MemoryEstimate
     from agentrl.config.run import RunConfig
 
-Level = Literal["ok", "note", "missing"]
+Level = Literal["ok", "note", "unknown", "missing"]
 """Severity. `note`: the default run works without it; `missing`: it does not."""
 
 _DEMO = "the demo will use"
-_MARKS = {"ok": " ", "note": "·", "missing": "✗"}
+_MARKS = {"ok": " ", "note": "·", "unknown": "?", "missing": "✗"}
 GIB = 1 << 30
 _FLOOR = re.compile(r"^([A-Za-z0-9._-]+)>=([0-9.]+)")
 _TRAIN = ("torch", "transformers", "peft", "safetensors", "tokenizers", "jinja2")
@@ -60,7 +60,8 @@ class Check:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Run `agentrl doctor [FILE] [--section.field=value …]`; exit code 1 if something the run needs is missing."""
+    """Run `agentrl doctor [FILE] [--section.field=value …]`; exit code 1 if something the run needs is missing, or a
+    check could not be made."""
     sections = SECTIONS
     if options.file is not None:
         config = load(options.file, options.overrides)
@@ -71,11 +72,14 @@ def doctor(options: argparse.Namespace) -> int:
         }
     with spinner("looking at this machine", sys.stderr):  # importing torch takes seconds
         report = {title: [check for probe in section for check in _run(probe)] for title, section in sections.items()}
-    missing = [check for checks in report.values() for check in checks if check.level == "missing"]
+    missing, unknown = (
+        sum(check.level == level for checks in report.values() for check in checks) for level in ("missing", "unknown")
+    )
+    ready = not missing and not unknown
     if options.json:
         checked = {title: [asdict(check) for check in checks] for title, checks in report.items()}
-        print_json({"ready": not missing, "sections": checked})
-        return 1 if missing else 0
+        print_json({"ready": ready, "sections": checked})
+        return 0 if ready else 1
     for title, checks in report.items():
         sys.stdout.write(f"{title}\n")
         for check in checks:
@@ -83,13 +87,14 @@ def doctor(options: argparse.Namespace) -> int:
             if check.fix:
                 sys.stdout.write(f"    {'':<25} → {escape_line(check.fix)}\n")
     command = "agentrl demo" if options.file is None else f"agentrl train {options.file}"
-    ready = (
-        f"ready: try `{escape_line(command)}`"
-        if not missing
-        else f"not ready: {len(missing)} problem(s) marked ✗ to fix"
-    )
-    sys.stdout.write(f"{ready}\n")
-    return 1 if missing else 0
+    if missing:
+        verdict = f"not ready: {missing} problem(s) marked ✗ to fix"
+    elif unknown:
+        verdict = f"unknown: {unknown} check(s) marked ? could not be made; `{escape_line(command)}` may work"
+    else:
+        verdict = f"ready: try `{escape_line(command)}`"
+    sys.stdout.write(f"{verdict}\n")
+    return 0 if ready else 1
 
 
 def _run(probe: Callable[[], list[Check]]) -> list[Check]:
@@ -97,7 +102,7 @@ def _run(probe: Callable[[], list[Check]]) -> list[Check]:
         return probe()
     except Exception as error:  # noqa: BLE001 - a probe that fails must not hide what the others found
         name = getattr(probe, "func", probe).__name__
-        return [Check(name=name, found=f"unknown ({type(error).__name__}: {error})", level="note")]
+        return [Check(name=name, found=f"unknown ({type(error).__name__}: {error})", level="unknown")]
 
 
 def print_version(options: argparse.Namespace) -> int:

@@ -38,6 +38,10 @@ class ModelError(InputError):
     """A model directory that lacks what training or sampling needs."""
 
 
+class PredictionError(AgentRLError):
+    """The memory of a run cannot be predicted. The run itself may be sound."""
+
+
 class EnvironmentDefinitionError(InputError):
     """An environment class that cannot be registered or run: wrong seats, untyped tools, and the like."""
 

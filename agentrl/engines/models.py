@@ -7,6 +7,7 @@ code from a directory, never unpickles.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import warnings
@@ -21,6 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
@@ -69,6 +71,7 @@ _LOAD_ERRORS = (
     StrictDataclassError,
 )
 """Errors that transformers raises for a damaged directory, or an invalid configuration."""
+_HALF = (torch.bfloat16, torch.float16)
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Floating-point dtypes by their names in a safetensors header."""
 
@@ -250,7 +253,7 @@ def computing_in_float32(model: PreTrainedModel, widened: Callable[[Tensor], Ten
     """
     stored: dict[nn.Module, list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]]] = {}
 
-    def widen(unit: nn.Module, *_: object) -> None:
+    def widen(unit: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         restore(unit)
         with torch.inference_mode(False):  # tensors made in inference mode cannot be trained
             for module in unit.modules() if isinstance(unit, GradientCheckpointingLayer) else (unit,):
@@ -258,6 +261,8 @@ def computing_in_float32(model: PreTrainedModel, widened: Callable[[Tensor], Ten
                     if parameter is not None:
                         stored.setdefault(unit, []).append((module._parameters, name, parameter))
                         module._parameters[name] = nn.Parameter(widened(parameter.detach()), requires_grad=False)
+        # Mamba converts the last hidden state to the dtype of its head before the head is called.
+        return tuple(each.float() if isinstance(each, Tensor) and each.dtype in _HALF else each for each in inputs)
 
     def restore(unit: nn.Module, *_: object) -> None:
         for parameters, name, parameter in stored.pop(unit, ()):
@@ -290,7 +295,7 @@ def runnable_on_meta(model: PreTrainedModel) -> Iterator[None]:
     """Make a model on the meta device callable within the context: on the CPU, with tensors that have shapes and no
     data.
 
-    Other models are unchanged. All tensors made within the context have no data, so nothing can be read from them.
+    Other models are unchanged. All tensors made within the context have no data: a number read from one is 0.
     """
     if model.device.type != "meta":
         yield
@@ -303,11 +308,32 @@ def runnable_on_meta(model: PreTrainedModel) -> Iterator[None]:
             empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             is_parameter = isinstance(tensor, nn.Parameter)
             made[tensor] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+        log = logging.getLogger("torch._subclasses.fake_tensor")  # it prints a traceback beside the error it raises
+        log.disabled = True
         try:
             _put(modules, [{name: each if each is None else made[each] for name, each in t.items()} for t in stored])
-            yield
+            with _ShapesSuffice():  # type: ignore[no-untyped-call]
+                yield
         finally:
             _put(modules, stored)
+            log.disabled = False
+
+
+class _ShapesSuffice(TorchDispatchMode):
+    """Lets two operations run on tensors without data that torch refuses there."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operation."""
+        named = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default:  # rotary embeddings compare the largest position
+            return 0
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            first, second, *others = args  # without data torch multiplies groups in bfloat16 alone
+            product: Tensor = func(first.bfloat16(), second.bfloat16(), *others, **named)
+            return product.to(first.dtype)
+        return func(*args, **named)
 
 
 def _put(modules: Iterable[nn.Module], tensors: Iterable[Mapping[str, Any]]) -> None:
@@ -330,13 +356,14 @@ def context_length_thresholds(config: PretrainedConfig, max_context: int) -> lis
     """Return the lengths below `max_context` at which a model may change its computation, ascending.
 
     These are all integers in its configuration whose names contain window, chunk, block, top-k or original positions: a
-    superfluous length costs a check, a missing one would leave a change unchecked.
+    superfluous length costs a check, a missing one would leave a change unchecked. No change at 2 can matter, because a
+    row of one token predicts none.
     """
     return sorted(
         {
             value
             for name, value in config.get_text_config().to_dict().items()
-            if type(value) is int and _SPECIAL.search(name) and 1 < value < max_context
+            if type(value) is int and _SPECIAL.search(name) and 2 < value < max_context
         }
     )
 

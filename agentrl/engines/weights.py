@@ -350,7 +350,7 @@ def adaptable_layers(model: PreTrainedModel) -> list[str]:
 
             hooks.append(module.register_forward_pre_hook(note))
     vocabulary = int(model.config.get_text_config().vocab_size)
-    with runnable_on_meta(model), torch.inference_mode():
+    with runnable_on_meta(model), torch.no_grad():
         ids = torch.arange(rows * width, device=model.device).view(rows, width) % vocabulary
         model(input_ids=ids, use_cache=False)
     for hook in hooks:

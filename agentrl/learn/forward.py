@@ -150,7 +150,8 @@ def _padded_hidden(
                 attention_mask=None if valid.all() else device_tensor(valid, device).long(),
                 use_cache=False,
             )
-        hidden.append(output.last_hidden_state[device_tensor(valid, device)])
+        # Indices, because how many are valid could not be read from a mask without data.
+        hidden.append(output.last_hidden_state.flatten(0, 1)[device_tensor(np.flatnonzero(valid), device)])
         order.append(tokens[valid])
     back = np.argsort(np.concatenate(order))
     return torch.cat(hidden)[device_tensor(back, device)]

@@ -6,6 +6,8 @@ release is counted. A test holds the result equal to that of a real step.
 
 from __future__ import annotations
 
+import math
+import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,20 +16,26 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from agentrl.config.run import RunConfig
 from agentrl.core.custom_functions import FunctionDeclaration
+from agentrl.core.errors import InputError, PredictionError
 from agentrl.core.records import TrainingSample
 from agentrl.engines.models import dtype_name, outermost_layers, runnable_on_meta
 from agentrl.engines.weights import device_memory
-from agentrl.learn.forward import TOP_TOKENS, HeadOutput, token_logprobs
+from agentrl.learn.forward import MAX_LOGITS, TOP_TOKENS, HeadOutput, token_logprobs
 from agentrl.learn.learner import ValueHead
 from agentrl.learn.losses import BUILT_IN
-from agentrl.learn.models import PolicyModel, load_models, load_references
+from agentrl.learn.models import PolicyModel, load_models, load_references, own_attention
 from agentrl.learn.packing import MicroBatch, pack
 
+_SHORT = 16
+"""Length of the first rows that are measured, in tokens."""
+_LOOP = 1.3
+"""Operations of a forward pass, as a multiple of those over the first rows, above which it loops over its tokens."""
 _OPTIMIZER_STATES = 2
 """Number of optimizer states per parameter: AdamW's two moments, float32 like the parameters."""
 
@@ -60,6 +68,7 @@ def predict_trainer_memory(config: RunConfig) -> TrainerMemory:
     Raises:
         ModelError: the directory holds no model that can be trained.
         ConfigError: an adapter targets a layer that cannot be both trained and served.
+        PredictionError: a step cannot be computed without data.
     """
     models = load_models(config, torch.device("meta"))
     shards = shard_count(config, config.trainer.ranks)
@@ -89,7 +98,17 @@ def shard_count(config: RunConfig, ranks: int) -> int:
     if isinstance(sharding, int):
         return sharding
     if sharding == "auto":
-        held = _held(config, load_models(config, torch.device("meta")))
+        try:
+            held = _held(config, load_models(config, torch.device("meta")))
+        except InputError:
+            raise
+        except Exception as error:  # noqa: BLE001 - no failed prediction may stop a run
+            warnings.warn(
+                f"the memory of a rank cannot be predicted ({type(error).__name__}: {error}), so the weights are "
+                "sharded; set trainer.sharding to choose",
+                stacklevel=2,
+            )
+            return ranks
         memory, on_gpu = device_memory()
         if sum(held) <= memory.total / (2 if on_gpu else 2 * ranks):
             return 1
@@ -123,10 +142,94 @@ def _micro_batch_tokens(config: RunConfig) -> int:
 
 
 def _activations(config: RunConfig, policy: str, model: PolicyModel) -> int:
-    """Return the peak bytes that a step of a policy allocates beyond weights and gradients."""
-    (batch,) = pack(make_worst_case_samples(config, policy, model), max_tokens=_micro_batch_tokens(config), share=False)
+    """Return the peak bytes that a step of a policy allocates beyond weights and gradients.
+
+    A pass whose number of operations grows with the tokens, such as a scan over a state space in Python, would take
+    minutes over the longest rows. It is measured over ever longer rows instead, and extrapolated.
+
+    Raises:
+        PredictionError: the step needs data.
+    """
+    context = config.engine.max_context
+    try:
+        with runnable_on_meta(model.model):
+            passes = [_shortest_step(config, policy, model)]
+            try:
+                limit = _LOOP * passes[0].operations
+                return _step(config, policy, model, context, limit).bytes
+            except _TooManyOperationsError:
+                while passes[-1].operations < _LOOP * passes[0].operations:
+                    passes.append(_step(config, policy, model, 4 * passes[-1].length))
+    except Exception as error:
+        kind = type(model.model).__name__
+        raise PredictionError(
+            f"the memory of a step of {kind} cannot be predicted ({type(error).__name__}: {error})"
+        ) from error
+    before, last = passes[-2:]
+    return last.bytes + (last.bytes - before.bytes) * (context - last.length) // (last.length - before.length)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """A forward and backward pass over rows of one length."""
+
+    length: int
+    bytes: int
+    """Peak bytes allocated, without gradients of parameters."""
+    operations: int
+    """Number of operations of the forward pass."""
+
+
+class _TooManyOperationsError(Exception):
+    pass
+
+
+class _Limit(TorchFunctionMode):
+    """Raises an error in the forward pass once more operations than `limit` are counted.
+
+    It stands between Python and torch: an error in `__torch_dispatch__` may end the process.
+    """
+
+    def __init__(self, counted: AllocationCounter, limit: float) -> None:
+        super().__init__()
+        self._counted = counted
+        self._limit = limit
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch, unless there were too many operations."""
+        if self._counted.operations > self._limit:
+            raise _TooManyOperationsError
+        return function(*args, **(kwargs or {}))
+
+
+def _shortest_step(config: RunConfig, policy: str, model: PolicyModel) -> _Pass:
+    """Measure a step over short rows, as a prefix tree; as padded rows if the model cannot compute that.
+
+    Without weights nothing tells whether the tree is exact, as `prefix_tree_is_exact` does. A model that computes the
+    tree but is trained on padded rows takes about the same memory in both.
+    """
+    length = min(_SHORT, config.engine.max_context)
+    try:
+        return _step(config, policy, model, length)
+    except Exception:  # noqa: BLE001 - any error means that the model is trained on padded rows
+        model.shared_prefixes = False
+        model.model.set_attn_implementation(own_attention(model.model))
+        return _step(config, policy, model, length)
+
+
+def _step(config: RunConfig, policy: str, model: PolicyModel, length: int, limit: float = math.inf) -> _Pass:
+    """Compute a step of a policy over rows of a length.
+
+    Raises:
+        _TooManyOperationsError: the forward pass has more than `limit` operations.
+    """
+    rows = make_worst_case_samples(config, policy, model, length)
+    (batch,) = pack(rows, max_tokens=len(rows) * length, share=False)
     module: nn.Module = model.model
     model.activate()
+    module.zero_grad()
     loss = config.trainer.loss.name
     mark = (
         BUILT_IN[loss][1]
@@ -135,18 +238,20 @@ def _activations(config: RunConfig, policy: str, model: PolicyModel) -> int:
     )
     value_head = None
     if config.credit.advantage.gae is not None:
-        value_head = ValueHead(model, torch.device("meta"))
-    with runnable_on_meta(model.model), AllocationCounter([*module.parameters(), *module.buffers()]) as counted:
+        value_head = ValueHead(model, model.model.device)
+    with AllocationCounter([*module.parameters(), *module.buffers()]) as counted:
         reference = _reference_output(batch, model.model.device) if mark.divergence else None
-        output = token_logprobs(
-            model.model,
-            batch,
-            shared=model.shared_prefixes,
-            entropy_gradient=bool(config.trainer.entropy_bonus) or loss not in BUILT_IN,
-            replay=model.replay,
-            reference=reference,
-            value_head=value_head,
-        )
+        with _Limit(counted, limit):
+            output = token_logprobs(
+                model.model,
+                batch,
+                shared=model.shared_prefixes,
+                entropy_gradient=bool(config.trainer.entropy_bonus) or loss not in BUILT_IN,
+                replay=model.replay,
+                reference=reference,
+                value_head=value_head,
+            )
+        operations = counted.operations
         total = output.logprob.sum() + output.entropy.sum()
         if output.reference_kl is not None:
             total = total + output.reference_kl.sum()
@@ -154,8 +259,7 @@ def _activations(config: RunConfig, policy: str, model: PolicyModel) -> int:
             total = total + output.values.sum()
         total.backward()
         gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    peak: int = counted.peak
-    return peak - _bytes(gradients)
+    return _Pass(length, counted.peak - _bytes(gradients), operations)
 
 
 def _reference_output(batch: MicroBatch, device: torch.device) -> HeadOutput:
@@ -165,17 +269,24 @@ def _reference_output(batch: MicroBatch, device: torch.device) -> HeadOutput:
     return HeadOutput(column, column, column, zeros[:, :-1].long(), zeros)
 
 
-def make_worst_case_samples(config: RunConfig, policy: str, model: PolicyModel) -> list[TrainingSample]:
+def make_worst_case_samples(
+    config: RunConfig, policy: str, model: PolicyModel, length: int | None = None
+) -> list[TrainingSample]:
     """Make the rows of the largest micro batch of a policy: random tokens, each row `engine.max_context` long.
 
-    The end of each row is trained: as many tokens as an episode can sample.
+    The end of each row is trained: as many tokens as an episode can sample. With a shorter `length`, the same number
+    of rows is shorter, and as large a share of each is trained.
     """
     context = config.engine.max_context
     count = min(max(1, config.trainer.micro_batch_tokens // context), config.trained[policy].step_size)
     sampled = min(context - 1, config.sampling.max_tokens * config.sampling.max_turns)
     vocabulary = int(model.model.config.get_text_config().vocab_size)
-    drawn = np.random.default_rng(0).integers(0, vocabulary, (count, context)).astype(np.int32)
-    mask, nothing = np.arange(context) >= context - sampled, np.zeros(context, np.float32)
+    if length is None or length == context:
+        length = context
+    else:  # logits beyond `MAX_LOGITS` take no more memory
+        sampled = math.ceil(min(sampled, MAX_LOGITS // (vocabulary * count) + 1) * (length - 1) / context)
+    drawn = np.random.default_rng(0).integers(0, vocabulary, (count, length)).astype(np.int32)
+    mask, nothing = np.arange(length) >= length - sampled, np.zeros(length, np.float32)
     return [
         TrainingSample(token_ids=row, loss_mask=mask, behavior_logprobs=nothing, advantages=nothing) for row in drawn
     ]
@@ -194,6 +305,7 @@ class AllocationCounter(TorchDispatchMode):
         """Number of bytes allocated and not yet released."""
         self.peak = 0
         """Largest value of `live` so far."""
+        self.operations = 0
         self._counted: dict[int, int] = {}
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
 
@@ -201,6 +313,7 @@ class AllocationCounter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operation, and count the bytes it allocated."""
+        self.operations += 1
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):

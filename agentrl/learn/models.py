@@ -391,8 +391,7 @@ def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | No
         base = _load(path, device, dtype, config.engine.max_context, mesh)
         replay = _replay(base, config)
         matrices = _matrices(base)
-        with computing_in_float32(base, _widened):  # shards are gathered in float32
-            can = _adaptable(base)
+        can = _adaptable(base)
         shared = prefix_tree_is_exact(base, config.engine.max_context)
         base.requires_grad_(False)
         peft_model: peft.PeftModel | None = None
@@ -483,8 +482,14 @@ def _recompute_layers(model: PreTrainedModel, replay: RoutingReplay | None) -> N
     module: nn.Module = model
     for layer in module.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            # Only on the layer itself: transformers reads the flag there, and the layer's parts have no dropout.
+            # transformers recomputes only layers in training. While a layer computes, it is not: no dropout.
             layer.training = True
+            layer.register_forward_pre_hook(partial(_set_training, False), with_kwargs=True)
+            layer.register_forward_hook(partial(_set_training, True), with_kwargs=True, always_call=True)
+
+
+def _set_training(training: bool, layer: nn.Module, *_: object) -> None:
+    layer.training = training
 
 
 @torch.no_grad()
@@ -499,15 +504,16 @@ def _move_gradient(master: nn.Parameter, parameter: nn.Parameter) -> None:
 
 
 def _replay(model: PreTrainedModel, config: RunConfig) -> RoutingReplay | None:
-    return RoutingReplay(model) if config.engine.capture_routing else None
+    """Return the routing replay of a model; None on the meta device, where no router chooses experts."""
+    return RoutingReplay(model) if config.engine.capture_routing and model.device.type != "meta" else None
 
 
 def _matrices(model: PreTrainedModel) -> dict[str, int]:
     """Return the sizes of the weights between embeddings and output projection, by module; norms and biases are left
-    out."""
+    out. Modules that share a weight, as in Zamba2, count it each, because each has an adapter."""
     ends = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     tables = {id(each.weight) for each in (*ends, model.get_output_embeddings()) if each is not None}
-    named = model.named_parameters()
+    named = model.named_parameters(remove_duplicate=False)
     return {
         name.removesuffix(".weight"): parameter.numel()
         for name, parameter in named
@@ -516,8 +522,19 @@ def _matrices(model: PreTrainedModel) -> dict[str, int]:
 
 
 def _adaptable(model: PreTrainedModel) -> list[str]:
-    """List the layers that can be served under an adapter, and that PEFT does not take for experts."""
-    found, mistaken = adaptable_layers(model), dict[str, bool]()
+    """List the layers that can be served under an adapter, and that PEFT does not take for experts.
+
+    Raises:
+        ModelError: the model cannot be forwarded. On the meta device, any error of a pass that needs data.
+    """
+    mistaken: dict[str, bool] = {}
+    try:
+        with computing_in_float32(model, _widened):  # shards are gathered in float32
+            found = adaptable_layers(model)
+    except _FORWARD_ERRORS as error:
+        if model.device.type == "meta":
+            raise
+        raise ModelError(f"{type(model).__name__} cannot be forwarded as a causal LM: {error!r}") from error
     for last in {_last(name) for name in found}:
         asked = peft.LoraConfig(target_modules=[last])
         try:
@@ -615,6 +632,11 @@ def _add_adapter(
     return peft_model
 
 
+def own_attention(model: PreTrainedModel) -> str:
+    """Return the name of the attention with which a model computes padded rows."""
+    return "sdpa" if model._supports_sdpa else "eager"
+
+
 def prefix_tree_is_exact(model: PreTrainedModel, max_context: int) -> bool:
     """Return whether the prefix tree reproduces the model's own log-probabilities; if not, padded rows do.
 
@@ -630,7 +652,7 @@ def prefix_tree_is_exact(model: PreTrainedModel, max_context: int) -> bool:
     if model.device.type == "meta":
         model.set_attn_implementation(ATTENTION)
         return True
-    own = "sdpa" if model._supports_sdpa else "eager"
+    own = own_attention(model)
     special = context_length_thresholds(model.config, max_context)
     around = [row for length in special for row in (length - 1, min(length + 5, max_context))]
     rows = _check_rows(model, [12, 13, 15, *around])  # several lengths, so that padding and masks are tested

@@ -240,10 +240,10 @@ class TemplateChatFormat:
         values, replies = list[dict[str, Any]](), list[_ReplyParts]()
         asked = [*(turn.messages for turn in turns), messages]
         for n, turn in enumerate(turns):
-            values += self._values(turn.messages)
+            values += self._answers(turn.messages)
             replies.append(self._reply_parts(turn.token_ids))
-            values.append(self._marked(n, replies[-1], [each for each in asked[n + 1] if each.role == "tool"]))
-        values += self._values(messages)
+            values.append(self._marked(n, replies[-1], _names(asked[n + 1])))
+        values += self._answers(messages)
         specs = [tool_for_template(tool, self._control) for tool in tools]
         rendered = self._template.render(values, specs, prompt=True)
         ids: list[int] = []
@@ -254,7 +254,9 @@ class TemplateChatFormat:
             frame, thought, _ = frame.partition(_mark("t", n))
             if thought and self._history_marks is not None:
                 frame = frame.rpartition(self._history_marks[0])[0] + self._thinking_opening
-            elif _mark("c", n) in rendered or self.reply_format.ends:
+            elif (called := _mark("c", n) in rendered) or self.reply_format.ends:
+                if called:
+                    frame = frame.removesuffix(self._written_call(*_names(asked[n + 1])).partition(PROBE)[0])
                 frame = frame[: frame.rfind(self._header) + len(self._header)]
             rendered = rendered.replace(_mark("c", n), "")
             pieces = self._from_closing(frame) if n else self._control.split(frame)
@@ -272,20 +274,33 @@ class TemplateChatFormat:
         as_text = self._arguments_as_text
         return [message_for_template(each, self._control, arguments_as_text=as_text) for each in messages]
 
+    def _answers(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Convert messages to the template's values; a tool's message without the id of a call has a stand-in's."""
+        values = self._values(messages)
+        for number, value in enumerate(each for each in values if each["role"] == "tool"):
+            value["tool_call_id"] = value.get("tool_call_id") or f"call{number:05}"
+        return values
+
     def _from_closing(self, text: str) -> list[int | str]:
         """Return the rendered pieces from the token that ends a turn; none if there is none."""
         pieces = self._control.split(text)
         at = next((at for at, piece in enumerate(pieces) if piece in self._ends), len(pieces))
         return pieces[at:]
 
-    def _marked(self, number: int, reply: _ReplyParts, answers: Sequence[Message]) -> dict[str, Any]:
-        """Return a sampled turn as the template reads it, with marks in place of sampled text."""
+    def _marked(self, number: int, reply: _ReplyParts, called: Sequence[str]) -> dict[str, Any]:
+        """Return a sampled turn as the template reads it, with marks in place of sampled text.
+
+        Args:
+            number: number of the turn.
+            reply: its tokens.
+            called: names of the tools that answered it.
+        """
         speech = _mark("s", number)
         value = _value("assistant", speech)
         if reply.thinking and self._history_marks is not None:
             value = list(thinking_message_forms(self._history_marks, _mark("t", number), speech))[self._thinking_form]
-        if answers and self._needs_calls:
-            calls = self._standin_call(*(each.name or "probe" for each in answers))["tool_calls"]
+        if called and self._needs_calls:
+            calls = self._standin_call(*called)["tool_calls"]
             given = {"probe": speech + _mark("c", number)}
             calls[0]["function"]["arguments"] = json.dumps(given) if self._arguments_as_text else given
             value = {**value, "content": value["content"].replace(speech, ""), "tool_calls": calls}
@@ -536,17 +551,18 @@ class TemplateChatFormat:
             )
 
     def _takes_results_of_calls_only(self) -> bool:
-        """Whether a tool's message may only follow a turn with a call."""
+        """Whether a tool's message may only follow a turn with a call; the template may notice only turns later."""
         answer = {**_value("tool", PROBE), "name": "probe", "tool_call_id": "call00000"}
+        asked, said = _value("user", "."), _value("assistant", ".")
         try:
-            rendered = self._template.render([_value("user", "."), _value("assistant", "."), answer], [], prompt=True)
+            rendered = self._template.render([asked, said, answer, said, asked], [], prompt=True)
         except ModelError:
             return True
         return PROBE not in rendered
 
-    def _written_call(self) -> str:
-        """Render a turn that calls a tool, without the prompt before it."""
-        call = self._standin_call("probe")
+    def _written_call(self, *names: str) -> str:
+        """Render a turn that calls tools, without the prompt before it."""
+        call = self._standin_call(*names)
         prompt = self._template.render([_value("user", ".")], [], prompt=True)
         rendered = self._template.render([_value("user", "."), call], [], prompt=False)
         return rendered[common_prefix_length(prompt, rendered) :]
@@ -575,7 +591,7 @@ class TemplateChatFormat:
         written = ""
         for self._arguments_as_text in (False, True):
             try:
-                written = self._written_call()
+                written = self._written_call("probe")
             except ModelError:
                 continue
             for each in REPLY_FORMATS.values():
@@ -658,6 +674,11 @@ def _check_vocabulary(directory: Path, tokenizer: Tokenizer) -> None:
 def _mark(kind: str, number: int) -> str:
     """Make a mark that replaces thinking (`t`) or speech (`s`) of a turn in a rendering, like `PROBE`."""
     return PROBE.replace("p", f"{kind}{number}.")
+
+
+def _names(messages: Sequence[Message]) -> list[str]:
+    """Return the names of the tools that answer."""
+    return [message.name or "probe" for message in messages if message.role == "tool"]
 
 
 def _value(role: Role, content: str) -> dict[str, Any]:

@@ -37,6 +37,7 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"probe": {"type": "string", "description": "probe"}}},
     },
 }
+_SYSTEM = {"role": "system", "content": "zero"}
 _ASK, _MORE = {"role": "user", "content": "one"}, {"role": "user", "content": "two"}
 _SAID = {"role": "assistant", "content": PROBE}
 _THOUGHT = PROBE.replace("p", "thought")
@@ -121,6 +122,9 @@ class _TemplateCheck:
                 yield "thinking"
             else:
                 yield "prompt" if "one" in first[:shared] else "history"
+        told, longer = self._text(_SYSTEM, _ASK), self._text(_SYSTEM, _ASK, _SAID, _MORE)
+        if longer and "zero" in told and "zero" not in longer.partition(PROBE)[0]:
+            yield "history"
         third = self._text(_ASK, _SAID, _MORE, {"role": "assistant", "content": "three"}, _user("four"))
         if third and not third.startswith(second.rpartition("two")[0]):
             yield "history"

@@ -5,22 +5,27 @@ Families that are trained in different ways: over a prefix tree, with a head of 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers
 from peft.tuners.lora import LoraLayer
+from safetensors.torch import save_file
 
 from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.core.errors import ModelError
 from agentrl.engines.models import check_sparse_attention
 from agentrl.learn.models import load_models
+from tests.default_starts import write_model
 from tests.model_families import (
     MAX_CONTEXT,
     family_config,
     family_rows,
+    logprobs_of,
     long_run,
     plain_logprobs,
     trained_logprobs,
@@ -58,12 +63,39 @@ def test_rank_stabilised_adapters_are_trained_and_read_at_the_same_scale(tmp_pat
     assert policy.adapter_config()["use_rslora"] is True
 
 
+def test_layers_that_share_a_weight_are_trained_with_an_adapter_each(tmp_path: Path) -> None:
+    """Zamba2 calls two blocks of weights in turn; PEFT reads the published adapter as it was trained."""
+    run = long_run(write_model("Zamba2", tmp_path / "base"), policies={"policy": PolicyConfig(lora=LoraConfig(rank=2))})
+    policy, rows = load_models(run, torch.device("cpu"))["policy"], family_rows()
+    assert any(
+        name.endswith("layers.5.shared_transformer.self_attn.q_proj.lora_A.weight") for name, _ in policy.published()
+    )
+    with torch.no_grad():
+        for parameter in policy.parameters.values():
+            parameter.normal_(0, 0.05)
+    save_file(dict(policy.published()), tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(policy.adapter_config()))
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    before = np.concatenate(plain_logprobs(tmp_path / "base", rows))
+    found = np.concatenate(trained_logprobs(policy, rows, way=ways(policy)[0]))
+    adapted = peft.PeftModel.from_pretrained(base, str(tmp_path))
+    np.testing.assert_allclose(found, np.concatenate(logprobs_of(adapted, rows)), atol=1e-4, rtol=0)
+    assert np.abs(found - before).max() > 1e-3
+
+
 def test_routers_get_an_adapter_only_if_they_are_named(tmp_path: Path) -> None:
     path = write_family("Llama 4", tmp_path)
     for targets, expected in (((), False), (("q_proj", "router"), True)):
         run = long_run(path, policies={"policy": PolicyConfig(lora=LoraConfig(target_modules=targets))})
         policy = load_models(run, torch.device("cpu"))["policy"]
         assert any("router" in name for name in policy.published_layout()) is expected
+
+
+@pytest.mark.parametrize("name", ["HunYuan-MoE", "LongCat-Flash"])
+def test_a_size_of_two_in_a_configuration_makes_no_row_of_one_token(tmp_path: Path, name: str) -> None:
+    """Their `moe_topk` of 2 is a length at which the check at the start looks for a change."""
+    run = long_run(write_family(name, tmp_path))
+    assert load_models(run, torch.device("cpu"))["policy"].parameters
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

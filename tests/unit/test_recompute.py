@@ -16,6 +16,7 @@ from agentrl.learn.memory_prediction import predict_trainer_memory
 from agentrl.learn.models import load_models
 from agentrl.learn.packing import pack
 from tests.learn_cases import LORA, make_samples, run_config, write_model
+from tests.model_families import family_config, sharp_model
 
 
 def with_routing(samples: list[TrainingSample]) -> list[TrainingSample]:
@@ -56,6 +57,30 @@ def test_the_gradient_is_the_same(tmp_path: Path, kind: str, lora: bool) -> None
     )
     assert any(each is not None and bool(each.any()) for each in gradients[1])
     assert kept[1] < kept[0] / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "dropout"),
+    [
+        ("XGLM", {"dropout": 0.3, "activation_dropout": 0.3}),
+        ("BioGPT", {"hidden_dropout_prob": 0.3, "activation_dropout": 0.3}),
+        ("Falcon", {"hidden_dropout": 0.3, "attention_dropout": 0.3}),
+    ],
+)
+def test_recomputed_layers_drop_nothing(tmp_path: Path, name: str, dropout: dict[str, float]) -> None:
+    """These layers call dropout as a function, by their own state of training."""
+    sharp_model(family_config(name, **dropout)).save_pretrained(tmp_path)
+    gradients, logprobs = [], []
+    for recompute in (False, True):
+        model = load_models(run_config(tmp_path, recompute=recompute), torch.device("cpu"))["policy"]
+        (batch,) = pack(make_samples(0, 6), max_tokens=1 << 20, share=model.shared_prefixes)
+        logprob = token_logprobs(model.model, batch, shared=model.shared_prefixes).logprob
+        logprob.sum().backward()
+        logprobs.append(logprob.detach())
+        gradients.append([each.grad for each in model.parameters.values() if each.grad is not None])
+    assert torch.equal(*logprobs)
+    assert gradients[0]
+    assert all(torch.equal(one, two) for one, two in zip(*gradients, strict=True))
 
 
 def test_the_memory_plan_knows_it(tmp_path: Path) -> None:

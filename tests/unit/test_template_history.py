@@ -62,6 +62,64 @@ def test_rows_of_a_forked_episode_are_one_unit_and_train_each_sampled_token_once
     assert (rows, wrong) == (1, {})
 
 
+STRICT = """\
+{%- set talk = messages[1:] if messages[0].role == 'system' else messages %}
+{%- set ns = namespace(turns=0) %}
+{%- for m in talk if m.role != 'tool' and not m.tool_calls %}
+{%- if (m.role == 'user') != (ns.turns % 2 == 0) %}{{ raise_exception('the roles must alternate') }}{% endif %}
+{%- set ns.turns = ns.turns + 1 %}
+{%- endfor %}
+{%- for m in talk %}
+{%- if m.role == 'user' %}[INST]
+{%- if loop.last and talk | length < messages | length %}{{ messages[0].content }}; {% endif %}{{ m.content }}[/INST]
+{%- elif m.tool_calls %}[TOOL_CALLS][
+{%- for call in m.tool_calls %}{{ (call.function | tojson)[:-1] }}, "id": "{{ call.id }}"}{% endfor %}]{{ eos_token }}
+{%- elif m.role == 'tool' %}
+{%- if m.tool_call_id | length != 9 %}{{ raise_exception('an id must have 9 characters') }}{% endif -%}
+[TOOL_RESULTS]{{ m.content }} for {{ m.tool_call_id }}[/TOOL_RESULTS]
+{%- else %}{{ m.content }}{{ eos_token }}
+{%- endif %}
+{%- endfor %}"""
+"""Refuses an answer to a turn without a call, but only once a user has spoken again, and moves the system message to
+the last question; there is nothing before a turn of the assistant that it could be recognized by."""
+
+
+class Planned(agentrl.Environment):
+    """A system message, a call, its answer, and two more questions."""
+
+    seats = ("solver",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        """Ask them."""
+        agent = ctx.agent("solver")
+        await agent.act(agentrl.system("Be short."), user("Weather?"))
+        await agent.act(Message(role="tool", content="rain", name="weather"))
+        await agent.act(user("And then?"))
+        await agent.act(user("And then?"))
+        agent.reward(1.0)
+
+
+def test_former_turns_have_calls_where_a_template_needs_them_and_moves_the_system_message(tmp_path: Path) -> None:
+    marks = ("[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]")
+    chat = TemplateChatFormat.load(model(tmp_path, "strict", STRICT, marks), history="fork")
+    assert chat.rewrites == ("history",)
+    call = '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}, "id": "abcdefghi"}]'
+    header, rows, wrong = play(Planned, chat, [call, "Rain.", "Sun.", "Snow."])
+    assert (header.drop_reason, rows, wrong) == (None, 4, {})
+    asked = [[agentrl.system("Be short."), user("Weather?")], [Message(role="tool", content="rain", name="weather")]]
+    turns = [
+        SampledTurn(messages, [*chat.encode(said), chat.stop_token_ids[0]])
+        for messages, said in zip(asked, (call, "Rain."), strict=True)
+    ]
+    found = chat.rewritten(turns, [user("And?")], ())
+    assert found is not None
+    end = chat.decode([chat.stop_token_ids[0]])
+    assert chat.decode(found) == (
+        f"[INST]Weather?[/INST]{call}{end}[TOOL_RESULTS]rain for call00000[/TOOL_RESULTS]Rain.{end}"
+        "[INST]Be short.; And?[/INST]"
+    )
+
+
 class Outside(Loop):
     """Asks once."""
 
