@@ -149,7 +149,7 @@ def _models(root: Path, quick: bool, tally: Counter[str]) -> None:
         "kernel": lambda path: config(path, attn_implementation="kernels-community/evil"),
         "width": lambda path: config(path, hidden_size=10**8),
         "token": token,
-        "nan": weights,
+        "tensor": weights,
     }
     for name in ("kernel",) if quick else attacks:
         path = Path(shutil.copytree(package, root / f"model-{name}"))
