@@ -185,7 +185,7 @@ class Trained:
 def measure(quick: bool, root: Path, seed: int) -> dict[str, float | None]:
     """Play all of it, and count."""
     tally = Tally()
-    number, wanted = 0, 2 if quick else STOPS
+    number, wanted = 0, 1 if quick else STOPS
     while tally.stops < wanted:
         before, rng = tally.stops, random.Random(f"{seed} {number}")
         _stopped_run(
