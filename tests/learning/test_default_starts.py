@@ -16,7 +16,12 @@ from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import PredictionError
 from agentrl.learn.forward import token_logprobs
-from agentrl.learn.memory_prediction import AllocationCounter, make_worst_case_samples, predict_trainer_memory
+from agentrl.learn.memory_prediction import (
+    AllocationCounter,
+    make_worst_case_samples,
+    predict_trainer_memory,
+    shard_count,
+)
 from agentrl.learn.models import load_models
 from agentrl.learn.packing import pack
 from tests.default_starts import CASES, default_config, start, write_model
@@ -113,6 +118,9 @@ def test_a_prediction_that_fails_is_a_warning_and_doctor_never_says_ready(
     assert (chosen.engine.max_context, chosen.trainer.micro_batch_tokens) == (FALLBACK_CONTEXT, FALLBACK_CONTEXT)
     with pytest.raises(PredictionError, match="JetMoe"):
         predict_trainer_memory(chosen)
+    adapted = default_config(path, adapter=True, dtype="float32", trainer={"ranks": 2})
+    with pytest.warns(UserWarning, match="sharded"):
+        assert shard_count(adapted, 2) == 2
     file = tmp_path / "run.toml"
     file.write_text(f'[environment]\nid = "calculator"\n[model]\npath = "{path}"\n')
     with pytest.warns(UserWarning, match="predicted"):
