@@ -243,9 +243,7 @@ class LiveEpisodeContext(EpisodeContext):
         name = name_of(environment)
         identity, data = ("", task) if not isinstance(task, Task) else (task.id, task.data)
         opened = self._journal.open(
-            request_hash(
-                name.encode(), n.to_bytes(4, "little"), identity.encode("utf-8", "replace"), encode_arguments(data)
-            ),
+            request_hash(*map(encode_arguments, (name, n, identity, data))),
             lambda: (
                 f"the start of {plural(n, 'child', 'children')} of {name} on {shortened_repr(to_journal_data(data))}"
             ),
