@@ -89,8 +89,10 @@ def kept_signal_handlers() -> Iterator[None]:
 
 
 def shorten_ray_error(error: BaseException) -> str:
-    """Return the first words of an error message of Ray, which can be a page long."""
-    return " ".join(str(error).split())[:200]
+    """Return an error of Ray in a few words: the exception that a task raised, without the traceback around it."""
+    cause = getattr(error, "cause", None)
+    text = str(error) if cause is None else f"{type(cause).__name__}: {cause}"
+    return " ".join(text.split())[:200]
 
 
 def remove_dead_sessions(parent: Path) -> None:

@@ -12,6 +12,7 @@ import logging
 import resource
 import socket
 from collections.abc import Callable
+from typing import cast
 
 from agentrl.core.files import os_error_advice
 
@@ -160,5 +161,4 @@ def http_logger() -> logging.Logger:
 
 
 def _abort(connection: asyncio.BaseTransport) -> None:
-    assert isinstance(connection, asyncio.Transport)
-    connection.abort()
+    cast("asyncio.Transport", connection).abort()  # uvloop's transports, which Ray uses, do not inherit from asyncio's
