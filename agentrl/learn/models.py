@@ -44,7 +44,7 @@ from agentrl.engines.models import (
     read_model,
 )
 from agentrl.engines.weights import adaptable_layers, map_weights_to_state, read_adapter_tensors, read_weights
-from agentrl.learn.forward import ATTENTION, HeadOutput, RoutingReplay, device_tensor, token_logprobs
+from agentrl.learn.forward import ATTENTION, HeadOutput, RoutingReplay, token_logprobs
 from agentrl.learn.packing import MicroBatch, pack
 from agentrl.learn.ranks import ShardedForward, gather_tensor, shard_tensor
 
@@ -680,7 +680,7 @@ def _check_rows(model: PreTrainedModel, lengths: list[int]) -> list[TrainingSamp
 def _own_logprobs(model: PreTrainedModel, row: TrainingSample) -> dict[int, float]:
     """Return the model's own log-probabilities of a row's trained tokens, keyed by position: the row alone, with its
     own attention."""
-    ids = device_tensor(row.token_ids.astype(np.int64), model.device)
+    ids = torch.from_numpy(row.token_ids.astype(np.int64)).to(model.device)
     few = {"logits_to_keep": _COMPARED + 1} if "logits_to_keep" in signature(model.forward).parameters else {}
     logits = model(input_ids=ids[None], use_cache=False, **few).logits[0, -_COMPARED - 1 : -1].float().log_softmax(-1)
     targets = ids[-len(logits) :]
