@@ -525,7 +525,11 @@ class TreeAttentionMask:
         stops = np.minimum(edges + _BLOCK, count)
         earlier = np.tri(len(edges), dtype=np.bool_)
         some = earlier & (latest > edges[:, None])
-        every = np.tri(len(edges), k=-1, dtype=np.bool_) & (soonest >= stops[:, None]) & (window is None)
+        every = np.tri(len(edges), k=-1, dtype=np.bool_) & (soonest >= stops[:, None])
+        if window is not None:
+            first, last = (extreme.reduceat(self._batch.position_ids, edges) for extreme in (np.minimum, np.maximum))
+            some &= last > first[:, None] - window
+            every &= first > last[:, None] - window
 
         lists: dict[str, NDArray[Any]] = {}
         for name, blocks in (("partial", some & ~every), ("full", every)):
@@ -608,9 +612,44 @@ def flex_tree_attention(
     query: Tensor, key: Tensor, value: Tensor, tree: TreeAttentionMask, window: int | None, scale: float | None
 ) -> Tensor:
     """Compute `tree_attention` with flex_attention, compiled on CUDA; the output is [1, heads, N, D]."""
-    attend: Any = _compiled_flex() if query.is_cuda else flex_attention
-    attended: Tensor = attend(query, key, value, block_mask=tree.block_mask(window), scale=scale, enable_gqa=True)
+    attend: Any = flex_attention
+    options: Any = None
+    if query.is_cuda:
+        card: Any = torch.cuda.get_device_properties(query.device)
+        memory = getattr(card, "shared_memory_per_block_optin", card.shared_memory_per_block)
+        attend, options = _compiled_flex(), flex_options(query.shape[-1], query.dtype, memory)
+    attended: Tensor = attend(
+        query,
+        key,
+        value,
+        block_mask=tree.block_mask(window),
+        scale=scale,
+        enable_gqa=True,
+        kernel_options=options,
+    )
     return attended
+
+
+_LARGE_SHARED_MEMORY = 160 << 10
+"""Bytes of shared memory per block from which torch's own sizes of flex_attention's kernels fit: A100, H100, B200."""
+
+
+def flex_options(width: int, dtype: torch.dtype, shared_memory: int) -> dict[str, int] | None:
+    """Return options with which the kernels of flex_attention fit a card; None: torch's own.
+
+    torch chooses sizes for cards with large shared memory, also on cards with 99 KiB (compute capabilities 8.6, 8.9
+    and 12.0).
+
+    Args:
+        width: size of a head.
+        dtype: of queries, keys and values.
+        shared_memory: bytes per block that the card allows.
+    """
+    if shared_memory >= _LARGE_SHARED_MEMORY:
+        return None
+    if dtype != torch.float32:
+        return {"num_stages": 2}
+    return {"fwd_num_stages": 2, "fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32 if width <= 128 else 16}
 
 
 @cache

@@ -60,6 +60,9 @@ _COMPARED = 11
 _ROUTERS = {"router", "gate", "shared_expert_gate", "indexer"}
 """Name parts of modules that choose experts, or the keys of sparse attention; adapted only if named explicitly."""
 
+_REASON_LENGTH = 300
+"""Maximum number of characters of an error that is shown as a reason."""
+
 _FORWARD_ERRORS = (ModelError, TypeError, ValueError, LookupError, AttributeError, RuntimeError, AssertionError)
 """Errors that a model raises in a forward pass that it does not support."""
 
@@ -77,7 +80,7 @@ class PolicyModel:
         base: Path,
         peft_model: peft.PeftModel | None,
         adapter: str | None,
-        shared: bool,
+        unshared: str = "",
         replay: RoutingReplay | None = None,
         described: str = "",
     ) -> None:
@@ -88,8 +91,8 @@ class PolicyModel:
         """Directory of the base model."""
         self._dtype = model.dtype
         """Dtype in which the model computes and is published."""
-        self.shared_prefixes = shared
-        """Whether the model can be forwarded over a prefix tree (`prefix_tree_is_exact`)."""
+        self.unshared = unshared
+        """Why the model cannot be forwarded over a prefix tree (`why_unshared`); empty if it can."""
         self.replay = replay
         """Routing replay of the model's routers, if the engine records experts."""
         self.described = described
@@ -104,6 +107,11 @@ class PolicyModel:
         self._sharded: ShardedForward | None = None
         self._peft = peft_model
         self._adapter = adapter
+
+    @property
+    def shared_prefixes(self) -> bool:
+        """Whether the model is forwarded over a prefix tree."""
+        return not self.unshared
 
     def activate(self) -> None:
         """Make this policy's adapter the active one."""
@@ -341,7 +349,8 @@ def load_references(
         if found[name].shared_prefixes < models[name].shared_prefixes:
             raise ModelError(
                 f"policies.{name}.reference: {type(found[name].model).__name__} cannot compute rows packed by their "
-                f"shared prefixes, as {type(models[name].model).__name__} does; choose a reference of its architecture"
+                f"shared prefixes ({found[name].unshared}), as {type(models[name].model).__name__} does; choose a "
+                "reference of its architecture"
             )
         if size < needed and not (Path(policy.reference) / "tokenizer.json").is_file():
             raise ModelError(
@@ -370,8 +379,8 @@ def _load_reference(
             raise ModelError(f"{path}: is not an adapter of {base} ({error})") from error
         model = merged
     model.requires_grad_(False)
-    shared = prefix_tree_is_exact(model, config.engine.max_context)
-    found = PolicyModel(model=model, base=directory, peft_model=None, adapter=None, shared=shared)
+    unshared = why_unshared(model, config.engine.max_context)
+    found = PolicyModel(model=model, base=directory, peft_model=None, adapter=None, unshared=unshared)
     if mesh is not None:
         found.shard(ShardedForward(model, mesh, masters=False, offload=offload))
     return found
@@ -392,7 +401,7 @@ def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | No
         matrices = _matrices(base)
         with computing_in_float32(base, _widened):  # shards are gathered in float32
             can = _adaptable(base)
-        shared = prefix_tree_is_exact(base, config.engine.max_context)
+        unshared = why_unshared(base, config.engine.max_context)
         base.requires_grad_(False)
         peft_model: peft.PeftModel | None = None
         adapters: dict[str, str] = {}
@@ -412,7 +421,7 @@ def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | No
                 base=path,
                 peft_model=peft_model,
                 adapter=adapter,
-                shared=shared,
+                unshared=unshared,
                 replay=replay,
                 described=described[name],
             )
@@ -420,9 +429,9 @@ def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | No
         if name not in result:
             model = _load(path, device, dtype, config.engine.max_context, mesh)
             replay = _replay(model, config)
-            shared = prefix_tree_is_exact(model, config.engine.max_context)
+            unshared = why_unshared(model, config.engine.max_context)
             result[name] = PolicyModel(
-                model=model, base=path, peft_model=None, adapter=None, shared=shared, replay=replay
+                model=model, base=path, peft_model=None, adapter=None, unshared=unshared, replay=replay
             )
     sharded: dict[int, ShardedForward] = {}
     for policy_model in result.values():
@@ -614,8 +623,9 @@ def _add_adapter(
     return peft_model
 
 
-def prefix_tree_is_exact(model: PreTrainedModel, max_context: int) -> bool:
-    """Return whether the prefix tree reproduces the model's own log-probabilities; if not, padded rows do.
+def why_unshared(model: PreTrainedModel, max_context: int) -> str:
+    """Return why the prefix tree does not reproduce the model's own log-probabilities, so that padded rows are used;
+    empty if it does.
 
     The test batch has short rows, and one row on each side of every length below `max_context` that the model's
     configuration names (`context_length_thresholds`): windows and chunks have no effect in shorter rows. It costs as
@@ -628,12 +638,13 @@ def prefix_tree_is_exact(model: PreTrainedModel, max_context: int) -> bool:
     """
     if model.device.type == "meta":
         model.set_attn_implementation(ATTENTION)
-        return True
+        return ""
     own = "sdpa" if model._supports_sdpa else "eager"
     special = context_length_thresholds(model.config, max_context)
     around = [row for length in special for row in (length - 1, min(length + 5, max_context))]
     rows = _check_rows(model, [12, 13, 15, *around])  # several lengths, so that padding and masks are tested
     differences: dict[bool, float] = {}
+    reason = ""
     with torch.no_grad(), computing_in_float32(model, _widened):
         model.set_attn_implementation(own)
         try:
@@ -645,14 +656,16 @@ def prefix_tree_is_exact(model: PreTrainedModel, max_context: int) -> bool:
             model.set_attn_implementation(ATTENTION if shared else own)
             try:
                 found = token_logprobs(model, batch, shared=shared).logprob
-            except _FORWARD_ERRORS as error:
-                if shared:
+            except Exception as error:
+                if shared:  # of the architecture, or of the attention kernel's compiler; the run's start names it
+                    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:_REASON_LENGTH]}"
                     continue
                 raise ModelError(f"{type(model).__name__} cannot be forwarded by the trainer: {error!r}") from error
             wanted = [expected[row][at] for row, at in zip(batch.sample.tolist(), batch.position.tolist(), strict=True)]
             differences[shared] = float((found - torch.tensor(wanted, device=found.device)).abs().max())
             if differences[shared] <= SHARING_TOLERANCE:
-                return shared
+                return "" if shared else reason
+            reason = f"log-probabilities differ by {differences[shared]:.2g} with shared prefixes"
     raise ModelError(
         f"{type(model).__name__}: log-probabilities recomputed from hidden states, rows of "
         f"{', '.join(map(str, sorted({len(row.token_ids) for row in rows})))} tokens together, differ from the model's "

@@ -116,7 +116,7 @@ class PolicyTrainer:
         """Load the models and, on resume, a checkpoint directory.
 
         Returns:
-            The layers of each adapter, one line each.
+            Lines for the user: the layers of each adapter, and whether each policy's rows share their prefixes.
 
         Raises:
             ModelError: the model cannot be trained.
@@ -153,7 +153,8 @@ class PolicyTrainer:
             for name, learner in self._learners.items():
                 state = learner.load(resume_from / name)
                 learner.step, learner.version, learner.report = state.step, state.version, state.report
-        return tuple(model.described for model in models.values() if model.described)
+        sharing = [f"{name}: {_sharing(model)}" for name, model in models.items()]
+        return (*(model.described for model in models.values() if model.described), *sharing)
 
     def forward_backward(self, batch: TrainBatch) -> None:
         """Accumulate the gradient of a batch; units already accumulated, or an applied step, change nothing.
@@ -518,6 +519,7 @@ class PolicyTrainer:
             metrics=_metrics(
                 total, self._loss, learning_rate=learner.rate(step_id), routed=learner.model.replay is not None
             )
+            | {"shares_prefixes": float(learner.model.shared_prefixes)}
             | (_value_metrics(total, len(step.units)) if self._gae is not None else {})
             | merged.mismatch(),
             input_digest=merged.input_digest,
@@ -715,6 +717,13 @@ class _StepOutputs:
         """Return the sums of `token_metric_sums` over all micro-batches."""
         sums: list[float] = torch.stack(self._sums).sum(dim=0).tolist() if self._sums else [0.0] * len(SUMS)
         return sums
+
+
+def _sharing(model: PolicyModel) -> str:
+    """Say whether rows share their prefixes, and why not."""
+    if model.shared_prefixes:
+        return "prefixes that rows share are computed once"
+    return f"every row is computed whole, and prefixes are not shared, because of {model.unshared}"
 
 
 def _metrics(total: Mapping[str, float], loss: Loss, *, learning_rate: float, routed: bool) -> dict[str, float]:

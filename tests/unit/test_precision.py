@@ -197,7 +197,7 @@ def test_masters_in_main_memory_are_stepped_there(rounded: Path) -> None:
             for name, parameter in module.named_parameters(recurse=False):
                 there = torch.empty(parameter.shape, dtype=torch.bfloat16, device="cuda")
                 module.register_parameter(name, torch.nn.Parameter(there))
-        policy = PolicyModel(model=planned.model, base=rounded, peft_model=None, adapter=None, shared=True)
+        policy = PolicyModel(model=planned.model, base=rounded, peft_model=None, adapter=None)
         policy.train(offload=True)
         optimizer = torch.optim.AdamW(list(policy.parameters.values()), fused=True)
         for _ in range(2):  # as two micro-batches do
