@@ -153,9 +153,9 @@ def _activations(config: RunConfig, policy: str, model: PolicyModel) -> int:
         if output.values is not None:
             total = total + output.values.sum()
         total.backward()
-        gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+        differentiated = [parameter for parameter in module.parameters() if parameter.grad is not None]
     peak: int = counted.peak
-    return peak - _bytes(gradients)
+    return peak - sum(parameter.numel() for parameter in differentiated) * torch.float32.itemsize  # of the masters
 
 
 def _reference_output(batch: MicroBatch, device: torch.device) -> HeadOutput:

@@ -2,8 +2,9 @@
 weights.
 
 Policies with adapters on one base share it; a policy that trains full weights has its own copy. Models compute in
-`model.dtype`; trained parameters and their gradients are float32. A policy that trains full weights in bfloat16 keeps
-float32 masters, and the model computes with their rounded values. Nothing is fetched: no network, no remote code.
+`model.dtype`; trained parameters and their gradients are float32. In bfloat16 these are masters, and the model computes
+with their rounded values; an adapter is published unrounded, and engines round it in the same way. Nothing is fetched:
+no network, no remote code.
 
 Owns: loading, the check that the trainer's forward pass reproduces the model's own, the parameters of each policy, the
 active adapter, the content of a published version. Invariants: the shared base never requires a gradient; a policy's
@@ -167,18 +168,21 @@ class PolicyModel:
         own = {name: parameter for name, parameter in named if mark is None or mark in name}
         for name, parameter in own.items():
             parameter.requires_grad_(True)
+            exact = parameter.detach()
+            if self.kind == "adapter" and not self.sharded:  # PEFT makes float32 adapters; products are slow in it
+                parameter.data = exact.to(self._dtype)
             if parameter.dtype == torch.float32 and not offload:
                 self.parameters[name] = parameter
             else:
                 self._computed[name] = parameter
                 home = torch.device("cpu") if offload and not parameter.is_meta else parameter.device
-                self.parameters[name] = master = nn.Parameter(parameter.detach().to(home, torch.float32, copy=True))
+                self.parameters[name] = master = nn.Parameter(exact.to(home, torch.float32, copy=True))
                 parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master))
 
     @property
     def has_masters(self) -> bool:
-        """Whether the model computes with rounded parameters, so that a published version is rounded."""
-        return any(parameter.dtype != torch.float32 for parameter in self._computed.values())
+        """Whether a published version is rounded, so that it differs from the trained weights."""
+        return self.kind == "full" and any(parameter.dtype != torch.float32 for parameter in self._computed.values())
 
     @torch.no_grad()
     def round_masters(self) -> None:
@@ -216,8 +220,7 @@ class PolicyModel:
         """Return the tensors that make up a version, those with large elements first; not copies."""
         if self._adapter is not None:  # PEFT's own method would touch the adapters of all policies
             mark = f".{self._adapter}."
-            own = self.parameters | self._computed
-            return {f"base_model.model.{name.replace(mark, '.')}": tensor for name, tensor in own.items()}
+            return {f"base_model.model.{name.replace(mark, '.')}": each for name, each in self.parameters.items()}
         state: dict[str, Tensor] = {}
         seen: set[int] = set()
         for name, tensor in self.model.state_dict(keep_vars=True).items():
@@ -286,8 +289,10 @@ class PolicyModel:
         with torch.no_grad():
             for name, tensor in read.items():
                 state[name].copy_(tensor)
-            for name, computed in self._computed.items():
-                self.parameters[name].copy_(computed)
+            if self.kind == "full":
+                for name, computed in self._computed.items():
+                    self.parameters[name].copy_(computed)
+            self.round_masters()
 
 
 def _shapes(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, tuple[torch.Size, torch.dtype]]:

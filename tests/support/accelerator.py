@@ -126,6 +126,15 @@ class DeviceTensor(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self.host})"
 
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: DeviceTensor) -> None:
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self.host = value.host
+
     def data_ptr(self) -> int:
         return self.host.data_ptr()
 

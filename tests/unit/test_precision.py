@@ -86,7 +86,10 @@ def test_an_adapter_is_float32_on_a_base_in_bfloat16(rounded: Path, tmp_path: Pa
     trainer.forward_backward(episodes.batch())
     own = policy.parameters.values()
     assert {each.dtype for each in own} == {each.grad.dtype for each in own if each.grad is not None} == {torch.float32}
+    computed = {name: each for name, each in policy.model.named_parameters() if "lora_" in name}
+    assert {each.dtype for each in computed.values()} == {torch.bfloat16}, "it is computed in the dtype of the base"
     trainer.optim_step("policy", 1)
+    assert all(torch.equal(each, policy.parameters[name].bfloat16()) for name, each in computed.items())
     assert all(torch.equal(before[name], each) for name, each in base.items())
     reference = trainer.publish("policy", PolicyVersion("policy", 0, 1))
     published = load_file(Path(reference.path) / "adapter_model.safetensors")
