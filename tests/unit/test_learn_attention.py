@@ -249,7 +249,7 @@ def test_the_start_says_that_prefixes_are_shared(tmp_path: Path) -> None:
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_kernels_are_made_smaller_for_cards_with_little_shared_memory(width: int) -> None:
     for dtype in (torch.bfloat16, torch.float32):
-        assert flex_options(width, dtype, 166_912) is None
+        assert (flex_options(width, dtype, 166_912) is None) == (dtype != torch.float32 or width <= 128)
         options = flex_options(width, dtype, 101_376)
         assert options is not None
         assert all(forward._BLOCK % size == 0 for name, size in options.items() if "BLOCK" in name)
