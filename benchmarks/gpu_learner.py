@@ -9,15 +9,17 @@ the code and measures nothing.
 
 `attention`: log-probabilities of a prefix tree in float32 against those of the CPU path; tokens per second in bfloat16,
 forward and backward, against scaled_dot_product_attention over the same rows alone. `step`: an adapter, and all
-weights, on a model of true shape and random weights: tokens per second, TFLOP/s, peak bytes of the allocator, each with
-and without recomputation; beside a loop over transformers as it is. `doctor`: see `real_models_doctor`. `families`: see
-`real_models_families`; the expected log-probabilities are of the CPU. `smollm2`, `training`: whole runs with the
-embedded engine, of examples/08_smollm2.toml and of a few steps with the model of `step`.
+weights, through `PolicyTrainer`, on a model of true shape and random weights: tokens per second, TFLOP/s, peak bytes of
+the allocator, each with and without recomputation; beside a loop over transformers as it is. `doctor`: see
+`real_models_doctor`. `families`: see `real_models_families`; the expected log-probabilities are of the CPU. `smollm2`,
+`training`: whole runs with the embedded engine, of examples/08_smollm2.toml and of a few steps with the model of
+`step`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import shutil
@@ -42,10 +44,11 @@ from agentrl.config.policies import LoraConfig, PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import EngineConfig, EnvironmentConfig, ModelConfig, TrainerConfig
 from agentrl.core.errors import AgentRLError
-from agentrl.core.records import TrainingSample
-from agentrl.learn.forward import TreeAttentionMask, flex_tree_attention, token_logprobs, tree_attention
+from agentrl.core.records import TrainingSample, TrajectoryRow
+from agentrl.learn.forward import TreeAttentionMask, flex_tree_attention, tree_attention
 from agentrl.learn.models import load_models
 from agentrl.learn.packing import pack
+from agentrl.learn.trainer import PolicyTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
 SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct"
@@ -270,23 +273,38 @@ def step(machine: Machine) -> Figures:
 
 
 def _our_step(machine: Machine, path: Path, *, lora: bool, recompute: bool) -> Figures:
-    config = configured(machine, path, lora=lora, recompute=recompute)
-    policy = load_models(config, machine.device)["policy"]
-    optimizer = torch.optim.AdamW(list(policy.parameters.values()), lr=1e-5, fused=True)
-    found: Figures = {"shares_prefixes": policy.shared_prefixes}
-    for name, prefix in (("rows that differ", 0), ("rows that share", machine.sizes.prefix)):
-        rows = random_rows(machine.sizes, prefix=prefix)
+    """Steps of `PolicyTrainer`, as a run takes them, without publishing."""
+    from tests.learn_cases import Episodes
 
-        def act(rows: Sequence[TrainingSample] = rows) -> None:
-            for batch in pack(rows, max_tokens=1 << 30, share=policy.shared_prefixes):
-                head = token_logprobs(policy.model, batch, shared=policy.shared_prefixes)
-                (-head.logprob.mean()).backward()
-            optimizer.step()
-            policy.round_masters()
-            optimizer.zero_grad()
+    config, found = configured(machine, path, lora=lora, recompute=recompute), Figures()
+    batches = {
+        name: Episodes([_trajectory_row(row) for row in random_rows(machine.sizes, prefix=prefix)])
+        for name, prefix in (("rows that differ", 0), ("rows that share", machine.sizes.prefix))
+    }
+    current = Episodes([])
+    trainer = PolicyTrainer(
+        config, machine.temporary / "steps", read=lambda units: current.read(units), publishes=False
+    )
+    found["start"], step_ids = trainer.start(), itertools.count(1)
 
+    def act() -> None:
+        step_id = next(step_ids)
+        trainer.forward_backward(current.batch(step_id))
+        found["shares_prefixes"] = bool(trainer.optim_step("policy", step_id).metrics["shares_prefixes"])
+
+    for name, current in batches.items():  # noqa: B007 - `act` and the trainer read it
         found[name] = _rate(machine, act, path)
     return found
+
+
+def _trajectory_row(sample: TrainingSample) -> TrajectoryRow:
+    return TrajectoryRow(
+        token_ids=sample.token_ids,
+        loss_mask=sample.loss_mask,
+        behavior_logprobs=sample.behavior_logprobs,
+        turn_index=np.where(sample.loss_mask, 0, -1).astype(np.int32),
+        spans=(),
+    )
 
 
 def _plain_step(machine: Machine, path: Path) -> Figures:

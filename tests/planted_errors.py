@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.core.errors import ModelError
-from agentrl.learn.models import prefix_tree_is_exact
+from agentrl.learn.models import why_unshared
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -100,7 +100,7 @@ def missed(model: PreTrainedModel, max_context: int) -> list[str]:
     for error in errors.possible():
         with errors.planted(error):
             try:
-                prefix_tree_is_exact(model, max_context)
+                why_unshared(model, max_context)
             except ModelError as refusal:
                 if "differ from the model's own" in str(refusal):
                     continue

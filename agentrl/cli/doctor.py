@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 from agentrl.cli.output import print_json
 from agentrl.config.load import load
 from agentrl.core.errors import AgentRLError, InputError
-from agentrl.core.machine import install_command, mismatched_torch_builds
+from agentrl.core.machine import gpus, install_command, mismatched_torch_builds
 from agentrl.core.machine import machine_memory as memory_here
 from agentrl.core.text import escape_line
 from agentrl.observe.progress import spinner
@@ -331,7 +331,7 @@ def memory_fit_checks(config: RunConfig) -> list[Check]:
     try:
         chosen = with_chosen_token_limits(with_downloaded_models(config, {}, download=False), {})
         found = estimate_memory(chosen)
-        checks = _gpu_checks(chosen, found)
+        checks = _gpu_checks(chosen, found) + (prefix_checks() if config.trained else [])
     except InputError as error:
         return [Check(name="model", found=str(error), level="missing")]
     checks += _plan_checks(found)
@@ -370,6 +370,16 @@ def _gpu_checks(config: RunConfig, plan: MemoryEstimate) -> list[Check]:
         else:
             checks.append(Check(name=name, found=f"{text}: it does not fit", level="missing", fix=need.setting))
     return checks
+
+
+def prefix_checks() -> list[Check]:
+    """Check that Triton can compile the attention kernel with which a GPU computes shared prefixes once."""
+    if not gpus():
+        return []
+    if any(name and shutil.which(name) for name in (os.environ.get("CC"), "gcc", "clang")):
+        return [Check(name="prefixes", found="shared if the model allows it; the run's start says whether it does")]
+    found = "not shared: Triton finds no C compiler, so every row is computed whole"
+    return [Check(name="prefixes", found=found, level="note", fix="apt install gcc, or set CC")]
 
 
 def _gibibytes(count: int) -> str:

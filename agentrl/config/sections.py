@@ -71,8 +71,8 @@ class ModelConfig(Section):
     remote, a bot, or names its own `model`."""
     dtype: Fixed[Literal["auto", "float32", "bfloat16"]] = "auto"
     """Data type of computation in engine and trainer, and of published full weights. `auto`: the checkpoint's, or
-    float32 for a checkpoint in float16. Adapters, gradients and optimizer states are float32; a policy that trains full
-    weights in bfloat16 keeps float32 master weights."""
+    float32 for a checkpoint in float16. Published adapters, gradients and optimizer states are float32; a policy that
+    trains in bfloat16 keeps float32 master weights."""
     reply_format: Fixed[ReplyFormatName] = "auto"
     """Syntax of tool calls and thinking in the model's replies; `auto`: as in its chat template (docs/models.md lists
     all). For models that policies name themselves, the chat template always decides."""

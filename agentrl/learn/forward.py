@@ -45,6 +45,7 @@ from transformers import AttentionInterface
 
 from agentrl.core.errors import ModelError
 from agentrl.engines.embedded.capture import chosen_experts, find_routers
+from agentrl.learn.device_copies import device_tensors
 from agentrl.learn.packing import MicroBatch, padded_rows
 
 if TYPE_CHECKING:
@@ -105,56 +106,70 @@ def _own_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     return logits[0]
 
 
-def device_tensor(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy a numpy array to a tensor on a device."""
-    return torch.from_numpy(array).to(device)
+def _model_inputs(batch: MicroBatch, device: torch.device) -> dict[str, Tensor]:
+    """Copy the columns of a micro-batch that the forward pass reads, by name."""
+    names = ("token_ids", "position_ids", "visible_until", "hidden_index", "targets", "temperature")
+    arrays: dict[str, NDArray[Any]] = {name: getattr(batch, name) for name in names}
+    if batch.expert_routing is not None:
+        arrays["expert_routing"] = batch.expert_routing
+    if batch.kept_counts is not None and batch.kept_ids is not None:
+        arrays["unmasked"] = batch.kept_counts == 0
+        arrays["kept_rows"] = np.repeat(np.arange(len(batch.kept_counts)), batch.kept_counts)
+        arrays["kept_ids"] = batch.kept_ids
+    return device_tensors(arrays, device)
 
 
 def _replayed(
-    replay: RoutingReplay | None, batch: MicroBatch, tokens: NDArray[np.int64] | None, device: torch.device
+    replay: RoutingReplay | None, inputs: Mapping[str, Tensor], tokens: Tensor | None
 ) -> AbstractContextManager[None]:
     """Replay the routing recorded for `tokens`, in the order in which the model sees them; None: for the whole
     batch.
     """
-    if replay is None or batch.expert_routing is None:
+    experts = inputs.get("expert_routing")
+    if replay is None or experts is None:
         return nullcontext()
-    experts = batch.expert_routing if tokens is None else batch.expert_routing[tokens.reshape(-1)]
-    return replay.forced(device_tensor(experts, device).long())
+    return replay.forced((experts if tokens is None else experts[tokens.reshape(-1)]).long())
 
 
 def _tree_hidden(
-    model: PreTrainedModel, batch: MicroBatch, device: torch.device, replay: RoutingReplay | None
+    model: PreTrainedModel, batch: MicroBatch, inputs: Mapping[str, Tensor], replay: RoutingReplay | None
 ) -> Tensor:
     """Return the hidden states [N, H] of the packed tokens."""
-    with _replayed(replay, batch, None, device):
+    with _replayed(replay, inputs, None):
         output = _decoder(model)(
-            input_ids=device_tensor(batch.token_ids, device).unsqueeze(0),
-            position_ids=device_tensor(batch.position_ids, device).unsqueeze(0),
+            input_ids=inputs["token_ids"].unsqueeze(0),
+            position_ids=inputs["position_ids"].unsqueeze(0),
             use_cache=False,
-            tree=TreeAttentionMask(batch, device),
+            tree=TreeAttentionMask(batch, model.device, inputs),
         )
     hidden: Tensor = output.last_hidden_state
     return hidden[0]
 
 
 def _padded_hidden(
-    model: PreTrainedModel, batch: MicroBatch, device: torch.device, replay: RoutingReplay | None
+    model: PreTrainedModel, batch: MicroBatch, inputs: Mapping[str, Tensor], replay: RoutingReplay | None
 ) -> Tensor:
     """Return the hidden states [N, H] from whole rows, padded on the right; the batch was packed without sharing."""
+    blocks = list(padded_rows(batch))
+    place, computed = np.zeros(len(batch.token_ids), np.int64), 0
+    for tokens, valid in blocks:
+        place[tokens[valid]] = computed + np.flatnonzero(valid)
+        computed += valid.size
+    arrays: dict[str, NDArray[Any]] = {"place": place}
+    for index, (tokens, valid) in enumerate(blocks):
+        arrays |= {f"tokens {index}": tokens, f"valid {index}": valid.astype(np.int64)}
+    there = device_tensors(arrays, model.device)
     hidden: list[Tensor] = []
-    order: list[NDArray[np.int64]] = []
-    for tokens, valid in padded_rows(batch):
-        with _replayed(replay, batch, tokens, device):
+    for index, (_, valid) in enumerate(blocks):
+        chosen = there[f"tokens {index}"]
+        with _replayed(replay, inputs, chosen):
             output = _decoder(model)(
-                input_ids=device_tensor(batch.token_ids[tokens], device),
-                attention_mask=None if valid.all() else device_tensor(valid, device).long(),
+                input_ids=inputs["token_ids"][chosen],
+                attention_mask=None if valid.all() else there[f"valid {index}"],
                 use_cache=False,
             )
-        # Indices, because how many are valid could not be read from a mask without data.
-        hidden.append(output.last_hidden_state.flatten(0, 1)[device_tensor(np.flatnonzero(valid), device)])
-        order.append(tokens[valid])
-    back = np.argsort(np.concatenate(order))
-    return torch.cat(hidden)[device_tensor(back, device)]
+        hidden.append(output.last_hidden_state.flatten(0, 1))
+    return torch.cat(hidden)[there["place"]]
 
 
 class HeadOutput(NamedTuple):
@@ -194,20 +209,17 @@ class HeadOutput(NamedTuple):
 class KeptVocabularySets(NamedTuple):
     """The kept set K_t of each of n tokens, ragged."""
 
-    counts: Tensor  # int64 [n]; 0: the full vocabulary
-    token_ids: Tensor  # int64 [sum of counts]
+    unmasked: Tensor  # bool [n], whether the full vocabulary was kept
+    rows: Tensor  # int64 [sum of the sets' sizes], the token of each id, ascending
+    token_ids: Tensor  # int64 [sum of the sets' sizes]
+    starts: NDArray[np.int64]  # [n + 1], the first id of each token; on the host, so that it need not wait
 
-    def mask(self, vocabulary: int) -> Tensor:
-        """Return a boolean mask [n, vocabulary]; rows with count 0 are all True."""
-        kept = (self.counts == 0).unsqueeze(1).expand(-1, vocabulary).clone()
-        rows = torch.repeat_interleave(torch.arange(len(self.counts), device=self.counts.device), self.counts)
-        kept[rows, self.token_ids] = True
-        return kept
-
-    def slice(self, start: int, stop: int) -> KeptVocabularySets:
-        """Return the sets of tokens [start, stop)."""
-        before, inside = int(self.counts[:start].sum()), int(self.counts[start:stop].sum())
-        return KeptVocabularySets(self.counts[start:stop], self.token_ids[before : before + inside])
+    def mask(self, start: int, stop: int, vocabulary: int) -> Tensor:
+        """Return a boolean mask [stop - start, vocabulary] of the tokens [start, stop)."""
+        kept = self.unmasked[start:stop].unsqueeze(1).expand(-1, vocabulary).clone()
+        ids = slice(*self.starts[[start, stop]].tolist())
+        # In place of an assignment of True, which would be copied to the device.
+        return kept.index_put_((self.rows[ids] - start, self.token_ids[ids]), self.unmasked.new_ones(()))
 
 
 def logprobs_from_logits(
@@ -339,7 +351,7 @@ def chunked_logprobs_from_hidden(
             logits,
             targets[start:stop],
             temperature=temperature[start:stop],
-            kept_mask=None if kept is None else kept.slice(start, stop).mask(logits.shape[1]),
+            kept_mask=None if kept is None else kept.mask(start, stop, logits.shape[1]),
             entropy_gradient=entropy_gradient,
             top=top,
             reference=None if reference is None else reference.slice(start, stop),
@@ -379,17 +391,18 @@ def token_logprobs(
     Raises:
         ModelError: the recorded experts belong to another model.
     """
-    device = model.device
-    hidden = (_tree_hidden if shared else _padded_hidden)(model, batch, device, replay)
+    inputs = _model_inputs(batch, model.device)
+    hidden = (_tree_hidden if shared else _padded_hidden)(model, batch, inputs, replay)
     kept = None
-    if batch.kept_counts is not None and batch.kept_ids is not None:
-        kept = KeptVocabularySets(device_tensor(batch.kept_counts, device), device_tensor(batch.kept_ids, device))
-    predicting = F.embedding(device_tensor(batch.hidden_index, device), hidden)
+    if batch.kept_counts is not None:
+        starts = np.cumsum([0, *batch.kept_counts])
+        kept = KeptVocabularySets(inputs["unmasked"], inputs["kept_rows"], inputs["kept_ids"], starts)
+    predicting = F.embedding(inputs["hidden_index"], hidden)
     output = chunked_logprobs_from_hidden(
         model,
         predicting,
-        device_tensor(batch.targets, device),
-        temperature=device_tensor(batch.temperature, device),
+        inputs["targets"],
+        temperature=inputs["temperature"],
         kept=kept,
         entropy_gradient=entropy_gradient,
         top=top,
@@ -429,12 +442,13 @@ class _Chunk:
 class TreeAttentionMask:
     """The visibility of tokens in a micro-batch, on a device."""
 
-    def __init__(self, batch: MicroBatch, device: torch.device) -> None:
-        """See `MicroBatch.visible_until`."""
+    def __init__(self, batch: MicroBatch, device: torch.device, inputs: Mapping[str, Tensor] | None = None) -> None:
+        """See `MicroBatch.visible_until`; `inputs`: the columns of the batch that are on the device already."""
+        inputs = _model_inputs(batch, device) if inputs is None else inputs
         self._batch = batch
         self._device = device
-        self._until = torch.from_numpy(batch.visible_until).to(device)
-        self._position = torch.from_numpy(batch.position_ids).to(device)
+        self._until = inputs["visible_until"]
+        self._position = inputs["position_ids"]
         self._order = torch.arange(len(batch.token_ids), device=device)
         self._chunks: dict[int | None, list[_Chunk]] = {}
         self._block_masks: dict[int | None, BlockMask] = {}
@@ -511,16 +525,25 @@ class TreeAttentionMask:
         stops = np.minimum(edges + _BLOCK, count)
         earlier = np.tri(len(edges), dtype=np.bool_)
         some = earlier & (latest > edges[:, None])
-        every = np.tri(len(edges), k=-1, dtype=np.bool_) & (soonest >= stops[:, None]) & (window is None)
+        every = np.tri(len(edges), k=-1, dtype=np.bool_) & (soonest >= stops[:, None])
+        if window is not None:
+            first, last = (extreme.reduceat(self._batch.position_ids, edges) for extreme in (np.minimum, np.maximum))
+            some &= last > first[:, None] - window
+            every &= first > last[:, None] - window
 
-        def listed(blocks: np.ndarray[Any, Any]) -> tuple[Tensor, Tensor]:
-            order = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
-            counts = blocks.sum(axis=1).astype(np.int32)
-            tensors = (torch.from_numpy(each[None, None]).to(self._device) for each in (counts, order))
-            return next(tensors), next(tensors)
-
+        lists: dict[str, NDArray[Any]] = {}
+        for name, blocks in (("partial", some & ~every), ("full", every)):
+            lists[f"{name} counts"] = blocks.sum(axis=1).astype(np.int32)[None, None]
+            lists[name] = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)[None, None]
+        there = device_tensors(lists, self._device)
         return BlockMask.from_kv_blocks(
-            *listed(some & ~every), *listed(every), BLOCK_SIZE=_BLOCK, mask_mod=visible, seq_lengths=(count, count)
+            there["partial counts"],
+            there["partial"],
+            there["full counts"],
+            there["full"],
+            BLOCK_SIZE=_BLOCK,
+            mask_mod=visible,
+            seq_lengths=(count, count),
         )
 
 
@@ -589,9 +612,45 @@ def flex_tree_attention(
     query: Tensor, key: Tensor, value: Tensor, tree: TreeAttentionMask, window: int | None, scale: float | None
 ) -> Tensor:
     """Compute `tree_attention` with flex_attention, compiled on CUDA; the output is [1, heads, N, D]."""
-    attend: Any = _compiled_flex() if query.is_cuda else flex_attention
-    attended: Tensor = attend(query, key, value, block_mask=tree.block_mask(window), scale=scale, enable_gqa=True)
+    attend: Any = flex_attention
+    options: Any = None
+    if query.is_cuda:
+        card: Any = torch.cuda.get_device_properties(query.device)
+        memory = getattr(card, "shared_memory_per_block_optin", card.shared_memory_per_block)
+        attend, options = _compiled_flex(), flex_options(query.shape[-1], query.dtype, memory)
+    attended: Tensor = attend(
+        query,
+        key,
+        value,
+        block_mask=tree.block_mask(window),
+        scale=scale,
+        enable_gqa=True,
+        kernel_options=options,
+    )
     return attended
+
+
+_LARGE_SHARED_MEMORY = 160 << 10
+"""Bytes of shared memory per block from which torch's own sizes of flex_attention's kernels fit: A100, H100, B200."""
+
+
+def flex_options(width: int, dtype: torch.dtype, shared_memory: int) -> dict[str, int] | None:
+    """Return options with which the kernels of flex_attention fit a card; None: torch's own.
+
+    torch chooses sizes for cards with large shared memory, also on cards with 99 KiB (compute capabilities 8.6, 8.9
+    and 12.0).
+
+    Args:
+        width: size of a head.
+        dtype: of queries, keys and values.
+        shared_memory: bytes per block that the card allows.
+    """
+    # On an A100, torch's kernel for float32 and heads of 256 wants 305,792 bytes of 166,912.
+    if shared_memory >= _LARGE_SHARED_MEMORY and (dtype != torch.float32 or width <= 128):
+        return None
+    if dtype != torch.float32:
+        return {"num_stages": 2}
+    return {"fwd_num_stages": 2, "fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32 if width <= 128 else 16}
 
 
 @cache
@@ -633,7 +692,7 @@ def tree_attention(  # noqa: PLR0913
     strange = [name for name in ("s_aux", "softcap", "position_bias") if other.get(name) is not None]
     if tree is None or strange or dropout or query.shape[-1] != value.shape[-1]:
         raise ModelError(f"{type(module).__name__} needs attention with {', '.join(strange) or 'other arguments'}")
-    if query.is_cuda:
+    if query.device.type not in ("cpu", "meta"):
         output = flex_tree_attention(query, key, value, tree, sliding_window, scaling)
     else:
         output = _ChunkedAttention.apply(  # type: ignore[no-untyped-call]

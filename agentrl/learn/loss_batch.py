@@ -22,6 +22,7 @@ from torch import Tensor
 
 from agentrl.core import ids
 from agentrl.credit.samples import token_lags, trained_positions
+from agentrl.learn.device_copies import device_tensors
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -36,6 +37,7 @@ Id = Literal["row", "turn", "agent", "episode", "seat", "group"]
 IDS: tuple[Id, ...] = ("row", "turn", "agent", "episode", "seat", "group")
 _SHARED: tuple[Id, ...] = ("seat", "group")
 """Ids that rows of several ranks may have in common; an episode is always on one rank."""
+_COLUMNS = ("behavior_logprobs", "advantages", "lags", *IDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +105,7 @@ class TokenColumns:
 
     def take(self, tokens: NDArray[np.int64]) -> TokenColumns:
         """Return the columns of some tokens, with unchanged ids."""
-        columns = {name: getattr(self, name)[tokens] for name in ("behavior_logprobs", "advantages", "lags", *IDS)}
+        columns = {name: getattr(self, name)[tokens] for name in _COLUMNS}
         return TokenColumns(**columns, names=self.names, starts=np.array([0, len(tokens)]))
 
     def encode(self, computed: dict[str, NDArray[np.float32]]) -> bytes:
@@ -157,13 +159,15 @@ class LossBatch:
         entropies: Tensor,
         reference_logprobs: Tensor | None = None,
         reference_kl: Tensor | None = None,
+        weights: NDArray[np.float32] | None = None,
     ) -> None:
         self.logprobs = logprobs
         """log pi of each token under the trained weights."""
         self.entropies = entropies
         """Entropy in nats of the distribution of each token, under the trained weights."""
-        device = logprobs.device
-        self.behavior_logprobs = torch.from_numpy(columns.behavior_logprobs).to(device)
+        arrays: dict[str, NDArray[Any]] = {name: getattr(columns, name) for name in _COLUMNS}
+        there = device_tensors(arrays if weights is None else arrays | {"weights": weights}, logprobs.device)
+        self.behavior_logprobs = there["behavior_logprobs"]
         """log mu of each token, recorded when it was sampled, under the version that sampled it."""
         self.reference_logprobs = reference_logprobs
         """Log-probabilities of the reference, or of the base model under the adapter; None unless the loss is marked
@@ -172,19 +176,23 @@ class LossBatch:
         """KL(pi || ref) of the distribution of each token, in nats: exact over the reference's likeliest tokens,
         estimated by the sampled token over the others (`forward.reference_divergence`); None unless the loss is marked
         with `divergence`."""
-        self.advantages = torch.from_numpy(columns.advantages).to(device)
+        self.advantages = there["advantages"]
         """Advantage of each token's agent, or of its turn."""
-        self.mask = torch.ones(len(columns), dtype=torch.bool, device=device)
+        self.mask = torch.ones(len(columns), dtype=torch.bool, device=logprobs.device)
         """Always True: these columns hold trained tokens only, none of prompts and tools."""
-        self.lags = torch.from_numpy(columns.lags).to(device)
+        self.lags = there["lags"]
         """int32: optimizer steps between the weights that sampled the token and the trained weights; -1: unknown."""
         for name in IDS:
-            setattr(self, name, torch.from_numpy(getattr(columns, name)).to(device))
+            setattr(self, name, there[name])
+        self.weights = there.get("weights")
+        """Factor on each token's loss, from the normalizer, if the trainer evaluates the loss per micro-batch."""
         self.seats: Sequence[str] = columns.names["seat"]
         """Names of the seats, indexed by the ids in `seat`."""
 
     @staticmethod
-    def of(columns: TokenColumns, head: HeadOutput, reference: HeadOutput | None) -> LossBatch:
+    def of(
+        columns: TokenColumns, head: HeadOutput, reference: HeadOutput | None, weights: NDArray[np.float32]
+    ) -> LossBatch:
         """Make the batch of a model's outputs, whose columns are leaves, detached from the model's graph."""
         return LossBatch(
             columns,
@@ -192,6 +200,7 @@ class LossBatch:
             entropies=head.entropy.detach().requires_grad_(),
             reference_logprobs=None if reference is None else reference.logprob,
             reference_kl=None if head.reference_kl is None else head.reference_kl.detach().requires_grad_(),
+            weights=weights,
         )
 
     row: Tensor

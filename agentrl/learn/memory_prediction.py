@@ -207,14 +207,14 @@ class _Limit(TorchFunctionMode):
 def _shortest_step(config: RunConfig, policy: str, model: PolicyModel) -> _Pass:
     """Measure a step over short rows, as a prefix tree; as padded rows if the model cannot compute that.
 
-    Without weights nothing tells whether the tree is exact, as `prefix_tree_is_exact` does. A model that computes the
+    Without weights nothing tells whether the tree is exact, as `why_unshared` tells. A model that computes the
     tree but is trained on padded rows takes about the same memory in both.
     """
     length = min(_SHORT, config.engine.max_context)
     try:
         return _step(config, policy, model, length)
-    except Exception:  # noqa: BLE001 - any error means that the model is trained on padded rows
-        model.shared_prefixes = False
+    except Exception as error:  # noqa: BLE001 - any error means that the model is trained on padded rows
+        model.unshared = str(error) or type(error).__name__
         model.model.set_attn_implementation(own_attention(model.model))
         return _step(config, policy, model, length)
 
@@ -258,8 +258,9 @@ def _step(config: RunConfig, policy: str, model: PolicyModel, length: int, limit
         if output.values is not None:
             total = total + output.values.sum()
         total.backward()
-        gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    return _Pass(length, counted.peak - _bytes(gradients), operations)
+        differentiated = [parameter for parameter in module.parameters() if parameter.grad is not None]
+    gradients = sum(parameter.numel() for parameter in differentiated) * torch.float32.itemsize  # of the masters
+    return _Pass(length, counted.peak - gradients, operations)
 
 
 def _reference_output(batch: MicroBatch, device: torch.device) -> HeadOutput:

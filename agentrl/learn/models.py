@@ -2,8 +2,9 @@
 weights.
 
 Policies with adapters on one base share it; a policy that trains full weights has its own copy. Models compute in
-`model.dtype`; trained parameters and their gradients are float32. A policy that trains full weights in bfloat16 keeps
-float32 masters, and the model computes with their rounded values. Nothing is fetched: no network, no remote code.
+`model.dtype`; trained parameters and their gradients are float32. In bfloat16 these are masters, and the model computes
+with their rounded values; an adapter is published unrounded, and engines round it in the same way. Nothing is fetched:
+no network, no remote code.
 
 Owns: loading, the check that the trainer's forward pass reproduces the model's own, the parameters of each policy, the
 active adapter, the content of a published version. Invariants: the shared base never requires a gradient; a policy's
@@ -45,7 +46,7 @@ from agentrl.engines.models import (
     read_model,
 )
 from agentrl.engines.weights import adaptable_layers, map_weights_to_state, read_adapter_tensors, read_weights
-from agentrl.learn.forward import ATTENTION, HeadOutput, RoutingReplay, device_tensor, token_logprobs
+from agentrl.learn.forward import ATTENTION, HeadOutput, RoutingReplay, token_logprobs
 from agentrl.learn.packing import MicroBatch, pack
 from agentrl.learn.ranks import ShardedForward, gather_tensor, shard_tensor
 
@@ -60,6 +61,9 @@ _COMPARED = 11
 
 _ROUTERS = {"router", "gate", "shared_expert_gate", "indexer"}
 """Name parts of modules that choose experts, or the keys of sparse attention; adapted only if named explicitly."""
+
+_REASON_LENGTH = 300
+"""Maximum number of characters of an error that is shown as a reason."""
 
 _FORWARD_ERRORS = (ModelError, TypeError, ValueError, LookupError, AttributeError, RuntimeError, AssertionError)
 """Errors that a model raises in a forward pass that it does not support."""
@@ -78,7 +82,7 @@ class PolicyModel:
         base: Path,
         peft_model: peft.PeftModel | None,
         adapter: str | None,
-        shared: bool,
+        unshared: str = "",
         replay: RoutingReplay | None = None,
         described: str = "",
     ) -> None:
@@ -89,8 +93,8 @@ class PolicyModel:
         """Directory of the base model."""
         self._dtype = model.dtype
         """Dtype in which the model computes and is published."""
-        self.shared_prefixes = shared
-        """Whether the model can be forwarded over a prefix tree (`prefix_tree_is_exact`)."""
+        self.unshared = unshared
+        """Why the model cannot be forwarded over a prefix tree (`why_unshared`); empty if it can."""
         self.replay = replay
         """Routing replay of the model's routers, if the engine records experts."""
         self.described = described
@@ -105,6 +109,11 @@ class PolicyModel:
         self._sharded: ShardedForward | None = None
         self._peft = peft_model
         self._adapter = adapter
+
+    @property
+    def shared_prefixes(self) -> bool:
+        """Whether the model is forwarded over a prefix tree."""
+        return not self.unshared
 
     def activate(self) -> None:
         """Make this policy's adapter the active one."""
@@ -160,18 +169,21 @@ class PolicyModel:
         own = {name: parameter for name, parameter in named if mark is None or mark in name}
         for name, parameter in own.items():
             parameter.requires_grad_(True)
+            exact = parameter.detach()
+            if self.kind == "adapter" and not self.sharded:  # PEFT makes float32 adapters; products are slow in it
+                parameter.data = exact.to(self._dtype)
             if parameter.dtype == torch.float32 and not offload:
                 self.parameters[name] = parameter
             else:
                 self._computed[name] = parameter
                 home = torch.device("cpu") if offload and not parameter.is_meta else parameter.device
-                self.parameters[name] = master = nn.Parameter(parameter.detach().to(home, torch.float32, copy=True))
+                self.parameters[name] = master = nn.Parameter(exact.to(home, torch.float32, copy=True))
                 parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master))
 
     @property
     def has_masters(self) -> bool:
-        """Whether the model computes with rounded parameters, so that a published version is rounded."""
-        return any(parameter.dtype != torch.float32 for parameter in self._computed.values())
+        """Whether a published version is rounded, so that it differs from the trained weights."""
+        return self.kind == "full" and any(parameter.dtype != torch.float32 for parameter in self._computed.values())
 
     @torch.no_grad()
     def round_masters(self) -> None:
@@ -209,8 +221,7 @@ class PolicyModel:
         """Return the tensors that make up a version, those with large elements first; not copies."""
         if self._adapter is not None:  # PEFT's own method would touch the adapters of all policies
             mark = f".{self._adapter}."
-            own = self.parameters | self._computed
-            return {f"base_model.model.{name.replace(mark, '.')}": tensor for name, tensor in own.items()}
+            return {f"base_model.model.{name.replace(mark, '.')}": each for name, each in self.parameters.items()}
         state: dict[str, Tensor] = {}
         seen: set[int] = set()
         for name, tensor in self.model.state_dict(keep_vars=True).items():
@@ -279,8 +290,10 @@ class PolicyModel:
         with torch.no_grad():
             for name, tensor in read.items():
                 state[name].copy_(tensor)
-            for name, computed in self._computed.items():
-                self.parameters[name].copy_(computed)
+            if self.kind == "full":
+                for name, computed in self._computed.items():
+                    self.parameters[name].copy_(computed)
+            self.round_masters()
 
 
 def _shapes(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -342,7 +355,8 @@ def load_references(
         if found[name].shared_prefixes < models[name].shared_prefixes:
             raise ModelError(
                 f"policies.{name}.reference: {type(found[name].model).__name__} cannot compute rows packed by their "
-                f"shared prefixes, as {type(models[name].model).__name__} does; choose a reference of its architecture"
+                f"shared prefixes ({found[name].unshared}), as {type(models[name].model).__name__} does; choose a "
+                "reference of its architecture"
             )
         if size < needed and not (Path(policy.reference) / "tokenizer.json").is_file():
             raise ModelError(
@@ -371,8 +385,8 @@ def _load_reference(
             raise ModelError(f"{path}: is not an adapter of {base} ({error})") from error
         model = merged
     model.requires_grad_(False)
-    shared = prefix_tree_is_exact(model, config.engine.max_context)
-    found = PolicyModel(model=model, base=directory, peft_model=None, adapter=None, shared=shared)
+    unshared = why_unshared(model, config.engine.max_context)
+    found = PolicyModel(model=model, base=directory, peft_model=None, adapter=None, unshared=unshared)
     if mesh is not None:
         found.shard(ShardedForward(model, mesh, masters=False, offload=offload))
     return found
@@ -392,7 +406,7 @@ def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | No
         replay = _replay(base, config)
         matrices = _matrices(base)
         can = _adaptable(base)
-        shared = prefix_tree_is_exact(base, config.engine.max_context)
+        unshared = why_unshared(base, config.engine.max_context)
         base.requires_grad_(False)
         peft_model: peft.PeftModel | None = None
         adapters: dict[str, str] = {}
@@ -412,7 +426,7 @@ def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | No
                 base=path,
                 peft_model=peft_model,
                 adapter=adapter,
-                shared=shared,
+                unshared=unshared,
                 replay=replay,
                 described=described[name],
             )
@@ -420,9 +434,9 @@ def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | No
         if name not in result:
             model = _load(path, device, dtype, config.engine.max_context, mesh)
             replay = _replay(model, config)
-            shared = prefix_tree_is_exact(model, config.engine.max_context)
+            unshared = why_unshared(model, config.engine.max_context)
             result[name] = PolicyModel(
-                model=model, base=path, peft_model=None, adapter=None, shared=shared, replay=replay
+                model=model, base=path, peft_model=None, adapter=None, unshared=unshared, replay=replay
             )
     sharded: dict[int, ShardedForward] = {}
     for policy_model in result.values():
@@ -637,8 +651,9 @@ def own_attention(model: PreTrainedModel) -> str:
     return "sdpa" if model._supports_sdpa else "eager"
 
 
-def prefix_tree_is_exact(model: PreTrainedModel, max_context: int) -> bool:
-    """Return whether the prefix tree reproduces the model's own log-probabilities; if not, padded rows do.
+def why_unshared(model: PreTrainedModel, max_context: int) -> str:
+    """Return why the prefix tree does not reproduce the model's own log-probabilities, so that padded rows are used;
+    empty if it does.
 
     The test batch has short rows, and one row on each side of every length below `max_context` that the model's
     configuration names (`context_length_thresholds`): windows and chunks have no effect in shorter rows. It costs as
@@ -651,12 +666,13 @@ def prefix_tree_is_exact(model: PreTrainedModel, max_context: int) -> bool:
     """
     if model.device.type == "meta":
         model.set_attn_implementation(ATTENTION)
-        return True
+        return ""
     own = own_attention(model)
     special = context_length_thresholds(model.config, max_context)
     around = [row for length in special for row in (length - 1, min(length + 5, max_context))]
     rows = _check_rows(model, [12, 13, 15, *around])  # several lengths, so that padding and masks are tested
     differences: dict[bool, float] = {}
+    reason = ""
     with torch.no_grad(), computing_in_float32(model, _widened):
         model.set_attn_implementation(own)
         try:
@@ -668,14 +684,16 @@ def prefix_tree_is_exact(model: PreTrainedModel, max_context: int) -> bool:
             model.set_attn_implementation(ATTENTION if shared else own)
             try:
                 found = token_logprobs(model, batch, shared=shared).logprob
-            except _FORWARD_ERRORS as error:
-                if shared:
+            except Exception as error:
+                if shared:  # of the architecture, or of the attention kernel's compiler; the run's start names it
+                    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:_REASON_LENGTH]}"
                     continue
                 raise ModelError(f"{type(model).__name__} cannot be forwarded by the trainer: {error!r}") from error
             wanted = [expected[row][at] for row, at in zip(batch.sample.tolist(), batch.position.tolist(), strict=True)]
             differences[shared] = float((found - torch.tensor(wanted, device=found.device)).abs().max())
             if differences[shared] <= SHARING_TOLERANCE:
-                return shared
+                return "" if shared else reason
+            reason = f"log-probabilities differ by {differences[shared]:.2g} with shared prefixes"
     raise ModelError(
         f"{type(model).__name__}: log-probabilities recomputed from hidden states, rows of "
         f"{', '.join(map(str, sorted({len(row.token_ids) for row in rows})))} tokens together, differ from the model's "
@@ -703,7 +721,7 @@ def _check_rows(model: PreTrainedModel, lengths: list[int]) -> list[TrainingSamp
 def _own_logprobs(model: PreTrainedModel, row: TrainingSample) -> dict[int, float]:
     """Return the model's own log-probabilities of a row's trained tokens, keyed by position: the row alone, with its
     own attention."""
-    ids = device_tensor(row.token_ids.astype(np.int64), model.device)
+    ids = torch.from_numpy(row.token_ids.astype(np.int64)).to(model.device)
     few = {"logits_to_keep": _COMPARED + 1} if "logits_to_keep" in signature(model.forward).parameters else {}
     logits = model(input_ids=ids[None], use_cache=False, **few).logits[0, -_COMPARED - 1 : -1].float().log_softmax(-1)
     check_finite_logits(model, logits)

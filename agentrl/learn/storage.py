@@ -499,13 +499,18 @@ class StepColumns:
             self._advantages[row] = advantages[start:stop]
 
     def record(
-        self, batch: MicroBatch, logprobs: NDArray[np.float32], entropies: NDArray[np.float32], rows: Sequence[int]
+        self,
+        first: int,
+        starts: NDArray[np.int64],
+        rows: Sequence[int],
+        logprobs: NDArray[np.float32],
+        entropies: NDArray[np.float32],
     ) -> None:
-        """Fill in the log-probabilities and entropies of a micro-batch; its sample i is row `rows[i]`."""
-        starts = np.flatnonzero(np.diff(batch.sample, prepend=-1))
-        for start, stop in zip(starts, [*starts[1:], len(batch.sample)], strict=True):
-            row = rows[int(batch.sample[start])]
-            self._logprobs[row], self._entropies[row] = logprobs[start:stop], entropies[start:stop]
+        """Fill in what was computed for some rows, counted from row `first`; row i has the tokens from `starts[i]`
+        on."""
+        for row in rows:
+            tokens = slice(starts[row], starts[row + 1])
+            self._logprobs[first + row], self._entropies[first + row] = logprobs[tokens], entropies[tokens]
 
     def encode(self) -> bytes:
         """Serialise these rows for `merge`."""

@@ -40,6 +40,7 @@ from agentrl.credit.advantages import generalized_advantages
 from agentrl.credit.samples import ReadUnits, read_samples
 from agentrl.engines.weight_transfer import WeightDestination
 from agentrl.journal.rows import make_unit_reader
+from agentrl.learn.device_copies import device_tensors
 from agentrl.learn.forward import TOP_TOKENS, HeadOutput
 from agentrl.learn.learner import Learner, StepAccumulator
 from agentrl.learn.loss_batch import LossBatch, TokenColumns, TokenGradients
@@ -118,7 +119,7 @@ class PolicyTrainer:
         """Load the models and, on resume, a checkpoint directory.
 
         Returns:
-            The layers of each adapter, one line each.
+            Lines for the user: the layers of each adapter, and whether each policy's rows share their prefixes.
 
         Raises:
             ModelError: the model cannot be trained.
@@ -155,7 +156,8 @@ class PolicyTrainer:
             for name, learner in self._learners.items():
                 state = learner.load(resume_from / name)
                 learner.step, learner.version, learner.report = state.step, state.version, state.report
-        return tuple(model.described for model in models.values() if model.described)
+        sharing = [f"{name}: {_sharing(model)}" for name, model in models.items()]
+        return (*(model.described for model in models.values() if model.described), *sharing)
 
     def forward_backward(self, batch: TrainBatch) -> None:
         """Accumulate the gradient of a batch; units already accumulated, or an applied step, change nothing.
@@ -265,36 +267,57 @@ class PolicyTrainer:
             used = [index for index, sample in enumerate(samples) if self._is_forwarded(sample)]
         totals["skipped_samples"] += len(samples) - len(used)
         compared = self._loss.needs_reference if known is None else self._loss.mark.divergence
+        outputs = _StepOutputs(len(columns))
         for packed in self._packed(learner, samples, used, backward=True, reference=compared):
-            tokens = torch.from_numpy(columns.tokens_of(_members(packed, used)))
+            tokens = columns.tokens_of(_members(packed, used))
             reference = self._reference(learner, packed) if compared else None
             head = self._forward(learner, packed, reference, entropy_gradient=self._loss.uses_entropy)
-            gradients = known.of(tokens) if known is not None else None
-            if gradients is None:
-                batch = LossBatch.of(columns.take(tokens.numpy()), head, reference)
-                gradients = self._loss.evaluate(batch, weights[tokens])
-                self._count(step, packed, samples, used, batch, gradients, weights[tokens], head)
-                rows = [first + index for index in used]
-                logprobs, entropies = (column.detach().cpu().numpy() for column in (head.logprob, head.entropy))
-                step.columns.record(packed, logprobs, entropies, rows)
-            outputs = [*zip((head.logprob, head.entropy, head.reference_kl), gradients.derivatives, strict=True)]
-            if by_value is not None:
-                outputs.append((head.values, by_value[tokens]))
-            live = [(each, by.to(each.device)) for each, by in outputs if each is not None and each.requires_grad]
+            differentiated = [head.logprob, head.entropy, head.reference_kl]
+            if known is None:
+                batch = LossBatch.of(columns.take(tokens), head, reference, weights[tokens])
+                assert batch.weights is not None
+                gradients = self._loss.evaluate(batch, batch.weights)
+                by_output = list(gradients.derivatives)
+                outputs.add(tokens, (batch.logprobs, batch.entropies, gradients.loss, head.kept_mass))
+                outputs.add_sums(token_metric_sums(batch, gradients, batch.weights))
+                self._count_forward(step, packed, samples, used)
+            else:
+                chosen = [*known.derivatives, *([] if by_value is None else [by_value])]
+                arrays = {str(index): column.numpy()[tokens] for index, column in enumerate(chosen)}
+                by_output = [*device_tensors(arrays, head.logprob.device).values()]
+                differentiated += [head.values]
+            pairs = zip(differentiated, by_output, strict=False)
+            live = [(each, by) for each, by in pairs if each is not None and each.requires_grad]
             torch.autograd.backward([output for output, _ in live], [by for _, by in live])
-            if step.suspect is None and not bool(gradients.loss.isfinite().all()):
-                wrong = int((~gradients.loss.isfinite()).nonzero()[0])
-                step.suspect = samples[used[int(packed.sample[wrong])]].episode_id
+        token_losses = self._add_outputs(step, outputs, columns, used, first) if known is None else known.loss.numpy()
+        if step.suspect is None and not np.isfinite(token_losses).all():
+            wrong = int(np.flatnonzero(~np.isfinite(token_losses))[0])
+            step.suspect = samples[int(np.searchsorted(columns.starts, wrong, side="right")) - 1].episode_id
 
-    def _token_weights(self, columns: TokenColumns, normaliser: float) -> Tensor:
+    @staticmethod
+    def _add_outputs(
+        step: StepAccumulator, outputs: _StepOutputs, columns: TokenColumns, used: Sequence[int], first: int
+    ) -> NDArray[np.float32]:
+        """Add what the micro-batches computed to the step; returns the loss of each token."""
+        gathered = outputs.gather(4)
+        logprobs, entropies = gathered[:2]
+        token_losses: NDArray[np.float32] = gathered[2]
+        sums = [each.sum(dtype=np.float64) for each in (token_losses, entropies, gathered[3])]
+        for name, value in zip(_MEASURED, [*sums, *outputs.gather_sums()], strict=True):
+            step.totals[name] += float(value)
+        step.columns.record(first, columns.starts, used, logprobs, entropies)
+        return token_losses
+
+    def _token_weights(self, columns: TokenColumns, normaliser: float) -> NDArray[np.float32]:
         """Return the loss weight of each token, [n], over the whole step and all ranks."""
         count = len(columns)
         if self._config.trainer.loss.normalizer != "sequences":
-            return torch.full((count,), 1.0 / normaliser)
+            return np.full(count, 1.0 / normaliser, np.float32)
         lengths = np.bincount(columns.agent) if count else np.zeros(0, np.int64)
         total = torch.tensor([len(lengths)], dtype=torch.float64)
         self._ranks.sum([total])
-        return torch.from_numpy((1.0 / (float(total[0]) * lengths[columns.agent])).astype(np.float32))
+        weights: NDArray[np.float32] = (1.0 / (float(total[0]) * lengths[columns.agent])).astype(np.float32)
+        return weights
 
     def _evaluate_whole_step(
         self,
@@ -302,7 +325,7 @@ class PolicyTrainer:
         step: StepAccumulator,
         samples: Sequence[TrainingSample],
         columns: TokenColumns,
-        weights: Tensor,
+        weights: NDArray[np.float32],
     ) -> tuple[TokenGradients, Tensor | None]:
         """Evaluate the loss of a whole step; return its derivatives for the tokens of this rank, and those of the value
         loss by the values, if there are any.
@@ -312,28 +335,26 @@ class PolicyTrainer:
         """
         compared, diverges = self._loss.needs_reference, self._loss.mark.divergence
         names = ("logprobs", "entropies", *["reference_logprobs"] * compared, *["reference_kl"] * diverges)
-        computed = {name: np.zeros(len(columns), np.float32) for name in names}
-        everyone, state_values = list(range(len(samples))), np.zeros(len(columns), np.float32)
+        everyone, outputs = list(range(len(samples))), _StepOutputs(len(columns))
         for packed in self._packed(learner, samples, everyone, backward=False, reference=compared):
             tokens = columns.tokens_of(_members(packed, everyone))
             reference = self._reference(learner, packed) if compared else None
             with torch.no_grad():
                 head = self._forward(learner, packed, reference, entropy_gradient=False)
-            batch = LossBatch.of(columns.take(tokens), head, reference)
-            for name in names:
-                computed[name][tokens] = getattr(batch, name).detach().cpu().numpy()
-            if head.values is not None:
-                state_values[tokens] = head.values.cpu().numpy()
-            step.totals["kept_mass"] += float(head.kept_mass.sum())
+            theirs = None if reference is None else reference.logprob
+            parts = (head.kept_mass, head.logprob, head.entropy, theirs, head.reference_kl, head.values)
+            outputs.add(tokens, [each for each in parts if each is not None])
             self._count_forward(step, packed, samples, everyone)
-            first = len(step.columns) - len(samples)
-            logprobs, entropies = (computed[name][tokens] for name in names[:2])
-            step.columns.record(packed, logprobs, entropies, [first + index for index in everyone])
+        kept, *gathered = outputs.gather(1 + len(names) + (self._gae is not None))
+        computed = dict(zip(names, gathered, strict=False))
+        step.totals["kept_mass"] += float(kept.sum(dtype=np.float64))
+        first = len(step.columns) - len(samples)
+        step.columns.record(first, columns.starts, everyone, computed["logprobs"], computed["entropies"])
         by_value = None
         if self._gae is not None:
-            columns, by_value = self._estimate_advantages(self._gae, step, columns, state_values, weights)
+            columns, by_value = self._estimate_advantages(self._gae, step, columns, gathered[-1], weights)
             step.columns.record_advantages(len(step.columns) - len(samples), columns.starts, columns.advantages)
-        merged, values, own = columns, computed | {"weights": weights.numpy()}, slice(len(columns))
+        merged, values, own = columns, computed | {"weights": weights}, slice(len(columns))
         if not self._loss.mark.per_token:  # else the other ranks' tokens change nothing for these
             merged, values = TokenColumns.merge(self._ranks.gather(columns.encode(values)))
             own = slice(*self._own_tokens(len(columns)))
@@ -355,13 +376,17 @@ class PolicyTrainer:
         )
         step.totals["loss"] += float(known.loss.sum())
         step.totals["entropy"] += float(computed["entropies"].sum())
-        for name, value in zip(SUMS, token_metric_sums(mine, known, weights).tolist(), strict=True):
+        for name, value in zip(SUMS, token_metric_sums(mine, known, torch.from_numpy(weights)).tolist(), strict=True):
             step.totals[name] += value
         return known, by_value
 
     @staticmethod
     def _estimate_advantages(
-        gae: GaeConfig, step: StepAccumulator, columns: TokenColumns, values: NDArray[np.float32], weights: Tensor
+        gae: GaeConfig,
+        step: StepAccumulator,
+        columns: TokenColumns,
+        values: NDArray[np.float32],
+        weights: NDArray[np.float32],
     ) -> tuple[TokenColumns, Tensor]:
         """Replace the returns in the column `advantages` by the advantages of `generalized_advantages`.
 
@@ -378,12 +403,12 @@ class PolicyTrainer:
         )
         advantages, returns = np.array(found.advantages), np.array(found.returns)
         residuals, taught = returns - values, len(np.unique(columns.episode[advantages != 0.0]))
-        loss = 0.5 * (weights.numpy() * advantages**2).sum()
+        loss = 0.5 * (weights * advantages**2).sum()
         sums = (loss, taught, residuals.sum(), (residuals**2).sum(), returns.sum(), (returns**2).sum())
         for name, value in zip(_VALUE_SUMS, sums, strict=True):
             step.totals[name] += float(value)
         columns = replace(columns, advantages=advantages.astype(np.float32))
-        return columns, -weights * torch.from_numpy(columns.advantages)
+        return columns, torch.from_numpy(-weights * columns.advantages)
 
     def _own_tokens(self, count: int) -> tuple[int, int]:
         """Return start and stop of this rank's tokens among those of all ranks."""
@@ -448,24 +473,6 @@ class PolicyTrainer:
             with learner.model.as_reference():
                 return learner.model.token_logprobs(packed, replay=learner.model.replay, top=top)
 
-    def _count(
-        self,
-        step: StepAccumulator,
-        packed: MicroBatch,
-        samples: Sequence[TrainingSample],
-        used: Sequence[int],
-        batch: LossBatch,
-        gradients: TokenGradients,
-        weights: Tensor,
-        head: HeadOutput,
-    ) -> None:
-        """Add a micro-batch to the totals of the step."""
-        sums = [gradients.loss.sum(), batch.entropies.detach().sum(), head.kept_mass.sum()]
-        values = [*torch.stack(sums).tolist(), *token_metric_sums(batch, gradients, weights).tolist()]
-        for name, value in zip(_MEASURED, values, strict=True):
-            step.totals[name] += value
-        self._count_forward(step, packed, samples, used)
-
     @staticmethod
     def _count_forward(
         step: StepAccumulator, packed: MicroBatch, samples: Sequence[TrainingSample], used: Sequence[int]
@@ -515,6 +522,7 @@ class PolicyTrainer:
                 total, self._loss, learning_rate=learner.rate(step_id), routed=learner.model.replay is not None
             )
             | {"zero_gradient": float(grad_norm == 0.0)}
+            | {"shares_prefixes": float(learner.model.shared_prefixes)}
             | (_value_metrics(total, len(step.units)) if self._gae is not None else {})
             | merged.mismatch(),
             input_digest=merged.input_digest,
@@ -682,6 +690,44 @@ class PolicyTrainer:
             known = ", ".join(sorted(self._learners)) or "none before start"
             raise TrainerError(f"no trained policy {policy!r}; there are: {known}")
         return learner
+
+
+class _StepOutputs:
+    """Columns that a step's micro-batches compute, on the device until all are computed: the host waits once."""
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._order: list[NDArray[np.int64]] = []
+        self._columns: list[Tensor] = []
+        self._sums: list[Tensor] = []
+
+    def add(self, tokens: NDArray[np.int64], columns: Sequence[Tensor]) -> None:
+        """Add the columns of some tokens, [n] each."""
+        self._order.append(tokens)
+        self._columns.append(torch.stack([column.detach().float() for column in columns]))
+
+    def add_sums(self, sums: Tensor) -> None:
+        """Add sums over the tokens of a micro-batch."""
+        self._sums.append(sums)
+
+    def gather(self, count: int) -> NDArray[np.float32]:
+        """Return `count` columns of all tokens, [count, tokens], 0 where none was computed."""
+        columns = np.zeros((count, self._tokens), np.float32)
+        if self._columns:
+            columns[:, np.concatenate(self._order)] = torch.cat(self._columns, dim=1).cpu().numpy()
+        return columns
+
+    def gather_sums(self) -> list[float]:
+        """Return the sums of `token_metric_sums` over all micro-batches."""
+        sums: list[float] = torch.stack(self._sums).sum(dim=0).tolist() if self._sums else [0.0] * len(SUMS)
+        return sums
+
+
+def _sharing(model: PolicyModel) -> str:
+    """Say whether rows share their prefixes, and why not."""
+    if model.shared_prefixes:
+        return "prefixes that rows share are computed once"
+    return f"every row is computed whole, and prefixes are not shared, because of {model.unshared}"
 
 
 def _metrics(total: Mapping[str, float], loss: Loss, *, learning_rate: float, routed: bool) -> dict[str, float]:

@@ -325,6 +325,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("skipped_samples", "rows", "rows whose advantages are all 0, which are consumed without a gradient"),
     Metric("forwarded_tokens", "tokens", "tokens that the trainer passed through the model"),
     Metric("sharing", "1", "row tokens per forwarded token, the saving from shared prefixes"),
+    Metric("shares_prefixes", "1", "1 if prefixes that rows share are computed once; the run's start says why not"),
 )
 
 BROKEN_FORMAT = ("tool/bad_arguments", "tool/unknown_tool", "turns/length", "turns/illegal")

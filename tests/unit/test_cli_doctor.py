@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from agentrl.cli import doctor
 from agentrl.cli.doctor import Check
 from agentrl.cli.main import main
-from agentrl.core.machine import install_command
+from agentrl.core.machine import Gpu, Memory, install_command
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -98,3 +98,17 @@ def test_a_missing_library_is_one_line_with_the_extra_that_brings_it(
         f"agentrl: ray is not installed: {install_command('ray')}, or train with one rank and without cluster.address\n"
     )
     assert capsys.readouterr().err == expected
+
+
+def test_a_gpu_without_a_compiler_shares_no_prefixes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert doctor.prefix_checks() == [] or doctor.gpus()
+    card = Gpu(id="0", name="NVIDIA L4", memory=Memory(total=24 << 30, free=24 << 30))
+    monkeypatch.setattr(doctor, "gpus", lambda: (card,))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (without,) = doctor.prefix_checks()
+    assert (without.level, "compiler" in without.found) == ("note", True)
+    compiler = tmp_path / "gcc"
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    assert [check.level for check in doctor.prefix_checks()] == ["ok"]

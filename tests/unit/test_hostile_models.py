@@ -16,7 +16,7 @@ from agentrl.config.policies import PolicyConfig
 from agentrl.core.errors import ModelError
 from agentrl.engines.embedded.forward import check_slots_match_forward
 from agentrl.engines.models import read_meta_model, read_model
-from agentrl.learn.models import prefix_tree_is_exact
+from agentrl.learn.models import why_unshared
 from agentrl.rollout.chat_format import TemplateChatFormat
 from tests.learn_cases import run_config
 
@@ -72,7 +72,7 @@ def test_a_checkpoint_that_computes_nan_is_named_with_its_tensor(model: Path, va
     with pytest.raises(ModelError, match=f"{model}.*{reason}"):
         check_slots_match_forward(broken, str(model), max_context=64)
     with pytest.raises(ModelError, match=f"{model}.*{reason}"):
-        prefix_tree_is_exact(broken, 64)
+        why_unshared(broken, 64)
 
 
 def test_an_absurdly_long_token_is_named_before_it_is_compiled(model: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface
 
 from agentrl.core.errors import ModelError
 from agentrl.core.records import TrainingSample
 from agentrl.learn import forward
-from agentrl.learn.forward import TreeAttentionMask, flex_tree_attention, tree_attention
+from agentrl.learn.forward import ATTENTION, TreeAttentionMask, flex_options, flex_tree_attention, tree_attention
 from agentrl.learn.packing import LONGEST_PADDED, MicroBatch, pack, padded_rows
+from agentrl.learn.trainer import PolicyTrainer
+from tests.learn_cases import Episodes, make_rows, run_config, write_model
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 16
 CPU = torch.device("cpu")
@@ -210,3 +214,42 @@ def test_long_rows_are_not_padded_so_that_no_mask_grows_with_their_square() -> N
         [5],
     ]
     assert np.array_equal(np.sort(np.concatenate([tokens[valid] for tokens, valid in parts])), np.arange(sum(lengths)))
+
+
+@pytest.mark.parametrize("window", [17, 200, 300])
+def test_blocks_outside_a_window_are_skipped(window: int) -> None:
+    mask = TreeAttentionMask(packed(rows_of([2000], [0])), CPU).block_mask(window)
+    assert mask.full_kv_num_blocks is not None
+    listed = (mask.kv_num_blocks + mask.full_kv_num_blocks)[0, 0]
+    assert int(listed.max()) <= -(-window // forward._BLOCK) + 1
+    assert int(mask.full_kv_num_blocks.sum()) > 0 or window < 2 * forward._BLOCK
+
+
+def test_an_error_of_the_attention_kernel_is_reported(tmp_path: Path) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("out of resource: shared memory, Required: 102400, Hardware limit: 101376")
+
+    episodes = Episodes(make_rows(0, 4))
+    trainer = PolicyTrainer(run_config(write_model(tmp_path / "model")), tmp_path / "run", read=episodes.read)
+    AttentionInterface.register(ATTENTION, fails)
+    try:
+        lines = trainer.start()
+    finally:
+        AttentionInterface.register(ATTENTION, tree_attention)
+    assert "Required: 102400" in " ".join(lines)
+    trainer.forward_backward(episodes.batch())
+    assert trainer.optim_step("policy", 1).metrics["shares_prefixes"] == 0
+
+
+def test_the_start_says_that_prefixes_are_shared(tmp_path: Path) -> None:
+    trainer = PolicyTrainer(run_config(write_model(tmp_path / "model")), tmp_path / "run")
+    assert "computed once" in " ".join(trainer.start())
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_kernels_are_made_smaller_for_cards_with_little_shared_memory(width: int) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        assert (flex_options(width, dtype, 166_912) is None) == (dtype != torch.float32 or width <= 128)
+        options = flex_options(width, dtype, 101_376)
+        assert options is not None
+        assert all(forward._BLOCK % size == 0 for name, size in options.items() if "BLOCK" in name)

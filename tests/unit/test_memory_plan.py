@@ -102,11 +102,16 @@ def test_each_part_is_its_arithmetic(repository: Path) -> None:
 
 
 def test_bfloat16_halves_the_weights_of_an_engine(repository: Path) -> None:
-    def weights(*overrides: str) -> int:
+    def planned(*overrides: str) -> tuple[int, int]:
         plan = estimate_memory(configured(repository, "--policies.solver.lora.rank=4", *overrides))
-        return sum(part.bytes for part in plan.parts if part.name.startswith("weights in"))
+        held = ("weights in", "trained parameters")
+        weights, trained = (sum(part.bytes for part in plan.parts if part.name.startswith(name)) for name in held)
+        return weights, trained
 
-    assert weights("--model.dtype=float32") == 2 * weights("--model.dtype=bfloat16")
+    weights, trained = planned("--model.dtype=float32")
+    rounded, masters = planned("--model.dtype=bfloat16")
+    assert trained == masters
+    assert weights == 2 * (rounded - masters // 8), "and 2 bytes for each trained parameter, its rounded copy"
 
 
 @pytest.mark.usefixtures("doctor_imports_once")

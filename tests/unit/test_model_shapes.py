@@ -16,7 +16,7 @@ from agentrl.core.records import TrainingSample
 from agentrl.engines.embedded.forward import check_slots_match_forward, load_model
 from agentrl.engines.models import context_length_thresholds, kv_bytes_per_token, read_meta_model
 from agentrl.learn.forward import ATTENTION, token_logprobs
-from agentrl.learn.models import load_models, prefix_tree_is_exact
+from agentrl.learn.models import load_models, why_unshared
 from agentrl.learn.packing import pack
 from tests.learn_cases import run_config
 
@@ -198,10 +198,10 @@ def test_the_check_at_start_sees_what_only_long_rows_show() -> None:
         if kind.startswith("llama"):
             model.config.original_max_position_embeddings = length  # in its rope's parameters alone it is no length
         assert context_length_thresholds(model.config, 128) == [length]
-        assert prefix_tree_is_exact(model, 32)
+        assert not why_unshared(model, 32)
         lengths = "12, 13, 15, 31, 37"
         with pytest.raises(ModelError, match=rf"rows of {lengths} tokens together, differ.*max_context to at most 32"):
-            prefix_tree_is_exact(model, 128)
+            why_unshared(model, 128)
         check_slots_match_forward(model, "here", max_context=32)
         with pytest.raises(ModelError, match="different logits"):
             check_slots_match_forward(model, "here", max_context=128)

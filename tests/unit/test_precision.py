@@ -86,7 +86,10 @@ def test_an_adapter_is_float32_on_a_base_in_bfloat16(rounded: Path, tmp_path: Pa
     trainer.forward_backward(episodes.batch())
     own = policy.parameters.values()
     assert {each.dtype for each in own} == {each.grad.dtype for each in own if each.grad is not None} == {torch.float32}
+    computed = {name: each for name, each in policy.model.named_parameters() if "lora_" in name}
+    assert {each.dtype for each in computed.values()} == {torch.bfloat16}, "it is computed in the dtype of the base"
     trainer.optim_step("policy", 1)
+    assert all(torch.equal(each, policy.parameters[name].bfloat16()) for name, each in computed.items())
     assert all(torch.equal(before[name], each) for name, each in base.items())
     reference = trainer.publish("policy", PolicyVersion("policy", 0, 1))
     published = load_file(Path(reference.path) / "adapter_model.safetensors")
@@ -197,7 +200,7 @@ def test_masters_in_main_memory_are_stepped_there(rounded: Path) -> None:
             for name, parameter in module.named_parameters(recurse=False):
                 there = torch.empty(parameter.shape, dtype=torch.bfloat16, device="cuda")
                 module.register_parameter(name, torch.nn.Parameter(there))
-        policy = PolicyModel(model=planned.model, base=rounded, peft_model=None, adapter=None, shared=True)
+        policy = PolicyModel(model=planned.model, base=rounded, peft_model=None, adapter=None)
         policy.train(offload=True)
         optimizer = torch.optim.AdamW(list(policy.parameters.values()), fused=True)
         for _ in range(2):  # as two micro-batches do
