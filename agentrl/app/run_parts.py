@@ -158,7 +158,7 @@ async def _engine_of_base(
 
 def _engine_program(config: RunConfig, base: RunConfig) -> ChildProgram:
     """Return the program of a base model's engine in a process of its own."""
-    arguments = {**_engine_arguments(base), "threads": config.threads}
+    arguments = {**_engine_arguments(base), "capture_mask": bool(config.filtered), "threads": config.threads}
     if config.engine.kind == "vllm":
         return ChildProgram(VLLM, arguments, VLLM_MODULE)
     return ChildProgram(EMBEDDED, arguments)
@@ -180,15 +180,11 @@ def _engine_arguments(config: RunConfig) -> dict[str, Any]:
         "adapter_slots": adapter_slots_needed(config),
         "max_rank": largest_lora_rank(config),
         "max_staleness": {name: policy.max_staleness for name, policy in config.trained.items()},
+        "capture_routing": section.capture_routing,
     }
     if section.kind == "vllm":
         return {**arguments, "memory_share": section.memory_share, "arguments": section.vllm or {}}
-    return {
-        **arguments,
-        "capture_routing": section.capture_routing,
-        "capture_mask": bool(config.filtered),
-        "fixed_shapes": config.deterministic,
-    }
+    return {**arguments, "fixed_shapes": config.deterministic}
 
 
 async def _in_child_processes(
@@ -509,7 +505,8 @@ def _with_absolute_bases(config: RunConfig) -> dict[str, Any]:
 
 
 def check_vllm_usable(config: RunConfig) -> None:
-    """Refuse a run that needs vLLM if it is absent or too old, or does not accept the arguments of `[engine.vllm]`.
+    """Refuse a run that needs vLLM if it is absent or too old, has only its V1 model runner where the run needs V2, or
+    does not accept the arguments of `[engine.vllm]`.
 
     Raises:
         ConfigError: the message says what to install, or to change.
@@ -528,6 +525,14 @@ def check_vllm_usable(config: RunConfig) -> None:
                 f"serve a request with another adapter than the requested one: {install}"
             )
     check_arguments(config.engine.vllm or {}, on_gpu=bool(gpus()))
+    captured = ["engine.capture_routing"] * config.engine.capture_routing
+    captured += [f"top_k, top_p or min_p for {', '.join(config.filtered)}"] * bool(config.filtered)
+    runs_v2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "1" if gpus() or config.on_cluster else "0") != "0"
+    if captured and not runs_v2:
+        raise ConfigError(
+            f"{' and '.join(captured)}: only vLLM's model runner V2 returns what the trainer needs, and here "
+            "vLLM would use V1, as it does without a GPU: remove that, or remove engine.vllm for the embedded engine"
+        )
 
 
 def installed_version(distribution: str) -> str | None:

@@ -25,9 +25,10 @@ from agentrl.core.machine import machine_memory
 from agentrl.engines.models import dtype_name, kv_bytes_per_token, model_dtype, read_meta_model
 from agentrl.engines.vllm import worker
 from agentrl.engines.vllm.arguments import check_arguments
+from agentrl.engines.vllm.capture import top_k_without_filter
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from transformers import PreTrainedModel
     from vllm.config import VllmConfig
@@ -44,6 +45,11 @@ _TRIES = 3
 """Maximum number of measurements of the prefill rate; the best counts."""
 _ENOUGH_S = 1.0
 """Seconds after which no further try begins."""
+_CAPTURES = {
+    "enable_return_routed_experts": "engine.capture_routing",
+    "return_sampling_mask": "top_k, top_p or min_p",
+}
+"""Arguments of vLLM that only its model runner V2 accepts, with the settings that need them."""
 _ADAPTER = 1 << 30
 """Number of the adapter used for measurements; those of versions count from 1."""
 
@@ -59,6 +65,8 @@ class VllmSettings:
     adapter_slots: int
     max_rank: int
     max_staleness: Mapping[str, int]
+    capture_routing: bool = False
+    capture_mask: bool = False
     dtype: str = "auto"
     memory_share: float = 0.0
     """Share of the device's memory; 0: vLLM's own default on a GPU, what `slots` contexts need on CPU."""
@@ -72,6 +80,7 @@ def start_vllm(model_path: str, settings: VllmSettings, *, kv_memory: int = 0, t
     Raises:
         ModelError: the directory holds no such model.
         ConfigError: an argument of `[engine.vllm]` is refused; see `arguments.check_arguments`.
+        EngineCapabilityError: vLLM's model runner does not return what is to be captured.
         EngineError: vLLM does not start; the message has the reason.
     """
     os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -81,10 +90,24 @@ def start_vllm(model_path: str, settings: VllmSettings, *, kv_memory: int = 0, t
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     arguments = engine_arguments(model_path, settings, kv_memory=kv_memory)
     try:
+        if captured := sorted(_CAPTURES & arguments.keys()):
+            _check_runner({name: value for name, value in arguments.items() if name not in _CAPTURES}, captured)
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    except EngineCapabilityError:
+        raise
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise EngineError(f"vLLM does not start on {model_path}: {reason[:_REASON]}") from error
+
+
+def _check_runner(arguments: Mapping[str, Any], captured: Sequence[str]) -> None:
+    """Refuse captures that need vLLM's model runner V2 where vLLM chooses V1."""
+    if not AsyncEngineArgs(**arguments).create_engine_config().use_v2_model_runner:
+        settings = " and ".join(_CAPTURES[name] for name in captured)
+        raise EngineCapabilityError(
+            f"{settings}: only vLLM's model runner V2 returns what the trainer needs, and vLLM chooses V1 here, as it "
+            "does on CPUs. Remove the setting, or remove engine.vllm for the embedded engine"
+        )
 
 
 def engine_arguments(model_path: str, settings: VllmSettings, *, kv_memory: int = 0) -> dict[str, Any]:
@@ -113,6 +136,8 @@ def engine_arguments(model_path: str, settings: VllmSettings, *, kv_memory: int 
         "config_format": "hf",  # "auto" would prefer params.json
         "worker_extension_cls": f"{worker.__name__}.WorkerExtension",
         "weight_transfer_config": WeightTransferConfig(backend=worker.BACKEND),
+        **({"enable_return_routed_experts": True} if settings.capture_routing else {}),
+        **({"return_sampling_mask": True} if settings.capture_mask else {}),
         **_memory(shapes, settings, kv_memory=kv_memory),
         **_adapters(settings.adapter_slots, settings.max_rank),
         **settings.arguments,
@@ -197,7 +222,12 @@ async def prefill_rate(llm: AsyncLLM) -> float:
         adapter = LoRARequest(lora_name="blank", lora_int_id=_ADAPTER, lora_path="blank")
     clock, random = SystemClock(), np.random.default_rng(0)
     parameters = SamplingParams(
-        max_tokens=1, logprobs=0, seed=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        max_tokens=1,
+        logprobs=0,
+        top_k=top_k_without_filter(config),
+        seed=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
     async def seconds(name: str) -> float:
