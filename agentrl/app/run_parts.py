@@ -26,7 +26,7 @@ from agentrl.config.policies import BotPolicy, ExternalPolicyConfig, LocalPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.errors import ConfigError, EnvironmentDefinitionError, InputError
-from agentrl.core.machine import Gpu, Memory, gpus, install_command
+from agentrl.core.machine import LARGE_GPU, Gpu, Memory, gpus, install_command
 from agentrl.core.ports import ChatFormat, Engine, Trainer
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.base_models import EnginePerBaseModel
@@ -63,6 +63,8 @@ VLLM = "agentrl.engines.vllm.engine:VllmEngine.load"
 VLLM_MODULE = "agentrl.engines.vllm.process"
 SLOWEST_LOAD = 50e6
 """Bytes of weights that an engine loads in a second, at least."""
+SLOTS, SLOTS_ON_LARGE_GPU = 64, 256
+"""Default of `engine.slots`: decoding on a large GPU is bound by reading the weights, far beyond 64 rows."""
 VLLM_FLOOR = (0, 32)
 """Oldest vLLM that serves each request with the requested adapter; see pyproject.toml."""
 
@@ -169,7 +171,7 @@ def _engine_arguments(config: RunConfig) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model_path": _absolute(config),
         "dtype": config.model.dtype,
-        "slots": section.slots,
+        "slots": slots(config),
         "max_context": section.max_context,
         "refresh": {
             name: config.refresh_of(name)
@@ -200,7 +202,8 @@ async def _in_child_processes(
     engines = []
     for number in range(base * config.engine.count, (base + 1) * config.engine.count):
         if config.engine.kind == "vllm" and plan.engines:
-            program = replace(program, arguments={**program.arguments, "memory_share": plan.shares[number]})
+            own = {"memory_share": plan.shares[number], "beside_trainer": plan.shares_gpu(number)}
+            program = replace(program, arguments={**program.arguments, **own})
         placement = _placement(config, log, plan, number)
         engines.append(ProcessEngine(program, versions, placement=placement, silence_s=silence_s, tell=tell))
     try:
@@ -258,6 +261,13 @@ def connect_engine_to_trainer(config: RunConfig, engine: ProcessEngine, number: 
         return trainer.send(version, recipient)
 
     engine.deliver = deliver
+
+
+def slots(config: RunConfig) -> int:
+    """Return the number of conversations that an engine samples at once: `engine.slots`, or what suits its GPU."""
+    if config.engine.slots or config.engine.kind != "vllm" or config.on_cluster:
+        return config.engine.slots or SLOTS
+    return SLOTS_ON_LARGE_GPU if min((gpu.memory.total for gpu in gpus()), default=0) >= LARGE_GPU else SLOTS
 
 
 def device_plan(config: RunConfig) -> DevicePlan:

@@ -14,9 +14,7 @@ from tests.contract.vllm_suite import SLOTS, MakeVllm
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
-def test_filters_are_refused_without_kept_sets(
-    make_vllm: MakeVllm, filters: dict[str, Any]
-) -> None:
+def test_filters_are_refused_without_kept_sets(make_vllm: MakeVllm, filters: dict[str, Any]) -> None:
     async def main() -> None:
         engine = make_vllm()
         with pytest.raises(EngineCapabilityError, match="capture_mask"):

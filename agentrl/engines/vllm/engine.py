@@ -243,6 +243,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
         threads: int = 1,
         dtype: str = "auto",
         memory_share: float = 0.0,
+        beside_trainer: bool = False,
         arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> VllmEngine:
         """Start vLLM on a model directory, measure its prefill rate, and serve the model.
@@ -265,6 +266,8 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             threads: torch threads of vLLM's worker on CPU.
             dtype: dtype of computation: `float32`, `bfloat16`, or `auto`: the checkpoint's.
             memory_share: share of the device's memory; see `engine.memory_share` of the configuration.
+            beside_trainer: whether a trainer computes on one of the engine's GPUs, so that the KV cache is computed
+                instead of measured.
             arguments: further engine arguments by vLLM's names; see `[engine.vllm]` of the configuration.
 
         Raises:
@@ -286,6 +289,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             max_staleness=max_staleness,
             dtype=dtype,
             memory_share=memory_share,
+            beside_trainer=beside_trainer,
             arguments=arguments,
         )
         llm = start_vllm(model_path, settings, kv_memory=kv_memory, threads=threads)

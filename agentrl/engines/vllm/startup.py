@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,11 +22,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError
-from agentrl.core.machine import machine_memory
+from agentrl.core.machine import gpus, machine_memory
 from agentrl.engines.models import dtype_name, kv_bytes_per_token, model_dtype, read_meta_model
 from agentrl.engines.vllm import worker
 from agentrl.engines.vllm.arguments import check_arguments
 from agentrl.engines.vllm.capture import top_k_without_filter
+from agentrl.engines.vllm.gpu_memory import batch_tokens, kv_bytes_beside_trainer, parts
+from agentrl.engines.weights import predict_engine_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -70,6 +73,8 @@ class VllmSettings:
     dtype: str = "auto"
     memory_share: float = 0.0
     """Share of the device's memory; 0: vLLM's own default on a GPU, what `slots` contexts need on CPU."""
+    beside_trainer: bool = False
+    """Whether a trainer computes on one of the engine's GPUs."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Further engine arguments by vLLM's names."""
 
@@ -138,7 +143,7 @@ def engine_arguments(model_path: str, settings: VllmSettings, *, kv_memory: int 
         "weight_transfer_config": WeightTransferConfig(backend=worker.BACKEND),
         **({"enable_return_routed_experts": True} if settings.capture_routing else {}),
         **({"return_sampling_mask": True} if settings.capture_mask else {}),
-        **_memory(shapes, settings, kv_memory=kv_memory),
+        **_memory(model_path, shapes, settings, kv_memory=kv_memory),
         **_adapters(settings.adapter_slots, settings.max_rank),
         **settings.arguments,
     }
@@ -147,11 +152,12 @@ def engine_arguments(model_path: str, settings: VllmSettings, *, kv_memory: int 
 def read_engine_meta_model(model_path: str, settings: VllmSettings) -> PreTrainedModel:
     """Read the model without its weights, in the dtype in which vLLM computes.
 
+    Whether the GPU supports the dtype is left to vLLM: to ask here would open a CUDA context in this process.
+
     Raises:
-        ModelError: the directory holds no such model, or the device does not support its dtype.
+        ModelError: the directory holds no such model.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = model_dtype(model_path, settings.dtype, device)
+    dtype = model_dtype(model_path, settings.dtype, torch.device("cpu"))
     return read_meta_model(model_path, max_context=settings.max_context, dtype=dtype)
 
 
@@ -165,27 +171,41 @@ def _adapters(places: int, max_rank: int) -> dict[str, Any]:
     return {"enable_lora": True, "max_loras": places + 1, "max_cpu_loras": places + 1, "max_lora_rank": fitting[0]}
 
 
-def _memory(shapes: PreTrainedModel, settings: VllmSettings, *, kv_memory: int) -> dict[str, Any]:
+def _memory(model_path: str, shapes: PreTrainedModel, settings: VllmSettings, *, kv_memory: int) -> dict[str, Any]:
     """Return vLLM's memory arguments.
 
-    They are needed on CPU: by default vLLM takes most of the machine's memory, and its compiler gains nothing on small
-    models.
+    By default vLLM takes most of a machine without GPUs, and its compiler gains nothing on small models. On GPUs it is
+    left to measure them, unless a trainer falsifies the measurement; see `gpu_memory.py`.
     """
     slots, max_context = settings.slots, settings.max_context
     blocks = -(-max_context // _BLOCK)
-    block = _BLOCK * kv_bytes_per_token(shapes.config)
+    block = _BLOCK * kv_bytes_per_token(shapes.config) // parts(settings.arguments)
     on_gpu, (free, total) = torch.cuda.is_available(), machine_memory()
+    gpu_total = min((gpu.memory.total for gpu in gpus()), default=0) if on_gpu else 0
+    if gpu_total and settings.beside_trainer and not kv_memory:
+        held = predict_engine_memory(
+            Path(model_path),
+            dtype=settings.dtype,
+            slots=settings.slots,
+            max_context=max_context,
+            adapter_slots=settings.adapter_slots,
+            max_rank=settings.max_rank,
+        )
+        share, arguments = settings.memory_share, settings.arguments
+        kv_memory = kv_bytes_beside_trainer(shapes, held, share=share, total=gpu_total, arguments=arguments)
     if settings.memory_share and not on_gpu:
         kv_memory = int(settings.memory_share * total) - sum(each.nbytes for each in shapes.parameters())
-    is_given = kv_memory or (settings.memory_share and not on_gpu)
+    is_given = kv_memory or (settings.memory_share and not on_gpu)  # may be negative
     if is_given and kv_memory < (blocks + 1) * block:  # vLLM would report this only in its log
         raise EngineCapabilityError(
             f"the KV cache has {max(kv_memory, 0) >> 20} MiB, but one context of {max_context} tokens "
             f"needs {-(-(blocks + 1) * block >> 20)}; lower engine.max_context, or raise engine.memory_share"
         )
     if on_gpu:
-        share = {"gpu_memory_utilization": settings.memory_share} if settings.memory_share else {}
-        return {**share, "kv_cache_memory_bytes": kv_memory} if kv_memory else share
+        sizes: dict[str, Any] = {"max_num_batched_tokens": batch_tokens(gpu_total)} if gpu_total else {}
+        if settings.memory_share:
+            sizes["gpu_memory_utilization"] = settings.memory_share
+        return {**sizes, "kv_cache_memory_bytes": kv_memory} if kv_memory else sizes
     needed = kv_memory or max((slots * blocks + 8) * block, 1 << 24)
     if needed > free:  # vLLM's worker would report this only in its log
         raise EngineCapabilityError(
