@@ -9,6 +9,7 @@ Conversations of three turns on a random Qwen3-MoE in float32, read back as trai
   k3_vllm_moe_without     the same without replay, so that rounding sends some tokens through other experts
   k3_vllm_top_p           k3 of the tokens sampled with top-p 0.9, with their kept sets
   k3_vllm_top_p_without   the same without kept sets
+  vllm_moe_gain, vllm_top_p_gain   both without the record over with it
 The contract suites on V2, of adapters, of full weights and of what is recorded; half an hour, so a quick run has none:
   v2_contract_passed, v2_contract_failed   numbers of tests
 """
@@ -50,11 +51,13 @@ if __name__ in ("__main__", "__mp_main__") and MEASURE in os.environ:  # before 
 NAMES = (
     *("routing_equal", "masks_equal"),
     *("k3_vllm_moe", "k3_vllm_moe_without", "k3_vllm_top_p", "k3_vllm_top_p_without"),
+    *("vllm_moe_gain", "vllm_top_p_gain"),
     *("v2_contract_passed", "v2_contract_failed"),
 )
 SUITES = ("v2_adapters", "v2_full", "v2_capture:qwen3_moe", "v2_capture_adapters")
 EPISODES, QUICK_EPISODES = 96, 24
 TOP_P = 0.9
+_RECORDS = ("moe", "top_p")
 
 
 def figures(quick: bool) -> dict[str, float | None]:
@@ -152,7 +155,7 @@ def measure(episodes: int) -> dict[str, float]:
             weight.copy_(weight.bfloat16())
     routed = forwarded(exact, plain, replay=False)
     unmasked = [replace(row, sampling_mask=None) for row in filtered]
-    return {
+    found = {
         "routing_equal": 1 - routed.positions / routed.forwarded,
         "masks_equal": _equal_masks(exact, filtered),
         "k3_vllm_moe": k3(rounded, plain, replay=True),
@@ -160,6 +163,8 @@ def measure(episodes: int) -> dict[str, float]:
         "k3_vllm_top_p": k3(exact, filtered, replay=True),
         "k3_vllm_top_p_without": k3(exact, unmasked, replay=True),
     }
+    gains = {f"vllm_{name}_gain": found[f"k3_vllm_{name}_without"] / found[f"k3_vllm_{name}"] for name in _RECORDS}
+    return found | gains
 
 
 def main() -> None:
