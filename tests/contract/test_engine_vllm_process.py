@@ -244,6 +244,19 @@ def test_a_model_that_vllm_does_not_know_is_refused_in_one_line(
     assert "Traceback" not in capfd.readouterr().err
 
 
+@needs_vllm
+@pytest.mark.parametrize(("captured", "setting"), [("capture_routing", "capture_routing"), ("capture_mask", "top_p")])
+def test_what_the_model_runner_of_cpus_does_not_return_is_refused(zoo: ModelZoo, captured: str, setting: str) -> None:
+    async def main() -> None:
+        engine = ProcessEngine(program(zoo.directory("qwen3_moe"), adapter_slots=0, **{captured: True}), START)
+        async with asyncio.timeout(200):
+            with pytest.raises(EngineCapabilityError, match=rf"{setting}.*model runner V2"):
+                await engine.ready()
+        await engine.close()
+
+    asyncio.run(main())
+
+
 def test_without_vllm_the_engine_says_what_is_missing(
     zoo: ModelZoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,7 +56,7 @@ def kv_bytes_beside_trainer(
     config: Any = shapes.config.get_text_config()
     experts = getattr(config, "num_experts_per_tok", None) or 0
     routed = experts * (getattr(config, "moe_intermediate_size", None) or 0)
-    width = 4 * config.hidden_size + 3 * max(getattr(config, "intermediate_size", None) or 0, routed)
+    width: int = 4 * config.hidden_size + 3 * max(getattr(config, "intermediate_size", None) or 0, routed)
     tokens = arguments.get("max_num_batched_tokens", batch_tokens(total))
-    activations = int(tokens) * width * shapes.dtype.itemsize
+    activations: int = int(tokens) * width * shapes.dtype.itemsize
     return int(share * total) - (held.weights + held.adapters) // parts(arguments) - held.logits - activations - _GRAPHS
