@@ -36,7 +36,7 @@ import agentrl
 from agentrl.config.policies import PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import EngineConfig, EnvironmentConfig, ModelConfig
-from agentrl.core.ports import GenerateRequest, SamplingParams
+from agentrl.core.ports import Engine, GenerateRequest, SamplingParams
 from agentrl.core.records import Completion, EpisodeDataLocation, PolicyVersion, TrainingSample, TrajectoryCredit, Unit
 from agentrl.credit.samples import unit_samples as unit_samples
 from agentrl.engines.embedded.capture import chosen_experts, find_routers
@@ -73,15 +73,15 @@ SHAPE = {
 }
 
 
-def write_model(directory: Path, seed: int) -> Path:
+def write_model(directory: Path, seed: int, **shape: int) -> Path:
     """A random Qwen3-MoE, float32."""
     torch.manual_seed(seed)
-    transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SHAPE)).save_pretrained(directory)
+    transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**{**SHAPE, **shape})).save_pretrained(directory)
     return directory
 
 
 async def sampled(model: Path, *, episodes: int, dtype: str, sampling: SamplingParams) -> list[TrainingSample]:
-    """Rows as a trainer reads them from the journal, all with advantage 1."""
+    """Rows of the embedded engine; see `rows_of`."""
     engine = EmbeddedEngine.load(
         str(model),
         versions={"policy": START},
@@ -91,6 +91,13 @@ async def sampled(model: Path, *, episodes: int, dtype: str, sampling: SamplingP
         capture_routing=True,
         capture_mask=True,
     )
+    found = await rows_of(engine, episodes=episodes, sampling=sampling)
+    await engine.close()
+    return found
+
+
+async def rows_of(engine: Engine, *, episodes: int, sampling: SamplingParams) -> list[TrainingSample]:
+    """Rows as a trainer reads them from the journal, all with advantage 1."""
     found: list[TrainingSample] = []
 
     async def episode(number: int) -> None:
@@ -116,7 +123,6 @@ async def sampled(model: Path, *, episodes: int, dtype: str, sampling: SamplingP
         found.extend(unit_samples(unit, assemble_trajectories(entries)))
 
     await asyncio.gather(*(episode(number) for number in range(episodes)))
-    await engine.close()
     return found
 
 
@@ -124,7 +130,6 @@ def entry_of(completion: Completion, *, turn: int, observed: NDArray[np.int32], 
     """A turn's journal entry."""
     routing, mask = completion.expert_routing, completion.sampling_mask
     assert routing is not None
-    assert mask is not None
     return TurnEntry(
         seat="agent",
         index=0,
@@ -145,8 +150,8 @@ def entry_of(completion: Completion, *, turn: int, observed: NDArray[np.int32], 
         routing_shape=routing.shape,
         routing_start=completion.routing_start,
         routing_breaks=completion.routing_breaks,
-        mask_counts=mask.counts.tobytes(),
-        mask_ids=mask.token_ids.tobytes(),
+        mask_counts=None if mask is None else mask.counts.tobytes(),
+        mask_ids=None if mask is None else mask.token_ids.tobytes(),
         parent_context=before,
     )
 

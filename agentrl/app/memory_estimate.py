@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.app.policies import adapter_slots_needed, largest_lora_rank
-from agentrl.app.run_parts import device_plan
+from agentrl.app.run_parts import device_plan, slots
 from agentrl.config.fields import base_model_display_name
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, InputError, PredictionError
@@ -166,7 +166,7 @@ def gpu_memory_needs(config: RunConfig, plan: MemoryEstimate) -> list[GpuMemoryN
         return needs
     each, replicas = config.engine.devices, config.engine.count
     held = [_engine_memory(base) for base in config.bases]
-    least = [(one.weights + one.adapters + one.keys_and_values // config.engine.slots) // each for one in held]
+    least = [(one.weights + one.adapters + one.keys_and_values // slots(config)) // each for one in held]
     settings = "a larger tensor_parallel_size in [engine.vllm]; or a larger engine.memory_share"
     for number, (engine, share) in enumerate(zip(devices.engines, devices.shares, strict=True)):
         for at in engine:
@@ -345,7 +345,7 @@ def _engine(config: RunConfig, devices: DevicePlan, first: int) -> list[MemoryPa
             )
         return reserved
     adapters, needed = adapter_slots_needed(config), _engine_memory(config)
-    contexts = f"keys and values of {section.slots} contexts of {section.max_context:,} tokens"
+    contexts = f"keys and values of {slots(config)} contexts of {section.max_context:,} tokens"
     parts = [
         part(name=f"weights in {needed.dtype}", bytes=needed.weights, setting=_DTYPE),
         part(name=contexts, bytes=needed.keys_and_values, setting=_CONTEXTS),
@@ -366,7 +366,7 @@ def _engine_memory(config: RunConfig) -> EngineMemoryEstimate:
     return predict_engine_memory(
         Path(config.model.path).resolve(),
         dtype=config.model.dtype,
-        slots=config.engine.slots,
+        slots=slots(config),
         max_context=config.engine.max_context,
         adapter_slots=adapter_slots_needed(config),
         max_rank=largest_lora_rank(config),

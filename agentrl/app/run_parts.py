@@ -26,7 +26,7 @@ from agentrl.config.policies import BotPolicy, ExternalPolicyConfig, LocalPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.errors import ConfigError, EnvironmentDefinitionError, InputError
-from agentrl.core.machine import Gpu, Memory, gpus, install_command
+from agentrl.core.machine import LARGE_GPU, Gpu, Memory, gpus, install_command
 from agentrl.core.ports import ChatFormat, Engine, Trainer
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.base_models import EnginePerBaseModel
@@ -63,6 +63,8 @@ VLLM = "agentrl.engines.vllm.engine:VllmEngine.load"
 VLLM_MODULE = "agentrl.engines.vllm.process"
 SLOWEST_LOAD = 50e6
 """Bytes of weights that an engine loads in a second, at least."""
+SLOTS, SLOTS_ON_LARGE_GPU = 64, 256
+"""Default of `engine.slots`: decoding on a large GPU is bound by reading the weights, far beyond 64 rows."""
 VLLM_FLOOR = (0, 32)
 """Oldest vLLM that serves each request with the requested adapter; see pyproject.toml."""
 
@@ -158,7 +160,7 @@ async def _engine_of_base(
 
 def _engine_program(config: RunConfig, base: RunConfig) -> ChildProgram:
     """Return the program of a base model's engine in a process of its own."""
-    arguments = {**_engine_arguments(base), "threads": config.threads}
+    arguments = {**_engine_arguments(base), "capture_mask": bool(config.filtered), "threads": config.threads}
     if config.engine.kind == "vllm":
         return ChildProgram(VLLM, arguments, VLLM_MODULE)
     return ChildProgram(EMBEDDED, arguments)
@@ -169,7 +171,7 @@ def _engine_arguments(config: RunConfig) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model_path": _absolute(config),
         "dtype": config.model.dtype,
-        "slots": section.slots,
+        "slots": slots(config),
         "max_context": section.max_context,
         "refresh": {
             name: config.refresh_of(name)
@@ -180,15 +182,11 @@ def _engine_arguments(config: RunConfig) -> dict[str, Any]:
         "adapter_slots": adapter_slots_needed(config),
         "max_rank": largest_lora_rank(config),
         "max_staleness": {name: policy.max_staleness for name, policy in config.trained.items()},
+        "capture_routing": section.capture_routing,
     }
     if section.kind == "vllm":
         return {**arguments, "memory_share": section.memory_share, "arguments": section.vllm or {}}
-    return {
-        **arguments,
-        "capture_routing": section.capture_routing,
-        "capture_mask": bool(config.filtered),
-        "fixed_shapes": config.deterministic,
-    }
+    return {**arguments, "fixed_shapes": config.deterministic}
 
 
 async def _in_child_processes(
@@ -204,7 +202,8 @@ async def _in_child_processes(
     engines = []
     for number in range(base * config.engine.count, (base + 1) * config.engine.count):
         if config.engine.kind == "vllm" and plan.engines:
-            program = replace(program, arguments={**program.arguments, "memory_share": plan.shares[number]})
+            own = {"memory_share": plan.shares[number], "beside_trainer": plan.shares_gpu(number)}
+            program = replace(program, arguments={**program.arguments, **own})
         placement = _placement(config, log, plan, number)
         engines.append(ProcessEngine(program, versions, placement=placement, silence_s=silence_s, tell=tell))
     try:
@@ -262,6 +261,13 @@ def connect_engine_to_trainer(config: RunConfig, engine: ProcessEngine, number: 
         return trainer.send(version, recipient)
 
     engine.deliver = deliver
+
+
+def slots(config: RunConfig) -> int:
+    """Return the number of conversations that an engine samples at once: `engine.slots`, or what suits its GPU."""
+    if config.engine.slots or config.engine.kind != "vllm" or config.on_cluster:
+        return config.engine.slots or SLOTS
+    return SLOTS_ON_LARGE_GPU if min((gpu.memory.total for gpu in gpus()), default=0) >= LARGE_GPU else SLOTS
 
 
 def device_plan(config: RunConfig) -> DevicePlan:
@@ -509,7 +515,8 @@ def _with_absolute_bases(config: RunConfig) -> dict[str, Any]:
 
 
 def check_vllm_usable(config: RunConfig) -> None:
-    """Refuse a run that needs vLLM if it is absent or too old, or does not accept the arguments of `[engine.vllm]`.
+    """Refuse a run that needs vLLM if it is absent or too old, has only its V1 model runner where the run needs V2, or
+    does not accept the arguments of `[engine.vllm]`.
 
     Raises:
         ConfigError: the message says what to install, or to change.
@@ -528,6 +535,14 @@ def check_vllm_usable(config: RunConfig) -> None:
                 f"serve a request with another adapter than the requested one: {install}"
             )
     check_arguments(config.engine.vllm or {}, on_gpu=bool(gpus()))
+    captured = ["engine.capture_routing"] * config.engine.capture_routing
+    captured += [f"top_k, top_p or min_p for {', '.join(config.filtered)}"] * bool(config.filtered)
+    runs_v2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "1" if gpus() or config.on_cluster else "0") != "0"
+    if captured and not runs_v2:
+        raise ConfigError(
+            f"{' and '.join(captured)}: only vLLM's model runner V2 returns what the trainer needs, and here "
+            "vLLM would use V1, as it does without a GPU: remove that, or remove engine.vllm for the embedded engine"
+        )
 
 
 def installed_version(distribution: str) -> str | None:

@@ -26,6 +26,7 @@ from agentrl.app.recovery import UserCodeDigests, load_user_functions
 from agentrl.app.run_parts import (
     RunFactories,
     check_ray_installed,
+    check_vllm_usable,
     device_plan,
     environment_of,
     importable_environment_code,
@@ -108,6 +109,8 @@ def train(  # noqa: PLR0913 - what a run is given, all but the first by name
     )
     chosen = environment_of(config, environment)
     units_per_root_group(config, chosen)  # refuse impossible settings before anything is loaded
+    if config.engine.kind == "vllm":
+        check_vllm_usable(config)
     before = RunDirectory.config(Path(config.directory) / config.name) if resume else {}
     config = with_chosen_token_limits(with_downloaded_models(config, before), before)
     run = run_training(config, chosen, tasks=tasks, held_out=held_out, observers=observers, resume=resume, quiet=quiet)

@@ -61,6 +61,10 @@ class DevicePlan:
         """The GPU of a trainer rank; None: it computes on CPUs."""
         return self.gpus[self.ranks[rank]] if self.ranks else None
 
+    def shares_gpu(self, number: int) -> bool:
+        """Whether a trainer rank computes on a GPU of an engine."""
+        return not {*self.ranks}.isdisjoint(self.engines[number])
+
     def transfer_to(self, number: int) -> Transfer:
         """Choose the transport for full weights to an engine on the same machine: `ipc` if its only GPU is rank 0's,
         `nccl` if it shares no GPU with rank 0, `file` otherwise."""

@@ -604,16 +604,17 @@ def _check_engine(config: RunConfig) -> None:
 
 def _check_vllm(config: RunConfig) -> None:
     full = [name for name, policy in config.trained.items() if policy.lora is None]
-    filtered = config.filtered
-    refused = {
-        "engine.capture_routing = true (vLLM does not return experts here)": config.engine.capture_routing,
-        f"top_k, top_p or min_p for {', '.join(filtered)} (vLLM does not return what they keep)": filtered,
-        "deterministic = true (in vLLM a token depends on who shares its batch)": config.deterministic,
-    }
-    if asked := [what for what, is_asked in refused.items() if is_asked]:
+    if config.deterministic:
         raise ValueError(
-            f"vLLM cannot be combined with {'; nor with '.join(asked)}: remove that, or remove engine.vllm for the "
-            "embedded engine"
+            "vLLM cannot be combined with deterministic = true, because a token depends on the rest of its batch: "
+            "remove that, or remove engine.vllm for the embedded engine"
+        )
+    filtered, sampled = config.filtered, [name for base in config.bases for name in base.policies]
+    if filtered and (unfiltered := [name for name in sampled if name not in filtered]):
+        raise ValueError(
+            "vLLM returns the kept set of every token once any policy has top_k, top_p or min_p, and without a filter "
+            f"that is the whole vocabulary: set a filter for {', '.join(unfiltered)} too, or for no policy, or remove "
+            "engine.vllm for the embedded engine"
         )
     for base in config.bases:
         if len(base.policies) > 1 and (own := sorted(set(full) & base.policies.keys())):

@@ -107,8 +107,9 @@ class EngineConfig(Section):
     per token; new weights reach them one after another. 0: one engine, in the run's process where it can be there:
     vLLM, an engine that several `workers` share, and engines in Ray (`cluster.address`) have processes of their own.
     """
-    slots: WaveFixed[Annotated[Positive, NumberUnit("conversations")]] = 64
-    """Number of conversations whose KV is held at once; they share each forward pass."""
+    slots: WaveFixed[Annotated[NonNegative, NumberUnit("conversations")]] = 0
+    """Number of conversations whose KV is held at once; they share each forward pass. 0: 64, and 256 for vLLM on GPUs
+    of at least 40 GB."""
     max_context: PerEpisode[Annotated[NonNegative, NumberUnit("tokens")]] = 0
     """Maximum length of a conversation; memory for the KV grows with it. 0: the number of positions of the model, or
     fewer if memory is short; a resumed run keeps the length found at its start."""

@@ -78,6 +78,10 @@ class Gpu(NamedTuple):
     """Id of the node in a Ray cluster; empty: this machine."""
 
 
+LARGE_GPU = 40 * 10**9
+"""Bytes of memory from which an engine on a GPU gets larger batches."""
+
+
 def gpus() -> tuple[Gpu, ...]:
     """Return the NVIDIA GPUs that this process may use, as their driver reports them, without starting CUDA here.
 

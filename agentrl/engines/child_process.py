@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 PRIVATE_DIRECTORY_VARIABLE = "AGENTRL_PRIVATE_FILES"
 """Environment variable with the path of the child's private directory."""
+LOG_VARIABLE = "AGENTRL_LOG"
+"""Environment variable that is set if a child's standard error is its log file."""
 INTERFACE_VARIABLE = "AGENTRL_NETWORK_INTERFACE"
 """Environment variable with the network interface on which a child on a cluster reaches the other machines."""
 _PREFIX = "agentrl-child-"
@@ -198,6 +200,7 @@ class LocalPlacement:
             "PYTHONPATH": paths,
             "PYTHONSAFEPATH": "1",
             PRIVATE_DIRECTORY_VARIABLE: str(files.path),
+            LOG_VARIABLE: "" if errors is None else "1",
             **self._own,
         }
         try:

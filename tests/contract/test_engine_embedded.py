@@ -45,15 +45,13 @@ def load(zoo: ModelZoo, architecture: str = "qwen3", **options: Any) -> Embedded
 def filtered_logprobs(
     scores: Float32Array, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, temperature: float = 1.0
 ) -> Float32Array:
-    """The processed distribution of one token, spelled out: temperature, top-k, top-p, min-p."""
+    """The processed distribution of one token, spelled out: temperature, min-p, top-k, top-p."""
     logits = scores.astype(np.float64) / temperature
     order = np.argsort(-logits, kind="stable")
-    kept = order[: top_k or len(order)]
+    kept = order[np.exp(logits[order] - logits.max()) >= min_p][: top_k or len(order)]
     mass = np.exp(logits[kept]) / np.exp(logits[kept]).sum()
     if top_p < 1:
         kept = kept[: int(np.searchsorted(np.cumsum(mass), top_p)) + 1]
-        mass = np.exp(logits[kept]) / np.exp(logits[kept]).sum()
-    kept = kept[mass >= min_p * mass.max()]
     processed = np.full(len(logits), -np.inf)
     processed[kept] = logits[kept] - np.log(np.exp(logits[kept]).sum())
     return processed.astype(np.float32)

@@ -45,8 +45,28 @@ SHARED_MEMORY = Path("/dev/shm")
     ],
 )
 def test_the_suite_passes_over_one_vllm(repository: Path, suite: str) -> None:
+    check_suite(repository, suite, timeout_s=1100)
+
+
+@needs_vllm
+@pytest.mark.timeout(2700)
+@pytest.mark.parametrize(
+    "suite",
+    [
+        "v2_capture:qwen3_moe",
+        *(
+            pytest.param(suite, marks=pytest.mark.exhaustive)
+            for suite in ("v2_capture_adapters", "v2_adapters", "v2_full")
+        ),
+    ],
+)
+def test_the_suite_passes_on_the_model_runner_that_gpus_get(repository: Path, suite: str) -> None:
+    check_suite(repository, suite, timeout_s=2600)
+
+
+def check_suite(repository: Path, suite: str, *, timeout_s: float) -> None:
     command = [sys.executable, "-m", "tests.contract.vllm_suite", suite]
-    ran = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=1100, check=False)
+    ran = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
     assert " passed" in ran.stdout
     assert "skipped" not in ran.stdout.splitlines()[-1]
@@ -222,6 +242,19 @@ def test_a_model_that_vllm_does_not_know_is_refused_in_one_line(
 
     asyncio.run(main())
     assert "Traceback" not in capfd.readouterr().err
+
+
+@needs_vllm
+@pytest.mark.parametrize(("captured", "setting"), [("capture_routing", "capture_routing"), ("capture_mask", "top_p")])
+def test_what_the_model_runner_of_cpus_does_not_return_is_refused(zoo: ModelZoo, captured: str, setting: str) -> None:
+    async def main() -> None:
+        engine = ProcessEngine(program(zoo.directory("qwen3_moe"), adapter_slots=0, **{captured: True}), START)
+        async with asyncio.timeout(200):
+            with pytest.raises(EngineCapabilityError, match=rf"{setting}.*model runner V2"):
+                await engine.ready()
+        await engine.close()
+
+    asyncio.run(main())
 
 
 def test_without_vllm_the_engine_says_what_is_missing(

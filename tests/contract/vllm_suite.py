@@ -1,6 +1,7 @@
 """Tests over real vLLM, started once: `python -m tests.contract.vllm_suite SUITE[:MODEL] [pytest's arguments]`.
 
 SUITE is one of `SUITES`, MODEL an architecture of `engine_kinds.py`; the tests run on a tiny Qwen3 whose head is tied.
+`v2_SUITE` runs the suite on vLLM's model runner V2, which GPUs get; see `interpreted_triton.py`.
 
 A process of its own, because vLLM's processes import the main module again, and take what they need from there.
 """
@@ -21,15 +22,24 @@ if __name__ == "__main__":
 
     files = PrivateDirectory()
     os.environ[PRIVATE_DIRECTORY_VARIABLE] = str(files.path)
+SWITCH = "AGENTRL_VLLM_SUITE"
+"""Set in the process that has vLLM, to the suite and its model."""
+V2 = "v2_"
+
+if __name__ == "__main__":
+    os.environ[SWITCH] = sys.argv[1]
 if __name__ in ("__main__", "__mp_main__"):  # before torch and vLLM, here and in vLLM's processes
     import agentrl.engines.vllm.process  # noqa: F401
+
+    if os.environ[SWITCH].startswith(V2):
+        from tests.contract.interpreted_triton import interpret_triton
+
+        interpret_triton()
 
 if TYPE_CHECKING:
     from agentrl.engines.vllm.engine import VllmEngine
     from tests.contract.engine_kinds import ModelZoo
 
-SWITCH = "AGENTRL_VLLM_SUITE"
-"""Set in the process that has vLLM, to the suite and its model."""
 SUITES = {
     "adapters": [
         "test_engine_contract.py",
@@ -48,17 +58,24 @@ SUITES = {
     ],
     "adapters_bfloat16": ["test_engine_bfloat16.py"],
     "full_bfloat16": ["test_engine_bfloat16.py"],
+    "capture": ["test_engine_vllm_experts.py", "test_engine_vllm_masks.py"],
+    "capture_adapters": ["test_engine_vllm_masks.py"],
 }
 ADAPTER_PLACES = 6
-PLACES = {suite: ADAPTER_PLACES if suite.startswith("adapters") else 0 for suite in SUITES}
+PLACES = {suite: ADAPTER_PLACES if "adapters" in suite else 0 for suite in SUITES}
 DTYPES = {suite: "bfloat16" if suite.endswith("bfloat16") else "auto" for suite in SUITES}
 SLOTS = 16
 
 
 def chosen() -> tuple[str, str]:
     """The suite that this process runs, and on which model."""
-    suite, _, architecture = os.environ.get(SWITCH, "").partition(":")
+    suite, _, architecture = os.environ.get(SWITCH, "").removeprefix(V2).partition(":")
     return suite, architecture or "qwen3"
+
+
+def on_v2() -> bool:
+    """Whether this process runs vLLM's model runner V2."""
+    return os.environ.get(SWITCH, "").startswith(V2)
 
 
 class SharedVllm:
@@ -140,7 +157,17 @@ def vllm_settings(
     """As the suite starts vLLM, or as one engine over it is made."""
     from agentrl.engines.vllm.startup import VllmSettings
 
-    settings = {"keep_kv": True, "max_rank": 8, "max_staleness": {}, "dtype": DTYPES[chosen()[0]], **more}
+    suite, architecture = chosen()
+    captures = on_v2() and suite.startswith("capture")
+    settings = {
+        "keep_kv": True,
+        "capture_routing": captures and architecture == "qwen3_moe",
+        "capture_mask": captures,
+        "max_rank": 8,
+        "max_staleness": {},
+        "dtype": DTYPES[suite],
+        **more,
+    }
     return VllmSettings(slots=slots, max_context=max_context, refresh=refresh, adapter_slots=adapter_slots, **settings)
 
 
@@ -168,7 +195,6 @@ def started(zoo: ModelZoo) -> Iterator[MakeVllm]:
 if __name__ == "__main__":
     import pytest
 
-    os.environ[SWITCH] = sys.argv[1]
     here = Path(__file__).parent
     named = any(".py" in each for each in sys.argv[2:])
     tests = [] if named else [str(here / file) for file in SUITES[chosen()[0]]]

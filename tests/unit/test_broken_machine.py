@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import agentrl
+from agentrl.app import run_parts
 from agentrl.app.run_parts import check_vllm_usable
 from agentrl.cli import doctor
 from agentrl.cli.environments import FILES, write_environment
@@ -19,7 +21,7 @@ from agentrl.cli.main import main
 from agentrl.cluster.session import check_cluster_reachable
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, InputError, StorageError
-from agentrl.core.machine import install_command
+from agentrl.core.machine import Gpu, Memory, install_command
 
 
 def _fails(error: BaseException) -> object:
@@ -169,3 +171,20 @@ def test_a_vllm_that_is_too_old_is_refused_and_told(tmp_path: Path, monkeypatch:
     told = next(check for check in doctor.vllm_checks() if check.name == "vllm")
     assert (told.level, told.found) == ("note", "0.31.2, older than 0.32.0")
     assert told.fix == f"{install_command('vllm')} --upgrade"
+
+
+@pytest.mark.parametrize("asked", [{"engine": {"vllm": {}, "capture_routing": True}}, {"sampling": {"top_p": 0.9}}])
+def test_what_only_the_second_model_runner_of_vllm_returns_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, object]
+) -> None:
+    settings = {"environment": {"id": "calculator"}, "model": {"path": "agentrl.environments:calculator/model"}}
+    config = RunConfig.model_validate({**settings, "directory": str(tmp_path), "engine": {"vllm": {}}, **asked})
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    with pytest.raises(ConfigError, match="model runner V2"):
+        agentrl.train(config)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(run_parts, "gpus", lambda: (Gpu("0", "card", Memory(1 << 34, 1 << 34)),))
+    check_vllm_usable(config)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(ConfigError, match="model runner V2"):
+        check_vllm_usable(config)

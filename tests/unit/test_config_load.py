@@ -285,13 +285,17 @@ def test_a_deterministic_run_is_resumed_with_the_waves_it_had(tmp_path: Path, ch
         check_settings_unchanged(before, now)
 
 
-def test_all_that_vllm_does_not_give_is_named_at_once(tmp_path: Path) -> None:
-    asked = ["engine.vllm={}", "sampling.top_p=0.5", "engine.capture_routing=true"]
-    with pytest.raises(ConfigError) as refused:
-        load(write(tmp_path), asked)
-    for what in ("top_p or min_p for policy (", "engine.capture_routing = true"):
-        assert what in str(refused.value)
-    assert "remove engine.vllm" in str(refused.value)
+def test_vllm_is_refused_for_a_deterministic_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"deterministic.*remove engine\.vllm"):
+        load(write(tmp_path), ["engine.vllm={}", "deterministic=true", "policies.policy.lora={}"])
+
+
+def test_on_vllm_all_policies_filter_or_none_does(tmp_path: Path) -> None:
+    policies = "[policies.a.sampling]\ntop_p = 0.9\n[policies.a.lora]\n[policies.b.lora]\n[seats]\nx = ['a', 'b']\n"
+    path = write(tmp_path, f"{BASE}[engine.vllm]\n{policies}")
+    with pytest.raises(ConfigError, match=r"set a filter for b too"):
+        load(path)
+    assert load(path, ["policies.b.sampling.top_k=5", "engine.capture_routing=true"]).filtered == ["a", "b"]
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,7 @@ def test_filters_act_one_after_the_other_on_what_is_left() -> None:
     assert kept(top_p=1e-6) == [0]
     assert kept(min_p=0.4) == [0, 1, 2]
     assert kept(top_k=3, top_p=0.75) == [0, 1]  # of 0.9, 0.7 is more than three quarters
+    assert kept(min_p=0.4, top_p=0.75) == [0, 1]  # min-p first, as in vLLM
     assert kept(top_k=9) == [0, 1, 2, 3, 4]
 
 

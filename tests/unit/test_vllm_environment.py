@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from agentrl.engines.child_process import INTERFACE_VARIABLE, PRIVATE_DIRECTORY_VARIABLE
+from agentrl.engines.child_process import INTERFACE_VARIABLE, LOG_VARIABLE, PRIVATE_DIRECTORY_VARIABLE
 
 _HOSTILE = {
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",
@@ -46,3 +46,10 @@ def test_the_users_environment_opens_nothing(tmp_path: Path, repository: Path) -
         "NCCL_SOCKET_IFNAME": "lo",
         "VLLM_LOGGING_LEVEL": "DEBUG",
     }
+
+
+def test_vllm_logs_what_it_decides_if_there_is_a_log_file(repository: Path) -> None:
+    levels = [environment_of(repository, **{LOG_VARIABLE: logged}).get("VLLM_LOGGING_LEVEL") for logged in ("", "1")]
+    assert levels == ["ERROR", "INFO"]
+    logged = environment_of(repository, **{LOG_VARIABLE: "1", "VLLM_LOGGING_LEVEL": "DEBUG"})
+    assert (logged["VLLM_LOGGING_LEVEL"], logged["VLLM_LOGGING_STREAM"]) == ("DEBUG", "ext://sys.stderr")

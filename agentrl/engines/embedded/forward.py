@@ -332,21 +332,22 @@ def sample(logits: Tensor, batch: RowSamplingParameters) -> tuple[Tensor, Tensor
 def sampling_filter_mask(
     scores: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float32], min_p: NDArray[np.float32]
 ) -> Tensor:
-    """Return the tokens that pass top-k, then top-p (arXiv:1904.09751), then min-p (arXiv:2407.01082), as `[B, V]`
-    bool.
+    """Return the tokens that pass min-p (arXiv:2407.01082), top-k and top-p (arXiv:1904.09751), as `[B, V]` bool.
 
-    Each filter acts on the distribution renormalised after the one before. Ties are broken by token id; top-p keeps the
-    smallest set whose mass reaches `top_p`; min-p keeps tokens with at least `min_p` of the likeliest token's mass.
+    The order is vLLM's: min-p keeps tokens with at least `min_p` of the likeliest token's mass, top-k the `top_k`
+    likeliest, and top-p the smallest set that holds `top_p` of the mass that the other two left. Ties are broken by
+    token id.
     """
     vocabulary = scores.shape[-1]
     ordered, order = torch.sort(scores, dim=-1, descending=True, stable=True)
     limit = torch.from_numpy(np.where(top_k > 0, top_k, vocabulary)).to(scores.device)[:, None]
-    beyond = torch.arange(vocabulary, device=scores.device) >= limit
-    mass = torch.softmax(ordered.masked_fill(beyond, -torch.inf), dim=-1)
+    whole = torch.softmax(ordered, dim=-1)
+    floor = torch.from_numpy(min_p).to(scores.device)[:, None] * whole[:, :1]
+    removed = (torch.arange(vocabulary, device=scores.device) >= limit) | (whole < floor)
+    mass = torch.softmax(ordered.masked_fill(removed, -torch.inf), dim=-1)
     before = mass.cumsum(-1, dtype=torch.float64) - mass
     nucleus = torch.from_numpy(top_p.astype(np.float64)).to(scores.device)[:, None]
-    floor = torch.from_numpy(min_p).to(scores.device)[:, None] * mass[:, :1]
-    keep = ~beyond & ((before < nucleus) | (nucleus >= 1)) & (mass >= floor)
+    keep = ~removed & ((before < nucleus) | (nucleus >= 1))
     return torch.zeros_like(keep).scatter_(1, order, keep)
 
 

@@ -38,6 +38,8 @@ _OWNED = {
     "max_loras": "policies.NAME.lora",
     "max_cpu_loras": "policies.NAME.lora",
     "max_lora_rank": "policies.NAME.lora.rank",
+    "enable_return_routed_experts": "engine.capture_routing",
+    "return_sampling_mask": "top_k, top_p and min_p in [sampling] or policies.NAME.sampling",
 }
 """Arguments that a setting of agentrl decides."""
 
@@ -57,9 +59,6 @@ _REFUSED = {
     "enable_sleep_mode": "a vLLM that sleeps drops weights and adapters that it says it serves (vLLM issue 29341)",
     "scheduling_policy": "the canary check of new weights goes before all that waits, by priority",
     "enable_log_requests": "it writes the tokens of conversations into a log",
-    "enable_return_routed_experts": "the experts would be captured and thrown away; leave out engine.vllm and "
-    "engine.capture_routing",
-    "return_sampling_mask": "the kept sets would be captured and thrown away; leave out engine.vllm",
     "watermark_config": "a watermark changes the distribution that is sampled from",
     "diffusion_config": "a diffusion model has no log-probability of one token after another",
     "logits_processors": f"it changes the distribution that is sampled from, and {_OTHER_CODE}",

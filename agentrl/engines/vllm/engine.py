@@ -24,6 +24,7 @@ from agentrl.core.errors import EngineCapabilityError, EngineError, EngineLostEr
 from agentrl.core.ids import stable_hash64
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import Completion, VersionSpan
+from agentrl.engines.embedded.capture import sampling_mask_from_sets
 from agentrl.engines.versions import (
     InProcessEngine,
     VersionedSession,
@@ -31,6 +32,7 @@ from agentrl.engines.versions import (
     policies_keeping_version,
     refresh_mode_needing_adapters,
 )
+from agentrl.engines.vllm.capture import CallRouting, RoutedContext, expert_layers, top_k_without_filter
 from agentrl.engines.vllm.startup import (
     VllmSettings,
     kv_cache_capacity,
@@ -44,6 +46,7 @@ from agentrl.engines.weight_transfer import WeightReceiver
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from numpy.typing import NDArray
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -70,6 +73,7 @@ class VllmCall:
     clock: Clock
     serving: VllmVersion
     """Version that samples the call, or sampled it last."""
+    routing: CallRouting
     name: str = ""
     """Id of the request to vLLM."""
     is_running: bool = False
@@ -81,6 +85,8 @@ class VllmCall:
     cached: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept: list[NDArray[np.int32]] | None = None
+    """Kept set of each token; None: the call has no filter."""
     spans: list[VersionSpan] = field(default_factory=list)
     _delivered: int = 0
     _next_delta: float = 0.0
@@ -92,6 +98,8 @@ class VllmCall:
                 self._next_delta = self.clock.monotonic() + _DELTA_SECONDS
             self.tokens.extend(chosen.token_ids)
             self.logprobs.extend(_logprobs_of(chosen))
+            if self.kept is not None:
+                self.kept.extend(_kept_sets_of(chosen))
             if self.on_delta is not None and self.clock.monotonic() >= self._next_delta:
                 self.deliver()
 
@@ -108,6 +116,8 @@ class VllmCall:
     def discard_undelivered(self) -> None:
         """Discard the tokens of a version that failed its canary check."""
         del self.tokens[self._delivered :], self.logprobs[self._delivered :]
+        if self.kept is not None:
+            del self.kept[self._delivered :]
 
     def close_spans(self, spans: Sequence[tuple[int, PolicyVersion]]) -> None:
         """Attribute the tokens so far to versions. `spans` holds pairs (end, version) in order."""
@@ -127,7 +137,17 @@ class VllmCall:
             spans=tuple(self.spans),
             prompt_tokens=len(self.request.token_ids),
             cached_tokens=self.cached,
+            sampling_mask=None if self.kept is None else sampling_mask_from_sets(self.kept),
+            **self.routing.fields(),
         )
+
+
+def _kept_sets_of(chosen: CompletionOutput) -> list[NDArray[np.int32]]:
+    """Return the kept sets of the sampled tokens."""
+    sets = chosen.sampling_mask.token_ids if chosen.sampling_mask is not None else []
+    if len(sets) != len(chosen.token_ids):
+        raise EngineError(f"vLLM returned {len(chosen.token_ids)} tokens with the kept sets of {len(sets)}")
+    return [np.array(each, np.int32) for each in sets]
 
 
 def _logprobs_of(chosen: CompletionOutput) -> list[float]:
@@ -171,8 +191,8 @@ class VllmEngine(InProcessEngine[VllmVersion]):
         self.capabilities = EngineCapabilities(
             name="vllm",
             refresh=frozenset({"token", "turn", "episode", "lazy"} if adapters else {"token", "turn"}),
-            expert_routing=False,
-            sampling_mask=False,
+            expert_routing=settings.capture_routing,
+            sampling_mask=settings.capture_mask,
             adapters=adapters,
             max_context=settings.max_context,
             keeps_version=policies_keeping_version(settings.refresh, versions),
@@ -181,6 +201,9 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             prefill_rate=prefill_rate,
             shares_prefixes=True,
         )
+        self._expert_layers = expert_layers(shapes) if settings.capture_routing else []
+        self._routed: dict[str, RoutedContext | None] = {}
+        """What earlier calls returned of the experts, by session."""
         self._llm = llm
         self.inbox = WeightReceiver()
         """Receives full weights of a version from its trainer."""
@@ -191,6 +214,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             recall=self._recall_calls,
         )
         self._vocabulary = int(shapes.config.get_text_config().vocab_size)
+        self._top_k_without_filter = top_k_without_filter(llm.vllm_config)
         self._clock = clock or SystemClock()
         self._calls: dict[str, VllmCall] = {}
         self._requests = 0
@@ -210,6 +234,8 @@ class VllmEngine(InProcessEngine[VllmVersion]):
         max_context: int = 512,
         refresh: Refresh | Mapping[str, Refresh] = "token",
         keep_kv: bool = False,
+        capture_routing: bool = False,
+        capture_mask: bool = False,
         adapter_slots: int = 4,
         max_rank: int = 64,
         max_staleness: Mapping[str, int] = MappingProxyType({}),
@@ -217,6 +243,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
         threads: int = 1,
         dtype: str = "auto",
         memory_share: float = 0.0,
+        beside_trainer: bool = False,
         arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> VllmEngine:
         """Start vLLM on a model directory, measure its prefill rate, and serve the model.
@@ -229,6 +256,8 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             max_context: longest context in tokens, completion included.
             refresh: when sessions move to newer weights, of all policies or by policy; see `versions.py`.
             keep_kv: for full weights and refresh `token`, whether calls in flight keep the KV of older weights.
+            capture_routing: whether to return the experts of each position; needs vLLM's model runner V2.
+            capture_mask: whether to return the kept set of each token of calls with filters; needs V2 as well.
             adapter_slots: number of adapters served side by side; 0: full weights of one policy.
             max_rank: the largest rank of an adapter.
             max_staleness: for refresh `lazy`, the number of steps that a session of a policy may stay behind; 1 if
@@ -237,6 +266,8 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             threads: torch threads of vLLM's worker on CPU.
             dtype: dtype of computation: `float32`, `bfloat16`, or `auto`: the checkpoint's.
             memory_share: share of the device's memory; see `engine.memory_share` of the configuration.
+            beside_trainer: whether a trainer computes on one of the engine's GPUs, so that the KV cache is computed
+                instead of measured.
             arguments: further engine arguments by vLLM's names; see `[engine.vllm]` of the configuration.
 
         Raises:
@@ -251,11 +282,14 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             max_context=max_context,
             refresh=refresh,
             keep_kv=keep_kv,
+            capture_routing=capture_routing,
+            capture_mask=capture_mask,
             adapter_slots=adapter_slots,
             max_rank=max_rank,
             max_staleness=max_staleness,
             dtype=dtype,
             memory_share=memory_share,
+            beside_trainer=beside_trainer,
             arguments=arguments,
         )
         llm = start_vllm(model_path, settings, kv_memory=kv_memory, threads=threads)
@@ -274,23 +308,31 @@ class VllmEngine(InProcessEngine[VllmVersion]):
     def session_ended(self, session: VllmSession) -> None:
         """See `agentrl.engines.versions.SessionBackend`."""
         self.versions.leases.close(session)
+        self._routed.pop(session.session_id, None)
 
     async def generate(
         self, session: VllmSession, request: GenerateRequest, on_delta: NewTokensCallback | None = None
     ) -> Completion:
         """Make one call of `session`; see `agentrl.core.ports.EngineSession.generate`."""
         self._check_call(session, request, self._calls)
-        if request.sampling.is_filtered:
+        if request.sampling.is_filtered and not self.capabilities.sampling_mask:
             raise EngineCapabilityError(
                 f"call {request.request_id} of session {session.session_id}: top_k, top_p and min_p need the set of "
-                "tokens that the filter kept, which vLLM does not return; remove them, or remove engine.vllm"
+                "tokens that the filter kept, which this vLLM was not started to return (capture_mask)"
             )
         if self._samples_nothing(request):
             return empty_completion(len(request.token_ids), "length")
-        call = VllmCall(request, session, on_delta, self._clock, self.versions.of_policy(session.policy))
+        routing = CallRouting(self._expert_layers, request.token_ids, self._routed.get(session.session_id))
+        call = VllmCall(request, session, on_delta, self._clock, self.versions.of_policy(session.policy), routing)
+        call.kept = [] if request.sampling.is_filtered else None
         self._calls[request.request_id], session.request = call, request
         try:
-            return call.complete(await self._sample(call))
+            completion = call.complete(await self._sample(call))
+            if self._expert_layers:
+                self._routed[session.session_id] = routing.after(
+                    np.concatenate([request.token_ids, completion.token_ids])
+                )
+            return completion
         except EngineDeadError as error:
             call.deliver()
             raise self._lost(request) from error
@@ -334,9 +376,14 @@ class VllmEngine(InProcessEngine[VllmVersion]):
         self._requests += 1
         request, serving, before = call.request, call.serving, len(call.tokens)
         call.name = f"{request.request_id}/{self._requests}"
-        sampled = request.sampled_before + before
+        sampled, filters = request.sampled_before + before, request.sampling
+        routing_start = call.routing.start_of_request(serving) if self._expert_layers else 0
         parameters = SamplingParams(
-            temperature=request.sampling.temperature,
+            temperature=filters.temperature,
+            top_k=filters.top_k or self._top_k_without_filter,
+            top_p=filters.top_p,
+            min_p=filters.min_p,
+            routed_experts_prompt_start=routing_start,
             max_tokens=limit,
             seed=(stable_hash64(request.seed, sampled) if sampled else request.seed) & _SEED_BITS,
             stop_token_ids=[each for each in request.sampling.stop_token_ids if each < self._vocabulary],
@@ -367,6 +414,10 @@ class VllmEngine(InProcessEngine[VllmVersion]):
                     call.discard_undelivered()
                     reason = "abort"
                 call.close_spans(self.versions.spans(call.serving, output, start=before, stop=len(call.tokens)))
+                if self._expert_layers and len(call.tokens) > before:
+                    version = serving if call.serving is serving else None
+                    stop = len(request.token_ids) + len(call.tokens) - 1
+                    call.routing.append(chosen, routing_start, stop, version)
             elif (call.ending or call.moving) and not is_aborted:  # the abort came before vLLM knew the request
                 is_aborted = True
                 await self._llm.abort(call.name)
@@ -394,12 +445,17 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             raise EngineLostError("vLLM died while its weights were updated") from error
 
     async def _switch_calls(self, old: VllmVersion, new: VllmVersion) -> None:
-        """Move calls from `old` to `new`: begun turns in place where weights are replaced, others as new requests."""
+        """Move calls from `old` to `new`: begun turns in place where weights are replaced, others as new requests.
+
+        If the context is to be computed again and its experts are recorded, a begun turn is a new request too: within
+        one request vLLM returns the experts of each position once, those of the older weights.
+        """
+        in_place = new.adapter is None and (self.versions.keep_kv or not self._expert_layers)
         restarted = []
         for call in self._calls.values():
             if not call.is_running or call.serving is not old or call.session.pin is not None or call.ending:
                 continue
-            if new.adapter is not None or not call.tokens:
+            if not (in_place and call.tokens):
                 call.moving = True
                 restarted.append(call.name)
             else:

@@ -16,7 +16,12 @@ from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
-from agentrl.engines.child_process import INTERFACE_VARIABLE, PRIVATE_DIRECTORY_VARIABLE, die_with_parent
+from agentrl.engines.child_process import (
+    INTERFACE_VARIABLE,
+    LOG_VARIABLE,
+    PRIVATE_DIRECTORY_VARIABLE,
+    die_with_parent,
+)
 
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -36,6 +41,9 @@ _ENVIRONMENT = {
 """Environment variables that override the user's own."""
 _GENTLE = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 """Default environment variables, which the user's own override."""
+_LOGGED = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+"""Further defaults where standard error is the engine's log file: the size of the KV cache and the model runner, which
+explain a first run on a GPU, are logged at this level."""
 
 
 _STARTER = "AGENTRL_VLLM_STARTER"
@@ -45,7 +53,7 @@ _STARTER = "AGENTRL_VLLM_STARTER"
 def prepare_vllm_process() -> None:
     """Set up this process before vLLM, torch or transformers are imported."""
     os.environ.update(_ENVIRONMENT)
-    for name, value in _GENTLE.items():
+    for name, value in {**_GENTLE, **(_LOGGED if os.environ.get(LOG_VARIABLE) else {})}.items():
         os.environ.setdefault(name, value)
     private = os.environ.get(PRIVATE_DIRECTORY_VARIABLE)
     if private:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,13 +22,16 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError
-from agentrl.core.machine import machine_memory
+from agentrl.core.machine import gpus, machine_memory
 from agentrl.engines.models import dtype_name, kv_bytes_per_token, model_dtype, read_meta_model
 from agentrl.engines.vllm import worker
 from agentrl.engines.vllm.arguments import check_arguments
+from agentrl.engines.vllm.capture import top_k_without_filter
+from agentrl.engines.vllm.gpu_memory import batch_tokens, kv_bytes_beside_trainer, parts
+from agentrl.engines.weights import predict_engine_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from transformers import PreTrainedModel
     from vllm.config import VllmConfig
@@ -44,6 +48,11 @@ _TRIES = 3
 """Maximum number of measurements of the prefill rate; the best counts."""
 _ENOUGH_S = 1.0
 """Seconds after which no further try begins."""
+_CAPTURES = {
+    "enable_return_routed_experts": "engine.capture_routing",
+    "return_sampling_mask": "top_k, top_p or min_p",
+}
+"""Arguments of vLLM that only its model runner V2 accepts, with the settings that need them."""
 _ADAPTER = 1 << 30
 """Number of the adapter used for measurements; those of versions count from 1."""
 
@@ -59,9 +68,13 @@ class VllmSettings:
     adapter_slots: int
     max_rank: int
     max_staleness: Mapping[str, int]
+    capture_routing: bool = False
+    capture_mask: bool = False
     dtype: str = "auto"
     memory_share: float = 0.0
     """Share of the device's memory; 0: vLLM's own default on a GPU, what `slots` contexts need on CPU."""
+    beside_trainer: bool = False
+    """Whether a trainer computes on one of the engine's GPUs."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Further engine arguments by vLLM's names."""
 
@@ -72,6 +85,7 @@ def start_vllm(model_path: str, settings: VllmSettings, *, kv_memory: int = 0, t
     Raises:
         ModelError: the directory holds no such model.
         ConfigError: an argument of `[engine.vllm]` is refused; see `arguments.check_arguments`.
+        EngineCapabilityError: vLLM's model runner does not return what is to be captured.
         EngineError: vLLM does not start; the message has the reason.
     """
     os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -81,10 +95,24 @@ def start_vllm(model_path: str, settings: VllmSettings, *, kv_memory: int = 0, t
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     arguments = engine_arguments(model_path, settings, kv_memory=kv_memory)
     try:
+        if captured := sorted(_CAPTURES & arguments.keys()):
+            _check_runner({name: value for name, value in arguments.items() if name not in _CAPTURES}, captured)
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+    except EngineCapabilityError:
+        raise
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise EngineError(f"vLLM does not start on {model_path}: {reason[:_REASON]}") from error
+
+
+def _check_runner(arguments: Mapping[str, Any], captured: Sequence[str]) -> None:
+    """Refuse captures that need vLLM's model runner V2 where vLLM chooses V1."""
+    if not AsyncEngineArgs(**arguments).create_engine_config().use_v2_model_runner:
+        settings = " and ".join(_CAPTURES[name] for name in captured)
+        raise EngineCapabilityError(
+            f"{settings}: only vLLM's model runner V2 returns what the trainer needs, and vLLM chooses V1 here, as it "
+            "does on CPUs. Remove the setting, or remove engine.vllm for the embedded engine"
+        )
 
 
 def engine_arguments(model_path: str, settings: VllmSettings, *, kv_memory: int = 0) -> dict[str, Any]:
@@ -113,7 +141,9 @@ def engine_arguments(model_path: str, settings: VllmSettings, *, kv_memory: int 
         "config_format": "hf",  # "auto" would prefer params.json
         "worker_extension_cls": f"{worker.__name__}.WorkerExtension",
         "weight_transfer_config": WeightTransferConfig(backend=worker.BACKEND),
-        **_memory(shapes, settings, kv_memory=kv_memory),
+        **({"enable_return_routed_experts": True} if settings.capture_routing else {}),
+        **({"return_sampling_mask": True} if settings.capture_mask else {}),
+        **_memory(model_path, shapes, settings, kv_memory=kv_memory),
         **_adapters(settings.adapter_slots, settings.max_rank),
         **settings.arguments,
     }
@@ -122,11 +152,12 @@ def engine_arguments(model_path: str, settings: VllmSettings, *, kv_memory: int 
 def read_engine_meta_model(model_path: str, settings: VllmSettings) -> PreTrainedModel:
     """Read the model without its weights, in the dtype in which vLLM computes.
 
+    Whether the GPU supports the dtype is left to vLLM: to ask here would open a CUDA context in this process.
+
     Raises:
-        ModelError: the directory holds no such model, or the device does not support its dtype.
+        ModelError: the directory holds no such model.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = model_dtype(model_path, settings.dtype, device)
+    dtype = model_dtype(model_path, settings.dtype, torch.device("cpu"))
     return read_meta_model(model_path, max_context=settings.max_context, dtype=dtype)
 
 
@@ -140,27 +171,41 @@ def _adapters(places: int, max_rank: int) -> dict[str, Any]:
     return {"enable_lora": True, "max_loras": places + 1, "max_cpu_loras": places + 1, "max_lora_rank": fitting[0]}
 
 
-def _memory(shapes: PreTrainedModel, settings: VllmSettings, *, kv_memory: int) -> dict[str, Any]:
+def _memory(model_path: str, shapes: PreTrainedModel, settings: VllmSettings, *, kv_memory: int) -> dict[str, Any]:
     """Return vLLM's memory arguments.
 
-    They are needed on CPU: by default vLLM takes most of the machine's memory, and its compiler gains nothing on small
-    models.
+    By default vLLM takes most of a machine without GPUs, and its compiler gains nothing on small models. On GPUs it is
+    left to measure them, unless a trainer falsifies the measurement; see `gpu_memory.py`.
     """
     slots, max_context = settings.slots, settings.max_context
     blocks = -(-max_context // _BLOCK)
-    block = _BLOCK * kv_bytes_per_token(shapes.config)
+    block = _BLOCK * kv_bytes_per_token(shapes.config) // parts(settings.arguments)
     on_gpu, (free, total) = torch.cuda.is_available(), machine_memory()
+    gpu_total = min((gpu.memory.total for gpu in gpus()), default=0) if on_gpu else 0
+    if gpu_total and settings.beside_trainer and not kv_memory:
+        held = predict_engine_memory(
+            Path(model_path),
+            dtype=settings.dtype,
+            slots=settings.slots,
+            max_context=max_context,
+            adapter_slots=settings.adapter_slots,
+            max_rank=settings.max_rank,
+        )
+        share, arguments = settings.memory_share, settings.arguments
+        kv_memory = kv_bytes_beside_trainer(shapes, held, share=share, total=gpu_total, arguments=arguments)
     if settings.memory_share and not on_gpu:
         kv_memory = int(settings.memory_share * total) - sum(each.nbytes for each in shapes.parameters())
-    is_given = kv_memory or (settings.memory_share and not on_gpu)
+    is_given = kv_memory or (settings.memory_share and not on_gpu)  # may be negative
     if is_given and kv_memory < (blocks + 1) * block:  # vLLM would report this only in its log
         raise EngineCapabilityError(
             f"the KV cache has {max(kv_memory, 0) >> 20} MiB, but one context of {max_context} tokens "
             f"needs {-(-(blocks + 1) * block >> 20)}; lower engine.max_context, or raise engine.memory_share"
         )
     if on_gpu:
-        share = {"gpu_memory_utilization": settings.memory_share} if settings.memory_share else {}
-        return {**share, "kv_cache_memory_bytes": kv_memory} if kv_memory else share
+        sizes: dict[str, Any] = {"max_num_batched_tokens": batch_tokens(gpu_total)} if gpu_total else {}
+        if settings.memory_share:
+            sizes["gpu_memory_utilization"] = settings.memory_share
+        return {**sizes, "kv_cache_memory_bytes": kv_memory} if kv_memory else sizes
     needed = kv_memory or max((slots * blocks + 8) * block, 1 << 24)
     if needed > free:  # vLLM's worker would report this only in its log
         raise EngineCapabilityError(
@@ -197,7 +242,12 @@ async def prefill_rate(llm: AsyncLLM) -> float:
         adapter = LoRARequest(lora_name="blank", lora_int_id=_ADAPTER, lora_path="blank")
     clock, random = SystemClock(), np.random.default_rng(0)
     parameters = SamplingParams(
-        max_tokens=1, logprobs=0, seed=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        max_tokens=1,
+        logprobs=0,
+        top_k=top_k_without_filter(config),
+        seed=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
     async def seconds(name: str) -> float:

@@ -40,6 +40,7 @@ from agentrl.core.files import WEIGHT_FILES
 from agentrl.core.records import WeightsRef
 from agentrl.engines.child_process import PRIVATE_DIRECTORY_VARIABLE
 from agentrl.engines.versions import LiveVersion, VersionTable, run_shielded, version_refused_error
+from agentrl.engines.vllm.capture import top_k_without_filter
 from agentrl.engines.weight_transfer import TransferCall, TransferError
 from agentrl.engines.weights import (
     WeightFile,
@@ -123,7 +124,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
         super().__init__(refresh=settings.refresh, max_staleness=settings.max_staleness, places=settings.adapter_slots)
         self._control = VllmControl(llm)
         self._model = model
-        self._keep_kv = settings.keep_kv
+        self.keep_kv = settings.keep_kv
         self._max_rank = settings.max_rank
         for policy, version in versions.items():
             salt = None if self.places else str(version)
@@ -406,7 +407,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
             version=weights.version, digest=weights.sha256, canary=canary, salt=str(weights.version), file=file
         )
 
-        async with self._control.paused(clear_cache=not self._keep_kv):
+        async with self._control.paused(clear_cache=not self.keep_kv):
             await self._overwrite(weights, new, old, copy, delivery)
             self._labels[str(new.version)] = new.version
             del self.live[old.version]
@@ -481,6 +482,7 @@ class VllmControl:
         self._llm = llm
         self.lost = False
         """Whether vLLM's weights belong to no version, so that it must not sample again."""
+        self._top_k = top_k_without_filter(llm.vllm_config)
         self._one_at_a_time = asyncio.Lock()
         self._scores = itertools.count(1)
 
@@ -568,7 +570,11 @@ class VllmControl:
     async def score(self, token_ids: Int32Array, *, adapter: LoRARequest | None, salt: str | None) -> Float32Array:
         """Compute the log-probability of each token given those before it, `[n]`; entry 0 is 0."""
         parameters = SamplingParams(
-            max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+            max_tokens=1,
+            prompt_logprobs=0,
+            top_k=self._top_k,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
         output = await self._ask(token_ids, parameters, adapter, salt, priority=0)
         rows: Any = output.prompt_logprobs
@@ -588,6 +594,7 @@ class VllmControl:
         parameters = SamplingParams(
             max_tokens=1,
             logprob_token_ids=wanted,
+            top_k=self._top_k,
             seed=0,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,

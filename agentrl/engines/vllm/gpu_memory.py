@@ -1,0 +1,62 @@
+"""Sizes of a vLLM on GPUs: tokens per pass, and the bytes of its KV cache where a trainer uses the same GPU.
+
+vLLM sizes its KV cache by measuring the whole GPU while it starts. A trainer that allocates or frees memory in the
+meantime falsifies the measurement, or makes vLLM stop. So beside a trainer the cache is computed here.
+The figures are estimates that no GPU has confirmed yet.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from agentrl.core.machine import LARGE_GPU
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from transformers import PreTrainedModel
+
+    from agentrl.engines.weights import EngineMemoryEstimate
+
+LARGE_BATCH = 8192
+"""Tokens of a pass on a large GPU, as vLLM's own server sets them; an engine in process gets 2,048."""
+SMALL_BATCH = 2048
+_GRAPHS = 1 << 30
+"""Bytes of CUDA graphs and of the workspaces of libraries."""
+
+
+def batch_tokens(total: int) -> int:
+    """Return the most tokens of a pass on a GPU with `total` bytes of memory."""
+    return LARGE_BATCH if total >= LARGE_GPU else SMALL_BATCH
+
+
+def parts(arguments: Mapping[str, Any]) -> int:
+    """Return the number of GPUs over which a model and its KV cache are divided."""
+    return math.prod(arguments.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size"))
+
+
+def kv_bytes_beside_trainer(
+    shapes: PreTrainedModel,
+    held: EngineMemoryEstimate,
+    *,
+    share: float,
+    total: int,
+    arguments: Mapping[str, Any],
+) -> int:
+    """Return the bytes of the KV cache on each of an engine's GPUs: its share of the memory without everything else.
+
+    Args:
+        shapes: the model without its weights.
+        held: memory of the whole engine.
+        share: share of a GPU's memory that the engine takes.
+        total: memory of the smallest of its GPUs, in bytes.
+        arguments: arguments of vLLM, with its parallel sizes.
+    """
+    config: Any = shapes.config.get_text_config()
+    experts = getattr(config, "num_experts_per_tok", None) or 0
+    routed = experts * (getattr(config, "moe_intermediate_size", None) or 0)
+    width: int = 4 * config.hidden_size + 3 * max(getattr(config, "intermediate_size", None) or 0, routed)
+    tokens = arguments.get("max_num_batched_tokens", batch_tokens(total))
+    activations: int = int(tokens) * width * shapes.dtype.itemsize
+    return int(share * total) - (held.weights + held.adapters) // parts(arguments) - held.logits - activations - _GRAPHS

@@ -1,0 +1,83 @@
+"""The experts of a call that several requests to vLLM made, as the trainer gets them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentrl.core.errors import EngineError
+from agentrl.core.records import ExpertRoutingRestart
+from agentrl.engines.vllm.capture import CallRouting, RoutedContext
+
+OLD, NEW = "old", "new"
+CONTEXT = np.arange(10, dtype=np.int32)
+
+
+def returned(first: int, count: int) -> Any:
+    """Rows of two layers, of which the second has experts; each position names itself."""
+    rows = np.stack([np.zeros(count), np.arange(first, first + count)], axis=1)
+    return SimpleNamespace(routed_experts=rows[:, :, None].astype(np.uint8))
+
+
+def routing(before: RoutedContext | None = None) -> CallRouting:
+    return CallRouting([1], CONTEXT, before)
+
+
+def test_one_request_returns_the_layers_with_experts() -> None:
+    call = routing()
+    assert call.start_of_request(OLD) == 0
+    call.append(returned(0, 14), 0, 12, OLD)  # two tokens were withdrawn
+    fields = call.fields()
+    assert fields["expert_routing"].shape == (12, 1, 1)
+    assert fields["expert_routing"][:, 0, 0].tolist() == [*range(12)]
+    assert (fields["routing_start"], fields["routing_breaks"]) == (0, ())
+
+
+def test_the_same_version_continues_and_another_begins_again() -> None:
+    call = routing()
+    call.append(returned(0, 12), 0, 12, OLD)
+    assert call.start_of_request(OLD) == 12
+    call.append(returned(12, 3), 12, 15, OLD)
+    assert call.start_of_request(NEW) == 0
+    call.append(returned(0, 20), 0, 20, NEW)
+    assert call.fields()["routing_breaks"] == (ExpertRoutingRestart(15, 0),)
+    assert call.fields()["expert_routing"][:, 0, 0].tolist() == [*range(15), *range(20)]
+    known = call.after(np.arange(21, dtype=np.int32))
+    assert known is not None
+    assert (known.computed_by, len(known.token_ids)) == (NEW, 20)
+
+
+def test_a_context_computed_by_two_versions_is_routed_again() -> None:
+    call = routing()
+    call.append(returned(0, 12), 0, 12, None)
+    assert [call.start_of_request(version) for version in (OLD, NEW)] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "version", "start"),
+    [
+        (CONTEXT[:6], OLD, 6),
+        (CONTEXT[:6], NEW, 0),
+        (CONTEXT, OLD, 9),  # its last position is computed in any case
+        (np.array([0, 1, 2, 9], np.int32), OLD, 3),
+        (np.arange(30, dtype=np.int32), OLD, 9),
+    ],
+)
+def test_a_turn_returns_what_earlier_turns_did_not(tokens: Any, version: str, start: int) -> None:
+    assert routing(RoutedContext(OLD, tokens)).start_of_request(version) == start
+
+
+def test_a_call_without_rows_leaves_what_is_known() -> None:
+    known = RoutedContext(OLD, CONTEXT[:6])
+    call = routing(known)
+    call.append(SimpleNamespace(routed_experts=None), 6, 12, OLD)  # type: ignore[arg-type]
+    assert call.fields() == {}
+    assert call.after(CONTEXT) is known
+
+
+def test_missing_rows_are_an_error() -> None:
+    with pytest.raises(EngineError, match="experts of 3 of 12"):
+        routing().append(returned(0, 3), 0, 12, OLD)
