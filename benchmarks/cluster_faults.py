@@ -240,7 +240,6 @@ def _sampled(run: Path, table: str, partition: str = "turns-*.db") -> Iterator[t
 
 
 def figures(quick: bool) -> dict[str, float | None]:
-    """See `benchmarks.cluster`."""
     if reason := unavailable():
         print(f"not measured: {reason}", flush=True)
         return {}

@@ -59,7 +59,6 @@ class HoldingEngine(ScriptedEngine):
         pinned: bool,
         on_delta: NewTokensCallback | None,
     ) -> Any:
-        """See `ScriptedEngine.start`."""
         waiting = self._answerable
         call: Any = super().start(request, policy, version, pinned=pinned, on_delta=on_delta)
         waiting.append(call)

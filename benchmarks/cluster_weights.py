@@ -111,7 +111,6 @@ class TakingEngine(AskingEngine):
     do."""
 
     async def load(self, weights: WeightsRef) -> None:
-        """See `ScriptedEngine.load`."""
         incoming = await self.inbox.ask(weights.version)
         if incoming is not None:
             await self._received(incoming)

@@ -113,7 +113,6 @@ class Watched:
         return trainer
 
     def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
-        """See `agentrl.Observer`."""
         if self.killed_at and not self.next_step_s:
             self.next_step_s = time.perf_counter() - self.killed_at
         if self.kills and not self.killed_at and self.engine is not None:
@@ -123,8 +122,7 @@ class Watched:
             os.kill(vllm.supervisor.process_id, signal.SIGKILL)
             self.killed_at = time.perf_counter()
 
-    def on_evaluation(self, versions: Any, metrics: Any) -> None:
-        """See `agentrl.Observer`."""
+    def on_evaluation(self, versions: Any, metrics: Any) -> None: ...
 
 
 def _run(setting: Setting, name: str, *, lora: bool, steps: int, kills: bool = False) -> Figures:

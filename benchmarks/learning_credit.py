@@ -25,7 +25,6 @@ LENGTHS = (20, 6000)
 
 
 def figures(quick: bool) -> dict[str, float | None]:
-    """See `benchmarks.learning`."""
     paired, rounded = tied_pairs(groups=10 if quick else 100)
     seeds = 1 if quick else 4
     attempts = worst(pass_at_k_ratios(pass_at_k))

@@ -20,7 +20,6 @@ KIND = Kind(
 
 
 def figures(quick: bool) -> dict[str, float | None]:
-    """See `benchmarks.learning`."""
     if quick:
         return {}
     tally = Tally()

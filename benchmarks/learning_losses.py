@@ -261,7 +261,6 @@ async def under_ray(model: Path, directory: Path) -> bool:
 
 
 def figures(quick: bool) -> dict[str, float | None]:
-    """See `benchmarks.learning`."""
     errors = oracle_errors()
     source = inspect.getsource(learning_sapo.sapo).splitlines()
     with tempfile.TemporaryDirectory() as place:

@@ -129,7 +129,6 @@ def _drive(python: str, client: str, mode: str, format_name: str, *, calls: int,
 
 
 def figures(quick: bool) -> dict[str, float | None]:
-    """See `benchmarks.outside`."""
     found: dict[str, float | None] = {}
     calls = int(os.environ.get("AGENTRL_CLIENTS_CALLS", CALLS))
     errors = 0

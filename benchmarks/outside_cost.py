@@ -80,7 +80,6 @@ async def _cpu_ms(environment: type[agentrl.Environment]) -> float:
 
 
 def figures(quick: bool) -> dict[str, float | None]:
-    """See `benchmarks.outside`."""
     asyncio.run(_cpu_ms(Outside))  # imports
     pairs = [
         (asyncio.run(_cpu_ms(Direct)), asyncio.run(_cpu_ms(Outside))) for _ in range(QUICK_PAIRS if quick else PAIRS)

@@ -112,7 +112,6 @@ async def _held(connections: int) -> Counter[str]:
 
 
 def figures(quick: bool) -> dict[str, float | None]:
-    """See `benchmarks.outside`."""
     connections = QUICK_CONNECTIONS if quick else CONNECTIONS
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -79,7 +79,6 @@ class Undeclared(Asking):
 
 
 def figures(quick: bool) -> dict[str, float | None]:
-    """See `benchmarks.outside`."""
     if quick:
         return {}
     tally = Tally()

@@ -21,7 +21,6 @@ SEEDS = (0, 1)
 
 
 def figures(quick: bool) -> dict[str, float | None]:
-    """See `benchmarks.outside`."""
     if quick or importlib.util.find_spec("openai") is None:
         return {}
     config: agentrl.RunConfig = runpy.run_path(str(EXAMPLE))["CONFIG"]

@@ -178,7 +178,6 @@ def _compare(header: EpisodeHeader, journal: MemoryJournal, log: _Log, found: Co
 
 
 def figures(quick: bool) -> dict[str, float | None]:
-    """See `benchmarks.outside`."""
     half = (QUICK_EPISODES if quick else EPISODES) // 2
     found = asyncio.run(_played(PlainChatFormat(), range(half)))
     found += asyncio.run(_played(TemplateChatFormat.load(MODEL), range(half, 2 * half)))

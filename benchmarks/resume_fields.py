@@ -207,7 +207,6 @@ class Reading(RecordingTrainer):
         self._rows_of = make_unit_reader(directory)
 
     async def forward_backward(self, batch: TrainBatch) -> None:
-        """See `RecordingTrainer`."""
         read_samples(batch.units, self._rows_of)
         await super().forward_backward(batch)
 

@@ -58,7 +58,6 @@ class ForgettingTrainer(RecordingTrainer):
     """Keeps nothing of a step, as a run's process does whose trainer is elsewhere."""
 
     async def optim_step(self, policy: str, step_id: int) -> StepReport:
-        """See `RecordingTrainer.optim_step`."""
         report = await super().optim_step(policy, step_id)
         self.batches.clear()
         self._trained[policy].clear()
@@ -74,7 +73,6 @@ class Listening(LocalPlacement):
         """What was said, and in how many bytes."""
 
     async def start(self, program: Any) -> Any:
-        """See `ProcessPlacement.start`."""
         child: Any = await super().start(program)
         frames, reader, writer = self.frames, child.reader, child.writer
 

@@ -121,7 +121,6 @@ class _Server:
             self.conversations.close(opened)
 
     async def _begin(self, name: str) -> AttemptEndpoint:
-        """See `SharedKeyConversations`."""
         if self.ended.is_set() or self._dispatcher is None:
             raise RequestRefusedError("the server is shutting down; start the conversation again later", "unavailable")
         loop = asyncio.get_running_loop()

@@ -121,7 +121,6 @@ class RunConnection:
         return SpawnedGroup(group_id=group_id, episode_ids=tuple(children))
 
     async def remember(self, spec: EpisodeSpec, call_id: str, key: str, structure: str) -> ProposalNovelty:
-        """See `EpisodeHost.remember`."""
         call, number = next(self._calls), self.numbers[spec.episode_id]
         answer: asyncio.Future[ProposalNovelty] = asyncio.get_running_loop().create_future()
         self._proposals[call] = answer
@@ -132,7 +131,6 @@ class RunConnection:
             del self._proposals[call]
 
     def readmit(self, spec: EpisodeSpec) -> None:
-        """See `EpisodeHost.readmit`."""
         self.tell(wire.AttemptStarted(number=self.numbers[spec.episode_id], attempt=spec.attempt))
 
     # --- how they end -------------------------------------------------------------------------------------------------
@@ -283,7 +281,6 @@ class WorkerServer:
                 self.leaves.set()
 
     def check_journal(self) -> None:
-        """See `WorkerJournal.check`."""
         self._journal.check()
 
     async def tell_advanced(self) -> None:

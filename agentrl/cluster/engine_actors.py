@@ -79,7 +79,6 @@ class EngineActor:
         return await self._process.wait()
 
     async def kill(self) -> None:
-        """See `ChildProcessHandle.kill`."""
         assert self._process is not None
         self._process.kill()
 
@@ -110,7 +109,6 @@ class RayPlacement:
 
     @property
     def gpus(self) -> tuple[str, ...]:
-        """See `ProcessPlacement.gpus`."""
         return tuple(gpu.id for gpu in self._gpus)
 
     def move(self, node: Node) -> None:
@@ -228,11 +226,9 @@ class ActorChildProcess:
 
     @property
     def is_drained(self) -> bool:
-        """See `ConnectedChildProcess.is_drained`."""
         return self._node is not None and is_node_drained(self._node)
 
     async def wait(self) -> str:
-        """See `ChildProcessHandle.wait`."""
         return await asyncio.shield(self._living)
 
     def kill(self) -> None:

@@ -154,20 +154,16 @@ class StreamedTurnLog:
         self._reading = asyncio.get_running_loop().create_task(self._read(reader), name="journal's answers")
 
     def append(self, entry: JournalEntry) -> None:
-        """See `TurnLog.append`."""
         check_entry_size(entry)
         send(self._writer, Append(entry=entry, partial=False))
 
     def append_partial(self, entry: JournalEntry) -> None:
-        """See `TurnLog.append_partial`."""
         send(self._writer, Append(entry=entry, partial=True))
 
     def remove_partials(self, episode_id: str, attempt: int, call_id: str | None = None) -> None:
-        """See `TurnLog.remove_partials`."""
         send(self._writer, RemovePartials(episode_id=episode_id, attempt=attempt, call_id=call_id))
 
     async def flush(self) -> None:
-        """See `TurnLog.flush`."""
         await self._ask(Flush(call=next(self._calls)))
 
     async def take_over(self, episode_id: str, attempt: int) -> None:
@@ -263,7 +259,6 @@ class StreamedJournal:
         """Do nothing: the receiver reports errors in its next answer; see `StreamedTurnLog.advanced`."""
 
     async def close(self) -> None:
-        """See `WorkerJournal.close`."""
         await self.log.close()
 
 
@@ -324,18 +319,15 @@ class JournalReceiver:
         await self.supervisor.stop(SILENCE_S)
 
     async def launch(self) -> ConnectedChildProcess:
-        """See `SupervisedProcessOwner.launch`."""
         child = self._child = await self._placement.start(RECEIVER)
         self._reading = asyncio.get_running_loop().create_task(self._read(child), name="journal's receiver")
         return child
 
     async def welcome(self) -> None:
-        """See `SupervisedProcessOwner.welcome`."""
         if self._child is not None:
             send(self._child.writer, self._receive)
 
     async def died(self, how: str) -> None:
-        """See `SupervisedProcessOwner.died`."""
         self._child = None
         for granted in self._grants.values():
             if not granted.done():

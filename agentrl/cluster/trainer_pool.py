@@ -231,27 +231,21 @@ class TrainerRank:
         return os.getpid(), self._trainer.start(directory)
 
     def forward_backward(self, batch: TrainBatch) -> None:
-        """See `PolicyTrainer.forward_backward`."""
         self._trainer.forward_backward(batch)
 
     def discard(self, policy: str) -> None:
-        """See `PolicyTrainer.discard`."""
         self._trainer.discard(policy)
 
     def optim_step(self, policy: str, step_id: int) -> StepReport:
-        """See `PolicyTrainer.optim_step`."""
         return self._trainer.optim_step(policy, step_id)
 
     def publish(self, policy: str, version: PolicyVersion) -> WeightsRef:
-        """See `PolicyTrainer.publish`."""
         return self._trainer.publish(policy, version)
 
     def send(self, version: PolicyVersion, recipient: WeightDestination) -> None:
-        """See `PolicyTrainer.send`."""
         self._trainer.send(version, recipient)
 
     def save(self, directory: str) -> None:
-        """See `PolicyTrainer.save`."""
         self._trainer.save(Path(directory))
 
 
@@ -382,21 +376,17 @@ class RayTrainerPool:
             raise
 
     async def optim_step(self, policy: str, step_id: int) -> StepReport:
-        """See `PolicyTrainer.optim_step`."""
         reports: Sequence[StepReport] = await self._all("optim_step", policy, step_id)
         return reports[0]
 
     async def publish(self, policy: str, version: PolicyVersion) -> WeightsRef:
-        """See `PolicyTrainer.publish`."""
         references: Sequence[WeightsRef] = await self._all("publish", policy, version)
         return references[0]
 
     async def send(self, version: PolicyVersion, recipient: WeightDestination) -> None:
-        """See `PolicyTrainer.send`."""
         await self._all("send", version, recipient)
 
     async def save(self, directory: str) -> None:
-        """See `PolicyTrainer.save`."""
         await self._all("save", await asyncio.to_thread(os.path.abspath, directory))
 
     async def close(self) -> None:

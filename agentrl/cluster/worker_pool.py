@@ -188,7 +188,6 @@ class WorkerPool:
             await placement.close()
 
     def statuses(self) -> list[ProcessStatus]:
-        """See `ProcessStatusSource.statuses`."""
         receiver = [] if self._receiver is None else [self._receiver.status()]
         return [*(process.status() for process in self.processes), *receiver]
 
@@ -202,7 +201,6 @@ class WorkerPool:
         self._assign(placed)
 
     def park(self, episode_id: str) -> bool:
-        """See `core.ports.Worker.park`."""
         placed = self._episodes.get(self._numbers.get(episode_id, 0))
         if placed is None:
             return False
@@ -215,7 +213,6 @@ class WorkerPool:
         return True
 
     def unpark(self, count: int = 1) -> tuple[str, ...]:
-        """See `core.ports.Worker.unpark`."""
         parked = [placed for placed in self._episodes.values() if placed.is_parked]
         parked.sort(key=lambda placed: (placed.deadline, placed.spec.episode_id))
         for placed in parked[:count]:
@@ -230,7 +227,6 @@ class WorkerPool:
         return tuple(placed.spec.episode_id for placed in parked[:count])
 
     async def drain(self) -> None:
-        """See `core.ports.Worker.drain`."""
         while self._episodes:
             self._idle.clear()
             await self._idle.wait()
@@ -310,7 +306,6 @@ class WorkerPool:
     # --- what processes say -------------------------------------------------------------------------------------------
 
     def ready(self, process: WorkerProcess) -> None:
-        """See `worker_process.WorkerProcessOwner`."""
         self._tell_addresses(process)
         self._unready.discard(process)
         self._sharing.add(process)
@@ -359,7 +354,6 @@ class WorkerPool:
         self._on_failure(error)
 
     def on_message(self, process: WorkerProcess, message: wire.FromWorker) -> None:
-        """See `worker_process.WorkerProcessOwner`."""
         placed = self._episodes.get(getattr(message, "number", 0))
         if placed is None or placed.process is not process:
             return  # the episode was cancelled or replaced

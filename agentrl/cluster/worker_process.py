@@ -166,7 +166,6 @@ class WorkerProcess:
     # --- the process ------------------------------------------------------------------------------------------------
 
     async def launch(self) -> ConnectedChildProcess:
-        """See `SupervisedProcessOwner.launch`."""
         child = self._child = await self.placement.start(PROGRAM)
         loop = asyncio.get_running_loop()
         self._welcomed = loop.create_future()
@@ -174,7 +173,6 @@ class WorkerProcess:
         return child
 
     async def welcome(self) -> None:
-        """See `SupervisedProcessOwner.welcome`."""
         if self._child is None or self._welcomed is None:
             raise EngineLostError("the worker's process is not connected")
         work = self._work
@@ -186,7 +184,6 @@ class WorkerProcess:
         self._owner.ready(self)
 
     async def died(self, how: str) -> None:
-        """See `SupervisedProcessOwner.died`."""
         if self._receiver is not None:
             # Revoke before its episodes continue elsewhere: the process may still be alive but unreachable.
             self._receiver.revoke(self._work.number)

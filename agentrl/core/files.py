@@ -223,16 +223,13 @@ class LocalDisk:
     """The local disk; see `Disk`."""
 
     def make_directory(self, path: Path) -> None:
-        """See `Disk.make_directory`."""
         path.mkdir()
 
     def write(self, path: Path, content: bytes) -> None:
-        """See `Disk.write`."""
         with path.open("xb") as file:
             file.write(content)
 
     def sync(self, path: Path) -> None:
-        """See `Disk.sync`."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -240,22 +237,18 @@ class LocalDisk:
             os.close(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
-        """See `Disk.rename`."""
         source.rename(target)
 
     def remove_tree(self, path: Path) -> None:
-        """See `Disk.remove_tree`."""
         shutil.rmtree(path, ignore_errors=True)
 
     def names(self, directory: Path) -> list[str]:
-        """See `Disk.names`."""
         try:
             return sorted(os.listdir(directory))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def files(self, directory: Path) -> dict[str, int]:
-        """See `Disk.files`."""
         sizes = {}
         for folder, _, names in os.walk(directory):
             for name in names:
@@ -266,19 +259,16 @@ class LocalDisk:
         return dict(sorted(sizes.items()))
 
     def read(self, path: Path, *, limit: int) -> bytes:
-        """See `Disk.read`."""
         with open_regular(path) as file:
             if file_size(file) > limit:
                 raise ValueError(f"{file_size(file)} bytes; at most {limit}")
             return file.read()
 
     def digest(self, path: Path) -> str:
-        """See `Disk.digest`."""
         with open_regular(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     async def run_in_thread(self, work: Callable[[], T]) -> T:
-        """See `Disk.run_in_thread`."""
         import asyncio  # imported late: asyncio would be a third of the modules that a reading command loads
 
         return await asyncio.to_thread(work)

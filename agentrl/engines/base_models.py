@@ -45,11 +45,9 @@ class SamplerPerBaseModel(Generic[SamplerT]):
         return sampler
 
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> EngineSession:
-        """See `agentrl.core.ports.Sampler.open`."""
         return self.of_policy(policy).open(session_id, policy, pin=pin)
 
     def abort(self, request_id: str) -> None:
-        """See `agentrl.core.ports.Sampler.abort`."""
         for sampler in self.samplers:
             sampler.abort(request_id)
 
@@ -78,13 +76,11 @@ class EnginePerBaseModel(SamplerPerBaseModel["Engine"]):
         )
 
     async def ping(self) -> None:
-        """See `agentrl.core.ports.Engine.ping`."""
         await self._all([engine.ping() for engine in self.samplers])
 
     async def score(
         self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
     ) -> Float32Array:
-        """See `agentrl.core.ports.Engine.score`."""
         policy = version if isinstance(version, str) else version.policy
         return await self.of_policy(policy).score(version, token_ids, temperature)
 
@@ -93,7 +89,6 @@ class EnginePerBaseModel(SamplerPerBaseModel["Engine"]):
         return sum(engine.busy_seconds() for engine in self.samplers) / len(self.samplers)
 
     async def close(self) -> None:
-        """See `agentrl.core.ports.Engine.close`."""
         await self._all([engine.close() for engine in self.samplers])
 
     @staticmethod

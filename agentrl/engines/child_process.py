@@ -156,7 +156,6 @@ class LocalPlacement:
         self._own = {**(gpu_visibility_variables(gpus) if gpus else {}), INTERFACE_VARIABLE: interface}
 
     async def start(self, program: ChildProgram) -> LocalChildProcess:
-        """See `ProcessPlacement.start`."""
         ours, theirs = socket.socketpair()
         process: EngineProcess | None = None
         try:
@@ -240,7 +239,6 @@ class ChildProcess:
         return self._process.pid
 
     async def wait(self) -> str:
-        """See `ChildProcessHandle.wait`."""
         if not self._how:
             code = await self._process.wait()
             with contextlib.suppress(ProcessLookupError):
@@ -249,7 +247,6 @@ class ChildProcess:
         return self._how
 
     def kill(self) -> None:
-        """See `ChildProcessHandle.kill`."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

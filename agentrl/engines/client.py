@@ -144,7 +144,6 @@ class EngineConnection:
         return wire.completion_from_message(reply)
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef]) -> None:
-        """See `agentrl.core.ports.Engine.serve`."""
         wanted = in_loading_order(current, pinned)
         pieces: list[asyncio.Task[None]] = []
         try:
@@ -238,11 +237,9 @@ class ConnectionSession:
         self._number = number
 
     async def generate(self, request: GenerateRequest, on_delta: NewTokensCallback | None = None) -> Completion:
-        """See `agentrl.core.ports.EngineSession.generate`."""
         return await self._connection.generate(self._number, request, on_delta)
 
     def close(self) -> None:
-        """See `agentrl.core.ports.EngineSession.close`."""
         self._connection.send(wire.CloseSessionRequest(session=self._number))
 
 
@@ -252,9 +249,7 @@ class SessionOpener(Protocol):
     sessions: int
     """Number of its conversations."""
 
-    def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> EngineSession:
-        """See `agentrl.core.ports.Sampler.open`."""
-        ...
+    def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> EngineSession: ...
 
 
 ReplicaT = TypeVar("ReplicaT", bound=SessionOpener)
@@ -306,7 +301,6 @@ class RoutedSession(Generic[ReplicaT]):
         self._closed = False
 
     async def generate(self, request: GenerateRequest, on_delta: NewTokensCallback | None = None) -> Completion:
-        """See `agentrl.core.ports.EngineSession.generate`."""
         while True:
             replica, session = await self._opened(request)
             try:
@@ -340,7 +334,6 @@ class RoutedSession(Generic[ReplicaT]):
         return self._replica, self._session
 
     def close(self) -> None:
-        """See `agentrl.core.ports.EngineSession.close`."""
         self._closed = True
         self._close_session()
 
@@ -439,7 +432,6 @@ class ProcessEngine:
     # --- the process ------------------------------------------------------------------------------------------------
 
     async def launch(self) -> ConnectedChildProcess:
-        """See `SupervisedProcessOwner.launch`."""
         child = await self._placement.start(self._program)
         self._is_welcomed = False
         self._connection = EngineConnection(
@@ -522,7 +514,6 @@ class ProcessEngine:
         self._confirmed = WantedVersions(self._confirmed.current, restored & self._wanted.pinned)
 
     async def died(self, how: str) -> None:
-        """See `SupervisedProcessOwner.died`."""
         connection, self._connection = self._connection, None
         self._address = ""
         self._moved()
@@ -532,15 +523,12 @@ class ProcessEngine:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """See `AddressableEngine`."""
         return (self._address,) if self._address else ()
 
     def on_move(self, moved: Callable[[], None]) -> None:
-        """See `AddressableEngine`."""
         self._moved = moved
 
     def statuses(self) -> list[ProcessStatus]:
-        """See `ProcessStatusSource.statuses`."""
         node = "" if self._connection is None else self._host
         doing = "serves" if self._address else "starts"
         return [ProcessStatus(name="engine", node=node, gpus=self._placement.gpus, doing=doing)]
@@ -550,7 +538,6 @@ class ProcessEngine:
     def open(
         self, session_id: str, policy: str, *, pin: PolicyVersion | None = None
     ) -> RoutedSession[EngineConnection]:
-        """See `agentrl.core.ports.Engine.open`."""
         if policy not in self._first_versions:
             served = ", ".join(sorted(self._first_versions))
             raise EngineError(f"no policy {policy!r} in this engine; it serves: {served}")
@@ -561,11 +548,9 @@ class ProcessEngine:
         return RoutedSession(self, session_id, policy, pin)
 
     def is_available(self, replica: EngineConnection) -> bool:
-        """See `ReplicaRouter.is_available`."""
         return replica is self._connection and replica.is_open
 
     async def pick(self, policy: str, opening: int) -> EngineConnection:
-        """See `ReplicaRouter.pick`."""
         return await self._connected()
 
     def replica_lost(self, replica: EngineConnection, error: EngineLostError | EngineFailedError) -> None:
@@ -625,13 +610,11 @@ class ProcessEngine:
         await self._connected()
 
     def abort(self, request_id: str) -> None:
-        """See `agentrl.core.ports.Engine.abort`."""
         self._send(wire.AbortRequest(request_id=request_id))
 
     async def score(
         self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
     ) -> Float32Array:
-        """See `agentrl.core.ports.Engine.score`."""
         column = token_ids.astype("<i4", copy=False).tobytes()
 
         def ask(connection: EngineConnection) -> Any:
@@ -714,13 +697,11 @@ class EngineClient:
         return RoutedSession(self, session_id, policy, pin)
 
     def abort(self, request_id: str) -> None:
-        """See `agentrl.core.ports.Sampler.abort`."""
         for opening in self._connections.values():
             if opening.done() and not opening.cancelled() and opening.exception() is None:
                 opening.result().send(wire.AbortRequest(request_id=request_id))
 
     def is_available(self, replica: EngineConnection) -> bool:
-        """See `ReplicaRouter.is_available`."""
         return replica.is_open and any(self._connection(address) is replica for address in self._addresses)
 
     def replica_lost(self, replica: EngineConnection, error: EngineLostError | EngineFailedError) -> None:

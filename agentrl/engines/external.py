@@ -62,8 +62,7 @@ class ExternalSession:
         """See `agentrl.core.ports.EngineSession.generate`; the whole answer comes at once."""
         return await self.external.generate(request, f"episode and seat {self.session_id}")
 
-    def close(self) -> None:
-        """See `agentrl.core.ports.EngineSession.close`."""
+    def close(self) -> None: ...
 
 
 class SamplerWithExternalPolicies:
@@ -75,13 +74,11 @@ class SamplerWithExternalPolicies:
         self._external = policies
 
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> EngineSession:
-        """See `agentrl.core.ports.Sampler.open`."""
         if policy in self._external:
             return ExternalSession(self._external[policy], session_id)
         return self._sampler.open(session_id, policy, pin=pin)
 
     def abort(self, request_id: str) -> None:
-        """See `agentrl.core.ports.Sampler.abort`."""
         for each in self._external.values():
             each.abort(request_id)
         self._sampler.abort(request_id)
@@ -96,17 +93,14 @@ class EngineWithExternalPolicies(SamplerWithExternalPolicies):
         """Engine of the other policies."""
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
-        """See `agentrl.core.ports.Engine.serve`."""
         await self.engine.serve(current, pinned)
 
     async def ping(self) -> None:
-        """See `agentrl.core.ports.Engine.ping`."""
         await self.engine.ping()
 
     async def score(
         self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
     ) -> Float32Array:
-        """See `agentrl.core.ports.Engine.score`."""
         return await self.engine.score(version, token_ids, temperature)
 
     def busy_seconds(self) -> float:
@@ -114,7 +108,6 @@ class EngineWithExternalPolicies(SamplerWithExternalPolicies):
         return self.engine.busy_seconds()
 
     async def close(self) -> None:
-        """See `agentrl.core.ports.Engine.close`."""
         for each in self._external.values():
             await each.close()
         await self.engine.close()

@@ -58,7 +58,6 @@ class Replica:
     """Error with which the replica failed for good."""
 
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> EngineSession:
-        """See `agentrl.core.ports.Engine.open`."""
         return self.engine.open(session_id, policy, pin=pin)
 
 
@@ -100,7 +99,6 @@ class ReplicatedEngine:
         self._follow(replica)
 
     def statuses(self) -> list[ProcessStatus]:
-        """See `ProcessStatusSource.statuses`."""
         return [
             replace(status, name=f"engine {replica.number}", doing="catches up" if replica.is_fenced else status.doing)
             for replica in self._replicas
@@ -117,7 +115,6 @@ class ReplicatedEngine:
         return tuple(each for engine in engines if isinstance(engine, AddressableEngine) for each in engine.addresses)
 
     def on_move(self, moved: Callable[[], None]) -> None:
-        """See `client.AddressableEngine`."""
         self._moved = moved
         for replica in self._replicas:
             if isinstance(replica.engine, AddressableEngine):
@@ -138,7 +135,6 @@ class ReplicatedEngine:
         raise EngineLostError(f"session {session_id}: all replicas of the engine are lost")
 
     def is_available(self, replica: Replica) -> bool:
-        """See `client.ReplicaRouter.is_available`."""
         return not replica.is_fenced
 
     async def pick(self, policy: str, opening: int) -> Replica:
@@ -357,14 +353,12 @@ class ReplicatedEngine:
         await self._available()
 
     def abort(self, request_id: str) -> None:
-        """See `agentrl.core.ports.Engine.abort`."""
         for replica in self._replicas:
             replica.engine.abort(request_id)
 
     async def score(
         self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
     ) -> Float32Array:
-        """See `agentrl.core.ports.Engine.score`."""
         policy = version if isinstance(version, str) else version.policy
         while True:
             replica = await self.pick(policy, opening_digest(token_ids.tobytes()))
@@ -378,7 +372,6 @@ class ReplicatedEngine:
         return sum(replica.engine.busy_seconds() for replica in self._replicas) / len(self._replicas)
 
     async def close(self) -> None:
-        """See `agentrl.core.ports.Engine.close`."""
         self._closed = True
         self._changed.set()
         await asyncio.gather(*(replica.engine.close() for replica in self._replicas))

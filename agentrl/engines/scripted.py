@@ -133,7 +133,6 @@ class ScriptedEngine:
     # --- sessions -----------------------------------------------------------------------------------------------------
 
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> ScriptedSession:
-        """See `agentrl.core.ports.Engine.open`."""
         self.check_alive(session_id, self.life)
         if policy not in self._current:
             raise EngineError(f"no policy {policy!r} in this engine; it serves: {', '.join(sorted(self._current))}")
@@ -300,7 +299,6 @@ class ScriptedEngine:
     # --- control ------------------------------------------------------------------------------------------------------
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
-        """See `agentrl.core.ports.Engine.serve`."""
         for weights in (*current, *pinned):
             if (policy := weights.version.policy) not in self._current:
                 served = ", ".join(sorted(self._current))
@@ -415,7 +413,6 @@ class ScriptedSession:
         self.closed = False
 
     async def generate(self, request: GenerateRequest, on_delta: NewTokensCallback | None = None) -> Completion:
-        """See `agentrl.core.ports.EngineSession.generate`."""
         engine, pin = self._engine, self._pin
         self._call = request.request_id
         if engine.paused and not await engine.wait_to_run(request.request_id):
@@ -434,7 +431,6 @@ class ScriptedSession:
         return completion
 
     def close(self) -> None:
-        """See `agentrl.core.ports.EngineSession.close`."""
         if self.closed:
             return
         self.closed = True

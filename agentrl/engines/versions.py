@@ -197,11 +197,9 @@ class VersionedSession(Generic[LiveT]):
         return True
 
     async def generate(self, request: GenerateRequest, on_delta: NewTokensCallback | None = None) -> Completion:
-        """See `agentrl.core.ports.EngineSession.generate`."""
         return await self.engine.generate(self, request, on_delta)
 
     def close(self) -> None:
-        """See `agentrl.core.ports.EngineSession.close`."""
         if self.closed:
             return
         self.closed = True

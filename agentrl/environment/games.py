@@ -259,7 +259,6 @@ class PettingZooEnvironment(GameEnvironment):
     # --- machinery --------------------------------------------------------------------------------------------------
 
     def game(self, task: Task) -> Game:
-        """See `GameEnvironment.game`."""
         return _PettingZooGame(self, task)
 
     def close(self) -> None:
@@ -397,7 +396,6 @@ class TextArenaEnvironment(GameEnvironment):
     # --- machinery --------------------------------------------------------------------------------------------------
 
     def game(self, task: Task) -> Game:
-        """See `GameEnvironment.game`."""
         return _TextArenaGame(self, task)
 
 

@@ -49,7 +49,6 @@ class AnthropicMessagesProtocol:
     keepalive = b'event: ping\ndata: {"type": "ping"}\n\n'
 
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
-        """See `calls.ChatProtocol.read`."""
         return ChatRequest(
             model=require_text(body.get("model"), "model"),
             messages=_messages(body),
@@ -61,7 +60,6 @@ class AnthropicMessagesProtocol:
         )
 
     def whole(self, request: ChatRequest, replies: Sequence[ChatReply]) -> dict[str, Any]:
-        """See `calls.ChatProtocol.whole`."""
         reply = replies[0]
         return {
             **_head(request, reply),
@@ -72,7 +70,6 @@ class AnthropicMessagesProtocol:
         }
 
     def events(self, request: ChatRequest, replies: Sequence[ChatReply]) -> Sequence[tuple[str | None, Any]]:
-        """See `calls.ChatProtocol.events`."""
         reply = replies[0]
         found: list[dict[str, Any]] = []
         start = {**_head(request, reply), "content": [], "stop_reason": None, "stop_sequence": None}
@@ -98,7 +95,6 @@ class AnthropicMessagesProtocol:
         return [(event["type"], event) for event in found]
 
     def refusal(self, refused: RequestRefusedError) -> dict[str, Any]:
-        """See `calls.ChatProtocol.refusal`."""
         kind = _ERRORS.get(refused.kind, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": str(refused)}}
 

@@ -51,7 +51,6 @@ class ChatCompletionsProtocol:
     keepalive = b": waiting\n\n"
 
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
-        """See `calls.ChatProtocol.read`."""
         options = body.get("stream_options")
         replies = read_integer(body, "n") or 1
         if replies > MOST_REPLIES:
@@ -69,7 +68,6 @@ class ChatCompletionsProtocol:
         )
 
     def whole(self, request: ChatRequest, replies: Sequence[ChatReply]) -> dict[str, Any]:
-        """See `calls.ChatProtocol.whole`."""
         choices = [
             {"index": n, "message": _message(reply), "logprobs": None, "finish_reason": _finish_reason(reply)}
             for n, reply in enumerate(replies)
@@ -77,7 +75,6 @@ class ChatCompletionsProtocol:
         return {**_head(request, replies, "chat.completion"), "choices": choices, "usage": _usage(replies)}
 
     def events(self, request: ChatRequest, replies: Sequence[ChatReply]) -> Sequence[tuple[str | None, Any]]:
-        """See `calls.ChatProtocol.events`."""
         head = _head(request, replies, "chat.completion.chunk")
         if request.options["include_usage"]:
             head["usage"] = None
@@ -101,7 +98,6 @@ class ChatCompletionsProtocol:
         return [*found, (None, "[DONE]")]
 
     def refusal(self, refused: RequestRefusedError) -> dict[str, Any]:
-        """See `calls.ChatProtocol.refusal`."""
         return openai_refusal(refused)
 
 

@@ -40,7 +40,6 @@ class OpenAIResponsesProtocol:
     keepalive = b": waiting\n\n"
 
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
-        """See `calls.ChatProtocol.read`."""
         for name in _STATE:
             if body.get(name):
                 raise RequestRefusedError(
@@ -71,7 +70,6 @@ class OpenAIResponsesProtocol:
         )
 
     def whole(self, request: ChatRequest, replies: Sequence[ChatReply]) -> dict[str, Any]:
-        """See `calls.ChatProtocol.whole`."""
         reply = replies[0]
         is_cut = reply.finish_reason == "length"
         return {
@@ -89,7 +87,6 @@ class OpenAIResponsesProtocol:
         }
 
     def events(self, request: ChatRequest, replies: Sequence[ChatReply]) -> Sequence[tuple[str | None, Any]]:
-        """See `calls.ChatProtocol.events`."""
         reply = replies[0]
         empty = {**_head(request, reply), "status": "in_progress", "incomplete_details": None, "output": []}
         found: list[dict[str, Any]] = [
@@ -103,7 +100,6 @@ class OpenAIResponsesProtocol:
         return [(event["type"], {**event, "sequence_number": n}) for n, event in enumerate(found)]
 
     def refusal(self, refused: RequestRefusedError) -> dict[str, Any]:
-        """See `calls.ChatProtocol.refusal`."""
         return openai_refusal(refused)
 
 

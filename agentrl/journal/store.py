@@ -169,11 +169,9 @@ class SqliteTurnLog:
         await self._writer.wait()
 
     def read(self, episode_id: str, attempt: int) -> list[JournalEntry]:
-        """See `TurnLog.read`."""
         return self._reader.read(self.name, episode_id, attempt)
 
     async def take_over(self, episode_id: str, attempt: int) -> None:
-        """See `TurnLog.take_over`."""
         if left := self._left_by_killed_writers():
             await asyncio.to_thread(self._discard_unpublished, left)
         other = self._reader.partition_of(episode_id, attempt)
@@ -207,19 +205,15 @@ class SqliteTurnLog:
             self._discarded[path.name] = _log_state(path)
 
     def prefix(self, point: ForkPoint) -> list[JournalEntry]:
-        """See `TurnLog.prefix`."""
         return load_fork_prefix(self.database.path.parent, point)
 
     def append_partial(self, entry: JournalEntry) -> None:
-        """See `TurnLog.append_partial`."""
         self._writer.put((self._partials, entry))
 
     def remove_partials(self, episode_id: str, attempt: int, call_id: str | None = None) -> None:
-        """See `TurnLog.remove_partials`."""
         self._writer.put((self._partials, (episode_id, attempt, call_id)))
 
     def read_partials(self, episode_id: str, attempt: int) -> list[JournalEntry]:
-        """See `TurnLog.read_partials`."""
         return self._reader.partials(self.name, episode_id, attempt)
 
     def write(self, connection: sqlite3.Connection, items: list[JournalEntry]) -> None:
@@ -384,23 +378,18 @@ class SqliteJournal(ControlLogReader):
         await self._writer.wait(urgent=False)
 
     def record_drop(self, episode_id: str, attempt: int, policy: str, reason: str) -> None:
-        """See `JournalStore.record_drop`."""
         self._writer.put((self._tables.unit_drops, (episode_id, attempt, policy, reason, self._clock.wall())))
 
     def record_proposal(self, proposal: Proposal) -> None:
-        """See `JournalStore.record_proposal`."""
         self._writer.put((self._tables.proposals, proposal))
 
     def record_baselines(self, baselines: FrozenGroupBaselines) -> None:
-        """See `JournalStore.record_baselines`."""
         self._writer.put((self._tables.baselines, control_rows.encode_baselines_row(baselines)))
 
     def record_version(self, weights: WeightsRef, parent: PolicyVersion | None) -> None:
-        """See `JournalStore.record_version`."""
         self._writer.put((self._tables.versions, control_rows.encode_version_row(weights, parent, self._clock.wall())))
 
     def record_step(self, row: StepRow) -> None:
-        """See `JournalStore.record_step`."""
         units = [(self._tables.step_units, unit) for unit in control_rows.encode_step_unit_rows(row)]
         self._writer.put((self._tables.steps, control_rows.encode_step_row(row, self._clock.wall())), *units)
 
@@ -458,11 +447,9 @@ class SqliteJournal(ControlLogReader):
     # --- reading back for resume --------------------------------------------------------------------------------------
 
     def progress(self, episode_id: str, attempt: int) -> tuple[int, int]:
-        """See `TurnLogReader.progress`."""
         return self._turns.progress(episode_id, attempt)
 
     def recorded(self, episode_id: str, attempt: int) -> tuple[list[JournalEntry], list[JournalEntry]]:
-        """See `RunLog.recorded`."""
         partition = self._turns.partition_of(episode_id, attempt)
         if partition is None:
             return [], []
@@ -476,24 +463,20 @@ class TakeoverTrackingTurnLog(SqliteTurnLog):
     """A partition that knows which of the episodes begun elsewhere have progressed here."""
 
     def __init__(self, directory: Path, worker: str, run: str, writer: GroupCommitWriter) -> None:
-        """See `SqliteTurnLog`."""
         super().__init__(directory, worker, run, writer)
         self._taken_over: set[str] = set()
         self._advanced: list[str] = []
 
     async def take_over(self, episode_id: str, attempt: int) -> None:
-        """See `TurnLog.take_over`."""
         self._taken_over.discard(episode_id)  # its entries are copies, not new ones
         await super().take_over(episode_id, attempt)
         self._taken_over.add(episode_id)
 
     def append(self, entry: JournalEntry) -> None:
-        """See `TurnLog.append`."""
         super().append(entry)
         self._gets_on(entry.episode_id)
 
     def append_partial(self, entry: JournalEntry) -> None:
-        """See `TurnLog.append_partial`."""
         super().append_partial(entry)
         self._gets_on(entry.episode_id)
 
@@ -538,7 +521,6 @@ class WorkerJournal:
             run_log.close()
 
     def check(self) -> None:
-        """See `GroupCommitWriter.check`."""
         self._writer.check()
 
     async def close(self) -> None:

@@ -210,7 +210,6 @@ class SingleRankGroup:
         """See `RankGroup.sum`: one rank has nothing to add."""
 
     def gather(self, data: bytes) -> list[bytes]:
-        """See `RankGroup.gather`."""
         return [data]
 
     def mesh(self, shards: int) -> DeviceMesh | None:

@@ -806,7 +806,6 @@ class InProcessTrainer:
     """
 
     def __init__(self, config: RunConfig, run_directory: Path, *, read: ReadUnits | None = None) -> None:
-        """See `PolicyTrainer`."""
         self._trainer = PolicyTrainer(config, run_directory, read=read)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
 
@@ -814,27 +813,21 @@ class InProcessTrainer:
         return await asyncio.wrap_future(self._thread.submit(function, *args, **kwargs))
 
     async def start(self, resume_from: str | None = None) -> tuple[str, ...]:
-        """See `PolicyTrainer.start`."""
         return await self._call(self._trainer.start, None if resume_from is None else Path(resume_from))
 
     async def forward_backward(self, batch: TrainBatch) -> None:
-        """See `PolicyTrainer.forward_backward`."""
         await self._call(self._trainer.forward_backward, batch)
 
     async def optim_step(self, policy: str, step_id: int) -> StepReport:
-        """See `PolicyTrainer.optim_step`."""
         return await self._call(self._trainer.optim_step, policy, step_id)
 
     async def publish(self, policy: str, version: PolicyVersion) -> WeightsRef:
-        """See `PolicyTrainer.publish`."""
         return await self._call(self._trainer.publish, policy, version)
 
     async def send(self, version: PolicyVersion, recipient: WeightDestination) -> None:
-        """See `PolicyTrainer.send`."""
         await self._call(self._trainer.send, version, recipient)
 
     async def save(self, directory: str) -> None:
-        """See `PolicyTrainer.save`."""
         await self._call(self._trainer.save, Path(directory))
 
     async def close(self) -> None:

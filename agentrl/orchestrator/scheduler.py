@@ -239,15 +239,12 @@ class Scheduler:
         return number // self._roots_per_step
 
     def resumable(self, spec: EpisodeSpec) -> EpisodeSpec | None:
-        """See `AdmissionPolicy.resumable`."""
         return self._opponents.resumable(spec)
 
     def seen(self) -> Seen | None:
-        """See `AdmissionPolicy.seen`."""
         return None
 
     def learning(self) -> Collection[str]:
-        """See `AdmissionPolicy.learning`."""
         return {policy for policy in self._bounds.keys() - self.phases.frozen() if not self.phases.is_over(policy)}
 
     def record_end(self, spec: EpisodeSpec, header: EpisodeHeader, learning: Collection[str]) -> str | None:

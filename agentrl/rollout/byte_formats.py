@@ -134,7 +134,6 @@ class JsonChatFormat:
     forks = False
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
-        """See `core.ports.ChatFormat.start`."""
         described = [{"type": "function", "function": _described(tool)} for tool in tools]
         return (self.encode(_line({"tools": described})) if described else []) + self.extend(messages, after="stop")
 
@@ -178,11 +177,9 @@ class JsonChatFormat:
         return reported_token_usage(said) if isinstance(said, dict) else {}
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """See `core.ports.ChatFormat.decode`."""
         return bytes(token for token in token_ids if 0 <= token < 256).decode("utf-8", "replace")
 
     def encode(self, text: str) -> list[int]:
-        """See `core.ports.ChatFormat.encode`."""
         return list(text.encode("utf-8", "replace"))
 
     def drift(self, token_ids: Sequence[int]) -> str | None:

@@ -488,7 +488,6 @@ class CallJournal:
         return True
 
     def patched(self, name: str) -> bool:
-        """See `EpisodeContext.patched`."""
         branch = current_branch()
         known = branch.patches.get(name)
         if known is None:

@@ -424,7 +424,6 @@ class Parking:
             await gate
 
     def unpark(self, count: int = 1) -> tuple[str, ...]:
-        """See `core.ports.Worker.unpark`."""
         chosen = self.parked[:count]
         for episode_id in chosen:
             self.resume(episode_id)

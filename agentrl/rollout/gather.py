@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 
 async def gather(journal: CallJournal, awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    """See `EpisodeContext.gather`."""
     branch, number = current_branch(), len(awaitables)
     try:
         call = journal.open(request_hash(b"gather", number.to_bytes(4, "little")), lambda: f"{number} branches")

@@ -153,11 +153,9 @@ class HarnessAgent(LiveAgent):
         )
 
     def prefixes(self, request: ChatRequest) -> Collection[bytes]:
-        """See `gateway.calls.GatewaySeat.prefixes`."""
         return self._tree.prefixes(request.messages)
 
     def continues(self, prefixes: Collection[bytes]) -> bool:
-        """See `gateway.calls.GatewaySeat.continues`."""
         return self._tree.continues(prefixes)
 
     def count_tokens(self, request: ChatRequest) -> int:
@@ -167,12 +165,10 @@ class HarnessAgent(LiveAgent):
         return length // BYTES_PER_TOKEN if self._settings.is_external else length
 
     def check(self, request: ChatRequest) -> None:
-        """See `gateway.calls.GatewaySeat.check`."""
         self._check_demands(request)
         self._check_limits(self._settings.limits, replies=request.n)
 
     async def reply(self, request: ChatRequest) -> ChatReply:
-        """See `gateway.calls.GatewaySeat.reply`."""
         self._check_demands(request)
         sampling = self._sampling(request.max_tokens)
         self._check_limits(self._settings.limits)
@@ -506,18 +502,15 @@ class HarnessAgent(LiveAgent):
         return letters
 
     def versions(self) -> Iterator[PolicyVersion]:
-        """See `LiveAgent.versions`."""
         yield from super().versions()
         for sampler in self._samplers.values():
             yield from sampler.running_versions()
 
     def suspend(self) -> None:
-        """See `LiveAgent.suspend`."""
         for sampler in self._samplers.values():
             sampler.suspend()
 
     def close(self) -> None:
-        """See `LiveAgent.close`."""
         super().close()
         for sampler in self._samplers.values():
             sampler.close()
@@ -596,7 +589,6 @@ class LiveEndpoint(Endpoint):
         self._fail = fail
 
     def variables(self) -> dict[str, str]:
-        """See `Endpoint.variables`."""
         return {
             "OPENAI_BASE_URL": self.url,
             "OPENAI_API_BASE": self.url,
@@ -606,11 +598,9 @@ class LiveEndpoint(Endpoint):
         }
 
     def limit_reached(self) -> LimitReachedError | None:
-        """See `Endpoint.limit_reached`."""
         return next((agent.limit_reached for agent in self._agents if agent.limit_reached is not None), None)
 
     async def run_program(self, name: str, program: Callable[[], Awaitable[T]]) -> T:
-        """See `Endpoint.run_program`."""
         result: T = await self._perform(name, lambda: self._unless_it_fails(program), "idempotent")
         return result
 

@@ -87,7 +87,6 @@ class KVBudget:
         return Reservation(self, kind, weights)
 
     def reserve(self, reservation: Reservation, tokens: int, context: Int32Array | None) -> bool:
-        """See `Reservation.reserve`."""
         if not self.is_bounded:
             return True
         if reservation.idle_since is not None:
@@ -104,7 +103,6 @@ class KVBudget:
         return True
 
     async def wait(self, reservation: Reservation, priority: int) -> None:
-        """See `Reservation.wait`."""
         self._arrivals += 1
         reservation.admitted = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (priority, self._arrivals, reservation, reservation.admitted))
@@ -116,7 +114,6 @@ class KVBudget:
             raise
 
     def idle(self, reservation: Reservation, tokens: int) -> None:
-        """See `Reservation.idle`."""
         if reservation.is_held:
             keep_s = self._costs.keep_s(reservation.kind)
             reservation.idle_since = asyncio.get_running_loop().time()
@@ -129,7 +126,6 @@ class KVBudget:
             self._admit_waiting()
 
     def release(self, reservation: Reservation) -> None:
-        """See `Reservation.release`."""
         reservation.idle_since = None
         self._evict(reservation)
         if reservation.admitted is not None and not reservation.admitted.done():

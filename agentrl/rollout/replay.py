@@ -92,12 +92,10 @@ class ReplayJournal(CallJournal):
         return super().open(asked, describe)
 
     def peek(self, asked: bytes) -> EntryBody | None:
-        """See `CallJournal.peek`."""
         self._skip_rewards()
         return super().peek(asked)
 
     def fork_edits(self) -> Sequence[Mapping[str, Any]]:
-        """See `CallJournal.fork_edits`."""
         self._skip_rewards()
         return super().fork_edits()
 

@@ -94,11 +94,9 @@ class AsyncioWorker:
         self._start(spec, on_end, self._run(spec, on_end, resume=resume))
 
     def park(self, episode_id: str) -> bool:
-        """See `core.ports.Worker.park`."""
         return self._runner.parking.park(episode_id)
 
     def unpark(self, count: int = 1) -> tuple[str, ...]:
-        """See `core.ports.Worker.unpark`."""
         return self._runner.parking.unpark(count)
 
     async def drain(self) -> None:

@@ -141,7 +141,6 @@ class EmulatedEngine:
     # --- the port -----------------------------------------------------------------------------------------------------
 
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> EmulatedSession:
-        """See `agentrl.core.ports.Engine.open`."""
         if policy not in self._current:
             raise EngineError(f"no policy {policy!r} in this engine; it serves: {', '.join(sorted(self._current))}")
         return EmulatedSession(self, policy, pin)
@@ -163,7 +162,6 @@ class EmulatedEngine:
         """See `agentrl.core.ports.Engine.ping`; the engine computes in the event loop."""
 
     def abort(self, request_id: str) -> None:
-        """See `agentrl.core.ports.Engine.abort`."""
         for call in (*self._running, *self._waiting):
             if call.request.request_id == request_id and not call.future.done():
                 call.reason = "abort"
@@ -392,7 +390,6 @@ class EmulatedSession:
         self.is_open = True
 
     async def generate(self, request: GenerateRequest, on_delta: NewTokensCallback | None = None) -> Completion:
-        """See `agentrl.core.ports.EngineSession.generate`."""
         call = self._engine.submit(self, request)
         try:
             await call.future
@@ -401,7 +398,6 @@ class EmulatedSession:
         return completion
 
     def close(self) -> None:
-        """See `agentrl.core.ports.EngineSession.close`."""
         self.is_open = False
         self._engine.forget(self)
 

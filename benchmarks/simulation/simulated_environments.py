@@ -143,7 +143,6 @@ class LengthChatFormat:
         return [0] * (length - 1) + [turn]
 
     def extend(self, messages: Sequence[Message], *, after: FinishReason) -> list[int]:
-        """See `start`."""
         return self.start(messages, ())
 
     def rewritten(

@@ -245,11 +245,9 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
     # --- sessions -----------------------------------------------------------------------------------------------------
 
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> EmbeddedSession:
-        """See `agentrl.core.ports.Engine.open`."""
         return EmbeddedSession(self, session_id, policy, self._resolve_pin(policy, pin))
 
     def session_ended(self, session: EmbeddedSession) -> None:
-        """See `agentrl.engines.versions.SessionBackend`."""
         self._table.free_slot(session)
         self.versions.leases.close(session)
 
@@ -401,7 +399,6 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
     async def score(
         self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
     ) -> Float32Array:
-        """See `agentrl.core.ports.Engine.score`."""
         versions = self.versions
         self.interrupt()
         async with self.between_passes:
@@ -430,7 +427,6 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
         return self._runner.stats
 
     def busy_seconds(self) -> float:
-        """See `agentrl.core.ports.Engine.busy_seconds`."""
         return self._runner.stats.busy_seconds
 
     async def close(self) -> None:

@@ -302,11 +302,9 @@ class VllmEngine(InProcessEngine[VllmVersion]):
     # --- sessions -----------------------------------------------------------------------------------------------------
 
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> VllmSession:
-        """See `agentrl.core.ports.Engine.open`."""
         return VllmSession(self, session_id, policy, self._resolve_pin(policy, pin))
 
     def session_ended(self, session: VllmSession) -> None:
-        """See `agentrl.engines.versions.SessionBackend`."""
         self.versions.leases.close(session)
         self._routed.pop(session.session_id, None)
 
@@ -437,7 +435,6 @@ class VllmEngine(InProcessEngine[VllmVersion]):
     # --- control ------------------------------------------------------------------------------------------------------
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
-        """See `agentrl.core.ports.Engine.serve`."""
         self._check_running("an update")
         try:
             await self.versions.serve(current, pinned)

@@ -86,8 +86,7 @@ class GlooTransferEngine(WeightTransferEngine[GlooInit, GlooUpdate]):
         number = parallel.data_parallel_index * parallel.world_size + parallel.rank  # as vLLM counts for nccl
         self._group = join_broadcast(Rendezvous(init_info.host, init_info.port), rank=1 + number, size=init_info.size)
 
-    def start_weight_update(self) -> None:
-        """See `VersionTransferEngine`."""
+    def start_weight_update(self) -> None: ...
 
     def receive_weights(self, update_info: GlooUpdate) -> None:
         """Receive and load tensors."""
@@ -100,8 +99,7 @@ class GlooTransferEngine(WeightTransferEngine[GlooInit, GlooUpdate]):
         model: Any = self.model
         model.load_weights(zip(update_info.names, received, strict=True))
 
-    def finish_weight_update(self) -> None:
-        """See `VersionTransferEngine`."""
+    def finish_weight_update(self) -> None: ...
 
     def shutdown(self) -> None:
         """Leave the group."""
