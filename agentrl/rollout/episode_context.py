@@ -243,7 +243,8 @@ class LiveEpisodeContext(EpisodeContext):
         name = name_of(environment)
         identity, data = ("", task) if not isinstance(task, Task) else (task.id, task.data)
         opened = self._journal.open(
-            request_hash(*map(encode_arguments, (name, n, identity, data))),
+            # By class, as in `fan_out`: an edited copy of an environment's file has another module.
+            request_hash(*map(encode_arguments, (environment.__name__, n, identity, data))),
             lambda: (
                 f"the start of {plural(n, 'child', 'children')} of {name} on {shortened_repr(to_journal_data(data))}"
             ),
