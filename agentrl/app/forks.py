@@ -28,6 +28,7 @@ from agentrl.config.policies import OpponentPoolPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core import ids
 from agentrl.core.errors import InputError, JournalError
+from agentrl.core.files import refuse_links
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, SeatBinding, Task, WeightsRef
 from agentrl.core.text import plural
 from agentrl.environment.base import Environment
@@ -123,6 +124,7 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
         command=f"agentrl episode fork {shlex.quote(str(path))} {episode_id} --at {at}",
     )
     where = path if info.get("forks") else path / FORKS
+    refuse_links(where)
     asked = [policy] if isinstance(policy, str | Path) else policy
     policies = fork_policies(config, parent, asked)
     kept = {"name": f"forks of {where.parent.name}", "forks": True, "code": info.get("code", {})}

@@ -32,6 +32,13 @@ def end_as_interrupted_on(*numbers: signal.Signals) -> None:
         signal.signal(number, lambda *_: os._exit(INTERRUPTED))
 
 
+def ignore_stop_signals() -> None:
+    """Ignore signals until the process has ended: at its end Python resets all other handlers, and a late signal would
+    replace the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def print_json(value: Any) -> None:
     """Print one JSON document in ASCII, so that no content reaches the terminal unescaped."""
     import json

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.cli.output import INTERRUPTED, end_as_interrupted_on, print_json, print_json_line
+from agentrl.cli.output import INTERRUPTED, end_as_interrupted_on, ignore_stop_signals, print_json, print_json_line
 from agentrl.config.load import dump_toml, load
 from agentrl.core.errors import InputError
 from agentrl.core.text import escape_line, plural
@@ -61,7 +61,7 @@ def train(options: argparse.Namespace) -> int:
 
 
 def _run_training(config: RunConfig, options: argparse.Namespace) -> Run:
-    """Train. After an interruption, further signals end the process at once, with the same exit code."""
+    """Train. After an interruption, further signals change nothing."""
     from agentrl.app.training import train as run_training
 
     before = signal.getsignal(signal.SIGTERM)
@@ -69,7 +69,7 @@ def _run_training(config: RunConfig, options: argparse.Namespace) -> Run:
     try:
         run = run_training(config, resume=options.resume)
     except KeyboardInterrupt:
-        end_as_interrupted_on(signal.SIGINT)
+        ignore_stop_signals()
         if (Path(config.directory) / config.name).is_dir():
             _say_how_to_go_on(options)
         raise
@@ -77,7 +77,7 @@ def _run_training(config: RunConfig, options: argparse.Namespace) -> Run:
         signal.signal(signal.SIGTERM, before)
         raise
     if run.interrupted:
-        end_as_interrupted_on(signal.SIGINT)
+        ignore_stop_signals()
     else:
         signal.signal(signal.SIGTERM, before)
     return run

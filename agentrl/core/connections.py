@@ -88,7 +88,7 @@ class BoundedServer:
         for listening in self._sockets:
             listening.close()
         for connection in (*self._unknown, *self._known):
-            _abort(connection)
+            abort(connection)
         self._tasks, self._sockets = [], []
         self._forget_closed()
 
@@ -113,6 +113,9 @@ class BoundedServer:
                 connection, _ = await loop.connect_accepted_socket(make, accepted)
             except OSError:  # the client has left
                 accepted.close()
+            except Exception:  # one protocol that cannot be made must not end the port
+                logger.exception("a connection was refused")
+                accepted.close()
             else:
                 if connection not in self._known:  # its first bytes may have been read already
                     self._unknown[connection] = loop.time()
@@ -128,7 +131,7 @@ class BoundedServer:
 
     def _close_oldest(self, count: int) -> None:
         for connection in list(self._unknown)[: max(count, 0)]:
-            _abort(connection)
+            abort(connection)
             del self._unknown[connection]
 
     async def _close_old(self) -> None:
@@ -160,5 +163,6 @@ def http_logger() -> logging.Logger:
     return logger
 
 
-def _abort(connection: asyncio.BaseTransport) -> None:
+def abort(connection: asyncio.BaseTransport) -> None:
+    """Close a connection at once: a client that never reads would keep one open."""
     cast("asyncio.Transport", connection).abort()  # uvloop's transports, which Ray uses, do not inherit from asyncio's

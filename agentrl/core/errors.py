@@ -174,6 +174,16 @@ class InfrastructureError(AgentRLError):
     """
 
 
+def infrastructure_failure(error: BaseException) -> InfrastructureError | None:
+    """Return the failure of infrastructure that an exception is, or that its group holds, as of a task group."""
+    while isinstance(error, BaseExceptionGroup):
+        failures = error.subgroup(InfrastructureError)
+        if failures is None:
+            return None
+        error = failures.exceptions[0]
+    return error if isinstance(error, InfrastructureError) else None
+
+
 class EffectError(EpisodeError):
     """An effect or a call on a resource raised; re-execution of `run` raises the same error.
 

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core import connections
+from agentrl.core.connections import abort
 from agentrl.core.errors import AgentRLError, StorageError
 from agentrl.gateway import bodies
 from agentrl.gateway.anthropic_messages import AnthropicMessagesProtocol
@@ -268,7 +269,7 @@ class Gateway:
                     task.cancel()
                 await asyncio.gather(*opened.running, return_exceptions=True)
                 opened.failure.cancel()
-                asyncio.get_running_loop().call_later(KEEPALIVE_S, _abort, opened.connections)
+                asyncio.get_running_loop().call_later(KEEPALIVE_S, _abort_all, opened.connections)
 
     @asynccontextmanager
     async def listen(self) -> AsyncIterator[str]:
@@ -514,11 +515,9 @@ def _connection(request: web.Request) -> asyncio.BaseTransport:
     return request.transport
 
 
-def _abort(clients: Iterable[asyncio.BaseTransport]) -> None:
-    """Close connections at once: a client that never reads would keep one open."""
+def _abort_all(clients: Iterable[asyncio.BaseTransport]) -> None:
     for client in list(clients):
-        assert isinstance(client, asyncio.Transport)
-        client.abort()
+        abort(client)
 
 
 def seat_for_model(seats: Mapping[str, GatewaySeat], model: str, limited_to: str | None = None) -> GatewaySeat:

@@ -268,7 +268,3 @@ class TokenGradients(NamedTuple):
     def derivatives(self) -> tuple[Tensor, Tensor, Tensor]:
         """The derivatives by logprob, entropy and divergence from the reference."""
         return self.by_logprob, self.by_entropy, self.by_reference_kl
-
-    def of(self, tokens: Tensor) -> TokenGradients:
-        """Return the derivatives of some tokens, by index."""
-        return TokenGradients(*(column[tokens] for column in self))

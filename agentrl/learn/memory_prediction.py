@@ -229,7 +229,10 @@ def _step(config: RunConfig, policy: str, model: PolicyModel, length: int, limit
     (batch,) = pack(rows, max_tokens=len(rows) * length, share=False)
     module: nn.Module = model.model
     model.activate()
-    module.zero_grad()
+    # Gradients are held from the first micro-batch of a step on; the plan counts them beside the weights.
+    held = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    for parameter in held:
+        parameter.grad = torch.zeros_like(parameter)
     loss = config.trainer.loss.name
     mark = (
         BUILT_IN[loss][1]
@@ -239,7 +242,8 @@ def _step(config: RunConfig, policy: str, model: PolicyModel, length: int, limit
     value_head = None
     if config.credit.advantage.gae is not None:
         value_head = ValueHead(model, model.model.device)
-    with AllocationCounter([*module.parameters(), *module.buffers()]) as counted:
+    gradients = [parameter.grad for parameter in held if parameter.grad is not None]
+    with AllocationCounter([*module.parameters(), *module.buffers(), *gradients]) as counted:
         reference = _reference_output(batch, model.model.device) if mark.divergence else None
         with _Limit(counted, limit):
             output = token_logprobs(
@@ -258,9 +262,7 @@ def _step(config: RunConfig, policy: str, model: PolicyModel, length: int, limit
         if output.values is not None:
             total = total + output.values.sum()
         total.backward()
-        differentiated = [parameter for parameter in module.parameters() if parameter.grad is not None]
-    gradients = sum(parameter.numel() for parameter in differentiated) * torch.float32.itemsize  # of the masters
-    return _Pass(length, counted.peak - gradients, operations)
+    return _Pass(length, counted.peak, operations)
 
 
 def _reference_output(batch: MicroBatch, device: torch.device) -> HeadOutput:

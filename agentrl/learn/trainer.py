@@ -272,12 +272,12 @@ class PolicyTrainer:
             tokens = columns.tokens_of(_members(packed, used))
             reference = self._reference(learner, packed) if compared else None
             head = self._forward(learner, packed, reference, entropy_gradient=self._loss.uses_entropy)
-            differentiated = [head.logprob, head.entropy, head.reference_kl]
+            differentiated = [head.logprob, head.entropy, head.reference_kl, head.values]
             if known is None:
                 batch = LossBatch.of(columns.take(tokens), head, reference, weights[tokens])
                 assert batch.weights is not None
                 gradients = self._loss.evaluate(batch, batch.weights)
-                by_output = list(gradients.derivatives)
+                by_output = [*gradients.derivatives, None]
                 outputs.add(tokens, (batch.logprobs, batch.entropies, gradients.loss, head.kept_mass))
                 outputs.add_sums(token_metric_sums(batch, gradients, batch.weights))
                 self._count_forward(step, packed, samples, used)
@@ -285,9 +285,9 @@ class PolicyTrainer:
                 chosen = [*known.derivatives, *([] if by_value is None else [by_value])]
                 arrays = {str(index): column.numpy()[tokens] for index, column in enumerate(chosen)}
                 by_output = [*device_tensors(arrays, head.logprob.device).values()]
-                differentiated += [head.values]
-            pairs = zip(differentiated, by_output, strict=False)
-            live = [(each, by) for each, by in pairs if each is not None and each.requires_grad]
+                by_output += [None] * (len(differentiated) - len(by_output))
+            pairs = zip(differentiated, by_output, strict=True)
+            live = [(each, by) for each, by in pairs if each is not None and each.requires_grad and by is not None]
             torch.autograd.backward([output for output, _ in live], [by for _, by in live])
         token_losses = self._add_outputs(step, outputs, columns, used, first) if known is None else known.loss.numpy()
         if step.suspect is None and not np.isfinite(token_losses).all():

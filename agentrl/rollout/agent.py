@@ -273,7 +273,7 @@ class TurnSampler:
         )
 
     def _version_gone(self, error: VersionNotServedError) -> EpisodeError:
-        """Return the error of an episode that needs a version which the engine no longer serves.
+        """End an episode that needs a version which the engine no longer serves; returns its error.
 
         The episode restarts if only this conversation was held to the version. If its spec names the version
         (evaluations, opponents, deterministic runs), every attempt needs it, and the episode is dropped.
@@ -282,11 +282,13 @@ class TurnSampler:
         why = f"its episode is pinned to {pin}"
         if pin is None:
             why = f"it was sampled by {self._kept_version} and must stay on it (engine.refresh = 'episode')"
-        return EpisodeError(
+        gone = EpisodeError(
             f"the conversation of {self._name} cannot continue: {why}, which the engine has lost ({error})",
             reason=VERSION_GONE,
             begin_again=pin is None,
         )
+        self._episode.journal.fail(gone)  # a program that catches the error must not turn it into a reward
+        return gone
 
     def _open(self) -> EngineSession:
         if self._session is None:

@@ -33,6 +33,7 @@ from agentrl.core.errors import (
     EpisodeError,
     InfrastructureError,
     format_foreign_error,
+    infrastructure_failure,
 )
 from agentrl.core.ids import seeded_uuid4, stable_hash64
 from agentrl.core.ports import PolicyCounts
@@ -460,7 +461,9 @@ async def _observe(
         return f"error: {error.error}", "error"
     except (EpisodeError, LimitReachedError, InfrastructureError):
         raise
-    except Exception as error:  # noqa: BLE001 - a tool is foreign code, and its error is the policy's observation
+    except Exception as error:  # a tool is foreign code, and its error is the policy's observation
+        if (failure := infrastructure_failure(error)) is not None:
+            raise failure from error
         # A tool may itself raise TimeoutError.
         if isinstance(error, TimeoutError) and timer is not None and timer.expired():
             return f"error: timed out after {limit_s:g} s (its @tool(timeout_s=…))", "timeout"
@@ -597,7 +600,9 @@ async def _outcome(
         return after_journal_round_trip(value if happened else await _awaited(function()), what), None
     except AgentRLError:  # includes InfrastructureError
         raise  # errors of agentrl itself (storage, engine, unserializable result), not of the outside world
-    except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is what happened
+    except Exception as error:  # foreign code: whatever it raises is what happened
+        if (failure := infrastructure_failure(error)) is not None:
+            raise failure from error
         return None, error_text(error)
 
 
@@ -696,7 +701,9 @@ class JournaledResource(Resource):
                 )
             except AgentRLError:
                 raise
-            except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is what happened
+            except Exception as error:  # foreign code: whatever it raises is what happened
+                if (failure := infrastructure_failure(error)) is not None:
+                    raise failure from error
                 problem, cause = error_text(error), error
             if self._level == "snapshot":
                 state = self._new_state()

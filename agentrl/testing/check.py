@@ -138,7 +138,12 @@ class EnvironmentReport:
             )
             + (f" Never called, and not tried: {', '.join(self.uncalled)}." if self.uncalled else "")
             + (f" Seats without a request, and not tried: {', '.join(self.unasked)}." if self.unasked else "")
-            + (f" Never rewarded, so that no policy learns from them: {judges}." if judges else "")
+            + (
+                f" Never rewarded: {judges}. A frozen, remote or bot policy must hold such a seat: with a trained one "
+                "every episode is dropped (no_reward)."
+                if judges
+                else ""
+            )
             + (f" Cut by the check, and not tried beyond: {cuts}." if cuts else "")
             + drawing
         )

@@ -5,6 +5,7 @@ The replay tests and `benchmarks.oracle` share them.
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar
@@ -84,8 +85,19 @@ async def program(ctx: agentrl.EpisodeContext) -> str:
     return Sandbox.run()
 
 
-def tool(**options: Any) -> Callable[[agentrl.EpisodeContext], Awaitable[str]]:
-    return lambda ctx: ctx.call_tool("ask", {}, Sandbox.run, timeout_s=None, **options)
+async def in_task_group() -> str:
+    async def ask() -> str:
+        return Sandbox.run()
+
+    async with asyncio.TaskGroup() as group:
+        asked = group.create_task(ask())
+    return asked.result()
+
+
+def tool(
+    run: Callable[[], str | Awaitable[str]] = Sandbox.run, **options: Any
+) -> Callable[[agentrl.EpisodeContext], Awaitable[str]]:
+    return lambda ctx: ctx.call_tool("ask", {}, run, timeout_s=None, **options)
 
 
 WAYS: dict[str, Callable[[agentrl.EpisodeContext], Awaitable[str]]] = {
@@ -99,6 +111,8 @@ WAYS: dict[str, Callable[[agentrl.EpisodeContext], Awaitable[str]]] = {
     "pinned": resource("pinned"),
     "factory": factory,
     "program": program,
+    "task group": lambda ctx: ctx.effect("ask", in_task_group),
+    "tool with a task group": tool(in_task_group, external=False),
 }
 ONCE: dict[str, Callable[[agentrl.EpisodeContext], Awaitable[str]]] = {
     "once": lambda ctx: ctx.effect("ask", Sandbox.run, guarantee="once"),

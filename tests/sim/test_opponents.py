@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import agentrl
 from agentrl.app.policies import check_engine_capabilities
 from agentrl.app.recovery import read_resume_state
 from agentrl.core.errors import ConfigError
@@ -111,12 +112,26 @@ class Forgetful(ScriptedEngine):
         return super().has_pin(version) and (version != self.GONE or self._current["player"].step < 3)
 
 
-@pytest.mark.parametrize("choose", ["uniform", "latest", "prioritised"])
+class Swallows(Duel):
+    """Makes a reward of each error."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        try:
+            await super().run(ctx)
+        except Exception:  # noqa: BLE001
+            for seat in self.seats:
+                ctx.agent(seat).reward(0.0)
+
+
+@pytest.mark.parametrize(
+    ("choose", "environment"),
+    [("uniform", Duel), ("latest", Duel), ("prioritised", Duel), ("uniform", Swallows)],
+)
 def test_a_pinned_version_that_no_engine_serves_costs_its_episodes_and_not_the_run(
-    simulated_loop: SeededSimulation, choose: str
+    simulated_loop: SeededSimulation, choose: str, environment: type[agentrl.Environment]
 ) -> None:
     async def main() -> int:
-        run = SmallRun(config=config(choose=choose), environment=Duel, script=strength, engine_class=Forgetful)
+        run = SmallRun(config=config(choose=choose), environment=environment, script=strength, engine_class=Forgetful)
         await run.run()
         assert len(run.trainer.batches) == 9
         dropped = run.orchestrator.buffer.ledger.dropped

@@ -318,13 +318,13 @@ def test_a_seat_without_a_reward_is_a_judge_if_another_seat_is_rewarded(
     assert [seat for seat in Judged.seats if any(f"seat {seat!r} acted" in text for text in report.findings)] == faulty
     assert len(report.findings) == len(faulty)
     if not faulty:
-        assert ("them: judge" in report.text) == ("judge" not in rewarded)
+        assert ("Never rewarded: judge" in report.text) == ("judge" not in rewarded)
 
 
 def test_the_reward_of_a_cut_episode_makes_no_judge_a_seat_that_is_rewarded() -> None:
     report = check_environment(type("Judging", (Judged,), {"rewarded": {"solver": "0123"}, "endless": "02"}))
     assert report.passed, report.text
-    assert "them: judge" in report.text
+    assert "Never rewarded: judge" in report.text
 
 
 class Talkative(Adder):

@@ -75,9 +75,10 @@ def test_rows_of_all_ranks_are_measured_and_one_stale_token_makes_its_row_stale(
         columns = StepColumns()
         first = columns.add(share, NOW)
         assert first == 0
-        for batch in pack(share, max_tokens=1000):
-            entropies = np.abs(batch.behavior_logprobs)
-            columns.record(batch, batch.behavior_logprobs + np.float32(0.25), entropies, range(len(share)))
+        (batch,) = pack(share, max_tokens=1000)
+        starts = np.flatnonzero(np.diff(batch.sample, prepend=-1, append=len(share)))
+        entropies = np.abs(batch.behavior_logprobs)
+        columns.record(0, starts, range(len(share)), batch.behavior_logprobs + np.float32(0.25), entropies)
         parts.append(columns.encode())
     merged = MergedRankColumns(parts)
     counts = [len(positions) for positions in trained_positions(samples)]
