@@ -76,9 +76,9 @@ def test_rows_of_all_ranks_are_measured_and_one_stale_token_makes_its_row_stale(
         first = columns.add(share, NOW)
         assert first == 0
         (batch,) = pack(share, max_tokens=1000)
-        starts = np.flatnonzero(np.diff(batch.sample, prepend=-1, append=len(share)))
-        entropies = np.abs(batch.behavior_logprobs)
-        columns.record(0, starts, range(len(share)), batch.behavior_logprobs + np.float32(0.25), entropies)
+        logprobs = batch.behavior_logprobs[np.argsort(batch.sample, kind="stable")]
+        starts = np.concatenate([[0], np.cumsum(np.bincount(batch.sample))])
+        columns.record(0, starts, range(len(share)), logprobs + np.float32(0.25), np.abs(logprobs))
         parts.append(columns.encode())
     merged = MergedRankColumns(parts)
     counts = [len(positions) for positions in trained_positions(samples)]
