@@ -385,37 +385,37 @@ def run_mirror(options: argparse.Namespace) -> int:
         mirror = Mirror(run, call)
         status = MirrorStatus(until=clock.wall(), every_s=options.every)
         retry_s = first_s
-        while True:
-            is_last, began = options.once or read_process_state(run) != "running", clock.wall()
-            try:
-                copied = mirror.round()
-            except StorageError as error:
-                if options.once or (is_last and retry_s == longest_s):
-                    raise
-                is_last, pause_s, retry_s = False, retry_s, min(2 * retry_s, longest_s)
-                status = replace(status, error=str(error)[:500])
-                line = {"began": began, "error": status.error, "retry_s": pause_s}
-                text = f"is behind: {error}; retrying in {pause_s:g} s"
-            else:
-                pause_s, retry_s = options.every, first_s
-                status = replace(status, until=began, error="")
-                line = {"began": began, "seconds": copied.seconds, "bytes": copied.sent}
-                until = time.strftime("%H:%M:%S", time.localtime(began))
-                cost = f"{copied.sent / 1e6:.1f} MB in {copied.seconds:.1f} s"
-                text = f"has what the run wrote until {until}: {cost}"
-            if options.json:
-                print_json_line(line)
-            else:
-                _say(f"{options.to} {text}")
-                sys.stdout.flush()
-            try:
+        try:
+            while True:
+                is_last, began = options.once or read_process_state(run) != "running", clock.wall()
+                try:
+                    copied = mirror.round()
+                except StorageError as error:
+                    if options.once or (is_last and retry_s == longest_s):
+                        raise
+                    is_last, pause_s, retry_s = False, retry_s, min(2 * retry_s, longest_s)
+                    status = replace(status, error=str(error).encode("utf-8", "backslashreplace").decode()[:500])
+                    line = {"began": began, "error": status.error, "retry_s": pause_s}
+                    text = f"is behind: {error}; retrying in {pause_s:g} s"
+                else:
+                    pause_s, retry_s = options.every, first_s
+                    status = replace(status, until=began, error="")
+                    line = {"began": began, "seconds": copied.seconds, "bytes": copied.sent}
+                    until = time.strftime("%H:%M:%S", time.localtime(began))
+                    cost = f"{copied.sent / 1e6:.1f} MB in {copied.seconds:.1f} s"
+                    text = f"has what the run wrote until {until}: {cost}"
+                if options.json:
+                    print_json_line(line)
+                else:
+                    _say(f"{options.to} {text}")
+                    sys.stdout.flush()
                 record_mirror(run, options.to, None if is_last else status)
                 if is_last:
                     return 0
                 threading.Event().wait(pause_s)
-            except KeyboardInterrupt:  # the user wants no mirror
-                record_mirror(run, options.to, None)
-                raise
+        except (KeyboardInterrupt, InputError):  # there will be no mirror
+            record_mirror(run, options.to, None)
+            raise
 
 
 def run_serve(options: argparse.Namespace) -> int:

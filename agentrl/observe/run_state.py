@@ -119,7 +119,7 @@ def read_run_snapshot(directory: Path) -> RunSnapshot | None:
 def record_mirror(directory: Path, place: str, status: MirrorStatus | None) -> None:
     """Tell a run the state of one of its mirrors; None: it has none there. Disk errors are ignored: the run then sees
     that the mirror is silent."""
-    mirrors = {**read_mirrors(directory), place: status}
+    mirrors = {**read_mirrors(directory), place.encode("utf-8", "backslashreplace").decode(): status}
     known = {name: mirror for name, mirror in mirrors.items() if mirror is not None}
     with contextlib.suppress(OSError):
         if known:
