@@ -49,11 +49,11 @@ test: $(DEV_STAMP)  ## the tests, on three processes; those that need Chromium, 
 test-all: $(DEV_STAMP)  ## the tests, and those that repeat them with more cases or at full size; before a release
 	@$(PYTEST)
 
-check: $(DEV_STAMP)  ## format, lint, types, layers and the fast tests: no Ray, under a minute
+check: $(DEV_STAMP)  ## format, lint, types, layers and the tests without Ray, vLLM and processes: a few minutes
 	@$(BIN)/ruff format --check --quiet . || { echo 'check: run `make fmt`'; exit 1; }
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
-	@$(BIN)/python -m pytest -q -m 'not (ray or vllm or e2e or learning or slow or exhaustive)' tests/architecture tests/unit tests/property tests/sim
+	@$(PYTEST) -q -m 'not (ray or vllm or e2e or learning or slow or exhaustive)' tests/architecture tests/unit tests/property tests/sim
 
 sim: $(DEV_STAMP)  ## the simulated loop over many more seeds (SEEDS=2000)
 	@AGENTRL_SIM_SEEDS=$(SEEDS) $(BIN)/python -m pytest -q -m sim -o timeout=3600 tests/sim
