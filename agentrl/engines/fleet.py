@@ -62,7 +62,7 @@ class Replica:
 
 
 class ReplicatedEngine:
-    """See `agentrl.core.ports.Engine`. Conversations with the same opening share a replica unless its load is too high.
+    """Conversations with the same opening share a replica unless its load is too high.
 
     The replica is chosen by consistent hashing with bounded loads: Mirrokni et al., 2018, arXiv:1608.01350.
 

@@ -443,7 +443,7 @@ class TreeAttentionMask:
     """The visibility of tokens in a micro-batch, on a device."""
 
     def __init__(self, batch: MicroBatch, device: torch.device, inputs: Mapping[str, Tensor] | None = None) -> None:
-        """See `MicroBatch.visible_until`; `inputs`: the columns of the batch that are on the device already."""
+        """Like `MicroBatch.visible_until`, from `inputs`: the columns of the batch that are on the device already."""
         inputs = _model_inputs(batch, device) if inputs is None else inputs
         self._batch = batch
         self._device = device

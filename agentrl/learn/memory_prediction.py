@@ -207,7 +207,7 @@ class _Limit(TorchFunctionMode):
 def _shortest_step(config: RunConfig, policy: str, model: PolicyModel) -> _Pass:
     """Measure a step over short rows, as a prefix tree; as padded rows if the model cannot compute that.
 
-    Without weights nothing tells whether the tree is exact, as `why_unshared` tells. A model that computes the
+    Without weights `why_unshared` cannot tell whether the tree is exact. A model that computes the
     tree but is trained on padded rows takes about the same memory in both.
     """
     length = min(_SHORT, config.engine.max_context)
