@@ -27,12 +27,12 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, TrainerLostError
 from agentrl.core.ports import ChatFormat, Engine, GenerateRequest
 from agentrl.core.records import PolicyVersion, StepReport, Task, TrainBatch, WeightsRef
-from agentrl.engines.child_process import ChildProgram, LocalPlacement
-from agentrl.engines.client import ProcessEngine
+from agentrl.engines.process import ChildProgram, LocalPlacement
+from agentrl.engines.remote.client import ProcessEngine
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.checkpoints import CheckpointWriter
-from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from benchmarks import coevolution_kills
 
 ROOT = Path(__file__).parents[1]

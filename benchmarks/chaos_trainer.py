@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from agentrl.engines.child_process import die_with_parent
+from agentrl.engines.process import die_with_parent
 
 STATE_FILE = "trained.json"
 

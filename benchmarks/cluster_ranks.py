@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from agentrl.core.errors import TrainerLostError
-from agentrl.engines.weight_transfer import serve_rendezvous
+from agentrl.engines.weights.transfer import serve_rendezvous
 from agentrl.learn.ranks import DistributedRankGroup
 from tests.learn_cases import write_model
 from tests.rank_processes import Place, on_ranks

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from agentrl.engines.child_process import ChildProgram
+from agentrl.engines.process import ChildProgram
 from agentrl.engines.scripted import ScriptedEngine
 from benchmarks.overhead import Silent, resident_kb, run_config
 from benchmarks.scheduling_workers import tool_call, wired

@@ -31,9 +31,9 @@ from agentrl.config.load import load
 from agentrl.core.files import sha256_of
 from agentrl.core.machine import Gpu
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.engines.child_process import ChildProgram
-from agentrl.engines.client import ProcessEngine
-from agentrl.engines.weight_transfer import GlooSender, PublishedWeightSource, WeightDestination, WeightSenders
+from agentrl.engines.process import ChildProgram
+from agentrl.engines.remote.client import ProcessEngine
+from agentrl.engines.weights.transfer import GlooSender, PublishedWeightSource, WeightDestination, WeightSenders
 from benchmarks.cluster_run import EXAMPLE
 from benchmarks.embedded_engine import random_adapter
 from tests.contract.elsewhere import AskingEngine

@@ -38,7 +38,7 @@ MEASURE = "AGENTRL_DEVICES_VLLM"
 """Set in the process that has vLLM, to the number of episodes."""
 
 if __name__ == "__main__" and MEASURE in os.environ:
-    from agentrl.engines.child_process import PRIVATE_DIRECTORY_VARIABLE, PrivateDirectory
+    from agentrl.engines.process import PRIVATE_DIRECTORY_VARIABLE, PrivateDirectory
 
     private = PrivateDirectory()
     os.environ[PRIVATE_DIRECTORY_VARIABLE] = str(private.path)

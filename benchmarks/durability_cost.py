@@ -26,7 +26,7 @@ from agentrl.core.records import PolicyVersion, StepReport
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.versions import ServedVersions
-from agentrl.rollout.chat_format import TemplateChatFormat
+from agentrl.rollout.chat.chat_format import TemplateChatFormat
 from agentrl.testing.recording_trainer import RecordingTrainer
 from benchmarks import overhead
 from benchmarks.simulation.run import NullJournal

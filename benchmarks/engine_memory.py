@@ -37,7 +37,7 @@ from agentrl.core.records import PolicyVersion
 from agentrl.engines.vllm import process as vllm_process
 from agentrl.journal.entries import TurnEntry
 from agentrl.orchestrator.versions import ServedVersions
-from agentrl.rollout.byte_formats import VOCABULARY_SIZE, PlainChatFormat
+from agentrl.rollout.chat.byte_formats import VOCABULARY_SIZE, PlainChatFormat
 from agentrl.testing.memory_journal import MemoryJournal
 from agentrl.testing.recording_trainer import RecordingTrainer
 from benchmarks.overhead import Silent

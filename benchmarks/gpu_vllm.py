@@ -47,8 +47,8 @@ from agentrl.config.load import load
 from agentrl.config.run import RunConfig
 from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import PolicyVersion
-from agentrl.engines.client import ProcessEngine
-from agentrl.engines.weight_transfer import WeightDestination, WeightSendingTrainer
+from agentrl.engines.remote.client import ProcessEngine
+from agentrl.engines.weights.transfer import WeightDestination, WeightSendingTrainer
 from agentrl.environment.registry import resolve
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -38,8 +38,8 @@ from agentrl.config.run import RunConfig
 from agentrl.core.errors import AgentRLError
 from agentrl.core.ports import Engine, GenerateRequest
 from agentrl.core.records import PolicyVersion, Task
-from agentrl.engines.child_process import ChildProgram
-from agentrl.engines.client import ProcessEngine
+from agentrl.engines.process import ChildProgram
+from agentrl.engines.remote.client import ProcessEngine
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.inspection.reader import RunReader
 from agentrl.testing.recording_trainer import RecordingTrainer

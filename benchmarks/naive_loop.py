@@ -21,7 +21,7 @@ from transformers import DynamicCache, Qwen3ForCausalLM
 from agentrl.core.records import FinishReason, Message, Task
 from agentrl.environment.tools import observation_of
 from agentrl.environments.calculator import Calculator
-from agentrl.rollout.chat_format import TemplateChatFormat
+from agentrl.rollout.chat.chat_format import TemplateChatFormat
 
 Latency = Callable[[random.Random], float]
 """Draws the seconds one tool call waits."""

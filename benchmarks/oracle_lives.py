@@ -32,7 +32,7 @@ from agentrl.core.ports import Engine, GenerateRequest
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import resolve
-from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.testing.recording_trainer import RecordingTrainer
 
 ROOT = Path(__file__).resolve().parents[1]

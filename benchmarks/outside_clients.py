@@ -24,7 +24,7 @@ from agentrl.core.records import EpisodeHeader, EpisodeSpec, Message, PolicyVers
 from agentrl.core.reply_formats import parse_llama
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
-from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.testing.execution import POLICY, plain_rollout_settings, wire_dispatcher
 from agentrl.testing.memory_journal import MemoryJournal

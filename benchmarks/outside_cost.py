@@ -13,7 +13,7 @@ import agentrl
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
-from agentrl.rollout.byte_formats import STOP_TOKEN
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.execution import POLICY, plain_rollout_settings, wire_dispatcher
 from agentrl.testing.memory_journal import MemoryJournal
 

@@ -26,7 +26,7 @@ from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Seat
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
 from agentrl.journal.entries import JournalEntry, TurnEntry
-from agentrl.rollout.byte_formats import STOP_TOKEN
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.check import check_environment
 from agentrl.testing.execution import POLICY, plain_rollout_settings, wire_dispatcher
 from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal

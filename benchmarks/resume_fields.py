@@ -43,7 +43,7 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import resolve
 from agentrl.inspection.reader import RunReader
 from agentrl.orchestrator.loop import Orchestrator
-from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.testing.recording_trainer import RecordingTrainer
 from benchmarks.report import Report
 

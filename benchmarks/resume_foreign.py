@@ -41,7 +41,7 @@ from agentrl.core.records import EpisodeSpec, PolicyVersion, SeatBinding
 from agentrl.engines.scripted import Script
 from agentrl.environment.registry import name_of
 from agentrl.journal.entries import JournalEntry, TurnEntry
-from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.testing.execution import POLICY, execute_episode
 from benchmarks.report import Report
 from benchmarks.resume_foreign_games import Case, gymnasium_cases, pettingzoo_cases, textarena_cases

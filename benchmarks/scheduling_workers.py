@@ -20,12 +20,12 @@ from agentrl.app.run_parts import make_workers
 from agentrl.cluster import worker_wire
 from agentrl.core.clock import SystemClock
 from agentrl.core.records import PolicyVersion, StepReport
-from agentrl.engines.child_process import ChildProgram, LocalPlacement
-from agentrl.engines.client import ProcessEngine
+from agentrl.engines.process import ChildProgram, LocalPlacement
+from agentrl.engines.remote.client import ProcessEngine
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.versions import ServedVersions
-from agentrl.rollout.chat_format import TemplateChatFormat
+from agentrl.rollout.chat.chat_format import TemplateChatFormat
 from agentrl.testing.recording_trainer import RecordingTrainer
 from benchmarks.overhead import MODEL, TASKS, TURNS, Arithmetic, Silent, run_config
 from benchmarks.processes import ProcessTree

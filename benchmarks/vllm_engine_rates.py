@@ -17,9 +17,9 @@ from vllm.sampling_params import RequestOutputKind
 
 from agentrl.core.ports import Engine
 from agentrl.core.records import PolicyVersion
-from agentrl.engines.child_process import ChildProgram
-from agentrl.engines.client import ProcessEngine
 from agentrl.engines.embedded.engine import EmbeddedEngine
+from agentrl.engines.process import ChildProgram
+from agentrl.engines.remote.client import ProcessEngine
 from agentrl.engines.vllm.startup import start_vllm
 from benchmarks.processes import ProcessTree
 from benchmarks.report import Report

@@ -24,8 +24,8 @@ import agentrl
 from agentrl.core.records import Message, ToolSpec
 from agentrl.environment.base import Split
 from agentrl.learn import tiny_model
-from agentrl.rollout.chat_format import TemplateChatFormat
-from agentrl.rollout.chat_template import ChatTemplate
+from agentrl.rollout.chat.chat_format import TemplateChatFormat
+from agentrl.rollout.chat.chat_template import ChatTemplate
 
 HERE = Path(__file__).resolve()
 OPERATORS = {"add": "+", "subtract": "-", "multiply": "*"}

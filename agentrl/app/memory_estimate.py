@@ -21,7 +21,7 @@ from agentrl.core.machine import machine_memory, process_anonymous_memory_bytes
 
 if TYPE_CHECKING:
     from agentrl.config.devices import DevicePlan
-    from agentrl.engines.weights import EngineMemoryEstimate
+    from agentrl.engines.weights.files import EngineMemoryEstimate
 
 USED_SHARE = 0.8
 """Share of the free memory that contexts and micro-batches may fill: allocators keep some, and other programs need
@@ -361,7 +361,7 @@ def _engine(config: RunConfig, devices: DevicePlan, first: int) -> list[MemoryPa
 
 
 def _engine_memory(config: RunConfig) -> EngineMemoryEstimate:
-    from agentrl.engines.weights import predict_engine_memory
+    from agentrl.engines.weights.files import predict_engine_memory
 
     return predict_engine_memory(
         Path(config.model.path).resolve(),

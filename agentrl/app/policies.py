@@ -32,7 +32,7 @@ from agentrl.environment.base import Environment, EpisodeLimits, child_environme
 from agentrl.environment.mixture import root_environments, seat_prefix, trained_root_environments
 from agentrl.orchestrator.scheduler import GroupDemand
 from agentrl.orchestrator.versions import ServedVersions, record_published_version
-from agentrl.rollout.byte_formats import JsonChatFormat
+from agentrl.rollout.chat.byte_formats import JsonChatFormat
 from agentrl.rollout.episode import PolicySettings, RolloutSettings
 from agentrl.rollout.episode_context import MAX_CHILD_DEPTH
 
@@ -245,7 +245,7 @@ def base_model_chat_formats(config: RunConfig) -> dict[str, ChatFormat]:
     others = [base for base in config.bases if base.model.path != main]
     if not others:
         return {}
-    from agentrl.rollout.chat_format import TemplateChatFormat
+    from agentrl.rollout.chat.chat_format import TemplateChatFormat
 
     made = [(TemplateChatFormat.load(base.model.path, history=config.model.history), base.policies) for base in others]
     return {name: chat_format for chat_format, policies in made for name in policies}
@@ -281,7 +281,7 @@ def check_reference_models(config: RunConfig) -> None:
 
 
 def _numbered_tokens(file: Path) -> Mapping[str, int]:
-    from agentrl.rollout.chat_format import read_tokenizer
+    from agentrl.rollout.chat.chat_format import read_tokenizer
 
     numbers: dict[str, int] = read_tokenizer(file).get_vocab(with_added_tokens=True)
     return numbers

@@ -58,7 +58,7 @@ from agentrl.journal.entries import BeginEntry, ChildResultEntry, JournalEntry, 
 from agentrl.journal.reader import AttemptLocation, TurnLogReader
 from agentrl.journal.rows import assemble_trajectories
 from agentrl.orchestrator.checkpoints import find_checkpoint_of
-from agentrl.rollout.harness_agent import external_turns_with_context, is_external_turn
+from agentrl.rollout.external.agent import external_turns_with_context, is_external_turn
 from agentrl.rollout.replay import CallNotRecordedError, DiscardingLog, ReplayHost, ReplayRunner, ReplayStoppedError
 
 if TYPE_CHECKING:

@@ -30,11 +30,11 @@ from agentrl.core.machine import LARGE_GPU, Gpu, Memory, gpus, install_command
 from agentrl.core.ports import ChatFormat, Engine, Trainer
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.base_models import EnginePerBaseModel
-from agentrl.engines.child_process import SILENCE_S, ChildProgram, LocalPlacement, ProcessPlacement
-from agentrl.engines.client import AddressableEngine, ProcessEngine
 from agentrl.engines.external import EngineWithExternalPolicies, NoEngine
-from agentrl.engines.fleet import ReplicatedEngine
-from agentrl.engines.weight_transfer import WeightDestination, WeightSendingTrainer
+from agentrl.engines.process import SILENCE_S, ChildProgram, LocalPlacement, ProcessPlacement
+from agentrl.engines.remote.client import AddressableEngine, ProcessEngine
+from agentrl.engines.router import ReplicatedEngine
+from agentrl.engines.weights.transfer import WeightDestination, WeightSendingTrainer
 from agentrl.environment.base import Environment, Split, TaskSource, describe_user_code_error
 from agentrl.environment.mixture import (
     MemberTasks,
@@ -49,7 +49,7 @@ from agentrl.environment.mixture import (
 )
 from agentrl.environment.registry import load_function, module_of, name_of, resolve
 from agentrl.orchestrator.evaluation import HeldOutSplit
-from agentrl.rollout.byte_formats import JsonChatFormat
+from agentrl.rollout.chat.byte_formats import JsonChatFormat
 
 if TYPE_CHECKING:
     from agentrl.cluster.elastic import JoiningNodeWatcher, ScalableProcessKind
@@ -572,7 +572,7 @@ def make_chat_format(config: RunConfig) -> ChatFormat:
     """Make the chat format of `model.path`, or the one of JSON lines if that is empty."""
     if not config.model.path:
         return JsonChatFormat()
-    from agentrl.rollout.chat_format import TemplateChatFormat
+    from agentrl.rollout.chat.chat_format import TemplateChatFormat
 
     return TemplateChatFormat.load(
         config.model.path, reply_format=config.model.reply_format, history=config.model.history

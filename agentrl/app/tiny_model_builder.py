@@ -381,8 +381,8 @@ class _Builder:
     ) -> dict[str, Any]:
         """Write the model; returns facts to report about it."""
         from agentrl.learn import tiny_model
-        from agentrl.rollout.chat_format import TemplateChatFormat
-        from agentrl.rollout.chat_template import ChatTemplate
+        from agentrl.rollout.chat.chat_format import TemplateChatFormat
+        from agentrl.rollout.chat.chat_template import ChatTemplate
 
         tiny_model.seed_torch(self.seed)
         directory = self.directory

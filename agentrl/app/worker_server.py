@@ -35,10 +35,10 @@ from agentrl.core.network import SCHEME
 from agentrl.core.ports import SpawnedGroup
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, Task
 from agentrl.engines.base_models import SamplerPerBaseModel
-from agentrl.engines.child_process import die_with_parent
-from agentrl.engines.client import EngineClient
 from agentrl.engines.external import SamplerWithExternalPolicies
-from agentrl.engines.wire import read_frame, send
+from agentrl.engines.process import die_with_parent
+from agentrl.engines.protocol import read_frame, send
+from agentrl.engines.remote.client import EngineClient
 from agentrl.environment.containment import exit_forked_process, stop_loop_in_forked_process
 from agentrl.environment.registry import register_source_files, resolve
 from agentrl.journal.control_rows import unserialisable_task_error

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import agentrl
 from agentrl.core.ids import random_stream
 from agentrl.environment.tools import bind_tools, run_tool
-from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 
 if TYPE_CHECKING:
     import random

@@ -29,7 +29,7 @@ from agentrl.environment.registry import name_of
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.reader import TurnLogReader
 from agentrl.journal.rows import assemble_trajectories
-from agentrl.rollout.byte_formats import PlainChatFormat
+from agentrl.rollout.chat.byte_formats import PlainChatFormat
 from agentrl.testing.recording_trainer import RecordingTrainer
 
 if TYPE_CHECKING:

@@ -24,14 +24,14 @@ from agentrl.cluster.session import (
 from agentrl.config.devices import Node
 from agentrl.core.network import Address, Listener, connect, interface_of
 from agentrl.core.text import plural
-from agentrl.engines.child_process import LocalPlacement
+from agentrl.engines.process import LocalPlacement
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Sequence
 
     from agentrl.core.machine import Gpu
-    from agentrl.engines.child_process import ChildProgram, EngineProcess
+    from agentrl.engines.process import ChildProgram, EngineProcess
 
 LOOK_S = 1.0
 """Seconds between checks of a local Ray, which does not report its own death."""

@@ -27,8 +27,8 @@ from agentrl.core.clock import RetryBudget, SystemClock
 from agentrl.core.errors import AgentRLError, EngineLostError, JournalError, format_foreign_error, rebuild_error
 from agentrl.core.network import Address, Listener, connect
 from agentrl.core.records import ProcessStatus
-from agentrl.engines.child_process import ChildProgram, LocalPlacement, Supervisor, die_with_parent
-from agentrl.engines.wire import WireMessage, read_frame, send
+from agentrl.engines.process import ChildProgram, LocalPlacement, Supervisor, die_with_parent
+from agentrl.engines.protocol import WireMessage, read_frame, send
 from agentrl.journal.entries import JournalEntry
 from agentrl.journal.run_process import retry_until_writer_exits
 from agentrl.journal.store import WorkerJournal, check_entry_size
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from agentrl.core.clock import Clock
     from agentrl.core.records import ForkPoint
-    from agentrl.engines.child_process import ConnectedChildProcess
+    from agentrl.engines.process import ConnectedChildProcess
 
 RECEIVER = ChildProgram("", {}, "agentrl.cluster.journal_stream")
 SILENCE_S = 60.0

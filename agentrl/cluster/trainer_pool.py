@@ -35,14 +35,14 @@ from agentrl.core.custom_functions import FunctionCode, find_function_code, is_m
 from agentrl.core.errors import AgentRLError, ConfigError, TrainerError, TrainerLostError
 from agentrl.core.machine import rare_collections
 from agentrl.core.records import ProcessStatus
-from agentrl.engines.child_process import gpu_visibility_variables
+from agentrl.engines.process import gpu_visibility_variables
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
     from agentrl.config.devices import NodePlan
     from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, Trajectory, Unit, WeightsRef
-    from agentrl.engines.weight_transfer import Rendezvous, WeightDestination
+    from agentrl.engines.weights.transfer import Rendezvous, WeightDestination
 
 PATIENCE_S = 60.0
 """Seconds for which the other ranks may continue after one refused a call; after that the group counts as stuck."""
@@ -161,7 +161,7 @@ class TrainerRank:
 
     def serve(self) -> Rendezvous:
         """Serve, as rank 0, the store through which the group forms."""
-        from agentrl.engines.weight_transfer import serve_rendezvous
+        from agentrl.engines.weights.transfer import serve_rendezvous
 
         rendezvous, self._store = serve_rendezvous(self._addresses[self._rank])
         return rendezvous

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from agentrl.cluster.journal_stream import JournalReceiver
     from agentrl.core.clock import Clock
     from agentrl.core.ports import CommitLog, EpisodeHost, PolicyCounts
-    from agentrl.engines.child_process import ProcessPlacement
-    from agentrl.engines.client import AddressableEngine
+    from agentrl.engines.process import ProcessPlacement
+    from agentrl.engines.remote.client import AddressableEngine
 
 OnEnd = Callable[[EpisodeHeader], None]
 

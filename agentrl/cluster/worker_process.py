@@ -15,15 +15,15 @@ from agentrl.core.clock import RetryBudget
 from agentrl.core.errors import AgentRLError, EngineLostError, rebuild_error
 from agentrl.core.records import ProcessStatus
 from agentrl.core.text import plural
-from agentrl.engines.child_process import ChildProgram, Supervisor
-from agentrl.engines.wire import encode_frame, read_frame, send
+from agentrl.engines.process import ChildProgram, Supervisor
+from agentrl.engines.protocol import encode_frame, read_frame, send
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from agentrl.cluster.journal_stream import JournalReceiver
     from agentrl.core.clock import Clock
-    from agentrl.engines.child_process import ConnectedChildProcess, ProcessPlacement
+    from agentrl.engines.process import ConnectedChildProcess, ProcessPlacement
 
 PROGRAM = ChildProgram("", {}, "agentrl.app.worker_server")
 BEHIND_S = 5.0

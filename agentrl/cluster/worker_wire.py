@@ -23,7 +23,7 @@ from agentrl.core.records import (
     Task,
     TrajectoryHeader,
 )
-from agentrl.engines.wire import WireMessage
+from agentrl.engines.protocol import WireMessage
 
 Spoken = tuple[
     str, int, str, float | None, int, int, int, tuple[tuple[int, float], ...], tuple[tuple[str, float], ...], bytes

@@ -1,7 +1,7 @@
 """External policies, which no engine of the run serves: behind an endpoint (`remote_policy.py`), or programs (bots).
 
 Owns: the routing of calls to policies, and the calls of bots. An external policy receives the conversation as JSON
-lines (`rollout/byte_formats.py`), one token per byte; its completion is such a line with logprob 0, recorded and
+lines (`rollout/chat/byte_formats.py`), one token per byte; its completion is such a line with logprob 0, recorded and
 replayed like any other and never trained.
 Invariants: a bot's random numbers depend only on the call id of its turn, so a replayed turn is the same; a bot that
 raises, or returns something other than text, ends the episode with an error.

@@ -1,7 +1,7 @@
 """Policies behind an endpoint that speaks OpenAI's chat completions.
 
 Owns: the HTTP calls, and the parts of an answer that are kept. A call's context is the conversation as JSON lines
-(`rollout/byte_formats.py`), one token per byte; so is the answer, with logprob 0.
+(`rollout/chat/byte_formats.py`), one token per byte; so is the answer, with logprob 0.
 
 Invariants: the key is sent to its endpoint only, never along redirects, and is removed from everything that comes back,
 so it appears neither in a journal nor in a message of agentrl. A request that times out, or meets an overload or a

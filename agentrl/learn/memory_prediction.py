@@ -25,7 +25,7 @@ from agentrl.core.custom_functions import FunctionDeclaration
 from agentrl.core.errors import InputError, PredictionError
 from agentrl.core.records import TrainingSample
 from agentrl.engines.models import dtype_name, outermost_layers, runnable_on_meta
-from agentrl.engines.weights import device_memory
+from agentrl.engines.weights.files import device_memory
 from agentrl.learn.forward import MAX_LOGITS, TOP_TOKENS, HeadOutput, token_logprobs
 from agentrl.learn.learner import ValueHead
 from agentrl.learn.losses import BUILT_IN

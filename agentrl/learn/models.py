@@ -45,7 +45,7 @@ from agentrl.engines.models import (
     read_meta_model,
     read_model,
 )
-from agentrl.engines.weights import adaptable_layers, map_weights_to_state, read_adapter_tensors, read_weights
+from agentrl.engines.weights.files import adaptable_layers, map_weights_to_state, read_adapter_tensors, read_weights
 from agentrl.learn.forward import ATTENTION, HeadOutput, RoutingReplay, token_logprobs
 from agentrl.learn.packing import MicroBatch, pack
 from agentrl.learn.ranks import ShardedForward, gather_tensor, shard_tensor

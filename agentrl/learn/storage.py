@@ -54,7 +54,7 @@ from agentrl.core.records import PolicyVersion, StepReport, TrainingSample, Weig
 from agentrl.credit.samples import input_digest, row_digest, token_lags, trained_positions
 from agentrl.engines.models import dtype_name
 from agentrl.engines.versions import Canary
-from agentrl.engines.weight_transfer import (
+from agentrl.engines.weights.transfer import (
     FileSender,
     GlooSender,
     PublishedWeightSource,
@@ -339,7 +339,7 @@ def _sender(recipient: WeightDestination, link: WeightTransferConnection, source
         return FileSender(recipient, link, source)
     if recipient.transfer == "gloo":
         return GlooSender(recipient, link, source)
-    from agentrl.engines.vllm.senders import connect_sender
+    from agentrl.engines.weights.vllm_senders import connect_sender
 
     return connect_sender(recipient, link, source)
 

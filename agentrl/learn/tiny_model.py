@@ -21,12 +21,12 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from agentrl.observe.progress import ProgressLine
-from agentrl.rollout.chat_template import AddedToken as AddedText
-from agentrl.rollout.chat_template import ChatTemplate, ControlTokens, message_for_template, tool_for_template
+from agentrl.rollout.chat.chat_template import AddedToken as AddedText
+from agentrl.rollout.chat.chat_template import ChatTemplate, ControlTokens, message_for_template, tool_for_template
 
 if TYPE_CHECKING:
     from agentrl.core.records import Message, ToolSpec
-    from agentrl.rollout.chat_format import TemplateChatFormat
+    from agentrl.rollout.chat.chat_format import TemplateChatFormat
 
 BATCH = 48
 """Number of conversations per warm-up step."""

@@ -38,7 +38,7 @@ from agentrl.core.errors import ConfigError, NonFiniteError, StorageError, Super
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, TrainingSample, Unit, WeightsRef
 from agentrl.credit.advantages import generalized_advantages
 from agentrl.credit.samples import ReadUnits, read_samples
-from agentrl.engines.weight_transfer import WeightDestination
+from agentrl.engines.weights.transfer import WeightDestination
 from agentrl.journal.rows import make_unit_reader
 from agentrl.learn.device_copies import device_tensors
 from agentrl.learn.forward import TOP_TOKENS, HeadOutput

@@ -52,9 +52,9 @@ from agentrl.environment.base import Agent, LimitReachedError, check_reward_name
 from agentrl.journal.entries import RewardEntry, TurnEntry, TurnPause, TurnVersionSpan, gigpo_state_hash, request_hash
 from agentrl.observe.metrics import DEMONSTRATED, GATE_PASSED, GATE_REFUSED
 from agentrl.rollout.branches import shortened_repr
-from agentrl.rollout.byte_formats import JsonChatFormat
 from agentrl.rollout.call_journal import CallExecution, encode, encode_arguments
-from agentrl.rollout.template_checks import applicable_rewrite_causes
+from agentrl.rollout.chat.byte_formats import JsonChatFormat
+from agentrl.rollout.chat.template_checks import applicable_rewrite_causes
 from agentrl.rollout.turn_entries import completion_from_entry, decode_message, encode_message
 
 if TYPE_CHECKING:

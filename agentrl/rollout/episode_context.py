@@ -79,8 +79,8 @@ from agentrl.rollout.call_journal import (
     to_journal_data,
     to_journal_data_and_bytes,
 )
+from agentrl.rollout.external.agent import open_endpoint
 from agentrl.rollout.gather import gather
-from agentrl.rollout.harness_agent import open_endpoint
 
 if TYPE_CHECKING:
     import random

@@ -45,7 +45,7 @@ from agentrl.rollout.episode import (
     WorkerServices,
 )
 from agentrl.rollout.episode_context import LiveEpisodeContext
-from agentrl.rollout.harness_agent import external_turns_with_context
+from agentrl.rollout.external.agent import external_turns_with_context
 from agentrl.rollout.kv_budget import kv_budget_of
 from agentrl.rollout.turn_entries import EpisodePartialTurns
 

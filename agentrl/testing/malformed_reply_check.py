@@ -15,7 +15,7 @@ from agentrl.core.ids import random_stream
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.scripted import Script
-from agentrl.rollout.byte_formats import STOP_TOKEN
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 
 GARBAGE = ("@@ %% zz !!", '<tool_call>{"name": ', "")
 """Unreadable replies: noise, a call that cannot be parsed, an empty text."""

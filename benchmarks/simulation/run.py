@@ -22,7 +22,7 @@ from agentrl.app.assemble import RunParts, assemble_orchestrator
 from agentrl.core.clock import LoopClock
 from agentrl.core.errors import CheckFailedError
 from agentrl.core.records import PolicyVersion
-from agentrl.engines.fleet import ReplicatedEngine
+from agentrl.engines.router import ReplicatedEngine
 from agentrl.inspection.timelines import RunTimeline, span_occupancy
 from agentrl.journal.port import PruneTotals
 from agentrl.orchestrator.versions import ServedVersions

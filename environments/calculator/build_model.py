@@ -16,8 +16,8 @@ from agentrl.core.records import Message
 from agentrl.environments.calculator.demonstrations import demonstrate
 from agentrl.environments.calculator.env import Calculator
 from agentrl.learn import tiny_model
-from agentrl.rollout.chat_format import TemplateChatFormat
-from agentrl.rollout.chat_template import ChatTemplate
+from agentrl.rollout.chat.chat_format import TemplateChatFormat
+from agentrl.rollout.chat.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
     from random import Random

@@ -19,7 +19,7 @@ from agentrl.core.records import Message
 from agentrl.environment.gym import SeededGame
 from agentrl.environments.frozen_lake.env import MOVES, FrozenLake
 from agentrl.learn import tiny_model
-from agentrl.rollout.chat_format import TemplateChatFormat
+from agentrl.rollout.chat.chat_format import TemplateChatFormat
 
 if TYPE_CHECKING:
     from random import Random

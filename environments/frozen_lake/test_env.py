@@ -13,7 +13,7 @@ from agentrl.core.ids import random_stream
 from agentrl.core.records import Task
 from agentrl.environment.gym import GymEpisode, SeededGame
 from agentrl.environments.frozen_lake.env import MOVES, FrozenLake
-from agentrl.rollout.chat_format import TemplateChatFormat
+from agentrl.rollout.chat.chat_format import TemplateChatFormat
 
 MAP = ["SFFF", "FHFH", "FFFH", "HFFG"]
 MODEL = Path(__file__).parent / "model"

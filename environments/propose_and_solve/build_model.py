@@ -22,7 +22,7 @@ from agentrl.environments.calculator import build_model as calculator
 from agentrl.environments.calculator.demonstrations import call_text, observation
 from agentrl.environments.propose_and_solve.env import PROMPT, Solve, Sum, drawn_sum
 from agentrl.learn import tiny_model
-from agentrl.rollout.chat_format import TemplateChatFormat
+from agentrl.rollout.chat.chat_format import TemplateChatFormat
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

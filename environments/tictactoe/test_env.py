@@ -13,7 +13,7 @@ from agentrl.core.records import Task
 from agentrl.environment.games import GameEpisode, GamePosition
 from agentrl.environments.tictactoe.build_model import MOVES
 from agentrl.environments.tictactoe.env import FREE, LINES, TicTacToe, is_won, random_player
-from agentrl.rollout.chat_format import TemplateChatFormat
+from agentrl.rollout.chat.chat_format import TemplateChatFormat
 from tests.unit.episodes import play
 
 pytest.importorskip("textarena", reason="the extra games is not installed")

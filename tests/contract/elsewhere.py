@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from agentrl.core.errors import EngineError
 from agentrl.core.files import WEIGHT_FILES, read_safetensors_header, sha256_of
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.engines.child_process import ChildProgram, LocalChildProcess, LocalPlacement
+from agentrl.engines.process import ChildProgram, LocalChildProcess, LocalPlacement
 from agentrl.engines.scripted import ScriptedEngine
-from agentrl.engines.weight_transfer import (
+from agentrl.engines.weights.files import read_metadata
+from agentrl.engines.weights.transfer import (
     PIECE_BYTES,
     GlooBroadcast,
     IncomingTransfer,
@@ -24,7 +25,6 @@ from agentrl.engines.weight_transfer import (
     WeightReceiver,
     join_broadcast,
 )
-from agentrl.engines.weights import read_metadata
 
 HOST = "127.0.0.1"
 START = {"solver": PolicyVersion("solver", 0, 0)}

@@ -20,10 +20,10 @@ from agentrl.core.errors import EngineError
 from agentrl.core.files import sha256_of
 from agentrl.core.ports import Engine, GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.engines.child_process import ChildProgram
-from agentrl.engines.client import ProcessEngine
 from agentrl.engines.embedded.engine import EmbeddedEngine
-from agentrl.engines.fleet import ReplicatedEngine
+from agentrl.engines.process import ChildProgram
+from agentrl.engines.remote.client import ProcessEngine
+from agentrl.engines.router import ReplicatedEngine
 from agentrl.engines.versions import Canary
 from agentrl.testing.virtual_time import simulate
 from tests.contract.scripted_program import VOCABULARY, scripted_engine

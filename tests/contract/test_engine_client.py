@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from agentrl.core.errors import EngineError, EngineLostError
-from agentrl.engines import wire
-from agentrl.engines.client import EngineClient, ProcessEngine
-from agentrl.engines.fleet import ReplicatedEngine
+from agentrl.engines import protocol
+from agentrl.engines.remote.client import EngineClient, ProcessEngine
+from agentrl.engines.router import ReplicatedEngine
 from tests.contract.engine_kinds import START, prompt, request, version
 from tests.contract.test_engine_process import SCRIPTED, kill, made, weights_of
 
@@ -103,15 +103,15 @@ def test_a_guest_whose_engine_dies_keeps_what_was_delivered_and_waits_for_the_ne
 @pytest.mark.parametrize(
     "message",
     [
-        wire.ServeVersionsRequest(call=1, current=[weights_of(1)], pinned=[]),
-        wire.ScoreRequest(call=1, version=version(1), token_ids=b"", temperature=1.0),
+        protocol.ServeVersionsRequest(call=1, current=[weights_of(1)], pinned=[]),
+        protocol.ScoreRequest(call=1, version=version(1), token_ids=b"", temperature=1.0),
     ],
 )
-def test_a_guest_that_asks_for_more_than_samples_is_shown_out(message: wire.WireMessage) -> None:
+def test_a_guest_that_asks_for_more_than_samples_is_shown_out(message: protocol.WireMessage) -> None:
     async def scenario(engine: ProcessEngine, client: EngineClient) -> None:
         reader, writer = await asyncio.open_unix_connection(engine.addresses[0])
-        wire.send(writer, message)
-        assert await wire.read_frame(reader) is None
+        protocol.send(writer, message)
+        assert await protocol.read_frame(reader) is None
         writer.close()
         assert (await client.open("s", "solver").generate(request("r", prompt(9)))).spans[0].version == START["solver"]
 
@@ -202,7 +202,7 @@ def test_a_process_without_a_private_place_has_no_door(monkeypatch: pytest.Monke
     """Where its path is longer than a Unix socket's may be."""
     deep = tmp_path / ("d" * 120)
     deep.mkdir()
-    monkeypatch.setattr("agentrl.engines.child_process._root", lambda: deep)
+    monkeypatch.setattr("agentrl.engines.process._root", lambda: deep)
 
     async def main() -> None:
         engine = await ProcessEngine(SCRIPTED, START).ready()
@@ -219,6 +219,6 @@ def test_a_connection_to_a_machine_that_became_unreachable_has_ended() -> None:
     async def main() -> None:
         reader = asyncio.StreamReader()
         reader.set_exception(TimeoutError("110"))
-        assert await wire.read_frame(reader) is None
+        assert await protocol.read_frame(reader) is None
 
     asyncio.run(main())

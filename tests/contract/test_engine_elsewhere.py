@@ -15,10 +15,11 @@ from agentrl.core.errors import EngineError, EngineLostError, EngineStorageError
 from agentrl.core.network import SCHEME, Address
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion
-from agentrl.engines import weight_transfer, wire
-from agentrl.engines.child_process import PRIVATE_DIRECTORY_VARIABLE
-from agentrl.engines.client import EngineClient, EngineConnection, ProcessEngine
-from agentrl.engines.weight_transfer import (
+from agentrl.engines import protocol
+from agentrl.engines.process import PRIVATE_DIRECTORY_VARIABLE
+from agentrl.engines.remote.client import EngineClient, EngineConnection, ProcessEngine
+from agentrl.engines.weights import transfer
+from agentrl.engines.weights.transfer import (
     PIECE_BYTES,
     GlooSender,
     PublishedWeightSource,
@@ -84,7 +85,7 @@ class UnansweredWriter:
     def write(self, data: bytes) -> None:
         if not self._written:
             asyncio.get_running_loop().call_soon(self._send)
-        self._written.append(type(wire.REQUESTS.decode(data[wire.HEAD_BYTES :])).__name__)
+        self._written.append(type(protocol.REQUESTS.decode(data[protocol.HEAD_BYTES :])).__name__)
 
     def _send(self) -> None:
         self.sent.append(self._written)
@@ -211,11 +212,11 @@ class Keeps:
     def next_call(self) -> int:
         return 1
 
-    async def ask(self, call: int, message: wire.Request) -> wire.Reply:
-        assert isinstance(message, wire.WeightChunk)
+    async def ask(self, call: int, message: protocol.Request) -> protocol.Reply:
+        assert isinstance(message, protocol.WeightChunk)
         assert message.start == len(self.kept)
         self.kept += message.data
-        return wire.AcknowledgementReply(call=call)
+        return protocol.AcknowledgementReply(call=call)
 
 
 def test_two_versions_of_the_same_weights_are_one_file(tmp_path: Path) -> None:
@@ -250,15 +251,15 @@ class IsFull(Keeps):
         super().__init__()
         self.asked = 0
 
-    async def ask(self, call: int, message: wire.Request) -> wire.Reply:
+    async def ask(self, call: int, message: protocol.Request) -> protocol.Reply:
         self.asked += 1
         if self.asked > 1:  # the header fits
             raise EngineStorageError("no space")
-        return wire.AcknowledgementReply(call=call)
+        return protocol.AcknowledgementReply(call=call)
 
 
 def test_a_machine_that_refuses_a_piece_is_sent_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_transfer, "PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(transfer, "PIECE_BYTES", 1 << 16)
 
     async def main() -> None:
         connection, weights = IsFull(), written_full(tmp_path / "1", 1)
@@ -267,7 +268,7 @@ def test_a_machine_that_refuses_a_piece_is_sent_no_more(tmp_path: Path, monkeypa
         await files.send([weights], pieces)
         await asyncio.gather(*pieces)
         await files.send_remainder(weights.version)
-        assert connection.asked == 1 + weight_transfer.PIECES
+        assert connection.asked == 1 + transfer.PIECES
         (error,) = files.take_failures([weights])
         assert isinstance(error, EngineStorageError)
 

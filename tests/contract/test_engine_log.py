@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from agentrl.core.errors import EngineError
-from agentrl.engines.child_process import ChildProgram, LocalPlacement
-from agentrl.engines.client import ProcessEngine
+from agentrl.engines.process import ChildProgram, LocalPlacement
+from agentrl.engines.remote.client import ProcessEngine
 from tests.contract.engine_kinds import START
 from tests.contract.test_engine_process import NoWaiting, kill, weights_of
 

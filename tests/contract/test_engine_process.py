@@ -16,8 +16,8 @@ import pytest
 from agentrl.core.clock import RetryBudget, SystemClock
 from agentrl.core.errors import EngineError, EngineLostError, ModelError
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.engines.child_process import ChildProcess, ChildProgram, ProcessPlacement, Supervisor
-from agentrl.engines.client import ProcessEngine
+from agentrl.engines.process import ChildProcess, ChildProgram, ProcessPlacement, Supervisor
+from agentrl.engines.remote.client import ProcessEngine
 from tests.contract.engine_kinds import START, ModelZoo, check_logprobs, prompt, request, version
 from tests.contract.warm_processes import WarmPlacement
 

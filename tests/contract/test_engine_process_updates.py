@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.core.errors import EngineError, VersionNotServedError
 from agentrl.core.records import WeightsRef
-from agentrl.engines.child_process import ChildProgram
+from agentrl.engines.process import ChildProgram
 from agentrl.orchestrator.versions import ServedVersions
 from tests.contract.engine_kinds import START, prompt, request, version
 from tests.contract.test_engine_process import made, weights_of

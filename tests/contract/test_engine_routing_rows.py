@@ -11,7 +11,7 @@ import pytest
 
 from agentrl.core.records import TrajectoryRow
 from agentrl.engines.embedded.engine import EmbeddedEngine
-from agentrl.engines.wire import CompletionReply, completion_from_message, message_from_completion
+from agentrl.engines.protocol import CompletionReply, completion_from_message, message_from_completion
 from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, TurnEntry, TurnVersionSpan, encode_body
 from agentrl.journal.rows import assemble_trajectories
 from tests.contract.engine_kinds import ModelZoo, load_engine, prompt, request, version

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from agentrl.core.errors import EngineError
-from agentrl.engines.child_process import PRIVATE_DIRECTORY_VARIABLE
+from agentrl.engines.process import PRIVATE_DIRECTORY_VARIABLE
 from tests.contract.engine_kinds import ModelZoo, check_logprobs, check_refused, prompt, request, version
 from tests.contract.test_engine_adapters import SPOILT_ADAPTERS, with_adapter
 from tests.contract.test_engine_vllm import adapter, in_flight, steps, unloaded

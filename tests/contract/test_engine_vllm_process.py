@@ -21,8 +21,8 @@ from safetensors.numpy import load_file, save_file
 
 from agentrl.core.errors import EngineCapabilityError, EngineError, EngineLostError
 from agentrl.core.records import PolicyVersion
-from agentrl.engines.child_process import PRIVATE_DIRECTORY_VARIABLE, ChildProgram
-from agentrl.engines.client import ProcessEngine
+from agentrl.engines.process import PRIVATE_DIRECTORY_VARIABLE, ChildProgram
+from agentrl.engines.remote.client import ProcessEngine
 from tests.contract.engine_kinds import START, ModelZoo, check_logprobs, prompt, request, version, write_adapter
 from tests.contract.test_engine_adapters import with_adapter
 from tests.contract.test_engine_process import NoWaiting

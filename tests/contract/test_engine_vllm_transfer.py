@@ -14,8 +14,9 @@ import torch
 
 from agentrl.core.errors import EngineError, TrainerError
 from agentrl.core.records import PolicyVersion
-from agentrl.engines import weight_transfer, wire
-from agentrl.engines.weight_transfer import (
+from agentrl.engines import protocol
+from agentrl.engines.weights import transfer
+from agentrl.engines.weights.transfer import (
     FileSender,
     GlooSender,
     PublishedWeightSource,
@@ -70,7 +71,7 @@ def test_weights_that_a_trainer_sends_serve_as_those_of_its_file_would(
     make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
     """The published files are of no use but for their canaries: what serves is what was sent."""
-    monkeypatch.setattr(weight_transfer, "CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 1 << 16)
 
     async def main() -> None:
         engine, context = make_vllm(), prompt(40)
@@ -132,7 +133,7 @@ def test_what_a_trainer_cannot_send_is_loaded_from_its_file(
     half: str,
 ) -> None:
     """It dies before, or in the middle, while vLLM stands still; it offers another model; it sends half of it."""
-    monkeypatch.setattr(weight_transfer, "CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 1 << 16)
 
     async def main() -> None:
         engine, context = make_vllm(), prompt(40)
@@ -166,7 +167,7 @@ def test_half_of_the_weights_never_serve_when_the_file_fails_too(
     make_vllm: MakeVllm, zoo: ModelZoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer dies in the middle, and the published file is damaged: the version before serves again."""
-    monkeypatch.setattr(weight_transfer, "CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 1 << 16)
 
     async def main() -> None:
         engine, context = make_vllm(), prompt(40)
@@ -235,7 +236,7 @@ class Listens(WeightTransferConnection):
 
     def _request(self, message: Any) -> Any:
         self.asked.append((message.method, message.info))
-        return weight_transfer.TransferReply()
+        return transfer.TransferReply()
 
 
 TENSORS = {"a.weight": torch.zeros(4, 2, dtype=torch.bfloat16), "b.bias": torch.zeros(3)}
@@ -247,33 +248,31 @@ HANDLE = (0, b"memory handle", 64, 0, False, b"counter", 8, b"event", True)
 def test_shared_memory_is_described_as_vllm_takes_it_without_a_class_on_the_way() -> None:
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferUpdateInfo
 
-    from agentrl.engines.vllm import senders, worker
+    from agentrl.engines.weights import vllm_senders, vllm_worker
 
     link, source = Listens(), PublishedWeightSource(TENSORS, iter(TENSORS.items()))
-    found: Any = senders.trainer_init_info(IPC, source)
+    found: Any = vllm_senders.trainer_init_info(IPC, source)
     assert (found.backend, found.packed, found.packed_buffer_size_bytes) == (
         "agentrl_ipc",
         True,
-        weight_transfer.CHUNK_BYTES,
+        transfer.CHUNK_BYTES,
     )
     assert found.is_sender
-    sender: Any = senders.IpcSender.__new__(senders.IpcSender)  # its __init__ asks CUDA for the card
+    sender: Any = vllm_senders.IpcSender.__new__(vllm_senders.IpcSender)  # its __init__ asks CUDA for the card
     sender.client = link
     sender._do_send(
         ["a.weight", "b.bias"], ["bfloat16", "float32"], [[4, 2], [3]], {"GPU-1": SHARED + HANDLE}, [16, 12]
     )
     ((method, info),) = link.asked
     assert method == "update"
-    sent = weight_transfer._REQUEST.decode(
-        wire.encode_frame(weight_transfer.TransferCall(method="update", info=info))[4:]
-    )
-    assert isinstance(sent, weight_transfer.TransferCall)
-    handles = {gpu: worker.cuda_handle_from_plain(handle) for gpu, handle in sent.info["ipc_handles"].items()}
+    sent = transfer._REQUEST.decode(protocol.encode_frame(transfer.TransferCall(method="update", info=info))[4:])
+    assert isinstance(sent, transfer.TransferCall)
+    handles = {gpu: vllm_worker.cuda_handle_from_plain(handle) for gpu, handle in sent.info["ipc_handles"].items()}
     assert handles == {"GPU-1": SHARED + HANDLE}
     taken = IPCWeightTransferUpdateInfo(**{**sent.info, "ipc_handles": handles})
     assert (taken.names, taken.tensor_sizes) == (["a.weight", "b.bias"], [16, 12])
     with pytest.raises(ValueError, match="bytes in one dimension"):
-        senders.plain_cuda_handle((torch.Tensor, torch.Size([2, 2]), (2, 1), 0, None, torch.uint8, *HANDLE))
+        vllm_senders.plain_cuda_handle((torch.Tensor, torch.Size([2, 2]), (2, 1), 0, None, torch.uint8, *HANDLE))
 
 
 @IN_SUITE
@@ -281,15 +280,15 @@ def test_broadcasts_are_met_by_an_id_and_no_port() -> None:
     from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
 
-    from agentrl.engines.vllm import senders
+    from agentrl.engines.weights import vllm_senders
 
     source = PublishedWeightSource(TENSORS, iter(TENSORS.items()))
-    found: Any = senders.trainer_init_info(
+    found: Any = vllm_senders.trainer_init_info(
         WeightDestination(number=0, address="", transfer="nccl", processes=4, silence_s=60.0), source
     )
     assert (found.backend, found.world_size, found.is_sender) == ("agentrl_nccl", 5, True)
     assert found.interface == "lo"
-    payload = senders.nccl_join_message(bytes(range(128)), found)
+    payload = vllm_senders.nccl_join_message(bytes(range(128)), found)
     taken = NCCLWeightTransferInitInfo(**payload)
     assert taken.nccl_unique_id_bytes == bytes(range(128))
     assert (taken.master_address, taken.rank_offset, taken.world_size, taken.packed) == (None, 1, 5, True)
@@ -311,13 +310,13 @@ def test_broadcasts_are_met_by_an_id_and_no_port() -> None:
 def test_one_backend_takes_files_and_what_vllm_s_own_take() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
-    from agentrl.engines.vllm import senders, worker
+    from agentrl.engines.weights import vllm_senders, vllm_worker
 
-    assert WeightTransferEngineFactory._registry[worker.BACKEND]() is worker.VersionTransferEngine
-    assert WeightTransferEngineFactory._registry[worker.GLOO]() is worker.GlooTransferEngine
-    assert WeightTransferTrainerFactory._registry[senders.IPC]() is senders.IpcSender
-    assert WeightTransferTrainerFactory._registry[senders.NCCL]() is senders.NcclSender
-    backend = worker.VersionTransferEngine.__new__(worker.VersionTransferEngine)
+    assert WeightTransferEngineFactory._registry[vllm_worker.BACKEND]() is vllm_worker.VersionTransferEngine
+    assert WeightTransferEngineFactory._registry[vllm_worker.GLOO]() is vllm_worker.GlooTransferEngine
+    assert WeightTransferTrainerFactory._registry[vllm_senders.IPC]() is vllm_senders.IpcSender
+    assert WeightTransferTrainerFactory._registry[vllm_senders.NCCL]() is vllm_senders.NcclSender
+    backend = vllm_worker.VersionTransferEngine.__new__(vllm_worker.VersionTransferEngine)
     assert backend.parse_update_info({"path": "/file", "is_last": False}).path == "/file"
     assert backend.parse_update_info({}).sent is None
     assert backend.parse_update_info({"names": ["a"]}).sent == {"names": ["a"]}

@@ -25,7 +25,7 @@ from agentrl.core.records import (
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.environment.base import EpisodeLimits
 from agentrl.journal.rows import assemble_trajectories
-from agentrl.rollout.byte_formats import PlainChatFormat
+from agentrl.rollout.chat.byte_formats import PlainChatFormat
 from agentrl.rollout.episode import RolloutSettings
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.turn_entries import join_completions

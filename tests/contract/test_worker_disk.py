@@ -33,7 +33,7 @@ except StorageError as error:
 SAY = """
 import asyncio, socket
 from agentrl.app.worker_server import report_failure
-from agentrl.engines.wire import read_frame
+from agentrl.engines.protocol import read_frame
 
 async def main():
     ours, theirs = socket.socketpair()

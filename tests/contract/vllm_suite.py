@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.core.records import PolicyVersion, WeightsRef
 
 if __name__ == "__main__":
-    from agentrl.engines.child_process import PRIVATE_DIRECTORY_VARIABLE, PrivateDirectory
+    from agentrl.engines.process import PRIVATE_DIRECTORY_VARIABLE, PrivateDirectory
 
     files = PrivateDirectory()
     os.environ[PRIVATE_DIRECTORY_VARIABLE] = str(files.path)

@@ -8,13 +8,13 @@ import socket
 import sys
 from multiprocessing.context import ForkServerProcess
 
-from agentrl.engines import server
-from agentrl.engines.child_process import PRIVATE_DIRECTORY_VARIABLE, ChildProgram, PrivateDirectory
+from agentrl.engines.process import PRIVATE_DIRECTORY_VARIABLE, ChildProgram, PrivateDirectory
+from agentrl.engines.remote import server
 from tests.support.warm import WARM
 
 
 def _serve(connection: socket.socket, directory: str) -> None:
-    """Be `python -m agentrl.engines.server`; the process to end with is the one it was forked from."""
+    """Be `python -m agentrl.engines.remote.server`; the process to end with is the one it was forked from."""
     os.environ[PRIVATE_DIRECTORY_VARIABLE] = directory
     sys.argv = [server.__file__, str(connection.detach()), str(os.getppid())]
     server.main()

@@ -19,8 +19,8 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.ports import Worker
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding, Task
 from agentrl.credit.advantages import ADVANTAGES
-from agentrl.engines.child_process import ChildProgram
-from agentrl.engines.client import ProcessEngine
+from agentrl.engines.process import ChildProgram
+from agentrl.engines.remote.client import ProcessEngine
 from agentrl.environment.base import Environment
 from agentrl.environment.containment import stop_loop_in_forked_process
 from agentrl.environment.registry import name_of

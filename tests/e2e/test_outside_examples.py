@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import agentrl
-from agentrl.rollout.chat_format import TemplateChatFormat
+from agentrl.rollout.chat.chat_format import TemplateChatFormat
 from tests.markdown_pages import ROOT
 
 EXAMPLES = ROOT / "examples"

@@ -33,10 +33,10 @@ from agentrl.core.errors import (
 )
 from agentrl.core.ports import Engine, GenerateRequest, Trainer
 from agentrl.core.records import Completion, EpisodeDataLocation, PolicyVersion, StepReport
-from agentrl.engines.child_process import ChildProgram
-from agentrl.engines.client import ProcessEngine
 from agentrl.engines.embedded.engine import EmbeddedEngine
-from agentrl.engines.fleet import ReplicatedEngine
+from agentrl.engines.process import ChildProgram
+from agentrl.engines.remote.client import ProcessEngine
+from agentrl.engines.router import ReplicatedEngine
 from agentrl.learn.storage import read_step_columns
 from agentrl.learn.trainer import InProcessTrainer
 from tests.contract.engine_kinds import START, ModelZoo, prompt, request, version
@@ -294,7 +294,7 @@ def test_all_processes_of_a_dead_ray_are_lost_also_where_one_of_them_has_started
 _SHARED_PLACEMENT = """
 import asyncio, os, signal
 from agentrl.cluster.engine_actors import RayPlacement
-from agentrl.engines.child_process import ChildProgram
+from agentrl.engines.process import ChildProgram
 
 PROGRAM = ChildProgram("tests.contract.scripted_program:scripted_engine", {"max_context": 4096, "refresh": "token"})
 
@@ -352,8 +352,8 @@ from agentrl.cluster.trainer_pool import RayTrainerPool
 from agentrl.core.errors import TrainerLostError
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion
-from agentrl.engines.child_process import ChildProgram
-from agentrl.engines.client import ProcessEngine
+from agentrl.engines.process import ChildProgram
+from agentrl.engines.remote.client import ProcessEngine
 from tests.learn_cases import Episodes, make_rows, run_config
 
 SCRIPTED = ChildProgram("tests.contract.scripted_program:scripted_engine", {"max_context": 4096, "refresh": "token"})

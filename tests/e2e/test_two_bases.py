@@ -26,7 +26,7 @@ from agentrl.cli.main import main
 from agentrl.config.load import load
 from agentrl.core.errors import ConfigError, InputError
 from agentrl.engines.base_models import EnginePerBaseModel
-from agentrl.engines.client import ProcessEngine
+from agentrl.engines.remote.client import ProcessEngine
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.steps import step_list
 from agentrl.inspection.tokens import episode_tokens

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from agentrl.core.ports import ChatFormat
 from agentrl.core.records import Message, Role
-from agentrl.rollout.byte_formats import PlainChatFormat
-from agentrl.rollout.chat_format import TemplateChatFormat
+from agentrl.rollout.chat.byte_formats import PlainChatFormat
+from agentrl.rollout.chat.chat_format import TemplateChatFormat
 
 MODEL = Path(__file__).parents[2] / "environments/calculator/model"
 FORMATS: dict[str, ChatFormat] = {"template": TemplateChatFormat.load(MODEL), "plain": PlainChatFormat()}

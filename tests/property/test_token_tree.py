@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.core.records import FinishReason, Message, ToolSpec
-from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
-from agentrl.rollout.token_tree import RequestPlacement, TokenTree
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
+from agentrl.rollout.external.token_tree import RequestPlacement, TokenTree
 
 FORMAT = PlainChatFormat()
 TOOLS = (ToolSpec(name="look", description="", parameters={"properties": {"at": {}}}),)

@@ -15,7 +15,7 @@ import aiohttp
 import agentrl
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
-from agentrl.rollout.byte_formats import STOP_TOKEN
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 
 
 class Sandbox:

@@ -226,7 +226,7 @@ class NestedTool(agentrl.ToolEnvironment):
 
 
 def test_tools_may_call_the_context() -> None:
-    from agentrl.rollout.byte_formats import STOP_TOKEN
+    from agentrl.rollout.chat.byte_formats import STOP_TOKEN
     from tests.replay.executions import told
 
     call = b'<tool_call>{"name": "ask", "arguments": {"times": 3}}</tool_call>'

@@ -12,7 +12,7 @@ import pytest
 import agentrl
 from agentrl.core.errors import EffectError
 from agentrl.journal.entries import EffectEntry, EffectIntentEntry, ResourceCallEntry, ToolEntry
-from agentrl.rollout.byte_formats import STOP_TOKEN
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from tests.replay.executions import Execution, Stage, digits_among_draws, resumed_everywhere, told
 
 

@@ -26,7 +26,7 @@ from agentrl.journal.entries import SpawnEntry, TurnEntry
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.orchestrator.versions import ServedVersions
-from agentrl.rollout.byte_formats import STOP_TOKEN
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.execution import plain_rollout_settings, wire_dispatcher
 from tests.sim.small_run import config_for
 

@@ -11,7 +11,7 @@ import agentrl
 from agentrl.core.errors import ReplayMismatchError
 from agentrl.core.records import FinishReason, Message, ToolSpec
 from agentrl.journal.entries import TurnEntry
-from agentrl.rollout.byte_formats import PlainChatFormat
+from agentrl.rollout.chat.byte_formats import PlainChatFormat
 from agentrl.testing import execution
 from tests.replay.executions import Stage
 

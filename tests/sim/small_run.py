@@ -21,7 +21,7 @@ from agentrl.orchestrator import loop
 from agentrl.orchestrator.evaluation import HeldOutSplit
 from agentrl.orchestrator.loop import Orchestrator, RunOutcome
 from agentrl.orchestrator.versions import ServedVersions
-from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.testing.memory_journal import MemoryJournal
 from agentrl.testing.recording_trainer import RecordingTrainer
 

@@ -13,7 +13,7 @@ from agentrl.core.ids import random_stream
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
 from agentrl.journal.port import StepRow
-from agentrl.rollout.byte_formats import STOP_TOKEN
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.plugin import SeededSimulation
 from agentrl.testing.virtual_time import simulate
 from tests.sim.small_run import SmallRun, config_for

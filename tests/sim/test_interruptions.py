@@ -14,7 +14,7 @@ from agentrl.app.recovery import read_resume_state
 from agentrl.core.records import PolicyVersion, Task, WeightsRef
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry
-from agentrl.rollout.byte_formats import STOP_TOKEN
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.rollout.episode import GRACE_S
 from agentrl.testing.execution import PARTITION, POLICY, plain_rollout_settings, wire_dispatcher
 from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal

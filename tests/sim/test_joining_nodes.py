@@ -11,7 +11,7 @@ from agentrl.cluster.elastic import JoiningNodeWatcher, ScalableProcessKind
 from agentrl.cluster.session import LOOK_S
 from agentrl.config.devices import Node
 from agentrl.core.clock import LoopClock
-from agentrl.engines.child_process import ChildProgram
+from agentrl.engines.process import ChildProgram
 from agentrl.testing.plugin import SeededSimulation
 from tests.sim.test_worker_deaths import ACT_S, ACTS, STARTS_S, Machine, Process
 

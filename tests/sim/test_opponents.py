@@ -29,7 +29,7 @@ from agentrl.journal.entries import TurnEntry
 from agentrl.observe.metrics import find_registered_metric
 from agentrl.orchestrator.metrics import EpisodeTotals
 from agentrl.orchestrator.versions import OpponentPool, OpponentPools, ServedVersions, opponent_pool_steps
-from agentrl.rollout.byte_formats import STOP_TOKEN
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import SmallRun, config_for
 from tests.sim.test_schedules import SHARE, Duel

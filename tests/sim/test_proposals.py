@@ -15,7 +15,7 @@ from agentrl.journal.entries import EffectEntry
 from agentrl.journal.port import StepRow
 from agentrl.observe.metrics import PASS_RATES
 from agentrl.orchestrator import dispatch
-from agentrl.rollout.byte_formats import STOP_TOKEN
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.rollout.worker import AsyncioWorker
 from agentrl.testing.plugin import SeededSimulation
 from agentrl.testing.virtual_time import simulate

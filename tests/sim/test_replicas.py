@@ -21,7 +21,7 @@ from agentrl.core.errors import (
 from agentrl.core.ids import opening_digest
 from agentrl.core.ports import GenerateRequest, Refresh, SamplingParams
 from agentrl.core.records import Completion, PolicyVersion, WeightsRef
-from agentrl.engines.fleet import FENCE_S, ReplicatedEngine
+from agentrl.engines.router import FENCE_S, ReplicatedEngine
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.testing.plugin import SeededSimulation
 from agentrl.testing.virtual_time import simulate

@@ -15,7 +15,7 @@ from agentrl.core.records import PolicyVersion
 from agentrl.journal.entries import TimeLimitEntry
 from agentrl.observe.alarms import find_alarms
 from agentrl.observe.run_state import RunDisplaySettings, RunSnapshot, RunState
-from agentrl.rollout.byte_formats import STOP_TOKEN
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.rollout.episode import GRACE_S
 from agentrl.testing.memory_journal import EpisodeEnd
 from agentrl.testing.plugin import SeededSimulation

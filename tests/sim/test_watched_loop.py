@@ -13,7 +13,7 @@ from agentrl.observe.alarms import find_alarms
 from agentrl.observe.metrics import find_registered_metric
 from agentrl.observe.run_state import RunDisplaySettings, RunSnapshot, RunState
 from agentrl.orchestrator.loop import Orchestrator
-from agentrl.rollout.byte_formats import STOP_TOKEN
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import TASKS, SmallRun, config_for
 

@@ -23,7 +23,7 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.port import StepRow
 from agentrl.orchestrator.checkpoints import CheckpointWriter
 from agentrl.orchestrator.versions import ServedVersions
-from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.testing.memory_journal import VersionPublication
 from agentrl.testing.recording_trainer import RecordingTrainer
 from agentrl.testing.virtual_time import VirtualTimeEventLoop

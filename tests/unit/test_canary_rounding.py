@@ -9,7 +9,7 @@ import torch
 from agentrl.core.errors import EngineError
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.versions import Canary, ObservedRounding
-from agentrl.engines.weights import check_canary_answer
+from agentrl.engines.weights.files import check_canary_answer
 
 TOKENS = 128
 

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from agentrl.core.errors import ModelError
 from agentrl.core.records import Message, ToolCall, ToolSpec
-from agentrl.rollout.chat_format import TemplateChatFormat, TokenizedTextCache
+from agentrl.rollout.chat.chat_format import TemplateChatFormat, TokenizedTextCache
 
 QWEN = """
 {%- if tools %}<|im_start|>system

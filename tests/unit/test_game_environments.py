@@ -15,7 +15,7 @@ from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.environment.games import LEGAL_ACTIONS, Game, GameEnvironment, GameEpisode, GamePosition
 from agentrl.journal.entries import RewardEntry, TurnEntry
-from agentrl.rollout.byte_formats import PlainChatFormat
+from agentrl.rollout.chat.byte_formats import PlainChatFormat
 from agentrl.testing.execution import random_policy
 from tests.unit.episodes import Played, play
 

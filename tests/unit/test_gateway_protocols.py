@@ -15,8 +15,8 @@ from agentrl.gateway.anthropic_messages import AnthropicMessagesProtocol
 from agentrl.gateway.calls import ChatProtocol, ChatReply, ChatRequest, RequestRefusedError
 from agentrl.gateway.chat_completions import ChatCompletionsProtocol
 from agentrl.gateway.openai_responses import OpenAIResponsesProtocol
-from agentrl.rollout.byte_formats import PlainChatFormat
-from agentrl.rollout.token_tree import TokenTree
+from agentrl.rollout.chat.byte_formats import PlainChatFormat
+from agentrl.rollout.external.token_tree import TokenTree
 from tests.unit.episodes import Played, play
 from tests.unit.test_gateway import CALL, Loop, turns
 

@@ -34,7 +34,7 @@ from agentrl.credit.advantages import Group, gigpo, leave_one_out, make_advantag
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry, gigpo_state_hash
 from agentrl.learn.function_check import check_advantage
-from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.testing.recording_trainer import RecordingTrainer
 from tests.journal_oracle import judge
 from tests.sim.small_run import TASKS, config_for

@@ -28,7 +28,7 @@ from agentrl.environment.registry import as_environment
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.run_process import RunProcessRecord
 from agentrl.journal.store import SqliteJournal
-from agentrl.rollout.byte_formats import PlainChatFormat
+from agentrl.rollout.chat.byte_formats import PlainChatFormat
 from agentrl.testing.recording_trainer import RecordingTrainer
 from tests.sim.small_run import TASKS, config_for, guess
 

@@ -17,7 +17,7 @@ from agentrl.core.errors import ModelError
 from agentrl.engines.embedded.forward import check_slots_match_forward
 from agentrl.engines.models import read_meta_model, read_model
 from agentrl.learn.models import why_unshared
-from agentrl.rollout.chat_format import TemplateChatFormat
+from agentrl.rollout.chat.chat_format import TemplateChatFormat
 from tests.learn_cases import run_config
 
 EVIL = "kernels-community/evil"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from agentrl.core.errors import ModelError
-from agentrl.rollout.chat_format import TemplateChatFormat
-from agentrl.rollout.chat_template import AddedToken, ChatTemplate, ControlTokens
+from agentrl.rollout.chat.chat_format import TemplateChatFormat
+from agentrl.rollout.chat.chat_template import AddedToken, ChatTemplate, ControlTokens
 from tests.unit.test_chat_format import QWEN, QWEN_MARKUP, QWEN_SPECIAL, write_model
 
 

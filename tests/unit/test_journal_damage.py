@@ -18,7 +18,7 @@ from agentrl.journal.entries import JournalEntry
 from agentrl.journal.reader import AttemptLocation, TurnLogReader
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.store import SqliteJournal
-from agentrl.rollout.byte_formats import STOP_TOKEN
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.execution import POLICY, plain_rollout_settings, wire_dispatcher
 from tests.journal_cases import one_episode, spec, write, write_run
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from agentrl.core.errors import TrainerLostError
-from agentrl.engines.weight_transfer import serve_rendezvous
+from agentrl.engines.weights.transfer import serve_rendezvous
 from agentrl.learn import ranks
 from agentrl.learn.ranks import DistributedRankGroup, balanced_shares
 

@@ -23,7 +23,7 @@ from agentrl.core.records import PolicyVersion
 from agentrl.credit.advantages import Group, gdpo
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.base import check_reward_name
-from agentrl.rollout.byte_formats import PlainChatFormat
+from agentrl.rollout.chat.byte_formats import PlainChatFormat
 from agentrl.testing.recording_trainer import RecordingTrainer
 from tests.journal_oracle import judge
 from tests.sim.small_run import TASKS, config_for, guess

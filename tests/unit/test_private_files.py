@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.engines import child_process
-from agentrl.engines.child_process import PrivateDirectory
+from agentrl.engines import process
+from agentrl.engines.process import PrivateDirectory
 
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Instead of the machine's shared memory."""
-    monkeypatch.setattr(child_process, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(process, "_SHARED_MEMORY", tmp_path)
     return tmp_path
 
 
@@ -44,9 +44,9 @@ def test_everything_under_the_childs_name_goes_and_nothing_else(root: Path) -> N
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from agentrl.engines import child_process
-child_process._SHARED_MEMORY, child_process._ROOM = Path(sys.argv[1]), int(sys.argv[2])
-files = child_process.PrivateDirectory()
+from agentrl.engines import process
+process._SHARED_MEMORY, process._ROOM = Path(sys.argv[1]), int(sys.argv[2])
+files = process.PrivateDirectory()
 (files.path / "inside").touch()
 os.kill(os.getpid(), signal.SIGKILL)
 """

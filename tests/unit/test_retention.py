@@ -18,7 +18,7 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.port import PruneRule, PruneTotals
 from agentrl.orchestrator.checkpoints import CheckpointWriter, JournalRetention, VersionRetention
-from agentrl.rollout.byte_formats import PlainChatFormat
+from agentrl.rollout.chat.byte_formats import PlainChatFormat
 from agentrl.testing.memory_journal import MemoryJournal
 from agentrl.testing.recording_trainer import RecordingTrainer
 from tests.sim.small_run import TASKS, Guess, config_for, guess

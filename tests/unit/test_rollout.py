@@ -11,7 +11,7 @@ import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.journal.entries import ChildResultEntry, RewardEntry, SpawnEntry, TurnEntry
 from agentrl.journal.rows import assemble_trajectories
-from agentrl.rollout.byte_formats import STOP_TOKEN, PlainChatFormat
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from tests.unit.episodes import play
 
 

@@ -43,7 +43,7 @@ from agentrl.journal.run_log import RunStart, SettingChange
 from agentrl.journal.run_process import RunLock, RunProcessRecord
 from agentrl.journal.store import SqliteJournal
 from agentrl.observe.run_directory import RunDirectory
-from agentrl.rollout.byte_formats import PlainChatFormat
+from agentrl.rollout.chat.byte_formats import PlainChatFormat
 from agentrl.testing.recording_trainer import RecordingTrainer
 from tests import journal_cases
 from tests.sim.small_run import TASKS, Guess, config_for, guess

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from agentrl.engines.child_process import INTERFACE_VARIABLE, LOG_VARIABLE, PRIVATE_DIRECTORY_VARIABLE
+from agentrl.engines.process import INTERFACE_VARIABLE, LOG_VARIABLE, PRIVATE_DIRECTORY_VARIABLE
 
 _HOSTILE = {
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",

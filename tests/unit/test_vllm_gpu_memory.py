@@ -12,7 +12,7 @@ from agentrl.app.run_parts import slots
 from agentrl.config.run import RunConfig
 from agentrl.core.machine import Gpu, Memory
 from agentrl.engines.vllm.gpu_memory import batch_tokens, kv_bytes_beside_trainer
-from agentrl.engines.weights import EngineMemoryEstimate
+from agentrl.engines.weights.files import EngineMemoryEstimate
 
 if TYPE_CHECKING:
     import pytest

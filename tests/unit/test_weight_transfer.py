@@ -21,9 +21,11 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineError, TrainerError
 from agentrl.core.network import SCHEME, Address
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.engines import weight_transfer, wire
+from agentrl.engines import protocol
 from agentrl.engines.models import read_meta_model
-from agentrl.engines.weight_transfer import (
+from agentrl.engines.weights import transfer
+from agentrl.engines.weights.files import map_weights_to_state
+from agentrl.engines.weights.transfer import (
     FileSender,
     GlooBroadcast,
     GlooSender,
@@ -38,7 +40,6 @@ from agentrl.engines.weight_transfer import (
     WeightTransferConnection,
     join_broadcast,
 )
-from agentrl.engines.weights import map_weights_to_state
 from agentrl.learn.ranks import RankGroup, SingleRankGroup
 from agentrl.learn.trainer import PolicyTrainer
 from tests.contract.engine_kinds import ModelZoo
@@ -52,7 +53,7 @@ VERSION = PolicyVersion("policy", 0, 0)
 @pytest.fixture(autouse=True)
 def patient_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that start as processes of their own may take a while until they offer anything."""
-    monkeypatch.setattr(weight_transfer, "OFFER_S", 120.0)
+    monkeypatch.setattr(transfer, "OFFER_S", 120.0)
 
 
 class Engine:
@@ -90,7 +91,7 @@ class Engine:
         assert delivery is not None
         self.offer = delivery.offer
         delivery.answer(error=self.refused, directory=str(self._directory))
-        with contextlib.suppress(weight_transfer.TransferError):
+        with contextlib.suppress(transfer.TransferError):
             while True:
                 self._do(delivery, await delivery.next_call())
         delivery.close()
@@ -127,7 +128,7 @@ def source(tensors: dict[str, Tensor]) -> PublishedWeightSource:
 def test_tensors_arrive_in_files_that_are_written_before_the_engine_stands_still(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_transfer, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 100)
     tensors = {f"layer.{each}": torch.randn(3, 4).bfloat16() for each in range(9)}
     seen: list[str] = []
 
@@ -153,7 +154,7 @@ HOST = "127.0.0.1"
 def test_tensors_arrive_over_the_network_at_an_engine_that_is_told_its_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_transfer, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 100)
     tensors = {f"layer.{each}": torch.randn(3, 4).bfloat16() for each in range(5)}
     tensors |= {"odd": torch.arange(5).half(), "turned": torch.randn(3, 5).t(), "none": torch.zeros(0)}
     with Engine(tmp_path, host=HOST) as engine:
@@ -188,7 +189,7 @@ def test_a_group_that_cannot_form_is_not_tried_again_with_every_version(
     sender = WeightSenders(GlooSender)
     refused = pytest.raises(TrainerError, match="the engine refused the weights: no route to the trainer's store")
     with BehindAFirewall(tmp_path, host=HOST) as engine, refused, monkeypatch.context() as quickly:
-        quickly.setattr(weight_transfer, "STALL_S", 1.0)  # of the rank's own attempt
+        quickly.setattr(transfer, "STALL_S", 1.0)  # of the rank's own attempt
         sender.send(source(tensors), VERSION, recipient(engine.address))
     with pytest.raises(TrainerError, match=r"so none is tried now: .*no route to the trainer's store"):
         sender.send(source(tensors), VERSION, recipient(engine.address))
@@ -196,7 +197,7 @@ def test_a_group_that_cannot_form_is_not_tried_again_with_every_version(
     with Engine(tmp_path, host=HOST) as restarted:
         sender.send(source(tensors), VERSION, recipient(restarted.address))
     assert torch.equal(restarted.received["a"], tensors["a"])
-    later = SystemClock.monotonic() + weight_transfer.REJOIN_S
+    later = SystemClock.monotonic() + transfer.REJOIN_S
     monkeypatch.setattr(SystemClock, "monotonic", staticmethod(lambda: later))
     with pytest.raises(TrainerError, match=f"no engine accepts weights at {HOST}"):
         sender.send(source(tensors), VERSION, recipient(engine.address))
@@ -210,14 +211,14 @@ def test_a_rank_that_cannot_join_says_so_beside_the_engine() -> None:
         raise TrainerError("the engine refused the weights: nobody came")
 
     with pytest.raises(TrainerError, match=r"nobody came; rank 0 did not join either: no device for 10\.0\.0\.7"):
-        weight_transfer.join_with_engine(join, ask_engine, own_limit_s=60.0)
+        transfer.join_with_engine(join, ask_engine, own_limit_s=60.0)
     with pytest.raises(TrainerError, match=r"the engine joined, but rank 0 did not: no device for 10\.0\.0\.7"):
-        weight_transfer.join_with_engine(join, lambda: None, own_limit_s=60.0)
+        transfer.join_with_engine(join, lambda: None, own_limit_s=60.0)
 
 
 def test_an_engine_that_takes_no_tensor_holds_up_no_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It answers, and does not receive: more than the connection holds is on the way."""
-    monkeypatch.setattr(weight_transfer, "STALL_S", 1.0)
+    monkeypatch.setattr(transfer, "STALL_S", 1.0)
     monkeypatch.setattr(Engine, "_received", lambda engine, info: {})
     with Engine(tmp_path, host=HOST) as engine:
         sender = WeightSenders(GlooSender)
@@ -252,7 +253,7 @@ def test_a_destination_tells_its_place_but_not_its_token() -> None:
 
 def test_a_trainer_that_offers_nothing_holds_up_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is busy; when it comes, the engine has loaded the file and takes no offer."""
-    monkeypatch.setattr(weight_transfer, "OFFER_S", 0.05)
+    monkeypatch.setattr(transfer, "OFFER_S", 0.05)
 
     async def main() -> None:
         inbox, address = WeightReceiver(), str(tmp_path / "weights")
@@ -308,12 +309,12 @@ def test_an_engine_that_refuses_is_heard_and_one_that_is_gone_is_named(tmp_path:
 def test_an_engine_that_hangs_holds_up_no_trainer(tmp_path: Path, answers: int) -> None:
     """It accepts so many messages, the offer among them, and then says nothing, with its connection open."""
     address, ended = str(tmp_path / "weights"), threading.Event()
-    said = wire.encode_frame(weight_transfer.TransferReply(directory=str(tmp_path)))
+    said = protocol.encode_frame(transfer.TransferReply(directory=str(tmp_path)))
 
     def hang() -> None:
         connection, _ = listening.accept()
         for _ in range(answers):
-            size = int.from_bytes(connection.recv(wire.HEAD_BYTES, socket.MSG_WAITALL), "little")
+            size = int.from_bytes(connection.recv(protocol.HEAD_BYTES, socket.MSG_WAITALL), "little")
             connection.recv(size, socket.MSG_WAITALL)
             connection.sendall(said)
         ended.wait()
@@ -362,10 +363,10 @@ def test_a_trainer_that_hangs_holds_up_no_engine(tmp_path: Path) -> None:
         asking = asyncio.ensure_future(inbox.ask(VERSION))
         await listens.wait()
         _, writer = await asyncio.open_unix_connection(address)
-        writer.write(wire.encode_frame(source({"a": torch.zeros(2)}).offer(VERSION, 0.2)))
+        writer.write(protocol.encode_frame(source({"a": torch.zeros(2)}).offer(VERSION, 0.2)))
         delivery = await asking
         assert delivery is not None
-        with pytest.raises(weight_transfer.TransferError, match=r"sent nothing for 0\.2 s"):
+        with pytest.raises(transfer.TransferError, match=r"sent nothing for 0\.2 s"):
             await delivery.next_call()
         delivery.close()
         writer.close()
@@ -378,8 +379,8 @@ def test_a_trainer_that_hangs_holds_up_no_engine(tmp_path: Path) -> None:
     "said",
     [
         b"\x00" * 40,
-        wire.encode_frame(TransferCall(method="start", info={})),
-        wire.encode_frame(
+        protocol.encode_frame(TransferCall(method="start", info={})),
+        protocol.encode_frame(
             WeightOffer(version=VERSION._replace(step=9), names=[], dtype_names=[], shapes=[], silence_s=1.0)
         ),
     ],

@@ -66,7 +66,7 @@ from agentrl.engines.versions import (
     run_shielded,
     version_refused_error,
 )
-from agentrl.engines.weights import (
+from agentrl.engines.weights.files import (
     check_canary_answer,
     check_dtypes,
     map_weights_to_state,
@@ -86,7 +86,7 @@ if TYPE_CHECKING:
     from agentrl.core.ports import GenerateRequest, NewTokensCallback, Refresh
     from agentrl.core.records import FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
     from agentrl.engines.embedded.forward import EngineStats
-    from agentrl.engines.weights import AdapterWeights
+    from agentrl.engines.weights.files import AdapterWeights
 
 _DELTA_SECONDS = 0.2
 _NO_CANARY = Canary(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from agentrl.engines.weights import EngineMemoryEstimate
+    from agentrl.engines.weights.files import EngineMemoryEstimate
 
 LARGE_BATCH = 8192
 """Tokens of a pass on a large GPU, as vLLM's own server sets them; an engine in process gets 2,048."""

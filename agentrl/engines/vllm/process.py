@@ -16,7 +16,7 @@ from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
-from agentrl.engines.child_process import (
+from agentrl.engines.process import (
     INTERFACE_VARIABLE,
     LOG_VARIABLE,
     PRIVATE_DIRECTORY_VARIABLE,
@@ -79,7 +79,7 @@ def _keep_files_in(private: Path) -> None:
 prepare_vllm_process()
 
 if __name__ == "__main__":
-    from agentrl.engines.server import main
+    from agentrl.engines.remote.server import main
 
     main()
     os._exit(0)

@@ -24,11 +24,11 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError
 from agentrl.core.machine import gpus, machine_memory
 from agentrl.engines.models import dtype_name, kv_bytes_per_token, model_dtype, read_meta_model
-from agentrl.engines.vllm import worker
 from agentrl.engines.vllm.arguments import check_arguments
 from agentrl.engines.vllm.capture import top_k_without_filter
 from agentrl.engines.vllm.gpu_memory import batch_tokens, kv_bytes_beside_trainer, parts
-from agentrl.engines.weights import predict_engine_memory
+from agentrl.engines.weights import vllm_worker
+from agentrl.engines.weights.files import predict_engine_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -139,8 +139,8 @@ def engine_arguments(model_path: str, settings: VllmSettings, *, kv_memory: int 
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "config_format": "hf",  # "auto" would prefer params.json
-        "worker_extension_cls": f"{worker.__name__}.WorkerExtension",
-        "weight_transfer_config": WeightTransferConfig(backend=worker.BACKEND),
+        "worker_extension_cls": f"{vllm_worker.__name__}.WorkerExtension",
+        "weight_transfer_config": WeightTransferConfig(backend=vllm_worker.BACKEND),
         **({"enable_return_routed_experts": True} if settings.capture_routing else {}),
         **({"return_sampling_mask": True} if settings.capture_mask else {}),
         **_memory(model_path, shapes, settings, kv_memory=kv_memory),

@@ -38,11 +38,10 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from agentrl.core.errors import EngineError, EngineLostError, VersionNotServedError
 from agentrl.core.files import WEIGHT_FILES
 from agentrl.core.records import WeightsRef
-from agentrl.engines.child_process import PRIVATE_DIRECTORY_VARIABLE
+from agentrl.engines.process import PRIVATE_DIRECTORY_VARIABLE
 from agentrl.engines.versions import LiveVersion, VersionTable, run_shielded, version_refused_error
 from agentrl.engines.vllm.capture import top_k_without_filter
-from agentrl.engines.weight_transfer import TransferCall, TransferError
-from agentrl.engines.weights import (
+from agentrl.engines.weights.files import (
     WeightFile,
     check_adapter,
     check_canary_answer,
@@ -54,6 +53,7 @@ from agentrl.engines.weights import (
     read_metadata,
     read_weights,
 )
+from agentrl.engines.weights.transfer import TransferCall, TransferError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from agentrl.core.records import Float32Array, Int32Array, PolicyVersion
     from agentrl.engines.versions import Canary
     from agentrl.engines.vllm.startup import VllmSettings
-    from agentrl.engines.weight_transfer import IncomingTransfer, WeightOffer, WeightReceiver
+    from agentrl.engines.weights.transfer import IncomingTransfer, WeightOffer, WeightReceiver
 
 _FIRST_LABEL = "default"
 """Label of the weights with which vLLM was started."""

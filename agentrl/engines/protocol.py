@@ -25,7 +25,7 @@ from agentrl.core.records import (
 
 if TYPE_CHECKING:
     from agentrl.core.records import Float32Array, Int32Array
-    from agentrl.engines.child_process import ConnectionWriter
+    from agentrl.engines.process import ConnectionWriter
 
 MAX_FRAME_BYTES = 1 << 30
 HEAD_BYTES = 4

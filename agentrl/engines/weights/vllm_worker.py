@@ -25,7 +25,7 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from agentrl.engines.weight_transfer import GlooBroadcast, Rendezvous, join_broadcast
+from agentrl.engines.weights.transfer import GlooBroadcast, Rendezvous, join_broadcast
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

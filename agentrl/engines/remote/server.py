@@ -1,4 +1,4 @@
-"""The server of an engine in a child process: `python -m agentrl.engines.server FD PARENT`.
+"""The server of an engine in a child process: `python -m agentrl.engines.remote.server FD PARENT`.
 
 Serves its owner over the socket it was started with, and ends with it. Serves other clients, which may only sample, at
 a Unix socket in its private directory or, on another machine than its owner's, at a TCP port with a token.
@@ -34,9 +34,9 @@ from agentrl.core.files import WEIGHT_FILES
 from agentrl.core.machine import rare_collections
 from agentrl.core.network import Listener
 from agentrl.core.ports import Engine
-from agentrl.engines import wire
-from agentrl.engines.child_process import MAKE_ROOM, PRIVATE_DIRECTORY_VARIABLE, die_with_parent
-from agentrl.engines.weight_transfer import WeightReceivingEngine
+from agentrl.engines import protocol
+from agentrl.engines.process import MAKE_ROOM, PRIVATE_DIRECTORY_VARIABLE, die_with_parent
+from agentrl.engines.weights.transfer import WeightReceivingEngine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,31 +65,31 @@ class ConnectionHandler:
         self.tasks: dict[int, asyncio.Task[None]] = {}
         """Tasks of calls, keyed by the number of the call."""
 
-    def handle(self, message: wire.Request) -> None:
+    def handle(self, message: protocol.Request) -> None:
         """Execute a message; calls run in separate tasks."""
         match message:
-            case wire.StartGenerationRequest():
+            case protocol.StartGenerationRequest():
                 self._start(message.call, self._generate(message))
-            case wire.OpenSessionRequest():
+            case protocol.OpenSessionRequest():
                 self._open(message)
-            case wire.CloseSessionRequest():
+            case protocol.CloseSessionRequest():
                 session = self._sessions.pop(message.session, None)
                 if session is not None and not isinstance(session, AgentRLError):
                     session.close()
-            case wire.AbortRequest():
+            case protocol.AbortRequest():
                 self._engine.abort(message.request_id)
-            case wire.CancelRequest():
+            case protocol.CancelRequest():
                 task = self.tasks.get(message.call)
                 if task is not None:
                     task.cancel()
-            case wire.ServeVersionsRequest() | wire.WeightChunk() | wire.ScoreRequest():
+            case protocol.ServeVersionsRequest() | protocol.WeightChunk() | protocol.ScoreRequest():
                 self._start(message.call, self._control(message))
-            case wire.WeightTransferEnded():
+            case protocol.WeightTransferEnded():
                 self._not_sent(message)
-            case wire.LoadEngineRequest():
+            case protocol.LoadEngineRequest():
                 raise EngineError("the engine is already loaded")
 
-    def _open(self, message: wire.OpenSessionRequest) -> None:
+    def _open(self, message: protocol.OpenSessionRequest) -> None:
         try:
             self._sessions[message.session] = self._engine.open(message.name, message.policy, pin=message.pin)
         except AgentRLError as error:
@@ -97,9 +97,9 @@ class ConnectionHandler:
 
     def request_weights(self, number: int, version: PolicyVersion, address: str) -> None:
         """Ask the owner for full weights; see `WeightReceiver.listen`."""
-        wire.send(self._writer, wire.WeightsRequest(number=number, version=version, address=address))
+        protocol.send(self._writer, protocol.WeightsRequest(number=number, version=version, address=address))
 
-    def _not_sent(self, message: wire.WeightTransferEnded) -> None:
+    def _not_sent(self, message: protocol.WeightTransferEnded) -> None:
         if isinstance(self._engine, WeightReceivingEngine):
             self._engine.inbox.not_sent(message.number)
 
@@ -114,16 +114,16 @@ class ConnectionHandler:
             self._report_busy()
 
     def _report_busy(self) -> None:
-        wire.send(self._writer, wire.BusyHeartbeat(seconds=self._engine.busy_seconds()))
+        protocol.send(self._writer, protocol.BusyHeartbeat(seconds=self._engine.busy_seconds()))
 
-    def _start(self, call: int, work: Coroutine[Any, Any, wire.Reply | None]) -> None:
+    def _start(self, call: int, work: Coroutine[Any, Any, protocol.Reply | None]) -> None:
         task = asyncio.get_running_loop().create_task(self._answer(call, work))
         self.tasks[call] = task
         task.add_done_callback(lambda _: self.tasks.pop(call, None))
         # A coroutine that was cancelled before it started must be closed.
         task.add_done_callback(lambda _: work.close())
 
-    async def _answer(self, call: int, work: Coroutine[Any, Any, wire.Reply | None]) -> None:
+    async def _answer(self, call: int, work: Coroutine[Any, Any, protocol.Reply | None]) -> None:
         try:
             reply = await work
         except EngineLostError:
@@ -132,7 +132,7 @@ class ConnectionHandler:
         except Exception as error:  # noqa: BLE001 - the client must hear of whatever an engine raises
             reply = _failed(call, error)
         self._report_busy()
-        wire.send(self._writer, wire.AcknowledgementReply(call=call) if reply is None else reply)
+        protocol.send(self._writer, protocol.AcknowledgementReply(call=call) if reply is None else reply)
 
     async def flush(self) -> None:
         """Wait until every queued byte has been sent."""
@@ -140,7 +140,7 @@ class ConnectionHandler:
         with contextlib.suppress(ConnectionError):
             await self._writer.drain()
 
-    async def _generate(self, message: wire.StartGenerationRequest) -> wire.Reply:
+    async def _generate(self, message: protocol.StartGenerationRequest) -> protocol.Reply:
         session = self._sessions.get(message.session)
         if session is None or isinstance(session, AgentRLError):
             raise session or EngineError(f"call {message.request_id}: the session is closed")
@@ -148,43 +148,43 @@ class ConnectionHandler:
         def on_delta(
             request_id: str, token_ids: Sequence[int], logprobs: Sequence[float], version: PolicyVersion
         ) -> None:
-            delta = wire.NewTokens(
+            delta = protocol.NewTokens(
                 call=message.call, token_ids=list(token_ids), logprobs=list(logprobs), version=version
             )
-            wire.send(self._writer, delta)
+            protocol.send(self._writer, delta)
 
         completion = await session.generate(
-            wire.generate_request_from_message(message), on_delta if message.deltas else None
+            protocol.generate_request_from_message(message), on_delta if message.deltas else None
         )
-        return wire.message_from_completion(message.call, completion)
+        return protocol.message_from_completion(message.call, completion)
 
     async def _control(
-        self, message: wire.ServeVersionsRequest | wire.WeightChunk | wire.ScoreRequest
-    ) -> wire.Reply | None:
+        self, message: protocol.ServeVersionsRequest | protocol.WeightChunk | protocol.ScoreRequest
+    ) -> protocol.Reply | None:
         match message:
-            case wire.ServeVersionsRequest():
+            case protocol.ServeVersionsRequest():
                 async with self._keeping:  # waits for the preceding chunks
                     pass
                 await self._serve(message)
-            case wire.WeightChunk():
+            case protocol.WeightChunk():
                 async with self._keeping:
                     await asyncio.to_thread(self.versions.keep_chunk, message)
-            case wire.ScoreRequest():
+            case protocol.ScoreRequest():
                 return await self._score(message)
         return None
 
-    async def _serve(self, message: wire.ServeVersionsRequest) -> None:
+    async def _serve(self, message: protocol.ServeVersionsRequest) -> None:
         """Serve versions, using the copies of those whose files were sent, and remove the other copies."""
         wanted = {weights.sha256 for weights in (*message.current, *message.pinned)}
         current, pinned = ([self.versions.local(each) for each in some] for some in (message.current, message.pinned))
         await self._engine.serve(current, pinned)
         self.versions.keep(wanted)
 
-    async def _score(self, message: wire.ScoreRequest) -> wire.Reply:
+    async def _score(self, message: protocol.ScoreRequest) -> protocol.Reply:
         scores = await self._engine.score(
-            message.version, wire.decode_token_ids(message.token_ids), message.temperature
+            message.version, protocol.decode_token_ids(message.token_ids), message.temperature
         )
-        return wire.ScoreReply(call=message.call, logprobs=scores.astype("<f4", copy=False).tobytes())
+        return protocol.ScoreReply(call=message.call, logprobs=scores.astype("<f4", copy=False).tobytes())
 
 
 class ReceivedWeightFiles:
@@ -197,7 +197,7 @@ class ReceivedWeightFiles:
         self._root = Path(os.environ.get(PRIVATE_DIRECTORY_VARIABLE, "")) / "versions"
         self._known: set[str] = set()
 
-    def keep_chunk(self, chunk: wire.WeightChunk) -> None:
+    def keep_chunk(self, chunk: protocol.WeightChunk) -> None:
         """Write bytes of a file; the first begin it anew.
 
         Raises:
@@ -241,16 +241,16 @@ class ClientHandler(ConnectionHandler):
         super().__init__(engine, writer, exit_process)
         self._prefix = f"{number}:"
 
-    def handle(self, message: wire.Request) -> None:
+    def handle(self, message: protocol.Request) -> None:
         """Execute a sampling message.
 
         Raises:
             ValueError: the client sent another message.
         """
         match message:
-            case wire.StartGenerationRequest() | wire.AbortRequest():
+            case protocol.StartGenerationRequest() | protocol.AbortRequest():
                 message = msgspec.structs.replace(message, request_id=self._prefix + message.request_id)
-            case wire.OpenSessionRequest() | wire.CloseSessionRequest() | wire.CancelRequest():
+            case protocol.OpenSessionRequest() | protocol.CloseSessionRequest() | protocol.CancelRequest():
                 pass
             case _:
                 raise ValueError(f"a client sent an unexpected message ({type(message).__name__})")
@@ -296,8 +296,8 @@ class EngineServer:
         client = ClientHandler(self._engine, writer, self.exit_process, next(self._numbers))
         self._clients.add(client)
         try:
-            while (body := await wire.read_frame(reader)) is not None:
-                client.handle(wire.REQUESTS.decode(body))
+            while (body := await protocol.read_frame(reader)) is not None:
+                client.handle(protocol.REQUESTS.decode(body))
         except (ValueError, msgspec.MsgspecError) as error:
             with contextlib.suppress(OSError):  # the disk may be full
                 sys.stderr.write(f"agentrl: the engine disconnected a client: {error}\n")
@@ -336,16 +336,16 @@ class EngineServer:
         os._exit(1)
 
 
-def _failed(call: int, error: Exception) -> wire.ErrorReply:
+def _failed(call: int, error: Exception) -> protocol.ErrorReply:
     if isinstance(error, AgentRLError):
-        return wire.ErrorReply(call=call, kind=type(error).__name__, message=str(error))
+        return protocol.ErrorReply(call=call, kind=type(error).__name__, message=str(error))
     # The client gets only the message of a bug, so print its traceback; the disk may be full.
     with contextlib.suppress(OSError):
         traceback.print_exception(error)
-    return wire.ErrorReply(call=call, kind="EngineError", message=f"{type(error).__name__}: {error}")
+    return protocol.ErrorReply(call=call, kind="EngineError", message=f"{type(error).__name__}: {error}")
 
 
-async def _make(load: wire.LoadEngineRequest) -> Engine:
+async def _make(load: protocol.LoadEngineRequest) -> Engine:
     module, _, names = load.factory.partition(":")
     try:
         factory: Any = importlib.import_module(module)
@@ -362,28 +362,28 @@ async def _make(load: wire.LoadEngineRequest) -> Engine:
 
 async def _serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
-    body = await wire.read_frame(reader)
+    body = await protocol.read_frame(reader)
     if body is None:
         return
-    load = wire.REQUESTS.decode(body)
-    if not isinstance(load, wire.LoadEngineRequest):
+    load = protocol.REQUESTS.decode(body)
+    if not isinstance(load, protocol.LoadEngineRequest):
         return
     try:
         with rare_collections():  # importing and loading make objects that stay
             engine = await _make(load)
     except Exception as error:  # noqa: BLE001 - the client must hear of whatever a factory raises
-        wire.send(writer, _failed(0, error))
+        protocol.send(writer, _failed(0, error))
         await writer.drain()
         return
     server = EngineServer(engine, writer)
     receives = await server.accept_weights(load.host)
-    loaded = wire.EngineLoadedReply(
+    loaded = protocol.EngineLoadedReply(
         capabilities=engine.capabilities, address=await server.listen(load.host), receives_weights=receives
     )
-    wire.send(writer, loaded)
+    protocol.send(writer, loaded)
     busy = asyncio.get_running_loop().create_task(server.owner.report_busy())
-    while (body := await wire.read_frame(reader)) is not None:
-        server.owner.handle(wire.REQUESTS.decode(body))
+    while (body := await protocol.read_frame(reader)) is not None:
+        server.owner.handle(protocol.REQUESTS.decode(body))
     busy.cancel()
 
 

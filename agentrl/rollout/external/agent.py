@@ -38,9 +38,9 @@ from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError, b
 from agentrl.journal.entries import ExternalRequestParameters, TurnEntry, encode_body, request_hash
 from agentrl.rollout.agent import CHARACTERS_PER_TOKEN, LiveAgent, TurnSampler
 from agentrl.rollout.branches import describe_entry, shortened_repr
-from agentrl.rollout.byte_formats import JsonChatFormat
-from agentrl.rollout.template_checks import common_prefix_length
-from agentrl.rollout.token_tree import TokenTree, tools_text
+from agentrl.rollout.chat.byte_formats import JsonChatFormat
+from agentrl.rollout.chat.template_checks import common_prefix_length
+from agentrl.rollout.external.token_tree import TokenTree, tools_text
 from agentrl.rollout.turn_entries import completion_from_entry, encode_message, slice_completion
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from agentrl.journal.entries import JournalEntry
     from agentrl.rollout.call_journal import JournaledCall
     from agentrl.rollout.episode import LiveEpisode
-    from agentrl.rollout.token_tree import RequestPlacement
+    from agentrl.rollout.external.token_tree import RequestPlacement
 
 T = TypeVar("T")
 

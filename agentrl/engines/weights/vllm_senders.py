@@ -18,12 +18,12 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
-from agentrl.engines.weight_transfer import CHUNK_BYTES, join_with_engine
+from agentrl.engines.weights.transfer import CHUNK_BYTES, join_with_engine
 
 if TYPE_CHECKING:
     from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
-    from agentrl.engines.weight_transfer import PublishedWeightSource, WeightDestination, WeightTransferConnection
+    from agentrl.engines.weights.transfer import PublishedWeightSource, WeightDestination, WeightTransferConnection
 
 IPC, NCCL = "agentrl_ipc", "agentrl_nccl"
 

@@ -28,7 +28,7 @@ from tokenizers import Tokenizer
 from agentrl.core.errors import ModelError
 from agentrl.core.records import FinishReason, Message, Role, SampledTurn, ToolSpec
 from agentrl.core.reply_formats import HARMONY_THINKING, REPLY_FORMATS, THINKING, ReplyFormat
-from agentrl.rollout.chat_template import (
+from agentrl.rollout.chat.chat_template import (
     PROBE,
     AddedToken,
     ChatTemplate,
@@ -39,7 +39,7 @@ from agentrl.rollout.chat_template import (
     tool_for_template,
     valid_unicode,
 )
-from agentrl.rollout.template_checks import (
+from agentrl.rollout.chat.template_checks import (
     common_prefix_length,
     detect_thinking_message_form,
     rewrite_causes,

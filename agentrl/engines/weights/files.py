@@ -29,7 +29,6 @@ from torch import nn
 from agentrl.core.errors import EngineStorageError
 from agentrl.core.files import WEIGHT_FILES, read_safetensors_header
 from agentrl.core.machine import Memory, machine_memory
-from agentrl.engines.child_process import MAKE_ROOM
 from agentrl.engines.models import (
     ONE_LOAD_AT_A_TIME,
     dtype_name,
@@ -39,6 +38,7 @@ from agentrl.engines.models import (
     read_meta_model,
     runnable_on_meta,
 )
+from agentrl.engines.process import MAKE_ROOM
 from agentrl.engines.versions import CANARY_KEY, Canary, CanaryJson, ObservedRounding, version_refused_error
 
 if TYPE_CHECKING:

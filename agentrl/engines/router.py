@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.core.errors import EngineError, EngineFailedError, EngineLostError, EngineStorageError
 from agentrl.core.ids import opening_digest
 from agentrl.core.ports import ProcessStatusSource
-from agentrl.engines.client import AddressableEngine, RoutedSession, pick_replica
+from agentrl.engines.remote.client import AddressableEngine, RoutedSession, pick_replica
 from agentrl.engines.versions import WantedVersions, run_shielded
 
 if TYPE_CHECKING:

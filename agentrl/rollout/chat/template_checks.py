@@ -9,13 +9,13 @@ import itertools
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from agentrl.core.errors import ModelError
-from agentrl.rollout.chat_template import PROBE
+from agentrl.rollout.chat.chat_template import PROBE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from agentrl.core.records import Message
-    from agentrl.rollout.chat_template import ChatTemplate
+    from agentrl.rollout.chat.chat_template import ChatTemplate
 
 RewriteCause = Literal["thinking", "whitespace", "tool_results", "tools", "date", "prompt", "history"]
 """Ways in which a template rewrites earlier turns.

@@ -62,7 +62,7 @@ class ChildProgram:
     """Factory of the engine as `module:name`, called as `name(versions=…, **arguments)`."""
     arguments: Mapping[str, Any]
     """Arguments of the factory, plain values."""
-    module: str = "agentrl.engines.server"
+    module: str = "agentrl.engines.remote.server"
     """Module that the process runs."""
 
 

@@ -1,9 +1,8 @@
 """Transfer of full weights from the trainer to an engine: the connection between the two.
 
-An engine that should serve full weights asks its owner for them (`wire.WeightsRequest`), and the owner makes every rank
-of the trainer send them. Rank 0 connects to the engine's Unix socket or, on another machine, to its TCP port with a
-token, offers names, dtypes and shapes, and drives vLLM's protocol over the connection: init, start, update once or
-more, finish.
+An engine asks its owner for full weights (`protocol.WeightsRequest`). The owner makes every rank of the trainer send
+them. Rank 0 connects to the engine's Unix socket or, on another machine, to its TCP port with a token, offers names,
+dtypes and shapes, and drives vLLM's protocol over the connection: init, start, update once or more, finish.
 `app.run_parts.connect_engine_to_trainer` chooses what carries the bytes: `ipc` on one GPU, `nccl` between two, `gloo`
 between machines without GPUs, `file` elsewhere, by files in the engine's private directory.
 
@@ -47,7 +46,7 @@ from agentrl.core.network import (
     own_address,
 )
 from agentrl.core.records import PolicyVersion
-from agentrl.engines import wire
+from agentrl.engines import protocol
 from agentrl.engines.versions import version_refused_error
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ PIECES = 4
 """Number of such messages on the way at a time."""
 
 
-class WeightOffer(wire.WireMessage, frozen=True, tag="Offer"):
+class WeightOffer(protocol.WireMessage, frozen=True, tag="Offer"):
     """The tensors of a version, in the order in which they will be sent."""
 
     version: PolicyVersion
@@ -106,14 +105,14 @@ class WeightOffer(wire.WireMessage, frozen=True, tag="Offer"):
         return {name: torch.empty(shape, dtype=dtypes[dtype], device="meta") for name, dtype, shape in described}
 
 
-class TransferCall(wire.WireMessage, frozen=True):
+class TransferCall(protocol.WireMessage, frozen=True):
     """A call of vLLM's protocol."""
 
     method: Literal["init", "start", "update", "finish"]
     info: dict[str, Any]
 
 
-class TransferReply(wire.WireMessage, frozen=True):
+class TransferReply(protocol.WireMessage, frozen=True):
     """The answer to a `WeightOffer` or a `TransferCall`."""
 
     error: str = ""
@@ -143,7 +142,7 @@ class IncomingTransfer:
 
     def answer(self, *, error: str = "", directory: str = "") -> None:
         """Answer the last request."""
-        wire.send(self._writer, TransferReply(error=error, directory=directory))
+        protocol.send(self._writer, TransferReply(error=error, directory=directory))
 
     async def next_call(self) -> TransferCall:
         """Return the next call of the trainer.
@@ -153,7 +152,7 @@ class IncomingTransfer:
         """
         try:
             async with asyncio.timeout(self.offer.silence_s):
-                body = await wire.read_frame(self._reader)
+                body = await protocol.read_frame(self._reader)
             message = None if body is None else _REQUEST.decode(body)
         except TimeoutError as error:
             raise TransferError(f"the trainer has sent nothing for {self.offer.silence_s:g} s") from error
@@ -232,7 +231,7 @@ class WeightReceiver:
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            body = await wire.read_frame(reader)
+            body = await protocol.read_frame(reader)
             offer = None if body is None else _REQUEST.decode(body)
         except (ValueError, msgspec.MsgspecError):
             offer = None
@@ -396,8 +395,8 @@ class WeightTransferConnection:
         if self._socket is None:
             raise TrainerError("no engine is connected")
         try:
-            self._socket.sendall(wire.encode_frame(message))
-            said = _REPLY.decode(self._read(int.from_bytes(self._read(wire.HEAD_BYTES), "little")))
+            self._socket.sendall(protocol.encode_frame(message))
+            said = _REPLY.decode(self._read(int.from_bytes(self._read(protocol.HEAD_BYTES), "little")))
         except TimeoutError as error:
             what = message.method if isinstance(message, TransferCall) else "offer"
             silence_s = SILENT_S if is_unacknowledged(error) else self._silence_s
@@ -684,7 +683,7 @@ class Requests(Protocol):
         """Return a number for a call."""
         ...
 
-    async def ask(self, call: int, message: wire.Request) -> wire.Reply:
+    async def ask(self, call: int, message: protocol.Request) -> protocol.Reply:
         """Send a message and wait for its answer."""
         ...
 
@@ -786,10 +785,10 @@ class VersionFiles:
         self, weights: WeightsRef, pieces: list[asyncio.Task[None]], name: str, start: int, data: bytes
     ) -> None:
         call = self._connection.next_call()
-        chunk = wire.WeightChunk(call=call, sha256=weights.sha256, name=name, start=start, data=data)
+        chunk = protocol.WeightChunk(call=call, sha256=weights.sha256, name=name, start=start, data=data)
         pieces.append(asyncio.get_running_loop().create_task(self._answered(weights, chunk)))
 
-    async def _answered(self, weights: WeightsRef, chunk: wire.WeightChunk) -> None:
+    async def _answered(self, weights: WeightsRef, chunk: protocol.WeightChunk) -> None:
         try:
             await self._connection.ask(chunk.call, chunk)
         except EngineLostError:

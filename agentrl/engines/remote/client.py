@@ -3,7 +3,7 @@
 `ProcessEngine` owns an engine's process and implements `core.ports.Engine`: it starts the process, restarts it when it
 dies, and gives a fresh one the versions of its predecessor. `EngineClient` samples from processes that it does not own
 and implements `core.ports.Sampler`: the process of an episode worker has one. Both talk over an `EngineConnection`, in
-the messages of `wire.py`, to `server.py`.
+the messages of `protocol.py`, to `server.py`.
 Invariants: a call in flight when its connection ends raises `EngineLostError` after its last delta; the next call of a
 session reopens it; a conversation stays with its process, which has its KV, as long as the process lives; any other
 request waits for the next process and is repeated, an update only once.
@@ -32,10 +32,10 @@ from agentrl.core.errors import (
 from agentrl.core.ids import opening_digest, stable_hash64
 from agentrl.core.network import SCHEME, Address, connect
 from agentrl.core.records import ProcessStatus
-from agentrl.engines import wire
-from agentrl.engines.child_process import SILENCE_S, LocalPlacement, Supervisor
+from agentrl.engines import protocol
+from agentrl.engines.process import SILENCE_S, LocalPlacement, Supervisor
 from agentrl.engines.versions import WantedVersions, in_loading_order, run_shielded
-from agentrl.engines.weight_transfer import VersionFiles
+from agentrl.engines.weights.transfer import VersionFiles
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from agentrl.core.clock import Clock
     from agentrl.core.ports import EngineCapabilities, EngineSession, GenerateRequest, NewTokensCallback
     from agentrl.core.records import Completion, Float32Array, Int32Array, PolicyVersion, WeightsRef
-    from agentrl.engines.child_process import ChildProgram, ConnectedChildProcess, ConnectionWriter, ProcessPlacement
+    from agentrl.engines.process import ChildProgram, ConnectedChildProcess, ConnectionWriter, ProcessPlacement
 
 LOAD_BOUND = 1.25
 """Multiple of the mean load up to which an engine takes conversations that share its cached prefixes."""
@@ -67,7 +67,7 @@ class EngineConnection:
         reader: asyncio.StreamReader,
         writer: ConnectionWriter,
         *,
-        on_message: Callable[[wire.Reply], None],
+        on_message: Callable[[protocol.Reply], None],
         on_end: Callable[[str], None],
     ) -> None:
         self.busy = 0.0
@@ -80,13 +80,13 @@ class EngineConnection:
         self._on_message = on_message
         self._on_end = on_end
         self._numbers = itertools.count(1)
-        self._calls: dict[int, asyncio.Future[wire.Reply]] = {}
+        self._calls: dict[int, asyncio.Future[protocol.Reply]] = {}
         self._listeners: dict[int, tuple[str, NewTokensCallback]] = {}
         self._ended: AgentRLError | None = None
         self._reading = asyncio.get_running_loop().create_task(self._read(reader), name="engine replies")
 
     @property
-    def calls_in_flight(self) -> Collection[asyncio.Future[wire.Reply]]:
+    def calls_in_flight(self) -> Collection[asyncio.Future[protocol.Reply]]:
         """The answers that are waited for."""
         return self._calls.values()
 
@@ -102,15 +102,15 @@ class EngineConnection:
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> ConnectionSession:
         """Open a session of the process; if the process refuses, the first call fails."""
         number = self.next_call()
-        self.send(wire.OpenSessionRequest(session=number, name=session_id, policy=policy, pin=pin))
+        self.send(protocol.OpenSessionRequest(session=number, name=session_id, policy=policy, pin=pin))
         return ConnectionSession(self, number)
 
-    def send(self, message: wire.Request) -> None:
+    def send(self, message: protocol.Request) -> None:
         """Send a message without an answer; does nothing if the connection has ended."""
         if self._ended is None:
-            wire.send(self._writer, message)
+            protocol.send(self._writer, message)
 
-    async def ask(self, call: int, message: wire.Request) -> wire.Reply:
+    async def ask(self, call: int, message: protocol.Request) -> protocol.Reply:
         """Send a message and wait for its answer.
 
         Raises:
@@ -118,9 +118,9 @@ class EngineConnection:
         """
         if self._ended is not None:
             raise self._ended.with_traceback(None)
-        future: asyncio.Future[wire.Reply] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[protocol.Reply] = asyncio.get_running_loop().create_future()
         self._calls[call] = future
-        wire.send(self._writer, message)
+        protocol.send(self._writer, message)
         try:
             return await future
         finally:
@@ -129,19 +129,19 @@ class EngineConnection:
     async def generate(self, session: int, request: GenerateRequest, on_delta: NewTokensCallback | None) -> Completion:
         """Make one call of a session."""
         call = self.next_call()
-        message = wire.message_from_generate_request(call, session, request, deltas=on_delta is not None)
+        message = protocol.message_from_generate_request(call, session, request, deltas=on_delta is not None)
         if on_delta is not None:
             self._listeners[call] = (request.request_id, on_delta)
         try:
             reply = await self.ask(call, message)
         except asyncio.CancelledError:
-            self.send(wire.CancelRequest(call=call))
+            self.send(protocol.CancelRequest(call=call))
             raise
         finally:
             self._listeners.pop(call, None)
-        if not isinstance(reply, wire.CompletionReply):
+        if not isinstance(reply, protocol.CompletionReply):
             raise EngineError(f"call {request.request_id}: unexpected answer of the engine: {type(reply).__name__}")
-        return wire.completion_from_message(reply)
+        return protocol.completion_from_message(reply)
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef]) -> None:
         wanted = in_loading_order(current, pinned)
@@ -153,7 +153,7 @@ class EngineConnection:
             await asyncio.gather(*pieces, return_exceptions=True)
             raise
         call = self.next_call()
-        request = wire.ServeVersionsRequest(call=call, current=list(current), pinned=in_loading_order((), pinned))
+        request = protocol.ServeVersionsRequest(call=call, current=list(current), pinned=in_loading_order((), pinned))
         serving = self.ask(call, request)
         # Asked for before the pieces are acknowledged, which would take as long again. What came only in part is
         # refused by its digest; why it came in part is raised first.
@@ -182,30 +182,30 @@ class EngineConnection:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         why = ""  # the process closes the connection when it dies
         try:
-            while (body := await wire.read_frame(reader)) is not None:
-                reply = wire.REPLIES.decode(body)
+            while (body := await protocol.read_frame(reader)) is not None:
+                reply = protocol.REPLIES.decode(body)
                 self._on_message(reply)
                 self._dispatch(reply)
         except Exception as error:  # noqa: BLE001 - whatever it sent, its calls must not wait for ever
             why = f"it sent an invalid message ({type(error).__name__}: {error})"
         self._on_end(why)
 
-    def _dispatch(self, reply: wire.Reply) -> None:
+    def _dispatch(self, reply: protocol.Reply) -> None:
         match reply:
-            case wire.NewTokens():
+            case protocol.NewTokens():
                 self._deliver(reply)
-            case wire.BusyHeartbeat():
+            case protocol.BusyHeartbeat():
                 self.busy = reply.seconds
-            case wire.ErrorReply():
+            case protocol.ErrorReply():
                 self._settle(reply.call, rebuild_error(reply.kind, reply.message, among=(EngineError, InputError)))
-            case wire.EngineLoadedReply():
+            case protocol.EngineLoadedReply():
                 self._settle(0, reply)
-            case wire.WeightsRequest():
+            case protocol.WeightsRequest():
                 pass  # the message is for the owner
             case _:
                 self._settle(reply.call, reply)
 
-    def _deliver(self, delta: wire.NewTokens) -> None:
+    def _deliver(self, delta: protocol.NewTokens) -> None:
         listener = self._listeners.get(delta.call)
         if listener is None:
             return
@@ -215,9 +215,9 @@ class EngineConnection:
         except Exception as error:  # noqa: BLE001 - of whoever made the call, and raised there
             del self._listeners[delta.call]
             self._settle(delta.call, error)
-            self.send(wire.CancelRequest(call=delta.call))
+            self.send(protocol.CancelRequest(call=delta.call))
 
-    def _settle(self, call: int, result: wire.Reply | Exception) -> None:
+    def _settle(self, call: int, result: protocol.Reply | Exception) -> None:
         future = self._calls.get(call)
         if future is None or future.done():
             return
@@ -240,7 +240,7 @@ class ConnectionSession:
         return await self._connection.generate(self._number, request, on_delta)
 
     def close(self) -> None:
-        self._connection.send(wire.CloseSessionRequest(session=self._number))
+        self._connection.send(protocol.CloseSessionRequest(session=self._number))
 
 
 class SessionOpener(Protocol):
@@ -440,19 +440,19 @@ class ProcessEngine:
         self._host = child.host
         return child
 
-    def _on_message(self, reply: wire.Reply) -> None:
+    def _on_message(self, reply: protocol.Reply) -> None:
         self.supervisor.sign_of_life()
         match reply:
-            case wire.CompletionReply():
+            case protocol.CompletionReply():
                 self.supervisor.achieved()
-            case wire.BusyHeartbeat() if self._connection is not None and reply.seconds > self._connection.busy:
+            case protocol.BusyHeartbeat() if self._connection is not None and reply.seconds > self._connection.busy:
                 self.supervisor.achieved()  # another client may have loaded them
-            case wire.WeightsRequest() if self._connection is not None:
+            case protocol.WeightsRequest() if self._connection is not None:
                 task = asyncio.get_running_loop().create_task(self._send_weights(reply, self._connection))
                 self._sending.add(task)
                 task.add_done_callback(self._sending.discard)
 
-    async def _send_weights(self, wanted: wire.WeightsRequest, connection: EngineConnection) -> None:
+    async def _send_weights(self, wanted: protocol.WeightsRequest, connection: EngineConnection) -> None:
         """Make the trainer send weights that the process asked for, or send the rest of their file; if the trainer does
         not, the process loads that file."""
         try:
@@ -468,21 +468,21 @@ class ProcessEngine:
                 why = error if isinstance(error, AgentRLError) else repr(error)
                 self._tell(f"the trainer did not send {wanted.version} ({why}); the engine loads the published file")
         finally:
-            connection.send(wire.WeightTransferEnded(number=wanted.number))
+            connection.send(protocol.WeightTransferEnded(number=wanted.number))
 
     async def welcome(self) -> None:
         """See `SupervisedProcessOwner.welcome`: gives a fresh process the versions of its predecessor."""
         connection = self._connection
         if connection is None:
             raise EngineLostError("the engine's process is not connected")
-        load = wire.LoadEngineRequest(
+        load = protocol.LoadEngineRequest(
             factory=self._program.factory,
             arguments=dict(self._program.arguments),
             versions=self._first_versions,
             host=self._host,
         )
         loaded = await connection.ask(0, load)
-        if not isinstance(loaded, wire.EngineLoadedReply):
+        if not isinstance(loaded, protocol.EngineLoadedReply):
             raise EngineLostError("the engine's process sent an unexpected answer")
         self.capabilities = loaded.capabilities
         if self._host:
@@ -610,7 +610,7 @@ class ProcessEngine:
         await self._connected()
 
     def abort(self, request_id: str) -> None:
-        self._send(wire.AbortRequest(request_id=request_id))
+        self._send(protocol.AbortRequest(request_id=request_id))
 
     async def score(
         self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
@@ -619,11 +619,11 @@ class ProcessEngine:
 
         def ask(connection: EngineConnection) -> Any:
             call = connection.next_call()
-            request = wire.ScoreRequest(call=call, version=version, token_ids=column, temperature=temperature)
+            request = protocol.ScoreRequest(call=call, version=version, token_ids=column, temperature=temperature)
             return connection.ask(call, request)
 
-        scored: wire.ScoreReply = await self._until_answered(ask)
-        return wire.decode_logprobs(scored.logprobs)
+        scored: protocol.ScoreReply = await self._until_answered(ask)
+        return protocol.decode_logprobs(scored.logprobs)
 
     def busy_seconds(self) -> float:
         """See `agentrl.core.ports.Engine.busy_seconds`; at most 0.2 s old."""
@@ -637,7 +637,7 @@ class ProcessEngine:
         await self.supervisor.stop()
         await self._placement.close()
 
-    def _send(self, message: wire.Request) -> None:
+    def _send(self, message: protocol.Request) -> None:
         if self._connection is not None and self._is_welcomed:
             self._connection.send(message)
 
@@ -680,7 +680,7 @@ class EngineClient:
         """Number of conversations whose connection is being opened, by address."""
 
     @property
-    def calls_in_flight(self) -> list[asyncio.Future[wire.Reply]]:
+    def calls_in_flight(self) -> list[asyncio.Future[protocol.Reply]]:
         """The answers that are waited for."""
         connections = map(self._connection, self._connections)
         return [call for connection in connections if connection is not None for call in connection.calls_in_flight]
@@ -699,7 +699,7 @@ class EngineClient:
     def abort(self, request_id: str) -> None:
         for opening in self._connections.values():
             if opening.done() and not opening.cancelled() and opening.exception() is None:
-                opening.result().send(wire.AbortRequest(request_id=request_id))
+                opening.result().send(protocol.AbortRequest(request_id=request_id))
 
     def is_available(self, replica: EngineConnection) -> bool:
         return replica.is_open and any(self._connection(address) is replica for address in self._addresses)

@@ -1,0 +1,1 @@
+"""Conversations as token sequences: chat templates and formats."""

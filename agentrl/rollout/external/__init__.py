@@ -1,0 +1,1 @@
+"""Episodes of agents outside the process, which call the gateway."""
