@@ -57,9 +57,9 @@ class BoundedServer:
             OSError: the address cannot be used.
         """
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         try:
-            for family, address in dict.fromkeys((family, address) for family, _, _, _, address in found):
+            for family, address in dict.fromkeys((family, address) for family, _, _, _, address in addresses):
                 listening = socket.create_server(address, family=family, backlog=100)
                 listening.setblocking(False)
                 self._sockets.append(listening)
@@ -123,11 +123,11 @@ class BoundedServer:
     def _make_room(self) -> bool:
         """Close the oldest of too many unknown connections. Returns whether the process may have another connection."""
         files = file_limit()
-        unknown, most = files // UNKNOWN_SHARE, files - files // OTHER_SHARE
-        if len(self._unknown) > unknown or len(self._unknown) + len(self._known) > most:
+        max_unknown, max_connections = files // UNKNOWN_SHARE, files - files // OTHER_SHARE
+        if len(self._unknown) > max_unknown or len(self._unknown) + len(self._known) > max_connections:
             self._forget_closed()
-            self._close_oldest(len(self._unknown) - unknown)
-        return len(self._unknown) + len(self._known) <= most
+            self._close_oldest(len(self._unknown) - max_unknown)
+        return len(self._unknown) + len(self._known) <= max_connections
 
     def _close_oldest(self, count: int) -> None:
         for connection in list(self._unknown)[: max(count, 0)]:
@@ -142,8 +142,8 @@ class BoundedServer:
             self._close_oldest(sum(since <= oldest for since in self._unknown.values()))
 
     def _forget_closed(self) -> None:
-        self._unknown = {each: since for each, since in self._unknown.items() if not each.is_closing()}
-        self._known = {each for each in self._known if not each.is_closing()}
+        self._unknown = {transport: since for transport, since in self._unknown.items() if not transport.is_closing()}
+        self._known = {transport for transport in self._known if not transport.is_closing()}
 
 
 def file_limit() -> int:

@@ -89,15 +89,15 @@ class OpenAIResponsesProtocol:
     def events(self, request: ChatRequest, replies: Sequence[ChatReply]) -> Sequence[tuple[str | None, Any]]:
         reply = replies[0]
         empty = {**_head(request, reply), "status": "in_progress", "incomplete_details": None, "output": []}
-        found: list[dict[str, Any]] = [
+        stream: list[dict[str, Any]] = [
             {"type": "response.created", "response": empty},
             {"type": "response.in_progress", "response": empty},
         ]
         for n, item in enumerate(_items(request, reply)):
-            found += _item_events(item, n)
+            stream += _item_events(item, n)
         whole = self.whole(request, replies)
-        found.append({"type": f"response.{whole['status']}", "response": whole})
-        return [(event["type"], {**event, "sequence_number": n}) for n, event in enumerate(found)]
+        stream.append({"type": f"response.{whole['status']}", "response": whole})
+        return [(event["type"], {**event, "sequence_number": n}) for n, event in enumerate(stream)]
 
     def refusal(self, refused: RequestRefusedError) -> dict[str, Any]:
         return openai_refusal(refused)
@@ -109,28 +109,32 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
     Raises:
         RequestRefusedError: there are none, or they contain more than text.
     """
-    given = body.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else require_object_list(given, "input")
-    found: list[Message] = []
-    said = _Said()
+    input_value = body.get("input")
+    items = (
+        [{"role": "user", "content": input_value}]
+        if isinstance(input_value, str)
+        else require_object_list(input_value, "input")
+    )
+    messages: list[Message] = []
+    builder = _Said()
     if body.get("instructions"):
-        found.append(Message(role="system", content=require_text(body["instructions"], "instructions")))
+        messages.append(Message(role="system", content=require_text(body["instructions"], "instructions")))
     for n, item in enumerate(items):
         where = f"input[{n}]"
-        if said.read(item, where):
+        if builder.read(item, where):
             continue
-        found += said.end()
+        messages += builder.end()
         if item.get("type") == "compaction_trigger" and n == len(items) - 1:
-            found.append(Message(role="user", content=_COMPACT))
+            messages.append(Message(role="user", content=_COMPACT))
         else:
-            found.append(_input_message(item, where, said.names))
-    found += said.end()
-    if not found or found[-1].role == "assistant":
+            messages.append(_input_message(item, where, builder.names))
+    messages += builder.end()
+    if not messages or messages[-1].role == "assistant":
         raise RequestRefusedError(
             "input: the last item must be a message or the output of a tool, since a reply of the assistant cannot be "
             "continued"
         )
-    return found
+    return messages
 
 
 def _input_message(item: Mapping[str, Any], where: str, names: Mapping[str, str]) -> Message:
@@ -279,8 +283,8 @@ def _items(request: ChatRequest, reply: ChatReply) -> Iterator[dict[str, Any]]:
         if space:
             item |= {"name": call.name.removeprefix(f"{space}."), "namespace": space}
         if kind == "custom":
-            given = call.arguments if isinstance(call.arguments, str) else call.arguments.get("input", "")
-            yield {**item, "type": "custom_tool_call", "input": str(given)}
+            arguments = call.arguments if isinstance(call.arguments, str) else call.arguments.get("input", "")
+            yield {**item, "type": "custom_tool_call", "input": str(arguments)}
         else:
             yield {**item, "type": "function_call", "arguments": tool_arguments_text(call)}
 
