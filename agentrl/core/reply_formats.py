@@ -196,7 +196,7 @@ def _name_in(raw: str) -> str:
     return match[1] if match else ""
 
 
-def _named(value: Any, raw: str, keys: Sequence[str] = _ARGUMENTS, name_key: str = "name") -> Named:
+def _named_call(value: Any, raw: str, keys: Sequence[str] = _ARGUMENTS, name_key: str = "name") -> Named:
     """Parse a JSON value, whose text is `raw`, as a call; it is malformed if a part is missing."""
     if isinstance(value, dict) and isinstance(name := value.get(name_key), str):
         for key in keys:
@@ -209,7 +209,7 @@ def _named(value: Any, raw: str, keys: Sequence[str] = _ARGUMENTS, name_key: str
 
 
 def _json_object(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
-    return [_named(parse_json_value(raw), raw)]
+    return [_named_call(parse_json_value(raw), raw)]
 
 
 def _items(value: Any) -> Sequence[Any]:
@@ -219,11 +219,11 @@ def _items(value: Any) -> Sequence[Any]:
 
 def _json_list(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
     value = parse_json_value(raw)
-    return [_named(item, raw) for item in _items(value)]
+    return [_named_call(item, raw) for item in _items(value)]
 
 
 def _cohere_list(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
-    return [_named(item, raw, ("parameters",), "tool_name") for item in _items(parse_json_value(raw))]
+    return [_named_call(item, raw, ("parameters",), "tool_name") for item in _items(parse_json_value(raw))]
 
 
 def _apertus_list(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
@@ -309,7 +309,7 @@ def parse_llama(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
         and not _NAME.match(raw[1:].lstrip())
     ):
         return text, ()
-    return "", tuple(_call(n, part, _named(v, part, _LLAMA_ARGUMENTS)) for n, (part, v) in enumerate(parts))
+    return "", tuple(_call(n, part, _named_call(v, part, _LLAMA_ARGUMENTS)) for n, (part, v) in enumerate(parts))
 
 
 def _split(raw: str) -> list[tuple[str, Any]]:

@@ -46,7 +46,7 @@ class EnvironmentSpec:
 
 
 _registered: dict[str, type[Environment]] = {}
-_found: dict[str, type[Environment]] = {}
+_loaded: dict[str, type[Environment]] = {}
 """Resolved references: reading entry points takes milliseconds, and children are spawned by name."""
 _installed: dict[type[Environment], str] = {}
 """Entry-point names of resolved classes."""
@@ -102,9 +102,9 @@ def resolve(reference: str | type | Mapping[str, float]) -> type[Environment]:
         return as_environment(reference, where=reference.__qualname__)
     if reference in _registered:
         return _registered[reference]
-    if reference not in _found:
-        _found[reference] = _find(reference)
-    return _found[reference]
+    if reference not in _loaded:
+        _loaded[reference] = _find(reference)
+    return _loaded[reference]
 
 
 def _find(reference: str) -> type[Environment]:
@@ -120,8 +120,8 @@ def _find(reference: str) -> type[Environment]:
 
 def loaded_environment(name: str) -> type[Environment] | None:
     """Return the environment of a name if this process has loaded it, without running code; else None."""
-    if name in _registered or name in _found:
-        return _registered.get(name) or _found[name]
+    if name in _registered or name in _loaded:
+        return _registered.get(name) or _loaded[name]
     location, _, attribute = name.rpartition(":")
     loaded = getattr(sys.modules.get(location), attribute, None) if attribute.isidentifier() else None
     return loaded if isinstance(loaded, type) and issubclass(loaded, Environment) else None
@@ -258,7 +258,7 @@ def _import(name: str) -> Any:
         return importlib.import_module(name)
 
 
-class _GivenFile(importlib.abc.SourceLoader):
+class _SuppliedFile(importlib.abc.SourceLoader):
     """Loads a module from the source of a file on another machine."""
 
     def __init__(self, path: str, source: str) -> None:
@@ -277,21 +277,21 @@ class _GivenFile(importlib.abc.SourceLoader):
 def register_source_files(sources: Mapping[str, str]) -> None:
     """Let `load_module` import files that exist on another machine only. `sources` maps absolute paths to their
     source."""
-    _given.update(sources)
+    _supplied.update(sources)
 
 
-_given: dict[str, str] = {}
+_supplied: dict[str, str] = {}
 
 
 def _load_file(path: Path) -> Any:
-    source = _given.get(str(path))
+    source = _supplied.get(str(path))
     if source is None and not path.is_file():
         raise EnvironmentDefinitionError(f"environment file {path} does not exist")
     digest = hashlib.blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()
     name = f"{_FILE_MODULE}{path.stem}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
-    loader = None if source is None else _GivenFile(str(path), source)
+    loader = None if source is None else _SuppliedFile(str(path), source)
     module_spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     if module_spec is None or module_spec.loader is None:
         raise EnvironmentDefinitionError(f"environment file {path} is not a Python module")

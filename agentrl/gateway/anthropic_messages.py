@@ -116,7 +116,7 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
         )
         match item.get("role"):
             case "assistant":
-                messages.append(_said(blocks, where))
+                messages.append(_assistant_message(blocks, where))
                 names.update((call.id, call.name) for call in messages[-1].tool_calls)
             case "user":
                 messages += _user_messages(blocks, where, names)
@@ -131,7 +131,7 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
     return messages
 
 
-def _said(blocks: Sequence[Mapping[str, Any]], where: str) -> Message:
+def _assistant_message(blocks: Sequence[Mapping[str, Any]], where: str) -> Message:
     """Read a message of the model."""
     texts: list[str] = []
     calls: list[ToolCall] = []

@@ -27,8 +27,8 @@ _DEMANDS = ("temperature", "top_p", "top_logprobs", "tool_choice", "parallel_too
 _STATE = ("previous_response_id", "conversation", "background", "prompt")
 _ROLES: Mapping[str, Role] = {"user": "user", "system": "system", "developer": "system"}
 _COMPACT = (
-    "Summarise this conversation for whoever goes on with it: what was asked for, what was done and found, and what is "
-    "left to do. Reply with the summary alone."
+    "Summarize this conversation so another agent can continue it: the request, what was done, what was learned, what "
+    "remains. Reply with the summary alone."
 )
 _CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
@@ -65,7 +65,7 @@ class OpenAIResponsesProtocol:
                 "tools": tools,
                 "instructions": body.get("instructions"),
                 "compacts": _compacts(body.get("input")),
-                "offered": {_named(space, tool): (space, tool.get("type")) for space, tool in offered},
+                "offered": {_tool_name(space, tool): (space, tool.get("type")) for space, tool in offered},
             },
         )
 
@@ -116,7 +116,7 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
         else require_object_list(input_value, "input")
     )
     messages: list[Message] = []
-    builder = _Said()
+    builder = _MessageBuilder()
     if body.get("instructions"):
         messages.append(Message(role="system", content=require_text(body["instructions"], "instructions")))
     for n, item in enumerate(items):
@@ -164,7 +164,7 @@ def _compacts(items: Any) -> bool:
     return isinstance(items, list) and bool(items) and items[-1].get("type") == "compaction_trigger"
 
 
-class _Said:
+class _MessageBuilder:
     """Collects the items of each message of the model."""
 
     def __init__(self) -> None:
@@ -219,7 +219,7 @@ def _offered(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[
             yield "", tool
 
 
-def _named(space: str, tool: Mapping[str, Any]) -> str:
+def _tool_name(space: str, tool: Mapping[str, Any]) -> str:
     """Return the name under which the model calls a tool."""
     name = require_text(tool.get("name"), "tools.name")
     return f"{space}.{name}" if space else name
@@ -237,7 +237,7 @@ def _tool(tool: Mapping[str, Any], space: str) -> ToolSpec:
             f"tools: parameters are {bounded_repr(parameters)}, which is not a JSON schema", "invalid", "tools"
         )
     description = require_text(tool.get("description") or "", "tools.description")
-    return ToolSpec(name=_named(space, tool), description=description, parameters=parameters)
+    return ToolSpec(name=_tool_name(space, tool), description=description, parameters=parameters)
 
 
 def _head(request: ChatRequest, reply: ChatReply) -> dict[str, Any]:

@@ -107,7 +107,7 @@ class AttemptEndpoint:
     """Calls that run, or whose reply no client has received, keyed by digest of the request."""
     by_idempotency_key: dict[tuple[bytes, str], _PendingReply] = field(default_factory=dict)
     """Calls, keyed by digest of the request and its `Idempotency-Key`."""
-    asked: int = 0
+    requests: int = 0
     """Number of calls so far."""
     running: set[asyncio.Task[Any]] = field(default_factory=set)
     connections: weakref.WeakSet[asyncio.BaseTransport] = field(default_factory=weakref.WeakSet)
@@ -175,7 +175,7 @@ class SharedKeyConversations:
         named = {id(opened) for opened in self._named.values()}
         prefixes = seat_for_model(self._open[0].seats, chat.model).prefixes(chat) if self._open else ()
         for opened in reversed(self._open):
-            is_unused = not opened.asked and id(opened) not in named
+            is_unused = not opened.requests and id(opened) not in named
             if is_unused or is_waited_for(opened) or seat_for_model(opened.seats, chat.model).continues(prefixes):
                 return opened  # reuse a conversation that was opened only to count the tokens of its first request
         return await self._begin_one("")
@@ -482,7 +482,7 @@ class Gateway:
                     f"{MOST_CALLS} calls of this episode are already waiting; try again later", "unavailable"
                 )
             call = _PendingReply(asyncio.get_running_loop().create_task(_replies(opened, seat, chat)))
-            opened.asked += 1
+            opened.requests += 1
             opened.running.add(call.task)
             opened.calls.setdefault(digest, []).append(call)
             key = request.headers.get("Idempotency-Key", "")

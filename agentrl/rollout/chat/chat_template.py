@@ -219,7 +219,7 @@ def message_for_template(
                 "id": control.escape(call.id),
                 "function": {
                     "name": control.escape(call.name),
-                    "arguments": _given(
+                    "arguments": _template_arguments(
                         control.escape_value(call.arguments, only_special=is_assistant), arguments_as_text
                     ),
                 },
@@ -235,7 +235,7 @@ def message_for_template(
     return value
 
 
-def _given(arguments: Any, as_text: bool) -> Any:
+def _template_arguments(arguments: Any, as_text: bool) -> Any:
     return json.dumps(arguments, ensure_ascii=False) if as_text and not isinstance(arguments, str) else arguments
 
 
