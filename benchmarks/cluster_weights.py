@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from agentrl.app.run_parts import make_engine
+from agentrl.app.engines import make_engine
 from agentrl.cluster.engine_actors import RayPlacement
 from agentrl.cluster.session import RaySession
 from agentrl.config.devices import Node

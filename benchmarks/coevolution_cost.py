@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 
 import agentrl
-from agentrl.app.run_parts import RunFactories, make_engine
+from agentrl.app.engines import make_engine
+from agentrl.app.run_parts import RunFactories
 from agentrl.app.training import run_training
 from agentrl.core.ports import Engine
 from agentrl.core.records import PolicyVersion

@@ -34,14 +34,8 @@ from typing import Any
 
 import torch
 
-from agentrl.app.run_parts import (
-    RunFactories,
-    device_plan,
-    engines_behind_router,
-    installed_version,
-    make_engine,
-    make_trainer,
-)
+from agentrl.app.engines import device_plan, engines_behind_router, installed_version, make_engine
+from agentrl.app.run_parts import RunFactories, make_trainer
 from agentrl.app.training import run_training
 from agentrl.config.load import load
 from agentrl.config.run import RunConfig

@@ -34,6 +34,7 @@ from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
 from agentrl.orchestrator.evaluation import Evaluator, HeldOutSplit
 from agentrl.orchestrator.loop import Orchestrator, TrainingLoopSettings
 from agentrl.orchestrator.metrics import selection_bias_by_policy
+from agentrl.orchestrator.opponents import OpponentPool, OpponentPools
 from agentrl.orchestrator.scheduler import (
     BoundedStaleness,
     FreezePhase,
@@ -47,8 +48,6 @@ from agentrl.orchestrator.versions import (
     NOT_MEASURED,
     BestCheckpointTracker,
     BestRunningMean,
-    OpponentPool,
-    OpponentPools,
     PolicyBoard,
     ServedVersions,
 )

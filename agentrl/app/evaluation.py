@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from agentrl.app.assemble import attach_local_worker, make_dispatcher
+from agentrl.app.engines import make_engine
 from agentrl.app.hub import with_downloaded_models
 from agentrl.app.memory_estimate import with_chosen_token_limits
 from agentrl.app.policies import frozen_policy_weights, serve_configured_weights, weights_from_directory
@@ -28,7 +29,6 @@ from agentrl.app.run_parts import (
     importable_environment_code,
     load_config,
     make_chat_format,
-    make_engine,
 )
 from agentrl.cluster.session import gpu_reservation
 from agentrl.config.policies import ExternalPolicyConfig, FrozenPolicy, RemotePolicy

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentrl.app.engines import device_plan, slots
 from agentrl.app.policies import adapter_slots_needed, largest_lora_rank
-from agentrl.app.run_parts import device_plan, slots
 from agentrl.config.fields import base_model_display_name
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, InputError, PredictionError

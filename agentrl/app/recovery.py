@@ -47,17 +47,9 @@ from agentrl.observe.alarms import LENGTH_STEPS
 from agentrl.orchestrator.buffer import reward_history_from_journal
 from agentrl.orchestrator.checkpoints import Manifest, find_newest_checkpoint, list_version_directories
 from agentrl.orchestrator.metrics import SelectionBiasTracker, selection_bias_from_journal
+from agentrl.orchestrator.opponents import opponent_pool_holder, opponent_pool_steps
 from agentrl.orchestrator.tasks import MEMORY_SIZE, GroupResult
-from agentrl.orchestrator.versions import (
-    BATCHES,
-    NOT_MEASURED,
-    BestRunningMean,
-    PolicyBoard,
-    ServedVersions,
-    opponent_pool_holder,
-    opponent_pool_steps,
-    publish,
-)
+from agentrl.orchestrator.versions import BATCHES, NOT_MEASURED, BestRunningMean, PolicyBoard, ServedVersions, publish
 
 if TYPE_CHECKING:
     from agentrl.journal.store import SqliteJournal

@@ -27,16 +27,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from agentrl.app.assemble import RunParts, assemble_orchestrator
+from agentrl.app.engines import connect_engines_to_trainer, engines_behind_router
 from agentrl.app.policies import frozen_policy_weights, pinned_policy_step_lags, serve_configured_weights
 from agentrl.app.recovery import UserCodeDigests, find_start_point
-from agentrl.app.run_parts import (
-    RunFactories,
-    connect_engines_to_trainer,
-    engines_behind_router,
-    make_chat_format,
-    make_workers,
-    watch_joining_nodes,
-)
+from agentrl.app.run_parts import RunFactories, make_chat_format, make_workers, watch_joining_nodes
 from agentrl.cluster.nodes import wait_for_nodes
 from agentrl.cluster.worker_pool import SUSPECTED
 from agentrl.config.load import SettingDifference

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from agentrl.app.engines import check_ray_installed, check_vllm_usable, device_plan, make_engine
 from agentrl.app.hub import with_downloaded_models
 from agentrl.app.memory_estimate import with_chosen_token_limits
 from agentrl.app.policies import (
@@ -23,17 +24,7 @@ from agentrl.app.policies import (
     units_per_root_group,
 )
 from agentrl.app.recovery import UserCodeDigests, load_user_functions
-from agentrl.app.run_parts import (
-    RunFactories,
-    check_ray_installed,
-    check_vllm_usable,
-    device_plan,
-    environment_of,
-    importable_environment_code,
-    load_config,
-    make_engine,
-    task_source,
-)
+from agentrl.app.run_parts import RunFactories, environment_of, importable_environment_code, load_config, task_source
 from agentrl.app.run_parts import held_out_task_splits as held_out_source
 from agentrl.app.supervisor import RunSetup, cancel_run_on_ctrl_c, run_guarding_event_loop, supervise
 from agentrl.cluster.session import gpu_reservation

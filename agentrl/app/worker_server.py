@@ -22,8 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.app.engines import external_policies
 from agentrl.app.policies import rollout_settings
-from agentrl.app.run_parts import external_policies, make_chat_format
+from agentrl.app.run_parts import make_chat_format
 from agentrl.cluster import worker_wire as wire
 from agentrl.cluster.journal_stream import StreamedJournal
 from agentrl.config.run import RunConfig

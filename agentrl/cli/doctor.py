@@ -279,7 +279,7 @@ def placement_checks(config: RunConfig | None = None) -> list[Check]:
 
     config = config or load(shipped_example("01_tool_use"))
     if config.engine.kind == "vllm":
-        from agentrl.app.run_parts import check_vllm_usable
+        from agentrl.app.engines import check_vllm_usable
 
         try:
             check_vllm_usable(config)
@@ -305,7 +305,8 @@ def placement_checks(config: RunConfig | None = None) -> list[Check]:
 
 def _nodes(config: RunConfig) -> list[Check]:
     """Check each node of the cluster, and list what is placed there or missing."""
-    from agentrl.app.run_parts import check_ray_installed, environment_code_references, environment_of
+    from agentrl.app.engines import check_ray_installed
+    from agentrl.app.run_parts import environment_code_references, environment_of
 
     try:
         check_ray_installed()
@@ -355,8 +356,8 @@ def _plan_checks(plan: MemoryEstimate, where: str = "") -> list[Check]:
 
 def _gpu_checks(config: RunConfig, plan: MemoryEstimate) -> list[Check]:
     """Show the device plan of a run, and check that each process fits its share of a GPU."""
+    from agentrl.app.engines import device_plan
     from agentrl.app.memory_estimate import gpu_memory_needs
-    from agentrl.app.run_parts import device_plan
 
     devices = device_plan(config)
     checks = [Check(name="devices", found=line) for line in devices.lines()]

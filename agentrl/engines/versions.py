@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-import msgspec
 import numpy as np
 
 from agentrl.core.errors import EngineError, EngineLostError, VersionNotServedError
@@ -26,11 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Container
 
     from agentrl.core.ports import EngineCapabilities, GenerateRequest, NewTokensCallback, Refresh
-    from agentrl.core.records import FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
-
-
-CANARY_KEY = "agentrl_probe"
-"""Name of the canary in the metadata of a version's safetensors file."""
+    from agentrl.core.records import FinishReason, PolicyVersion, WeightsRef
+    from agentrl.engines.weights.canary import Canary, ObservedRounding
 
 
 T = TypeVar("T")
@@ -73,61 +69,9 @@ class WantedVersions:
         return any(weights.version == version for weights in self.pinned)
 
 
-@dataclass(slots=True)
-class ObservedRounding:
-    """The rounding of a policy's versions in 16 bits, as far as those that passed the canary check have shown it."""
-
-    distance: float = 0.0
-    """Largest mean distance between an engine's log-probabilities and its trainer's, in nats."""
-    change: float = 0.0
-    """Largest mean distance of a version's log-probabilities from those that the run began with, in nats."""
-
-
 def in_loading_order(current: Iterable[WeightsRef], pinned: Iterable[WeightsRef]) -> list[WeightsRef]:
     """Return versions in the order in which an engine loads them: older before newer ones of a policy."""
     return sorted({*current, *pinned}, key=lambda weights: weights.version)
-
-
-class CanaryJson(msgspec.Struct, forbid_unknown_fields=True):
-    """The canary as JSON."""
-
-    contexts: list[list[int]]
-    token_ids: list[int]
-    logprobs: list[list[float]]
-    start_logprobs: list[list[float]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Canary:
-    """The canary check's tokens and expected result: the log-probability of each token after each context."""
-
-    contexts: Int32Array  # [m, k]
-    token_ids: Int32Array  # [n]
-    logprobs: Float32Array  # [m, n], under the version
-    start_logprobs: Float32Array  # [m, n], under the model the run began with
-    is_exact: bool = True
-    """Whether the version's file holds its weights unrounded."""
-
-    def metadata(self) -> dict[str, str]:
-        """Encode the canary for the metadata of the version's safetensors file."""
-        columns = (self.contexts, self.token_ids, self.logprobs, self.start_logprobs)
-        said = CanaryJson(*(column.tolist() for column in columns))
-        return {CANARY_KEY: msgspec.json.encode(said).decode()}
-
-    def check_vocabulary(self, weights: WeightsRef, vocabulary: int) -> None:
-        """Refuse the canary of another model.
-
-        Raises:
-            EngineError: the canary has tokens beyond the vocabulary.
-        """
-        if max(int(self.contexts.max()), int(self.token_ids.max())) >= vocabulary:
-            raise version_refused_error(
-                weights, f"its canary has tokens outside the model's vocabulary of {vocabulary}"
-            )
-
-    def asks_like(self, other: Canary) -> bool:
-        """Whether answers to both canaries can be compared."""
-        return np.array_equal(self.contexts, other.contexts) and np.array_equal(self.token_ids, other.token_ids)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -53,7 +53,7 @@ from agentrl.core.ids import stable_hash64
 from agentrl.core.records import PolicyVersion, StepReport, TrainingSample, WeightsRef
 from agentrl.credit.samples import input_digest, row_digest, token_lags, trained_positions
 from agentrl.engines.models import dtype_name
-from agentrl.engines.versions import Canary
+from agentrl.engines.weights.canary import Canary
 from agentrl.engines.weights.transfer import (
     FileSender,
     GlooSender,

@@ -20,8 +20,9 @@ from agentrl.core.text import plural
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.dispatch import ChildUnitReservations, Dispatcher
 from agentrl.orchestrator.metrics import NO_SIGNAL, TOO_FEW_MEMBERS
+from agentrl.orchestrator.opponents import OpponentPools
 from agentrl.orchestrator.tasks import Seen
-from agentrl.orchestrator.versions import OpponentPools, PolicyBoard
+from agentrl.orchestrator.versions import PolicyBoard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,7 @@
-"""Versions of policies: the current ones, those served, the opponents, and the best.
+"""Versions of policies: the current ones, those served, and the best.
 
 `PolicyBoard` knows the current version of each policy and the staleness of others; `publish` makes versions.
-`ServedVersions` is the one table of the versions that the engine serves, with their holders. `OpponentPools` pins
-earlier versions to play against. `BestCheckpointTracker` remembers the versions at which a metric was best, and ends a
+`ServedVersions` is the one table of the versions that the engine serves, with their holders. `BestCheckpointTracker` remembers the versions at which a metric was best, and ends a
 run by its rules.
 
 Invariants: weights leave the trainer only after the journal has recorded their version on disk; steps of a lineage only
@@ -16,16 +15,14 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
-from agentrl.core.errors import VERSION_GONE, EngineError
-from agentrl.core.ids import random_stream
+from agentrl.core.errors import EngineError
 from agentrl.core.ports import Engine, Trainer
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, GameResult, GameTally, PolicyVersion, WeightsRef
+from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.journal.port import JournalStore, StepRow
-from agentrl.orchestrator.metrics import EpisodeTotals
 
 
 class PolicyBoard:
@@ -234,162 +231,6 @@ class ServedVersions:
     async def _serve(self) -> None:
         pinned = {weights for pins in self._pins.values() for weights in pins.values()}
         await self.engine.serve(tuple(self.current.values()), tuple(sorted(pinned, key=lambda each: each.version)))
-
-
-def opponent_pool_steps(step: int, every: int, size: int) -> range:
-    """Return the steps whose versions are opponents when the policy is at `step`: the newest `size` multiples of
-    `every`.
-
-    Example:
-        >>> list(opponent_pool_steps(35, 10, 3)), list(opponent_pool_steps(4, 10, 3))
-        ([10, 20, 30], [0])
-    """
-    newest = step - step % every
-    return range(max(newest - (size - 1) * every, 0), newest + 1, every)
-
-
-def opponent_pool_holder(name: str) -> str:
-    """Return the holder that pins the versions of an opponent pool in `ServedVersions`."""
-    return f"opponents {name}"
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class OpponentPool:
-    """A pool of earlier versions of a learning policy, represented by one policy of the configuration.
-
-    After every `every` steps of the policy its newest version joins; opponents are drawn from the newest `size` that
-    joined.
-    """
-
-    name: str
-    """Policy that holds the seats."""
-    of: str
-    """Policy whose past versions form the pool."""
-    every: int
-    size: int
-    choose: Literal["uniform", "latest", "prioritised"]
-    served: list[PolicyVersion]
-    """Served versions, oldest first. Opponents are drawn from the newest `size`; one more may still have episodes in
-    flight."""
-    tallies: dict[PolicyVersion, GameTally] = field(default_factory=dict)
-    """Results of the episodes against each version."""
-    lost: set[PolicyVersion] = field(default_factory=set)
-    """Versions that the engine could not serve to an episode."""
-
-    @property
-    def holder(self) -> str:
-        """Holder that pins the pool's versions in `ServedVersions`."""
-        return opponent_pool_holder(self.name)
-
-    def draw(self, *key: object) -> PolicyVersion:
-        """Draw the opponent of a group; `prioritised` uses (1 - win rate)², PFSP's hard weighting (Vinyals et al.,
-        2019)."""
-        versions = self.drawn_from()
-        if self.choose == "latest":
-            return versions[-1]
-        weights = [1.0] * len(versions)
-        if self.choose == "prioritised":
-            weights = [(1.0 - self.tallies.get(version, GameTally()).win_rate) ** 2 for version in versions]
-        at = random_stream("opponent", self.name, *key).random() * sum(weights)
-        for version, weight in zip(versions, weights, strict=True):
-            at -= weight
-            if at < 0.0:
-                return version
-        return versions[-1]
-
-    def drawn_from(self) -> list[PolicyVersion]:
-        """Return the versions from which opponents are drawn, oldest first; lost ones only if all are lost."""
-        newest = self.served[-self.size :]
-        return [version for version in newest if version not in self.lost] or newest
-
-    def is_due(self, version: PolicyVersion) -> bool:
-        """Whether a version that became current should join; it joins after its step if the pool was full then."""
-        return version.step - version.step % self.every > self.served[-1].step and len(self.served) <= self.size
-
-    def count(self, header: EpisodeHeader) -> GameResult | None:
-        """Count a committed episode; returns its result if it was played against a version of this pool."""
-        result = header.result(self.of, self.name)
-        if result is not None:
-            self.tallies[result.opponent] = self.tallies.get(result.opponent, GameTally()).plus(result.score)
-        return result
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class OpponentPools:
-    """The opponent pools of a run: keeps their versions served, draws one per root group, counts results.
-
-    Pools are in the manifest, so a rollback restores them. The drawn version is pinned in the episode's spec, so
-    journal, resume, replay and forks know it. Win rates are computed from committed headers. Loading the files at the
-    start is up to `app/recovery.py`.
-    """
-
-    pools: Mapping[str, OpponentPool]
-    versions: ServedVersions
-    run_seed: int
-    pinned: Callable[[], Collection[PolicyVersion]]
-    """Returns the versions to which episodes in flight are pinned."""
-    counts: EpisodeTotals
-    checkpoints: int
-    """Number of newest checkpoints from which a run may resume."""
-    _saved: deque[Mapping[str, Sequence[PolicyVersion]]] = field(init=False)
-    """Pools at the newest checkpoints."""
-
-    def __post_init__(self) -> None:
-        self._saved = deque([self.drawn_from()], maxlen=self.checkpoints)
-
-    def pins(self, group: int) -> dict[str, PolicyVersion]:
-        """Return the version of each pool for a root group: its members are compared, so they meet the same
-        opponent.
-        """
-        return {name: pool.draw(self.run_seed, group) for name, pool in self.pools.items()}
-
-    def resumable(self, spec: EpisodeSpec) -> EpisodeSpec:
-        """Return the spec with which an episode of a previous attempt continues: with the newest opponent if its own is
-        gone."""
-        gone = {
-            name: pool.served[-1]
-            for name, pool in self.pools.items()
-            if name in spec.pins and spec.pins[name] not in pool.served
-        }
-        return spec.pinned({**spec.pins, **gone}) if gone else spec
-
-    async def add_version(self, weights: WeightsRef) -> None:
-        """Add a version that became current to the pools that it should join, and keep it served."""
-        for pool in self.pools.values():
-            if pool.of == weights.version.policy and pool.is_due(weights.version):
-                await self.versions.pin(pool.holder, weights)
-                pool.served.append(weights.version)
-        self._unpin_unneeded()
-
-    def record_result(self, spec: EpisodeSpec, header: EpisodeHeader) -> None:
-        """Count the result of a training episode and unpin versions that no episode needs any more."""
-        for name, pool in self.pools.items():
-            if header.drop_reason == VERSION_GONE and name in spec.pins:
-                pool.lost.add(spec.pins[name])
-            result = pool.count(header) if header.committed else None
-            if result is not None:
-                self.counts.count_game(name, result.score)
-        self._unpin_unneeded()
-
-    def drawn_from(self) -> dict[str, Sequence[PolicyVersion]]:
-        """Return the versions from which opponents are drawn, by pool. Checkpoints store them, because they depend on
-        stragglers."""
-        return {name: pool.drawn_from() for name, pool in self.pools.items()}
-
-    def record_checkpoint(self) -> None:
-        """Record that a checkpoint was written with the current pools."""
-        self._saved.append(self.drawn_from())
-
-    def needed(self) -> set[PolicyVersion]:
-        """Return the versions besides the pinned ones whose files must stay: a resumed run loads those of its
-        checkpoints."""
-        return {version for pools in self._saved for versions in pools.values() for version in versions}
-
-    def _unpin_unneeded(self) -> None:
-        """Unpin versions that have left their pool, once no episode in flight is pinned to them."""
-        for pool in self.pools.values():
-            if len(pool.served) > pool.size and pool.served[0] not in self.pinned():
-                self.versions.unpin(pool.holder, pool.served.pop(0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

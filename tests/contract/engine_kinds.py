@@ -24,7 +24,7 @@ from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.engines.process import ChildProgram
 from agentrl.engines.remote.client import ProcessEngine
 from agentrl.engines.router import ReplicatedEngine
-from agentrl.engines.versions import Canary
+from agentrl.engines.weights.canary import Canary
 from agentrl.testing.virtual_time import simulate
 from tests.contract.scripted_program import VOCABULARY, scripted_engine
 from tests.contract.warm_processes import WarmPlacement

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl.app.run_parts import make_engine
+from agentrl.app.engines import make_engine
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import EngineError
 from agentrl.core.records import PolicyVersion

@@ -19,8 +19,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 import agentrl
+from agentrl.app.engines import make_engine
 from agentrl.app.replays import recompute_step_loss, replay, replay_step
-from agentrl.app.run_parts import RunFactories, make_engine
+from agentrl.app.run_parts import RunFactories
 from agentrl.app.training import run_training
 from agentrl.cli.main import main
 from agentrl.config.load import load

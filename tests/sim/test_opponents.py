@@ -28,7 +28,8 @@ from agentrl.inspection.statistics import tally_games_by_version
 from agentrl.journal.entries import TurnEntry
 from agentrl.observe.metrics import find_registered_metric
 from agentrl.orchestrator.metrics import EpisodeTotals
-from agentrl.orchestrator.versions import OpponentPool, OpponentPools, ServedVersions, opponent_pool_steps
+from agentrl.orchestrator.opponents import OpponentPool, OpponentPools, opponent_pool_steps
+from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import SmallRun, config_for

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import agentrl
-from agentrl.app.run_parts import external_policies
+from agentrl.app.engines import external_policies
 from agentrl.config.load import load
 from agentrl.config.policies import BotPolicy
 from agentrl.core.errors import CheckFailedError, EnvironmentDefinitionError, JournalError

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import agentrl
-from agentrl.app import run_parts
-from agentrl.app.run_parts import check_vllm_usable
+from agentrl.app import engines
+from agentrl.app.engines import check_vllm_usable
 from agentrl.cli import doctor
 from agentrl.cli.environments import FILES, write_environment
 from agentrl.cli.main import main
@@ -183,7 +183,7 @@ def test_what_only_the_second_model_runner_of_vllm_returns_is_refused_before_any
     with pytest.raises(ConfigError, match="model runner V2"):
         agentrl.train(config)
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(run_parts, "gpus", lambda: (Gpu("0", "card", Memory(1 << 34, 1 << 34)),))
+    monkeypatch.setattr(engines, "gpus", lambda: (Gpu("0", "card", Memory(1 << 34, 1 << 34)),))
     check_vllm_usable(config)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     with pytest.raises(ConfigError, match="model runner V2"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.app.run_parts import device_plan
+from agentrl.app.engines import device_plan
 from agentrl.config.devices import CONTEXTS, DevicePlan, plan_devices
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, InputError

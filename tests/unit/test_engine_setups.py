@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3Config
 
-from agentrl.app import run_parts
+from agentrl.app import engines
 from agentrl.cli.main import main
 from agentrl.core.machine import Gpu, Memory
 
@@ -49,7 +49,7 @@ def test_doctor_accepts_and_explains_a_set_up(
     file.write_text(set_ups(repository)[model].replace(f"Qwen/{model}", str(tmp_path / model)))
     count, size = MACHINES[model]
     card = Memory(size * 10**9, size * 10**9)
-    monkeypatch.setattr(run_parts, "gpus", lambda: tuple(Gpu(str(at), "card", card) for at in range(count)))
+    monkeypatch.setattr(engines, "gpus", lambda: tuple(Gpu(str(at), "card", card) for at in range(count)))
     code = main(["doctor", str(file), "--json"])
     printed = capsys.readouterr()
     assert printed.out, printed.err

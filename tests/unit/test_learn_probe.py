@@ -15,8 +15,8 @@ from agentrl.config.run import PolicyConfig
 from agentrl.config.sections import EngineConfig
 from agentrl.core.errors import TrainerError
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.engines.versions import Canary
-from agentrl.engines.weights.files import read_adapter, read_canary, read_weights
+from agentrl.engines.weights.canary import Canary, read_canary
+from agentrl.engines.weights.files import read_adapter, read_weights
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import LORA, Episodes, make_rows, run_config, write_model, write_tokenizer
 

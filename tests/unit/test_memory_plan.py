@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from agentrl.app import engines
 from agentrl.app import memory_estimate as run_memory
-from agentrl.app import run_parts
 from agentrl.app.memory_estimate import MemoryEstimate, estimate_memory
 from agentrl.cli.main import main
 from agentrl.config.load import load
@@ -182,7 +182,7 @@ def test_a_context_beyond_the_positions_is_named(repository: Path, capsys: pytes
 def cards(monkeypatch: pytest.MonkeyPatch, count: int, gib: int) -> None:
     """A machine with GPUs."""
     there = tuple(Gpu(str(at), "card", Memory(gib << 30, gib << 30)) for at in range(count))
-    monkeypatch.setattr(run_parts, "gpus", lambda: there)
+    monkeypatch.setattr(engines, "gpus", lambda: there)
 
 
 VLLM = ("--engine.vllm.enforce_eager=true", "--policies.solver.lora.rank=4")
@@ -252,7 +252,7 @@ def test_memory_of_a_gpu_that_another_process_holds_is_told_by_doctor_and_before
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu = Gpu("0", "card", Memory(free=2 << 30, total=24 << 30))
-    monkeypatch.setattr(run_parts, "gpus", lambda: (gpu,))
+    monkeypatch.setattr(engines, "gpus", lambda: (gpu,))
     file = str(repository / "examples/01_tool_use.toml")
     words = "GPU 0: engine 0 takes 45% of its memory, 10.8 GiB, and 2.0 are free: stop what else computes there"
     assert main(["doctor", file, *VLLM]) == 1

@@ -18,7 +18,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 import agentrl
-from agentrl.app.run_parts import external_policies
+from agentrl.app.engines import external_policies
 from agentrl.config.policies import RemotePolicy
 from agentrl.core import clock as core_clock
 from agentrl.core.errors import CheckFailedError, ConfigError, EngineLostError, EpisodeError, JournalError

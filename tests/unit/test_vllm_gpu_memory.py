@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
-from agentrl.app import run_parts
-from agentrl.app.run_parts import slots
+from agentrl.app import engines as app_engines
+from agentrl.app.engines import slots
 from agentrl.config.run import RunConfig
 from agentrl.core.machine import Gpu, Memory
 from agentrl.engines.vllm.gpu_memory import batch_tokens, kv_bytes_beside_trainer
@@ -65,7 +65,7 @@ def test_a_large_gpu_gets_larger_passes_and_more_conversations(monkeypatch: pyte
     found = []
     for size in (24, 80):
         card = Memory(size * GB, size * GB)
-        monkeypatch.setattr(run_parts, "gpus", lambda card=card: (Gpu("0", "card", card),))
+        monkeypatch.setattr(app_engines, "gpus", lambda card=card: (Gpu("0", "card", card),))
         found.append([slots(config) for config in configs])
     assert found == [[64, 64, 8], [256, 64, 8]]
 

@@ -57,7 +57,6 @@ from agentrl.engines.embedded.forward import (
 from agentrl.engines.embedded.slots import SlotColumns, SlotKvCache
 from agentrl.engines.models import model_dtype
 from agentrl.engines.versions import (
-    Canary,
     InProcessEngine,
     VersionTable,
     empty_completion,
@@ -66,14 +65,8 @@ from agentrl.engines.versions import (
     run_shielded,
     version_refused_error,
 )
-from agentrl.engines.weights.files import (
-    check_canary_answer,
-    check_dtypes,
-    map_weights_to_state,
-    read_adapter,
-    read_canary,
-    read_weights,
-)
+from agentrl.engines.weights.canary import Canary, check_canary_answer, read_canary
+from agentrl.engines.weights.files import check_dtypes, map_weights_to_state, read_adapter, read_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping

@@ -376,7 +376,7 @@ class ProcessEngine:
     """Capabilities of the engine, known once the process has served."""
     deliver: Callable[[PolicyVersion, str], Awaitable[None]] | None = None
     """Makes the trainer send full weights of a version to an address when the process asks; None: the process loads
-    files. Set by `app.run_parts.connect_engines_to_trainer`."""
+    files. Set by `app.engines.connect_engines_to_trainer`."""
 
     def __init__(
         self,

@@ -41,15 +41,14 @@ from agentrl.core.records import WeightsRef
 from agentrl.engines.process import PRIVATE_DIRECTORY_VARIABLE
 from agentrl.engines.versions import LiveVersion, VersionTable, run_shielded, version_refused_error
 from agentrl.engines.vllm.capture import top_k_without_filter
+from agentrl.engines.weights.canary import check_canary_answer, read_canary
 from agentrl.engines.weights.files import (
     WeightFile,
     check_adapter,
-    check_canary_answer,
     check_dtypes,
     copy_weight_files,
     map_weights_to_state,
     read_adapter,
-    read_canary,
     read_metadata,
     read_weights,
 )
@@ -63,8 +62,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from agentrl.core.records import Float32Array, Int32Array, PolicyVersion
-    from agentrl.engines.versions import Canary
     from agentrl.engines.vllm.startup import VllmSettings
+    from agentrl.engines.weights.canary import Canary
     from agentrl.engines.weights.transfer import IncomingTransfer, WeightOffer, WeightReceiver
 
 _FIRST_LABEL = "default"

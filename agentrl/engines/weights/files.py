@@ -1,9 +1,7 @@
-"""Published weights from disk: read and checked before an engine serves them, and the canary check afterwards.
+"""Published weights from disk, read and checked before an engine serves them.
 
-Owns: the checks that full weights and LoRA adapters must pass (digest, names, shapes, dtypes, finite values), and the
-canary in a version's file: the trainer's log-probabilities of a few next tokens after a few contexts. The canary is
-part of the file whose digest is checked, so it belongs to those weights and to no others. Neither decides which version
-serves, nor computes an engine's answer; never unpickles.
+Owns the checks that full weights and LoRA adapters must pass: digest, names, shapes, dtypes, finite values. Does not
+decide which version serves; never unpickles.
 
 `predict_engine_memory` predicts the memory of an engine from the shapes in a model directory, without loading weights.
 """
@@ -20,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
@@ -39,7 +36,8 @@ from agentrl.engines.models import (
     runnable_on_meta,
 )
 from agentrl.engines.process import MAKE_ROOM
-from agentrl.engines.versions import CANARY_KEY, Canary, CanaryJson, ObservedRounding, version_refused_error
+from agentrl.engines.versions import version_refused_error
+from agentrl.engines.weights.canary import Canary, read_canary
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,17 +45,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from agentrl.core.errors import EngineError
-    from agentrl.core.records import Float32Array, PolicyVersion, WeightsRef
+    from agentrl.core.records import WeightsRef
 
 _WEIGHT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MAX_CONTEXTS = 64
-_MAX_LENGTH = 512
-_MAX_TOKENS = 128
-"""Number of log-probabilities that vLLM returns at once."""
-_MAX_CHARACTERS = 1 << 20
-_MAX_NATS = 1e6
-_START_NAME = "the model the run began with"
 _PEFT_PREFIX = "base_model.model."
 _CONFIG_BYTES = 1 << 16
 _HARMLESS = {
@@ -374,142 +364,6 @@ def linear_layer(model: PreTrainedModel, name: str) -> nn.Linear | None:
         return None
     layer = getattr(layer, "base", layer)
     return layer if isinstance(layer, nn.Linear) else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Limits:
-    """Limits on the mean distance between an answer and a canary's log-probabilities, in nats."""
-
-    tolerance: float
-    """Distance above which the answer comes from another model, or from arithmetic too coarse for importance ratios."""
-    floor: float
-    """Distance below which a difference is rounding, and distinguishes no versions."""
-
-
-_EXACT = _Limits(tolerance=1e-2, floor=1e-5)
-"""Limits if engine and file are in float32."""
-_ROUNDED = _Limits(tolerance=0.25, floor=1e-2)
-"""Limits if either is in 16 bits, before any version of the policy has passed."""
-_GROWTH = 3.0
-"""Factor by which the rounding of a version in 16 bits may exceed that of earlier versions that changed as much. For
-models of 3, 4 and 30 layers, moved by 1 % and 10 % of their weights' deviation, it was 1.4; in eight bits 4 to 10."""
-_NEARER = 2.0
-"""Factor of closeness above which an answer is attributed to another version."""
-
-
-def read_canary(weights: WeightsRef, file: WeightFile) -> Canary | None:
-    """Return the canary of a version's file; None if it has none.
-
-    Raises:
-        EngineError: the file's canary is damaged.
-    """
-    text = file.metadata.get(CANARY_KEY)
-    if text is None:
-        return None
-    try:
-        if len(text) > _MAX_CHARACTERS:
-            raise ValueError(f"{len(text)} characters")
-        said = msgspec.json.decode(text, type=CanaryJson)
-        contexts, tokens = np.array(said.contexts, np.int64), np.array(said.token_ids, np.int64)
-        logprobs, start = (np.array(rows, np.float64) for rows in (said.logprobs, said.start_logprobs))
-    except (ValueError, OverflowError) as error:  # msgspec's errors are ValueErrors
-        raise version_refused_error(weights, f"its canary cannot be read ({str(error)[:200]!a})") from error
-    if contexts.ndim != 2 or not (0 < len(contexts) <= _MAX_CONTEXTS and 0 < contexts.shape[1] <= _MAX_LENGTH):
-        raise version_refused_error(weights, f"its canary has contexts of shape {contexts.shape}")
-    if not 1 < len(tokens) <= _MAX_TOKENS or {logprobs.shape, start.shape} != {(len(contexts), len(tokens))}:
-        shapes = f"{logprobs.shape} and {start.shape}"
-        raise version_refused_error(
-            weights, f"its canary has {len(tokens)} tokens and log-probabilities of shapes {shapes}"
-        )
-    for ids in (contexts, tokens):
-        if int(ids.min()) < 0 or int(ids.max()) > np.iinfo(np.int32).max:
-            raise version_refused_error(weights, "its canary has token ids that are negative, or beyond 32 bits")
-    if not all(((each >= -_MAX_NATS) & (each <= 1e-3)).all() for each in (logprobs, start)):
-        raise version_refused_error(weights, f"its canary has log-probabilities outside [-{_MAX_NATS:g}, 0]")
-    return Canary(
-        contexts=contexts.astype(np.int32),
-        token_ids=tokens.astype(np.int32),
-        logprobs=logprobs.astype(np.float32),
-        start_logprobs=start.astype(np.float32),
-        is_exact=all(tensor.dtype == torch.float32 for tensor in file.tensors.values()),
-    )
-
-
-def check_canary_answer(
-    weights: WeightsRef,
-    canary: Canary,
-    answer: Float32Array,
-    *,
-    dtype: torch.dtype,
-    others: Mapping[PolicyVersion, Canary],
-    rounding: dict[str, ObservedRounding],
-) -> None:
-    """Refuse a version if the engine's answer to its canary fits other weights.
-
-    The answer is wrong if it is further from the trainer's than rounding explains; or, because one update may change
-    less than that, if it is at least twice as close to the answer of another version as to its own.
-
-    Args:
-        weights: the new version.
-        canary: canary of the version.
-        answer: [m, n], the engine's log-probabilities of the canary's tokens.
-        dtype: dtype in which the engine computes.
-        others: canaries of the other versions that the engine serves or served, and could have mistaken for it.
-        rounding: rounding seen in the versions that have passed, by policy; this version's is added.
-
-    Raises:
-        EngineError: the answer is not the version's.
-    """
-    seen = rounding.setdefault(weights.version.policy, ObservedRounding())
-    change = _distance(canary.logprobs, canary.start_logprobs)
-    limits = _EXACT if canary.is_exact and dtype == torch.float32 else _rounded(seen, change)
-    own, nearest, name = _distance(answer, canary.logprobs), _distance(answer, canary.start_logprobs), _START_NAME
-    for version, other in others.items():
-        if other.asks_like(canary) and (distance := _distance(answer, other.logprobs)) < nearest:
-            nearest, name = distance, str(version)
-    if own > limits.floor and own > _NEARER * nearest:
-        raise version_refused_error(
-            weights,
-            f"the engine answers its canary check as {name} would: the log-probabilities of {answer.size} next tokens "
-            f"differ by {nearest:.2g} nats on average from those of {name}, and by {own:.2g} from those the trainer "
-            "computed. The engine serves other weights than those it was given",
-        )
-    if not own <= limits.tolerance:
-        raise _too_far(weights, own, limits.tolerance, dtype)
-    if max(own, change) >= _ROUNDED.floor:  # who hardly changed and hardly rounded shows nothing
-        seen.distance, seen.change = max(seen.distance, own), max(seen.change, change)
-
-
-def _rounded(seen: ObservedRounding, change: float) -> _Limits:
-    """Return the limits in 16 bits for a version that is `change` nats from the weights that the run began with.
-
-    The effect of rounding cannot be derived from a model's shape (0.009 nats with 3 layers, 0.016 with 4, 0.05 to 0.14
-    with 30), so versions that have passed determine it. It grows with their change at first: an adapter that is zero
-    rounds nothing.
-    """
-    if not seen.distance:
-        return _ROUNDED
-    growth = _GROWTH * max(1.0, change / max(seen.change, _ROUNDED.floor))
-    return _Limits(min(max(growth * seen.distance, 2 * _ROUNDED.floor), _ROUNDED.tolerance), _ROUNDED.floor)
-
-
-def _too_far(weights: WeightsRef, difference: float, tolerance: float, dtype: torch.dtype) -> EngineError:
-    return version_refused_error(
-        weights,
-        f"the engine's log-probabilities of its canary tokens differ by {difference:.2g} nats on average from those "
-        f"the trainer computed; with {dtype_name(dtype)} in the engine at most {tolerance:.2g} is allowed. Either the "
-        "engine has other weights or another model than the trainer, or the two compute so differently that "
-        "importance ratios mean nothing",
-    )
-
-
-def _distance(answer: Float32Array, logprobs: Float32Array) -> float:
-    """Return the mean |Δ log-probability| in nats, after subtracting each context's mean Δ.
-
-    The subtracted mean is the rounding error of the shared normaliser: left in, it makes different versions look alike.
-    """
-    difference = answer.astype(np.float64) - logprobs
-    return float(np.abs(difference - difference.mean(axis=1, keepdims=True)).mean())
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 An engine asks its owner for full weights (`protocol.WeightsRequest`). The owner makes every rank of the trainer send
 them. Rank 0 connects to the engine's Unix socket or, on another machine, to its TCP port with a token, offers names,
 dtypes and shapes, and drives vLLM's protocol over the connection: init, start, update once or more, finish.
-`app.run_parts.connect_engine_to_trainer` chooses what carries the bytes: `ipc` on one GPU, `nccl` between two, `gloo`
+`app.engines.connect_engine_to_trainer` chooses what carries the bytes: `ipc` on one GPU, `nccl` between two, `gloo`
 between machines without GPUs, `file` elsewhere, by files in the engine's private directory.
 
 Owns `WeightReceiver` and `IncomingTransfer`, the engine's ends; `WeightTransferConnection` (vLLM's

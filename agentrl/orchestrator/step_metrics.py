@@ -1,0 +1,133 @@
+"""Metrics of optimizer steps: reward, lag, busy shares, throughput and counts. Names are in `observe/metrics.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from agentrl.core.clock import Clock
+from agentrl.core.ports import Engine
+from agentrl.core.records import PolicyVersion, StepReport
+from agentrl.environment.mixture import trained_root_environments
+from agentrl.environment.registry import name_of
+from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
+from agentrl.orchestrator.dispatch import Dispatcher
+from agentrl.orchestrator.metrics import EpisodeTotals, mean_named_rewards
+from agentrl.orchestrator.versions import PolicyBoard
+
+
+class StepMetrics:
+    """Computes the metrics of optimizer steps: reward, lag, busy shares, throughput, counts (`observe/metrics.py`)."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        dispatcher: Dispatcher,
+        buffer: EpisodeBuffer,
+        board: PolicyBoard,
+        clock: Clock,
+        max_lag: Mapping[str, int | None],
+    ) -> None:
+        self._engine = engine
+        self._dispatcher = dispatcher
+        self._buffer = buffer
+        self._board = board
+        self._clock = clock
+        self._max_lag = max_lag
+        self._members = trained_root_environments(dispatcher.environment)
+        self._started = 0.0
+        self._last: dict[str, tuple[float, float]] = {}
+        self._idle_since: dict[str, float] = {}
+        self._counts: dict[str, EpisodeTotals] = {}
+        self._counted_at: dict[str, float] = {}
+
+    def start(self) -> None:
+        """Start the clocks: training begins now."""
+        self._started = self._clock.monotonic()
+        busy = self._engine.busy_seconds()
+        self._last = dict.fromkeys(self._board.trainable, (self._started, busy))
+        self._idle_since = dict.fromkeys(self._board.trainable, self._started)
+        self._counts = {policy: self._buffer.counts.copy() for policy in self._board.trainable}
+
+    def before_step(self, policy: str) -> float:
+        """Return how many seconds the policy's trainer has waited for units."""
+        return self._clock.monotonic() - self._idle_since[policy]
+
+    def of_step(self, report: StepReport, taken: Sequence[ReadyUnit], waited: float) -> dict[str, float]:
+        """Compute the metrics of a step that was just taken, before its version becomes current."""
+        policy = report.policy
+        now = self._clock.monotonic()
+        since, busy_before = self._last[policy]
+        busy = self._engine.busy_seconds()
+        self._last[policy] = (now, busy)
+        self._idle_since[policy] = now
+        wall = max(now - since, 1e-9)
+        trajectories = [trajectory for ready in taken for trajectory in ready.trajectories]
+        lags = [float(self._board.staleness(PolicyVersion(policy, t.lineage, t.oldest_step))) for t in trajectories]
+        limit, lineage = self._max_lag[policy], self._board.current(policy).lineage
+        rewards = [sum(t.reward or 0.0 for t in ready.trajectories) for ready in taken]
+        ended = self._buffer.counts.since(self._counts[policy])
+        self._counts[policy] = self._buffer.counts.copy()
+        ledger = self._buffer.ledger
+        metrics = {
+            "step/units": float(len(taken)),
+            "step/tokens": float(report.tokens),
+            "step/seconds": wall,
+            "step/waited_s": waited,
+            "run/seconds": now - self._started,
+            "engine/busy_share": (busy - busy_before) / wall,
+            "trainer/busy_share": report.seconds / wall,
+            "episodes/per_s": ended.of("episodes") / wall,
+            "episodes/in_flight": float(ledger.in_flight),
+            "episodes/ready": float(ledger.ready),
+            "episodes/trained": float(ledger.trained),
+            "episodes/dropped": float(ledger.dropped.total()),
+            "loss": report.loss,
+            "grad_norm": report.grad_norm,
+        }
+        if taken:
+            metrics |= {
+                "reward/mean": _mean(rewards),
+                "staleness/mean": _mean(lags),
+                "staleness/max": max(lags),
+                "advantage/zero_share": _mean([float(not ready.has_signal) for ready in taken]),
+                "advantage/alone_share": _mean([float(ready.is_alone) for ready in taken]),
+            }
+            if limit is not None:  # tokens of previous attempts do not count, because a rollback trains on them again
+                is_own = [trajectory.lineage == lineage for trajectory in trajectories]
+                metrics["staleness/exceeded"] = float(
+                    sum(lag > limit for lag, own in zip(lags, is_own, strict=True) if own)
+                )
+        if rate := self._tokens_per_s(policy, now, ended.of("tokens")):
+            metrics["tokens/sampled_per_s"] = rate
+        seats = sorted({t.seat for t in trajectories})
+        if len(seats) > 1:
+            for seat in seats:
+                metrics[f"reward/{seat}"] = _mean([t.reward or 0.0 for t in trajectories if t.seat == seat])
+        if len(self._members) > 1:
+            for root in self._members:
+                units = zip(taken, rewards, strict=True)
+                own = [reward for ready, reward in units if ready.environment == name_of(root)]
+                metrics[f"mixture/share/{root.__name__}"] = len(own) / max(len(taken), 1)
+                if own:
+                    metrics[f"mixture/reward/{root.__name__}"] = _mean(own)
+        metrics |= {f"named_reward/{name}": value for name, value in mean_named_rewards(trajectories).items()}
+        metrics.update(report.metrics)
+        metrics.update(self._buffer.selection_bias[policy].metrics())
+        for name, value in ended.metrics(policy).items():
+            metrics.setdefault(name, value)
+        if ended.of("proposals") and (entropy := self._dispatcher.memory.structure_entropy()) is not None:
+            metrics["proposals/structure_entropy"] = entropy
+        return metrics
+
+    def _tokens_per_s(self, policy: str, now: float, tokens: float) -> float:
+        """Return the tokens per second of the episodes that ended since the last step at which any had ended; 0 before
+        the first."""
+        since = self._counted_at.get(policy, self._started)
+        if tokens:
+            self._counted_at[policy] = now
+        return tokens / max(now - since, 1e-9)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
