@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.core.records import PolicyVersion, StepReport
-from agentrl.learn.storage import LearnerProgress, StepColumns, load_checkpoint, save_checkpoint
+from agentrl.learn.step_columns import StepColumns
+from agentrl.learn.storage import LearnerProgress, load_checkpoint, save_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -48,6 +48,7 @@ from agentrl.learn.losses import SUMS, Loss, make_loss, token_metric_sums
 from agentrl.learn.memory_prediction import shard_count
 from agentrl.learn.models import PolicyModel, load_models, load_references
 from agentrl.learn.packing import MicroBatch, pack
+from agentrl.learn.publish import CanaryBuilder, Publisher
 from agentrl.learn.ranks import (
     RankGroup,
     SingleRankGroup,
@@ -57,7 +58,8 @@ from agentrl.learn.ranks import (
     gather_tensor,
     rank_device,
 )
-from agentrl.learn.storage import CanaryBuilder, MergedRankColumns, Publisher, converting_write_errors
+from agentrl.learn.step_columns import MergedRankColumns
+from agentrl.learn.storage import converting_write_errors
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
