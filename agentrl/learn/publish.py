@@ -11,19 +11,21 @@ Owns: the layout, the digest of a version, the canary's tokens. Does not own: ve
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from agentrl.core.errors import TrainerError
-from agentrl.core.files import WEIGHT_FILES, rename_durably, sha256_of, staging_directory
+from agentrl.core.files import WEIGHT_FILES, rename_durably, staging_directory
 from agentrl.core.ids import stable_hash64
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.models import dtype_name
@@ -82,29 +84,38 @@ class Publisher:
             converting_write_errors(directory),
             staging_directory(directory, depth=2) as staging,
         ):
-            self._write(staging, name, version.policy, model, tensors, canary)
+            digest = self._write(staging, name, version.policy, model, tensors, canary)
             try:
                 rename_durably(staging, directory, unless_same=name)
             except FileExistsError as error:
                 raise TrainerError(
                     f"version {version} exists in {directory} with different weights; version ids are never reused"
                 ) from error
-        digest = sha256_of(*(directory / each for each in WEIGHT_FILES[model.kind]))
         return WeightsRef(version=version, path=str(directory), kind=model.kind, sha256=digest)
 
-    def send(self, version: PolicyVersion, model: PolicyModel, recipient: WeightDestination) -> None:
-        """Send the full weights of a published version to an engine; the other ranks do as in `publish`.
+    def send(self, weights: WeightsRef, layout: Mapping[str, Tensor], recipient: WeightDestination) -> None:
+        """Send the published file of full weights to an engine. No rank gathers anything, so training continues.
+
+        Args:
+            weights: the published version.
+            layout: tensors without data, with the names, shapes and dtypes of those in the file, in its order.
+            recipient: the engine.
 
         Raises:
             TrainerError: the engine did not accept them.
         """
-        with exhaust_on_exit(model.published()) as tensors:
-            try:
-                self._outbox.send(PublishedWeightSource(model.published_layout(), tensors), version, recipient)
-            except TrainerError:
-                raise
-            except Exception as error:  # vLLM and NCCL raise many types, and the other ranks are waiting
-                raise TrainerError(f"{version} was not sent to the engines: {type(error).__name__}: {error}") from error
+        file = Path(weights.path) / FULL_FILE
+        device = "cuda" if recipient.transfer in ("ipc", "nccl") else "cpu"
+        try:
+            with safe_open(file, framework="pt", device=device) as opened:  # mapped, and still in the page cache
+                tensors = ((name, opened.get_tensor(name)) for name in layout)
+                self._outbox.send(PublishedWeightSource(layout, tensors, file), weights.version, recipient)
+        except TrainerError:
+            raise
+        except Exception as error:  # vLLM and NCCL raise many types
+            raise TrainerError(
+                f"{weights.version} was not sent to the engines: {type(error).__name__}: {error}"
+            ) from error
 
     def _write(
         self,
@@ -114,17 +125,20 @@ class Publisher:
         model: PolicyModel,
         tensors: Iterator[tuple[str, Tensor]],
         canary: Canary | None,
-    ) -> None:
-        """Write all files of a version of a policy; `name` is that of the file with its weights."""
+    ) -> str:
+        """Write all files of a version of a policy; `name` is that of the file with its weights. Returns the digest."""
+        digest = hashlib.sha256()
         metadata = {"format": "pt"} | (canary.metadata() if canary is not None else {})
         layout = model.published_layout()
-        write_tensors(directory / name, layout, tensors, metadata)
+        write_tensors(directory / name, layout, tensors, metadata, digest)
         adapter_config = model.adapter_config()
         if adapter_config is None:
             self._add_companions(directory, policy, model.base, next(iter(layout.values())).dtype)
         else:
             text = json.dumps(adapter_config, indent=2, sort_keys=True, default=list)
             (directory / ADAPTER_CONFIG).write_text(text)
+            digest.update(text.encode())
+        return digest.hexdigest()
 
     def _add_companions(self, directory: Path, policy: str, base: Path, dtype: torch.dtype) -> None:
         """Link a base model's configuration and tokenizer into a version with weights of a dtype; the policy's own copy

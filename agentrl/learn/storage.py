@@ -11,11 +11,15 @@ manifest that completes a checkpoint and the deletion of old files (the orchestr
 from __future__ import annotations
 
 import json
+import os
+from collections import deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from io import FileIO
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -27,6 +31,11 @@ from agentrl.core.files import os_error_advice
 from agentrl.core.records import PolicyVersion, StepReport
 from agentrl.learn.ranks import exhaust_on_exit, gather_tensors_sequentially, local_row_slice, local_shard
 
+if TYPE_CHECKING:
+    from hashlib import _Hash
+
+SYNC_BYTES = 1 << 28
+"""Bytes after which a file is synced while it is written, so that the disk works before the last byte is there."""
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 _DTYPES = {
     torch.float64: "F64",
@@ -189,8 +198,11 @@ def write_tensors(
     layout: Mapping[str, Tensor],
     tensors: Iterator[tuple[str, Tensor]],
     metadata: Mapping[str, str] | None = None,
+    digest: _Hash | None = None,
 ) -> None:
     """Write a safetensors file, one tensor at a time; equal tensors and metadata give equal files.
+
+    One thread writes and one hashes while the next tensor is gathered; at most two tensors wait for them.
 
     Args:
         path: path of the file.
@@ -198,6 +210,7 @@ def write_tensors(
             come first, so that all are aligned.
         tensors: tensors to write, as many as `layout` has.
         metadata: metadata of the file.
+        digest: hash to update with the file's content.
     """
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     end = 0
@@ -206,10 +219,30 @@ def write_tensors(
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as writer, ThreadPoolExecutor(1) as hasher:
+        unfinished: deque[list[Future[None]]] = deque()
+
+        def add(data: memoryview) -> None:
+            unfinished.append([writer.submit(_write_and_sync, file, data)])
+            if digest is not None:
+                unfinished[-1].append(hasher.submit(digest.update, data))
+            if len(unfinished) > 2:
+                for each in unfinished.popleft():
+                    each.result()
+
+        add(memoryview(len(text).to_bytes(8, "little") + text))
         for name, expected in layout.items():
             found, tensor = next(tensors)
             assert (name, expected.shape, expected.dtype) == (found, tensor.shape, tensor.dtype)
-            file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            add(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             del tensor  # free it before the next tensor is gathered
+        for each in chain.from_iterable(unfinished):
+            each.result()
+
+
+def _write_and_sync(file: FileIO, data: memoryview) -> None:
+    while data:
+        written = file.write(data[:SYNC_BYTES])
+        data = data[written:]
+        if written == SYNC_BYTES:
+            os.fdatasync(file.fileno())
