@@ -46,7 +46,7 @@ from agentrl.journal.rows import assemble_trajectories
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.packing import pack
-from agentrl.learn.storage import mismatch_metrics
+from agentrl.learn.step_columns import mismatch_metrics
 from benchmarks.report import Report
 
 if TYPE_CHECKING:

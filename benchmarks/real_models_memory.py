@@ -36,7 +36,7 @@ from agentrl.learn.forward import token_logprobs
 from agentrl.learn.memory_prediction import AllocationCounter
 from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.packing import pack
-from agentrl.learn.storage import Publisher
+from agentrl.learn.publish import Publisher
 
 SHAPE = {
     "vocab_size": 151_936,

@@ -201,7 +201,7 @@ class SampleRunTrainer(RecordingTrainer):
 
 
 def step_columns(fed: Sequence[TrainingSample], version: PolicyVersion) -> dict[str, Any]:
-    """Make the columns of a step's file; see `learn/storage.py`."""
+    """Make the columns of a step's file; see `learn/step_columns.py`."""
     positions = trained_positions(fed)
     lags = [token_lags(sample, version)[at] for sample, at in zip(fed, positions, strict=True)]
     behavior = [sample.behavior_logprobs[at] for sample, at in zip(fed, positions, strict=True)]

@@ -384,7 +384,7 @@ class RayTrainerPool:
         return references[0]
 
     async def send(self, version: PolicyVersion, recipient: WeightDestination) -> None:
-        await self._all("send", version, recipient)
+        await self._call(self._actors[:1], "send", version, recipient)
 
     async def save(self, directory: str) -> None:
         await self._all("save", await asyncio.to_thread(os.path.abspath, directory))

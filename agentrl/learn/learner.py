@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from agentrl.core.records import PolicyVersion, StepReport
-from agentrl.learn.storage import LearnerProgress, StepColumns, load_checkpoint, save_checkpoint
+from agentrl.core.records import PolicyVersion, StepReport, WeightsRef
+from agentrl.learn.step_columns import StepColumns
+from agentrl.learn.storage import LearnerProgress, load_checkpoint, save_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,6 +84,8 @@ class Learner:
         self.model = model
         self.step = 0
         self.version = PolicyVersion(name, 0, 0)
+        self.published: WeightsRef | None = None
+        """Newest version that this process has published."""
         self.report: StepReport | None = None
         self.open: StepAccumulator | None = None
         self.learning_rate = policy.learning_rate

@@ -48,6 +48,7 @@ from agentrl.learn.losses import SUMS, Loss, make_loss, token_metric_sums
 from agentrl.learn.memory_prediction import shard_count
 from agentrl.learn.models import PolicyModel, load_models, load_references
 from agentrl.learn.packing import MicroBatch, pack
+from agentrl.learn.publish import CanaryBuilder, Publisher
 from agentrl.learn.ranks import (
     RankGroup,
     SingleRankGroup,
@@ -57,7 +58,8 @@ from agentrl.learn.ranks import (
     gather_tensor,
     rank_device,
 )
-from agentrl.learn.storage import CanaryBuilder, MergedRankColumns, Publisher, converting_write_errors
+from agentrl.learn.step_columns import MergedRankColumns
+from agentrl.learn.storage import converting_write_errors
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -586,30 +588,26 @@ class PolicyTrainer:
                 deque(learner.model.published(), maxlen=0)
             return b""
 
-        reference = msgspec.json.decode(broadcast_from_first_rank(self._ranks, write), type=WeightsRef)
+        learner.published = msgspec.json.decode(broadcast_from_first_rank(self._ranks, write), type=WeightsRef)
         learner.version = version
-        return reference
+        return learner.published
 
     def send(self, version: PolicyVersion, recipient: WeightDestination) -> None:
-        """Send the policy's full weights to an engine that asked for them. All ranks must call this.
+        """Send the full weights of the policy's newest version to an engine that asked for them. Rank 0 calls this, in
+        any thread: it reads the published file, so the policy may already train its next step.
 
         Raises:
-            SupersededVersionError: the policy is at another version.
+            SupersededVersionError: the newest published version is another one.
             TrainerError: the engine did not accept its weights.
         """
         learner = self._learner(version.policy)
-        if learner.version != version or learner.step != version.step or learner.model.kind != "full":
-            at = f"{learner.version}, step {learner.step}"
-            raise SupersededVersionError(f"policy {version.policy!r} is at {at}; {version} is not sent")
-
-        def deliver() -> bytes:
-            if self._ranks.rank == 0:
-                self._publisher.send(version, learner.model, recipient)
-            elif learner.model.sharded:
-                deque(learner.model.published(), maxlen=0)
-            return b""
-
-        broadcast_from_first_rank(self._ranks, deliver)
+        newest = learner.published
+        if newest is None or newest.version != version or newest.kind != "full":
+            raise SupersededVersionError(
+                f"the newest version that policy {version.policy!r} has published is "
+                f"{'none' if newest is None else newest.version}; {version} is not sent"
+            )
+        self._publisher.send(newest, learner.model.published_layout(), recipient)
 
     def discard(self, policy: str) -> None:
         """Discard the gradient accumulated for the policy's next step."""
@@ -801,13 +799,14 @@ _BLANK = TrainingSample(
 class InProcessTrainer:
     """`core.ports.Trainer` in this process: a `PolicyTrainer` in a worker thread, so the event loop never waits.
 
-    Calls run one at a time, in order; torch releases the interpreter lock in its kernels. `cluster.trainer_pool`
-    implements the same port over Ray.
+    Calls run one at a time, in order; only `send` runs in parallel. torch releases the interpreter lock in its kernels.
+    `cluster.trainer_pool` implements the same port over Ray.
     """
 
     def __init__(self, config: RunConfig, run_directory: Path, *, read: ReadUnits | None = None) -> None:
         self._trainer = PolicyTrainer(config, run_directory, read=read)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
+        self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight sender")
 
     async def _call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.wrap_future(self._thread.submit(function, *args, **kwargs))
@@ -825,11 +824,12 @@ class InProcessTrainer:
         return await self._call(self._trainer.publish, policy, version)
 
     async def send(self, version: PolicyVersion, recipient: WeightDestination) -> None:
-        await self._call(self._trainer.send, version, recipient)
+        await asyncio.wrap_future(self._sender.submit(self._trainer.send, version, recipient))
 
     async def save(self, directory: str) -> None:
         await self._call(self._trainer.save, Path(directory))
 
     async def close(self) -> None:
-        """Let the call in progress end, then stop the thread. Idempotent."""
+        """Let the calls in progress end, then stop the threads. Idempotent."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._sender.shutdown(wait=False, cancel_futures=True)

@@ -296,7 +296,7 @@ class Orchestrator:
     async def _step_with(self, policy: str, taken: Sequence[ReadyUnit]) -> bool:
         """Take the step while holding the trainer until its version is current, so that no checkpoint falls between.
 
-        The path of the new weights: `publish` makes the trainer write their files (`learn/storage.py`) and the journal
+        The path of the new weights: `publish` makes the trainer write their files (`learn/publish.py`) and the journal
         record the version; `ServedVersions.make_current` sends the engine all versions to serve, and returns when it
         serves the new one, or one of its replicas does (docs/engines.md, "Weight updates", names each hop). Then the
         units are consumed, which lets new episodes be admitted, and the version becomes the board's current one.

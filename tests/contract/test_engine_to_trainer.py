@@ -30,7 +30,7 @@ from agentrl.credit.samples import unit_samples
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.packing import pack
-from agentrl.learn.storage import Publisher
+from agentrl.learn.publish import Publisher
 from tests.contract.engine_kinds import ModelZoo, check_logprobs, load_engine, prompt, request, version
 
 PROMPT, TOKENS = 12, 40

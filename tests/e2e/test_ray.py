@@ -37,7 +37,7 @@ from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.engines.process import ChildProgram
 from agentrl.engines.remote.client import ProcessEngine
 from agentrl.engines.router import ReplicatedEngine
-from agentrl.learn.storage import read_step_columns
+from agentrl.learn.step_columns import read_step_columns
 from agentrl.learn.trainer import InProcessTrainer
 from tests.contract.engine_kinds import START, ModelZoo, prompt, request, version
 from tests.learn_cases import LORA, Episodes, make_rows, run_config, write_model

@@ -12,7 +12,7 @@ import pytest
 from agentrl.core.records import PolicyVersion, VersionSpan
 from agentrl.credit.samples import token_lags, trained_positions
 from agentrl.learn.packing import pack
-from agentrl.learn.storage import (
+from agentrl.learn.step_columns import (
     MergedRankColumns,
     StepColumns,
     mismatch_metrics,

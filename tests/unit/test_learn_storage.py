@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from agentrl.core.errors import StorageError
 from agentrl.core.records import PolicyVersion
-from agentrl.learn.storage import Publisher
+from agentrl.learn.publish import Publisher
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import Episodes, make_rows, run_config, write_model
 

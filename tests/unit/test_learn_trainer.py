@@ -25,7 +25,7 @@ from agentrl.core.errors import (
 )
 from agentrl.core.ports import Trainer
 from agentrl.core.records import PolicyVersion, SamplingMask, TrainBatch, Trajectory, Unit
-from agentrl.learn.storage import read_step_columns
+from agentrl.learn.step_columns import read_step_columns
 from agentrl.learn.trainer import InProcessTrainer, PolicyTrainer
 from tests.learn_cases import LORA, VOCABULARY, Episodes, make_rows, run_config, write_model, write_tokenizer
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from agentrl.config.devices import Transfer
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineError, TrainerError
+from agentrl.core.files import sha256_of
 from agentrl.core.network import SCHEME, Address
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines import protocol
@@ -431,13 +432,15 @@ def test_an_offer_in_the_hub_s_layout_is_compared_with_the_model(tmp_path: Path)
 
 
 def sent(ranks: RankGroup, model: str, directory: str, address: str, sharding: str) -> list[str]:
-    """Publish, send what was published, then fail to send another version; the messages of the failures."""
+    """Publish; rank 0 sends what was published, then fails to send another version; the messages of its failures."""
     config = run_config(Path(model), sharding=sharding, ranks=ranks.size)
     trainer = PolicyTrainer(config, Path(directory), ranks=ranks, read=lambda units: [])
     trainer.start(None)
     trainer.publish("policy", VERSION)
+    errors: list[str] = []
+    if ranks.rank > 0:
+        return errors
     trainer.send(VERSION, recipient(address))
-    errors = []
     for version in (VERSION._replace(step=1), VERSION):  # the engine is gone
         with pytest.raises(TrainerError) as found:
             trainer.send(version, recipient(f"{address}-gone"))
@@ -445,25 +448,38 @@ def sent(ranks: RankGroup, model: str, directory: str, address: str, sharding: s
     return errors
 
 
-def check_sent(engine: Engine, directory: Path, errors: Sequence[Sequence[str]]) -> None:
+def check_sent(engine: Engine, directory: Path, errors: Sequence[str]) -> None:
     published = load_file(directory / "versions/policy/0.0/model.safetensors")
     assert engine.received.keys() == published.keys()
     assert all(torch.equal(engine.received[name], tensor) for name, tensor in published.items())
-    for moved, gone in errors:
-        assert "policy@0.1 is not sent" in moved
-        assert "no engine accepts weights" in gone
+    moved, gone = errors
+    assert "policy@0.1 is not sent" in moved
+    assert "no engine accepts weights" in gone
 
 
 def test_a_trainer_sends_what_it_published_and_nothing_else(repository: Path, tmp_path: Path) -> None:
     with Engine(tmp_path) as engine:
         errors = sent(SingleRankGroup(), str(repository / MODEL), str(tmp_path), engine.address, "none")
-    check_sent(engine, tmp_path, [errors])
+    check_sent(engine, tmp_path, errors)
 
 
 @pytest.mark.slow
-def test_ranks_that_hold_a_part_each_send_together(repository: Path, tmp_path: Path) -> None:
-    """Each tensor is gathered by both ranks; rank 0 sends it. Both hear of a failure."""
+def test_rank_0_sends_sharded_weights_alone(repository: Path, tmp_path: Path) -> None:
+    """The other rank returns from `publish` and takes no part in sending."""
     arguments: list[Any] = [str(repository / MODEL), str(tmp_path)]
     with Engine(tmp_path) as engine:
-        errors = on_ranks(2, "tests.unit.test_weight_transfer:sent", *arguments, engine.address, "full")
+        errors, others = on_ranks(2, "tests.unit.test_weight_transfer:sent", *arguments, engine.address, "full")
+    assert others == []
     check_sent(engine, tmp_path, errors)
+
+
+def test_an_engine_on_this_machine_reads_the_published_file(repository: Path, tmp_path: Path) -> None:
+    """Nothing is copied, and the policy may already have gradients of its next step."""
+    trainer = PolicyTrainer(run_config(repository / MODEL), tmp_path, read=lambda units: [])
+    trainer.start()
+    published = trainer.publish("policy", VERSION)
+    with Engine(tmp_path) as engine:
+        trainer.send(VERSION, recipient(engine.address))
+    assert engine.asked == ["start", "update", "finish"]
+    assert not list(tmp_path.glob("*.safetensors")), "a copy in the engine's directory"
+    assert published.sha256 == sha256_of(Path(published.path) / "model.safetensors")

@@ -1,10 +1,10 @@
 """Transfer of full weights from the trainer to an engine: the connection between the two.
 
-An engine asks its owner for full weights (`protocol.WeightsRequest`). The owner makes every rank of the trainer send
-them. Rank 0 connects to the engine's Unix socket or, on another machine, to its TCP port with a token, offers names,
-dtypes and shapes, and drives vLLM's protocol over the connection: init, start, update once or more, finish.
-`app.engines.connect_engine_to_trainer` chooses what carries the bytes: `ipc` on one GPU, `nccl` between two, `gloo`
-between machines without GPUs, `file` elsewhere, by files in the engine's private directory.
+An engine asks its owner for full weights (`protocol.WeightsRequest`). The owner makes rank 0 of the trainer send the
+file it published, while training continues. Rank 0 connects to the engine's Unix socket or, on another machine, to its
+TCP port with a token, offers names, dtypes and shapes, and drives vLLM's protocol over the connection: init, start,
+update once or more, finish. `app.engines.connect_engine_to_trainer` chooses what carries the bytes: `ipc` on one GPU,
+`nccl` between two, `gloo` between machines without GPUs, `file` elsewhere: the engine then loads the published file.
 
 Owns `WeightReceiver` and `IncomingTransfer`, the engine's ends; `WeightTransferConnection` (vLLM's
 `VLLMWeightSyncClient`) and `WeightSenders`, the trainer's ends; `FileSender` and `GlooSender`; and `VersionFiles`, by
@@ -302,13 +302,14 @@ class WeightSendingTrainer(Protocol):
 class PublishedWeightSource:
     """vLLM's `WeightSource` for a policy's published tensors.
 
-    All ranks of a sharded model make each tensor together, so `tensors` is iterated once, while the other ranks iterate
-    over theirs.
+    `tensors` is iterated once.
     """
 
     layout: Mapping[str, Tensor]
     """Tensors without data."""
     tensors: Iterator[tuple[str, Tensor]]
+    file: Path | None = None
+    """File with the same tensors, readable by engines on this machine; None: there is none."""
 
     def metadata(self) -> list[Any]:
         """Return name, dtype and shape of each tensor, in order, as vLLM's `ParamMeta`."""
@@ -432,7 +433,7 @@ def in_chunks(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tenso
 
 
 class FileSender:
-    """Sends weights as files, written before the engine pauses."""
+    """Sends weights as files: the source's own, or files that are written before the engine pauses."""
 
     def __init__(
         self, recipient: WeightDestination, link: WeightTransferConnection, source: PublishedWeightSource
@@ -442,7 +443,7 @@ class FileSender:
 
     def send_weights(self) -> None:
         """See vLLM's `TrainerWeightTransferEngine`."""
-        files = list(self._written())
+        files = list(self._written()) if self.source.file is None else [self.source.file]
         self.link.start_weight_update()
         for file in files:
             self.link.update_weights({"path": str(file), "is_last": file is files[-1]})

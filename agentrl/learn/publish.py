@@ -1,0 +1,250 @@
+"""Published versions, which engines load: their files, their canaries, and sending them.
+
+A version is `versions/<policy>/<lineage>.<step>/`: full weights with configuration and tokenizer, or a PEFT adapter.
+`core.files.rename_durably` names the directory last, so a directory that exists is complete, even after a power cut.
+The metadata of its weights' file holds the canary: the log-probabilities that the trainer computes for a few next
+tokens, which an engine must reproduce before it serves the version.
+
+Owns: the layout, the digest of a version, the canary's tokens. Does not own: version ids and the deletion of old files
+(the orchestrator's); the canary check of engines (`engines.weights`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from agentrl.core.errors import TrainerError
+from agentrl.core.files import WEIGHT_FILES, rename_durably, staging_directory
+from agentrl.core.ids import stable_hash64
+from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.engines.models import dtype_name
+from agentrl.engines.weights.canary import Canary
+from agentrl.engines.weights.transfer import (
+    FileSender,
+    GlooSender,
+    PublishedWeightSource,
+    WeightDestination,
+    WeightSenders,
+    WeightTransferConnection,
+)
+from agentrl.learn.packing import MicroBatch
+from agentrl.learn.ranks import exhaust_on_exit
+from agentrl.learn.storage import converting_write_errors, write_tensors
+
+if TYPE_CHECKING:
+    from agentrl.core.records import Float32Array, Int32Array
+    from agentrl.learn.models import PolicyModel
+
+(FULL_FILE,) = WEIGHT_FILES["full"]
+ADAPTER_FILE, ADAPTER_CONFIG = WEIGHT_FILES["adapter"]
+_COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "chat_templates/*")
+"""File patterns of a model besides its weights: configuration, tokenizer, chat template."""
+
+_CONTEXTS = 1
+"""Number of contexts of a canary: one tells versions apart; each further one costs every publication a forward pass."""
+_TOKENS = 128
+"""Number of next tokens tested after each context."""
+_LENGTH = 16
+"""Number of tokens in a context."""
+
+
+class Publisher:
+    """Writes a run's versions."""
+
+    def __init__(self, run_directory: Path) -> None:
+        """Publish to `run_directory`/versions; configuration and tokenizer come from the base models."""
+        self._root = run_directory / "versions"
+        self._outbox = WeightSenders(_sender)
+
+    def publish(self, version: PolicyVersion, model: PolicyModel, canary: Canary | None = None) -> WeightsRef:
+        """Write a version. Publishing the same weights again under the same id changes nothing.
+
+        If the model is sharded, the other ranks iterate over `model.published()` meanwhile; this rank does so to the
+        end even if writing fails.
+
+        Raises:
+            TrainerError: the id exists with other weights.
+            StorageError: writing failed; nothing of the version is left.
+        """
+        directory = self._root / version.policy / f"{version.lineage}.{version.step}"
+        name = FULL_FILE if model.adapter_config() is None else ADAPTER_FILE
+        with (
+            exhaust_on_exit(model.published()) as tensors,
+            converting_write_errors(directory),
+            staging_directory(directory, depth=2) as staging,
+        ):
+            digest = self._write(staging, name, version.policy, model, tensors, canary)
+            try:
+                rename_durably(staging, directory, unless_same=name)
+            except FileExistsError as error:
+                raise TrainerError(
+                    f"version {version} exists in {directory} with different weights; version ids are never reused"
+                ) from error
+        return WeightsRef(version=version, path=str(directory), kind=model.kind, sha256=digest)
+
+    def send(self, weights: WeightsRef, layout: Mapping[str, Tensor], recipient: WeightDestination) -> None:
+        """Send the published file of full weights to an engine. No rank gathers anything, so training continues.
+
+        Args:
+            weights: the published version.
+            layout: tensors without data, with the names, shapes and dtypes of those in the file, in its order.
+            recipient: the engine.
+
+        Raises:
+            TrainerError: the engine did not accept them.
+        """
+        file = Path(weights.path) / FULL_FILE
+        device = "cuda" if recipient.transfer in ("ipc", "nccl") else "cpu"
+        try:
+            with safe_open(file, framework="pt", device=device) as opened:  # mapped, and still in the page cache
+                tensors = ((name, opened.get_tensor(name)) for name in layout)
+                self._outbox.send(PublishedWeightSource(layout, tensors, file), weights.version, recipient)
+        except TrainerError:
+            raise
+        except Exception as error:  # vLLM and NCCL raise many types
+            raise TrainerError(
+                f"{weights.version} was not sent to the engines: {type(error).__name__}: {error}"
+            ) from error
+
+    def _write(
+        self,
+        directory: Path,
+        name: str,
+        policy: str,
+        model: PolicyModel,
+        tensors: Iterator[tuple[str, Tensor]],
+        canary: Canary | None,
+    ) -> str:
+        """Write all files of a version of a policy; `name` is that of the file with its weights. Returns the digest."""
+        digest = hashlib.sha256()
+        metadata = {"format": "pt"} | (canary.metadata() if canary is not None else {})
+        layout = model.published_layout()
+        write_tensors(directory / name, layout, tensors, metadata, digest)
+        adapter_config = model.adapter_config()
+        if adapter_config is None:
+            self._add_companions(directory, policy, model.base, next(iter(layout.values())).dtype)
+        else:
+            text = json.dumps(adapter_config, indent=2, sort_keys=True, default=list)
+            (directory / ADAPTER_CONFIG).write_text(text)
+            digest.update(text.encode())
+        return digest.hexdigest()
+
+    def _add_companions(self, directory: Path, policy: str, base: Path, dtype: torch.dtype) -> None:
+        """Link a base model's configuration and tokenizer into a version with weights of a dtype; the policy's own copy
+        of them is made once."""
+        source = self._root / ".companions" / policy
+        if not source.is_dir():
+            with staging_directory(source, depth=2) as copy:
+                for pattern in _COMPANIONS:
+                    for file in sorted(base.glob(pattern)):
+                        if file.is_file() and not file.name.endswith(".index.json"):
+                            target = copy / file.relative_to(base)
+                            target.parent.mkdir(parents=True, exist_ok=True)
+                            shutil.copyfile(file, target)
+                _state_dtype(copy / "config.json", dtype)
+                rename_durably(copy, source)
+        for file in sorted(path for path in source.rglob("*") if path.is_file()):
+            target = directory / file.relative_to(source)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(file, target)
+            except OSError:  # the file system has no hard links
+                shutil.copyfile(file, target)
+
+
+def _sender(recipient: WeightDestination, link: WeightTransferConnection, source: PublishedWeightSource) -> Any:
+    """Return the sender of full weights to an engine: vLLM's own where both have GPUs."""
+    if recipient.transfer == "file":
+        return FileSender(recipient, link, source)
+    if recipient.transfer == "gloo":
+        return GlooSender(recipient, link, source)
+    from agentrl.engines.weights.vllm_senders import connect_sender
+
+    return connect_sender(recipient, link, source)
+
+
+def _state_dtype(path: Path, dtype: torch.dtype) -> None:
+    """Set the dtype of the published weights in a model's configuration, which names that of the checkpoint."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    stated = [part for part in (config, *config.values()) if isinstance(part, dict)]
+    keys = [(part, key) for part in stated for key in ("dtype", "torch_dtype") if isinstance(part.get(key), str)]
+    if any(part[key] != dtype_name(dtype) for part, key in keys):
+        for part, key in keys:
+            part[key] = dtype_name(dtype)
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+class CanaryBuilder:
+    """Makes the canaries of a run's versions, all over the same tokens.
+
+    Args:
+        model: model with the initial weights of the run.
+        max_context: longest context of the engines, in tokens, including one sampled token.
+    """
+
+    def __init__(self, model: PolicyModel, *, max_context: int) -> None:
+        vocabulary = int(model.model.config.get_text_config().vocab_size)
+        length = max(1, min(_LENGTH, max_context - 1))
+
+        def drawn(kind: str, count: int) -> Int32Array:
+            return np.array([stable_hash64("probe", kind, at) % vocabulary for at in range(count)], np.int32)
+
+        # Tokens are drawn from the whole vocabulary, because the probabilities of likely tokens hardly change with the
+        # weights.
+        self._contexts = drawn("contexts", _CONTEXTS * length).reshape(_CONTEXTS, length)
+        self._token_ids = drawn("tokens", _TOKENS)
+        self._start_logprobs = self._logprobs(model)
+
+    def of(self, model: PolicyModel) -> Canary:
+        """Make the canary of a policy's current weights.
+
+        Raises:
+            TrainerError: a log-probability is not finite.
+        """
+        logprobs = self._logprobs(model) if model.parameters else self._start_logprobs
+        if not np.isfinite(logprobs).all():
+            raise TrainerError(
+                "the weights to be published produce log-probabilities that are not finite: training has diverged; "
+                "resume from an older checkpoint with a smaller learning rate"
+            )
+        return Canary(
+            contexts=self._contexts,
+            token_ids=self._token_ids,
+            logprobs=logprobs,
+            start_logprobs=self._start_logprobs,
+        )
+
+    def _logprobs(self, model: PolicyModel) -> Float32Array:
+        """Compute the log-probability of each token after each context, [m, n]."""
+        model.activate()
+        with torch.no_grad():
+            heads = [model.token_logprobs(self._micro_batch(context)) for context in self._contexts]
+        return np.stack([head.logprob.cpu().numpy() for head in heads])
+
+    def _micro_batch(self, context: Int32Array) -> MicroBatch:
+        """Return a micro-batch of one row, whose last hidden state predicts every token."""
+        length, count = len(context), len(self._token_ids)
+        return MicroBatch(
+            token_ids=context.astype(np.int64),
+            position_ids=np.arange(length, dtype=np.int64),
+            visible_until=np.full(length, length, np.int64),
+            starts=np.zeros(1, np.int64),
+            hidden_index=np.full(count, length - 1, np.int64),
+            targets=self._token_ids.astype(np.int64),
+            behavior_logprobs=np.zeros(count, np.float32),
+            advantages=np.zeros(count, np.float32),
+            temperature=np.ones(count, np.float32),
+            sample=np.zeros(count, np.int64),
+            position=np.full(count, length, np.int64),
+        )
