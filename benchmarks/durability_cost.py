@@ -24,12 +24,12 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion, StepReport
 from agentrl.engines.scripted import ScriptedEngine
+from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.chat.chat_format import TemplateChatFormat
 from agentrl.testing.recording_trainer import RecordingTrainer
 from benchmarks import overhead
-from benchmarks.simulation.run import NullJournal
 
 CALLS = 20
 PAIRS = 7
@@ -59,7 +59,7 @@ def _journal_cost(scratch: Path, *, steps: int) -> float:
     asyncio.run(_run(SqliteJournal(scratch / "warm"), 4))
     for pair in range(PAIRS):
         kept = asyncio.run(_run(SqliteJournal(scratch / f"run{pair}"), steps))
-        shares.append((kept - asyncio.run(_run(NullJournal(), steps))) / kept)
+        shares.append((kept - asyncio.run(_run(MemoryJournal(keeps=False), steps))) / kept)
     quartiles = statistics.quantiles(shares, n=4)
     print(
         f"cost: journal's share at zero latency {quartiles[1]:.3f} ({quartiles[0]:.3f}-{quartiles[2]:.3f})", flush=True

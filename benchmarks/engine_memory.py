@@ -36,9 +36,9 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.vllm import process as vllm_process
 from agentrl.journal.entries import TurnEntry
+from agentrl.journal.memory import MemoryJournal
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.chat.byte_formats import VOCABULARY_SIZE, PlainChatFormat
-from agentrl.testing.memory_journal import MemoryJournal
 from agentrl.testing.recording_trainer import RecordingTrainer
 from benchmarks.overhead import Silent
 from benchmarks.processes import ProcessTree

@@ -24,10 +24,10 @@ from agentrl.core.records import EpisodeHeader, EpisodeSpec, Message, PolicyVers
 from agentrl.core.reply_formats import parse_llama
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
+from agentrl.journal.memory import MemoryJournal
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.testing.execution import POLICY, plain_rollout_settings, wire_dispatcher
-from agentrl.testing.memory_journal import MemoryJournal
 from benchmarks.client_programs import CLIENTS, HEAVY_CLIENTS
 
 PROGRAMS = Path(__file__).with_name("client_programs.py")

@@ -21,10 +21,10 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
 from agentrl.gateway import server
 from agentrl.journal.entries import TurnEntry
+from agentrl.journal.memory import MemoryJournal
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.rollout.turn_entries import completion_from_entry
 from agentrl.testing.execution import PARTITION, POLICY, plain_rollout_settings, wire_dispatcher
-from agentrl.testing.memory_journal import MemoryJournal
 
 CONNECTIONS, QUICK_CONNECTIONS = 1000, 50
 SIGNS = 3

@@ -22,12 +22,13 @@ from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Seat
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
 from agentrl.journal.entries import TurnEntry
+from agentrl.journal.memory import MemoryJournal
+from agentrl.journal.port import EpisodeEnd
 from agentrl.journal.rows import assemble_trajectories
 from agentrl.rollout.chat.byte_formats import PlainChatFormat
 from agentrl.rollout.chat.chat_format import TemplateChatFormat
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.testing.execution import PARTITION, POLICY, plain_rollout_settings, wire_dispatcher
-from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal
 
 if TYPE_CHECKING:
     from agentrl.core.ports import ChatFormat, GenerateRequest

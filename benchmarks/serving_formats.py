@@ -28,12 +28,12 @@ from agentrl.core.reply_formats import REPLY_FORMATS, THINKING
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
 from agentrl.journal.entries import TurnEntry
+from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.rows import assemble_trajectories
 from agentrl.rollout.chat.chat_format import TemplateChatFormat
 from agentrl.rollout.chat.template_checks import RewriteCause
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.testing.execution import PARTITION, POLICY, plain_rollout_settings, wire_dispatcher
-from agentrl.testing.memory_journal import MemoryJournal
 from tests.reply_samples import CALLS, FIRST, SECOND
 
 MARK = re.compile(

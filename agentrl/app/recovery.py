@@ -18,7 +18,7 @@ import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentrl.app.policies import SPARE, pinned_policy_step_lags
 from agentrl.config.load import SettingDifference
@@ -40,9 +40,8 @@ from agentrl.environment.base import Environment
 from agentrl.environment.mixture import all_environment_classes
 from agentrl.environment.registry import load_function, name_of
 from agentrl.journal.entries import BeginEntry, code_digest, decode_entries
-from agentrl.journal.port import JournalStore, RunLog
 from agentrl.journal.reader import AttemptLocation, TurnLogReader
-from agentrl.journal.run_log import RunStart, SettingChange
+from agentrl.journal.run_log import RunJournal, RunLog, RunStart, SettingChange
 from agentrl.observe.alarms import LENGTH_STEPS
 from agentrl.orchestrator.buffer import reward_history_from_journal
 from agentrl.orchestrator.checkpoints import Manifest, find_newest_checkpoint, list_version_directories
@@ -59,10 +58,6 @@ if TYPE_CHECKING:
 SELECTION_BIAS_STEPS = 4 * LENGTH_STEPS
 """Number of steps' worth of the newest episodes from which a resumed run rebuilds its selection bias: more than are
 compared, because some of them are held back."""
-
-
-class RunJournal(JournalStore, RunLog, Protocol):
-    """A journal for writing and reading."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,11 +55,12 @@ from agentrl.inspection.steps import StepLine, step_list, step_view
 from agentrl.inspection.tokens import read_step_row_columns
 from agentrl.journal.control_rows import ADMISSION_COLUMNS, decode_admission_row
 from agentrl.journal.entries import BeginEntry, ChildResultEntry, JournalEntry, decode_entries, encode_body
+from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.reader import AttemptLocation, TurnLogReader
 from agentrl.journal.rows import assemble_trajectories
 from agentrl.orchestrator.checkpoints import find_checkpoint_of
 from agentrl.rollout.external.agent import external_turns_with_context, is_external_turn
-from agentrl.rollout.replay import CallNotRecordedError, DiscardingLog, ReplayHost, ReplayRunner, ReplayStoppedError
+from agentrl.rollout.replay import CallNotRecordedError, ReplayHost, ReplayRunner, ReplayStoppedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -159,15 +160,16 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, asked: _
     if asked.rescoring:
         own = [await _rescored_child(reader, entry, asked) for entry in own]
     acts: list[tuple[str, str]] = []
-    log = DiscardingLog(inherited)
+    discarding = MemoryJournal(keeps=False)
     runner = ReplayRunner(
+        inherited=inherited,
         on_call=lambda call, words: acts.append((call, words)),
         until=asked.until,
         rescoring=asked.rescoring,
         engine=_NoEngine(),
         chat_format=asked.chat_format,
-        store=log,
-        log=log,
+        store=discarding,
+        log=discarding.turn_log("replay"),
         host=ReplayHost([*inherited, *own]),
         clock=RunFactories().clock,
         settings=dataclasses.replace(

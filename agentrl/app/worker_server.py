@@ -26,7 +26,7 @@ from agentrl.app.engines import external_policies
 from agentrl.app.policies import rollout_settings
 from agentrl.app.run_parts import make_chat_format
 from agentrl.cluster import worker_wire as wire
-from agentrl.cluster.journal_stream import StreamedJournal
+from agentrl.cluster.journal_stream import StreamedTurnLog
 from agentrl.config.run import RunConfig
 from agentrl.core import ids
 from agentrl.core.clock import ProtectedClockLoop, SystemClock
@@ -44,7 +44,7 @@ from agentrl.environment.containment import exit_forked_process, stop_loop_in_fo
 from agentrl.environment.registry import register_source_files, resolve
 from agentrl.journal.control_rows import unserialisable_task_error
 from agentrl.journal.run_process import retry_until_writer_exits
-from agentrl.journal.store import WorkerJournal
+from agentrl.journal.store import SqliteTurnLog
 from agentrl.observe.blocked_loop import watch_event_loop
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from agentrl.core.ports import PolicyCounts
     from agentrl.core.records import ProposalNovelty
-    from agentrl.journal.port import TurnLog
+    from agentrl.journal.port import TurnLog, WorkerTurnLog
 
 PARK_S = 10.0
 """Longest time in which a worker that leaves parks what it samples: machines on loan are given 30 s and more."""
@@ -226,13 +226,11 @@ def report_failure(writer: asyncio.StreamWriter, error: BaseException) -> None:
 class WorkerServer:
     """The worker of this process; executes the run's messages."""
 
-    def __init__(
-        self, work: wire.WorkerSetup, writer: asyncio.StreamWriter, journal: WorkerJournal | StreamedJournal
-    ) -> None:
+    def __init__(self, work: wire.WorkerSetup, writer: asyncio.StreamWriter, log: WorkerTurnLog) -> None:
         config = RunConfig.model_validate(work.config)
-        self._journal = journal
+        self._log = log
         chat_format = make_chat_format(config)
-        self.run = RunConnection(writer, journal.log, config.policy_of)
+        self.run = RunConnection(writer, log, config.policy_of)
         self._engines = [EngineClient(work.capabilities) for _ in config.bases or [config]]
         of_policy = {
             name: engine for base, engine in zip(config.bases, self._engines, strict=False) for name in base.policies
@@ -243,7 +241,7 @@ class WorkerServer:
             engine=SamplerWithExternalPolicies(sampler, self._external),
             chat_format=chat_format,
             store=self.run,
-            log=journal.log,
+            log=log,
             host=self.run,
             clock=SystemClock(),
             settings=rollout_settings(config, chat_format, work.capabilities.max_context),
@@ -282,11 +280,11 @@ class WorkerServer:
                 self.leaves.set()
 
     def check_journal(self) -> None:
-        self._journal.check()
+        self._log.check()
 
     async def tell_advanced(self) -> None:
         """Report the episodes that have made progress since they came to this process."""
-        for episode_id in await self._journal.log.advanced():
+        for episode_id in await self._log.advanced():
             if episode_id in self.run.numbers:
                 self.run.tell(wire.EpisodeProgressed(number=self.run.numbers[episode_id]))
 
@@ -294,7 +292,7 @@ class WorkerServer:
         """Close everything after the run has disconnected."""
         for each in self._external.values():
             await each.close()
-        await self._journal.close()
+        await self._log.close()
 
     async def park_all(self) -> None:
         """Park all episodes; the tokens of their turns are with the journal on return."""
@@ -326,8 +324,8 @@ async def _serve(connection: socket.socket) -> None:
 
     alive = loop.create_task(_tell_alive(writer))
     try:
-        journal = await _journal_of(work, tell)
-        server = WorkerServer(work, writer, journal)
+        log = await _open_log(work, tell)
+        server = WorkerServer(work, writer, log)
     except Exception as error:  # noqa: BLE001 - the run must hear why there is no worker
         report_failure(writer, error)
         await writer.drain()
@@ -353,12 +351,12 @@ async def _listen(reader: asyncio.StreamReader, server: WorkerServer) -> None:
         server.handle(wire.TO_WORKER.decode(body))
 
 
-async def _journal_of(work: wire.WorkerSetup, tell: Callable[[str], None]) -> WorkerJournal | StreamedJournal:
+async def _open_log(work: wire.WorkerSetup, tell: Callable[[str], None]) -> WorkerTurnLog:
     """Open the worker's partition, on this host or on the run's."""
     if work.journal.startswith(SCHEME):
-        return await StreamedJournal.open(work.journal, work.number)
+        return await StreamedTurnLog.open(work.journal, work.number)
     return await retry_until_writer_exits(
-        lambda: WorkerJournal(Path(work.journal), str(work.number)), tell, SystemClock()
+        lambda: SqliteTurnLog.open(Path(work.journal), str(work.number)), tell, SystemClock()
     )
 
 

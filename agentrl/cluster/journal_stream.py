@@ -1,6 +1,6 @@
 """Sends the entries of episode workers on other hosts to the journal on the run's host.
 
-A worker on another host has a `StreamedJournal` instead of a partition: it sends entries over TCP and waits, where a
+A worker on another host has a `StreamedTurnLog` instead of a partition: it sends entries over TCP and waits, where a
 commit needs it, until they are on the disk of the run's host. There, one receiving process (this module as a program)
 writes a partition for each worker with the production writer. The run only grants and revokes connections: entries
 never pass through its event loop. Owns: the messages, the receiver, which connection may write a partition. Does not
@@ -31,7 +31,7 @@ from agentrl.engines.process import ChildProgram, LocalPlacement, Supervisor, di
 from agentrl.engines.protocol import WireMessage, read_frame, send
 from agentrl.journal.entries import JournalEntry
 from agentrl.journal.run_process import retry_until_writer_exits
-from agentrl.journal.store import WorkerJournal, check_entry_size
+from agentrl.journal.store import SqliteTurnLog, check_entry_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -109,7 +109,7 @@ class TakeOverAttempt(WireMessage, frozen=True):
 
 
 class FindProgressedEpisodes(WireMessage, frozen=True):
-    """Request from a worker; see `TakeoverTrackingTurnLog.advanced`."""
+    """Request from a worker; see `WorkerTurnLog.advanced`."""
 
     call: int
 
@@ -142,7 +142,7 @@ TO_WORKER: msgspec.msgpack.Decoder[JournalAnswer] = msgspec.msgpack.Decoder(Jour
 
 
 class StreamedTurnLog:
-    """Partition on the run's host; implements `TurnLog`."""
+    """Partition on the run's host; implements `WorkerTurnLog`."""
 
     def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.name = name
@@ -152,6 +152,23 @@ class StreamedTurnLog:
         self._found: dict[tuple[str, int], JournalAnswer] = {}
         """Recorded entries of attempts that were taken over, held until they are read."""
         self._reading = asyncio.get_running_loop().create_task(self._read(reader), name="journal's answers")
+
+    @staticmethod
+    async def open(address: str, worker: int) -> StreamedTurnLog:
+        """Connect to the receiver.
+
+        Raises:
+            EngineLostError: the receiver cannot be reached from here, perhaps only for a while.
+        """
+        where = Address.parse(address)
+        try:
+            reader, writer = await connect(where)
+        except (OSError, TimeoutError) as error:
+            raise EngineLostError(
+                f"{socket.gethostname()}: the journal on the run's host cannot be reached at port {where.port} of "
+                f"{where.host} ({error}); docs/security.md says which connections the network must allow"
+            ) from error
+        return StreamedTurnLog(f"turns-{worker}.db", reader, writer)
 
     def append(self, entry: JournalEntry) -> None:
         check_entry_size(entry)
@@ -190,12 +207,11 @@ class StreamedTurnLog:
         raise JournalError("a fork can only be run on the host of its run")
 
     async def advanced(self) -> list[str]:
-        """See `TakeoverTrackingTurnLog.advanced`; also checks for errors of the disk of the run's host.
-
-        Raises:
-            StorageError: that disk failed.
-        """
+        """See `WorkerTurnLog.advanced`; also checks for errors of the disk of the run's host."""
         return list((await self._ask(FindProgressedEpisodes(call=next(self._calls)))).episodes)
+
+    def check(self) -> None:
+        """Do nothing: the receiver reports errors in its next answer."""
 
     async def close(self) -> None:
         """Return when everything sent is on disk or the connection has ended. Idempotent."""
@@ -230,36 +246,6 @@ class StreamedTurnLog:
         # Further entries would be lost, so exit: the run starts another process, which resumes from the entries
         # received.
         os._exit(1)
-
-
-class StreamedJournal:
-    """See `journal.store.WorkerJournal`; for a worker on another host than the run's."""
-
-    def __init__(self, log: StreamedTurnLog) -> None:
-        self.log = log
-
-    @staticmethod
-    async def open(address: str, worker: int) -> StreamedJournal:
-        """Connect to the receiver.
-
-        Raises:
-            EngineLostError: the receiver cannot be reached from here, perhaps only for a while.
-        """
-        where = Address.parse(address)
-        try:
-            reader, writer = await connect(where)
-        except (OSError, TimeoutError) as error:
-            raise EngineLostError(
-                f"{socket.gethostname()}: the journal on the run's host cannot be reached at port {where.port} of "
-                f"{where.host} ({error}); docs/security.md says which connections the network must allow"
-            ) from error
-        return StreamedJournal(StreamedTurnLog(f"turns-{worker}.db", reader, writer))
-
-    def check(self) -> None:
-        """Do nothing: the receiver reports errors in its next answer; see `StreamedTurnLog.advanced`."""
-
-    async def close(self) -> None:
-        await self.log.close()
 
 
 # --- in the run's process ---------------------------------------------------------------------------------------------
@@ -357,8 +343,8 @@ class JournalReceiver:
 class _Partition:
     """A worker's partition and the one listener through which it is written."""
 
-    def __init__(self, journal: WorkerJournal, count: Callable[[int], None]) -> None:
-        self.journal = journal
+    def __init__(self, log: SqliteTurnLog, count: Callable[[int], None]) -> None:
+        self.log = log
         self._count = count
         self._listener: Listener | None = None
 
@@ -380,11 +366,11 @@ class _Partition:
                 self._count(len(body))
                 match FROM_WORKER.decode(body):
                     case Append(entry=entry, partial=False):
-                        self.journal.log.append(entry)
+                        self.log.append(entry)
                     case Append(entry=entry):
-                        self.journal.log.append_partial(entry)
+                        self.log.append_partial(entry)
                     case RemovePartials() as removed:
-                        self.journal.log.remove_partials(removed.episode_id, removed.attempt, removed.call_id)
+                        self.log.remove_partials(removed.episode_id, removed.attempt, removed.call_id)
                     case question:
                         asked.add(task := asyncio.get_running_loop().create_task(self._answer(question, writer)))
                         task.add_done_callback(asked.discard)
@@ -395,7 +381,7 @@ class _Partition:
                 task.cancel()
 
     async def _answer(self, question: Question, writer: asyncio.StreamWriter) -> None:
-        log = self.journal.log
+        log = self.log
         try:
             match question:
                 case Flush():
@@ -409,7 +395,7 @@ class _Partition:
                         partials=tuple(log.read_partials(episode_id, attempt)),
                     )
                 case FindProgressedEpisodes():
-                    self.journal.check()
+                    log.check()
                     answer = JournalAnswer(call=question.call, episodes=tuple(await log.advanced()))
         except AgentRLError as error:
             answer = JournalAnswer(call=question.call, kind=type(error).__name__, message=str(error))
@@ -444,8 +430,8 @@ async def _serve(connection: socket.socket) -> None:
             case GrantPartition(worker=worker):
                 if worker not in partitions:
 
-                    def opened(worker: int = worker) -> WorkerJournal:
-                        return WorkerJournal(Path(begun.journal), str(worker))
+                    def opened(worker: int = worker) -> SqliteTurnLog:
+                        return SqliteTurnLog.open(Path(begun.journal), str(worker))
 
                     partitions[worker] = _Partition(await retry_until_writer_exits(opened, tell, SystemClock()), count)
                 address = await partitions[worker].grant(begun.host)
@@ -459,7 +445,7 @@ async def _serve(connection: socket.socket) -> None:
 async def _close(partitions: Sequence[_Partition]) -> None:
     for partition in partitions:
         partition.revoke()
-    await asyncio.gather(*(partition.journal.close() for partition in partitions))
+    await asyncio.gather(*(partition.log.close() for partition in partitions))
 
 
 def main() -> None:

@@ -35,9 +35,10 @@ from agentrl.journal.run_process import NAMED
 if TYPE_CHECKING:
     from agentrl.cluster.journal_stream import JournalReceiver
     from agentrl.core.clock import Clock
-    from agentrl.core.ports import CommitLog, EpisodeHost, PolicyCounts
+    from agentrl.core.ports import EpisodeHost, PolicyCounts
     from agentrl.engines.process import ProcessPlacement
     from agentrl.engines.remote.client import AddressableEngine
+    from agentrl.journal.port import CommitLog
 
 OnEnd = Callable[[EpisodeHeader], None]
 

@@ -352,20 +352,6 @@ class EpisodeHost(Protocol):
         ...
 
 
-class CommitLog(Protocol):
-    """Records the end of an episode."""
-
-    async def commit_episode(
-        self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
-    ) -> None:
-        """Record a committed or dropped episode with its query columns, once its entries are on disk; wait until it is
-        durable.
-
-        `detail` explains to people why the episode was dropped; at most 2 KB are kept.
-        """
-        ...
-
-
 class PolicyCounts(NamedTuple):
     """The counts of one policy in one episode: its turns, and the values of `ctx.metric`."""
 

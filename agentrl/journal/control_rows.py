@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import sqlite3
 import zlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,19 +21,30 @@ from agentrl.core.records import (
     EpisodeSpec,
     FrozenGroupBaselines,
     PolicyVersion,
+    Proposal,
     RoleMeanAtAdmission,
     SeatBinding,
     TrajectoryHeader,
     WeightsRef,
 )
+from agentrl.journal.port import (
+    Admission,
+    AttemptPruning,
+    EpisodeEnd,
+    FilePruning,
+    MetricRow,
+    StepRow,
+    UnitDropped,
+    VersionPublication,
+)
 from agentrl.journal.schema import DAMAGE, all_rows, database_error
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping
     from pathlib import Path
 
     from agentrl.core.records import Task
-    from agentrl.journal.port import StepRow
+    from agentrl.journal.port import ControlRecord
 
 _ENCODER = msgspec.msgpack.Encoder()
 _NEGATIVE_ZERO = _ENCODER.encode(-0.0)
@@ -72,8 +84,77 @@ TRAJECTORY_COLUMNS = (
     "episode attempt seat agent policy reward tokens oldest_step lineage turn_rewards named_rewards turn_states"
 )
 
+COLUMNS = {
+    "meta": "key value",
+    "admissions": ADMISSION_COLUMNS,
+    "episodes": EPISODE_COLUMNS,
+    "trajectories": TRAJECTORY_COLUMNS,
+    "unit_drops": "episode attempt policy reason dropped_at",
+    "proposals": "number episode attempt call environment key structure",
+    "baselines": "group_id finishers earlier",
+    "versions": "policy lineage step parent_lineage parent_step path kind sha256 published_at",
+    "steps": (
+        "policy lineage step started_lineage started_step loss grad_norm fed samples tokens seconds normaliser"
+        " input_digest columns_file metrics stepped_at"
+    ),
+    "step_units": ("policy lineage step position episode attempt seat agent reward advantage baseline turn_advantages"),
+    "pruned": "episode attempt rule pruned_at",
+    "pruned_files": "file rule pruned_at",
+    "metrics": "policy step name value recorded_at",
+}
+"""Columns of each table that are written, except the checksum."""
+
+Row = tuple[str, Sequence[Any]]
+"""A table, and a row of its columns."""
+
 
 # --- to rows ----------------------------------------------------------------------------------------------------------
+
+
+def encode_records(records: Iterable[ControlRecord], now: float, learning: Collection[str] | None) -> list[Row]:
+    """Return the rows of records, with their tables.
+
+    Args:
+        records: records of the control log.
+        now: time label of the rows.
+        learning: see `learning_policies`.
+
+    Raises:
+        InputError: the data of a task cannot be serialised.
+    """
+    return [row for record in records for row in _encode_record(record, now, learning)]
+
+
+def _encode_record(  # noqa: C901, PLR0912 (one case per record)
+    record: ControlRecord, now: float, learning: Collection[str] | None
+) -> Iterable[Row]:
+    match record:
+        case Admission():
+            yield "admissions", encode_admission_row(record.spec, now)
+        case EpisodeEnd(spec=spec, header=header):
+            row = encode_episode_row(spec, header, record.digest, record.metrics, record.detail, now, learning)
+            yield "episodes", row
+            for trajectory in encode_trajectory_rows(header):
+                yield "trajectories", trajectory
+        case UnitDropped():
+            yield "unit_drops", (record.episode_id, record.attempt, record.policy, record.reason, now)
+        case Proposal():
+            yield "proposals", record
+        case FrozenGroupBaselines():
+            yield "baselines", encode_baselines_row(record)
+        case VersionPublication():
+            yield "versions", encode_version_row(record.weights, record.parent, now)
+        case StepRow():
+            yield "steps", encode_step_row(record, now)
+            for unit in encode_step_unit_rows(record):
+                yield "step_units", unit
+        case MetricRow():
+            for name, value in record.values.items():
+                yield "metrics", (record.policy, record.step, name, _finite(value), now)
+        case AttemptPruning():
+            yield "pruned", (record.episode_id, record.attempt, record.rule, now)
+        case FilePruning():
+            yield "pruned_files", (record.file, record.rule, now)
 
 
 def encode_admission_row(spec: EpisodeSpec, now: float) -> Sequence[Any]:
@@ -207,11 +288,6 @@ def encode_step_unit_rows(row: StepRow) -> Iterable[Sequence[Any]]:
             by_turn = _JSON.encode(credit.turn_advantages).decode() if credit.turn_advantages else None
             yield (*row.version, position, unit.episode_id, unit.attempt, credit.seat, credit.index, *credited, by_turn)
             position += 1
-
-
-def encode_metric_rows(policy: str, step: int, values: Mapping[str, float], now: float) -> list[Sequence[Any]]:
-    """Return the rows of metric values at a step; NaN and infinity become NULL."""
-    return [(policy, step, name, _finite(value), now) for name, value in values.items()]
 
 
 def _finite(value: float) -> float | None:

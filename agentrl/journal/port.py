@@ -1,27 +1,30 @@
-"""The `JournalStore` port: the interface of the loop and the workers to durable storage.
+"""The journal's interface: the records of the control log, and the writers of both logs.
 
 A run has one *control* log with one writer (admissions, commits, drops, versions, steps, metrics) and one *turn* log
-(partition) per worker. `append` and the `record_*` calls never block and never raise for a full disk: the failure
-surfaces at the next `flush`/`commit_episode`, which wait until everything before them is on disk.
+(partition) per worker. `append` and `record` never block and never raise for a full disk: the failure surfaces at the
+next `flush` or `commit_episode`, which wait until everything before them is on disk.
+
+There are two journals behind this interface: `journal.store` in SQLite, and `journal.memory`. Both are read through
+`journal.run_log.RunLog`. A worker on another host than the run's writes its turn log over a connection
+(`cluster.journal_stream`).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from agentrl.core.ports import CommitLog
+from agentrl.core.records import FrozenGroupBaselines, Proposal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from agentrl.core.records import (
         EpisodeHeader,
         EpisodeSpec,
         ForkPoint,
-        FrozenGroupBaselines,
         PolicyVersion,
-        Proposal,
         StepReport,
         TrainBatch,
         WeightsRef,
@@ -29,14 +32,96 @@ if TYPE_CHECKING:
     from agentrl.journal.entries import JournalEntry
 
 
+# --- records of the control log ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """An admitted episode."""
+
+    spec: EpisodeSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeEnd:
+    """A committed or dropped episode."""
+
+    spec: EpisodeSpec
+    header: EpisodeHeader
+    digest: bytes
+    metrics: Mapping[str, float]
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitDropped:
+    """A committed unit that will not be trained on."""
+
+    episode_id: str
+    attempt: int
+    policy: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionPublication:
+    """A published version, and the version it was made from."""
+
+    weights: WeightsRef
+    parent: PolicyVersion | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow:
-    """The control log's record of one optimizer step."""
+    """An optimizer step, and the units that it consumed."""
 
     report: StepReport
     version: PolicyVersion
     """Version that the step made."""
     batch: TrainBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricRow:
+    """Metric values at a step of a policy."""
+
+    policy: str
+    step: int
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptPruning:
+    """An attempt whose entries are about to be removed."""
+
+    episode_id: str
+    attempt: int
+    rule: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePruning:
+    """A file of step columns that is about to be removed."""
+
+    file: str
+    rule: str
+
+
+ControlRecord = (
+    Admission
+    | EpisodeEnd
+    | UnitDropped
+    | Proposal
+    | FrozenGroupBaselines
+    | VersionPublication
+    | StepRow
+    | MetricRow
+    | AttemptPruning
+    | FilePruning
+)
+
+
+# --- pruning ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +162,9 @@ class PruneTotals:
     """Bytes of entries, partials and files; the file system gets back slightly less, because of partly filled pages."""
     last: Mapping[str, int] = field(default_factory=dict)
     """See `PruneRule.last`."""
+
+
+# --- writers ---------------------------------------------------------------------------------------------------------
 
 
 class TurnLog(Protocol):
@@ -137,51 +225,23 @@ class TurnLog(Protocol):
         ...
 
 
-class JournalStore(CommitLog, Protocol):
-    """The run's durable log: the orchestrator's interface."""
+class WorkerTurnLog(TurnLog, Protocol):
+    """The partition of a worker process, which owns it from opening to `close`."""
 
-    def turn_log(self, worker: str) -> TurnLog:
-        """Return the partition of a worker, created if missing."""
-        ...
-
-    def admit(self, *specs: EpisodeSpec) -> None:
-        """Record the admission of episodes, atomically: after a crash all of them were admitted, or none."""
-        ...
-
-    def record_drop(self, episode_id: str, attempt: int, policy: str, reason: str) -> None:
-        """Record that a committed unit will not be trained."""
-        ...
-
-    def record_proposal(self, proposal: Proposal) -> None:
-        """Record a proposal for the run's memory."""
-        ...
-
-    def record_baselines(self, baselines: FrozenGroupBaselines) -> None:
-        """Record the baselines of a group's members, before a step that consumes one of them."""
-        ...
-
-    def record_version(self, weights: WeightsRef, parent: PolicyVersion | None) -> None:
-        """Record a published version."""
-        ...
-
-    def record_step(self, row: StepRow) -> None:
-        """Record an optimizer step and that its units were consumed by it."""
-        ...
-
-    def record_metrics(self, policy: str, step: int, values: Mapping[str, float]) -> None:
-        """Record metric values at a step of a policy."""
-        ...
-
-    async def prune(self, rule: PruneRule, *, stopped: Callable[[], bool] = ...) -> PruneTotals:
-        """Remove the tokens and step columns that a rule allows, recording it before anything is removed.
+    async def advanced(self) -> Sequence[str]:
+        """Return the episodes that were taken over and have new entries on disk; each is returned once.
 
         Raises:
-            StorageError: writing failed.
+            StorageError: see `flush`.
         """
         ...
 
-    async def flush(self) -> None:
-        """Wait until everything recorded is on disk."""
+    def check(self) -> None:
+        """Check whether a write has failed, without waiting.
+
+        Raises:
+            StorageError: a write failed; nothing queued since the last success counts as written.
+        """
         ...
 
     async def close(self) -> None:
@@ -189,101 +249,83 @@ class JournalStore(CommitLog, Protocol):
         ...
 
 
-class RunLog(Protocol):
-    """The reading side of a run's control log, for resume: a pure function of its records."""
+class CommitLog(Protocol):
+    """Records the end of an episode."""
 
-    def verify(self) -> None:
-        """Check the whole log before a run resumes from it.
+    async def commit_episode(
+        self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
+    ) -> None:
+        """Record a committed or dropped episode with its query columns, once its entries are on disk; wait until it is
+        durable.
+
+        `detail` explains to people why the episode was dropped; at most 2 KB are kept.
+        """
+        ...
+
+
+class JournalStore(ABC):
+    """Writes a run's journal: the orchestrator's interface.
+
+    A journal implements `record`, `commit_episode` (see `CommitLog`) and the waits. The other methods build the record.
+    """
+
+    @abstractmethod
+    def turn_log(self, worker: str) -> TurnLog:
+        """Return the partition of a worker, created if missing."""
+
+    @abstractmethod
+    def record(self, *records: ControlRecord) -> None:
+        """Queue records, atomically: after a crash all of them are on disk, or none."""
+
+    @abstractmethod
+    async def commit_episode(
+        self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
+    ) -> None: ...
+
+    @abstractmethod
+    async def prune(self, rule: PruneRule, *, stopped: Callable[[], bool] = lambda: False) -> PruneTotals:
+        """Remove the tokens and step columns that a rule allows, recording it before anything is removed.
 
         Raises:
-            JournalError: a record is damaged.
+            StorageError: writing failed.
         """
-        ...
 
-    def next_number(self, prefix: str) -> int:
-        """Return one more than the largest number of a root episode `<prefix><number>` in admissions or turn logs."""
-        ...
+    @abstractmethod
+    async def flush(self) -> None:
+        """Wait until everything recorded is on disk."""
 
-    def lost_numbers(self, prefix: str, stop: int) -> Sequence[int]:
-        """Return the numbers below `stop` of root episodes `<prefix><number>` whose admission never reached the
-        disk.
-        """
-        ...
+    @abstractmethod
+    async def close(self) -> None:
+        """Flush and release. Idempotent."""
 
-    def published(self, version: PolicyVersion) -> WeightsRef | None:
-        """Return the location of a version's weights; None if it was never published."""
-        ...
-
-    def ready_units(self, consumed_through: Mapping[str, PolicyVersion]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
-        """Yield committed training episodes with a unit neither consumed along the surviving lineage nor dropped."""
-        ...
-
-    def members(self, group_ids: Collection[str] | None = None) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
-        """Yield committed training episodes of some groups, or all, in order of commit, whatever the fate of their
-        units."""
-        ...
-
-    def dispatched(self, newest: int | None = None) -> Iterator[tuple[EpisodeSpec, EpisodeHeader | None]]:
-        """Yield the newest training episodes, or all, in order of admission, at their newest attempts, with their
-        headers; None if one has not ended."""
-        ...
-
-    def baselines(self) -> Mapping[str, FrozenGroupBaselines]:
-        """Return the baselines of groups, keyed by group."""
-        ...
-
-    def against(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
-        """Yield committed training episodes in which one of these policies acted."""
-        ...
-
-    def resolved_units(
-        self, consumed_through: Mapping[str, PolicyVersion], among: Collection[str] | None = None
-    ) -> Mapping[tuple[str, int, str], str | None]:
-        """Map each resolved unit, (episode, attempt, policy), to None if it was consumed along the surviving lineage,
-        else to its drop reason.
-
-        Args:
-            consumed_through: the manifest's version of each trainable policy.
-            among: units of these episodes only.
-        """
-        ...
-
-    def pruned(self, episodes: Collection[str]) -> Collection[tuple[str, int]]:
-        """Return the attempts of these episodes whose entries were pruned."""
-        ...
-
-    def parents(self) -> Mapping[tuple[str, int], PolicyVersion]:
-        """Return the version that each (policy, lineage) except the first started from."""
-        ...
-
-    def unfinished(self) -> Sequence[EpisodeSpec]:
-        """Return the training episodes, children included, whose newest attempt was neither committed nor dropped."""
-        ...
-
-    def ended_children(self, parents: Collection[str]) -> Mapping[str, EpisodeHeader]:
-        """Return the headers of the ended children of some episodes, by id; unfinished ones are left out."""
-        ...
-
-    def proposals(self, newest: int | None = None) -> Sequence[Proposal]:
-        """Return the newest proposals that the run remembers, or all, and those of unfinished attempts, in recorded
-        order.
-
-        Proposals of dropped or replaced attempts are forgotten.
-        """
-        ...
-
-    def recorded(self, episode_id: str, attempt: int) -> tuple[list[JournalEntry], list[JournalEntry]]:
-        """Return the entries and partials of an attempt on disk, from whichever partition holds them.
+    def admit(self, *specs: EpisodeSpec) -> None:
+        """Record the admission of episodes, atomically.
 
         Raises:
-            JournalError: the entries cannot be read.
+            InputError: the data of a task cannot be serialised; none is admitted.
         """
-        ...
+        self.record(*[Admission(spec=spec) for spec in specs])
 
-    def highest_lineage(self) -> int:
-        """Return the largest lineage of any published version; -1 before the first."""
-        ...
+    def record_drop(self, episode_id: str, attempt: int, policy: str, reason: str) -> None:
+        """Record that a committed unit will not be trained."""
+        self.record(UnitDropped(episode_id=episode_id, attempt=attempt, policy=policy, reason=reason))
 
-    def info(self) -> Mapping[str, Any]:
-        """Return the run's identity: format, name, resolved configuration."""
-        ...
+    def record_proposal(self, proposal: Proposal) -> None:
+        """Record a proposal for the run's memory."""
+        self.record(proposal)
+
+    def record_baselines(self, baselines: FrozenGroupBaselines) -> None:
+        """Record the baselines of a group's members, before a step that consumes one of them."""
+        self.record(baselines)
+
+    def record_version(self, weights: WeightsRef, parent: PolicyVersion | None) -> None:
+        """Record a published version."""
+        self.record(VersionPublication(weights=weights, parent=parent))
+
+    def record_step(self, row: StepRow) -> None:
+        """Record an optimizer step and that its units were consumed by it."""
+        self.record(row)
+
+    def record_metrics(self, policy: str, step: int, values: Mapping[str, float]) -> None:
+        """Record metric values at a step of a policy; NaN and infinity become NULL."""
+        self.record(MetricRow(policy=policy, step=step, values=dict(values)))

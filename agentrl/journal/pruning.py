@@ -40,7 +40,7 @@ from agentrl.journal.schema import (
 
 if TYPE_CHECKING:
     from agentrl.journal.port import PruneRule
-    from agentrl.journal.run_log import SqliteRunLog
+    from agentrl.journal.run_log import RunLog
 
 FORKS = "forks"
 """Directory of a run's forks, inside the run directory."""
@@ -61,7 +61,7 @@ Record = Callable[[Sequence[AttemptKey], Sequence[str]], None]
 
 def prune(
     journal: Path,
-    log: SqliteRunLog,
+    log: RunLog,
     rule: PruneRule,
     record: Record | None,
     *,
@@ -83,7 +83,7 @@ def prune(
     pruned = PruneTotals(rule=str(rule), last=rule.last)
     if not rule.sealed:
         return pruned
-    settled = _Settled(log, rule, _forked(journal))
+    settled = Settled(log, rule, _forked(journal))
     for path in sorted(journal.glob("turns-*.db")):
         run = str(log.info()["run"])
         opened = (
@@ -116,10 +116,10 @@ def prune(
 # --- what may go ------------------------------------------------------------------------------------------------------
 
 
-class _Settled:
+class Settled:
     """The attempts and files that a rule removes."""
 
-    def __init__(self, log: SqliteRunLog, rule: PruneRule, forked: frozenset[AttemptKey]) -> None:
+    def __init__(self, log: RunLog, rule: PruneRule, forked: frozenset[AttemptKey]) -> None:
         self._log = log
         self._forked = forked
         self.last = rule.last
@@ -216,7 +216,7 @@ _SIZES = (
 )
 
 
-def _batches(connection: sqlite3.Connection, settled: _Settled) -> Iterator[dict[AttemptKey, int]]:
+def _batches(connection: sqlite3.Connection, settled: Settled) -> Iterator[dict[AttemptKey, int]]:
     """Yield batches of removable attempts in a partition, with their bytes; one batch per transaction."""
     statement = "SELECT DISTINCT episode FROM entries UNION SELECT DISTINCT episode FROM partials"
     there = [str(episode) for (episode,) in connection.execute(statement)]
@@ -274,7 +274,7 @@ def _leave_to_others(began: float) -> None:
 
 
 def _prune_files(
-    run: Path, settled: _Settled, record: Record | None, pruned: PruneTotals, stopped: Callable[[], bool]
+    run: Path, settled: Settled, record: Record | None, pruned: PruneTotals, stopped: Callable[[], bool]
 ) -> None:
     root = (run / "steps").resolve()
     there = {}

@@ -1,4 +1,4 @@
-"""Reads a run's control log: pure functions of the records on disk, for resume and for readers. Implements `RunLog`.
+"""Reads a run's control log: pure functions of the records on disk, for resume and for readers.
 
 The tree of versions decides what survives a rollback: the manifest names a version, and the steps along its ancestors
 count. Units of any other step are ready again.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from abc import abstractmethod
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from agentrl.journal.control_rows import (
     decode_episode_row,
     verify_tables,
 )
+from agentrl.journal.port import JournalStore
 from agentrl.journal.reader import verified_entry
 from agentrl.journal.schema import CONTROL_FILE, all_rows, open_database_to_read, read_meta_table
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from agentrl.core.records import EpisodeHeader, EpisodeSpec, FrozenGroupBaselines, Purpose
+    from agentrl.journal.entries import JournalEntry
 
 START_KEY = "life."
 """Key prefix of the starts of the run in `meta`; the lineage follows."""
@@ -110,17 +113,17 @@ def _root(prefix: str) -> tuple[Any, ...]:
     return (len(prefix) + 1, f"{prefix}[0-9]*", len(prefix) + 1)
 
 
-class ControlLogReader:
-    """The queries of a control log, over a read-only connection."""
+class RunLog:
+    """The queries of a control log, over a read-only connection. Every journal and every reader of a run answers them.
 
-    def __init__(self, directory: str | Path) -> None:
-        """Open the control log.
+    Args:
+        path: file of the control log, in the journal's directory.
+        connection: connection to it.
+    """
 
-        Raises:
-            JournalError: there is no journal in `directory`, or this version cannot read it.
-        """
-        self.path = Path(directory) / CONTROL_FILE
-        self.connection: sqlite3.Connection = open_database_to_read(self.path, "control")
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        self.path = path
+        self.connection = connection
 
     def rows(self, statement: str, *parameters: Any) -> list[Any]:
         """Return all rows of a query.
@@ -156,7 +159,10 @@ class ControlLogReader:
         Turn logs count because a kill may leave entries of an episode whose admission was not yet on disk.
         """
         ((highest,),) = self.rows(f"SELECT max({_NUMBER}) FROM admissions WHERE {_IS_ROOT}", *_root(prefix))
-        highest = -1 if highest is None else highest
+        return self._highest_in_turns(prefix, -1 if highest is None else int(highest)) + 1
+
+    def _highest_in_turns(self, prefix: str, highest: int) -> int:
+        """Return the largest number of a root episode in the turn logs, or `highest` if that is larger."""
         for partition in sorted(self.path.parent.glob("turns-*.db")):
             connection = open_database_to_read(partition, "turns")
             try:
@@ -167,7 +173,7 @@ class ControlLogReader:
                     highest = max(highest, int(name.removeprefix(prefix)))
             finally:
                 connection.close()
-        return int(highest) + 1
+        return highest
 
     def lost_numbers(self, prefix: str, stop: int) -> list[int]:
         """Return the numbers below `stop` of root episodes `<prefix><number>` whose admission never reached the
@@ -523,12 +529,33 @@ class ControlLogReader:
             raise JournalError(f"{self.path}: the run's identity cannot be read ({error}); it is damaged") from error
 
 
-class SqliteRunLog(ControlLogReader):
-    """A control log opened read-only, in any process."""
+class SqliteRunLog(RunLog):
+    """The control log in a journal directory, opened read-only, in any process."""
+
+    def __init__(self, directory: str | Path) -> None:
+        """Open the control log.
+
+        Raises:
+            JournalError: there is no journal in `directory`, or this version cannot read it.
+        """
+        path = Path(directory) / CONTROL_FILE
+        super().__init__(path, open_database_to_read(path, "control"))
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
         self.connection.close()
+
+
+class RunJournal(RunLog, JournalStore):
+    """The journal of a run, for writing and for reading back what is on disk."""
+
+    @abstractmethod
+    def recorded(self, episode_id: str, attempt: int) -> tuple[list[JournalEntry], list[JournalEntry]]:
+        """Return the entries and partials of an attempt on disk, from whichever partition holds them.
+
+        Raises:
+            JournalError: the entries cannot be read.
+        """
 
 
 def _check_is_there(connection: sqlite3.Connection, partition: Path, episode_id: str) -> None:

@@ -7,8 +7,10 @@ be a symbolic link. Nothing needs a newer SQLite than 3.40.
 
 from __future__ import annotations
 
+import functools
 import os
 import sqlite3
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
@@ -181,6 +183,23 @@ def open_database_to_read(path: Path, kind: Kind, run: str | None = None) -> sql
         connection.close()
         raise
     return connection
+
+
+def open_database_in_memory(kind: Kind) -> sqlite3.Connection:
+    """Open an empty database in memory."""
+    connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    connection.deserialize(_empty_database(kind))
+    _harden(connection)
+    return connection
+
+
+@functools.cache
+def _empty_database(kind: Kind) -> bytes:
+    """Return the file of an empty database: copying it takes a twentieth of the time of creating its tables."""
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
+        for statement in _STATEMENTS[kind]:
+            connection.execute(statement)
+        return connection.serialize()
 
 
 def _discard_unpublished_commit(connection: sqlite3.Connection, path: Path) -> None:

@@ -1,18 +1,19 @@
 """The SQLite journal of a run: one control log, and a turn partition per worker, in one directory.
 
-The process of the run writes through `SqliteJournal`; a worker process writes its one partition, through
-`WorkerJournal`.
+From an entry to the disk: `SqliteTurnLog.append` or `SqliteJournal.record` → `GroupCommitWriter.put`, which queues rows
+for a `WriterDatabase` → the writer's thread takes the queue, once per round → one transaction per database, by
+`write_turn_rows` or `write_control_rows`. The process of the run writes through `SqliteJournal`; a worker process
+writes its one partition, by `SqliteTurnLog.open`.
 
-Group commit: one thread per process, `GroupCommitWriter`, writes all rows that were queued since its last round.
-Callers only append to a deque, which never blocks. A round takes all queued rows, writes the turn partitions and syncs
-them, then the control log and syncs it, then resolves the waiters; so a control row is never on disk before the entries
-it names, and waiters share their syncs. Half of a round's cost does not depend on its rows, so that a round for which
-only commits wait begins the later the more callers shared the last one. A round may begin between any two calls: the
-rows of one `put` reach the disk together or not at all, those of two may not. A failed round rolls back, fails its
-waiters and every later one: nothing after it is ever written. Rows go in by multi-row INSERTs: sqlite3 releases the
-interpreter lock at every statement, and regaining it from a busy event loop can take milliseconds.
+Group commit: a process has one writer thread. Callers only append to a deque, which never blocks. A round takes all
+queued rows, writes the turn partitions and syncs them, then the control log and syncs it, then resolves the waiters; so
+a control row is never on disk before the entries it names, and waiters share their syncs. A commit round has a fixed
+cost. If only commits are waiting, the writer waits longer the more callers shared the previous round. A round may begin
+between any two calls: the rows of one `put` reach the disk together or not at all, those of two may not. A failed round
+rolls back, fails its waiters and every later one: nothing after it is ever written. Rows go in by multi-row INSERTs:
+sqlite3 releases the interpreter lock at every statement, and regaining it from a busy event loop can take milliseconds.
 
-Owns: the run lock, the write connections, the writer thread, the names of the files. Does not read entries' bodies.
+Owns: the locks, the write connections, the writer thread, the names of the files. Does not read entries' bodies.
 Invariants: calls never block; `commit_episode` returns after the episode's entries and then its record are on disk;
 after a failed write nothing more is written and every later wait raises.
 """
@@ -24,9 +25,10 @@ import os
 import sqlite3
 import threading
 from collections import defaultdict, deque
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -35,32 +37,30 @@ from agentrl.core.errors import EpisodeError, InputError, StorageError
 from agentrl.core.ids import is_safe_name
 from agentrl.journal import control_rows
 from agentrl.journal.entries import entry_checksum
+from agentrl.journal.port import AttemptPruning, EpisodeEnd, FilePruning
 from agentrl.journal.pruning import prune
 from agentrl.journal.reader import TurnLogReader, load_fork_prefix
-from agentrl.journal.run_log import START_KEY, ControlLogReader, RunStart, SqliteRunLog
+from agentrl.journal.run_log import START_KEY, RunJournal, RunStart, SqliteRunLog
 from agentrl.journal.run_process import RunLock, find_writing_process
 from agentrl.journal.schema import (
     CONTROL_FILE,
     MAX_VALUE_BYTES,
+    open_database_to_read,
     open_database_to_write,
     private_directory,
     read_meta_table,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from agentrl.core.records import (
         EpisodeHeader,
         EpisodeSpec,
         ForkPoint,
-        FrozenGroupBaselines,
-        PolicyVersion,
-        Proposal,
-        WeightsRef,
     )
     from agentrl.journal.entries import JournalEntry
-    from agentrl.journal.port import PruneRule, PruneTotals, StepRow
+    from agentrl.journal.port import ControlRecord, PruneRule, PruneTotals
     from agentrl.journal.pruning import AttemptKey
 
 FLUSH_SECONDS = 0.2
@@ -74,45 +74,8 @@ round."""
 _CHUNK = 32
 """Maximum number of rows in one INSERT."""
 
-_COLUMNS = " (episode, attempt, call, asked, body, checksum) VALUES "
-
 PartialKey = tuple[str, int, str | None]
 """Episode, attempt and call; without a call, the whole attempt."""
-
-
-class PartialTurnTableWriter:
-    """The partials of a partition, as a target of the writer: an item is a partial, or the key of partials to
-    remove.
-    """
-
-    def __init__(self, database: WriterDatabase) -> None:
-        self.database = database
-
-    def write(self, connection: sqlite3.Connection, items: list[JournalEntry | PartialKey]) -> None:
-        """Insert, then remove; partials that are removed in the round in which they were queued never reach the
-        disk.
-        """
-        removed = {item for item in items if isinstance(item, tuple)}
-        rows = [
-            _row(item)
-            for item in items
-            if not isinstance(item, tuple) and (item.episode_id, item.attempt, item.call_id) not in removed
-        ]
-        insert_rows(connection, "INSERT INTO partials" + _COLUMNS, 6, rows)
-        for episode_id, attempt, call_id in removed:
-            if call_id is None:
-                connection.execute("DELETE FROM partials WHERE episode = ? AND attempt = ?", (episode_id, attempt))
-            else:
-                connection.execute(
-                    "DELETE FROM partials WHERE episode = ? AND attempt = ? AND call = ?",
-                    (episode_id, attempt, call_id),
-                )
-
-
-def _row(entry: JournalEntry) -> Sequence[Any]:
-    asked, body = entry.asked, entry.body
-    checksum = entry_checksum(entry.episode_id, entry.attempt, entry.call_id, asked, body)
-    return (entry.episode_id, entry.attempt, entry.call_id, asked, body, checksum)
 
 
 def check_entry_size(entry: JournalEntry) -> None:
@@ -130,10 +93,19 @@ def check_entry_size(entry: JournalEntry) -> None:
 
 
 class SqliteTurnLog:
-    """One worker's partition, `turns-<worker>.db`; implements `TurnLog`."""
+    """One worker's partition, `turns-<worker>.db`; implements `WorkerTurnLog`."""
 
-    def __init__(self, directory: Path, worker: str, run: str, writer: GroupCommitWriter) -> None:
+    def __init__(
+        self, directory: Path, worker: str, run: str, writer: GroupCommitWriter, lock: RunLock | None = None
+    ) -> None:
         """Open or create the partition.
+
+        Args:
+            directory: the run's journal directory.
+            worker: name of the worker.
+            run: id of the run.
+            writer: the process's writer.
+            lock: the partition's lock, if the partition is all that this process writes; `close` then ends the writer.
 
         Raises:
             InputError: `worker` cannot be part of a file name.
@@ -146,14 +118,36 @@ class SqliteTurnLog:
             )
         self.name = f"turns-{worker}.db"
         path = directory / self.name
-        self.database = WriterDatabase(path, open_database_to_write(path, "turns", {"run": run}, run=run), order=0)
-        self._partials = PartialTurnTableWriter(self.database)
+        connection = open_database_to_write(path, "turns", {"run": run}, run=run)
+        self.database = WriterDatabase(path, connection, write_turn_rows, order=0)
         self._run = run
+        self._lock = lock
         self._discarded: dict[str, tuple[int, int] | None] = {}
         """`_log_state` of other partitions after their unpublished commits were discarded, keyed by partition."""
+        self._taken_over: set[str] = set()
+        self._advanced: list[str] = []
         self._writer = writer
         self._reader = TurnLogReader(directory)
         writer.add(self.database)
+
+    @staticmethod
+    def open(directory: Path, worker: str) -> SqliteTurnLog:
+        """Open or create the partition of a worker process.
+
+        Raises:
+            RunDirectoryError: another process writes the partition.
+            JournalError: the partition is damaged, of another run, or missing although committed episodes lie in it.
+            StorageError: the partition cannot be created.
+        """
+        lock = RunLock(directory, f"turns-{worker}.lock")
+        try:
+            with closing(SqliteRunLog(directory)) as run_log:
+                run_log.check_partition(f"turns-{worker}.db")
+                run = str(run_log.info()["run"])
+            return SqliteTurnLog(directory, worker, run, GroupCommitWriter("journal-writer"), lock)
+        except BaseException:
+            lock.release()
+            raise
 
     def append(self, entry: JournalEntry) -> None:
         """Queue an entry.
@@ -162,7 +156,8 @@ class SqliteTurnLog:
             EpisodeError: the entry is too large (`too_large`).
         """
         check_entry_size(entry)
-        self._writer.put((self, entry))
+        self._writer.put(self.database, ("entries", entry))
+        self._record_progress(entry.episode_id)
 
     async def flush(self) -> None:
         """Wait until all appended entries are on disk."""
@@ -172,18 +167,30 @@ class SqliteTurnLog:
         return self._reader.read(self.name, episode_id, attempt)
 
     async def take_over(self, episode_id: str, attempt: int) -> None:
+        self._taken_over.discard(episode_id)  # its entries are copies, not new ones
         if left := self._left_by_killed_writers():
             await asyncio.to_thread(self._discard_unpublished, left)
         other = self._reader.partition_of(episode_id, attempt)
-        if other is None or other == self.name:
-            return
-        for entry in self._reader.read(other, episode_id, attempt)[len(self.read(episode_id, attempt)) :]:
-            self.append(entry)
-        self.remove_partials(episode_id, attempt)
-        await self.flush()  # flush so that the old rows are removed before new ones arrive
-        for partial in self._reader.partials(other, episode_id, attempt):
-            self.append_partial(partial)
-        await self.flush()
+        if other is not None and other != self.name:
+            for entry in self._reader.read(other, episode_id, attempt)[len(self.read(episode_id, attempt)) :]:
+                self.append(entry)
+            self.remove_partials(episode_id, attempt)
+            await self.flush()  # flush so that the old rows are removed before new ones arrive
+            for partial in self._reader.partials(other, episode_id, attempt):
+                self.append_partial(partial)
+            await self.flush()
+        self._taken_over.add(episode_id)
+
+    def _record_progress(self, episode_id: str) -> None:
+        if episode_id in self._taken_over:
+            self._taken_over.remove(episode_id)
+            self._advanced.append(episode_id)
+
+    async def advanced(self) -> list[str]:
+        advanced, self._advanced = self._advanced, []
+        if advanced:
+            await self.flush()
+        return advanced
 
     def _left_by_killed_writers(self) -> list[Path]:
         """Return the other partitions without a living writer that were written since `_discard_unpublished`."""
@@ -208,21 +215,25 @@ class SqliteTurnLog:
         return load_fork_prefix(self.database.path.parent, point)
 
     def append_partial(self, entry: JournalEntry) -> None:
-        self._writer.put((self._partials, entry))
+        self._writer.put(self.database, ("partials", entry))
+        self._record_progress(entry.episode_id)
 
     def remove_partials(self, episode_id: str, attempt: int, call_id: str | None = None) -> None:
-        self._writer.put((self._partials, (episode_id, attempt, call_id)))
+        self._writer.put(self.database, ("partials", (episode_id, attempt, call_id)))
 
     def read_partials(self, episode_id: str, attempt: int) -> list[JournalEntry]:
         return self._reader.partials(self.name, episode_id, attempt)
 
-    def write(self, connection: sqlite3.Connection, items: list[JournalEntry]) -> None:
-        """Insert entries; called by the writer."""
-        insert_rows(connection, "INSERT INTO entries" + _COLUMNS, 6, [_row(entry) for entry in items])
+    def check(self) -> None:
+        self._writer.check()
 
-    def close_reader(self) -> None:
-        """Close the connections of `read`; the writer closes the others."""
+    async def close(self) -> None:
         self._reader.close()
+        if self._lock is not None:
+            try:
+                await self._writer.close()
+            finally:
+                self._lock.release()
 
 
 def _log_state(path: Path) -> tuple[int, int] | None:
@@ -255,60 +266,8 @@ class NonDecreasingClock(SystemClock):
         return self._label
 
 
-class ControlTableWriter:
-    """A table of the control log as a target of the writer."""
-
-    def __init__(
-        self, database: WriterDatabase, name: str, columns: str, *, checksum: bool = False, once: bool = False
-    ) -> None:
-        """Create the target. With `once`, writing leaves an existing row with the same key unchanged."""
-        self.database = database
-        self.name = name
-        self.checksum = checksum
-        names = columns.split() + (["checksum"] if checksum else [])
-        self._width = len(names)
-        self._insert = f"INSERT {'OR IGNORE ' if once else ''}INTO {name} ({', '.join(names)}) VALUES "
-
-    def write(self, connection: sqlite3.Connection, items: list[Sequence[Any]]) -> None:
-        """Insert rows, each with its checksum last if the table has one; called by the writer."""
-        if self.checksum:
-            items = [control_rows.with_checksum(self.name, item) for item in items]
-        insert_rows(connection, self._insert, self._width, items)
-
-
-class ControlTables:
-    """The tables of one control log."""
-
-    def __init__(self, database: WriterDatabase) -> None:
-        def record(name: str, columns: str) -> ControlTableWriter:
-            return ControlTableWriter(database, name, columns, checksum=True, once=True)
-
-        self.admissions = record("admissions", control_rows.ADMISSION_COLUMNS)
-        self.episodes = record("episodes", control_rows.EPISODE_COLUMNS)
-        self.trajectories = record("trajectories", control_rows.TRAJECTORY_COLUMNS)
-        self.unit_drops = record("unit_drops", "episode attempt policy reason dropped_at")
-        self.proposals = record("proposals", "number episode attempt call environment key structure")
-        self.baselines = record("baselines", "group_id finishers earlier")
-        self.versions = record(
-            "versions", "policy lineage step parent_lineage parent_step path kind sha256 published_at"
-        )
-        self.steps = record(
-            "steps",
-            "policy lineage step started_lineage started_step loss grad_norm fed samples tokens seconds normaliser"
-            " input_digest columns_file metrics stepped_at",
-        )
-        self.step_units = record(
-            "step_units",
-            "policy lineage step position episode attempt seat agent reward advantage baseline turn_advantages",
-        )
-        self.pruned = record("pruned", "episode attempt rule pruned_at")
-        self.pruned_files = record("pruned_files", "file rule pruned_at")
-        self.metrics = ControlTableWriter(database, "metrics", "policy step name value recorded_at")
-        self.meta = ControlTableWriter(database, "meta", "key value", once=True)
-
-
-class SqliteJournal(ControlLogReader):
-    """The journal of a run, for writing and reading; implements `JournalStore` and, for resume, `RunLog`."""
+class SqliteJournal(RunJournal):
+    """The journal of a run in a directory."""
 
     def __init__(
         self, directory: str | Path, *, info: Mapping[str, Any] | None = None, clock: Clock | None = None
@@ -333,15 +292,14 @@ class SqliteJournal(ControlLogReader):
             identity = {"info": msgspec.json.encode(dict(info or {})).decode(), "run": os.urandom(8).hex()}
             connection = open_database_to_write(path, "control", identity)
             self._run = read_meta_table(connection)["run"]
-            super().__init__(self.directory)
+            super().__init__(path, open_database_to_read(path, "control"))
             self._clock = clock or NonDecreasingClock(self.newest_label())
         except BaseException:
             self._lock.release()
             raise
-        database = WriterDatabase(path, connection, order=1)
-        self._tables = ControlTables(database)
+        self._database = WriterDatabase(path, connection, write_control_rows, order=1)
         self._writer = GroupCommitWriter("journal-writer")
-        self._writer.add(database)
+        self._writer.add(self._database)
         self._turn_logs: dict[str, SqliteTurnLog] = {}
         self._turns = TurnLogReader(self.directory)
         self._learning = control_rows.learning_policies(self.info())
@@ -358,49 +316,19 @@ class SqliteJournal(ControlLogReader):
             log = self._turn_logs[worker] = SqliteTurnLog(self.directory, worker, self._run, self._writer)
         return log
 
-    def admit(self, *specs: EpisodeSpec) -> None:
-        """Record the admission of episodes, atomically.
-
-        Raises:
-            InputError: the data of a task cannot be serialised; none is admitted.
-        """
-        now = self._clock.wall()
-        self._writer.put(*[(self._tables.admissions, control_rows.encode_admission_row(spec, now)) for spec in specs])
+    def record(self, *records: ControlRecord) -> None:
+        self._writer.put(self._database, *control_rows.encode_records(records, self._clock.wall(), self._learning))
 
     async def commit_episode(
         self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
     ) -> None:
-        """Record a committed or dropped episode once its entries are on disk; waits for the disk."""
-        tables = self._tables
-        row = control_rows.encode_episode_row(spec, header, digest, metrics, detail, self._clock.wall(), self._learning)
-        trajectories = [(tables.trajectories, trajectory) for trajectory in control_rows.encode_trajectory_rows(header)]
-        self._writer.put((tables.episodes, row), *trajectories)
+        self.record(EpisodeEnd(spec=spec, header=header, digest=digest, metrics=metrics, detail=detail))
         await self._writer.wait(urgent=False)
-
-    def record_drop(self, episode_id: str, attempt: int, policy: str, reason: str) -> None:
-        self._writer.put((self._tables.unit_drops, (episode_id, attempt, policy, reason, self._clock.wall())))
-
-    def record_proposal(self, proposal: Proposal) -> None:
-        self._writer.put((self._tables.proposals, proposal))
-
-    def record_baselines(self, baselines: FrozenGroupBaselines) -> None:
-        self._writer.put((self._tables.baselines, control_rows.encode_baselines_row(baselines)))
-
-    def record_version(self, weights: WeightsRef, parent: PolicyVersion | None) -> None:
-        self._writer.put((self._tables.versions, control_rows.encode_version_row(weights, parent, self._clock.wall())))
-
-    def record_step(self, row: StepRow) -> None:
-        units = [(self._tables.step_units, unit) for unit in control_rows.encode_step_unit_rows(row)]
-        self._writer.put((self._tables.steps, control_rows.encode_step_row(row, self._clock.wall())), *units)
-
-    def record_metrics(self, policy: str, step: int, values: Mapping[str, float]) -> None:
-        """Record metric values at a step; NaN and infinity become NULL."""
-        rows = control_rows.encode_metric_rows(policy, step, values, self._clock.wall())
-        self._writer.put(*[(self._tables.metrics, row) for row in rows])
 
     def record_start(self, start: RunStart) -> None:
         """Record a start of the run."""
-        self._writer.put((self._tables.meta, (f"{START_KEY}{start.lineage}", msgspec.json.encode(start).decode())))
+        row = (f"{START_KEY}{start.lineage}", msgspec.json.encode(start).decode())
+        self._writer.put(self._database, ("meta", row))
 
     async def prune(self, rule: PruneRule, *, stopped: Callable[[], bool] = lambda: False) -> PruneTotals:
         """Remove the data that a rule allows, in a thread; see `journal.pruning`.
@@ -412,7 +340,11 @@ class SqliteJournal(ControlLogReader):
         loop = asyncio.get_running_loop()
 
         def record(attempts: Sequence[AttemptKey], files: Sequence[str]) -> None:
-            asyncio.run_coroutine_threadsafe(self._record_pruned(str(rule), attempts, files), loop).result()
+            records: list[ControlRecord] = [
+                *(AttemptPruning(episode_id=name, attempt=number, rule=str(rule)) for name, number in attempts),
+                *(FilePruning(file=name, rule=str(rule)) for name in files),
+            ]
+            asyncio.run_coroutine_threadsafe(self._record_and_flush(records), loop).result()
 
         def work() -> PruneTotals:
             with closing(SqliteRunLog(self.directory)) as log:
@@ -420,22 +352,16 @@ class SqliteJournal(ControlLogReader):
 
         return await asyncio.to_thread(work)
 
-    async def _record_pruned(self, rule: str, attempts: Sequence[AttemptKey], files: Sequence[str]) -> None:
-        now, tables = self._clock.wall(), self._tables
-        self._writer.put(
-            *[(tables.pruned, (*key, rule, now)) for key in attempts],
-            *[(tables.pruned_files, (name, rule, now)) for name in files],
-        )
-        await self._writer.wait()
+    async def _record_and_flush(self, records: Sequence[ControlRecord]) -> None:
+        self.record(*records)
+        await self.flush()
 
     async def flush(self) -> None:
-        """Wait until everything recorded is on disk."""
         await self._writer.wait()
 
     async def close(self) -> None:
-        """Flush and release. Idempotent."""
         for log in self._turn_logs.values():
-            log.close_reader()
+            await log.close()
         self._turns.close()
         # Closed before the writer, because the last connection to close merges the write-ahead log into the database.
         self.connection.close()
@@ -459,79 +385,6 @@ class SqliteJournal(ControlLogReader):
         )
 
 
-class TakeoverTrackingTurnLog(SqliteTurnLog):
-    """A partition that knows which of the episodes begun elsewhere have progressed here."""
-
-    def __init__(self, directory: Path, worker: str, run: str, writer: GroupCommitWriter) -> None:
-        super().__init__(directory, worker, run, writer)
-        self._taken_over: set[str] = set()
-        self._advanced: list[str] = []
-
-    async def take_over(self, episode_id: str, attempt: int) -> None:
-        self._taken_over.discard(episode_id)  # its entries are copies, not new ones
-        await super().take_over(episode_id, attempt)
-        self._taken_over.add(episode_id)
-
-    def append(self, entry: JournalEntry) -> None:
-        super().append(entry)
-        self._gets_on(entry.episode_id)
-
-    def append_partial(self, entry: JournalEntry) -> None:
-        super().append_partial(entry)
-        self._gets_on(entry.episode_id)
-
-    def _gets_on(self, episode_id: str) -> None:
-        if episode_id in self._taken_over:
-            self._taken_over.remove(episode_id)
-            self._advanced.append(episode_id)
-
-    async def advanced(self) -> list[str]:
-        """Return the episodes that were taken over and have new entries on disk; each is returned once.
-
-        Raises:
-            StorageError: see `flush`.
-        """
-        advanced, self._advanced = self._advanced, []
-        if advanced:
-            await self.flush()
-        return advanced
-
-
-class WorkerJournal:
-    """Holds the partition's lock, writer thread and log from construction to `close`."""
-
-    def __init__(self, directory: Path, worker: str) -> None:
-        """Open the partition, or create it.
-
-        Raises:
-            RunDirectoryError: another process writes the partition.
-            JournalError: the partition is damaged, of another run, or missing although committed episodes lie in it.
-            StorageError: the partition cannot be created.
-        """
-        self._lock = RunLock(directory, f"turns-{worker}.lock")
-        run_log = SqliteRunLog(directory)
-        try:
-            run_log.check_partition(f"turns-{worker}.db")
-            self._writer = GroupCommitWriter("journal-writer")
-            self.log = TakeoverTrackingTurnLog(directory, worker, str(run_log.info()["run"]), self._writer)
-        except BaseException:
-            self._lock.release()
-            raise
-        finally:
-            run_log.close()
-
-    def check(self) -> None:
-        self._writer.check()
-
-    async def close(self) -> None:
-        """Flush and release. Idempotent."""
-        self.log.close_reader()
-        try:
-            await self._writer.close()
-        finally:
-            self._lock.release()
-
-
 # --- group commit: the writer thread of a process ---------------------------------------------------------------------
 
 
@@ -542,22 +395,17 @@ class CommitWaiter(NamedTuple):
     future: asyncio.Future[None]
 
 
-class TableWriter(Protocol):
-    """A table of a database, with the conversion of queued items to rows."""
-
-    database: WriterDatabase
-
-    def write(self, connection: sqlite3.Connection, items: list[Any]) -> None:
-        """Insert queued items into the table, inside the round's transaction; called in the writer thread."""
-        ...
+WriteRows = Callable[[sqlite3.Connection, str, list[Any]], None]
+"""Writes the queued items of a table inside the round's transaction; called in the writer's thread."""
 
 
 class WriterDatabase:
-    """A write connection and its place in the commit order."""
+    """A write connection, the function that writes queued rows to its tables, and its place in the commit order."""
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, *, order: int) -> None:
+    def __init__(self, path: Path, connection: sqlite3.Connection, write: WriteRows, *, order: int) -> None:
         self.path = path.absolute()
         self.connection = connection
+        self.write = write
         self.order = order
         """Place in the commit order: lower reaches the disk first."""
         self._identity = _identity(self.path)
@@ -572,7 +420,7 @@ class GroupCommitWriter:
     """The writer thread of a process. `put`, `check`, `wait` and `close` are called from the event loop's thread."""
 
     def __init__(self, name: str) -> None:
-        self._queue: deque[Sequence[tuple[TableWriter, Any]] | CommitWaiter] = deque()
+        self._queue: deque[tuple[WriterDatabase, Sequence[tuple[str, Any]]] | CommitWaiter] = deque()
         self._awaited = threading.Event()
         """Set when a caller waits for a round."""
         self._urgent = threading.Event()
@@ -590,9 +438,9 @@ class GroupCommitWriter:
         """Add a database; only the thread uses and closes its connection."""
         self._databases.append(database)
 
-    def put(self, *rows: tuple[TableWriter, Any]) -> None:
-        """Queue rows; those of one database are written in one transaction."""
-        self._queue.append(rows)
+    def put(self, database: WriterDatabase, *rows: tuple[str, Any]) -> None:
+        """Queue rows, each with its table, to be written in one transaction."""
+        self._queue.append((database, rows))
 
     def check(self) -> None:
         """Check whether a write has failed, without waiting.
@@ -674,8 +522,8 @@ class GroupCommitWriter:
             self._sharers = len(waiters)
         try:
             if self._failure is None:
-                for database in sorted({target.database for target in rows}, key=lambda database: database.order):
-                    self._failure = self._commit(database, rows)
+                for database in sorted(rows, key=lambda database: database.order):
+                    self._failure = self._commit(database, rows[database])
                     if self._failure is not None:
                         break
         except BaseException as error:
@@ -692,8 +540,8 @@ class GroupCommitWriter:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_resolve, futures, self._failure)
 
-    def _take(self) -> tuple[dict[TableWriter, list[Any]], list[CommitWaiter]]:
-        rows: defaultdict[TableWriter, list[Any]] = defaultdict(list)
+    def _take(self) -> tuple[dict[WriterDatabase, dict[str, list[Any]]], list[CommitWaiter]]:
+        rows: defaultdict[WriterDatabase, dict[str, list[Any]]] = defaultdict(dict)
         waiters: list[CommitWaiter] = []
         queue = self._queue
         for _ in range(len(queue)):
@@ -701,18 +549,18 @@ class GroupCommitWriter:
             if isinstance(queued, CommitWaiter):
                 waiters.append(queued)
                 continue
-            for target, item in queued:
-                rows[target].append(item)
+            database, items = queued
+            for table, item in items:
+                rows[database].setdefault(table, []).append(item)
         return rows, waiters
 
-    def _commit(self, database: WriterDatabase, rows: dict[TableWriter, list[Any]]) -> str | None:
+    def _commit(self, database: WriterDatabase, rows: dict[str, list[Any]]) -> str | None:
         """Commit one transaction; returns the reason if it failed."""
         connection = database.connection
         try:
             connection.execute("BEGIN IMMEDIATE")
-            for target, items in rows.items():
-                if target.database is database:
-                    target.write(connection, items)
+            for table, items in rows.items():
+                database.write(connection, table, items)
             connection.execute("COMMIT")
             database.check_not_moved()
         except FileNotFoundError as error:
@@ -727,6 +575,37 @@ class GroupCommitWriter:
                 "Free space or repair the disk, then start again with --resume"
             )
         return None
+
+
+def write_control_rows(connection: sqlite3.Connection, table: str, items: list[Sequence[Any]]) -> None:
+    """Insert rows into a table of the control log. A row is written once: of two with the same key the first stays."""
+    names = control_rows.COLUMNS[table].split()
+    if table in control_rows.CHECKED:
+        names = [*names, "checksum"]
+        items = [control_rows.with_checksum(table, item) for item in items]
+    verb = "INSERT" if table == "metrics" else "INSERT OR IGNORE"
+    insert_rows(connection, f"{verb} INTO {table} ({', '.join(names)}) VALUES ", len(names), items)
+
+
+def write_turn_rows(connection: sqlite3.Connection, table: str, items: list[JournalEntry | PartialKey]) -> None:
+    """Insert entries or partials, then remove the partials of the queued keys; partials that are removed in the round
+    in which they were queued never reach the disk."""
+    removed = {item for item in items if isinstance(item, tuple)}
+    rows = [
+        (
+            *(item.episode_id, item.attempt, item.call_id, item.asked, item.body),
+            entry_checksum(item.episode_id, item.attempt, item.call_id, item.asked, item.body),
+        )
+        for item in items
+        if not isinstance(item, tuple) and (item.episode_id, item.attempt, item.call_id) not in removed
+    ]
+    insert_rows(connection, f"INSERT INTO {table} (episode, attempt, call, asked, body, checksum) VALUES ", 6, rows)
+    for episode_id, attempt, call_id in removed:
+        condition, key = "episode = ? AND attempt = ?", (episode_id, attempt)
+        if call_id is None:
+            connection.execute(f"DELETE FROM {table} WHERE {condition}", key)
+        else:
+            connection.execute(f"DELETE FROM {table} WHERE {condition} AND call = ?", (*key, call_id))
 
 
 def insert_rows(connection: sqlite3.Connection, insert: str, width: int, rows: Sequence[Sequence[Any]]) -> None:

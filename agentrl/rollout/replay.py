@@ -19,8 +19,9 @@ from agentrl.rollout.call_journal import CallJournal, JournaledCall, current_bra
 from agentrl.rollout.runner import EpisodeRunner
 
 if TYPE_CHECKING:
-    from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, Task
+    from agentrl.core.records import EpisodeHeader, EpisodeSpec, Task
     from agentrl.journal.entries import EntryBody, JournalEntry, TurnEntry
+    from agentrl.journal.port import TurnLog
 
 OnCall = Callable[[str, str], None]
 """Callback for each recorded call that has returned, with its id and a description."""
@@ -60,7 +61,7 @@ class ReplayJournal(CallJournal):
 
     def __init__(  # noqa: PLR0913 (one keyword per setting)
         self,
-        log: DiscardingLog,
+        log: TurnLog,
         episode_id: str,
         attempt: int,
         recorded: Sequence[JournalEntry],
@@ -160,8 +161,17 @@ class ReplayJournal(CallJournal):
 class ReplayRunner(EpisodeRunner):
     """Runs attempts over their journals alone; see `ReplayJournal` for the keyword arguments."""
 
-    def __init__(self, *, on_call: OnCall, until: str | None, rescoring: bool, **services: Any) -> None:
+    def __init__(
+        self,
+        *,
+        inherited: Sequence[JournalEntry],
+        on_call: OnCall,
+        until: str | None,
+        rescoring: bool,
+        **services: Any,
+    ) -> None:
         super().__init__(**services)
+        self._inherited = inherited
         self._on_call = on_call
         self.until = until
         self._rescoring = rescoring
@@ -171,11 +181,10 @@ class ReplayRunner(EpisodeRunner):
     def _journal_of(
         self, spec: EpisodeSpec, recorded: Iterable[JournalEntry], answers: Iterable[JournalEntry]
     ) -> CallJournal:
-        assert isinstance(self._log, DiscardingLog)
         self.journal = ReplayJournal(
             *(self._log, spec.episode_id, spec.attempt, list(recorded)),
             seed=spec.seed,
-            inherited=self._log.inherited,
+            inherited=self._inherited,
             edits={} if spec.fork is None else spec.fork.edits,
             answers=answers,
             on_call=self._on_call,
@@ -183,48 +192,6 @@ class ReplayRunner(EpisodeRunner):
             rescoring=self._rescoring,
         )
         return self.journal
-
-
-class DiscardingLog:
-    """A log that stores nothing; implements the part of `TurnLog` and `JournalStore` that a replay needs."""
-
-    name = "replay"
-
-    def __init__(self, inherited: Sequence[JournalEntry] = ()) -> None:
-        self.inherited = inherited
-        """Entries recorded before the fork point; empty unless the episode is a fork."""
-
-    def append(self, entry: JournalEntry) -> None:
-        """Discard the entry."""
-
-    async def flush(self) -> None:
-        """Return at once: nothing is stored."""
-
-    def read(self, episode_id: str, attempt: int) -> list[JournalEntry]:
-        """Return no entries: the caller has read them."""
-        return []
-
-    def prefix(self, point: ForkPoint) -> list[JournalEntry]:
-        """Return the entries that a fork inherited."""
-        return list(self.inherited)
-
-    async def take_over(self, episode_id: str, attempt: int) -> None:
-        """Return at once: the caller has read the entries."""
-
-    def append_partial(self, entry: JournalEntry) -> None:
-        """Discard the entry."""
-
-    def remove_partials(self, episode_id: str, attempt: int, call_id: str | None = None) -> None:
-        """Do nothing: a replay has no partials."""
-
-    def read_partials(self, episode_id: str, attempt: int) -> list[JournalEntry]:
-        """Return no partials: a replay has none."""
-        return []
-
-    async def commit_episode(
-        self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
-    ) -> None:
-        """Discard the commit: the caller gets the header."""
 
 
 class ReplayHost:

@@ -21,7 +21,7 @@ from typing import Any
 from agentrl.core import ids
 from agentrl.core.clock import Clock
 from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, GlobalRandomError, JournalError
-from agentrl.core.ports import ChatFormat, CommitLog, EpisodeHost, Sampler
+from agentrl.core.ports import ChatFormat, EpisodeHost, Sampler
 from agentrl.core.records import (
     EpisodeDataLocation,
     EpisodeHeader,
@@ -33,7 +33,7 @@ from agentrl.environment.base import Environment, LimitReachedError, valid_unico
 from agentrl.environment.containment import as_episode_error
 from agentrl.gateway.server import Gateway
 from agentrl.journal.entries import REQUEST_VERSION, BeginEntry, JournalEntry, SeatSettings, code_digest
-from agentrl.journal.port import TurnLog
+from agentrl.journal.port import CommitLog, TurnLog
 from agentrl.rollout.call_journal import CallJournal, begin_branch, current_branch
 from agentrl.rollout.episode import (
     AS_THE_RUN,

@@ -29,6 +29,8 @@ from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.registry import name_of, resolve
 from agentrl.environment.tools import ToolEnvironment
 from agentrl.journal.entries import TurnEntry
+from agentrl.journal.memory import MemoryJournal
+from agentrl.journal.port import EpisodeEnd
 from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroupRelease
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
 from agentrl.orchestrator.metrics import EpisodeTotals
@@ -36,7 +38,6 @@ from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.rollout.episode import RolloutSettings
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
-from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal
 from agentrl.testing.virtual_time import VirtualTimeEventLoop
 
 if TYPE_CHECKING:

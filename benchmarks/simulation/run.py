@@ -24,7 +24,8 @@ from agentrl.core.errors import CheckFailedError
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.router import ReplicatedEngine
 from agentrl.inspection.timelines import RunTimeline, span_occupancy
-from agentrl.journal.port import PruneTotals
+from agentrl.journal.memory import MemoryJournal
+from agentrl.journal.port import Admission, MetricRow, StepRow, UnitDropped
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.worker import AsyncioWorker
 from agentrl.testing.recording_trainer import RecordingTrainer
@@ -42,14 +43,9 @@ if TYPE_CHECKING:
     from agentrl.core.records import (
         EpisodeHeader,
         EpisodeSpec,
-        ForkPoint,
-        FrozenGroupBaselines,
-        Proposal,
         TrainBatch,
-        WeightsRef,
     )
-    from agentrl.journal.entries import JournalEntry
-    from agentrl.journal.port import PruneRule, StepRow
+    from agentrl.journal.port import ControlRecord
     from agentrl.orchestrator.loop import Orchestrator
     from agentrl.rollout.kv_budget import KVBudget
     from benchmarks.simulation.engine import EmulatedSession
@@ -268,89 +264,8 @@ class Recorder:
         self.snapshots.append(Snapshot(asyncio.get_running_loop().time(), self.busy()[1], held, waits_for_memory))
 
 
-class NullTurnLog:
-    """Turn log that stores nothing; see `TurnLog`."""
-
-    name = "turns-0.db"
-
-    def append(self, entry: JournalEntry) -> None:
-        """Discard an entry."""
-
-    async def flush(self) -> None:
-        """See `TurnLog.flush`; nothing is stored."""
-
-    def read(self, episode_id: str, attempt: int) -> list[JournalEntry]:
-        """See `TurnLog.read`; nothing is stored."""
-        return []
-
-    async def take_over(self, episode_id: str, attempt: int) -> None:
-        """See `TurnLog.take_over`; nothing is stored."""
-
-    def append_partial(self, entry: JournalEntry) -> None:
-        """Discard a partial."""
-
-    def remove_partials(self, episode_id: str, attempt: int, call_id: str | None = None) -> None:
-        """See `TurnLog.remove_partials`; nothing is stored."""
-
-    def read_partials(self, episode_id: str, attempt: int) -> list[JournalEntry]:
-        """See `TurnLog.read_partials`; nothing is stored."""
-        return []
-
-    def prefix(self, point: ForkPoint) -> list[JournalEntry]:
-        """See `TurnLog.prefix`; nothing is stored."""
-        return []
-
-
-class NullJournal:
-    """Journal that stores nothing; see `JournalStore`. A commit yields once, as with a disk."""
-
-    def __init__(self) -> None:
-        self._log = NullTurnLog()
-
-    def turn_log(self, worker: str) -> NullTurnLog:
-        """Return the only turn log."""
-        return self._log
-
-    def admit(self, *specs: EpisodeSpec) -> None:
-        """Discard the admission of episodes."""
-
-    async def commit_episode(
-        self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
-    ) -> None:
-        """Yield to the loop once."""
-        await asyncio.sleep(0)
-
-    def record_drop(self, episode_id: str, attempt: int, policy: str, reason: str) -> None:
-        """Discard a drop."""
-
-    def record_proposal(self, proposal: Proposal) -> None:
-        """Discard a proposal."""
-
-    def record_baselines(self, baselines: FrozenGroupBaselines) -> None:
-        """Discard a baseline set."""
-
-    def record_version(self, weights: WeightsRef, parent: PolicyVersion | None) -> None:
-        """Discard a version."""
-
-    def record_step(self, row: StepRow) -> None:
-        """Discard a step."""
-
-    def record_metrics(self, policy: str, step: int, values: Mapping[str, Any]) -> None:
-        """Discard metrics."""
-
-    async def prune(self, rule: PruneRule, *, stopped: Callable[[], bool] = lambda: False) -> PruneTotals:
-        """See `JournalStore.prune`; nothing is stored."""
-        return PruneTotals(rule=str(rule))
-
-    async def flush(self) -> None:
-        """See `JournalStore.flush`; nothing is stored."""
-
-    async def close(self) -> None:
-        """See `JournalStore.close`; nothing to release."""
-
-
-class RecordingJournal(NullJournal):
-    """Journal that passes its records to a `Recorder`, and stops the loop after the last step.
+class RecordingJournal(MemoryJournal):
+    """Discards its records after it has passed them to a `Recorder`, and stops the loop after the last step.
 
     Args:
         recorder: receives the records.
@@ -358,18 +273,30 @@ class RecordingJournal(NullJournal):
     """
 
     def __init__(self, recorder: Recorder, steps: int | None) -> None:
-        super().__init__()
+        super().__init__(keeps=False)
         self._recorder = recorder
         self._steps = steps
         self._first = next(iter(recorder.plan.trained))
         self.orchestrator: Orchestrator | None = None
 
-    def admit(self, *specs: EpisodeSpec) -> None:
-        """Record the time of admission."""
-        now, taken = asyncio.get_running_loop().time(), dict(self._recorder.taken)
-        for spec in specs:
-            name = spec.environment.rpartition(":")[2]
-            self._recorder.begun[spec.episode_id] = StartedEpisode(name, now, taken)
+    def record(self, *records: ControlRecord) -> None:
+        now, recorder = asyncio.get_running_loop().time(), self._recorder
+        for record in records:
+            match record:
+                case Admission(spec=spec):
+                    name = spec.environment.rpartition(":")[2]
+                    recorder.begun[spec.episode_id] = StartedEpisode(name, now, dict(recorder.taken))
+                case UnitDropped() if not self._is_over():
+                    recorder.wasted += recorder.lengths[record.episode_id]
+                case StepRow(version=version):
+                    units = tuple(unit.episode_id for unit in record.batch.units)
+                    step = OptimizerStep(version.policy, now, record.report.seconds, units, recorder.busy())
+                    recorder.steps.append(step)
+                    recorder.taken[version.policy] = version.step
+                    if self._is_over() and self.orchestrator is not None:
+                        self.orchestrator.stop()
+                case MetricRow():
+                    recorder.exceeded += record.values.get("staleness/exceeded", 0.0)
 
     async def commit_episode(
         self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
@@ -384,25 +311,6 @@ class RecordingJournal(NullJournal):
         await super().commit_episode(spec, header, digest, metrics, detail)
         self._recorder.lengths[spec.episode_id] = header.tokens
         self._recorder.ended[spec.episode_id] = asyncio.get_running_loop().time()
-
-    def record_drop(self, episode_id: str, attempt: int, policy: str, reason: str) -> None:
-        """Record the tokens sampled in vain."""
-        if not self._is_over():
-            self._recorder.wasted += self._recorder.lengths[episode_id]
-
-    def record_step(self, row: StepRow) -> None:
-        """Record the time and the inputs of a step."""
-        recorder, policy = self._recorder, row.version.policy
-        units = tuple(unit.episode_id for unit in row.batch.units)
-        now = asyncio.get_running_loop().time()
-        recorder.steps.append(OptimizerStep(policy, now, row.report.seconds, units, recorder.busy()))
-        recorder.taken[policy] = row.version.step
-        if self._is_over() and self.orchestrator is not None:
-            self.orchestrator.stop()
-
-    def record_metrics(self, policy: str, step: int, values: Mapping[str, Any]) -> None:
-        """Record the trajectories that exceed a limit on lag."""
-        self._recorder.exceeded += values.get("staleness/exceeded", 0.0)
 
     def _is_over(self) -> bool:
         return self._steps is not None and self._recorder.taken[self._first] >= self._steps

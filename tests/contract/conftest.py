@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.store import SqliteJournal
-from agentrl.testing.memory_journal import MemoryJournal
 from tests.contract import vllm_suite
 from tests.contract.engine_kinds import MakeEmbedded, MakeEngine, MakeProcess, MakeReplicas, MakeScripted, ModelZoo
 from tests.contract.journal_kinds import INFO, AnyJournal, OnJournal, Scenario

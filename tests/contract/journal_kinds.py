@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 
 from agentrl.core.records import EpisodeSpec
 from agentrl.journal.entries import JournalEntry, RewardEntry, encode_body
+from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.store import SqliteJournal
-from agentrl.testing.memory_journal import MemoryJournal
 
 AnyJournal = MemoryJournal | SqliteJournal
 Scenario = Callable[[AnyJournal], Awaitable[None]]

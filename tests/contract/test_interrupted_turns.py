@@ -24,13 +24,13 @@ from agentrl.core.records import (
 )
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.environment.base import EpisodeLimits
+from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.rows import assemble_trajectories
 from agentrl.rollout.chat.byte_formats import PlainChatFormat
 from agentrl.rollout.episode import RolloutSettings
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.turn_entries import join_completions
 from agentrl.rollout.worker import AsyncioWorker
-from agentrl.testing.memory_journal import MemoryJournal
 from tests.contract.engine_kinds import (
     START,
     MakeEngine,

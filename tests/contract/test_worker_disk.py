@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.core.errors import StorageError
-from agentrl.journal.store import SqliteJournal, WorkerJournal
+from agentrl.journal.store import SqliteJournal, SqliteTurnLog
 from tests.contract.worker_cases import run, workplace
 
 ROOM = 4_096
@@ -23,10 +23,10 @@ OPEN = """
 import resource, sys
 from pathlib import Path
 from agentrl.core.errors import StorageError
-from agentrl.journal.store import WorkerJournal
+from agentrl.journal.store import SqliteTurnLog
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
 try:
-    WorkerJournal(Path(sys.argv[1]), "0")
+    SqliteTurnLog.open(Path(sys.argv[1]), "0")
 except StorageError as error:
     print(error)
 """
@@ -72,7 +72,7 @@ def test_a_partition_there_is_no_room_to_open_is_not_called_damaged(
         journal = SqliteJournal(tmp_path)
         await journal.flush()
         if is_there:
-            await WorkerJournal(tmp_path, "0").close()
+            await SqliteTurnLog.open(tmp_path, "0").close()
         said = await asyncio.to_thread(
             subprocess.check_output, [sys.executable, "-c", OPEN, str(tmp_path), str(room)], text=True
         )

@@ -16,9 +16,9 @@ from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding, Task
 from agentrl.engines.scripted import Script, ScriptedEngine
 from agentrl.journal.entries import EntryBody, JournalEntry
+from agentrl.journal.memory import MemoryJournal
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.execution import PARTITION, plain_rollout_settings, wire_dispatcher
-from agentrl.testing.memory_journal import MemoryJournal
 from agentrl.testing.virtual_time import simulate
 
 

@@ -15,9 +15,10 @@ from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.base import OnCodeChange
 from agentrl.journal.entries import BeginEntry, JournalEntry, PatchMarkerEntry, ResourceCallEntry, encode_body
+from agentrl.journal.memory import MemoryJournal
+from agentrl.journal.port import Admission, EpisodeEnd
 from agentrl.rollout.worker import MAX_ATTEMPTS
 from agentrl.testing.execution import PARTITION, plain_rollout_settings, wire_dispatcher
-from agentrl.testing.memory_journal import Admission, EpisodeEnd, MemoryJournal
 from tests.replay.executions import Stage, digits
 
 

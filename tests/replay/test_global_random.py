@@ -19,8 +19,8 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.base import Resource, Split, TaskSource
 from agentrl.environment.containment import GlobalRandomState, GuardedAwaitable, RandomDrawDetector
 from agentrl.journal.entries import EffectEntry
+from agentrl.journal.memory import MemoryJournal
 from agentrl.testing.execution import plain_rollout_settings, wire_dispatcher
-from agentrl.testing.memory_journal import MemoryJournal
 from agentrl.testing.virtual_time import simulate
 from tests.replay.executions import Stage, digits_among_draws, resumed_everywhere
 from tests.unit.episodes import play

@@ -13,8 +13,9 @@ from agentrl.core import clock
 from agentrl.core.records import EpisodeSpec, PolicyVersion, SeatBinding
 from agentrl.engines.scripted import Script, ScriptedEngine
 from agentrl.journal.entries import EffectEntry, EntryBody, SpawnEntry, ToolEntry, TurnEntry
+from agentrl.journal.memory import MemoryJournal
+from agentrl.journal.port import EpisodeEnd
 from agentrl.testing.execution import PARTITION, plain_rollout_settings, wire_dispatcher
-from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal
 from agentrl.testing.virtual_time import simulate
 from tests.replay.executions import digits
 from tests.replay.sandboxes import (

@@ -22,14 +22,14 @@ from agentrl.core.ports import GenerateRequest, Trainer
 from agentrl.core.records import EpisodeDataLocation, EpisodeHeader, EpisodeSpec, PolicyVersion, WeightsRef
 from agentrl.credit.baselines import RoleMeans
 from agentrl.journal.entries import JournalEntry
-from agentrl.journal.port import RunLog
+from agentrl.journal.port import ControlRecord
+from agentrl.journal.run_log import RunLog
 from agentrl.orchestrator.buffer import Ledger
 from agentrl.orchestrator.checkpoints import CheckpointWriter
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.versions import NOT_MEASURED, BestRunningMean
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
-from agentrl.testing.memory_journal import ControlRecord
 from tests.support.builders import make_episode_header
 from tests.support.crash_scenario import CHECKPOINTS, RUN, CrashScenario, Machine
 from tests.support.sim_disk import SimDisk
@@ -55,8 +55,8 @@ class Talk(agentrl.Environment):
 class PromptJournal(SimJournal):
     """Takes a round after every record: the real one's writer is a thread, so that a round may begin anywhere."""
 
-    def _record(self, *records: ControlRecord) -> None:
-        super()._record(*records)
+    def record(self, *records: ControlRecord) -> None:
+        super().record(*records)
         self._commit_all()
 
 

@@ -26,7 +26,8 @@ from agentrl.engines.scripted import ScriptedEngine, ScriptedSession
 from agentrl.environment.base import EpisodeLimits
 from agentrl.environment.registry import name_of
 from agentrl.journal.entries import JournalEntry, TurnEntry, decode_partial_turn
-from agentrl.journal.port import TurnLog
+from agentrl.journal.memory import MemoryJournal
+from agentrl.journal.port import EpisodeEnd, TurnLog
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroupRelease
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
@@ -34,7 +35,6 @@ from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.rollout.episode import RolloutSettings
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
-from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal
 from agentrl.testing.virtual_time import simulate
 
 if TYPE_CHECKING:

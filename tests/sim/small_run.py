@@ -17,12 +17,12 @@ from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.credit.advantages import ADVANTAGES, make_advantage_estimator
 from agentrl.engines.scripted import ScriptedEngine
+from agentrl.journal.memory import MemoryJournal
 from agentrl.orchestrator import loop
 from agentrl.orchestrator.evaluation import HeldOutSplit
 from agentrl.orchestrator.loop import Orchestrator, RunOutcome
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
-from agentrl.testing.memory_journal import MemoryJournal
 from agentrl.testing.recording_trainer import RecordingTrainer
 
 

@@ -9,10 +9,10 @@ import pytest
 import agentrl
 from agentrl.core.records import Task
 from agentrl.environment.games import Game, GameEnvironment, GamePosition
+from agentrl.journal.port import EpisodeEnd
 from agentrl.observe.alarms import find_alarms
 from agentrl.observe.run_state import RunDisplaySettings, RunState
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
-from agentrl.testing.memory_journal import EpisodeEnd
 from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import SmallRun, config_for
 

@@ -16,8 +16,8 @@ from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.environment.tools import ToolEpisode
 from agentrl.journal.entries import ToolEntry
+from agentrl.journal.port import EpisodeEnd
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
-from agentrl.testing.memory_journal import EpisodeEnd
 from agentrl.testing.virtual_time import simulate
 from tests.sim.small_run import Ask, Guess, SmallRun, config_for
 

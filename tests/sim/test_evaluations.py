@@ -12,8 +12,8 @@ import agentrl
 from agentrl.config.run import RunConfig
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
+from agentrl.journal.port import EpisodeEnd
 from agentrl.orchestrator.loop import Orchestrator
-from agentrl.testing.memory_journal import EpisodeEnd
 from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import TASKS, Guess, SmallRun, config_for
 

@@ -14,9 +14,9 @@ from agentrl.core.errors import EngineLostError
 from agentrl.core.ports import GenerateRequest, NewTokensCallback
 from agentrl.core.records import Completion, EpisodeHeader, EpisodeSpec
 from agentrl.engines.scripted import ScriptedEngine, ScriptedSession
+from agentrl.journal.port import EpisodeEnd
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.agent import LOST_IN_A_ROW
-from agentrl.testing.memory_journal import EpisodeEnd
 from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import Ask, Guess, SmallRun, config_for
 

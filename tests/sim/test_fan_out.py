@@ -13,10 +13,10 @@ import agentrl
 from agentrl.core.errors import CheckFailedError, EpisodeError
 from agentrl.core.records import PolicyVersion, SeatBinding, Task
 from agentrl.journal.entries import SpawnEntry
+from agentrl.journal.port import Admission, EpisodeEnd
 from agentrl.rollout.branches import ReplayOrder
 from agentrl.rollout.episode_context import MAX_UNDECLARED
 from agentrl.testing.execution import POLICY, execute_episode, random_policy
-from agentrl.testing.memory_journal import Admission, EpisodeEnd
 from agentrl.testing.plugin import SeededSimulation
 from agentrl.testing.virtual_time import simulate
 from tests.replay.executions import Stage, resumed_everywhere

@@ -11,8 +11,8 @@ from agentrl.app.recovery import read_resume_state
 from agentrl.core.ids import episode_sort_key
 from agentrl.core.records import FrozenGroupBaselines, PolicyVersion, Unit
 from agentrl.credit.advantages import baseline_members, shrunk_advantage
-from agentrl.journal.port import StepRow
-from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal
+from agentrl.journal.memory import MemoryJournal
+from agentrl.journal.port import EpisodeEnd, StepRow
 from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import Ask, SmallRun, config_for
 

@@ -14,8 +14,8 @@ import agentrl
 from agentrl.core.errors import AgentRLError, CheckFailedError, NonFiniteError, StorageError
 from agentrl.core.records import StepReport
 from agentrl.journal.entries import TurnEntry
+from agentrl.journal.memory import MemoryJournal
 from agentrl.orchestrator.loop import Orchestrator
-from agentrl.testing.memory_journal import MemoryJournal
 from agentrl.testing.plugin import SeededSimulation
 from agentrl.testing.recording_trainer import RecordingTrainer
 from tests.sim.small_run import TASKS, Guess, SmallRun, config_for

@@ -11,9 +11,10 @@ import pytest
 import agentrl
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.scripted import ScriptedEngine
+from agentrl.journal.memory import MemoryJournal
+from agentrl.journal.port import EpisodeEnd
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.execution import POLICY, plain_rollout_settings, wire_dispatcher
-from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal
 from agentrl.testing.virtual_time import simulate
 
 pytestmark = pytest.mark.sim

@@ -10,9 +10,9 @@ import pytest
 
 from agentrl.app.recovery import ResumeState, read_resume_state
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, FrozenGroupBaselines, PolicyVersion, Proposal
+from agentrl.journal.port import Admission, EpisodeEnd, MetricRow, UnitDropped, VersionPublication
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.checkpoints import find_newest_checkpoint
-from agentrl.testing.memory_journal import Admission, EpisodeEnd, MetricRow, UnitDropped, VersionPublication
 from tests.sim.crash_cases import Talk
 from tests.support.crash_scenario import CHECKPOINTS, CrashScenario, Machine
 from tests.support.sim_journal import SimJournal

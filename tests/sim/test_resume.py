@@ -12,10 +12,10 @@ import pytest
 from agentrl.app.recovery import ResumeState, read_resume_state
 from agentrl.core.records import PolicyVersion
 from agentrl.journal.entries import TurnEntry
-from agentrl.journal.port import StepRow
+from agentrl.journal.memory import MemoryJournal
+from agentrl.journal.port import Admission, StepRow
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.worker import AsyncioWorker
-from agentrl.testing.memory_journal import Admission, MemoryJournal
 from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import Ask, SmallRun, config_for
 

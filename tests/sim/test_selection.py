@@ -14,10 +14,10 @@ import agentrl
 from agentrl.app.recovery import read_resume_state
 from agentrl.core.errors import CheckFailedError, ConfigError, InputError
 from agentrl.core.records import EpisodeSpec, Task
+from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.port import StepRow
 from agentrl.orchestrator import scheduler
 from agentrl.orchestrator.tasks import Curriculum, GroupResult
-from agentrl.testing.memory_journal import MemoryJournal
 from agentrl.testing.plugin import SeededSimulation
 from agentrl.testing.virtual_time import simulate
 from tests.sim.small_run import TASKS, Guess, SmallRun, config_for

@@ -14,8 +14,8 @@ from agentrl.app.recovery import read_resume_state
 from agentrl.core.errors import CheckFailedError, ConfigError
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.scripted import ScriptedEngine
+from agentrl.journal.port import MetricRow
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
-from agentrl.testing.memory_journal import MetricRow
 from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import TASKS, SmallRun, config_for
 

@@ -13,11 +13,11 @@ from agentrl.core.errors import CheckFailedError
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion
 from agentrl.journal.entries import TimeLimitEntry
+from agentrl.journal.port import EpisodeEnd
 from agentrl.observe.alarms import find_alarms
 from agentrl.observe.run_state import RunDisplaySettings, RunSnapshot, RunState
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.rollout.episode import GRACE_S
-from agentrl.testing.memory_journal import EpisodeEnd
 from agentrl.testing.plugin import SeededSimulation
 from agentrl.testing.virtual_time import simulate
 from tests.replay.executions import Stage, resumed_everywhere

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from agentrl.journal.entries import ResourceCallEntry, TurnEntry
+from agentrl.journal.port import Admission, EpisodeEnd, UnitDropped, VersionPublication
 from agentrl.orchestrator.checkpoints import find_newest_checkpoint, resumable_versions
-from agentrl.testing.memory_journal import Admission, EpisodeEnd, UnitDropped, VersionPublication
 from agentrl.testing.recording_trainer import TRAINED_FILE
 from tests.support.crash_scenario import CHECKPOINTS
 

@@ -20,11 +20,10 @@ from agentrl.config.run import RunConfig
 from agentrl.core.clock import LoopClock
 from agentrl.core.records import PolicyVersion, Task, WeightsRef
 from agentrl.engines.scripted import ScriptedEngine
-from agentrl.journal.port import StepRow
+from agentrl.journal.port import StepRow, VersionPublication
 from agentrl.orchestrator.checkpoints import CheckpointWriter
 from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
-from agentrl.testing.memory_journal import VersionPublication
 from agentrl.testing.recording_trainer import RecordingTrainer
 from agentrl.testing.virtual_time import VirtualTimeEventLoop
 from tests.support.sim_disk import SimDisk, SimulatedCrashError

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import JournalError, StorageError
 from agentrl.core.ids import random_stream
+from agentrl.journal.memory import MemoryJournal, MemoryTurnLog
+from agentrl.journal.port import EpisodeEnd
 from agentrl.journal.store import FLUSH_SECONDS, LINGER_SECONDS
-from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal, MemoryTurnLog
 from tests.support.sim_disk import SimDisk
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
     from agentrl.core.records import EpisodeHeader, EpisodeSpec
     from agentrl.journal.entries import JournalEntry
-    from agentrl.testing.memory_journal import ControlRecord, PartialItem
+    from agentrl.journal.memory import PartialItem
+    from agentrl.journal.port import ControlRecord
     from tests.support.sim_disk import Fate
 
 _CONTROL = "control.db"
@@ -93,10 +95,10 @@ class SimJournal(MemoryJournal):
     ) -> None:
         """See `JournalStore.commit_episode`."""
         key = (spec.episode_id, spec.attempt)
-        if key in self._ended:
+        if key in self._ended_attempts:
             raise JournalError(f"episode {spec.episode_id} attempt {spec.attempt} ended twice")
-        self._ended.add(key)
-        self._record(EpisodeEnd(spec=spec, header=header, digest=digest, metrics=dict(metrics), detail=detail))
+        self._ended_attempts.add(key)
+        self.record(EpisodeEnd(spec=spec, header=header, digest=digest, metrics=dict(metrics), detail=detail))
         await self.flush()
         self.acknowledged.append(key)
 
@@ -146,7 +148,7 @@ class SimJournal(MemoryJournal):
         survivor.records = self.records[: None if lands == _CONTROL else self._on_disk]
         survivor._on_disk = len(survivor.records)
         ends = (record for record in survivor.records if isinstance(record, EpisodeEnd))
-        survivor._ended = {(end.spec.episode_id, end.spec.attempt) for end in ends}
+        survivor._ended_attempts = {(end.spec.episode_id, end.spec.attempt) for end in ends}
         for worker, log in self.turn_logs.items():
             landed = lands == log.name
             kept = log.entries[: None if landed else log.on_disk]
@@ -170,8 +172,8 @@ class SimJournal(MemoryJournal):
         log.journal = self
         return log
 
-    def _record(self, *records: ControlRecord) -> None:
-        super()._record(*records)
+    def record(self, *records: ControlRecord) -> None:
+        super().record(*records)
         self.round_within(self.flush_seconds)
 
     def _commit_all(self) -> None:

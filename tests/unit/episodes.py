@@ -12,9 +12,10 @@ from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Seat
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
 from agentrl.journal.entries import EntryBody
+from agentrl.journal.memory import MemoryJournal
+from agentrl.journal.port import EpisodeEnd
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.execution import PARTITION, POLICY, plain_rollout_settings, wire_dispatcher
-from agentrl.testing.memory_journal import EpisodeEnd, MemoryJournal
 
 
 @dataclass

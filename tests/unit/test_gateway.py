@@ -25,11 +25,11 @@ from agentrl.environment.registry import name_of
 from agentrl.gateway.calls import ChatRequest, RequestRefusedError
 from agentrl.gateway.server import AttemptEndpoint, SharedKeyConversations
 from agentrl.journal.entries import REQUEST_VERSION, BeginEntry, JournalEntry, TurnEntry, encode_body
+from agentrl.journal.memory import MemoryJournal
 from agentrl.rollout.call_journal import CallJournal
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.check import check_environment
 from agentrl.testing.execution import PARTITION, POLICY, plain_rollout_settings, wire_dispatcher
-from agentrl.testing.memory_journal import MemoryJournal
 from tests.unit.episodes import Played, play
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'

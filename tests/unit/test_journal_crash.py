@@ -18,7 +18,7 @@ from agentrl.journal.entries import episode_digest
 from agentrl.journal.reader import TurnLogReader
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.schema import open_database_to_write
-from agentrl.journal.store import SqliteJournal, WorkerJournal
+from agentrl.journal.store import SqliteJournal, SqliteTurnLog
 from tests.journal_cases import spec, write
 
 ROOT = Path(__file__).parents[2]
@@ -205,10 +205,10 @@ import asyncio, sys
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from tests.journal_cases import entry, spec
-from agentrl.journal.store import WorkerJournal
+from agentrl.journal.store import SqliteTurnLog
 
 async def main():
-    log = WorkerJournal(Path(sys.argv[1]), "w0").log
+    log = SqliteTurnLog.open(Path(sys.argv[1]), "w0")
     for n in range(4):
         print(n, flush=True)
         sys.stdin.readline()
@@ -252,23 +252,23 @@ def test_what_a_killed_writer_left_unpublished_never_comes_back(tmp_path: Path, 
     assert len(reader.read("turns-w0.db", "e0", 0)) == published
 
     async def taken_over() -> int:
-        journal = WorkerJournal(tmp_path, "w1")
-        await journal.log.take_over("e0", 0)
-        count = len(journal.log.read("e0", 0))
+        journal = SqliteTurnLog.open(tmp_path, "w1")
+        await journal.take_over("e0", 0)
+        count = len(journal.read("e0", 0))
         await journal.close()
         return count
 
     if by == "who takes the episode over":
         assert asyncio.run(taken_over()) == published
     elif by == "its next writer":
-        asyncio.run(WorkerJournal(tmp_path, "w0").close())
+        asyncio.run(SqliteTurnLog.open(tmp_path, "w0").close())
     reader.close()
     assert _entries(partition) == (3 if by == "nobody" else published)
 
 
 def test_a_partition_is_opened_while_its_writer_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(SqliteJournal(tmp_path).close())
-    asyncio.run(WorkerJournal(tmp_path, "w0").close())
+    asyncio.run(SqliteTurnLog.open(tmp_path, "w0").close())
     partition = tmp_path / "turns-w0.db"
     with closing(sqlite3.connect(partition, isolation_level=None)) as writer:
         writer.execute("BEGIN IMMEDIATE")

@@ -18,8 +18,8 @@ import pytest
 from agentrl.core.errors import EpisodeError, InputError, JournalError, RunDirectoryError, StorageError
 from agentrl.core.records import EpisodeSpec, PolicyVersion, Task, TrajectoryHeader
 from agentrl.journal.entries import BeginEntry, JournalEntry, encode_body
-from agentrl.journal.port import JournalStore, RunLog, TurnLog
-from agentrl.journal.run_log import SqliteRunLog
+from agentrl.journal.port import JournalStore, TurnLog
+from agentrl.journal.run_log import RunLog, SqliteRunLog
 from agentrl.journal.schema import MAX_VALUE_BYTES
 from agentrl.journal.store import GroupCommitWriter, SqliteJournal, WriterDatabase
 from tests.journal_cases import entry, header, one_episode, spec, step_of, weights, write
@@ -220,23 +220,19 @@ def test_a_group_with_a_task_that_cannot_be_written_is_not_admitted_at_all(tmp_p
     asyncio.run(main())
 
 
-class Broken:
+def broken(connection: sqlite3.Connection, table: str, items: list[Any]) -> None:
     """A table whose rows the writer cannot make."""
-
-    def __init__(self, path: Path) -> None:
-        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        self.database = WriterDatabase(path, connection, order=0)
-
-    def write(self, connection: sqlite3.Connection, items: list[Any]) -> None:
-        raise RuntimeError("a bug")
+    raise RuntimeError("a bug")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_nobody_waits_for_ever_for_a_writer_that_failed_as_nobody_foresaw(tmp_path: Path) -> None:
     async def main() -> None:
-        writer, table = GroupCommitWriter("writer"), Broken(tmp_path / "broken.db")
-        writer.add(table.database)
-        writer.put((table, "row"))
+        path, writer = tmp_path / "broken.db", GroupCommitWriter("writer")
+        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        database = WriterDatabase(path, connection, broken, order=0)
+        writer.add(database)
+        writer.put(database, ("table", "row"))
         async with asyncio.timeout(200):
             with pytest.raises(StorageError, match="RuntimeError: a bug"):
                 await writer.wait()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cluster.journal_stream import JournalReceiver, StreamedJournal
+from agentrl.cluster.journal_stream import JournalReceiver, StreamedTurnLog
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineLostError, EpisodeError
 from agentrl.journal.entries import JournalEntry
@@ -41,28 +41,28 @@ def kept(directory: Path, partition: str) -> list[str]:
 def test_what_was_acknowledged_is_on_disk_and_another_worker_goes_on(tmp_path: Path) -> None:
     async def run() -> None:
         journal, receiver = await receiving(tmp_path)
-        first = await StreamedJournal.open(await receiver.grant(0), 0)
+        first = await StreamedTurnLog.open(await receiver.grant(0), 0)
         for number in range(3):
-            first.log.append(entry(number))
-        first.log.append_partial(entry(3))
-        await first.log.flush()
+            first.append(entry(number))
+        first.append_partial(entry(3))
+        await first.flush()
         assert kept(tmp_path, "turns-0.db") == ["r#0", "r#1", "r#2"]
-        second = await StreamedJournal.open(await receiver.grant(1), 1)
-        await second.log.take_over("e-1", 0)
-        assert [each.call_id for each in second.log.read("e-1", 0)] == ["r#0", "r#1", "r#2"]
-        assert [each.call_id for each in second.log.read_partials("e-1", 0)] == ["r#3"]
-        assert await second.log.advanced() == []
-        second.log.append(entry(3))
-        assert await second.log.advanced() == ["e-1"]
+        second = await StreamedTurnLog.open(await receiver.grant(1), 1)
+        await second.take_over("e-1", 0)
+        assert [each.call_id for each in second.read("e-1", 0)] == ["r#0", "r#1", "r#2"]
+        assert [each.call_id for each in second.read_partials("e-1", 0)] == ["r#3"]
+        assert await second.advanced() == []
+        second.append(entry(3))
+        assert await second.advanced() == ["e-1"]
         assert kept(tmp_path, "turns-1.db") == ["r#0", "r#1", "r#2", "r#3"]
         shown = []
         while not shown or shown[-1] in ("receives 0.0 kB/s", shown[0]):  # it is told once a second
-            first.log.append(entry(4 + len(shown), b"x" * 50_000))
+            first.append(entry(4 + len(shown), b"x" * 50_000))
             shown.append(receiver.status().doing)
             await asyncio.sleep(0.05)
         assert float(shown[-1].split()[1].replace(",", "")) > 1
         with pytest.raises(EpisodeError, match="at most"):
-            second.log.append(entry(4, b"x" * (MAX_VALUE_BYTES + 1)))
+            second.append(entry(4, b"x" * (MAX_VALUE_BYTES + 1)))
         await second.close()
         await first.close()
         await receiver.close()
@@ -73,18 +73,18 @@ def test_what_was_acknowledged_is_on_disk_and_another_worker_goes_on(tmp_path: P
 
 _CUT_OFF = """
 import asyncio, sys
-from agentrl.cluster.journal_stream import StreamedJournal
+from agentrl.cluster.journal_stream import StreamedTurnLog
 from agentrl.journal.entries import JournalEntry
 
 
 async def run():
-    journal = await StreamedJournal.open(sys.argv[1], 0)
-    journal.log.append(JournalEntry("e-1", 0, "r#0", b"", b"body"))
-    await journal.log.flush()
+    journal = await StreamedTurnLog.open(sys.argv[1], 0)
+    journal.append(JournalEntry("e-1", 0, "r#0", b"", b"body"))
+    await journal.flush()
     print("flushed", flush=True)
     sys.stdin.readline()
-    journal.log.append(JournalEntry("e-1", 0, "r#1", b"", b"body"))
-    await journal.log.flush()
+    journal.append(JournalEntry("e-1", 0, "r#1", b"", b"body"))
+    await journal.flush()
     print("written though revoked", flush=True)
 
 
@@ -101,13 +101,13 @@ def test_a_revoked_worker_writes_nothing_more_and_ends(tmp_path: Path) -> None:
         )
         assert worker.stdout is not None
         assert await worker.stdout.readline() == b"flushed\n"
-        following = await StreamedJournal.open(await receiver.grant(0), 0)
+        following = await StreamedTurnLog.open(await receiver.grant(0), 0)
         said, _ = await worker.communicate(b"go on\n")
         assert (said, worker.returncode) == (b"", 1)
-        await following.log.flush()
+        await following.flush()
         assert kept(tmp_path, "turns-0.db") == ["r#0"]
         with pytest.raises(EngineLostError, match="cannot be reached"):
-            await StreamedJournal.open(address, 0)
+            await StreamedTurnLog.open(address, 0)
         await following.close()
         await receiver.close()
         await journal.close()

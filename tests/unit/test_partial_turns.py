@@ -19,9 +19,9 @@ from agentrl.core.records import (
     VersionSpan,
 )
 from agentrl.journal.entries import JournalEntry, PartialTurnTokens, TurnVersionSpan, encode_partial_turn
+from agentrl.journal.memory import MemoryTurnLog
 from agentrl.rollout.call_journal import JournaledCall
 from agentrl.rollout.turn_entries import EpisodePartialTurns, PartialTurn, join_completions, slice_completion
-from agentrl.testing.memory_journal import MemoryTurnLog
 from tests.support.builders import make_completion
 
 ASKED = b"question"

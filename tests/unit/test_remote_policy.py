@@ -28,8 +28,8 @@ from agentrl.engines.external import EngineWithExternalPolicies
 from agentrl.engines.remote_policy import MAX_ANSWER_BYTES, REFUSAL_SHOWN, REFUSED_IN_A_ROW, RemotePolicyClient
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry
+from agentrl.journal.port import EpisodeEnd
 from agentrl.rollout.chat.byte_formats import JsonChatFormat
-from agentrl.testing.memory_journal import EpisodeEnd
 from tests.sim.small_run import SmallRun, config_for
 
 KEY = "sk-very-secret"

@@ -16,10 +16,10 @@ from agentrl.core.ports import Engine
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.inspection.reader import RunReader
+from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.port import PruneRule, PruneTotals
 from agentrl.orchestrator.checkpoints import CheckpointWriter, JournalRetention, VersionRetention
 from agentrl.rollout.chat.byte_formats import PlainChatFormat
-from agentrl.testing.memory_journal import MemoryJournal
 from agentrl.testing.recording_trainer import RecordingTrainer
 from tests.sim.small_run import TASKS, Guess, config_for, guess
 

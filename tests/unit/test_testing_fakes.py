@@ -13,8 +13,9 @@ from agentrl.core.errors import JournalError, NonFiniteError, RunDirectoryError,
 from agentrl.core.ports import Trainer
 from agentrl.core.records import EpisodeDataLocation, PolicyVersion, TrainBatch, TrajectoryCredit, Unit
 from agentrl.journal.entries import JournalEntry, RewardEntry, encode_body
-from agentrl.journal.port import JournalStore, RunLog
-from agentrl.testing.memory_journal import MemoryJournal
+from agentrl.journal.memory import MemoryJournal
+from agentrl.journal.port import JournalStore
+from agentrl.journal.run_log import RunLog
 from agentrl.testing.recording_trainer import RecordingTrainer
 from agentrl.testing.virtual_time import simulate
 from tests.support.builders import make_completion, make_episode_header, make_spec, make_trajectory

@@ -1,0 +1,355 @@
+"""The journal of a run in memory, for simulations, tests and replays.
+
+Control records are kept in a list, with the number of them that are on the simulated disk. The queries of `RunLog` are
+those of the SQLite journal, over an in-memory database to which the records on disk are written before each query.
+Records that are not flushed are invisible to readers and lost in a crash.
+
+1. `flush` and `commit_episode` yield to the loop before they take effect, so that interleavings exist.
+2. A commit puts the entries on disk before itself; one that names entries which were never appended is refused.
+3. Readers see only what is on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from agentrl.core.errors import JournalError, StorageError
+from agentrl.journal import control_rows
+from agentrl.journal.port import AttemptPruning, EpisodeEnd, PruneTotals, VersionPublication
+from agentrl.journal.pruning import Settled
+from agentrl.journal.reader import read_fork_prefix
+from agentrl.journal.run_log import RunJournal
+from agentrl.journal.schema import CONTROL_FILE, open_database_in_memory
+from agentrl.journal.store import write_control_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, WeightsRef
+    from agentrl.journal.entries import JournalEntry
+    from agentrl.journal.port import ControlRecord, PruneRule
+
+    PartialItem = JournalEntry | tuple[str, int, str | None]
+    """A partial, or the key of partials to remove: episode, attempt and call (None: all calls)."""
+
+R = TypeVar("R")
+
+
+@dataclass(slots=True)
+class MemoryTurnLog:
+    """Partition of one worker.
+
+    Example:
+        >>> from agentrl.journal.memory import MemoryJournal
+        >>> log = MemoryJournal().turn_log("worker-0")
+        >>> log.name, log.read("e0", 0)
+        ('turns-worker-0.db', [])
+    """
+
+    name: str
+    entries: list[JournalEntry] = field(default_factory=list)
+    """All appended entries, in order."""
+    on_disk: int = 0
+    """Number of entries that would survive a crash."""
+    failing_flushes: Collection[int] = ()
+    """Numbers of the calls of `flush`, counted from 1, that raise `StorageError`."""
+    flushes: int = 0
+    partials: list[PartialItem] = field(default_factory=list)
+    """Every appended partial, and the key of every removal, in order."""
+    partials_on_disk: int = 0
+    """Number of partials that would survive a crash."""
+    siblings: Mapping[str, MemoryTurnLog] = field(default_factory=dict)
+    """All partitions of the journal, including this one."""
+    keeps: bool = True
+    """Whether anything is stored; otherwise entries and partials are discarded."""
+    _keys: set[tuple[str, int, str]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._keys = {(entry.episode_id, entry.attempt, entry.call_id) for entry in self.entries}
+
+    def append(self, entry: JournalEntry) -> None:
+        """Queue an entry.
+
+        Raises:
+            JournalError: the call was journaled before.
+        """
+        if not self.keeps:
+            return
+        key = (entry.episode_id, entry.attempt, entry.call_id)
+        if key in self._keys:
+            raise JournalError(f"episode {key[0]} attempt {key[1]}: call {key[2]} was journaled twice")
+        self._keys.add(key)
+        self.entries.append(entry)
+
+    async def flush(self) -> None:
+        """Yield, then put all entries appended before the call on disk.
+
+        Raises:
+            StorageError: the test requested it; entries appended since the last success do not count as written.
+        """
+        self.flushes += 1
+        number, reached, partials = self.flushes, len(self.entries), len(self.partials)
+        await asyncio.sleep(0)
+        if number in self.failing_flushes:
+            raise StorageError(f"no space left on the simulated disk (flush {number} of {self.name})")
+        self.on_disk = max(self.on_disk, reached)
+        self.partials_on_disk = max(self.partials_on_disk, partials)
+
+    def read(self, episode_id: str, attempt: int) -> list[JournalEntry]:
+        """Return the entries on disk of an attempt, in the order they were appended."""
+        return [e for e in self.entries[: self.on_disk] if e.episode_id == episode_id and e.attempt == attempt]
+
+    async def take_over(self, episode_id: str, attempt: int) -> None:
+        """Copy the entries of an attempt from another partition if it holds more than this one."""
+        other = fullest_partition(self.siblings, episode_id, attempt)
+        if other is None or other is self:
+            return
+        for entry in other.read(episode_id, attempt)[len(self.read(episode_id, attempt)) :]:
+            self.append(entry)
+        self.remove_partials(episode_id, attempt)
+        for partial in other.read_partials(episode_id, attempt):
+            self.append_partial(partial)
+        await self.flush()
+
+    def append_partial(self, entry: JournalEntry) -> None:
+        """Queue the tokens of a turn that has not ended."""
+        if self.keeps:
+            self.partials.append(entry)
+
+    def remove_partials(self, episode_id: str, attempt: int, call_id: str | None = None) -> None:
+        """Queue the removal of a call's partials, or of all partials of an attempt."""
+        if self.keeps:
+            self.partials.append((episode_id, attempt, call_id))
+
+    def read_partials(self, episode_id: str, attempt: int) -> list[JournalEntry]:
+        """Return the partials on disk of an attempt, in the order they were appended."""
+        found: list[JournalEntry] = []
+        for item in self.partials[: self.partials_on_disk]:
+            if not isinstance(item, tuple):
+                if (item.episode_id, item.attempt) == (episode_id, attempt):
+                    found.append(item)
+            elif item[:2] == (episode_id, attempt):
+                found = [entry for entry in found if item[2] not in (None, entry.call_id)]
+        return found
+
+    def remove(self, attempts: Collection[tuple[str, int]]) -> None:
+        """Delete the entries of some attempts from disk."""
+        kept = [e for e in self.entries[: self.on_disk] if (e.episode_id, e.attempt) not in attempts]
+        self.entries[: self.on_disk] = kept
+        self.on_disk = len(kept)
+
+    def prefix(self, point: ForkPoint) -> list[JournalEntry]:
+        """Return the entries of this partition before a fork point."""
+        return read_fork_prefix(".", point, lambda _, at: self.read(at.episode_id, at.attempt))
+
+
+def fullest_partition(logs: Mapping[str, MemoryTurnLog], episode_id: str, attempt: int) -> MemoryTurnLog | None:
+    """Return the partition with the most entries of an attempt; see `TurnLogReader.partition_of`."""
+
+    def held(log: MemoryTurnLog) -> tuple[int, int]:
+        return len(log.read(episode_id, attempt)), len(log.read_partials(episode_id, attempt))
+
+    best = max(logs.values(), key=held, default=None)
+    return best if best is not None and any(held(best)) else None
+
+
+class MemoryJournal(RunJournal):
+    """The journal of a run in memory.
+
+    Args:
+        info: identity of the run, returned by `RunLog.info`.
+        keeps: whether anything is stored; False discards every record and entry.
+        failing_commits: numbers of the calls of `commit_episode`, counted from 1, that raise `StorageError` and record
+            nothing.
+        failing_flushes: numbers of the calls of `flush` of every turn log that raise `StorageError`.
+
+    Example:
+        >>> journal = MemoryJournal(failing_commits={3})
+        >>> journal.next_number("e"), journal.highest_lineage()
+        (0, -1)
+    """
+
+    def __init__(
+        self,
+        *,
+        info: Mapping[str, Any] | None = None,
+        keeps: bool = True,
+        failing_commits: Collection[int] = (),
+        failing_flushes: Collection[int] = (),
+    ) -> None:
+        super().__init__(Path(CONTROL_FILE), open_database_in_memory("control"))
+        weakref.finalize(self, self.connection.close)
+        self.records: list[ControlRecord] = []
+        """All records of the control log, in order."""
+        self.turn_logs: dict[str, MemoryTurnLog] = {}
+        """Turn logs, keyed by the worker's name."""
+        self.closed = False
+        self._keeps = keeps
+        self._on_disk = 0
+        self._queryable = 0
+        """Number of records that are in the database of the queries."""
+        self._ended_attempts: set[tuple[str, int]] = set()
+        self._info = dict(info or {})
+        self._learning = control_rows.learning_policies(self._info)
+        self._failing_commits = frozenset(failing_commits)
+        self._failing_flushes = frozenset(failing_flushes)
+        self._commits = 0
+
+    def turn_log(self, worker: str) -> MemoryTurnLog:
+        """Return the partition of a worker; created if missing."""
+        if worker not in self.turn_logs:
+            self.turn_logs[worker] = MemoryTurnLog(
+                f"turns-{worker}.db", failing_flushes=self._failing_flushes, siblings=self.turn_logs, keeps=self._keeps
+            )
+        return self.turn_logs[worker]
+
+    def record(self, *records: ControlRecord) -> None:
+        if self.closed:
+            raise JournalError(f"the journal is closed; refused records: {records}")
+        if self._keeps:
+            self.records.extend(records)
+
+    async def commit_episode(
+        self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
+    ) -> None:
+        """Record a committed or dropped episode once its entries are on disk, and wait for the disk.
+
+        Raises:
+            StorageError: the test requested it; nothing is recorded.
+            JournalError: the header names entries that were never appended, or an episode that already ended.
+        """
+        self._commits += 1
+        number = self._commits
+        await asyncio.sleep(0)
+        if not self._keeps:
+            return
+        for log in self.turn_logs.values():
+            await log.flush()
+        if number in self._failing_commits:
+            raise StorageError(f"no space left on the simulated disk (commit {number}, episode {spec.episode_id})")
+        self._check_entries(header)
+        key = (spec.episode_id, spec.attempt)
+        if key in self._ended_attempts:
+            raise JournalError(f"episode {spec.episode_id} attempt {spec.attempt} ended twice")
+        self.record(EpisodeEnd(spec=spec, header=header, digest=digest, metrics=dict(metrics), detail=detail))
+        self._ended_attempts.add(key)
+        self._on_disk = len(self.records)
+
+    async def prune(self, rule: PruneRule, *, stopped: Callable[[], bool] = lambda: False) -> PruneTotals:
+        """Remove the entries that a rule allows, one partition after another."""
+        pruned = PruneTotals(rule=str(rule), last=rule.last)
+        if not rule.sealed:
+            return pruned
+        settled = Settled(self, rule, frozenset())
+        for log in self.turn_logs.values():
+            there = {(entry.episode_id, entry.attempt) for entry in log.entries[: log.on_disk]}
+            attempts = there & settled.among([episode_id for episode_id, _ in there])
+            if attempts and not stopped():
+                pruned.episodes += len(attempts)
+                self.record(
+                    *[
+                        AttemptPruning(episode_id=name, attempt=number, rule=str(rule))
+                        for name, number in sorted(attempts)
+                    ]
+                )
+                await self.flush()
+                self._remove(log, attempts)
+        return pruned
+
+    def _remove(self, log: MemoryTurnLog, attempts: Collection[tuple[str, int]]) -> None:
+        log.remove(attempts)
+
+    async def flush(self) -> None:
+        """Yield, then put all records made before the call on disk."""
+        reached = len(self.records)
+        await asyncio.sleep(0)
+        self._on_disk = max(self._on_disk, reached)
+
+    async def close(self) -> None:
+        """Flush; later records are refused. Idempotent."""
+        for log in self.turn_logs.values():
+            await log.flush()
+        await self.flush()
+        self.closed = True
+
+    # --- reading what is on disk --------------------------------------------------------------------------------------
+
+    def rows(self, statement: str, *parameters: Any) -> list[Any]:
+        self._make_queryable()
+        return super().rows(statement, *parameters)
+
+    def verify(self) -> None:
+        self._make_queryable()
+        super().verify()
+
+    def _make_queryable(self) -> None:
+        """Write the records on disk to the database of the queries. Their time labels are their numbers."""
+        rows: dict[str, list[Any]] = {}
+        for number, record in enumerate(self.records[self._queryable : self._on_disk], self._queryable):
+            for table, row in control_rows.encode_records([record], float(number), self._learning):
+                rows.setdefault(table, []).append(row)
+        for table, of_table in rows.items():
+            write_control_rows(self.connection, table, of_table)
+        self._queryable = max(self._queryable, self._on_disk)
+
+    def _highest_in_turns(self, prefix: str, highest: int) -> int:
+        episodes = {entry.episode_id for log in self.turn_logs.values() for entry in log.entries[: log.on_disk]}
+        numbers = [name.removeprefix(prefix) for name in episodes if name.startswith(prefix)]
+        return max([highest, *(int(number) for number in numbers if number.isdecimal())])
+
+    def published(self, version: PolicyVersion) -> WeightsRef | None:
+        """Return the weights of a version where they were recorded: there is no run directory to look in."""
+        publications = (record for record in self.on_disk() if isinstance(record, VersionPublication))
+        return next((record.weights for record in publications if record.weights.version == version), None)
+
+    def recorded(self, episode_id: str, attempt: int) -> tuple[list[JournalEntry], list[JournalEntry]]:
+        log = fullest_partition(self.turn_logs, episode_id, attempt)
+        return ([], []) if log is None else (log.read(episode_id, attempt), log.read_partials(episode_id, attempt))
+
+    def info(self) -> Mapping[str, Any]:
+        return self._info
+
+    # --- for tests ----------------------------------------------------------------------------------------------------
+
+    def on_disk(self) -> list[ControlRecord]:
+        """Return the control records that would survive a crash."""
+        return self.records[: self._on_disk]
+
+    def of_kind(self, kind: type[R]) -> list[R]:
+        """Return all control records of one class, in order."""
+        return [record for record in self.records if isinstance(record, kind)]
+
+    def after_crash(self) -> MemoryJournal:
+        """Return the journal that a new process would open: the records on disk, without further failures."""
+        survivor = MemoryJournal(info=self._info)
+        survivor.records = self.on_disk()
+        survivor._on_disk = len(survivor.records)
+        ends = (record for record in survivor.records if isinstance(record, EpisodeEnd))
+        survivor._ended_attempts = {(end.spec.episode_id, end.spec.attempt) for end in ends}
+        for worker, log in self.turn_logs.items():
+            kept = log.entries[: log.on_disk]
+            partials = log.partials[: log.partials_on_disk]
+            survivor.turn_logs[worker] = MemoryTurnLog(
+                log.name,
+                entries=kept,
+                on_disk=len(kept),
+                partials=partials,
+                partials_on_disk=len(partials),
+                siblings=survivor.turn_logs,
+            )
+        return survivor
+
+    def _check_entries(self, header: EpisodeHeader) -> None:
+        if header.location is None:
+            return
+        named = [log for log in self.turn_logs.values() if log.name == header.location.partition]
+        found = sum(len(log.read(header.episode_id, header.attempt)) for log in named)
+        if found != header.location.entries:
+            raise JournalError(
+                f"episode {header.episode_id} attempt {header.attempt}: {header.location.entries} entries named in "
+                f"{header.location.partition}, {found} are there"
+            )
