@@ -109,8 +109,8 @@ class _Server:
         begun.set_result(opened)
         try:
             asked = -1
-            while opened.asked != asked or opened.running:
-                asked = opened.asked
+            while opened.requests != asked or opened.running:
+                asked = opened.requests
                 try:
                     await asyncio.wait_for(self.ended.wait(), self.idle_s)
                     return "the server ended"

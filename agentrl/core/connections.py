@@ -40,9 +40,9 @@ class BoundedServer:
     def __init__(self) -> None:
         self._sockets: list[socket.socket] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._unknown: dict[asyncio.BaseTransport, float] = {}
+        self._pending: dict[asyncio.BaseTransport, float] = {}
         """Unknown connections with the time since which they are, oldest first."""
-        self._known: set[asyncio.BaseTransport] = set()
+        self._admitted: set[asyncio.BaseTransport] = set()
         self._warned_at = -WARNING_S
 
     async def listen(self, make: Callable[[], asyncio.BaseProtocol], host: str, port: int = 0) -> int:
@@ -57,9 +57,9 @@ class BoundedServer:
             OSError: the address cannot be used.
         """
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         try:
-            for family, address in dict.fromkeys((family, address) for family, _, _, _, address in found):
+            for family, address in dict.fromkeys((family, address) for family, _, _, _, address in addresses):
                 listening = socket.create_server(address, family=family, backlog=100)
                 listening.setblocking(False)
                 self._sockets.append(listening)
@@ -72,14 +72,14 @@ class BoundedServer:
 
     def admit(self, connection: asyncio.BaseTransport) -> None:
         """Note that the client of a connection is known."""
-        self._unknown.pop(connection, None)
-        self._known.add(connection)
+        self._pending.pop(connection, None)
+        self._admitted.add(connection)
 
     def doubt(self, connection: asyncio.BaseTransport) -> None:
         """Note that the client of a connection must show its key again."""
-        if connection in self._known:
-            self._known.remove(connection)
-            self._unknown[connection] = asyncio.get_running_loop().time()
+        if connection in self._admitted:
+            self._admitted.remove(connection)
+            self._pending[connection] = asyncio.get_running_loop().time()
 
     def close(self) -> None:
         """Close the port, and abort its connections: a client may never read what it was sent. Idempotent."""
@@ -87,7 +87,7 @@ class BoundedServer:
             task.cancel()
         for listening in self._sockets:
             listening.close()
-        for connection in (*self._unknown, *self._known):
+        for connection in (*self._pending, *self._admitted):
             abort(connection)
         self._tasks, self._sockets = [], []
         self._forget_closed()
@@ -103,7 +103,7 @@ class BoundedServer:
                 if loop.time() - self._warned_at >= WARNING_S:
                     self._warned_at = loop.time()
                     logger.warning("no connection can be accepted (%s); %s", error.strerror, os_error_advice(error))
-                self._close_oldest(len(self._unknown) // 2)
+                self._close_oldest(len(self._pending) // 2)
                 await asyncio.sleep(RETRY_S)
                 continue
             if not self._make_room():
@@ -117,33 +117,33 @@ class BoundedServer:
                 logger.exception("a connection was refused")
                 accepted.close()
             else:
-                if connection not in self._known:  # its first bytes may have been read already
-                    self._unknown[connection] = loop.time()
+                if connection not in self._admitted:  # its first bytes may have been read already
+                    self._pending[connection] = loop.time()
 
     def _make_room(self) -> bool:
         """Close the oldest of too many unknown connections. Returns whether the process may have another connection."""
         files = file_limit()
-        unknown, most = files // UNKNOWN_SHARE, files - files // OTHER_SHARE
-        if len(self._unknown) > unknown or len(self._unknown) + len(self._known) > most:
+        max_unknown, max_connections = files // UNKNOWN_SHARE, files - files // OTHER_SHARE
+        if len(self._pending) > max_unknown or len(self._pending) + len(self._admitted) > max_connections:
             self._forget_closed()
-            self._close_oldest(len(self._unknown) - unknown)
-        return len(self._unknown) + len(self._known) <= most
+            self._close_oldest(len(self._pending) - max_unknown)
+        return len(self._pending) + len(self._admitted) <= max_connections
 
     def _close_oldest(self, count: int) -> None:
-        for connection in list(self._unknown)[: max(count, 0)]:
+        for connection in list(self._pending)[: max(count, 0)]:
             abort(connection)
-            del self._unknown[connection]
+            del self._pending[connection]
 
     async def _close_old(self) -> None:
         while True:
             await asyncio.sleep(UNKNOWN_S)
             self._forget_closed()
             oldest = asyncio.get_running_loop().time() - UNKNOWN_S
-            self._close_oldest(sum(since <= oldest for since in self._unknown.values()))
+            self._close_oldest(sum(since <= oldest for since in self._pending.values()))
 
     def _forget_closed(self) -> None:
-        self._unknown = {each: since for each, since in self._unknown.items() if not each.is_closing()}
-        self._known = {each for each in self._known if not each.is_closing()}
+        self._pending = {transport: since for transport, since in self._pending.items() if not transport.is_closing()}
+        self._admitted = {transport for transport in self._admitted if not transport.is_closing()}
 
 
 def file_limit() -> int:

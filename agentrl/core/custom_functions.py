@@ -76,7 +76,7 @@ def loss(function: Any = None, *, per_token: bool = False, reference: bool = Fal
         ...     return -batch.advantages * batch.logprobs
     """
     mark = FunctionDeclaration("loss", per_token=per_token, reference=reference or divergence, divergence=divergence)
-    return _marked(function, mark) if function is not None else lambda given: _marked(given, mark)
+    return _marked(function, mark) if function is not None else lambda decorated: _marked(decorated, mark)
 
 
 @overload
@@ -100,7 +100,7 @@ def advantage(function: Any = None, *, over: Literal["group", "step"] = "group")
         ...     return [reward - mean for reward in group.rewards]
     """
     mark = FunctionDeclaration("advantage", over=over)
-    return _marked(function, mark) if function is not None else lambda given: _marked(given, mark)
+    return _marked(function, mark) if function is not None else lambda decorated: _marked(decorated, mark)
 
 
 def _marked(function: F, mark: FunctionDeclaration) -> F:
@@ -150,10 +150,10 @@ class FunctionCode:
             function = _execute(_Slice(self.source, location, name), self.digest)[name]
         else:
             function = getattr(_import(location, self.reference), name)
-            found = _Slice(_text_of(function, self.reference), location, name).digest
-            if found != self.digest:
+            installed_digest = _Slice(_text_of(function, self.reference), location, name).digest
+            if installed_digest != self.digest:
                 raise ConfigError(
-                    f"{self.reference}: the code installed here ({found}) is not the code that was given "
+                    f"{self.reference}: the code installed here ({installed_digest}) is not the code that was given "
                     f"({self.digest}): install the same version on every machine"
                 )
         return function  # type: ignore[no-any-return]
@@ -195,8 +195,8 @@ def find_function(kind: Kind, reference: str, *, key: str) -> tuple[FunctionCode
             raise ConfigError(f"{key}: {location} defines no function {name!r} at its top level")
         code = capture_function_code(getattr(module, name), kind, key=key)
     function = code.load()
-    if (found := declaration_of(function).kind) != kind:
-        raise ConfigError(f"{key}: {reference} is marked as {found}; put @agentrl.{kind} above it")
+    if (actual_kind := declaration_of(function).kind) != kind:
+        raise ConfigError(f"{key}: {reference} is marked as {actual_kind}; put @agentrl.{kind} above it")
     return code, function
 
 
@@ -208,8 +208,8 @@ def capture_function_code(function: object, kind: Kind, *, key: str) -> Function
     """
     if not inspect.isfunction(function):
         raise ConfigError(f"{key}: {function!r} is not a function that a module defines with `def`")
-    if (found := declaration_of(function).kind) != kind:
-        raise ConfigError(f"{key}: {function.__qualname__} is marked as {found}; put @agentrl.{kind} above it")
+    if (actual_kind := declaration_of(function).kind) != kind:
+        raise ConfigError(f"{key}: {function.__qualname__} is marked as {actual_kind}; put @agentrl.{kind} above it")
     name, module = function.__qualname__, sys.modules.get(function.__module__)
     if function.__closure__ or not name.isidentifier():
         raise ConfigError(
@@ -258,13 +258,13 @@ def check_options(function: Callable[..., Any], options: Mapping[str, Any], key:
     Raises:
         ConfigError: an option does not fit; the message lists those of the function.
     """
-    known = list(inspect.signature(function).parameters.values())[1:]
-    names = [parameter.name for parameter in known]
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    names = [parameter.name for parameter in parameters]
     try:
         inspect.signature(function).bind(None, **options)
     except TypeError as error:
         raise ConfigError(f"{key}: {function.__name__}: {error}; its options: {', '.join(names) or 'none'}") from None
-    for parameter in known:
+    for parameter in parameters:
         default, value = parameter.default, options.get(parameter.name)
         kind = (int, float) if isinstance(default, float) else type(default)
         if value is None or default is parameter.empty or default is None:
@@ -287,19 +287,19 @@ class _Slice:
             body = ast.parse(text, location).body
         except SyntaxError as error:
             raise ConfigError(f"{location}:{error.lineno}: {error.msg}") from None
-        wanted, found = {name}, set[int]()
+        needed, indices = {name}, set[int]()
         grew = True
         while grew:
             grew = False
             for index, statement in enumerate(body):
-                if index in found or not (wanted & set(_bound(statement)) or _is_future(statement)):
+                if index in indices or not (needed & set(_bound(statement)) or _is_future(statement)):
                     continue
-                found.add(index)
-                wanted |= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+                indices.add(index)
+                needed |= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
                 grew = True
-        self.statements = [body[index] for index in sorted(found)]
+        self.statements = [body[index] for index in sorted(indices)]
         """The needed statements, and every `from __future__` import."""
-        self.names = [each for statement in self.statements for each in _bound(statement)]
+        self.names = [bound for statement in self.statements for bound in _bound(statement)]
         if name not in self.names:
             raise ConfigError(f"{location} defines no function {name!r} at its top level")
         words = "\n".join(map(ast.unparse, self.statements))
@@ -340,9 +340,9 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
             return
         case ast.If() | ast.Try() | ast.With():
             for inner in ast.iter_child_nodes(statement):
-                for each in inner.body if isinstance(inner, ast.ExceptHandler) else [inner]:
-                    if isinstance(each, ast.stmt):
-                        yield from _bound(each)
+                for child in inner.body if isinstance(inner, ast.ExceptHandler) else [inner]:
+                    if isinstance(child, ast.stmt):
+                        yield from _bound(child)
         case ast.Assign() | ast.AnnAssign() | ast.AugAssign():
             yield from (n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
 
@@ -405,11 +405,11 @@ def is_monkeypatched(ours: object, live: object) -> bool:
     if ours is live:
         return False
     if inspect.isfunction(ours):
-        code, found = inspect.unwrap(ours).__code__, inspect.unwrap(live) if callable(live) else None
-        return not inspect.isfunction(found) or found.__code__ != code
+        code, live_function = inspect.unwrap(ours).__code__, inspect.unwrap(live) if callable(live) else None
+        return not inspect.isfunction(live_function) or live_function.__code__ != code
     if inspect.isclass(ours):
-        own = [(name, made) for name, made in vars(ours).items() if inspect.isfunction(made)]
-        return not inspect.isclass(live) or any(is_monkeypatched(made, vars(live).get(name)) for name, made in own)
+        methods = [(name, made) for name, made in vars(ours).items() if inspect.isfunction(made)]
+        return not inspect.isclass(live) or any(is_monkeypatched(made, vars(live).get(name)) for name, made in methods)
     return isinstance(ours, int | float | str | tuple) and ours != live
 
 

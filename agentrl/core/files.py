@@ -253,9 +253,9 @@ class LocalDisk:
         for folder, _, names in os.walk(directory):
             for name in names:
                 path = Path(folder, name)
-                found = path.lstat()
-                if stat.S_ISREG(found.st_mode):
-                    sizes[str(path.relative_to(directory))] = found.st_size
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode):
+                    sizes[str(path.relative_to(directory))] = status.st_size
         return dict(sorted(sizes.items()))
 
     def read(self, path: Path, *, limit: int) -> bytes:

@@ -103,19 +103,19 @@ def gpus() -> tuple[Gpu, ...]:
             "driver"
         ) from None
     if answer.returncode:
-        said = (answer.stdout + answer.stderr).strip().splitlines()
-        raise InputError(f"{tool} failed ({said[0] if said else 'without a message'}); repair the NVIDIA driver")
-    found = {}
+        output = (answer.stdout + answer.stderr).strip().splitlines()
+        raise InputError(f"{tool} failed ({output[0] if output else 'without a message'}); repair the NVIDIA driver")
+    by_name = {}
     for line in answer.stdout.strip().splitlines():
         index, uuid, name, total, free = (part.strip() for part in line.split(","))
-        found[index] = found[uuid] = Gpu(index, name, Memory(int(free) << 20, int(total) << 20))
+        by_name[index] = by_name[uuid] = Gpu(index, name, Memory(int(free) << 20, int(total) << 20))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return tuple(dict.fromkeys(found.values()))
-    named = [each.strip() for each in visible.split(",") if each.strip()]
-    if unknown := [each for each in named if each not in found]:
+        return tuple(dict.fromkeys(by_name.values()))
+    named = [gpu_name.strip() for gpu_name in visible.split(",") if gpu_name.strip()]
+    if unknown := [gpu_name for gpu_name in named if gpu_name not in by_name]:
         raise InputError(f"CUDA_VISIBLE_DEVICES names {', '.join(unknown)}, and {tool} reports no such GPU")
-    return tuple(found[each] for each in named)
+    return tuple(by_name[gpu_name] for gpu_name in named)
 
 
 _DRIVER_S = 20

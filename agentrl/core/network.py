@@ -140,8 +140,8 @@ def connect_socket(address: Address, timeout_s: float) -> socket.socket:
     return connected
 
 
-def _proof(token: str, role: bytes, nonce: bytes, own: bytes) -> bytes:
-    return hmac.digest(token.encode(), role + nonce + own, "sha256")
+def _proof(token: str, role: bytes, nonce: bytes, sender_nonce: bytes) -> bytes:
+    return hmac.digest(token.encode(), role + nonce + sender_nonce, "sha256")
 
 
 def keep_alive(writer: asyncio.StreamWriter) -> None:
@@ -182,10 +182,10 @@ def interface_of(address: str) -> str:
     """
     import fcntl
 
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # raised for an interface without an address
-                found = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(found[20:24]) == address:
+                request = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(request[20:24]) == address:
                     return name
     raise OSError(f"no network interface of this machine has the address {address}")

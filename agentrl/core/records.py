@@ -283,7 +283,7 @@ class EpisodeSpec:
 
     def pinned(self, pins: Mapping[str, PolicyVersion]) -> EpisodeSpec:
         """Return a copy of the spec with these pins."""
-        seats = {seat: SeatBinding(held.policy, pins.get(held.policy)) for seat, held in self.seats.items()}
+        seats = {seat: SeatBinding(binding.policy, pins.get(binding.policy)) for seat, binding in self.seats.items()}
         return dataclasses.replace(self, seats=seats, pins=dict(pins))
 
 
@@ -421,9 +421,9 @@ class EpisodeHeader:
         sides = [[t for t in self.trajectories if t.policy == policy] for policy in (learner, opponent)]
         if not all(sides):
             return None
-        own, other = (sum(t.reward or 0.0 for t in side) / len(side) for side in sides)
+        first, other = (sum(t.reward or 0.0 for t in side) / len(side) for side in sides)
         played, past = (PolicyVersion(learner, side[0].lineage, side[0].oldest_step) for side in sides)
-        return GameResult(played, past, 0.5 if own == other else float(own > other))
+        return GameResult(played, past, 0.5 if first == other else float(first > other))
 
 
 class GameResult(NamedTuple):
@@ -470,14 +470,14 @@ def dropped_header(spec: EpisodeSpec, reason: str, *, seconds: float = 0.0) -> E
     )
 
 
-def reported_token_usage(said: Mapping[str, Any]) -> dict[str, int]:
+def reported_token_usage(body: Mapping[str, Any]) -> dict[str, int]:
     """Return the endpoint's token counts in its answer, or in a remote policy's line; empty if it reports none.
 
     Example:
         >>> reported_token_usage({"usage": {"prompt_tokens": 7, "completion_tokens": -1, "cost": 3}})
         {'prompt_tokens': 7}
     """
-    usage = said.get("usage")
+    usage = body.get("usage")
     counts = usage if isinstance(usage, dict) else {}
     return {
         name: count

@@ -134,9 +134,9 @@ def split_thinking(text: str, marks: tuple[str, str], *, is_open: bool = False) 
     begin, end = marks
     stripped = text.lstrip()
     begins = stripped.startswith(begin)
-    thinking, ended, rest = text.partition(end)
+    thinking, ended, remainder = text.partition(end)
     if ended:
-        return thinking.strip().removeprefix(begin).strip(), rest.lstrip()
+        return thinking.strip().removeprefix(begin).strip(), remainder.lstrip()
     return (stripped.removeprefix(begin).strip(), "") if begins or is_open else ("", text)
 
 
@@ -163,8 +163,8 @@ def _blocks(text: str, marks: tuple[str, str], read: Reader, tools: Sequence[Too
         until = text.find(end or begin, start)
         after = len(text) if until < 0 else until + len(end)
         raw = text[start : until if until >= 0 else len(text)].strip()
-        found = read(raw, tools) if len(raw) <= MAX_CALL_CHARACTERS else [(_name_in(raw), None)]
-        calls += [_call(n, raw, named) for n, named in enumerate(found[: MAX_CALLS - len(calls)], len(calls))]
+        block_calls = read(raw, tools) if len(raw) <= MAX_CALL_CHARACTERS else [(_name_in(raw), None)]
+        calls += [_call(n, raw, named) for n, named in enumerate(block_calls[: MAX_CALLS - len(calls)], len(calls))]
         at = text.find(begin, after)
         content.append(text[after : at if at >= 0 else len(text)])
     if at >= 0:
@@ -196,7 +196,7 @@ def _name_in(raw: str) -> str:
     return match[1] if match else ""
 
 
-def _named(value: Any, raw: str, keys: Sequence[str] = _ARGUMENTS, name_key: str = "name") -> Named:
+def _named_call(value: Any, raw: str, keys: Sequence[str] = _ARGUMENTS, name_key: str = "name") -> Named:
     """Parse a JSON value, whose text is `raw`, as a call; it is malformed if a part is missing."""
     if isinstance(value, dict) and isinstance(name := value.get(name_key), str):
         for key in keys:
@@ -209,7 +209,7 @@ def _named(value: Any, raw: str, keys: Sequence[str] = _ARGUMENTS, name_key: str
 
 
 def _json_object(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
-    return [_named(parse_json_value(raw), raw)]
+    return [_named_call(parse_json_value(raw), raw)]
 
 
 def _items(value: Any) -> Sequence[Any]:
@@ -219,11 +219,11 @@ def _items(value: Any) -> Sequence[Any]:
 
 def _json_list(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
     value = parse_json_value(raw)
-    return [_named(item, raw) for item in _items(value)]
+    return [_named_call(item, raw) for item in _items(value)]
 
 
 def _cohere_list(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
-    return [_named(item, raw, ("parameters",), "tool_name") for item in _items(parse_json_value(raw))]
+    return [_named_call(item, raw, ("parameters",), "tool_name") for item in _items(parse_json_value(raw))]
 
 
 def _apertus_list(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
@@ -309,7 +309,7 @@ def parse_llama(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
         and not _NAME.match(raw[1:].lstrip())
     ):
         return text, ()
-    return "", tuple(_call(n, part, _named(v, part, _LLAMA_ARGUMENTS)) for n, (part, v) in enumerate(parts))
+    return "", tuple(_call(n, part, _named_call(v, part, _LLAMA_ARGUMENTS)) for n, (part, v) in enumerate(parts))
 
 
 def _split(raw: str) -> list[tuple[str, Any]]:
@@ -329,8 +329,8 @@ def _typed(raw: str, schema: Any) -> Any:
     value, kinds = parse_json_value(raw), _kinds(schema)
     if isinstance(value, str) or (value is None and raw.strip() != "null"):
         return raw
-    own = {bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, list: {"array"}, dict: {"object"}}
-    return raw if "string" in kinds and own.get(type(value), {"null"}).isdisjoint(kinds) else value
+    json_types = {bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, list: {"array"}, dict: {"object"}}
+    return raw if "string" in kinds and json_types.get(type(value), {"null"}).isdisjoint(kinds) else value
 
 
 def _kinds(schema: Any, levels: int = 4) -> set[str]:
@@ -341,12 +341,14 @@ def _kinds(schema: Any, levels: int = 4) -> set[str]:
     kinds = set(kind) if isinstance(kind, list) else {kind} if isinstance(kind, str) else set()
     if not kinds and any(isinstance(value, str) for value in schema.get("enum", ())):
         kinds = {"string"}
-    return kinds.union(*(_kinds(each, levels - 1) for key in ("anyOf", "oneOf") for each in schema.get(key, ())))
+    return kinds.union(
+        *(_kinds(alternative, levels - 1) for key in ("anyOf", "oneOf") for alternative in schema.get(key, ()))
+    )
 
 
 def _properties(name: str, tools: Sequence[ToolSpec]) -> Mapping[str, Any]:
-    found = next((tool.parameters.get("properties") for tool in tools if tool.name == name), None)
-    return found if isinstance(found, Mapping) else {}
+    properties = next((tool.parameters.get("properties") for tool in tools if tool.name == name), None)
+    return properties if isinstance(properties, Mapping) else {}
 
 
 _WORD = re.compile(r"\S")
@@ -392,25 +394,25 @@ def _unwrapped(value: str) -> str:
 
 def _functions(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
     """Parse `<function=NAME><parameter=KEY>VALUE</parameter>…</function>`."""
-    found: list[Named] = []
+    calls: list[Named] = []
     for part in raw.split("<function=")[1 : MAX_CALLS + 2]:
         name, _, body = part.partition(">")
         pairs = _pairs(body.partition("</function>")[0], "<parameter=", ">", "</parameter>")
-        found.append(_tagged(name, ((key, _unwrapped(value)) for key, value in pairs), tools))
-    return found or [("", None)]
+        calls.append(_tagged(name, ((key, _unwrapped(value)) for key, value in pairs), tools))
+    return calls or [("", None)]
 
 
 def _invokes(prefix: str) -> Reader:
     """Make a parser of `<invoke name="NAME"><parameter name="KEY">VALUE</parameter>…</invoke>`, any number."""
 
     def read(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
-        found: list[Named] = []
+        calls: list[Named] = []
         for part in raw.split(f'<{prefix}invoke name="')[1 : MAX_CALLS + 2]:
             name, _, body = part.partition('">')
             body = body.partition(f"</{prefix}invoke>")[0]
             pairs = _pairs(body, f'<{prefix}parameter name="', '">', f"</{prefix}parameter>")
-            found.append(_tagged(name, pairs, tools))
-        return found or [("", None)]
+            calls.append(_tagged(name, pairs, tools))
+        return calls or [("", None)]
 
     return read
 
@@ -457,10 +459,10 @@ def _pythonic(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
     try:
         parsed = ast.parse(listed, mode="eval").body
         items = parsed.elts[:MAX_CALLS] if isinstance(parsed, ast.List) else []
-        found: list[Named] = [(_python_name(item), _python_arguments(item)) for item in items]
+        calls: list[Named] = [(_python_name(item), _python_arguments(item)) for item in items]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        found = []
-    return found or [((re.match(r"\[?\s*([\w.]{1,128})\s*\(", raw) or ("", ""))[1], None)]
+        calls = []
+    return calls or [((re.match(r"\[?\s*([\w.]{1,128})\s*\(", raw) or ("", ""))[1], None)]
 
 
 def _python_name(item: ast.expr) -> str:
@@ -493,8 +495,8 @@ def parse_pythonic(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
     raw = raw.removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
     if not tagged and not re.match(r"\[\s*[A-Za-z_][\w.]*\s*\(", raw):
         return text, ()
-    found = _pythonic(raw, tools) if len(raw) <= MAX_CALL_CHARACTERS else [("", None)]
-    return "", tuple(_call(n, raw, named) for n, named in enumerate(found[:MAX_CALLS]))
+    calls = _pythonic(raw, tools) if len(raw) <= MAX_CALL_CHARACTERS else [("", None)]
+    return "", tuple(_call(n, raw, named) for n, named in enumerate(calls[:MAX_CALLS]))
 
 
 _BARE = re.compile(r"([{,]\s*)([A-Za-z_][\w.-]{0,127})\s*:|\b(None|True|False)\b")
@@ -583,8 +585,8 @@ class ReplyFormat:
         """Split a reply into its parts; see `split_thinking`."""
         if self.parse is _harmony:
             return parse_harmony(text)
-        thinking, rest = split_thinking(text, marks, is_open=is_open) if marks else ("", text)
-        return ReplyParts(thinking, *self.parse(rest, tools))
+        thinking, remainder = split_thinking(text, marks, is_open=is_open) if marks else ("", text)
+        return ReplyParts(thinking, *self.parse(remainder, tools))
 
 
 def _format(
@@ -677,10 +679,12 @@ def guess_reply_parts(text: str) -> ReplyParts:
         return parse_harmony(text)
     marks = next((pair for pair in THINKING if pair[1] in text or text.lstrip().startswith(pair[0])), THINKING[0])
     best: ReplyParts | None = None
-    for each in REPLY_FORMATS.values():
-        if each.parse not in (parse_llama, parse_pythonic) and not any(mark in text for mark in each.markup):
+    for reply_format in REPLY_FORMATS.values():
+        if reply_format.parse not in (parse_llama, parse_pythonic) and not any(
+            mark in text for mark in reply_format.markup
+        ):
             continue
-        reply = each.read(text, marks)
+        reply = reply_format.read(text, marks)
         if reply.tool_calls and not any(isinstance(call.arguments, str) for call in reply.tool_calls):
             return reply
         best = best or (reply if reply.tool_calls else None)

@@ -116,18 +116,18 @@ def _checkpoint_dtype(path: Path) -> torch.dtype:
     _check_directory(path)
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        found: Any = config.dtype or config.get_text_config().dtype
-        if found is None:
+        dtype: Any = config.dtype or config.get_text_config().dtype
+        if dtype is None:
             for file in sorted(path.glob("*.safetensors")):
                 header = json.loads(read_safetensors_header(file)[SAFETENSORS_LENGTH_BYTES:])
-                stored = [each["dtype"] for name, each in header.items() if name != "__metadata__"]
-                found = next((_STORED[each] for each in stored if each in _STORED), None)
+                stored = [tensor["dtype"] for name, tensor in header.items() if name != "__metadata__"]
+                dtype = next((_STORED[tensor] for tensor in stored if tensor in _STORED), None)
                 break
     except _LOAD_ERRORS as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelError(f"{path}: cannot be loaded as a causal LM: its dtype cannot be read ({reason})") from error
-    found = getattr(torch, found, None) if isinstance(found, str) else found
-    return found if isinstance(found, torch.dtype) and found.is_floating_point else torch.float32
+    dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.float32
 
 
 def read_model(
@@ -196,9 +196,9 @@ def _kept(keep: Callable[[nn.Parameter], nn.Parameter] | None) -> Iterator[None]
     def replace(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         if get_ident() != thread or parameter.is_meta or parameter in made:
             return None
-        made.add(kept := keep(parameter))
-        kept._is_hf_initialized = True  # type: ignore[attr-defined]  # what is missing is in the report
-        return kept
+        made.add(parameter_kept := keep(parameter))
+        parameter_kept._is_hf_initialized = True  # type: ignore[attr-defined]  # what is missing is in the report
+        return parameter_kept
 
     before = os.environ.get(_ONE_TENSOR_AT_A_TIME)
     register: Any = register_module_parameter_registration_hook
@@ -262,7 +262,7 @@ def computing_in_float32(model: PreTrainedModel, widened: Callable[[Tensor], Ten
                         stored.setdefault(unit, []).append((module._parameters, name, parameter))
                         module._parameters[name] = nn.Parameter(widened(parameter.detach()), requires_grad=False)
         # Mamba converts the last hidden state to the dtype of its head before the head is called.
-        return tuple(each.float() if isinstance(each, Tensor) and each.dtype in _HALF else each for each in inputs)
+        return tuple(value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value for value in inputs)
 
     def restore(unit: nn.Module, *_: object) -> None:
         for parameters, name, parameter in stored.pop(unit, ()):
@@ -418,10 +418,10 @@ def _check_config(path: Path) -> None:
                 f"{path}: config.json says {name} = {str(value)[:60]!a}, for which transformers may fetch code from "
                 "a hub and run it. Remove that line: agentrl chooses the implementation"
             )
-        for words, most in _MOST:
-            if words.search(name) and isinstance(value, int) and value > most:
+        for words, maximum in _MOST:
+            if words.search(name) and isinstance(value, int) and value > maximum:
                 raise ModelError(
-                    f"{path}: config.json says {name} = {str(value)[:30]}, but no model has more than {most:,}: the "
+                    f"{path}: config.json says {name} = {str(value)[:30]}, but no model has more than {maximum:,}: the "
                     "file is damaged. Copy the directory again"
                 )
 
@@ -430,9 +430,9 @@ def _settings(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the names and values of a configuration, and those of its tables; the values of a table with the name of an
     implementation have that name."""
     for key, item in value.items() if isinstance(value, dict) else ():
-        own = name if name.endswith("_implementation") else key
-        yield own, item
-        yield from _settings(item, own)
+        setting = name if name.endswith("_implementation") else key
+        yield setting, item
+        yield from _settings(item, setting)
 
 
 def check_finite_logits(model: PreTrainedModel, logits: Tensor) -> None:
@@ -468,7 +468,7 @@ def _check_shards(path: Path) -> None:
 def _check_alone(path: Path) -> None:
     """Refuse several weight files without an index: transformers would read one, and vLLM all."""
     if not (path / "model.safetensors.index.json").is_file():
-        others = {each.name for each in path.glob("*.safetensors")} - {WEIGHT_FILES["full"][0]}
+        others = {file.name for file in path.glob("*.safetensors")} - {WEIGHT_FILES["full"][0]}
         if others:
             raise ModelError(
                 f"{path}: vLLM would load {quote_first_names(others)} over model.safetensors; move it away, or save "
@@ -505,7 +505,7 @@ def _rope_types(ropes: object) -> list[str]:
     """Return the rope types in a configuration's `rope_parameters`: one dictionary, or one per kind of layer."""
     if not isinstance(ropes, dict):
         return []
-    return [str(each.get("rope_type", "")) for each in (ropes, *ropes.values()) if isinstance(each, dict)]
+    return [str(rope.get("rope_type", "")) for rope in (ropes, *ropes.values()) if isinstance(rope, dict)]
 
 
 def _check_positions(config: PretrainedConfig, max_context: int, path: str | Path, *, stretched: bool) -> None:
@@ -538,7 +538,7 @@ def fix_rotary_positions(model: PreTrainedModel, max_context: int) -> None:
 
     def shorten(_: nn.Module, __: object, rotations: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Drop the result of the appended position."""
-        return tuple(each[..., :-1, :] for each in rotations)
+        return tuple(rotation[..., :-1, :] for rotation in rotations)
 
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -567,7 +567,7 @@ def longest_context(path: str | Path, *, embedded: bool) -> int | None:
         raise ModelError(f"{path}: config.json describes no causal LM ({reason})") from error
     bounds = [getattr(text, "max_position_embeddings", None), _window(config) if embedded else None]
     bounds += [value for name, value in text.to_dict().items() if name.startswith(_SELECTED_KEYS)]
-    return min((each for each in bounds if type(each) is int and each > 1), default=None)
+    return min((bound for bound in bounds if type(bound) is int and bound > 1), default=None)
 
 
 def _window(config: PretrainedConfig) -> int | None:

@@ -158,12 +158,12 @@ def _generator_states() -> tuple[object, ...]:
 
 
 async def call_with_random_state(
-    own: GlobalRandomState, function: Callable[..., Any], *arguments: Any, **named: Any
+    state: GlobalRandomState, function: Callable[..., Any], *arguments: Any, **named: Any
 ) -> Any:
     """Return the result of a function or of its coroutine; `own` is swapped out while the coroutine waits."""
-    with own.swapped_in():
+    with state.swapped_in():
         value = function(*arguments, **named)
-    return await GuardedAwaitable(own, lambda: value) if inspect.isawaitable(value) else value
+    return await GuardedAwaitable(state, lambda: value) if inspect.isawaitable(value) else value
 
 
 class GuardedAwaitable:

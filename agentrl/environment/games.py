@@ -99,8 +99,8 @@ class GameEnvironment(Environment):
 
     def rewards(self, task: Task, episode: GameEpisode) -> Sequence[float]:
         """Return a finite reward per player. Default: the game's rewards, or `illegal_reward`."""
-        given = enumerate(episode.rewards)
-        return [self.illegal_reward if player in episode.illegal else reward for player, reward in given]
+        rewards = enumerate(episode.rewards)
+        return [self.illegal_reward if player in episode.illegal else reward for player, reward in rewards]
 
     def begin(self, task: Task, env: Any) -> None:
         """Bring a game that was just reset to the start position of the task. Default: leave it.
@@ -252,8 +252,8 @@ class PettingZooEnvironment(GameEnvironment):
     def parse(self, text: str, env: Turns) -> Any:
         """Return the action that a turn's text names, or None. Default: the legal action whose name the text
         contains."""
-        said = text.strip().removesuffix(".").lower()
-        named = (action for action in legal_actions(env) or () if self.action_name(action, env).lower() == said)
+        action_text = text.strip().removesuffix(".").lower()
+        named = (action for action in legal_actions(env) or () if self.action_name(action, env).lower() == action_text)
         return next(named, None)
 
     # --- machinery --------------------------------------------------------------------------------------------------

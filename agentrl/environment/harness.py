@@ -145,8 +145,8 @@ class HarnessEnvironment(Environment):
             lines = path.read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise EnvironmentDefinitionError(f"{cls.__qualname__}.task_file: {path}: {error}") from error
-        found = [_task(line, n, path) for n, line in enumerate(lines, 1) if line.strip()]
-        return [task for task, its_split in found if its_split == split]
+        tasks = [_task(line, n, path) for n, line in enumerate(lines, 1) if line.strip()]
+        return [task for task, its_split in tasks if its_split == split]
 
     async def run(self, ctx: EpisodeContext) -> None:
         """Start the program, answer its requests, and reward it when it has ended."""
@@ -260,7 +260,7 @@ class HarnessEnvironment(Environment):
                 await process.wait()
                 await output.wait_until_closed()
         if status < 0:
-            named = {each.value: each.name for each in signal.Signals}
+            named = {signal_number.value: signal_number.name for signal_number in signal.Signals}
             raise EpisodeError(
                 f"the program was killed by {named.get(-status, f'signal {-status}')}; it is restarted",
                 reason="harness_killed",
@@ -289,21 +289,21 @@ def _refuse_constant(name: str) -> None:
 
 
 def _without_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    merged = dict(pairs)
+    if len(merged) < len(pairs):
         raise ValueError("a key is given twice")
-    return found
+    return merged
 
 
 def _filled(argument: str, task: Task, endpoint: Endpoint) -> str:
     """Fill the fields of a command's argument."""
 
-    def value(found: re.Match[str]) -> str:
-        source, name = found.groups()
+    def value(placeholder: re.Match[str]) -> str:
+        source, name = placeholder.groups()
         values = {"id": task.id, **task.data} if source == "task" else {"url": endpoint.url, "key": endpoint.key}
         if name not in values:
             raise EnvironmentDefinitionError(
-                f"command: {found[0]} is not a known value; there are: {', '.join(values)}"
+                f"command: {placeholder[0]} is not a known value; there are: {', '.join(values)}"
             )
         return str(values[name])
 
@@ -353,11 +353,11 @@ class _Output:
 
 def _remove_specials(directory: Path) -> None:
     """Remove pipes, sockets, devices and links to them: a `reward` that reads one would wait for ever."""
-    for found in _entries(directory):
+    for entry in _entries(directory):
         with contextlib.suppress(OSError):
-            mode = os.stat(found).st_mode
+            mode = os.stat(entry).st_mode
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-                os.unlink(found)
+                os.unlink(entry)
 
 
 @functools.cache
@@ -365,9 +365,9 @@ def _sweep(parent: str) -> None:
     """Remove working directories that processes left behind when they died; once per process."""
     for entry in os.scandir(parent):
         with contextlib.suppress(OSError):
-            found = os.stat(entry.path, follow_symlinks=False)
-            is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-            if not entry.name.startswith(PREFIX) or not is_own or SystemClock().wall() - found.st_ctime < UNLOCKED_S:
+            status = os.stat(entry.path, follow_symlinks=False)
+            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if not entry.name.startswith(PREFIX) or not is_own or SystemClock().wall() - status.st_ctime < UNLOCKED_S:
                 continue
             directory = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
@@ -381,10 +381,10 @@ def _remove_tree(directory: Path) -> None:
     """Remove a directory that a program left, including read-only and deeply nested directories."""
     with contextlib.suppress(OSError):
         directory.chmod(0o700)
-    for found in _entries(directory):
+    for entry in _entries(directory):
         with contextlib.suppress(OSError):
-            if found.is_dir(follow_symlinks=False):
-                os.chmod(found, 0o700)
+            if entry.is_dir(follow_symlinks=False):
+                os.chmod(entry, 0o700)
     with contextlib.suppress(RecursionError):
         shutil.rmtree(directory, ignore_errors=True)
     if directory.exists():

@@ -161,20 +161,20 @@ class MCPConnection:
         """
         from mcp import types
 
-        found: list[dict[str, Any]] = []
+        tools: list[dict[str, Any]] = []
         try:
             async with asyncio.timeout(START_S):
                 session, cursor = await self._open(), None
                 while True:
                     page = await session.list_tools(params=types.PaginatedRequestParams(cursor=cursor))
-                    found += [
+                    tools += [
                         {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
                         for tool in page.tools
                     ]
                     cursor = page.next_cursor
-                    if cursor is None or len(found) > MAX_TOOLS:
+                    if cursor is None or len(tools) > MAX_TOOLS:
                         break
-            return await asyncio.to_thread(_checked, found, self.server.tools)
+            return await asyncio.to_thread(_checked, tools, self.server.tools)
         except TimeoutError:
             raise self._unusable(f"it has not listed its tools within {START_S:g} s") from None
         except _ListError as error:
@@ -206,10 +206,10 @@ class MCPConnection:
             raise
         except Exception as error:  # noqa: BLE001 - of the server, or of the library that speaks with it
             raise MCPToolError(self._ended or format_foreign_error(_cause(error))[:1000]) from None
-        said = _text_of(result)
+        result_text = _text_of(result)
         if getattr(result, "is_error", False):
-            raise MCPToolError(said)
-        return said
+            raise MCPToolError(result_text)
+        return result_text
 
     async def close(self) -> None:
         """End the connection, and the program with all processes of its group."""
@@ -365,8 +365,8 @@ class MCPConnection:
                     message = types.jsonrpc_message_adapter.validate_json(line, by_name=False)
                     await to_session.send(SessionMessage(message))
             await asyncio.wait({reading_errors}, timeout=LAST_WORD_S)
-            said = errors.decode("utf-8", "replace").strip()
-            self._ended = f"the server has ended{f': {said}' if said else ''}"
+            error_output = errors.decode("utf-8", "replace").strip()
+            self._ended = f"the server has ended{f': {error_output}' if error_output else ''}"
         except ValueError:  # raised by `readline` for a line that is too long
             self._ended = f"the server wrote a line of more than {MAX_LINE_BYTES:,} bytes"
         finally:
@@ -378,9 +378,9 @@ class MCPConnection:
 
 async def _write(process: asyncio.subprocess.Process, from_session: Any) -> None:
     assert process.stdin is not None
-    async for each in from_session:
+    async for outgoing in from_session:
         with contextlib.suppress(ConnectionError):
-            process.stdin.write(each.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
+            process.stdin.write(outgoing.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
             await process.stdin.drain()
 
 
@@ -393,11 +393,11 @@ async def _read_errors(process: asyncio.subprocess.Process, errors: bytearray) -
 
 def mcp_tools_by_name(listed: Sequence[Mapping[str, Any]], connection: MCPConnection) -> Iterator[tuple[str, MCPTool]]:
     """The tools of a server by name, from its list."""
-    for each in listed:
-        yield each["name"], MCPTool(spec=ToolSpec(**each), connection=connection)
+    for description in listed:
+        yield description["name"], MCPTool(spec=ToolSpec(**description), connection=connection)
 
 
-def _checked(found: Sequence[dict[str, Any]], wanted: Sequence[str]) -> list[dict[str, Any]]:
+def _checked(listed: Sequence[dict[str, Any]], selected: Sequence[str]) -> list[dict[str, Any]]:
     """Check a server's list, and return the tools to offer.
 
     Raises:
@@ -405,18 +405,18 @@ def _checked(found: Sequence[dict[str, Any]], wanted: Sequence[str]) -> list[dic
     """
     import jsonschema
 
-    names = [tool["name"] for tool in found]
-    if len(found) > MAX_TOOLS:
+    names = [tool["name"] for tool in listed]
+    if len(listed) > MAX_TOOLS:
         raise _ListError(f"it lists more than {MAX_TOOLS} tools")
     for name in names:
         if not _NAME.fullmatch(name):
             raise _ListError(f"a tool's name is {name[:80]!r}; it must have 1 to 64 letters, digits, '_' or '-'")
         if names.count(name) > 1:
             raise _ListError(f"it lists tool {name!r} twice")
-    for name in wanted:
+    for name in selected:
         if name not in names:
             raise _ListError(f"it has no tool {name!r}; it has {', '.join(names)}")
-    for tool in found:
+    for tool in listed:
         if len(json.dumps(tool)) > MAX_SCHEMA_CHARACTERS:
             raise _ListError(f"tool {tool['name']!r} is described in more than {MAX_SCHEMA_CHARACTERS:,} characters")
         try:
@@ -427,7 +427,7 @@ def _checked(found: Sequence[dict[str, Any]], wanted: Sequence[str]) -> list[dic
             raise _ListError(f"the schema of tool {tool['name']!r} is none: {error.message[:300]}") from None
         if tool["parameters"].get("type") != "object":
             raise _ListError(f"the schema of tool {tool['name']!r} must be of type object")
-    return [tool for tool in found if not wanted or tool["name"] in wanted]
+    return [tool for tool in listed if not selected or tool["name"] in selected]
 
 
 _PLAIN = (
@@ -444,13 +444,13 @@ def _checked_here(schema: Any) -> Any:
     The server validates the rest: patterns, references and unique items of a hostile schema could take for ever.
     """
     if isinstance(schema, list):
-        return [_checked_here(each) for each in schema]
+        return [_checked_here(value) for value in schema]
     if not isinstance(schema, dict):
         return schema
     part = {key: schema[key] for key in _PLAIN if key in schema}
     part |= {key: _checked_here(schema[key]) for key in _OF_SCHEMAS if key in schema}
     if "properties" in schema:
-        part["properties"] = {name: _checked_here(each) for name, each in schema["properties"].items()}
+        part["properties"] = {name: _checked_here(value) for name, value in schema["properties"].items()}
     if "patternProperties" in schema:
         part.pop("additionalProperties", None)  # "additional" properties are those that no pattern matches
     return part

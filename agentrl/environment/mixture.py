@@ -61,8 +61,8 @@ class SelectingMemberTasks(MemberTasks):
 
     def record_result(self, task: Task, rewards: Sequence[float]) -> None:
         """Record the rewards of a group."""
-        own = task.id.removeprefix(f"{self.name}{MEMBER}")
-        self.source.record_result(Task(id=own, data=task.data), rewards)
+        member_id = task.id.removeprefix(f"{self.name}{MEMBER}")
+        self.source.record_result(Task(id=member_id, data=task.data), rewards)
 
 
 class MixedTasks(Sequence[Task]):

@@ -46,7 +46,7 @@ class EnvironmentSpec:
 
 
 _registered: dict[str, type[Environment]] = {}
-_found: dict[str, type[Environment]] = {}
+_loaded: dict[str, type[Environment]] = {}
 """Resolved references: reading entry points takes milliseconds, and children are spawned by name."""
 _installed: dict[type[Environment], str] = {}
 """Entry-point names of resolved classes."""
@@ -58,23 +58,23 @@ def register(id: str, environment: type) -> None:
     Raises:
         EnvironmentDefinitionError: the name is taken by another class, or the class is no environment.
     """
-    known = _registered.get(id)
-    if known is not None and known is not environment:
+    existing = _registered.get(id)
+    if existing is not None and existing is not environment:
         raise EnvironmentDefinitionError(
-            f"environment {id!r} is already registered as {known.__module__}:{known.__qualname__}"
+            f"environment {id!r} is already registered as {existing.__module__}:{existing.__qualname__}"
         )
     _registered[id] = as_environment(environment, where=id)
 
 
 def registered_environments() -> list[EnvironmentSpec]:
     """Return all named environments, installed or registered, sorted by name."""
-    found = {
+    specs = {
         point.name: EnvironmentSpec(id=point.name, entry_point=point.value)
         for point in entry_points(group=ENTRY_POINT_GROUP)
     }
     for name in _registered:
-        found[name] = EnvironmentSpec(id=name, entry_point="registered")
-    return [found[name] for name in sorted(found)]
+        specs[name] = EnvironmentSpec(id=name, entry_point="registered")
+    return [specs[name] for name in sorted(specs)]
 
 
 def spec(id: str) -> EnvironmentSpec:
@@ -102,17 +102,17 @@ def resolve(reference: str | type | Mapping[str, float]) -> type[Environment]:
         return as_environment(reference, where=reference.__qualname__)
     if reference in _registered:
         return _registered[reference]
-    if reference not in _found:
-        _found[reference] = _find(reference)
-    return _found[reference]
+    if reference not in _loaded:
+        _loaded[reference] = _find(reference)
+    return _loaded[reference]
 
 
 def _find(reference: str) -> type[Environment]:
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if point.name == reference:
-            found = _load(point.value, reference)
-            _installed[found] = reference
-            return found
+            environment = _load(point.value, reference)
+            _installed[environment] = reference
+            return environment
     if ":" in reference or reference.endswith(".py"):
         return _load(reference, reference)
     raise _unknown(reference)
@@ -120,17 +120,17 @@ def _find(reference: str) -> type[Environment]:
 
 def loaded_environment(name: str) -> type[Environment] | None:
     """Return the environment of a name if this process has loaded it, without running code; else None."""
-    if name in _registered or name in _found:
-        return _registered.get(name) or _found[name]
+    if name in _registered or name in _loaded:
+        return _registered.get(name) or _loaded[name]
     location, _, attribute = name.rpartition(":")
-    found = getattr(sys.modules.get(location), attribute, None) if attribute.isidentifier() else None
-    return found if isinstance(found, type) and issubclass(found, Environment) else None
+    loaded = getattr(sys.modules.get(location), attribute, None) if attribute.isidentifier() else None
+    return loaded if isinstance(loaded, type) and issubclass(loaded, Environment) else None
 
 
 def name_of(environment: type[Environment]) -> str:
     """Return the name under which `resolve` finds a class: the registered one, else `module:Class`."""
-    for name, known in _registered.items():
-        if known is environment:
+    for name, registered in _registered.items():
+        if registered is environment:
             return name
     if environment in _installed:
         return _installed[environment]
@@ -173,10 +173,10 @@ def load_function(reference: str, where: str) -> Callable[..., Any]:
         raise EnvironmentDefinitionError(
             f"{where} = {reference!r}: give `module:function` or `path/to/file.py:function`"
         )
-    found = getattr(_imported(location, where), name, None)
-    if not callable(found):
+    function = getattr(_imported(location, where), name, None)
+    if not callable(function):
         raise EnvironmentDefinitionError(f"{where}: {location} has no function {name!r}")
-    return found  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]
 
 
 def _imported(location: str, where: str) -> Any:
@@ -196,9 +196,9 @@ def _load(reference: str, where: str) -> type[Environment]:
     module = _imported(location, f"environment {where!r}")
     if attribute:
         if not hasattr(module, attribute):
-            own = ", ".join(c.__name__ for c in _environments_in(module)) or "none"
+            class_names = ", ".join(c.__name__ for c in _environments_in(module)) or "none"
             raise EnvironmentDefinitionError(
-                f"environment {where!r}: {location} has no {attribute!r}; the environments it defines: {own}"
+                f"environment {where!r}: {location} has no {attribute!r}; the environments it defines: {class_names}"
             )
         return as_environment(getattr(module, attribute), where=where)
     local = _environments_in(module)
@@ -212,8 +212,8 @@ def _load(reference: str, where: str) -> type[Environment]:
 
 def _environments_in(module: Any) -> list[type]:
     """Return the environments that a module defines itself."""
-    own = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
-    return [c for c in own if issubclass(c, Environment)] or [c for c in own if is_trl_class(c)]
+    classes = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
+    return [c for c in classes if issubclass(c, Environment)] or [c for c in classes if is_trl_class(c)]
 
 
 def load_module(location: str) -> Any:
@@ -221,19 +221,19 @@ def load_module(location: str) -> Any:
     return _load_file(Path(location)) if location.endswith(".py") else _import(location)
 
 
-def module_of(found: object) -> str:
+def module_of(obj: object) -> str:
     """Return the reference by which `load_module` finds the module of a function or class, also in another process.
 
     Raises:
         EnvironmentDefinitionError: it was defined in a shell or a notebook.
     """
-    name = str(getattr(found, "__module__", None))
+    name = str(getattr(obj, "__module__", None))
     if name != "__main__" and not name.startswith(_FILE_MODULE):
         return name
     file = getattr(sys.modules.get(name), "__file__", None)
     if file is None:
         raise EnvironmentDefinitionError(
-            f"{found!r} is not in a module that another process could import: define it in a file"
+            f"{obj!r} is not in a module that another process could import: define it in a file"
         )
     return str(Path(file).resolve())
 
@@ -258,7 +258,7 @@ def _import(name: str) -> Any:
         return importlib.import_module(name)
 
 
-class _GivenFile(importlib.abc.SourceLoader):
+class _SuppliedFile(importlib.abc.SourceLoader):
     """Loads a module from the source of a file on another machine."""
 
     def __init__(self, path: str, source: str) -> None:
@@ -277,21 +277,21 @@ class _GivenFile(importlib.abc.SourceLoader):
 def register_source_files(sources: Mapping[str, str]) -> None:
     """Let `load_module` import files that exist on another machine only. `sources` maps absolute paths to their
     source."""
-    _given.update(sources)
+    _supplied.update(sources)
 
 
-_given: dict[str, str] = {}
+_supplied: dict[str, str] = {}
 
 
 def _load_file(path: Path) -> Any:
-    given = _given.get(str(path))
-    if given is None and not path.is_file():
+    source = _supplied.get(str(path))
+    if source is None and not path.is_file():
         raise EnvironmentDefinitionError(f"environment file {path} does not exist")
     digest = hashlib.blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()
     name = f"{_FILE_MODULE}{path.stem}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
-    loader = None if given is None else _GivenFile(str(path), given)
+    loader = None if source is None else _SuppliedFile(str(path), source)
     module_spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     if module_spec is None or module_spec.loader is None:
         raise EnvironmentDefinitionError(f"environment file {path} is not a Python module")
@@ -397,10 +397,10 @@ class TrlEnvironment(ToolEnvironment):
     @classmethod
     def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
         """The wrapped class's own `tasks(split, seed=…)`, if it has one."""
-        own = getattr(cls.wrapped, "tasks", None)
-        if own is None:
+        make_tasks = getattr(cls.wrapped, "tasks", None)
+        if make_tasks is None:
             return super().tasks(split, seed=seed)
-        source: TaskSource = own(split, seed=seed)
+        source: TaskSource = make_tasks(split, seed=seed)
         return source
 
     @classmethod

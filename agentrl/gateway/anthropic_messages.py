@@ -71,9 +71,9 @@ class AnthropicMessagesProtocol:
 
     def events(self, request: ChatRequest, replies: Sequence[ChatReply]) -> Sequence[tuple[str | None, Any]]:
         reply = replies[0]
-        found: list[dict[str, Any]] = []
+        stream: list[dict[str, Any]] = []
         start = {**_head(request, reply), "content": [], "stop_reason": None, "stop_sequence": None}
-        found.append({"type": "message_start", "message": {**start, "usage": _usage(reply, 0)}})
+        stream.append({"type": "message_start", "message": {**start, "usage": _usage(reply, 0)}})
         for n, block in enumerate(_blocks(reply)):
             match block["type"]:
                 case "thinking":
@@ -85,14 +85,14 @@ class AnthropicMessagesProtocol:
                     call = ToolCall(id="", name="", arguments=block["input"])
                     empty = {**block, "input": {}}
                     delta = {"type": "input_json_delta", "partial_json": tool_arguments_text(call)}
-            found.append({"type": "content_block_start", "index": n, "content_block": empty})
-            found.append({"type": "content_block_delta", "index": n, "delta": delta})
-            found.append({"type": "content_block_stop", "index": n})
+            stream.append({"type": "content_block_start", "index": n, "content_block": empty})
+            stream.append({"type": "content_block_delta", "index": n, "delta": delta})
+            stream.append({"type": "content_block_stop", "index": n})
         whole = self.whole(request, replies)
         delta = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
-        found.append({"type": "message_delta", "delta": delta, "usage": {"output_tokens": reply.completion_tokens}})
-        found.append({"type": "message_stop"})
-        return [(event["type"], event) for event in found]
+        stream.append({"type": "message_delta", "delta": delta, "usage": {"output_tokens": reply.completion_tokens}})
+        stream.append({"type": "message_stop"})
+        return [(event["type"], event) for event in stream]
 
     def refusal(self, refused: RequestRefusedError) -> dict[str, Any]:
         kind = _ERRORS.get(refused.kind, "invalid_request_error")
@@ -105,10 +105,10 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
     Raises:
         RequestRefusedError: there are none, or they contain more than text.
     """
-    found: list[Message] = []
+    messages: list[Message] = []
     names: dict[str, str] = {}
     if body.get("system"):
-        found.append(Message(role="system", content=_text(body["system"], "system")))
+        messages.append(Message(role="system", content=_text(body["system"], "system")))
     for n, item in enumerate(require_object_list(body.get("messages"), "messages")):
         where, content = f"messages[{n}].content", item.get("content")
         blocks = (
@@ -116,22 +116,22 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
         )
         match item.get("role"):
             case "assistant":
-                found.append(_said(blocks, where))
-                names.update((call.id, call.name) for call in found[-1].tool_calls)
+                messages.append(_assistant_message(blocks, where))
+                names.update((call.id, call.name) for call in messages[-1].tool_calls)
             case "user":
-                found += _user_messages(blocks, where, names)
+                messages += _user_messages(blocks, where, names)
             case "system":
-                found.append(Message(role="system", content=_text(blocks, where)))
+                messages.append(Message(role="system", content=_text(blocks, where)))
             case other:
                 raise RequestRefusedError(f"messages[{n}].role is {bounded_repr(other)}", "invalid", where)
-    if not found or found[-1].role == "assistant":
+    if not messages or messages[-1].role == "assistant":
         raise RequestRefusedError(
             "messages: the last one must have role user, since a reply of the assistant cannot be continued"
         )
-    return found
+    return messages
 
 
-def _said(blocks: Sequence[Mapping[str, Any]], where: str) -> Message:
+def _assistant_message(blocks: Sequence[Mapping[str, Any]], where: str) -> Message:
     """Read a message of the model."""
     texts: list[str] = []
     calls: list[ToolCall] = []
@@ -140,12 +140,12 @@ def _said(blocks: Sequence[Mapping[str, Any]], where: str) -> Message:
             case "text":
                 texts.append(require_text(block.get("text"), where))
             case "tool_use":
-                given = block.get("input")
-                if not isinstance(given, dict):
+                tool_input = block.get("input")
+                if not isinstance(tool_input, dict):
                     raise RequestRefusedError(
-                        f"{where}: input is {bounded_repr(given)}, which is not an object", "invalid", where
+                        f"{where}: input is {bounded_repr(tool_input)}, which is not an object", "invalid", where
                     )
-                arguments = require_text(given[MALFORMED], where) if set(given) == {MALFORMED} else given
+                arguments = require_text(tool_input[MALFORMED], where) if set(tool_input) == {MALFORMED} else tool_input
                 name = require_text(block.get("name"), where)
                 calls.append(ToolCall(id=require_text(block.get("id"), where), name=name, arguments=arguments))
             case "thinking" | "redacted_thinking":
@@ -177,15 +177,15 @@ def _text(value: Any, where: str) -> str:
     """
     if isinstance(value, str):
         return value
-    found = []
+    parts = []
     for block in require_object_list(value, where):
         if block.get("type") != "text":
             kind = bounded_repr(block.get("type"))
             raise RequestRefusedError(
                 f"{where} has a block of type {kind}; this model reads text only", "invalid", where
             )
-        found.append(require_text(block.get("text"), where))
-    return "\n".join(found)
+        parts.append(require_text(block.get("text"), where))
+    return "\n".join(parts)
 
 
 def _tool(tool: Mapping[str, Any]) -> ToolSpec:
@@ -210,8 +210,8 @@ def _blocks(reply: ChatReply) -> Iterator[dict[str, Any]]:
     if reply.message.content:
         yield {"type": "text", "text": reply.message.content}
     for call in reply.message.tool_calls:
-        given = {MALFORMED: call.arguments} if isinstance(call.arguments, str) else dict(call.arguments)
-        yield {"type": "tool_use", "id": call.id, "name": call.name, "input": given}
+        tool_input = {MALFORMED: call.arguments} if isinstance(call.arguments, str) else dict(call.arguments)
+        yield {"type": "tool_use", "id": call.id, "name": call.name, "input": tool_input}
 
 
 def _usage(reply: ChatReply, sampled: int) -> dict[str, int]:

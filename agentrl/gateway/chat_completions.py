@@ -78,11 +78,11 @@ class ChatCompletionsProtocol:
         head = _head(request, replies, "chat.completion.chunk")
         if request.options["include_usage"]:
             head["usage"] = None
-        found: list[tuple[str | None, Any]] = []
+        chunks: list[tuple[str | None, Any]] = []
 
         def add(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> None:
             choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-            found.append((None, {**head, "choices": [choice]}))
+            chunks.append((None, {**head, "choices": [choice]}))
 
         for index, reply in enumerate(replies):
             add(index, {"role": "assistant", "content": ""})
@@ -94,8 +94,8 @@ class ChatCompletionsProtocol:
                 add(index, {"tool_calls": [{"index": n, **openai_tool_call(call)}]})
             add(index, {}, _finish_reason(reply))
         if request.options["include_usage"]:
-            found.append((None, {**head, "choices": [], "usage": _usage(replies)}))
-        return [*found, (None, "[DONE]")]
+            chunks.append((None, {**head, "choices": [], "usage": _usage(replies)}))
+        return [*chunks, (None, "[DONE]")]
 
     def refusal(self, refused: RequestRefusedError) -> dict[str, Any]:
         return openai_refusal(refused)
@@ -116,7 +116,7 @@ def parse_messages(value: Any) -> list[Message]:
     Raises:
         RequestRefusedError: there are none, or they contain more than text.
     """
-    found: list[Message] = []
+    messages: list[Message] = []
     names: dict[str, str] = {}
     for n, item in enumerate(require_object_list(value, "messages")):
         where = f"messages[{n}]"
@@ -128,7 +128,7 @@ def parse_messages(value: Any) -> list[Message]:
         )
         names.update((call.id, call.name) for call in calls)
         answered = item.get("tool_call_id")
-        found.append(
+        messages.append(
             Message(
                 role=role,
                 content=content_text(item.get("content"), f"{where}.content"),
@@ -137,14 +137,14 @@ def parse_messages(value: Any) -> list[Message]:
                 name=names.get(str(answered)) if role == "tool" else None,
             )
         )
-    if not found or found[-1].role == "assistant":
+    if not messages or messages[-1].role == "assistant":
         raise RequestRefusedError(
             "messages: the last one must have role user, system or tool, since a reply of the assistant cannot be "
             "continued",
             "invalid",
             "messages",
         )
-    return found
+    return messages
 
 
 def content_text(value: Any, where: str) -> str:

@@ -27,8 +27,8 @@ _DEMANDS = ("temperature", "top_p", "top_logprobs", "tool_choice", "parallel_too
 _STATE = ("previous_response_id", "conversation", "background", "prompt")
 _ROLES: Mapping[str, Role] = {"user": "user", "system": "system", "developer": "system"}
 _COMPACT = (
-    "Summarise this conversation for whoever goes on with it: what was asked for, what was done and found, and what is "
-    "left to do. Reply with the summary alone."
+    "Summarize this conversation so another agent can continue it: the request, what was done, what was learned, what "
+    "remains. Reply with the summary alone."
 )
 _CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
@@ -65,7 +65,7 @@ class OpenAIResponsesProtocol:
                 "tools": tools,
                 "instructions": body.get("instructions"),
                 "compacts": _compacts(body.get("input")),
-                "offered": {_named(space, tool): (space, tool.get("type")) for space, tool in offered},
+                "offered": {_tool_name(space, tool): (space, tool.get("type")) for space, tool in offered},
             },
         )
 
@@ -89,15 +89,15 @@ class OpenAIResponsesProtocol:
     def events(self, request: ChatRequest, replies: Sequence[ChatReply]) -> Sequence[tuple[str | None, Any]]:
         reply = replies[0]
         empty = {**_head(request, reply), "status": "in_progress", "incomplete_details": None, "output": []}
-        found: list[dict[str, Any]] = [
+        stream: list[dict[str, Any]] = [
             {"type": "response.created", "response": empty},
             {"type": "response.in_progress", "response": empty},
         ]
         for n, item in enumerate(_items(request, reply)):
-            found += _item_events(item, n)
+            stream += _item_events(item, n)
         whole = self.whole(request, replies)
-        found.append({"type": f"response.{whole['status']}", "response": whole})
-        return [(event["type"], {**event, "sequence_number": n}) for n, event in enumerate(found)]
+        stream.append({"type": f"response.{whole['status']}", "response": whole})
+        return [(event["type"], {**event, "sequence_number": n}) for n, event in enumerate(stream)]
 
     def refusal(self, refused: RequestRefusedError) -> dict[str, Any]:
         return openai_refusal(refused)
@@ -109,28 +109,32 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
     Raises:
         RequestRefusedError: there are none, or they contain more than text.
     """
-    given = body.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else require_object_list(given, "input")
-    found: list[Message] = []
-    said = _Said()
+    input_value = body.get("input")
+    items = (
+        [{"role": "user", "content": input_value}]
+        if isinstance(input_value, str)
+        else require_object_list(input_value, "input")
+    )
+    messages: list[Message] = []
+    builder = _MessageBuilder()
     if body.get("instructions"):
-        found.append(Message(role="system", content=require_text(body["instructions"], "instructions")))
+        messages.append(Message(role="system", content=require_text(body["instructions"], "instructions")))
     for n, item in enumerate(items):
         where = f"input[{n}]"
-        if said.read(item, where):
+        if builder.read(item, where):
             continue
-        found += said.end()
+        messages += builder.end()
         if item.get("type") == "compaction_trigger" and n == len(items) - 1:
-            found.append(Message(role="user", content=_COMPACT))
+            messages.append(Message(role="user", content=_COMPACT))
         else:
-            found.append(_input_message(item, where, said.names))
-    found += said.end()
-    if not found or found[-1].role == "assistant":
+            messages.append(_input_message(item, where, builder.names))
+    messages += builder.end()
+    if not messages or messages[-1].role == "assistant":
         raise RequestRefusedError(
             "input: the last item must be a message or the output of a tool, since a reply of the assistant cannot be "
             "continued"
         )
-    return found
+    return messages
 
 
 def _input_message(item: Mapping[str, Any], where: str, names: Mapping[str, str]) -> Message:
@@ -160,7 +164,7 @@ def _compacts(items: Any) -> bool:
     return isinstance(items, list) and bool(items) and items[-1].get("type") == "compaction_trigger"
 
 
-class _Said:
+class _MessageBuilder:
     """Collects the items of each message of the model."""
 
     def __init__(self) -> None:
@@ -215,7 +219,7 @@ def _offered(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[
             yield "", tool
 
 
-def _named(space: str, tool: Mapping[str, Any]) -> str:
+def _tool_name(space: str, tool: Mapping[str, Any]) -> str:
     """Return the name under which the model calls a tool."""
     name = require_text(tool.get("name"), "tools.name")
     return f"{space}.{name}" if space else name
@@ -233,7 +237,7 @@ def _tool(tool: Mapping[str, Any], space: str) -> ToolSpec:
             f"tools: parameters are {bounded_repr(parameters)}, which is not a JSON schema", "invalid", "tools"
         )
     description = require_text(tool.get("description") or "", "tools.description")
-    return ToolSpec(name=_named(space, tool), description=description, parameters=parameters)
+    return ToolSpec(name=_tool_name(space, tool), description=description, parameters=parameters)
 
 
 def _head(request: ChatRequest, reply: ChatReply) -> dict[str, Any]:
@@ -279,8 +283,8 @@ def _items(request: ChatRequest, reply: ChatReply) -> Iterator[dict[str, Any]]:
         if space:
             item |= {"name": call.name.removeprefix(f"{space}."), "namespace": space}
         if kind == "custom":
-            given = call.arguments if isinstance(call.arguments, str) else call.arguments.get("input", "")
-            yield {**item, "type": "custom_tool_call", "input": str(given)}
+            arguments = call.arguments if isinstance(call.arguments, str) else call.arguments.get("input", "")
+            yield {**item, "type": "custom_tool_call", "input": str(arguments)}
         else:
             yield {**item, "type": "function_call", "arguments": tool_arguments_text(call)}
 

@@ -107,7 +107,7 @@ class AttemptEndpoint:
     """Calls that run, or whose reply no client has received, keyed by digest of the request."""
     by_idempotency_key: dict[tuple[bytes, str], _PendingReply] = field(default_factory=dict)
     """Calls, keyed by digest of the request and its `Idempotency-Key`."""
-    asked: int = 0
+    requests: int = 0
     """Number of calls so far."""
     running: set[asyncio.Task[Any]] = field(default_factory=set)
     connections: weakref.WeakSet[asyncio.BaseTransport] = field(default_factory=weakref.WeakSet)
@@ -175,15 +175,15 @@ class SharedKeyConversations:
         named = {id(opened) for opened in self._named.values()}
         prefixes = seat_for_model(self._open[0].seats, chat.model).prefixes(chat) if self._open else ()
         for opened in reversed(self._open):
-            is_unused = not opened.asked and id(opened) not in named
+            is_unused = not opened.requests and id(opened) not in named
             if is_unused or is_waited_for(opened) or seat_for_model(opened.seats, chat.model).continues(prefixes):
                 return opened  # reuse a conversation that was opened only to count the tokens of its first request
         return await self._begin_one("")
 
     def close(self, opened: AttemptEndpoint) -> None:
         """Remove an ended episode: if a client continues its conversation, it begins anew."""
-        self._open = [each for each in self._open if each is not opened]
-        self._named = {name: each for name, each in self._named.items() if each is not opened}
+        self._open = [endpoint for endpoint in self._open if endpoint is not opened]
+        self._named = {name: endpoint for name, endpoint in self._named.items() if endpoint is not opened}
 
     async def _find_named(self, name: str) -> AttemptEndpoint:
         if not _NAME.fullmatch(name):
@@ -332,8 +332,8 @@ class Gateway:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         """Handle a request."""
         path, in_address = request.path, None
-        if found := _KEY.fullmatch(path):
-            in_address, path = found.groups()
+        if key_match := _KEY.fullmatch(path):
+            in_address, path = key_match.groups()
         protocol = _PROTOCOLS.get(path)
         try:
             self._forget_key(request)
@@ -345,7 +345,7 @@ class Gateway:
             if protocol is None or request.method != "POST":
                 raise RequestRefusedError(
                     f"there is no {request.method} {bounded_repr(path)} here; there are: GET /v1/models, "
-                    f"{', '.join(f'POST {known}' for known in _PROTOCOLS)}",
+                    f"{', '.join(f'POST {endpoint}' for endpoint in _PROTOCOLS)}",
                     "model",
                 )
             async with self._read(request, path, protocol, opened) as (chat, digest):
@@ -375,10 +375,10 @@ class Gateway:
             return
         self._attempts[connection] = opened
         opened.connections.add(connection)
-        most = connections.file_limit() // ATTEMPT_SHARE
-        if len(opened.connections) > most < sum(not each.is_closing() for each in opened.connections):
+        max_connections = connections.file_limit() // ATTEMPT_SHARE
+        if len(opened.connections) > max_connections < sum(not each.is_closing() for each in opened.connections):
             request.protocol.close()
-            raise RequestRefusedError(f"{most} connections of this episode are open already", "unavailable")
+            raise RequestRefusedError(f"{max_connections} connections of this episode are open already", "unavailable")
 
     def _forget_key(self, request: web.Request) -> None:
         """Forget the key of a connection: its next request must show one."""
@@ -399,30 +399,30 @@ class Gateway:
         """
         owner = opened or self._conversations
         assert owner is not None
-        budget, held, body = owner.budget, 0, bytearray()
+        budget, reserved, body = owner.budget, 0, bytearray()
         try:
             async for part in request.content.iter_any():
                 if len(body) + len(part) > bodies.MAX_BODY_BYTES:
                     raise RequestRefusedError(f"the body is longer than {bodies.MAX_BODY_BYTES} bytes", "large")
                 budget.hold(len(part))
-                held += len(part)
+                reserved += len(part)
                 body += part
             # Only one request of each attempt waits for the second lock, so attempts take turns.
             async with budget.parsing, self._parsing:
                 await asyncio.sleep(0)  # all else runs between two bodies
                 unpacked = bodies.decompress_body(bytes(body), request.headers.get("Content-Encoding", ""))
                 budget.hold(memory := bodies.estimate_body_memory(unpacked))
-                held += memory
-                found = protocol.read(bodies.parse_json_body(unpacked)), _digest(path, unpacked)
+                reserved += memory
+                parsed = protocol.read(bodies.parse_json_body(unpacked)), _digest(path, unpacked)
             del body, unpacked
-            yield found
+            yield parsed
         finally:
-            budget.held_bytes -= held
+            budget.held_bytes -= reserved
 
     def _check_own(self, request: web.Request) -> None:
         """Refuse browsers: a page whose name resolves to this machine could use a key that it guessed or saw."""
-        own = (f"{self._host}:{self._port}", f"localhost:{self._port}")
-        if (self._host == HOST and request.host not in own) or "Origin" in request.headers:
+        hosts = (f"{self._host}:{self._port}", f"localhost:{self._port}")
+        if (self._host == HOST and request.host not in hosts) or "Origin" in request.headers:
             raise RequestRefusedError(
                 "the gateway answers only programs on this machine that use its own address", "forbidden"
             )
@@ -434,8 +434,8 @@ class Gateway:
         Raises:
             RequestRefusedError: the request has no key, or one of no running episode.
         """
-        given = request.headers.get("Authorization", "")
-        bearer = given[7:].strip() if given[:7].lower() == "bearer " else ""
+        authorization = request.headers.get("Authorization", "")
+        bearer = authorization[7:].strip() if authorization[:7].lower() == "bearer " else ""
         key = in_address or request.headers.get("x-api-key") or bearer
         if self._conversations is not None and secrets.compare_digest(
             _digest(key.partition(":")[0]), _digest(self._conversations.key)
@@ -482,7 +482,7 @@ class Gateway:
                     f"{MOST_CALLS} calls of this episode are already waiting; try again later", "unavailable"
                 )
             call = _PendingReply(asyncio.get_running_loop().create_task(_replies(opened, seat, chat)))
-            opened.asked += 1
+            opened.requests += 1
             opened.running.add(call.task)
             opened.calls.setdefault(digest, []).append(call)
             key = request.headers.get("Idempotency-Key", "")
@@ -546,7 +546,7 @@ def _call_of(opened: AttemptEndpoint, digest: bytes, request: web.Request) -> _P
         return opened.by_idempotency_key.get((digest, idempotency_key))
     retries = request.headers.get("x-stainless-retry-count", "0") != "0"
     # Of equal calls the one that fewest wait for: its client is the likeliest to ask again.
-    call = min(opened.calls.get(digest, ()), key=lambda each: each.clients, default=None)
+    call = min(opened.calls.get(digest, ()), key=lambda candidate: candidate.clients, default=None)
     return call if call is not None and (retries or not call.clients) else None
 
 
@@ -602,8 +602,8 @@ async def _hand_over(
         refused = _refused(error)
         if response is None:
             raise refused from None
-        said = protocol.refusal(refused)
-        await response.write(_event("error", said) if chat.stream else _dumped(said))
+        body = protocol.refusal(refused)
+        await response.write(_event("error", body) if chat.stream else _dumped(body))
     else:
         response = response or await _begun(request, chat)
         if chat.stream:

@@ -629,7 +629,7 @@ def test_conversations_that_begin_count_as_open(monkeypatch: pytest.MonkeyPatch)
         may_begin.set()
         found = await asyncio.gather(*finding, return_exceptions=True)
         monkeypatch.setattr("agentrl.gateway.server.MOST_CONVERSATIONS", 3)
-        conversations._open[0].asked = 1
+        conversations._open[0].requests = 1
         return [*map(str, found[1:]), conversations._in_start]
 
     assert asyncio.run(asked()) == [

@@ -132,8 +132,10 @@ class AdapterBank:
 
     def _narrow(self, used: NDArray[np.int64]) -> None:
         """Compute the columns of these adapters and of few others: the set changes in almost every pass."""
-        known = self._narrowed
-        if np.array_equal(used, known) or (1 < len(used) < len(known) <= 2 * len(used) and np.isin(used, known).all()):
+        narrowed = self._narrowed
+        if np.array_equal(used, narrowed) or (
+            1 < len(used) < len(narrowed) <= 2 * len(used) and np.isin(used, narrowed).all()
+        ):
             return
         self._narrowed = used
         first, last = int(used[0]), int(used[-1]) + 1
@@ -196,9 +198,9 @@ def _grouped(adapters: NDArray[np.int64], count: int, device: torch.device) -> _
     """Group rows by adapter, given the number of each row's adapter."""
     order = np.argsort(adapters, kind="stable")
     sizes = np.bincount(adapters, minlength=count)
-    most = int(sizes.max())
+    max_rows = int(sizes.max())
     within = np.arange(len(adapters)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    rows, places = np.zeros(count * most, np.int64), np.empty(len(adapters), np.int64)
-    places[order] = adapters[order] * most + within
+    rows, places = np.zeros(count * max_rows, np.int64), np.empty(len(adapters), np.int64)
+    places[order] = adapters[order] * max_rows + within
     rows[places] = np.arange(len(adapters))
     return _Groups(count, torch.from_numpy(rows).to(device), torch.from_numpy(places).to(device))

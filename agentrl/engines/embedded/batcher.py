@@ -410,9 +410,9 @@ class Batcher:
         buckets: dict[int, list[int]] = {}
         widest: dict[int, int] = {}
         for row in rows:
-            wanted = int(min(pending[row], self._prefill_tokens))
-            bucket = wanted.bit_length()
-            width = max(widest.get(bucket, 0), wanted)
+            new_tokens = int(min(pending[row], self._prefill_tokens))
+            bucket = new_tokens.bit_length()
+            width = max(widest.get(bucket, 0), new_tokens)
             grown = width * (len(buckets.get(bucket, ())) + 1) - widest.get(bucket, 0) * len(buckets.get(bucket, ()))
             if grown > budget and buckets:
                 break

@@ -109,16 +109,16 @@ class ExpertRoutingRecorder:
         with.
         """
         assert self._rows is not None
-        calls, held, stop = self._calls[slot], self._rows[slot], first + len(rows)
+        calls, recorded, stop = self._calls[slot], self._rows[slot], first + len(rows)
         again = min(stop, calls.reached)
-        changed = np.flatnonzero((held[first:again] != rows[: max(again - first, 0)]).any(axis=(1, 2)))
+        changed = np.flatnonzero((recorded[first:again] != rows[: max(again - first, 0)]).any(axis=(1, 2)))
         if len(changed):
             at = first + int(changed[0])
             if not calls.behind and calls.start < calls.reached:
-                calls.parts.append((calls.start, held[calls.start : calls.reached].copy()))
+                calls.parts.append((calls.start, recorded[calls.start : calls.reached].copy()))
                 calls.start, calls.behind = at, True
             calls.start = min(calls.start, at)
-        held[first:stop] = rows
+        recorded[first:stop] = rows
         if stop > calls.reached:
             calls.reached, calls.behind = stop, False
 
@@ -157,7 +157,7 @@ def chosen_experts(output: object) -> Tensor:
 
 def find_routers(model: PreTrainedModel) -> tuple[str, ...]:
     """Return the names of the modules that return chosen experts, in the order in which they run."""
-    found: list[str] = []
+    routers: list[str] = []
     hooks = []
     for name, module in model.named_modules():
 
@@ -166,14 +166,14 @@ def find_routers(model: PreTrainedModel) -> tuple[str, ...]:
                 chosen_experts(output)
             except TypeError:
                 return
-            found.append(name)
+            routers.append(name)
 
         hooks.append(module.register_forward_hook(note))
     with torch.inference_mode():
         model(input_ids=torch.zeros((1, 3), dtype=torch.int64, device=model.device), use_cache=False)
     for hook in hooks:
         hook.remove()
-    return tuple(found)
+    return tuple(routers)
 
 
 class SamplingMaskRecorder:
@@ -186,13 +186,13 @@ class SamplingMaskRecorder:
         """Start a new call in `slot`."""
         self._sets[slot] = []
 
-    def store(self, slots: Slots, kept: Tensor | None, filtered: BoolArray) -> None:
+    def store(self, slots: Slots, mask: Tensor | None, filtered: BoolArray) -> None:
         """Store the kept sets of one token per slot, from `kept`, `[B, V]`, for calls with filters."""
-        if kept is None:
+        if mask is None:
             for slot in slots.tolist():
                 self._sets[slot].append(None)
             return
-        table = kept.cpu().numpy()
+        table = mask.cpu().numpy()
         for i, slot in enumerate(slots.tolist()):
             self._sets[slot].append(np.flatnonzero(table[i]).astype(np.int32) if filtered[i] else None)
 

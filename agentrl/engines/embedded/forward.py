@@ -266,10 +266,10 @@ class ForwardPassRunner:
             if not len(slots):
                 return []
             logits = logits[torch.from_numpy(np.flatnonzero(ready)).to(self._device)]
-        tokens, logprobs, kept = sample(logits, columns.sampling(slots))
+        tokens, logprobs, mask = sample(logits, columns.sampling(slots))
         drawn = tokens.cpu().numpy()
         if self._kept is not None:
-            self._kept.store(slots, kept, columns.filtered[slots])
+            self._kept.store(slots, mask, columns.filtered[slots])
         self.stats.sampled_tokens += len(slots)
         return columns.append(slots, drawn, logprobs.cpu().numpy())
 
@@ -282,9 +282,9 @@ class ForwardPassRunner:
             if one.bank is not None:
                 one.bank.select(one.adapters)
             logits = one.model(input_ids=ids, use_cache=False).logits[0, :-1].float() / temperature
-            found = torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+            logprobs = torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:, None])[:, 0]
         scored = np.zeros(len(token_ids), np.float32)
-        scored[1:] = found.cpu().numpy()
+        scored[1:] = logprobs.cpu().numpy()
         self.stats.busy_seconds += self._clock.monotonic() - start
         return scored
 
@@ -297,9 +297,9 @@ class ForwardPassRunner:
             if one.bank is not None:
                 one.bank.select(one.adapters)
             logits = one.model(input_ids=self._to_device(contexts), use_cache=False, logits_to_keep=1).logits[:, -1]
-            found: NDArray[np.float32] = torch.log_softmax(logits.float(), dim=-1)[:, tokens].cpu().numpy()
+            logprobs: NDArray[np.float32] = torch.log_softmax(logits.float(), dim=-1)[:, tokens].cpu().numpy()
         self.stats.busy_seconds += self._clock.monotonic() - start
-        return found
+        return logprobs
 
     def _to_device(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -318,15 +318,15 @@ def sample(logits: Tensor, batch: RowSamplingParameters) -> tuple[Tensor, Tensor
     scores = logits.float()
     if batch.tempered:
         scores = scores / torch.from_numpy(batch.temperature).to(scores.device)[:, None]
-    kept = sampling_filter_mask(scores, batch.top_k, batch.top_p, batch.min_p) if batch.filtered else None
-    if kept is not None:
-        scores = scores.masked_fill(~kept, -torch.inf)
+    mask = sampling_filter_mask(scores, batch.top_k, batch.top_p, batch.min_p) if batch.filtered else None
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
     logprobs = torch.log_softmax(scores, dim=-1)
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     at = torch.from_numpy(batch.uniforms).to(scores.device)[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, at, right=True)
     tokens = tokens.clamp(max=scores.shape[-1] - 1)  # of NaN there is no token; its logprob, NaN, ends the episode
-    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0], kept
+    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0], mask
 
 
 def sampling_filter_mask(

@@ -155,12 +155,12 @@ class JsonChatFormat:
         """
         text = self.decode(token_ids)
         try:
-            said = json.loads(text)
-            content, calls, refused = said.get("content"), said.get("tool_calls"), said.get("refused")
+            line = json.loads(text)
+            content, calls, refused = line.get("content"), line.get("tool_calls"), line.get("refused")
         except (ValueError, AttributeError, RecursionError):
             return Message(role="assistant", content=text)
         if refused is not None:
-            full = said.get("limit") == "context_length"
+            full = line.get("limit") == "context_length"
             raise LimitReachedError(str(refused), stop_reason="context_length" if full else "refused")
         return Message(
             role="assistant",
@@ -171,10 +171,10 @@ class JsonChatFormat:
     def usage(self, token_ids: Sequence[int]) -> dict[str, int]:
         """Return the endpoint's token counts of a turn; empty if it gave none."""
         try:
-            said = json.loads(self.decode(token_ids))
+            line = json.loads(self.decode(token_ids))
         except (ValueError, RecursionError):
             return {}
-        return reported_token_usage(said) if isinstance(said, dict) else {}
+        return reported_token_usage(line) if isinstance(line, dict) else {}
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token for token in token_ids if 0 <= token < 256).decode("utf-8", "replace")
@@ -196,15 +196,15 @@ def _described(tool: ToolSpec) -> dict[str, Any]:
 
 
 def _message_value(message: Message) -> dict[str, Any]:
-    said: dict[str, Any] = {"role": message.role, "content": message.content}
+    line: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
-        said["tool_calls"] = [
+        line["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _written(call)}}
             for call in message.tool_calls
         ]
     if message.tool_call_id is not None:
-        said["tool_call_id"] = message.tool_call_id
-    return said
+        line["tool_call_id"] = message.tool_call_id
+    return line
 
 
 def _written(call: ToolCall) -> str:

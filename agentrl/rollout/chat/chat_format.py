@@ -201,16 +201,16 @@ class TemplateChatFormat:
             return self._encode_pieces(self._opening_pieces(messages, tools))
         last = messages[-1]
         key = (tuple(map(id, tools)), tuple(message.content for message in messages[:-1]))
-        kept = self._openings.get(key)
-        if kept is None:
+        opening = self._openings.get(key)
+        if opening is None:
             if len(self._openings) >= _FRAMES:
                 return self._encode_pieces(self._opening_pieces(messages, tools))
             specs = tuple(tools)
             frame = self._frame(lambda content: self._opening_pieces((*messages[:-1], _with(last, content)), specs))
-            kept = self._openings[key] = (frame, specs)
-        if kept[0] is None:
+            opening = self._openings[key] = (frame, specs)
+        if opening[0] is None:
             return self._encode_pieces(self._opening_pieces(messages, tools))
-        return self._fill(kept[0], last.content)
+        return self._fill(opening[0], last.content)
 
     def extend(self, messages: Sequence[Message], *, after: FinishReason) -> list[int]:
         """Return the token ids that follow a sampled turn: its closing tokens, the new messages, the start of the next
@@ -238,11 +238,11 @@ class TemplateChatFormat:
             ModelError: the template refuses the conversation.
         """
         values, replies = list[dict[str, Any]](), list[_ReplyParts]()
-        asked = [*(turn.messages for turn in turns), messages]
+        requests = [*(turn.messages for turn in turns), messages]
         for n, turn in enumerate(turns):
             values += self._answers(turn.messages)
             replies.append(self._reply_parts(turn.token_ids))
-            values.append(self._marked(n, replies[-1], _names(asked[n + 1])))
+            values.append(self._marked(n, replies[-1], _names(requests[n + 1])))
         values += self._answers(messages)
         specs = [tool_for_template(tool, self._control) for tool in tools]
         rendered = self._template.render(values, specs, prompt=True)
@@ -256,7 +256,7 @@ class TemplateChatFormat:
                 frame = frame.rpartition(self._history_marks[0])[0] + self._thinking_opening
             elif (called := _mark("c", n) in rendered) or self.reply_format.ends:
                 if called:
-                    frame = frame.removesuffix(self._written_call(*_names(asked[n + 1])).partition(PROBE)[0])
+                    frame = frame.removesuffix(self._written_call(*_names(requests[n + 1])).partition(PROBE)[0])
                 frame = frame[: frame.rfind(self._header) + len(self._header)]
             rendered = rendered.replace(_mark("c", n), "")
             pieces = self._from_closing(frame) if n else self._control.split(frame)
@@ -272,7 +272,7 @@ class TemplateChatFormat:
     def _values(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Convert messages to the template's values."""
         as_text = self._arguments_as_text
-        return [message_for_template(each, self._control, arguments_as_text=as_text) for each in messages]
+        return [message_for_template(message, self._control, arguments_as_text=as_text) for message in messages]
 
     def _answers(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Convert messages to the template's values; a tool's message without the id of a call has a stand-in's."""
@@ -301,8 +301,8 @@ class TemplateChatFormat:
             value = list(thinking_message_forms(self._history_marks, _mark("t", number), speech))[self._thinking_form]
         if called and self._needs_calls:
             calls = self._standin_call(*called)["tool_calls"]
-            given = {"probe": speech + _mark("c", number)}
-            calls[0]["function"]["arguments"] = json.dumps(given) if self._arguments_as_text else given
+            arguments = {"probe": speech + _mark("c", number)}
+            calls[0]["function"]["arguments"] = json.dumps(arguments) if self._arguments_as_text else arguments
             value = {**value, "content": value["content"].replace(speech, ""), "tool_calls": calls}
         return value
 
@@ -332,8 +332,8 @@ class TemplateChatFormat:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special tokens included."""
         ids = _as_list(token_ids)
-        known, text = self._decoded
-        if ids != known:
+        decoded_ids, text = self._decoded
+        if ids != decoded_ids:
             text = self._tokenizer.decode(ids, skip_special_tokens=False)
             self._decoded = (list(ids), text)
         return text
@@ -349,10 +349,10 @@ class TemplateChatFormat:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of text as the template would tokenise it; control tokens are recognised."""
-        known = self._encoded.get(text)
-        if known is None:
-            known = self._encoded.keep(text, self._tokenizer.encode(valid_unicode(text), add_special_tokens=False).ids)
-        return list(known)
+        cached = self._encoded.get(text)
+        if cached is None:
+            cached = self._encoded.keep(text, self._tokenizer.encode(valid_unicode(text), add_special_tokens=False).ids)
+        return list(cached)
 
     def drift(self, token_ids: Sequence[int]) -> DriftCause | None:
         """Explain why the text of `token_ids` would be tokenised differently: invalid UTF-8, or other merges; None if
@@ -381,9 +381,13 @@ class TemplateChatFormat:
         answers = list(itertools.takewhile(lambda message: message.role == "tool", messages))
         names = [message.name or "probe" for message in answers]
         valid = [f"call{number:05}" for number in range(len(answers))]
-        own = [value.get("tool_call_id") or number for value, number in zip(new, valid, strict=False)]
-        calls = [(ids, self._standin_call(*each, ids=ids)) for ids in (own, valid) for each in (names, names[:1])]
-        plain = [(ids, _value("assistant", PROBE)) for ids in (own, valid)]
+        reply_ids = [value.get("tool_call_id") or number for value, number in zip(new, valid, strict=False)]
+        calls = [
+            (ids, self._standin_call(*call_names, ids=ids))
+            for ids in (reply_ids, valid)
+            for call_names in (names, names[:1])
+        ]
+        plain = [(ids, _value("assistant", PROBE)) for ids in (reply_ids, valid)]
         refusal: ModelError | None = None
         for ids, standin in (*(calls if names else ()), *plain):
             for value, call_id in zip(new, ids, strict=False):
@@ -411,10 +415,10 @@ class TemplateChatFormat:
         """Return the token ids of plain text that follows a control token."""
         if not text:
             return ()
-        known = self._encoded_plain.get(text)
-        if known is None:
-            known = self._encoded_plain.keep(text, self._encode_anew(text))
-        return known
+        cached = self._encoded_plain.get(text)
+        if cached is None:
+            cached = self._encoded_plain.keep(text, self._encode_anew(text))
+        return cached
 
     def _encode_anew(self, text: str) -> list[int]:
         if self._anchored is not None:
@@ -530,9 +534,9 @@ class TemplateChatFormat:
         shared = common_prefix_length(followed, alone)
         ends = set(self.reply_format.ends)
         markup = {self._control.ids.get(mark) for mark in self.reply_format.markup if mark not in ends} - {*configured}
-        known = [piece for piece in followed if piece in configured][:1]
-        known = known or [piece for piece in followed[:shared] if piece not in markup][::-1]
-        return next((piece for piece in (*known, *followed[shared:]) if isinstance(piece, int)), self._closing)
+        closing = [piece for piece in followed if piece in configured][:1]
+        closing = closing or [piece for piece in followed[:shared] if piece not in markup][::-1]
+        return next((piece for piece in (*closing, *followed[shared:]) if isinstance(piece, int)), self._closing)
 
     def _check_history(self, forks: bool) -> None:
         """Find how the template rewrites earlier turns."""
@@ -543,8 +547,8 @@ class TemplateChatFormat:
         self._history_marks = (marks[0], "<|end|><|start|>assistant") if marks == HARMONY_THINKING else marks
         self._thinking_form = detect_thinking_message_form(self._template, call, marks)
         self._needs_calls = self._takes_results_of_calls_only()
-        asked = [Message(role="user", content="one")]
-        if self.forks and self.rewritten([SampledTurn(asked, self.encode("two"))], asked, ()) is None:
+        question = [Message(role="user", content="one")]
+        if self.forks and self.rewritten([SampledTurn(question, self.encode("two"))], question, ()) is None:
             raise ModelError(
                 f"{self._directory}: model.history = 'fork': the chat template omits the content of assistant "
                 "messages; set 'keep'"
@@ -553,9 +557,9 @@ class TemplateChatFormat:
     def _takes_results_of_calls_only(self) -> bool:
         """Whether a tool's message may only follow a turn with a call; the template may notice only turns later."""
         answer = {**_value("tool", PROBE), "name": "probe", "tool_call_id": "call00000"}
-        asked, said = _value("user", "."), _value("assistant", ".")
+        question, reply = _value("user", "."), _value("assistant", ".")
         try:
-            rendered = self._template.render([asked, said, answer, said, asked], [], prompt=True)
+            rendered = self._template.render([question, reply, answer, reply, question], [], prompt=True)
         except ModelError:
             return True
         return PROBE not in rendered
@@ -570,10 +574,12 @@ class TemplateChatFormat:
     def _standin_call(self, *names: str, ids: Sequence[str] = ()) -> dict[str, Any]:
         """Make a turn that calls tools, with the probe in the arguments of each call; without `ids` with valid ones."""
         arguments = {"probe": PROBE}
-        given = json.dumps(arguments, ensure_ascii=False) if self._arguments_as_text else arguments
-        functions = [{"name": name, "arguments": given} for name in names]
+        encoded = json.dumps(arguments, ensure_ascii=False) if self._arguments_as_text else arguments
+        functions = [{"name": name, "arguments": encoded} for name in names]
         ids = ids or [f"call{n:05}" for n in range(len(names))]
-        calls = [{"type": "function", "id": id_, "function": each} for id_, each in zip(ids, functions, strict=False)]
+        calls = [
+            {"type": "function", "id": id_, "function": function} for id_, function in zip(ids, functions, strict=False)
+        ]
         return {**_value("assistant", ""), "tool_calls": calls}
 
     def _find_reply_format(self, name: str, special: Sequence[str]) -> ReplyFormat:
@@ -584,9 +590,9 @@ class TemplateChatFormat:
         """
         if name in REPLY_FORMATS:
             return REPLY_FORMATS[name]
-        known = ", ".join(REPLY_FORMATS)
+        names = ", ".join(REPLY_FORMATS)
         if name != AUTO:
-            raise ModelError(f"model.reply_format {name!r} is unknown; there are: {AUTO}, {known}")
+            raise ModelError(f"model.reply_format {name!r} is unknown; there are: {AUTO}, {names}")
         marks = _thinking_marks(self._template.source, ())
         written = ""
         for self._arguments_as_text in (False, True):
@@ -594,18 +600,18 @@ class TemplateChatFormat:
                 written = self._written_call("probe")
             except ModelError:
                 continue
-            for each in REPLY_FORMATS.values():
+            for reply_format in REPLY_FORMATS.values():
                 text = written
                 for literal in special:
-                    text = text if literal in each.markup else text.replace(literal, "")
-                calls = each.read(text, marks).tool_calls
+                    text = text if literal in reply_format.markup else text.replace(literal, "")
+                calls = reply_format.read(text, marks).tool_calls
                 if [(call.name, call.arguments) for call in calls] == [("probe", {"probe": PROBE})]:
-                    return each
+                    return reply_format
         self._arguments_as_text = False
         if "probe" in written:
             raise ModelError(
                 f"{self._directory}: the chat template writes tool calls in an unknown format. Set model.reply_format "
-                f"to one that parses the model's calls (or to any, if it calls no tools): {known}"
+                f"to one that parses the model's calls (or to any, if it calls no tools): {names}"
             )
         return REPLY_FORMATS["hermes"]
 
@@ -626,7 +632,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     """
     try:
         longest = max(
-            (each.content for each in _ADDED_TOKENS.decode(path.read_bytes()).added_tokens), key=len, default=""
+            (token.content for token in _ADDED_TOKENS.decode(path.read_bytes()).added_tokens), key=len, default=""
         )
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error

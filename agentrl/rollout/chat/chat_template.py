@@ -207,8 +207,11 @@ def message_for_template(
     message: Message, control: ControlTokens, *, arguments_as_text: bool = False
 ) -> dict[str, Any]:
     """Convert a message to the template's value. An assistant's own markup (thinking, tool calls) keeps its meaning."""
-    own = message.role == "assistant"
-    value: dict[str, Any] = {"role": message.role, "content": control.escape(message.content, only_special=own)}
+    is_assistant = message.role == "assistant"
+    value: dict[str, Any] = {
+        "role": message.role,
+        "content": control.escape(message.content, only_special=is_assistant),
+    }
     if message.tool_calls:
         value["tool_calls"] = [
             {
@@ -216,13 +219,15 @@ def message_for_template(
                 "id": control.escape(call.id),
                 "function": {
                     "name": control.escape(call.name),
-                    "arguments": _given(control.escape_value(call.arguments, only_special=own), arguments_as_text),
+                    "arguments": _template_arguments(
+                        control.escape_value(call.arguments, only_special=is_assistant), arguments_as_text
+                    ),
                 },
             }
             for call in message.tool_calls
         ]
     if message.thinking:
-        value["reasoning_content"] = control.escape(message.thinking, only_special=own)
+        value["reasoning_content"] = control.escape(message.thinking, only_special=is_assistant)
     if message.tool_call_id is not None:
         value["tool_call_id"] = control.escape(message.tool_call_id)
     if message.name is not None:
@@ -230,7 +235,7 @@ def message_for_template(
     return value
 
 
-def _given(arguments: Any, as_text: bool) -> Any:
+def _template_arguments(arguments: Any, as_text: bool) -> Any:
     return json.dumps(arguments, ensure_ascii=False) if as_text and not isinstance(arguments, str) else arguments
 
 

@@ -54,28 +54,28 @@ def rewrite_causes(
         thinking: the marks around thinking.
     """
     check = _TemplateCheck(template, call)
-    found = {*check.of_turns(thinking), *check.of_tools()}
+    causes = {*check.of_turns(thinking), *check.of_tools()}
     if thinking is not None and check.leaves_out_thinking(thinking):
-        found.add("thinking")
+        causes.add("thinking")
     if "strftime_now" in template.source:
-        found.add("date")
-    if "history" in found:
-        found -= {"tools", "tool_results"}  # "history" already covers rewrites that depend on tools
-    return tuple(cause for cause in get_args(RewriteCause) if cause in found)
+        causes.add("date")
+    if "history" in causes:
+        causes -= {"tools", "tool_results"}  # "history" already covers rewrites that depend on tools
+    return tuple(cause for cause in get_args(RewriteCause) if cause in causes)
 
 
 def applicable_rewrite_causes(
     rewrites: Sequence[str], conversation: Sequence[Message], messages: Sequence[Message]
 ) -> Iterator[str]:
     """Yield the causes for which a template rewrites a conversation when new messages arrive."""
-    said = [message for message in conversation if message.role == "assistant"]
-    if not said:
+    replies = [message for message in conversation if message.role == "assistant"]
+    if not replies:
         return
     for cause in rewrites:
         if cause == "thinking":
-            applies = any(each.thinking for each in said) and any(each.role == "user" for each in messages)
+            applies = any(each.thinking for each in replies) and any(each.role == "user" for each in messages)
         elif cause == "whitespace":
-            applies = said[-1].content != said[-1].content.strip()
+            applies = replies[-1].content != replies[-1].content.strip()
         else:
             applies = cause in ("tools", "prompt", "history")
         if applies:
@@ -122,8 +122,8 @@ class _TemplateCheck:
                 yield "thinking"
             else:
                 yield "prompt" if "one" in first[:shared] else "history"
-        told, longer = self._text(_SYSTEM, _ASK), self._text(_SYSTEM, _ASK, _SAID, _MORE)
-        if longer and "zero" in told and "zero" not in longer.partition(PROBE)[0]:
+        shorter, longer = self._text(_SYSTEM, _ASK), self._text(_SYSTEM, _ASK, _SAID, _MORE)
+        if longer and "zero" in shorter and "zero" not in longer.partition(PROBE)[0]:
             yield "history"
         third = self._text(_ASK, _SAID, _MORE, {"role": "assistant", "content": "three"}, _user("four"))
         if third and not third.startswith(second.rpartition("two")[0]):
@@ -141,7 +141,7 @@ class _TemplateCheck:
     def shows_thinking(self, form: Mapping[str, Any]) -> bool:
         """Whether the thinking of a turn stays as long as only tools have answered, or only the user."""
         silent = {**form, "content": str(form["content"]).replace(PROBE, "")}
-        calls = [(_ASK, {**self._call, **each}, _result("r1")) for each in (form, silent)]
+        calls = [(_ASK, {**self._call, **call_form}, _result("r1")) for call_form in (form, silent)]
         conversations = (*calls, (_ASK, form), (_ASK, form, _MORE))
         return any(_THOUGHT in self._text(*messages) for messages in conversations)
 
