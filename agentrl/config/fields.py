@@ -1,12 +1,13 @@
 """Building blocks of sections: base class, bounded numbers with units, on-resume rules, directories of packages.
 
-Finding a directory of a package imports only the package's parents.
+Finding a directory of a package imports the package.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, TypeVar
 
@@ -92,20 +93,21 @@ def resolve_package_directory(path: str) -> str:
     if match is None or Path(path).exists():
         return path
     package, inner = match.groups()
+    locations: Iterable[str] = ()
     try:
-        spec = importlib.util.find_spec(package)
-    except (ImportError, ValueError):
-        spec = None
-    except BaseException as error:  # importing the parent packages runs third-party code
+        locations = getattr(importlib.import_module(package), "__path__", ())
+    except ModuleNotFoundError:
+        pass
+    except BaseException as error:  # importing runs third-party code
         if isinstance(error, KeyboardInterrupt):
             raise
         raise ValueError(f"the package {package!r} cannot be imported: {type(error).__name__}: {error}") from error
-    if spec is None or not spec.submodule_search_locations:
+    if not locations:
         raise ValueError(f"there is no package {package!r}; install it, or give the path of a directory")
-    for root in spec.submodule_search_locations:
-        found = Path(root, inner)
-        if found.is_dir():
-            return str(found.resolve())
+    for location in locations:
+        directory = Path(location, inner)
+        if directory.is_dir():
+            return str(directory.resolve())
     raise ValueError(f"the package {package!r} has no directory {inner!r}")
 
 
