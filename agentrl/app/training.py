@@ -19,6 +19,7 @@ from agentrl.app.policies import (
     base_models,
     check_base_models_unchanged,
     check_reference_models,
+    hidden_tools,
     split_group_warnings,
     units_per_root_group,
 )
@@ -152,6 +153,8 @@ async def run_training(
     async with opened as (store, observer, changed), gpu_reservation():
         for line in split_group_warnings(config, units_per_root_group(config, environment)):
             observer.warn(line)
+        if hidden := hidden_tools(config, environment, chat_format):
+            observer.warn(hidden)
         if factories.engine is make_engine:
             for line in await _device_lines(config, code, clock, observer.phase):
                 observer.say(line)

@@ -67,7 +67,7 @@ def doctor(options: argparse.Namespace) -> int:
         config = load(options.file, options.overrides)
         sections = {
             **{title: probes for title, probes in SECTIONS.items() if title != _DEMO},
-            f"{options.file} will use": (partial(placement_checks, config),),
+            f"{options.file} will use": (partial(placement_checks, config), partial(tool_checks, config)),
             "memory": (partial(memory_fit_checks, config),),
         }
     with spinner("looking at this machine", sys.stderr):  # importing torch takes seconds
@@ -301,6 +301,22 @@ def placement_checks(config: RunConfig | None = None) -> list[Check]:
     checks.append(Check(name="temporary files", found=short))
     checks.append(Check(name="runs", found=str(Path(config.directory).resolve())))
     return checks
+
+
+def tool_checks(config: RunConfig) -> list[Check]:
+    """Check that the models' chat templates show the environment's tools. Imports the environment."""
+    from agentrl.app.hub import with_downloaded_models
+    from agentrl.app.policies import hidden_tools
+    from agentrl.app.run_parts import environment_of, make_chat_format
+
+    try:
+        here = with_downloaded_models(config, {}, download=False)
+        hidden = hidden_tools(here, environment_of(here), make_chat_format(here))
+    except InputError as error:
+        return [Check(name="tools", found=str(error), level="missing")]
+    if hidden:
+        return [Check(name="tools", found=hidden, level="missing", fix='add `tools_in = "system"` to [model]')]
+    return []
 
 
 def _nodes(config: RunConfig) -> list[Check]:
