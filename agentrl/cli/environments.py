@@ -445,7 +445,7 @@ id = "env.py:CLASS"   # beside this file
 path = "agentrl.environments:calculator/model"   # 0.84 M parameters, part of agentrl; or a directory of yours
 
 [policies.solver]
-learning_rate = 3e-4  # a pretrained model takes the default: 1e-6, or 1e-5 with [policies.solver.lora]
+learning_rate = 3e-4  # without it, by the size of the model
 step_size = 64        # episodes per optimizer step
 max_staleness = 1     # 0 is synchronous training
 
