@@ -10,6 +10,7 @@ import contextlib
 import json
 import statistics
 import tempfile
+import warnings
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from agentrl.app.assemble import attach_local_worker, make_dispatcher
 from agentrl.app.engines import make_engine
 from agentrl.app.hub import with_downloaded_models
 from agentrl.app.memory_estimate import with_chosen_token_limits
-from agentrl.app.policies import frozen_policy_weights, serve_configured_weights, weights_from_directory
+from agentrl.app.policies import frozen_policy_weights, hidden_tools, serve_configured_weights, weights_from_directory
 from agentrl.app.recovery import ResumeState
 from agentrl.app.run_parts import (
     environment_of,
@@ -311,6 +312,8 @@ async def play_in_new_run(
     from agentrl.journal.store import SqliteJournal
 
     chat_format = make_chat_format(config)
+    if hidden := hidden_tools(config, environment, chat_format):
+        warnings.warn(hidden, stacklevel=1)
     async with contextlib.AsyncExitStack() as stack:
         remote = [f"{policy.model} at {policy.url}" for policy in config.of_kind(RemotePolicy).values()]
         evaluated = ", ".join(

@@ -29,7 +29,9 @@ from agentrl.core.ports import ChatFormat, EngineCapabilities, SamplingParams
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.text import plural
 from agentrl.environment.base import Environment, EpisodeLimits, child_environments
+from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.mixture import root_environments, seat_prefix, trained_root_environments
+from agentrl.environment.tools import ToolEnvironment
 from agentrl.orchestrator.scheduler import GroupDemand
 from agentrl.orchestrator.versions import ServedVersions, record_published_version
 from agentrl.rollout.chat.byte_formats import JsonChatFormat
@@ -247,8 +249,39 @@ def base_model_chat_formats(config: RunConfig) -> dict[str, ChatFormat]:
         return {}
     from agentrl.rollout.chat.chat_format import TemplateChatFormat
 
-    made = [(TemplateChatFormat.load(base.model.path, history=config.model.history), base.policies) for base in others]
-    return {name: chat_format for chat_format, policies in made for name in policies}
+    model = config.model
+    return {
+        name: chat_format
+        for base in others
+        for chat_format in [TemplateChatFormat.load(base.model.path, history=model.history, tools_in=model.tools_in)]
+        for name in base.policies
+    }
+
+
+def hidden_tools(config: RunConfig, environment: type[Environment], chat_format: ChatFormat) -> str:
+    """Return a warning if a chat template hides the environment's tools from a policy; empty if none does.
+
+    Args:
+        config: the run's configuration.
+        environment: its environment; the tools of environments that are not a `ToolEnvironment` or a
+            `HarnessEnvironment` are known only once an episode runs.
+        chat_format: the chat format of `model.path`.
+    """
+    offering = [
+        member.__name__
+        for member in root_environments(environment)
+        if issubclass(member, ToolEnvironment | HarnessEnvironment)
+    ]
+    external, formats = config.of_kind(ExternalPolicyConfig), base_model_chat_formats(config)
+    policies = [
+        name for name in config.policies if name not in external and not formats.get(name, chat_format).shows_tools
+    ]
+    if not offering or not policies:
+        return ""
+    return (
+        f"the chat template of {' and '.join(policies)} ignores tools, so the model never sees those of "
+        f"{' and '.join(offering)}. Set model.tools_in = 'system' to list them in the system message"
+    )
 
 
 def check_reference_models(config: RunConfig) -> None:

@@ -260,8 +260,9 @@ def make_chat_format(config: RunConfig) -> ChatFormat:
         return JsonChatFormat()
     from agentrl.rollout.chat.chat_format import TemplateChatFormat
 
+    model = config.model
     return TemplateChatFormat.load(
-        config.model.path, reply_format=config.model.reply_format, history=config.model.history
+        model.path, reply_format=model.reply_format, history=model.history, tools_in=model.tools_in
     )
 
 

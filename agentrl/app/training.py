@@ -20,9 +20,11 @@ from agentrl.app.policies import (
     base_models,
     check_base_models_unchanged,
     check_reference_models,
+    hidden_tools,
     split_group_warnings,
     units_per_root_group,
 )
+from agentrl.app.recipes import with_learning_rates
 from agentrl.app.recovery import UserCodeDigests, load_user_functions
 from agentrl.app.run_parts import RunFactories, environment_of, importable_environment_code, load_config, task_source
 from agentrl.app.run_parts import held_out_task_splits as held_out_source
@@ -103,7 +105,8 @@ def train(  # noqa: PLR0913 - what a run is given, all but the first by name
     if config.engine.kind == "vllm":
         check_vllm_usable(config)
     before = RunDirectory.config(Path(config.directory) / config.name) if resume else {}
-    config = with_chosen_token_limits(with_downloaded_models(config, before), before)
+    config = with_learning_rates(with_downloaded_models(config, before), before)
+    config = with_chosen_token_limits(config, before)
     run = run_training(config, chosen, tasks=tasks, held_out=held_out, observers=observers, resume=resume, quiet=quiet)
     return run_guarding_event_loop(run, Path(config.directory) / config.name)
 
@@ -143,6 +146,11 @@ async def run_training(
     async with opened as (store, observer, changed), gpu_reservation():
         for line in split_group_warnings(config, units_per_root_group(config, environment)):
             observer.warn(line)
+        if config.trained:
+            rates = ", ".join(f"{name} {policy.learning_rate:g}" for name, policy in config.trained.items())
+            observer.say(f"learning rate: {rates}")
+        if hidden := hidden_tools(config, environment, chat_format):
+            observer.warn(hidden)
         if factories.engine is make_engine:
             for line in await _device_lines(config, code, clock, observer.phase):
                 observer.say(line)

@@ -352,6 +352,7 @@ def _add_doctor(commands: Subparsers[argparse.ArgumentParser]) -> None:
     text = "report what this machine has, which resources a run will use, and what is missing"
     parser = _add_command(commands, "doctor", text, "doctor:doctor")
     parser.add_argument("file", type=Path, nargs="?", help=f"{_FILE}; default: the demo's")
+    parser.add_argument("--suggest", action="store_true", help="also show settings that suit the models' sizes")
     parser.set_defaults(takes_overrides=True)
 
 
@@ -475,6 +476,8 @@ def _add_env(commands: Subparsers[argparse.ArgumentParser]) -> None:
     text = "check that an environment, or your own loss or advantage, can be used for training"
     parser = _add_command(verbs, "check", text, "environments:env_check")
     parser.add_argument("id", nargs="?", help="registered name, module:Class, or path/to/env.py:Class")
+    text = "model directory: say whether its chat template shows the environment's tools"
+    parser.add_argument("--model", metavar="DIR", help=text)
     text = "call the loss on synthetic steps: shape, finite gradients, purity; NAME: module:name or FILE.py:name"
     parser.add_argument("--loss", metavar="NAME", help=text)
     parser.add_argument("--advantage", metavar="NAME", help="call the advantage on synthetic groups")

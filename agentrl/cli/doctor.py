@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from agentrl.cli.output import print_json
+from agentrl.config.fields import shipped_example
 from agentrl.config.load import load
 from agentrl.core.errors import AgentRLError, InputError
 from agentrl.core.machine import gpus, install_command, mismatched_torch_builds
@@ -67,9 +68,12 @@ def doctor(options: argparse.Namespace) -> int:
         config = load(options.file, options.overrides)
         sections = {
             **{title: probes for title, probes in SECTIONS.items() if title != _DEMO},
-            f"{options.file} will use": (partial(placement_checks, config),),
+            f"{options.file} will use": (partial(placement_checks, config), partial(tool_checks, config)),
             "memory": (partial(memory_fit_checks, config),),
         }
+    if options.suggest:
+        config = load(options.file or shipped_example("01_tool_use"), options.overrides)
+        sections = {**sections, "suggested settings": (partial(suggestion_checks, config),)}
     with spinner("looking at this machine", sys.stderr):  # importing torch takes seconds
         report = {title: [check for probe in section for check in _run(probe)] for title, section in sections.items()}
     missing, unknown = (
@@ -263,8 +267,6 @@ def _disk_space(name: str, place: Path, *, needed: float, setting: str) -> Check
 
 def demo_model_checks() -> list[Check]:
     """Check the model and the environment of the demo."""
-    from agentrl.config.fields import shipped_example
-
     config = load(shipped_example("01_tool_use"))
     weights = Path(config.model.path) / "model.safetensors"
     if not weights.is_file() or weights.stat().st_size < 1 << 20:
@@ -275,8 +277,6 @@ def demo_model_checks() -> list[Check]:
 
 def placement_checks(config: RunConfig | None = None) -> list[Check]:
     """Show the engine, trainer and directories that a run will use here; None: the run of `agentrl demo`."""
-    from agentrl.config.fields import shipped_example
-
     config = config or load(shipped_example("01_tool_use"))
     if config.engine.kind == "vllm":
         from agentrl.app.engines import check_vllm_usable
@@ -301,6 +301,22 @@ def placement_checks(config: RunConfig | None = None) -> list[Check]:
     checks.append(Check(name="temporary files", found=short))
     checks.append(Check(name="runs", found=str(Path(config.directory).resolve())))
     return checks
+
+
+def tool_checks(config: RunConfig) -> list[Check]:
+    """Check that the models' chat templates show the environment's tools. Imports the environment."""
+    from agentrl.app.hub import with_downloaded_models
+    from agentrl.app.policies import hidden_tools
+    from agentrl.app.run_parts import environment_of, make_chat_format
+
+    try:
+        here = with_downloaded_models(config, {}, download=False)
+        hidden = hidden_tools(here, environment_of(here), make_chat_format(here))
+    except InputError as error:
+        return [Check(name="tools", found=str(error), level="missing")]
+    if hidden:
+        return [Check(name="tools", found=hidden, level="missing", fix='add `tools_in = "system"` to [model]')]
+    return []
 
 
 def _nodes(config: RunConfig) -> list[Check]:
@@ -339,6 +355,24 @@ def memory_fit_checks(config: RunConfig) -> list[Check]:
     if found.offloaded is not None:
         checks += _plan_checks(found.offloaded, " in main memory")
     return checks
+
+
+def suggestion_checks(config: RunConfig) -> list[Check]:
+    """Compare settings with those that suit the models' sizes."""
+    from agentrl.app.hub import with_downloaded_models
+    from agentrl.app.recipes import suggestions, with_learning_rates
+
+    try:
+        here = with_learning_rates(with_downloaded_models(config, {}, download=False), {})
+        rows = list(suggestions(here))
+    except InputError as error:
+        return [Check(name="model", found=str(error), level="note")]
+    return [
+        Check(name=row.setting, found=f"{row.current} ({row.source})")
+        if row.current == row.suggested
+        else Check(name=row.setting, found=row.current, level="note", fix=f"{row.suggested} ({row.source})")
+        for row in rows
+    ]
 
 
 def _plan_checks(plan: MemoryEstimate, where: str = "") -> list[Check]:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import argparse
 
     from agentrl.environment.registry import EnvironmentSpec
+    from agentrl.testing.check import EnvironmentReport
 
 LONGEST_S = 600.0
 """Time limit of a check, in seconds."""
@@ -71,7 +72,7 @@ def _described(spec: EnvironmentSpec) -> dict[str, Any]:
 
 
 def env_check(options: argparse.Namespace) -> int:
-    """`agentrl env check [ID] [--loss NAME] [--advantage NAME]`; exit code 1 where a check failed."""
+    """`agentrl env check [ID] [--model DIR] [--loss NAME] [--advantage NAME]`; exit code 1 where a check failed."""
     from agentrl import check_environment
     from agentrl.observe.progress import ProgressLine
 
@@ -85,7 +86,7 @@ def env_check(options: argparse.Namespace) -> int:
 
     def check() -> tuple[bool, str | None, str]:
         report = check_environment(options.id, on_progress=progress, hash_order=True)
-        return report.passed, report.resume_class, report.text
+        return report.passed, report.resume_class, report.text + _hidden_tools(options.model, report)
 
     with contextlib.closing(progress):
         answer, problem = run_in_forked_child(check)
@@ -95,6 +96,21 @@ def env_check(options: argparse.Namespace) -> int:
     else:
         sys.stdout.write(escape_text(text).rstrip("\n") + "\n")
     return max(0 if passed else CheckFailedError.exit_code, *codes, 0)
+
+
+def _hidden_tools(model: str | None, report: EnvironmentReport) -> str:
+    """Return a line about the tools that a model's chat template hides; empty if it hides none."""
+    tools = sorted(report.called | set(report.uncalled))
+    if model is None or not tools:
+        return ""
+    from agentrl.rollout.chat.chat_format import TemplateChatFormat
+
+    if TemplateChatFormat.load(model).shows_tools:
+        return ""
+    return (
+        f"\nThe chat template of {model} ignores tools, so the model never sees {', '.join(tools)}. Train and evaluate "
+        "with model.tools_in = 'system'."
+    )
 
 
 def _check_function(kind: str, name: str, *, as_json: bool) -> int:
@@ -429,7 +445,7 @@ id = "env.py:CLASS"   # beside this file
 path = "agentrl.environments:calculator/model"   # 0.84 M parameters, part of agentrl; or a directory of yours
 
 [policies.solver]
-learning_rate = 3e-4  # a pretrained model takes the default: 1e-6, or 1e-5 with [policies.solver.lora]
+learning_rate = 3e-4  # without it, by the size of the model
 step_size = 64        # episodes per optimizer step
 max_staleness = 1     # 0 is synchronous training
 

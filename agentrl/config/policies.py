@@ -94,11 +94,11 @@ class PolicyConfig(LocalPolicy):
     `trainer.loss.kl`, and the teacher of the loss `distillation`. It is a model, written as `model.path`, or an adapter
     of this policy's base model, such as another run's `policies/NAME`. Empty: the base model under the policy's
     adapter."""
-    learning_rate: Annotated[Free[Rate], DerivedDefault("`1e-5` with `lora`, `1e-6` without")] = Field(
+    learning_rate: Annotated[Free[Rate], DerivedDefault("by the model's size, docs/settings.md")] = Field(
         default_factory=_learning_rate
     )
-    """AdamW's learning rate after warm-up. The defaults suit pretrained models with billions of parameters; tiny models
-    take 100 times as much."""
+    """AdamW's learning rate after warm-up. Default: by the number of parameters, from 2e-3 (an adapter on a model of a
+    million) to 1e-6 (full weights of a model of billions); a run says its choice at the start."""
     step_size: WaveFixed[Episodes] = 64
     """Units (the policy's parts of episodes) per optimizer step."""
     max_staleness: WaveFixed[MaybeSteps] = 1

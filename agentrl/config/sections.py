@@ -80,6 +80,10 @@ class ModelConfig(Section):
     """Treatment of earlier turns that the chat template rewrites, for example by removing their thinking. `keep`: the
     model sees what it saw and sampled; `fork`: the rewritten conversation continues in a new row of the episode, as a
     server would show it to the model."""
+    tools_in: Fixed[Literal["template", "system"]] = "template"
+    """Where the model reads the tools that an environment offers. `template`: where its chat template writes them.
+    `system`: in the system message, with the call format `hermes`, for models whose chat template ignores tools; their
+    answers are then user messages."""
 
     @field_validator("path")
     @classmethod

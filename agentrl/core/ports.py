@@ -226,6 +226,8 @@ class ChatFormat(Protocol):
     """Ways in which the template rewrites earlier turns; see `rollout.template_checks`."""
     forks: bool
     """Whether a rewritten history begins a new row; if not, the model keeps seeing the tokens it saw and sampled."""
+    shows_tools: bool
+    """Whether the prompt describes the tools that an environment offers. Many chat templates ignore them."""
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         """Return the token ids of a new conversation, up to the start of the assistant's turn."""

@@ -279,8 +279,8 @@ class ToolEnvironment(Environment):
     mcp_servers: ClassVar[Sequence[MCPServer]] = ()
     """Servers whose tools the policy may call too; their names must differ from those of the class's own."""
 
-    def prompt(self, task: Task) -> str:
-        """Return the first user message.
+    def prompt(self, task: Task) -> str | Sequence[Message]:
+        """Return the first user message, or all messages before the first turn: a system message, worked examples.
 
         Raises:
             EnvironmentDefinitionError: the task has no `question`.
@@ -319,7 +319,8 @@ class ToolEnvironment(Environment):
         try:
             tools = await self._all_tools(ctx, connections)
             agent = ctx.agent(self.seats[0], tools=tuple(bound.spec for bound in tools.values()))
-            observations: list[Message] = [user(self.prompt(ctx.task))]
+            prompt = self.prompt(ctx.task)
+            observations = [user(prompt)] if isinstance(prompt, str) else list(prompt)
             try:
                 while observations:
                     turn = await agent.act(*observations, state=self.anchor_state())

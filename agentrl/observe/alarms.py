@@ -108,6 +108,8 @@ STARVED_RATIO = 5
 `STARVED_STEPS`."""
 MIRROR_S = 60.0
 """Seconds, beyond the pause between two rounds, that a mirror may be behind."""
+_SEES_TOOLS = "if there are tools, model.tools_in = 'system' where `agentrl episode tokens` shows none in the prompt"
+"""First remedy for a reward that never changes: the chat template may hide the tools."""
 MEANINGS = {
     "illegal_output": f"{BROKEN_SHARE:.0%} or more of the turns break the format in each of {WINDOW} steps, and the "
     "share is not falling",
@@ -284,7 +286,8 @@ def _nothing_taught(policy: PolicyMetricHistory, window: Sequence[Values]) -> It
             "no_signal",
             policy.name,
             f"{text}, at reward {now:.3f} since the start{tail}",
-            "easier tasks, a larger credit.group_size, a higher sampling.temperature, or a reward for partial success",
+            f"{_SEES_TOOLS}, easier tasks, a larger credit.group_size, a higher sampling.temperature, or a reward for "
+            "partial success",
         )
     elif now < best - 0.1 * spread and (not entropy or mean_of(entropy) < LOW_ENTROPY):
         yield Alarm(
@@ -313,7 +316,7 @@ def _no_signal_before_training(policy: PolicyMetricHistory) -> Iterator[Alarm]:
             policy.name,
             f"all {episodes:.0f} held-out episodes before training got reward {first['evaluation/reward']:.3f}: groups "
             "whose rewards are all equal teach nothing",
-            "easier tasks, a base model that can do some of them, a larger credit.group_size, a higher "
+            f"{_SEES_TOOLS}, easier tasks, a base model that can do some of them, a larger credit.group_size, a higher "
             "sampling.temperature, or a reward for partial success",
         )
 

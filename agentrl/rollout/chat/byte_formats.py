@@ -49,6 +49,7 @@ class PlainChatFormat:
     fingerprint = b"bytes"
     rewrites: tuple[str, ...] = ()
     forks = False
+    shows_tools = True
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         """Return the token ids of a new conversation; tools become a first message that lists name and argument
@@ -132,6 +133,7 @@ class JsonChatFormat:
     fingerprint = b"json lines"
     rewrites: tuple[str, ...] = ()
     forks = False
+    shows_tools = True
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         described = [{"type": "function", "function": _described(tool)} for tool in tools]

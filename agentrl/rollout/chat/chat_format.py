@@ -28,6 +28,7 @@ from tokenizers import Tokenizer
 from agentrl.core.errors import ModelError
 from agentrl.core.records import FinishReason, Message, Role, SampledTurn, ToolSpec
 from agentrl.core.reply_formats import HARMONY_THINKING, REPLY_FORMATS, THINKING, ReplyFormat
+from agentrl.rollout.chat import tools_in_system
 from agentrl.rollout.chat.chat_template import (
     PROBE,
     AddedToken,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
 DriftCause = Literal["undecodable", "retokenised"]
+ToolsIn = Literal["template", "system"]
 
 AUTO = "auto"
 """Name of the reply format that the chat template writes."""
@@ -105,12 +107,22 @@ class TemplateChatFormat:
     """The `ChatFormat` of a Hugging Face model directory; made by `load`."""
 
     def __init__(
-        self, directory: Path, tokenizer: Tokenizer, template: ChatTemplate, reply_format: str, *, forks: bool
+        self,
+        directory: Path,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        reply_format: str,
+        *,
+        forks: bool,
+        tools_in: ToolsIn,
     ) -> None:
         self._directory = directory
         self._tokenizer = tokenizer
         self._template = template
-        made_with = ((directory / "tokenizer.json").read_bytes(), template.fingerprint)
+        self._tools_in_system = tools_in == "system"
+        made_with = [(directory / "tokenizer.json").read_bytes(), template.fingerprint]
+        if self._tools_in_system:
+            made_with.append(b"tools in system")
         self.fingerprint = hashlib.blake2b(b"".join(made_with), digest_size=8).digest()
         tokens = _added_tokens(tokenizer)
         self._arguments_as_text = False
@@ -141,6 +153,7 @@ class TemplateChatFormat:
         bare = self._render_text([("user", ".")], prompt=False)
         self._header = prompt[common_prefix_length(prompt, bare) :].removesuffix(self._thinking_opening)
         self._check_history(forks)
+        self.shows_tools = self._tools_in_system or self._renders_tools()
         self._openings: dict[object, tuple[_Frame | None, Sequence[ToolSpec]]] = {}
         self._replies: dict[str, _Frame] = {}
         self._decoded: tuple[list[int], str] = ([], "")
@@ -154,7 +167,12 @@ class TemplateChatFormat:
 
     @classmethod
     def load(
-        cls, model_dir: str | Path, *, reply_format: str = AUTO, history: Literal["keep", "fork"] = "keep"
+        cls,
+        model_dir: str | Path,
+        *,
+        reply_format: str = AUTO,
+        history: Literal["keep", "fork"] = "keep",
+        tools_in: ToolsIn = "template",
     ) -> TemplateChatFormat:
         """Load tokenizer and template of a local model directory.
 
@@ -163,6 +181,8 @@ class TemplateChatFormat:
             reply_format: a name in `REPLY_FORMATS`, or `auto` for the one that the template writes.
             history: treatment of earlier turns that the template rewrites. `keep`: the model sees them unchanged;
                 `fork`: the conversation continues in a new row.
+            tools_in: where the model reads its tools. `template`: where the chat template writes them; `system`: in the
+                system message, with the Hermes call format, whatever the template does with tools.
 
         Raises:
             ModelError: a file is missing or unusable, the tokenizer belongs to another model, the template closes no
@@ -186,7 +206,8 @@ class TemplateChatFormat:
         _check_vocabulary(directory, tokenizer)
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        return cls(directory, tokenizer, ChatTemplate(directory), reply_format, forks=history == "fork")
+        template = ChatTemplate(directory)
+        return cls(directory, tokenizer, template, reply_format, forks=history == "fork", tools_in=tools_in)
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         """Return the token ids of a new conversation, up to the start of the assistant's turn.
@@ -238,12 +259,15 @@ class TemplateChatFormat:
             ModelError: the template refuses the conversation.
         """
         values, replies = list[dict[str, Any]](), list[_ReplyParts]()
-        requests = [*(turn.messages for turn in turns), messages]
+        requests = [list(turn.messages) for turn in turns] + [list(messages)]
+        if self._tools_in_system:
+            requests = [tools_in_system.opening(requests[0], tools), *map(tools_in_system.as_text, requests[1:])]
+            tools = ()
         for n, turn in enumerate(turns):
-            values += self._answers(turn.messages)
+            values += self._answers(requests[n])
             replies.append(self._reply_parts(turn.token_ids))
             values.append(self._marked(n, replies[-1], _names(requests[n + 1])))
-        values += self._answers(messages)
+        values += self._answers(requests[-1])
         specs = [tool_for_template(tool, self._control) for tool in tools]
         rendered = self._template.render(values, specs, prompt=True)
         ids: list[int] = []
@@ -364,6 +388,8 @@ class TemplateChatFormat:
         return "undecodable" if "\ufffd" in text else "retokenised"
 
     def _opening_pieces(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int | str]:
+        if self._tools_in_system:
+            messages, tools = tools_in_system.opening(messages, tools), ()
         values = self._values(messages)
         specs = [tool_for_template(tool, self._control) for tool in tools]
         return self._control.split(self._template.render(values, specs, prompt=True))
@@ -377,6 +403,8 @@ class TemplateChatFormat:
         Raises:
             ModelError: the template refuses the messages.
         """
+        if self._tools_in_system:
+            messages = tools_in_system.as_text(messages)
         new = self._values(messages)
         answers = list(itertools.takewhile(lambda message: message.role == "tool", messages))
         names = [message.name or "probe" for message in answers]
@@ -522,6 +550,8 @@ class TemplateChatFormat:
 
     def _find_call_closing(self, configured: Collection[int]) -> int:
         """Find the control token after an assistant's calls. Some templates open the next message with it (GLM)."""
+        if self._tools_in_system:
+            return self._closing
         call = [_value("user", "."), self._standin_call("probe")]
         answer = {**_value("tool", "."), "name": "probe", "tool_call_id": "call00000"}
         try:
@@ -554,8 +584,20 @@ class TemplateChatFormat:
                 "messages; set 'keep'"
             )
 
+    def _renders_tools(self) -> bool:
+        """Whether the template writes the tools that it is given into a prompt."""
+        name = "probe_of_tools"
+        probe = ToolSpec(name=name, description=".", parameters={"type": "object", "properties": {}})
+        specs = [tool_for_template(probe, self._control)]
+        try:
+            return name in self._template.render([_value("system", "."), _value("user", ".")], specs, prompt=True)
+        except ModelError:
+            return name in self._template.render([_value("user", ".")], specs, prompt=True)
+
     def _takes_results_of_calls_only(self) -> bool:
         """Whether a tool's message may only follow a turn with a call; the template may notice only turns later."""
+        if self._tools_in_system:
+            return False
         answer = {**_value("tool", PROBE), "name": "probe", "tool_call_id": "call00000"}
         question, reply = _value("user", "."), _value("assistant", ".")
         try:
@@ -588,9 +630,16 @@ class TemplateChatFormat:
         Raises:
             ModelError: there is no such format.
         """
+        if self._tools_in_system and name not in (AUTO, "hermes"):
+            raise ModelError(
+                f"model.reply_format = {name!r} does not go with model.tools_in = 'system', which asks the model for "
+                "calls in the format 'hermes'; leave reply_format at 'auto'"
+            )
         if name in REPLY_FORMATS:
             return REPLY_FORMATS[name]
         names = ", ".join(REPLY_FORMATS)
+        if name == AUTO and self._tools_in_system:
+            return REPLY_FORMATS["hermes"]
         if name != AUTO:
             raise ModelError(f"model.reply_format {name!r} is unknown; there are: {AUTO}, {names}")
         marks = _thinking_marks(self._template.source, ())

@@ -1,0 +1,130 @@
+"""Settings by model size: the learning rate of policies that set none, and what `agentrl doctor FILE --suggest` shows.
+
+Each row of `RECIPES` names the run it was taken from: measured runs of this repository for small models, published
+configurations of other libraries for large ones. docs/settings.md explains the table.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from agentrl.core.errors import ModelError
+from agentrl.core.files import SAFETENSORS_LENGTH_BYTES, read_safetensors_header
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from agentrl.config.run import RunConfig
+
+
+class Recipe(NamedTuple):
+    """Settings for models up to a size."""
+
+    max_parameters: float
+    adapter_learning_rate: float
+    full_learning_rate: float
+    rank: int
+    group_size: int
+    step_size: int
+    source: str
+    """The run, or published configuration, that the row comes from."""
+
+
+RECIPES = (
+    Recipe(1e7, 2e-3, 3e-4, 8, 8, 64, "examples/01, 05 and 06: 0.84 M parameters"),
+    Recipe(3e8, 3e-4, 3e-5, 8, 8, 64, "examples/08: SmolLM2-135M, held-out reward 0.15 to 0.98"),
+    Recipe(1.2e9, 3e-5, 3e-6, 16, 16, 128, "prime-rl examples/basic/reverse-text: Qwen3-0.6B, full weights, 3e-6"),
+    Recipe(5e9, 1e-5, 1e-6, 32, 16, 256, "prime-rl examples/basic/alphabet-sort: Qwen3-4B, rank 32, 1e-5"),
+    Recipe(math.inf, 1e-5, 1e-6, 32, 16, 512, "prime-rl examples/advanced/qwen3-30b-a3b/math: full weights, 1e-6"),
+)
+"""Recipes, smallest models first. Where a source has only one of the two learning rates, the other follows from the
+factor 10 between adapters and full weights (Schulman et al., 2025, "LoRA Without Regret")."""
+
+
+class Suggestion(NamedTuple):
+    """A setting of a configuration, and the value its model's size suggests."""
+
+    setting: str
+    current: str
+    suggested: str
+    source: str
+
+
+def recipe_for(parameters: int) -> Recipe:
+    """Return the recipe for a model of that many parameters."""
+    return next(recipe for recipe in RECIPES if parameters <= recipe.max_parameters)
+
+
+def count_parameters(directory: Path) -> int:
+    """Count the parameters stored in a model directory, from the headers of its safetensors files.
+
+    Raises:
+        ModelError: the directory has no such file, or one cannot be read.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{directory} has no weights (no *.safetensors)")
+    total = 0
+    for file in files:
+        try:
+            header = json.loads(read_safetensors_header(file)[SAFETENSORS_LENGTH_BYTES:])
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{file} cannot be read: {error}") from error
+        total += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    return total
+
+
+def with_learning_rates(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration with learning rates by model size for the policies that set none.
+
+    Args:
+        config: configuration of the run, with local model directories.
+        before: the configuration with which the run was started, as data, whose rates are kept; empty for a new run.
+
+    Raises:
+        ModelError: a model's weights cannot be read.
+    """
+    started = before.get("policies", {})
+    rates = {
+        name: started.get(name, {}).get("learning_rate") or _learning_rate(config, name)
+        for name, policy in config.trained.items()
+        if "learning_rate" not in policy.model_fields_set
+    }
+    updated = {name: config.trained[name].model_copy(update={"learning_rate": rate}) for name, rate in rates.items()}
+    return config.model_copy(update={"policies": {**config.policies, **updated}}) if updated else config
+
+
+def suggestions(config: RunConfig) -> Iterator[Suggestion]:
+    """Yield the settings of a configuration for which its models' sizes suggest a value.
+
+    Raises:
+        ModelError: a model's weights cannot be read.
+    """
+    for name, policy in config.trained.items():
+        recipe = recipe_for(count_parameters(_base(config, name)))
+        rate = recipe.full_learning_rate if policy.lora is None else recipe.adapter_learning_rate
+        rows: list[tuple[str, float, float]] = [
+            ("learning_rate", policy.learning_rate, rate),
+            ("step_size", policy.step_size, recipe.step_size),
+        ]
+        if policy.lora is not None:
+            rows.append(("lora.rank", policy.lora.rank, recipe.rank))
+        for setting, current, suggested in rows:
+            yield Suggestion(f"policies.{name}.{setting}", f"{current:g}", f"{suggested:g}", recipe.source)
+    if config.trained:
+        largest = recipe_for(max(count_parameters(_base(config, name)) for name in config.trained))
+        yield Suggestion("credit.group_size", str(config.credit.group_size), str(largest.group_size), largest.source)
+        engine = "embedded" if largest is RECIPES[0] else "vllm"
+        yield Suggestion("engine", config.engine.kind, engine, "docs/settings.md")
+
+
+def _learning_rate(config: RunConfig, policy: str) -> float:
+    recipe = recipe_for(count_parameters(_base(config, policy)))
+    return recipe.full_learning_rate if config.trained[policy].lora is None else recipe.adapter_learning_rate
+
+
+def _base(config: RunConfig, policy: str) -> Path:
+    return Path(config.base_of(policy))

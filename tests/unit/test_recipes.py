@@ -1,0 +1,84 @@
+"""Settings by model size: learning rates of policies that set none, and `agentrl doctor --suggest`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from agentrl.app.recipes import RECIPES, count_parameters, recipe_for, suggestions, with_learning_rates
+from agentrl.cli.main import main
+from agentrl.config.load import load
+from agentrl.config.run import RunConfig
+from agentrl.core.errors import ModelError
+
+EXAMPLE = "examples/01_tool_use.toml"
+
+
+def _config(tmp_path: Path, policy: str) -> RunConfig:
+    file = tmp_path / "run.toml"
+    text = Path(EXAMPLE).read_text()
+    file.write_text(text[: text.index("[policies.solver]")] + f"[policies.solver]\n{policy}\n")
+    return load(file, [])
+
+
+def test_the_parameters_of_a_stored_model_are_counted(tmp_path: Path) -> None:
+    model = Path(load(EXAMPLE, []).model.path)
+    config = json.loads((model / "config.json").read_text())
+    embedding = config["vocab_size"] * config["hidden_size"]
+    assert embedding < count_parameters(model) < 1e6
+    with pytest.raises(ModelError, match="no weights"):
+        count_parameters(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ModelError, match="cannot be read"):
+        count_parameters(tmp_path)
+
+
+@pytest.mark.parametrize(("parameters", "row"), [(840_000, 0), (135_000_000, 1), (600_000_000, 2), (4 * 10**9, 3)])
+def test_each_size_has_its_recipe(parameters: int, row: int) -> None:
+    assert recipe_for(parameters) is RECIPES[row]
+    assert recipe_for(10**12) is RECIPES[-1]
+
+
+def test_rates_fall_with_size_and_adapters_take_more() -> None:
+    for smaller, larger in itertools.pairwise(RECIPES):
+        assert smaller.full_learning_rate >= larger.full_learning_rate
+    assert all(recipe.adapter_learning_rate > recipe.full_learning_rate for recipe in RECIPES)
+
+
+@pytest.mark.parametrize(
+    ("policy", "rate"),
+    [
+        ("", RECIPES[0].full_learning_rate),
+        ("lora.rank = 8", RECIPES[0].adapter_learning_rate),
+        ("learning_rate = 7e-4", 7e-4),
+    ],
+)
+def test_a_policy_without_a_rate_gets_that_of_its_models_size(tmp_path: Path, policy: str, rate: float) -> None:
+    config = with_learning_rates(_config(tmp_path, policy), {})
+    assert config.trained["solver"].learning_rate == rate
+
+
+def test_a_resumed_run_keeps_its_rate(tmp_path: Path) -> None:
+    before = {"policies": {"solver": {"learning_rate": 5e-4}}}
+    assert with_learning_rates(_config(tmp_path, ""), before).trained["solver"].learning_rate == 5e-4
+    set_now = with_learning_rates(_config(tmp_path, "learning_rate = 1e-4"), before)
+    assert set_now.trained["solver"].learning_rate == 1e-4
+
+
+def test_suggestions_name_setting_value_and_source(tmp_path: Path) -> None:
+    rows = {row.setting: row for row in suggestions(_config(tmp_path, "learning_rate = 1.0\nlora.rank = 64"))}
+    rate = rows["policies.solver.learning_rate"]
+    assert (rate.current, float(rate.suggested)) == ("1", RECIPES[0].adapter_learning_rate)
+    assert rows["policies.solver.lora.rank"].suggested == "8"
+    assert rows["engine"].suggested == "embedded"
+
+
+def test_doctor_shows_suggestions(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", EXAMPLE, "--suggest", "--policies.solver.step_size=8", "--json"])
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["sections"]["suggested settings"]}
+    assert checks["policies.solver.step_size"]["found"] == "8"
+    assert checks["policies.solver.step_size"]["fix"].startswith("64 (")
+    assert checks["policies.solver.learning_rate"]["level"] == "ok"
