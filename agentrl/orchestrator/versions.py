@@ -1,8 +1,8 @@
 """Versions of policies: the current ones, those served, and the best.
 
 `PolicyBoard` knows the current version of each policy and the staleness of others; `publish` makes versions.
-`ServedVersions` is the one table of the versions that the engine serves, with their holders. `BestCheckpointTracker` remembers the versions at which a metric was best, and ends a
-run by its rules.
+`ServedVersions` is the one table of the versions that the engine serves, with their holders. `BestCheckpointTracker`
+remembers the versions at which a metric was best, and ends a run by its rules.
 
 Invariants: weights leave the trainer only after the journal has recorded their version on disk; steps of a lineage only
 grow; a version is current only after the engine serves it; lineages form a tree through the version each one started
