@@ -17,7 +17,8 @@ from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion
 from agentrl.engines import protocol
 from agentrl.engines.process import PRIVATE_DIRECTORY_VARIABLE
-from agentrl.engines.remote.client import EngineClient, EngineConnection, ProcessEngine
+from agentrl.engines.remote.client import EngineClient, ProcessEngine
+from agentrl.engines.remote.connection import EngineConnection
 from agentrl.engines.weights import transfer
 from agentrl.engines.weights.transfer import (
     PIECE_BYTES,

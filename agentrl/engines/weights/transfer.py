@@ -678,7 +678,7 @@ class WeightSenders:
 
 
 class Requests(Protocol):
-    """The connection to an engine's process; see `client.EngineConnection`."""
+    """The connection to an engine's process; see `EngineConnection`."""
 
     def next_call(self) -> int:
         """Return a number for a call."""
