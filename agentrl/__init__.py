@@ -25,17 +25,16 @@ if TYPE_CHECKING:
     from agentrl.core.errors import AgentRLError, InfrastructureError
     from agentrl.core.records import Message, Task, ToolCall, Turn
     from agentrl.credit.advantages import Group
-    from agentrl.environment.base import (
+    from agentrl.environment.context import (
         Agent,
         ChildResult,
         Endpoint,
-        Environment,
         EpisodeContext,
         LimitReachedError,
-        TaskSource,
         system,
         user,
     )
+    from agentrl.environment.environment import Environment, TaskSource
     from agentrl.environment.games import PettingZooEnvironment, TextArenaEnvironment
     from agentrl.environment.gym import GymEnvironment, gym_environment
     from agentrl.environment.harness import HarnessEnvironment, HarnessEpisode
@@ -47,18 +46,18 @@ if TYPE_CHECKING:
     from agentrl.testing.check import check_environment
 
 _HOME = {
-    "Agent": "environment.base",
+    "Agent": "environment.context",
     "AgentRLError": "core.errors",
-    "ChildResult": "environment.base",
-    "Endpoint": "environment.base",
-    "Environment": "environment.base",
-    "EpisodeContext": "environment.base",
+    "ChildResult": "environment.context",
+    "Endpoint": "environment.context",
+    "Environment": "environment.environment",
+    "EpisodeContext": "environment.context",
     "Group": "credit.advantages",
     "GymEnvironment": "environment.gym",
     "HarnessEnvironment": "environment.harness",
     "HarnessEpisode": "environment.harness",
     "InfrastructureError": "core.errors",
-    "LimitReachedError": "environment.base",
+    "LimitReachedError": "environment.context",
     "LossBatch": "learn.loss_batch",
     "MCPServer": "environment.mcp",
     "Message": "core.records",
@@ -66,7 +65,7 @@ _HOME = {
     "Run": "app.training",
     "RunConfig": "config.run",
     "Task": "core.records",
-    "TaskSource": "environment.base",
+    "TaskSource": "environment.environment",
     "TextArenaEnvironment": "environment.games",
     "ToolCall": "core.records",
     "ToolEnvironment": "environment.tools",
@@ -82,10 +81,10 @@ _HOME = {
     "make": "environment.registry",
     "register": "environment.registry",
     "spec": "environment.registry",
-    "system": "environment.base",
+    "system": "environment.context",
     "tool": "environment.tools",
     "train": "app.training",
-    "user": "environment.base",
+    "user": "environment.context",
 }
 
 __all__ = [

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import agentrl
-from agentrl.environment.base import EpisodeContext
+from agentrl.environment.context import EpisodeContext
 from agentrl.environments.propose_and_solve.env import PROMPT, ProposeAndSolve, Solve, read
 from benchmarks.report import completed
 

@@ -16,7 +16,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 import agentrl
-from agentrl.environment.base import Split
+from agentrl.environment.environment import Split
 from agentrl.environments.calculator.tasks import held_out_tasks, training_tasks
 
 TOOL: Any = {

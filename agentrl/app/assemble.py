@@ -23,7 +23,7 @@ from agentrl.core.ports import ChatFormat, Engine, Observer, Trainer
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
 from agentrl.credit.advantages import ADVANTAGES, AdvantageEstimator, GroupReleaseRule, OptimizerStepCreditAssigner
 from agentrl.credit.baselines import MeanAtStep, RoleMeans, SeatRole
-from agentrl.environment.base import Environment, TaskSource
+from agentrl.environment.environment import Environment, TaskSource
 from agentrl.environment.mixture import root_environments
 from agentrl.environment.registry import name_of
 from agentrl.gateway.server import Gateway

@@ -40,7 +40,7 @@ from agentrl.core.records import EpisodeHeader, PolicyVersion, Task, WeightsRef
 from agentrl.core.text import plural
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.engines.remote_policy import RemotePolicyClient
-from agentrl.environment.base import Environment
+from agentrl.environment.environment import Environment
 from agentrl.inspection.conversation import PolicyTurn, read_conversation
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.run_process import record_process_state, recording_process_state

@@ -31,7 +31,7 @@ from agentrl.core.errors import InputError, JournalError
 from agentrl.core.files import refuse_links
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, SeatBinding, Task, WeightsRef
 from agentrl.core.text import plural
-from agentrl.environment.base import Environment
+from agentrl.environment.environment import Environment
 from agentrl.environment.registry import name_of, resolve
 from agentrl.inspection.comparisons import FORKS
 from agentrl.inspection.reader import RunReader

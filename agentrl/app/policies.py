@@ -28,7 +28,8 @@ from agentrl.core.files import WEIGHT_FILES, sha256_of
 from agentrl.core.ports import ChatFormat, EngineCapabilities, SamplingParams
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.text import plural
-from agentrl.environment.base import Environment, EpisodeLimits, child_environments
+from agentrl.environment.context import EpisodeLimits
+from agentrl.environment.environment import Environment, child_environments
 from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.mixture import root_environments, seat_prefix, trained_root_environments
 from agentrl.environment.tools import ToolEnvironment

@@ -36,7 +36,7 @@ from agentrl.core.text import plural
 from agentrl.credit.advantages import ADVANTAGES as OVER_REWARDS
 from agentrl.credit.advantages import AdvantageEstimator, make_advantage_estimator
 from agentrl.credit.baselines import MeanAtStep, RewardHistory, SeatRole
-from agentrl.environment.base import Environment
+from agentrl.environment.environment import Environment
 from agentrl.environment.mixture import all_environment_classes
 from agentrl.environment.registry import load_function, name_of
 from agentrl.journal.entries import BeginEntry, code_digest, decode_entries

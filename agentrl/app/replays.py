@@ -41,13 +41,13 @@ from agentrl.core.errors import (
     InputError,
     JournalError,
     ReplayMismatchError,
+    describe_user_code_error,
 )
 from agentrl.core.machine import install_command
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import EpisodeDataLocation, PolicyVersion, TrainBatch, TrajectoryCredit, Unit, WeightsRef
 from agentrl.core.text import plural
 from agentrl.credit.samples import input_digest, row_digest, trained_positions, unit_samples
-from agentrl.environment.base import describe_user_code_error
 from agentrl.environment.registry import loaded_environment, registered_environments, resolve
 from agentrl.inspection.comparisons import Outcome, ReplayResult
 from agentrl.inspection.reader import RunReader, verified_control_rows
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
     from agentrl.core.ports import ChatFormat
     from agentrl.core.records import EpisodeHeader, EpisodeSpec, TrainingSample
-    from agentrl.environment.base import Environment
+    from agentrl.environment.environment import Environment
     from agentrl.inspection.reader import EpisodeLine
     from agentrl.learn.trainer import PolicyTrainer
 

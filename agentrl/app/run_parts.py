@@ -28,14 +28,14 @@ from agentrl.cluster.worker_wire import WorkerSetup
 from agentrl.config.policies import LocalPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock, SystemClock
-from agentrl.core.errors import ConfigError, EnvironmentDefinitionError, InputError
+from agentrl.core.errors import ConfigError, EnvironmentDefinitionError, InputError, describe_user_code_error
 from agentrl.core.machine import Gpu
 from agentrl.core.ports import ChatFormat, Engine, Trainer
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.process import SILENCE_S, LocalPlacement, ProcessPlacement
 from agentrl.engines.remote.client import AddressableEngine, ProcessEngine
 from agentrl.engines.router import ReplicatedEngine
-from agentrl.environment.base import Environment, Split, TaskSource, describe_user_code_error
+from agentrl.environment.environment import Environment, Split, TaskSource
 from agentrl.environment.mixture import (
     MemberTasks,
     MixedTasks,

@@ -16,7 +16,8 @@ from agentrl.app.evaluation import Directory, play_in_new_run, prepare_evaluatio
 from agentrl.app.run_parts import environment_of
 from agentrl.core.errors import EnvironmentDefinitionError, RunDirectoryError
 from agentrl.core.records import EpisodeHeader, Task
-from agentrl.environment.base import Endpoint, Environment, EpisodeContext
+from agentrl.environment.context import Endpoint, EpisodeContext
+from agentrl.environment.environment import Environment
 from agentrl.environment.harness import HarnessEnvironment
 from agentrl.gateway.calls import RequestRefusedError
 from agentrl.gateway.server import HOST, Gateway, SharedKeyConversations

@@ -45,13 +45,14 @@ from agentrl.core.errors import (
     StorageError,
     TrainerError,
     TrainerLostError,
+    describe_user_code_error,
 )
 from agentrl.core.files import was_closed_by_foreign_code
 from agentrl.core.ports import ChatFormat, ProcessStatusSource, Trainer
 from agentrl.core.records import PolicyVersion, dropped_header
 from agentrl.credit.advantages import AdvantageEstimator
-from agentrl.environment.base import Environment, TaskSource, describe_user_code_error
 from agentrl.environment.containment import exit_forked_process, stop_loop_in_forked_process
+from agentrl.environment.environment import Environment, TaskSource
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.run_process import NAMED, RunProcessRecord, format_episode_list, record_process_state
 from agentrl.observe.blocked_loop import is_user_code, watch_event_loop

@@ -23,17 +23,18 @@ from typing import TYPE_CHECKING, Any
 from agentrl.app.evaluation import evaluate
 from agentrl.app.run_parts import task_source
 from agentrl.config.run import RunConfig
-from agentrl.core.errors import AgentRLError, CheckFailedError, InputError
+from agentrl.core.errors import AgentRLError, CheckFailedError, InputError, describe_user_code_error
 from agentrl.core.ids import random_stream
 from agentrl.core.records import Message, Task, ToolSpec
 from agentrl.core.reply_formats import CLOSE, OPEN, parse_hermes
-from agentrl.environment.base import Environment, EpisodeLimits, describe_user_code_error
+from agentrl.environment.context import EpisodeLimits
+from agentrl.environment.environment import Environment
 from agentrl.environment.registry import resolve
 from agentrl.environment.tools import ToolEnvironment
 from agentrl.environment.unjournaled_context import UnjournaledAgent, UnjournaledContext
 
 if TYPE_CHECKING:
-    from agentrl.environment.base import Reply
+    from agentrl.environment.environment import Reply
     from agentrl.learn.tiny_model import Demonstration, Row
 
 VOCABULARY = 1024

@@ -36,7 +36,7 @@ from agentrl.core.custom_functions import capture_function_code
 from agentrl.core.errors import ConfigError
 from agentrl.core.ports import Observer
 from agentrl.core.records import Task
-from agentrl.environment.base import Environment, TaskSource
+from agentrl.environment.environment import Environment, TaskSource
 from agentrl.journal.run_process import record_process_state
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.orchestrator.loop import Orchestrator

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from agentrl.core.ports import GenerateRequest
     from agentrl.core.records import PolicyVersion, Task, Turn
-    from agentrl.environment.base import EpisodeContext, Split, TaskSource
+    from agentrl.environment.context import EpisodeContext
+    from agentrl.environment.environment import Split, TaskSource
 
 ATTEMPTS = 4
 ROUNDS = 2

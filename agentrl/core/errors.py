@@ -6,6 +6,7 @@ interrupted. agentrl raises only `AgentRLError`s on purpose; any other exception
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 
 
@@ -249,6 +250,17 @@ def format_foreign_error(error: BaseException) -> str:
     except BaseException as second:  # noqa: BLE001 - whatever it raises, the first error is what happened
         message = f"(its text cannot be made: {type(second).__name__})"
     return f"{type(error).__name__}: {message}"
+
+
+def describe_user_code_error(error: BaseException) -> str:
+    """Describe an error of foreign code on one line, with the file and line that raised it."""
+    return f"{format_foreign_error(error)}{describe_raise_location(error)}"
+
+
+def describe_raise_location(error: BaseException | None) -> str:
+    """Return ` at FILE:LINE in FUNCTION` for the line that raised an error; "" if unknown."""
+    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+    return f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
 
 
 def _without_init(kind: type[AgentRLError], arguments: tuple[object, ...]) -> AgentRLError:

@@ -62,3 +62,8 @@ def format_rate(value: float) -> str:
 def agent_name(seat: str, index: int) -> str:
     """Name an agent by its seat, and by its index unless that is 0, the default."""
     return f"{seat}[{index}]" if index else seat
+
+
+def valid_unicode(text: str) -> str:
+    """Replace lone surrogates, which file names and models can produce and databases cannot store."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()

@@ -22,8 +22,7 @@ from array import array
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from typing import Any, Protocol
 
-from agentrl.core.errors import EpisodeError
-from agentrl.environment.base import describe_user_code_error
+from agentrl.core.errors import EpisodeError, describe_user_code_error
 
 _abandoned: list[Any] = []
 """Coroutines that ignore `GeneratorExit`, kept alive because deleting one would raise it again."""

@@ -17,17 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError
 from agentrl.core.records import Message, Task
-from agentrl.environment.base import (
-    Environment,
-    EpisodeContext,
-    LimitReachedError,
-    Resource,
-    Split,
-    TaskSource,
-    finite_reward,
-    system,
-    user,
-)
+from agentrl.environment.context import EpisodeContext, LimitReachedError, Resource, system, user
+from agentrl.environment.environment import Environment, Split, TaskSource
+from agentrl.environment.rewards import finite_reward
 from agentrl.environment.tasks import GameSeedTasks
 
 if TYPE_CHECKING:

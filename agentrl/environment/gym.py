@@ -16,18 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, RewardError
 from agentrl.core.records import Task
-from agentrl.environment.base import (
-    Agent,
-    Environment,
-    EpisodeContext,
-    LimitReachedError,
-    Resource,
-    Split,
-    TaskSource,
-    finite_reward,
-    system,
-    user,
-)
+from agentrl.environment.context import Agent, EpisodeContext, LimitReachedError, Resource, system, user
+from agentrl.environment.environment import Environment, Split, TaskSource
+from agentrl.environment.rewards import finite_reward
 from agentrl.environment.tasks import GameSeedTasks
 
 if TYPE_CHECKING:

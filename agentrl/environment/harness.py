@@ -33,7 +33,8 @@ from typing import Any, ClassVar
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EffectError, EnvironmentDefinitionError, EpisodeError, RewardError
 from agentrl.core.records import Task, Turn
-from agentrl.environment.base import Endpoint, Environment, EpisodeContext, Split, TaskSource
+from agentrl.environment.context import Endpoint, EpisodeContext
+from agentrl.environment.environment import Environment, Split, TaskSource
 
 LONGEST_ARGUMENT = 30_000
 """Maximum length of a command's argument, in characters; Linux allows 128 KiB."""

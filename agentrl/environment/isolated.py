@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from agentrl.core.errors import EnvironmentDefinitionError, format_foreign_error
-from agentrl.environment.base import valid_unicode
+from agentrl.core.text import valid_unicode
 from agentrl.environment.containment import GlobalRandomState
 from agentrl.environment.registry import load_module, module_of
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, format_foreign_error
 from agentrl.core.machine import install_command
 from agentrl.core.records import ToolSpec
-from agentrl.environment.base import Guarantee
+from agentrl.environment.context import Guarantee
 from agentrl.environment.harness import die_with_parent_hook
 
 if TYPE_CHECKING:

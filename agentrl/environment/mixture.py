@@ -13,14 +13,8 @@ from typing import Any, ClassVar, NoReturn
 
 from agentrl.core.errors import ConfigError, EnvironmentDefinitionError
 from agentrl.core.records import Task
-from agentrl.environment.base import (
-    Environment,
-    EpisodeContext,
-    SelectingTaskSource,
-    Split,
-    TaskSource,
-    child_environments,
-)
+from agentrl.environment.context import EpisodeContext
+from agentrl.environment.environment import Environment, SelectingTaskSource, Split, TaskSource, child_environments
 
 MEMBER = ":"
 """Separator between the member's name and the task's own id."""

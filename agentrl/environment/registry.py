@@ -23,7 +23,8 @@ from typing import Any, ClassVar
 
 from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError, RewardError
 from agentrl.core.records import Message, Task
-from agentrl.environment.base import Environment, EpisodeContext, LimitReachedError, Split, TaskSource, user
+from agentrl.environment.context import EpisodeContext, LimitReachedError, user
+from agentrl.environment.environment import Environment, Split, TaskSource
 from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.mixture import mixture
 from agentrl.environment.tools import BoundTool, ToolEnvironment, ToolEpisode, bind_tools, run_tool

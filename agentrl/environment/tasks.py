@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 from agentrl.core.errors import EpisodeError, InputError, RewardError
 from agentrl.core.ids import stable_hash64
 from agentrl.core.records import Task
-from agentrl.environment.base import ChildResult, Split
+from agentrl.environment.context import ChildResult
+from agentrl.environment.environment import Split
 
 COUNT = 1 << 32
 """Size of a task source without an end: larger than any index in use."""

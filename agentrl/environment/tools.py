@@ -19,14 +19,8 @@ from pydantic.errors import PydanticSchemaGenerationError
 
 from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, RewardError
 from agentrl.core.records import Message, Task, ToolCall, ToolSpec, Turn
-from agentrl.environment.base import (
-    Environment,
-    EpisodeContext,
-    Guarantee,
-    InvalidToolCallError,
-    LimitReachedError,
-    user,
-)
+from agentrl.environment.context import EpisodeContext, Guarantee, InvalidToolCallError, LimitReachedError, user
+from agentrl.environment.environment import Environment
 from agentrl.environment.mcp import MCPConnection, MCPServer, MCPTool, mcp_tools_by_name
 
 Method = TypeVar("Method", bound=Callable[..., Any])

@@ -28,10 +28,9 @@ from agentrl.core.records import (
     Turn,
     VersionSpan,
 )
-from agentrl.environment.base import (
+from agentrl.environment.context import (
     Agent,
     ChildEpisode,
-    Environment,
     EpisodeContext,
     EpisodeLimits,
     Guarantee,
@@ -40,9 +39,9 @@ from agentrl.environment.base import (
     Reconcile,
     Resource,
     ResourceLevel,
-    check_reward_name,
-    finite_reward,
 )
+from agentrl.environment.environment import Environment
+from agentrl.environment.rewards import check_reward_name, finite_reward
 
 T = TypeVar("T")
 

@@ -30,7 +30,7 @@ from agentrl.core.records import (
     Task,
     dropped_header,
 )
-from agentrl.environment.base import Environment, child_environments
+from agentrl.environment.environment import Environment, child_environments
 from agentrl.environment.mixture import root_environment_of_task, root_environments, seat_prefix
 from agentrl.environment.registry import name_of, resolve
 from agentrl.journal.port import JournalStore

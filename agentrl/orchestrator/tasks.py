@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from agentrl.core import ids
-from agentrl.core.errors import AgentRLError, InputError
+from agentrl.core.errors import AgentRLError, InputError, describe_user_code_error
 from agentrl.core.ids import random_stream
 from agentrl.core.records import EpisodeHeader, Proposal, ProposalNovelty, Task
-from agentrl.environment.base import SelectingTaskSource, TaskSource, describe_user_code_error
+from agentrl.environment.environment import SelectingTaskSource, TaskSource
 from agentrl.environment.mixture import MEMBER, MixedTasks
 
 _SHUFFLE_LIMIT = 1_000_000

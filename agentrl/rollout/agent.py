@@ -47,8 +47,9 @@ from agentrl.core.records import (
     Turn,
     VersionSpan,
 )
-from agentrl.core.text import agent_name, plural
-from agentrl.environment.base import Agent, LimitReachedError, check_reward_name, finite_reward, valid_unicode
+from agentrl.core.text import agent_name, plural, valid_unicode
+from agentrl.environment.context import Agent, LimitReachedError
+from agentrl.environment.rewards import check_reward_name, finite_reward
 from agentrl.journal.entries import RewardEntry, TurnEntry, TurnPause, TurnVersionSpan, gigpo_state_hash, request_hash
 from agentrl.observe.metrics import DEMONSTRATED, GATE_PASSED, GATE_REFUSED
 from agentrl.rollout.branches import shortened_repr

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.core import ids
 from agentrl.core.errors import ReplayMismatchError
 from agentrl.core.records import REWARD
-from agentrl.core.text import agent_name, plural
-from agentrl.environment.base import valid_unicode
+from agentrl.core.text import agent_name, plural, valid_unicode
 from agentrl.journal.entries import (
     BeginEntry,
     ChildResultEntry,

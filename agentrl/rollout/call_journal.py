@@ -32,8 +32,9 @@ from agentrl.core.errors import (
     ReplayMismatchError,
     UnstructuredConcurrencyError,
 )
-from agentrl.environment.base import LimitReachedError, valid_unicode
+from agentrl.core.text import valid_unicode
 from agentrl.environment.containment import CoroutineStepGuard, GlobalRandomState, GuardedAwaitable, RandomDrawDetector
+from agentrl.environment.context import LimitReachedError
 from agentrl.journal.entries import (
     BeginEntry,
     CancelEntry,

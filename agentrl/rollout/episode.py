@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from agentrl.core.clock import Clock
     from agentrl.core.ports import ChatFormat, EpisodeHost, Sampler, SamplingParams
     from agentrl.core.records import EpisodeSpec, PolicyVersion, Turn
-    from agentrl.environment.base import EpisodeLimits, OnCodeChange
+    from agentrl.environment.context import EpisodeLimits
+    from agentrl.environment.environment import OnCodeChange
     from agentrl.gateway.server import Gateway
     from agentrl.rollout.branches import ProgramBranch
     from agentrl.rollout.call_journal import CallJournal

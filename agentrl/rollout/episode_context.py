@@ -38,12 +38,12 @@ from agentrl.core.errors import (
 from agentrl.core.ids import seeded_uuid4, stable_hash64
 from agentrl.core.ports import PolicyCounts
 from agentrl.core.records import EpisodeHeader, PolicyVersion, ProposalNovelty, StopReason, Task, ToolSpec
-from agentrl.core.text import plural
-from agentrl.environment.base import (
+from agentrl.core.text import plural, valid_unicode
+from agentrl.environment.containment import GlobalRandomState, call_with_random_state
+from agentrl.environment.context import (
     ChildEpisode,
     ChildResult,
     Endpoint,
-    Environment,
     EpisodeContext,
     Guarantee,
     InvalidToolCallError,
@@ -51,9 +51,8 @@ from agentrl.environment.base import (
     Reconcile,
     Resource,
     ResourceLevel,
-    valid_unicode,
 )
-from agentrl.environment.containment import GlobalRandomState, call_with_random_state
+from agentrl.environment.environment import Environment
 from agentrl.environment.registry import name_of
 from agentrl.journal.entries import (
     ChildResultEntry,

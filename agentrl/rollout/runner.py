@@ -29,8 +29,10 @@ from agentrl.core.records import (
     StopReason,
     dropped_header,
 )
-from agentrl.environment.base import Environment, LimitReachedError, valid_unicode
+from agentrl.core.text import valid_unicode
 from agentrl.environment.containment import as_episode_error
+from agentrl.environment.context import LimitReachedError
+from agentrl.environment.environment import Environment
 from agentrl.gateway.server import Gateway
 from agentrl.journal.entries import REQUEST_VERSION, BeginEntry, JournalEntry, SeatSettings, code_digest
 from agentrl.journal.port import CommitLog, TurnLog

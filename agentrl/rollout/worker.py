@@ -24,9 +24,11 @@ from agentrl.core.errors import (
     EpisodeError,
     InfrastructureError,
     StorageError,
+    describe_raise_location,
+    describe_user_code_error,
 )
 from agentrl.core.records import EpisodeHeader, EpisodeSpec
-from agentrl.environment.base import Environment, describe_raise_location, describe_user_code_error
+from agentrl.environment.environment import Environment
 from agentrl.environment.registry import resolve
 from agentrl.rollout.episode import GRACE_S
 from agentrl.rollout.kv_budget import KVBudget

@@ -29,11 +29,12 @@ from typing import Any
 
 import msgspec
 
-from agentrl.core.errors import AgentRLError
+from agentrl.core.errors import AgentRLError, describe_user_code_error
 from agentrl.core.records import EpisodeSpec, SeatBinding, Task
 from agentrl.core.text import plural
 from agentrl.engines.scripted import Script
-from agentrl.environment.base import Environment, ResourceLevel, describe_user_code_error
+from agentrl.environment.context import ResourceLevel
+from agentrl.environment.environment import Environment
 from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.registry import module_of, name_of, resolve
 from agentrl.environment.tools import ToolEnvironment

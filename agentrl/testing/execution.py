@@ -16,14 +16,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import msgspec
 
 from agentrl.core.clock import LoopClock, SystemClock
-from agentrl.core.errors import AgentRLError, CheckFailedError, EpisodeError, GlobalRandomError
+from agentrl.core.errors import (
+    AgentRLError,
+    CheckFailedError,
+    EpisodeError,
+    GlobalRandomError,
+    describe_user_code_error,
+)
 from agentrl.core.ids import random_stream
 from agentrl.core.ports import SamplingParams
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding
 from agentrl.core.text import plural
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.engines.scripted import Script, ScriptedEngine
-from agentrl.environment.base import EpisodeLimits, describe_user_code_error
+from agentrl.environment.context import EpisodeLimits
 from agentrl.environment.games import LEGAL_ACTIONS, PettingZooEnvironment
 from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.registry import name_of, resolve
@@ -45,7 +51,7 @@ if TYPE_CHECKING:
 
     from agentrl.core.ports import Engine, GenerateRequest
     from agentrl.core.records import Task
-    from agentrl.environment.base import Environment, OnCodeChange
+    from agentrl.environment.environment import Environment, OnCodeChange
     from agentrl.journal.entries import JournalEntry
     from agentrl.journal.port import JournalStore
     from agentrl.rollout.episode_context import JournaledResource, LiveEpisodeContext

@@ -16,14 +16,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from agentrl.environment.base import valid_unicode
+from agentrl.core.text import valid_unicode
 from agentrl.observe.blocked_loop import is_user_code
 from agentrl.rollout.call_journal import running_branch
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from agentrl.environment.base import Environment
+    from agentrl.environment.environment import Environment
 
 _STARTS = {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "pty.spawn"}
 _TALKS = {"socket.connect", "socket.bind", "socket.sendto", "socket.sendmsg", "socket.getaddrinfo"}

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from agentrl.core.ids import random_stream
 from agentrl.core.records import Message, Task
-from agentrl.environment.base import Environment, EpisodeContext, user
+from agentrl.environment.context import EpisodeContext, user
+from agentrl.environment.environment import Environment
 
 if TYPE_CHECKING:
     import random
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from agentrl.core.ports import GenerateRequest
     from agentrl.core.records import FinishReason, SampledTurn, ToolSpec
-    from agentrl.environment.base import Agent
+    from agentrl.environment.context import Agent
     from benchmarks.simulation.plan import EnvironmentPlan, SeatPlan, SimulationPlan
 
 

@@ -9,7 +9,7 @@ from agentrl.environments.calculator.tasks import held_out_tasks, training_tasks
 
 if TYPE_CHECKING:
     from agentrl.core.records import Task
-    from agentrl.environment.base import Split, TaskSource
+    from agentrl.environment.environment import Split, TaskSource
     from agentrl.environment.tools import ToolEpisode
 
 

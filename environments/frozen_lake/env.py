@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import gymnasium
 
     from agentrl.core.records import Task
-    from agentrl.environment.base import Split, TaskSource
+    from agentrl.environment.environment import Split, TaskSource
     from agentrl.environment.gym import GymEpisode
 
 MOVES = "LDRU"

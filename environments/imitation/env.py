@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from agentrl.core.records import ToolSpec
-    from agentrl.environment.base import EpisodeContext, Split, TaskSource
+    from agentrl.environment.context import EpisodeContext
+    from agentrl.environment.environment import Split, TaskSource
 
 MAX_LINE = 1 << 24
 MAX_EPISODES = 1_000_000

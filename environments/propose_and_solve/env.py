@@ -15,7 +15,8 @@ from agentrl.environments.calculator.env import Calculator
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from agentrl.environment.base import EpisodeContext, Split, TaskSource
+    from agentrl.environment.context import EpisodeContext
+    from agentrl.environment.environment import Split, TaskSource
 
 ATTEMPTS = 8
 """At each proposal."""

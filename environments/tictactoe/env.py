@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import textarena
 
     from agentrl.core.records import Message, Task
-    from agentrl.environment.base import Split, TaskSource
+    from agentrl.environment.environment import Split, TaskSource
     from agentrl.environment.games import GameEpisode
 
 FREE, OWN, OTHER = "012345678", "ABCDEFGHI", "abcdefghi"

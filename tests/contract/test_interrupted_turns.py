@@ -23,7 +23,7 @@ from agentrl.core.records import (
     TrajectoryRow,
 )
 from agentrl.engines.embedded.engine import EmbeddedEngine
-from agentrl.environment.base import EpisodeLimits
+from agentrl.environment.context import EpisodeLimits
 from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.rows import assemble_trajectories
 from agentrl.rollout.chat.byte_formats import PlainChatFormat

@@ -21,8 +21,8 @@ from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Seat
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.engines.process import ChildProgram
 from agentrl.engines.remote.client import ProcessEngine
-from agentrl.environment.base import Environment
 from agentrl.environment.containment import stop_loop_in_forked_process
+from agentrl.environment.environment import Environment
 from agentrl.environment.registry import name_of
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroupRelease

@@ -13,7 +13,7 @@ import agentrl
 from agentrl.core.errors import EpisodeError, ReplayMismatchError
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
-from agentrl.environment.base import OnCodeChange
+from agentrl.environment.environment import OnCodeChange
 from agentrl.journal.entries import BeginEntry, JournalEntry, PatchMarkerEntry, ResourceCallEntry, encode_body
 from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.port import Admission, EpisodeEnd

@@ -16,8 +16,9 @@ import agentrl
 from agentrl.core.errors import GlobalRandomError
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
-from agentrl.environment.base import Resource, Split, TaskSource
 from agentrl.environment.containment import GlobalRandomState, GuardedAwaitable, RandomDrawDetector
+from agentrl.environment.context import Resource
+from agentrl.environment.environment import Split, TaskSource
 from agentrl.journal.entries import EffectEntry
 from agentrl.journal.memory import MemoryJournal
 from agentrl.testing.execution import plain_rollout_settings, wire_dispatcher

@@ -23,7 +23,7 @@ from agentrl.core.ports import GenerateRequest, NewTokensCallback, Refresh, Samp
 from agentrl.core.records import Completion, PolicyVersion, Task, WeightsRef
 from agentrl.credit.advantages import ADVANTAGES
 from agentrl.engines.scripted import ScriptedEngine, ScriptedSession
-from agentrl.environment.base import EpisodeLimits
+from agentrl.environment.context import EpisodeLimits
 from agentrl.environment.registry import name_of
 from agentrl.journal.entries import JournalEntry, TurnEntry, decode_partial_turn
 from agentrl.journal.memory import MemoryJournal

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from agentrl.core.errors import AgentRLError
     from agentrl.core.ports import GenerateRequest
     from agentrl.engines.scripted import Script
-    from agentrl.environment.base import Environment
+    from agentrl.environment.environment import Environment
     from agentrl.orchestrator.loop import Orchestrator
     from tests.support.sim_disk import Fate
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.core.errors import CheckFailedError
 from agentrl.core.ids import random_stream, stable_hash64
-from agentrl.environment.base import Environment
+from agentrl.environment.environment import Environment
 from agentrl.environment.registry import resolve
 from agentrl.testing.execution import random_policy
 from tests.support import crash_oracle

@@ -15,7 +15,7 @@ import pytest
 
 import agentrl
 from agentrl.core.errors import CheckFailedError
-from agentrl.environment.base import Split, TaskSource
+from agentrl.environment.environment import Split, TaskSource
 from agentrl.testing import play
 from agentrl.testing.check import check_environment
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import agentrl
-from agentrl.environment.base import Split, TaskSource
+from agentrl.environment.environment import Split, TaskSource
 from agentrl.testing.check import check_environment
 
 TASKS = [agentrl.Task(id=f"t{n}", data={"question": f"{n}?"}) for n in range(8)]

@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.core import errors
 from agentrl.core.errors import AgentRLError, EpisodeError, RewardError, StorageError, UntrainableUnitsError
-from agentrl.environment.base import LimitReachedError
+from agentrl.environment.context import LimitReachedError
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import PolicyVersion
 from agentrl.credit.advantages import Group, gdpo
 from agentrl.engines.scripted import ScriptedEngine
-from agentrl.environment.base import check_reward_name
+from agentrl.environment.rewards import check_reward_name
 from agentrl.rollout.chat.byte_formats import PlainChatFormat
 from agentrl.testing.recording_trainer import RecordingTrainer
 from tests.journal_oracle import judge

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from agentrl.core.errors import RewardError
-from agentrl.environment.base import LARGEST_REWARD, finite_reward
+from agentrl.environment.rewards import LARGEST_REWARD, finite_reward
 
 
 class Converts:

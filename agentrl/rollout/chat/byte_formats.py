@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.core.records import FinishReason, Message, SampledTurn, ToolCall, ToolSpec, reported_token_usage
 from agentrl.core.reply_formats import CLOSE, OPEN, parse_hermes, parse_json_value
-from agentrl.environment.base import LimitReachedError
+from agentrl.environment.context import LimitReachedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

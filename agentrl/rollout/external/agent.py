@@ -28,12 +28,19 @@ import msgspec
 import numpy as np
 
 from agentrl.core import ids
-from agentrl.core.errors import EngineError, EnvironmentDefinitionError, EpisodeError, InfrastructureError, ModelError
+from agentrl.core.errors import (
+    EngineError,
+    EnvironmentDefinitionError,
+    EpisodeError,
+    InfrastructureError,
+    ModelError,
+    describe_user_code_error,
+)
 from agentrl.core.ids import stable_hash64
 from agentrl.core.records import Completion, Message, SamplingMask, Turn, VersionSpan
 from agentrl.core.reply_formats import UNWRITTEN_ID, parse_json_value
 from agentrl.core.text import plural
-from agentrl.environment.base import Endpoint, LimitReachedError, describe_user_code_error
+from agentrl.environment.context import Endpoint, LimitReachedError
 from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError, bounded_repr
 from agentrl.journal.entries import ExternalRequestParameters, TurnEntry, encode_body, request_hash
 from agentrl.rollout.agent import CHARACTERS_PER_TOKEN, LiveAgent, TurnSampler
@@ -48,7 +55,7 @@ if TYPE_CHECKING:
 
     from agentrl.core.ports import ChatFormat, SamplingParams
     from agentrl.core.records import Int32Array, PolicyVersion, ToolSpec
-    from agentrl.environment.base import EpisodeLimits
+    from agentrl.environment.context import EpisodeLimits
     from agentrl.gateway.server import AttemptEndpoint
     from agentrl.journal.entries import JournalEntry
     from agentrl.rollout.call_journal import JournaledCall

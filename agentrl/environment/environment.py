@@ -1,0 +1,148 @@
+"""The class that a user overrides: `Environment`, with its source of tasks. The handles to call are in `context.py`.
+
+An instance plays one episode and keeps its state on `self`, so that re-execution finds it as it was.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+
+from agentrl.core.errors import EnvironmentDefinitionError
+
+if TYPE_CHECKING:
+    import random
+
+    from agentrl.core.records import Task
+    from agentrl.environment.context import EpisodeContext
+
+
+Split = str
+"""`train`, `held_out`, or another of `Environment.splits`."""
+
+Reply = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+"""One turn of a demonstration: text, a tool call, or a list of calls."""
+
+OnCodeChange = Literal["try", "restart", "drop"]
+"""Treatment of an unfinished episode whose environment was edited before a resume: `Environment.on_code_change`."""
+
+
+class Environment(ABC):
+    """A kind of task. One instance lives for one episode; `run` is the program of that episode.
+
+    Example:
+        class Guess(agentrl.Environment):
+            seats = ("guesser",)
+
+            async def run(self, ctx):
+                turn = await ctx.agent("guesser").act(agentrl.user("Guess a digit."))
+                ctx.agent("guesser").reward(1.0 if turn.text.strip() == ctx.task.data["digit"] else 0.0)
+    """
+
+    # --- override these ---------------------------------------------------------------------------------------------
+
+    seats: ClassVar[tuple[str, ...]] = ("agent",)
+    """The roles that policies can hold."""
+    fan_out: ClassVar[Mapping[str, int]] = {}
+    """Maximum number of child episodes that one episode starts, keyed by class name. Admission reserves this many, and
+    a further spawn is refused. For a class that is not named, admission reserves the largest number that any episode
+    has started so far."""
+    splits: ClassVar[tuple[str, ...]] = ("train", "held_out")
+    """The splits that `tasks` knows; `evaluation.tasks` may name further ones."""
+    truncated_reward: ClassVar[float | None] = 0.0
+    """Reward of an agent that has none when a limit ends the episode; None: its unit is dropped (`no_reward`)."""
+    on_code_change: ClassVar[OnCodeChange] = "try"
+    """Treatment of unfinished episodes when a resume finds this class's file edited. `try`: replay them, and restart
+    only those that depart from the journal; `restart`: restart all of them; `drop`: drop them."""
+    own_random: ClassVar[bool] = False
+    """Whether the code draws from `random` or `numpy.random`, so that each episode needs its own state of them. If not
+    declared, a draw in the first 32 episodes of a process, or a re-executed one, is detected: that episode restarts,
+    and later ones in the process have their own state."""
+
+    @abstractmethod
+    async def run(self, ctx: EpisodeContext) -> None:
+        """Play the episode: act, observe, reward."""
+
+    @classmethod
+    def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
+        """Return the tasks of a split. Keyword arguments after `seed` are options of the environment."""
+        raise NotImplementedError(f"{cls.__name__} has no task source: override `tasks`, or pass tasks= to train()")
+
+    @classmethod
+    def demonstrate(cls, task: Task, random: random.Random) -> Iterable[Reply] | Generator[Reply, str, None]:
+        """Return the replies of a good policy to a task, turn by turn, for `agentrl env warm-up`.
+
+        A list, or a generator that receives the environment's answer to each reply. A reply is text, a tool call as
+        `{"name": …, "arguments": {…}}`, or a list of calls. A demonstration with a parameter `seat` is called once for
+        each seat.
+        """
+        raise NotImplementedError(f"{cls.__name__} has no demonstrations: override `demonstrate`")
+
+    @classmethod
+    def load(cls) -> None:
+        """Load read-only data; called once per worker before the first episode."""
+
+    # --- machinery --------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def source(cls) -> str:
+        """The source text of the class's module, for the code hash; the qualified name if there is no source."""
+        try:
+            return inspect.getsource(inspect.getmodule(cls) or cls)
+        except (OSError, TypeError):
+            return f"{cls.__module__}:{cls.__qualname__}"
+
+
+class TaskSource(Protocol):
+    """A source of tasks: anything with a length and an index. A plain list will do."""
+
+    def __len__(self) -> int:
+        """The number of tasks."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Task:
+        """The task at `index`; the same task every time."""
+        ...
+
+
+@runtime_checkable
+class SelectingTaskSource(Protocol):
+    """A task source that chooses the task of each group itself, by the results of earlier ones.
+
+    It is a `TaskSource` with these two methods. They are called in the run's own process; what they remember is built
+    again from the journal when the run is resumed, so it must depend on the calls of `record_result` alone.
+    """
+
+    def select(self, group: int, rng: random.Random, /) -> Task:
+        """The task of root group number `group`. A pure function of these arguments and of the recorded results."""
+        ...
+
+    def record_result(self, task: Task, rewards: Sequence[float], /) -> None:
+        """Take in the rewards of a group's episodes, each the sum over its agents, in any order."""
+        ...
+
+
+def child_environments(environment: type[Environment]) -> dict[type[Environment], int]:
+    """The classes that `fan_out` names, looked up in the environment's module, with their counts.
+
+    Raises:
+        EnvironmentDefinitionError: a name is not an environment of that module, or a count is below 1.
+    """
+    found = {}
+    for name, count in environment.fan_out.items():
+        child = getattr(sys.modules.get(environment.__module__), name, None)
+        if not (isinstance(child, type) and issubclass(child, Environment)):
+            raise EnvironmentDefinitionError(
+                f"{environment.__qualname__}.fan_out names {name!r}, which is not an environment in "
+                f"{environment.__module__}"
+            )
+        if count < 1:
+            raise EnvironmentDefinitionError(
+                f"{environment.__qualname__}.fan_out[{name!r}] is {count}; it must be the number of such episodes that "
+                "one episode starts, 1 or more; remove the entry if there may be none"
+            )
+        found[child] = count
+    return found
