@@ -23,7 +23,7 @@ from typing import Any
 import agentrl
 from agentrl.core.records import Message, ToolSpec
 from agentrl.environment.environment import Split
-from agentrl.learn import tiny_model
+from agentrl.environments.tiny_model import model as tiny_model
 from agentrl.rollout.chat.chat_format import TemplateChatFormat
 from agentrl.rollout.chat.chat_template import ChatTemplate
 

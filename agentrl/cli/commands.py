@@ -481,22 +481,6 @@ def _add_env(commands: Subparsers[argparse.ArgumentParser]) -> None:
     text = "call the loss on synthetic steps: shape, finite gradients, purity; NAME: module:name or FILE.py:name"
     parser.add_argument("--loss", metavar="NAME", help=text)
     parser.add_argument("--advantage", metavar="NAME", help="call the advantage on synthetic groups")
-    text = (
-        "build a tiny model that knows an environment's words and tools, from demonstrations, in minutes on two cores"
-    )
-    parser = _add_command(verbs, "warm-up", text, "environments:env_warm_up")
-    parser.add_argument("id", help="registered name, module:Class, or path/to/env.py:Class")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new directory for the model")
-    text = "conversations to learn from, one JSON object per line; default: the environment's `demonstrate`"
-    parser.add_argument("--demonstrations", type=Path, metavar="FILE.jsonl", help=text)
-    parser.add_argument("--steps", type=_whole, default=600, help="most supervised steps (default 600)")
-    text = "of the demonstrations that answer too early, so that reward has something left to teach (default 0.5)"
-    parser.add_argument("--early", type=float, default=0.5, metavar="SHARE", help=f"share {text}")
-    text = "stop once the held-out reward is this share of the way to the demonstrations' (default 0.8)"
-    parser.add_argument("--until", type=float, default=0.8, metavar="SHARE", help=text)
-    parser.add_argument(
-        "--seed", type=_whole, default=0, help="seed of tasks, weights and all random draws (default 0)"
-    )
     parser = _add_command(
         verbs, "new", "write a new environment, with its tests and a configuration", "environments:env_new"
     )

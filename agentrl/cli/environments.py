@@ -1,9 +1,8 @@
-"""`agentrl env …`: list environments, check one, warm up a model for one, write a new one."""
+"""`agentrl env …`: list environments, check one, write a new one."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import faulthandler
 import importlib.util
 import inspect
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from agentrl.cli.output import print_json
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, CheckFailedError, InputError, StorageError
-from agentrl.core.text import escape_line, escape_text, plural
+from agentrl.core.text import escape_line, escape_text
 
 if TYPE_CHECKING:
     import argparse
@@ -243,37 +242,6 @@ def _end(child: int) -> None:
 def _exit_words(status: int) -> str:
     code = os.waitstatus_to_exitcode(status)
     return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-
-
-def env_warm_up(options: argparse.Namespace) -> int:
-    """`agentrl env warm-up ID --out DIR [--demonstrations FILE.jsonl] [--steps N] [--early SHARE] [--until SHARE]`."""
-    from agentrl.app.tiny_model_builder import build_tiny_model
-    from agentrl.observe.progress import ProgressLine
-
-    if options.steps < 1:
-        raise InputError("--steps must be at least 1")
-    with contextlib.closing(ProgressLine(f"warming up {options.out}", sys.stderr)) as progress:
-        made = build_tiny_model(
-            options.id,
-            options.out,
-            demonstrations=options.demonstrations,
-            steps=options.steps,
-            early=options.early,
-            until=options.until,
-            seed=options.seed,
-            on_progress=progress,
-        )
-    if options.json:
-        print_json({**dataclasses.asdict(made), "path": str(made.path)})
-        return 0
-    wanted = "" if made.demonstrated is None else f"; the demonstrations earn {made.demonstrated:.3f}"
-    path = escape_line(str(made.path))
-    sys.stdout.write(
-        f"{path}: {made.parameters:,} parameters, {made.vocabulary} tokens, {plural(made.steps, 'supervised step')}\n"
-        f"held-out reward {made.before:.3f} before, {made.reward:.3f} after{wanted}\n"
-        f"learn on by reward: agentrl train {path}/train.toml\n"
-    )
-    return 0
 
 
 def env_new(options: argparse.Namespace) -> int:

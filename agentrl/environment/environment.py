@@ -73,7 +73,7 @@ class Environment(ABC):
 
     @classmethod
     def demonstrate(cls, task: Task, random: random.Random) -> Iterable[Reply] | Generator[Reply, str, None]:
-        """Return the replies of a good policy to a task, turn by turn, for `agentrl env warm-up`.
+        """Return the replies of a good policy to a task, turn by turn, for `agentrl.environments.tiny_model`.
 
         A list, or a generator that receives the environment's answer to each reply. A reply is text, a tool call as
         `{"name": …, "arguments": {…}}`, or a list of calls. A demonstration with a parameter `seat` is called once for

@@ -15,7 +15,7 @@ from agentrl.core.ids import random_stream
 from agentrl.core.records import Message
 from agentrl.environments.calculator.demonstrations import demonstrate
 from agentrl.environments.calculator.env import Calculator
-from agentrl.learn import tiny_model
+from agentrl.environments.tiny_model import model as tiny_model
 from agentrl.rollout.chat.chat_format import TemplateChatFormat
 from agentrl.rollout.chat.chat_template import ChatTemplate
 

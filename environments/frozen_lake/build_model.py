@@ -18,7 +18,7 @@ from agentrl.core.ids import random_stream
 from agentrl.core.records import Message
 from agentrl.environment.gym import SeededGame
 from agentrl.environments.frozen_lake.env import MOVES, FrozenLake
-from agentrl.learn import tiny_model
+from agentrl.environments.tiny_model import model as tiny_model
 from agentrl.rollout.chat.chat_format import TemplateChatFormat
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from agentrl.core.records import Message
 from agentrl.environments.calculator import build_model as calculator
 from agentrl.environments.calculator.demonstrations import call_text, observation
 from agentrl.environments.propose_and_solve.env import PROMPT, Solve, Sum, drawn_sum
-from agentrl.learn import tiny_model
+from agentrl.environments.tiny_model import model as tiny_model
 from agentrl.rollout.chat.chat_format import TemplateChatFormat
 
 if TYPE_CHECKING:

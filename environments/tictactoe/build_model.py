@@ -16,7 +16,7 @@ import agentrl
 from agentrl.core.ids import random_stream
 from agentrl.environments.frozen_lake.build_model import TEMPLATE, byte_tokenizer
 from agentrl.environments.tictactoe.env import FREE, LINES, OTHER, OWN, TicTacToe, random_player
-from agentrl.learn import tiny_model
+from agentrl.environments.tiny_model import model as tiny_model
 from agentrl.rollout.chat.chat_format import TemplateChatFormat
 
 if TYPE_CHECKING:

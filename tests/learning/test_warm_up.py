@@ -1,4 +1,4 @@
-"""An environment with tools of its own: a warm-up finds their names, and reinforcement learning goes on from there."""
+"""A tiny model learns the tools of a user's environment from demonstrations, and then by reward."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import agentrl
-from agentrl.cli.main import main
 from agentrl.config.load import load
+from agentrl.environments.tiny_model.__main__ import main
 from tests.markdown_pages import ROOT, python_of
 
 pytestmark = [pytest.mark.learning, pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(1200)]
@@ -21,8 +21,8 @@ def test_the_curve_of_an_own_environment_moves_on_the_first_day(
     (block,) = [text for text in python_of(ROOT / "docs" / "getting_started.md") if text.startswith("# shop.py")]
     (tmp_path / "shop.py").write_text(block)
     out = tmp_path / "models" / "shop"
-    assert main(["env", "warm-up", f"{tmp_path}/shop.py:Shop", "--out", str(out), "--until=0.6"]) == 0
-    assert "the demonstrations earn 0.531" in capsys.readouterr().out, "half of them end too early"
+    assert main([f"{tmp_path}/shop.py:Shop", "--out", str(out), "--until=0.6"]) == 0
+    assert "demonstrations: 0.531" in capsys.readouterr().out, "half of them end too early"
     config = load(out / "train.toml", [f"directory={tmp_path}/runs", "steps=12", "evaluation.tasks=96"])
     run = agentrl.train(config, quiet=True)
     start, end = run.summary["reward_start"], run.summary["reward_end"]

@@ -1,4 +1,4 @@
-"""`agentrl env warm-up`: builds a tiny model that knows an environment's words and tools, from demonstrations.
+"""Builds a tiny model that knows an environment's words and tools, from demonstrations.
 
 Plays demonstrations (or reads conversations from a file), trains a tokenizer on their text and a small model on the
 assistant's part, and stops once the model's reward comes close to theirs. Half of the played demonstrations
@@ -31,11 +31,11 @@ from agentrl.environment.context import EpisodeLimits
 from agentrl.environment.environment import Environment
 from agentrl.environment.registry import resolve
 from agentrl.environment.tools import ToolEnvironment
-from agentrl.environment.unjournaled_context import UnjournaledAgent, UnjournaledContext
+from agentrl.environments.tiny_model.played_context import PlayedAgent, PlayedContext
 
 if TYPE_CHECKING:
     from agentrl.environment.environment import Reply
-    from agentrl.learn.tiny_model import Demonstration, Row
+    from agentrl.environments.tiny_model.model import Demonstration, Row
 
 VOCABULARY = 1024
 """Maximum number of tokens of the tokenizer."""
@@ -192,8 +192,10 @@ def format_reply(reply: Reply) -> str:
         ) from error
 
 
-class _ShownContext(UnjournaledContext):
+class _ShownContext(PlayedContext):
     """An `EpisodeContext` that plays demonstrations and records each message with its speaker and tools."""
+
+    _speakers: Mapping[str, Any]
 
     def __init__(self, environment: type[Environment], task: Task, seed: int, calls: int | None) -> None:
         limits = EpisodeLimits(max_turns=MAX_TURNS, max_tokens=MAX_CONTEXT, max_context=MAX_CONTEXT)
@@ -203,7 +205,7 @@ class _ShownContext(UnjournaledContext):
         self._seed = seed
         self._calls = calls
 
-    def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> UnjournaledAgent:
+    def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> PlayedAgent:
         """Return the agent of a seat, which speaks the demonstration."""
         if (seat, index) not in self.agents:
             expert = _Expert(self._environment, self.task, seat, index, self._seed, self._calls)
@@ -213,7 +215,7 @@ class _ShownContext(UnjournaledContext):
 
     def demonstrations(self) -> list[Demonstration]:
         """Return the recorded conversations."""
-        from agentrl.learn.tiny_model import Demonstration
+        from agentrl.environments.tiny_model.model import Demonstration
 
         return [Demonstration(tuple(expert.messages), tuple(tools)) for expert, tools in self.shown if expert.messages]
 
@@ -286,7 +288,7 @@ def _read(path: Path, environment: type[Environment]) -> list[Demonstration]:
     Raises:
         InputError: the file has none, or a line is not a conversation.
     """
-    from agentrl.learn.tiny_model import Demonstration
+    from agentrl.environments.tiny_model.model import Demonstration
 
     table = environment.tool_table() if issubclass(environment, ToolEnvironment) else {}
     tools = tuple(bound.spec for bound in table.values())
@@ -381,7 +383,7 @@ class _Builder:
         self, source: _Played | list[Demonstration], steps: int, until: float, wanted: float | None
     ) -> dict[str, Any]:
         """Write the model; returns facts to report about it."""
-        from agentrl.learn import tiny_model
+        from agentrl.environments.tiny_model import model as tiny_model
         from agentrl.rollout.chat.chat_format import TemplateChatFormat
         from agentrl.rollout.chat.chat_template import ChatTemplate
 
@@ -458,7 +460,7 @@ class _Builder:
 
 def _again_and_again(chat: Any, source: _Played | list[Demonstration], seed: int) -> Iterator[Row]:
     """Yield the rows of all demonstrations in order, then repeatedly, each time in a new order."""
-    from agentrl.learn.tiny_model import tokenise_demonstration
+    from agentrl.environments.tiny_model.model import tokenise_demonstration
 
     rows: list[Row] = []
     for shown in source:
@@ -487,8 +489,8 @@ README = """\
 # A tiny model for {environment}
 
 {parameters:,} parameters (Qwen3 architecture), a byte-level tokenizer of {vocabulary} tokens, a chat template with
-tools. Built by `agentrl env warm-up` from random weights in {steps} supervised steps over demonstrations. It knows the
-words and tools of that environment and nothing else.
+tools. `python -m agentrl.environments.tiny_model` trained it from random weights on demonstrations, in {steps} steps.
+It knows the words and tools of that environment and nothing else.
 
 Held-out reward: {before:.2f} before, {reward:.2f} after{demonstrated}.
 

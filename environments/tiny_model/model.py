@@ -1,6 +1,6 @@
 """Tiny models that know the format of an environment's conversations: a small Qwen3, its files, its supervised warm-up.
 
-Used by `agentrl env warm-up`, and by the `build_model.py` of the environments that come with agentrl.
+Shared by `warm_up.py` and the `build_model.py` files of the bundled environments.
 Invariant: the same seed gives the same files on the same machine and versions.
 """
 

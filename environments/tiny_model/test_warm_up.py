@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import agentrl
-from agentrl.app import tiny_model_builder as module
-from agentrl.app.tiny_model_builder import build_tiny_model, format_reply
-from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import AgentRLError, CheckFailedError, InputError
+from agentrl.environments.tiny_model import warm_up as module
+from agentrl.environments.tiny_model.__main__ import main
+from agentrl.environments.tiny_model.warm_up import build_tiny_model, format_reply
 
 
 class Doubling(agentrl.ToolEnvironment):
@@ -150,7 +150,7 @@ def test_what_cannot_be_learned_from_is_refused_and_leaves_nothing(
 
 def test_a_directory_that_exists_is_not_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "kept").write_text("mine")
-    assert main(["env", "warm-up", "calculator", "--out", str(tmp_path)]) == 2
+    assert main(["calculator", "--out", str(tmp_path)]) == 2
     assert "exists: give --out a new directory" in capsys.readouterr().err
     assert (tmp_path / "kept").read_text() == "mine"
 

@@ -1,8 +1,8 @@
 """An `EpisodeContext` without a journal: plays an episode once, in this process, with callables that answer for the
 seats.
 
-Used to play demonstrations of an environment (`agentrl env warm-up`). Nothing is recorded, so nothing can be resumed;
-child episodes need an orchestrator and are refused.
+Plays demonstrations. Nothing is recorded, so nothing can be resumed; child episodes need an orchestrator and are
+refused.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ParseText = Callable[[str], tuple[str, tuple[ToolCall, ...]]]
 """Splits the text of a seat into content and tool calls."""
 
 
-class UnjournaledAgent(Agent):
+class PlayedAgent(Agent):
     """One conversation with the callable that answers for the seat."""
 
     def __init__(self, seat: str, index: int, speak: Speak, parse: ParseText, limits: EpisodeLimits) -> None:
@@ -111,7 +111,7 @@ class UnjournaledAgent(Agent):
         return self._messages
 
 
-class UnjournaledResource(Resource):
+class PlayedResource(Resource):
     """A stateful object, called directly."""
 
     def __init__(self, instance: object) -> None:
@@ -123,7 +123,7 @@ class UnjournaledResource(Resource):
         return await value if inspect.isawaitable(value) else value
 
 
-class UnjournaledContext(EpisodeContext):
+class PlayedContext(EpisodeContext):
     """An `EpisodeContext` without a journal.
 
     Args:
@@ -145,7 +145,7 @@ class UnjournaledContext(EpisodeContext):
     ) -> None:
         self.task = task
         self.limits = limits
-        self.agents: dict[tuple[str, int], UnjournaledAgent] = {}
+        self.agents: dict[tuple[str, int], PlayedAgent] = {}
         self.metrics: dict[str, float] = {}
         self.truncated = False
         self._speakers = speakers
@@ -153,11 +153,11 @@ class UnjournaledContext(EpisodeContext):
         self._rng = random_stream("plain", seed)
         self._clock = SystemClock()
 
-    def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> UnjournaledAgent:
+    def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> PlayedAgent:
         """Return the agent of a seat; `tools` is ignored."""
         if seat not in self._speakers:
             raise EnvironmentDefinitionError(f"seat {seat!r} has no player; give a callable for it")
-        made = UnjournaledAgent(seat, index, self._speakers[seat], self._parse, self.limits)
+        made = PlayedAgent(seat, index, self._speakers[seat], self._parse, self.limits)
         return self.agents.setdefault((seat, index), made)
 
     async def effect(
@@ -175,9 +175,9 @@ class UnjournaledContext(EpisodeContext):
 
     def resource(
         self, factory: Callable[[], object], *, level: ResourceLevel = "pinned", seed: int | None = None
-    ) -> UnjournaledResource:
+    ) -> PlayedResource:
         """A stateful object of this episode."""
-        return UnjournaledResource(factory())
+        return PlayedResource(factory())
 
     def patched(self, id: str) -> bool:
         """Return True: this context never replays older code."""

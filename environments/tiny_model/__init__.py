@@ -1,0 +1,1 @@
+"""A recipe: build a tiny model for an environment from demonstrations, in minutes on two cores."""

@@ -1,0 +1,64 @@
+"""`python -m agentrl.environments.tiny_model ENVIRONMENT --out DIR`: build a tiny model from demonstrations."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from agentrl.core.errors import AgentRLError
+from agentrl.environments.tiny_model.warm_up import build_tiny_model
+from agentrl.observe.progress import ProgressLine
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Build the model, print its rewards and the next command, and return the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        with contextlib.closing(ProgressLine(f"warming up {options.out}", sys.stderr)) as progress:
+            result = build_tiny_model(
+                options.environment,
+                options.out,
+                demonstrations=options.demonstrations,
+                steps=options.steps,
+                early=options.early,
+                until=options.until,
+                seed=options.seed,
+                on_progress=progress,
+            )
+    except AgentRLError as error:
+        print(f"tiny_model: {error}", file=sys.stderr)
+        return error.exit_code
+    demonstrated = "" if result.demonstrated is None else f"; demonstrations: {result.demonstrated:.3f}"
+    print(f"{result.path}: {result.parameters:,} parameters, {result.vocabulary} tokens, {result.steps} training steps")
+    print(f"held-out reward: {result.before:.3f} before, {result.reward:.3f} after{demonstrated}")
+    print(f"next: agentrl train {result.path}/train.toml")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m agentrl.environments.tiny_model", description=__doc__)
+    parser.add_argument("environment", help="registered name, module:Class, or path/to/env.py:Class")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new directory for the model")
+    text = "conversations to learn from, one JSON object per line; default: the environment's `demonstrate`"
+    parser.add_argument("--demonstrations", type=Path, metavar="FILE.jsonl", help=text)
+    parser.add_argument("--steps", type=_positive, default=600, help="maximum number of training steps (default 600)")
+    text = "share of demonstrations cut short, so that reinforcement learning has something to teach (default 0.5)"
+    parser.add_argument("--early", type=float, default=0.5, metavar="SHARE", help=text)
+    text = "stop at this share of the way from the random model's reward to the demonstrations' (default 0.8)"
+    parser.add_argument("--until", type=float, default=0.8, metavar="SHARE", help=text)
+    parser.add_argument("--seed", type=int, default=0, help="seed of tasks, weights and random draws (default 0)")
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())
