@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from agentrl.core.custom_functions import advantage, loss
     from agentrl.core.errors import AgentRLError, InfrastructureError
     from agentrl.core.records import Message, Task, ToolCall, Turn
-    from agentrl.credit.advantages import Group
+    from agentrl.credit.group import Group
     from agentrl.environment.context import (
         Agent,
         ChildResult,
@@ -52,7 +52,7 @@ _HOME = {
     "Endpoint": "environment.context",
     "Environment": "environment.environment",
     "EpisodeContext": "environment.context",
-    "Group": "credit.advantages",
+    "Group": "credit.group",
     "GymEnvironment": "environment.gym",
     "HarnessEnvironment": "environment.harness",
     "HarnessEpisode": "environment.harness",

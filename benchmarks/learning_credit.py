@@ -12,7 +12,9 @@ from pathlib import Path
 
 import torch
 
-from agentrl.credit.advantages import Group, leave_one_out, pass_at_k
+from agentrl.credit.advantages.group_baselines import leave_one_out
+from agentrl.credit.advantages.pass_at_k import pass_at_k
+from agentrl.credit.group import Group
 from agentrl.learn.losses import dpo
 from tests.credit_oracles import RoleCredit, asynchronous_ratio, newest_mean, pass_at_k_ratio, role_mean
 from tests.learn_cases import write_model

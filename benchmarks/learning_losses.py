@@ -22,7 +22,8 @@ from agentrl.config.sections import LossConfig, TrainerConfig
 from agentrl.core.custom_functions import capture_function_code
 from agentrl.core.errors import ConfigError, TrainerError
 from agentrl.core.records import PolicyVersion, StepReport, TrajectoryRow
-from agentrl.credit.advantages import ADVANTAGES, generalized_advantages
+from agentrl.credit.advantages.gae import generalized_advantages
+from agentrl.credit.estimators import REWARD_ESTIMATORS
 from agentrl.learn.loss_batch import IDS, LossBatch, TokenColumns
 from agentrl.learn.losses import kl_divergence, make_loss
 from agentrl.learn.ranks import RankGroup
@@ -80,7 +81,7 @@ def oracle_errors() -> dict[str, float]:
             advantages: list[float] = []
             for group in dict.fromkeys(case["groups"]):
                 own = [r for r, name in zip(case["rewards"], case["groups"], strict=True) if name == group]
-                advantages += [each.value for each in ADVANTAGES[case["ours"]](own, range(len(own)))]
+                advantages += [each.value for each in REWARD_ESTIMATORS[case["ours"]](own, range(len(own)))]
             found[f"{package['package']}: {case['case']} as {case['ours']}"] = _error(advantages, case["advantages"])
         for case in package["values"]:
             found[f"{package['package']}: {case['case']}"] = max(_gae_error(case, row) for row in case["rows"])

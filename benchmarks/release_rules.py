@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 
 from agentrl.core import ids
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, TrajectoryCredit
-from agentrl.orchestrator.buffer import Credits, GroupReleasePolicy, OpenGroup, ReadyUnit
+from agentrl.credit.release import Credits, GroupReleasePolicy, OpenGroup
+from agentrl.orchestrator.buffer import ReadyUnit
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.scheduler import GroupDemand
 from benchmarks.simulation.engine import EmulatedEngine

@@ -9,8 +9,8 @@ from heapq import heappop, heappush
 from typing import Any
 
 from agentrl.core.records import EpisodeDataLocation, TrajectoryCredit, TrajectoryHeader, Unit
-from agentrl.credit.advantages import Group
 from agentrl.credit.baselines import ROLE_DECAY, DecayingMean, RoleMeans
+from agentrl.credit.group import Group
 
 CHANCE = 0.3
 """Probability of action 1."""

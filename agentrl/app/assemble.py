@@ -21,14 +21,16 @@ from agentrl.core.clock import Clock
 from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import ChatFormat, Engine, Observer, Trainer
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
-from agentrl.credit.advantages import ADVANTAGES, AdvantageEstimator, GroupReleaseRule, OptimizerStepCreditAssigner
 from agentrl.credit.baselines import MeanAtStep, RoleMeans, SeatRole
+from agentrl.credit.estimators import REWARD_ESTIMATORS, AdvantageEstimator
+from agentrl.credit.release import FirstFinishersRelease, GroupReleasePolicy, GroupReleaseRule, WholeGroupRelease
+from agentrl.credit.step_credit import OptimizerStepCreditAssigner
 from agentrl.environment.environment import Environment, TaskSource
 from agentrl.environment.mixture import root_environments
 from agentrl.environment.registry import name_of
 from agentrl.gateway.server import Gateway
 from agentrl.journal.port import JournalStore
-from agentrl.orchestrator.buffer import EpisodeBuffer, FirstFinishersRelease, GroupReleasePolicy, WholeGroupRelease
+from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.checkpoints import KEPT_CHECKPOINTS, CheckpointWriter, JournalRetention, VersionRetention
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
 from agentrl.orchestrator.evaluation import Evaluator, HeldOutSplit
@@ -241,7 +243,7 @@ def _release(config: RunConfig, parts: RunParts) -> GroupReleasePolicy:
     if credit.whole_groups:
         estimator = parts.estimator
         if estimator is None or estimator.mark.over == "step":
-            function = ADVANTAGES["none" if estimator is not None else credit.advantage.name]
+            function = REWARD_ESTIMATORS["none" if estimator is not None else credit.advantage.name]
             return WholeGroupRelease(trainable, function, to_go=credit.turn_credit == "to_go")
         # A deterministic run must not depend on the order in which episodes end, and so not on the history that this
         # gives.

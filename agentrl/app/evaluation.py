@@ -38,14 +38,15 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError, EngineLostError, InputError, RunDirectoryError
 from agentrl.core.records import EpisodeHeader, PolicyVersion, Task, WeightsRef
 from agentrl.core.text import plural
-from agentrl.credit.advantages import ADVANTAGES
+from agentrl.credit.estimators import REWARD_ESTIMATORS
+from agentrl.credit.release import WholeGroupRelease
 from agentrl.engines.remote_policy import RemotePolicyClient
 from agentrl.environment.environment import Environment
 from agentrl.inspection.conversation import PolicyTurn, read_conversation
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.run_process import record_process_state, recording_process_state
 from agentrl.observe.run_state import MetricsFile
-from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroupRelease
+from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.dispatch import ChangeCondition
 from agentrl.orchestrator.evaluation import HeldOutSplit, confidence_half_width, evaluation_metrics, repeat_tasks
 from agentrl.orchestrator.versions import ServedVersions
@@ -379,7 +380,7 @@ async def play_without_training(
         if not failure.done():
             failure.set_exception(error)
 
-    buffer = EpisodeBuffer((), WholeGroupRelease((), ADVANTAGES["none"]))
+    buffer = EpisodeBuffer((), WholeGroupRelease((), REWARD_ESTIMATORS["none"]))
     dispatcher = make_dispatcher(config, environment, buffer, store, ChangeCondition(), resume_state=ResumeState())
     attach_local_worker(config, environment, dispatcher, engine, chat_format, store, SystemClock(), fail, gateway)
     episodes = loop.create_task(play(dispatcher))

@@ -24,7 +24,7 @@ from agentrl.app.policies import SPARE, pinned_policy_step_lags
 from agentrl.config.load import SettingDifference
 from agentrl.config.policies import BotPolicy, OpponentPoolPolicy
 from agentrl.config.run import RunConfig
-from agentrl.config.sections import ADVANTAGES, LOSSES
+from agentrl.config.sections import ADVANTAGE_NAMES, LOSS_NAMES
 from agentrl.core import ids
 from agentrl.core.clock import Clock
 from agentrl.core.custom_functions import FunctionCode, Kind, check_options, find_function
@@ -33,9 +33,9 @@ from agentrl.core.files import LOCAL, Disk, remove_staging_directories
 from agentrl.core.ports import Trainer
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, FrozenGroupBaselines, PolicyVersion, Proposal
 from agentrl.core.text import plural
-from agentrl.credit.advantages import ADVANTAGES as OVER_REWARDS
-from agentrl.credit.advantages import AdvantageEstimator, make_advantage_estimator
 from agentrl.credit.baselines import MeanAtStep, RewardHistory, SeatRole
+from agentrl.credit.estimators import REWARD_ESTIMATORS, AdvantageEstimator, make_advantage_estimator
+from agentrl.credit.release import reward_history_from_journal
 from agentrl.environment.environment import Environment
 from agentrl.environment.mixture import all_environment_classes
 from agentrl.environment.registry import load_function, name_of
@@ -43,7 +43,6 @@ from agentrl.journal.entries import BeginEntry, code_digest, decode_entries
 from agentrl.journal.reader import AttemptLocation, TurnLogReader
 from agentrl.journal.run_log import RunJournal, RunLog, RunStart, SettingChange
 from agentrl.observe.alarms import LENGTH_STEPS
-from agentrl.orchestrator.buffer import reward_history_from_journal
 from agentrl.orchestrator.checkpoints import Manifest, find_newest_checkpoint, list_version_directories
 from agentrl.orchestrator.metrics import SelectionBiasTracker, selection_bias_from_journal
 from agentrl.orchestrator.opponents import opponent_pool_holder, opponent_pool_steps
@@ -238,7 +237,7 @@ class ResumeCheckpoint:
             opponents=config.of_kind(OpponentPoolPolicy).keys(),
             remembered=None if config.deterministic else MEMORY_SIZE,
             step_sizes={name: policy.step_size for name, policy in config.trained.items()},
-            with_history=config.credit.advantage.name not in ADVANTAGES,
+            with_history=config.credit.advantage.name not in ADVANTAGE_NAMES,
         )
 
 
@@ -515,17 +514,17 @@ def load_user_functions(config: RunConfig) -> UserLossAndAdvantage:
     """
     codes: dict[Kind, FunctionCode] = {}
     loss, credit, advantage = config.trainer.loss, config.credit, config.credit.advantage
-    if loss.name not in LOSSES:
+    if loss.name not in LOSS_NAMES:
         codes["loss"], function = find_function("loss", loss.name, key="trainer.loss.name")
         check_options(function, loss.options, "trainer.loss")
     elif loss.options:
         from agentrl.learn.losses import make_loss
 
         make_loss(config.trainer)
-    if advantage.name in OVER_REWARDS:
+    if advantage.name in REWARD_ESTIMATORS:
         return UserLossAndAdvantage(codes, None)
     given = None
-    if advantage.name not in ADVANTAGES:
+    if advantage.name not in ADVANTAGE_NAMES:
         codes["advantage"], given = find_function("advantage", advantage.name, key="credit.advantage")
     estimator = make_advantage_estimator(advantage.name, advantage.options, given)
     at_end_of_group = {

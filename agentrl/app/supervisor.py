@@ -50,7 +50,7 @@ from agentrl.core.errors import (
 from agentrl.core.files import was_closed_by_foreign_code
 from agentrl.core.ports import ChatFormat, ProcessStatusSource, Trainer
 from agentrl.core.records import PolicyVersion, dropped_header
-from agentrl.credit.advantages import AdvantageEstimator
+from agentrl.credit.estimators import AdvantageEstimator
 from agentrl.environment.containment import exit_forked_process, stop_loop_in_forked_process
 from agentrl.environment.environment import Environment, TaskSource
 from agentrl.journal.run_log import SqliteRunLog

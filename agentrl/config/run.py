@@ -34,9 +34,9 @@ from agentrl.config.policies import (
     RemotePolicy,
 )
 from agentrl.config.sections import (
-    ADVANTAGES,
+    ADVANTAGE_NAMES,
     ALONE,
-    LOSSES,
+    LOSS_NAMES,
     BestConfig,
     CheckpointConfig,
     ClusterConfig,
@@ -354,8 +354,8 @@ def _check_steps(config: RunConfig) -> None:
 def _check_functions(config: RunConfig) -> None:
     """Check that each function is built in, or may be the user's."""
     named: tuple[tuple[Kind, str, str, Sequence[str]], ...] = (
-        ("loss", "trainer.loss.name", config.trainer.loss.name, LOSSES),
-        ("advantage", "credit.advantage", config.credit.advantage.name, ADVANTAGES),
+        ("loss", "trainer.loss.name", config.trainer.loss.name, LOSS_NAMES),
+        ("advantage", "credit.advantage", config.credit.advantage.name, ADVANTAGE_NAMES),
     )
     for kind, key, name, built_in in named:
         if name not in built_in and ":" not in name and name not in (others := installed_functions(kind)):
@@ -386,7 +386,7 @@ def _check_reward_weights(weights: Mapping[str, float]) -> None:
 def _check_credit(config: RunConfig) -> None:
     credit, advantage = config.credit, config.credit.advantage.name
     _check_reward_weights(credit.reward_weights)
-    if advantage in ADVANTAGES[:5] and (given := credit.advantage.options):
+    if advantage in ADVANTAGE_NAMES[:5] and (given := credit.advantage.options):
         raise ValueError(f"credit.advantage: {advantage!r} has no arguments; remove {', '.join(given)}")
     if credit.turn_credit == "to_go" and advantage == "role_mean":
         raise ValueError(
@@ -408,7 +408,7 @@ def _check_credit(config: RunConfig) -> None:
             "credit.release = 'dynamic_sampling' would drop episodes from which distillation learns whatever their "
             "rewards: set release = 'group' with trainer.loss.name = 'distillation'"
         )
-    if credit.group_size == 1 and advantage in ADVANTAGES and advantage not in ALONE:
+    if credit.group_size == 1 and advantage in ADVANTAGE_NAMES and advantage not in ALONE:
         raise ValueError(
             f"credit.group_size = 1 with credit.advantage = {advantage!r}: an episode without others to compare it "
             "with teaches nothing. Set group_size = 2 or more, or advantage = 'role_mean', 'gae' or 'none'"

@@ -184,12 +184,12 @@ class SamplingConfig(Section):
 
 _Weight = Annotated[float, Field(ge=0)]
 
-LOSSES = (
+LOSS_NAMES = (
     *("truncated", "ppo", "reinforce", "cispo", "sapo", "gspo", "decoupled_ppo", "importance_sampling"),
     *("geometric_mask", "off_policy_mask", "m2po", "topr", "vespo", "clip_cov", "kl_cov", "distillation", "dpo"),
 )
 """Names of the built-in losses (`learn.losses`)."""
-ADVANTAGES = (
+ADVANTAGE_NAMES = (
     *("leave_one_out", "group_mean", "group_std", "role_mean", "none"),
     *("max_rl", "pass_at_k", "best_of_n", "gigpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"),
     "gae",
@@ -282,7 +282,7 @@ class CreditConfig(Section):
     @property
     def compares_turns(self) -> bool:
         """Whether the advantage may compare the states of turns: `gigpo`, and functions of the user's."""
-        return self.advantage.name == "gigpo" or self.advantage.name not in ADVANTAGES
+        return self.advantage.name == "gigpo" or self.advantage.name not in ADVANTAGE_NAMES
 
     @property
     def dynamic_sampling(self) -> bool:

@@ -21,10 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.config.sections import LOSSES, LossConfig, TrainerConfig
+from agentrl.config.sections import LOSS_NAMES, LossConfig, TrainerConfig
 from agentrl.core.custom_functions import FunctionDeclaration
 from agentrl.core.errors import AgentRLError, GroupTooSmallError
-from agentrl.credit.advantages import AdvantageEstimator, Group, make_advantage_estimator
+from agentrl.credit.estimators import AdvantageEstimator, make_advantage_estimator
+from agentrl.credit.group import Group
 from agentrl.learn.loss_batch import IDS, LossBatch, TokenColumns, TokenGradients
 from agentrl.learn.losses import Loss, make_loss
 
@@ -151,7 +152,7 @@ def check_loss(reference: str, *, title: str = "") -> FunctionReport:
         "is pure: gives the same result twice, does not change its batch, draws no random numbers",
         "the order of rows and the numbers of ids make no difference: micro-batches and ranks change nothing",
     ]
-    if not loss.mark.per_token and not loose and reference not in LOSSES:
+    if not loss.mark.per_token and not loose and reference not in LOSS_NAMES:
         report.hints.append(
             "each token's loss depended on that token alone: @agentrl.loss(per_token=True) saves a forward pass"
         )

@@ -36,7 +36,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.custom_functions import FunctionCode
 from agentrl.core.errors import ConfigError, NonFiniteError, StorageError, SupersededVersionError, TrainerError
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, TrainingSample, Unit, WeightsRef
-from agentrl.credit.advantages import generalized_advantages
+from agentrl.credit.advantages.gae import generalized_advantages
 from agentrl.credit.samples import ReadUnits, read_samples
 from agentrl.engines.weights.transfer import WeightDestination
 from agentrl.journal.rows import make_unit_reader

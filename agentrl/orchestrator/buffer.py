@@ -1,50 +1,32 @@
 """The buffer: episodes enter whole, are released by their group's rule, and leave as units exactly once.
 
 `EpisodeBuffer` owns every training episode between admission and its optimizer step, as headers only: token data stays
-in the journal. A `GroupReleasePolicy` decides when members of a group are released and with which advantages:
-`WholeGroupRelease` waits for all of them (`credit.release = "group"`), `FirstFinishersRelease` does not (`late`,
-`episode`). The `Ledger` proves that no episode and no unit is lost or trained twice. This module does not handle
+in the journal. A `GroupReleasePolicy` (`credit/release.py`) decides when members of a group are released and with which
+advantages. The `Ledger` proves that no episode and no unit is lost or trained twice. This module does not handle
 versions, capacity or execution.
 
 Entry lifecycle: admit → record_end (committed or dropped) → released by its group: advantages → ready → pop → resolved
-(trained or dropped). Invariants: a member is released once; a unit is popped at most once; the ledger balances after
-every call.
+(trained or dropped). Invariants: a unit is popped at most once; the ledger balances after every call.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from agentrl.core import ids
-from agentrl.core.errors import AgentRLError, GroupTooSmallError
+from agentrl.core.errors import AgentRLError
 from agentrl.core.records import (
     EpisodeDataLocation,
     EpisodeHeader,
     EpisodeSpec,
-    FrozenGroupBaselines,
-    RoleMeanAtAdmission,
     TrajectoryCredit,
     TrajectoryHeader,
     Unit,
 )
-from agentrl.credit.advantages import (
-    Advantage,
-    AdvantageEstimator,
-    AdvantageFunction,
-    AgentCredit,
-    Group,
-    GroupReleaseRule,
-    advantages_to_go,
-    baseline_members,
-    leave_one_out,
-    no_baseline,
-    shrunk_advantage,
-)
-from agentrl.credit.baselines import RewardHistory, RewardInRole, SeatRole
+from agentrl.credit.release import Credits, GroupReleasePolicy, OpenGroup, rewarded_trajectories
 from agentrl.observe.metrics import PASS_RATES
 from agentrl.orchestrator.metrics import AS_TRAINED, NO_SIGNAL, TOO_FEW_MEMBERS, EpisodeTotals, SelectionBiasTracker
 
@@ -120,304 +102,6 @@ class UnitDrop(NamedTuple):
     attempt: int
     policy: str
     reason: str
-
-
-Credits = Mapping[tuple[str, str, int], TrajectoryCredit]
-"""Credits, keyed by episode, seat and agent; absent for agents of a group that was too small to be compared."""
-
-
-@dataclass(slots=True)
-class OpenGroup:
-    """Episodes that are compared with each other: the number that still run, and the headers of those that ended."""
-
-    running: int
-    size: int = 0
-    """Number of members to be sampled; after a resume fewer may be left. 0 until the first is admitted."""
-    task: str | None = None
-    """Id of the root episode's task."""
-    headers: list[EpisodeHeader] = field(default_factory=list)
-    """Headers of the members that ended, dropped ones included, in order of their ends."""
-    released: int = 0
-    """Number of `headers` that have been released."""
-    earlier: tuple[RoleMeanAtAdmission, ...] = ()
-    """Mean rewards of the group's policies in earlier groups, when the group was admitted."""
-    frozen: FrozenGroupBaselines | None = None
-    squares: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Sums for each policy of a complete group: of its squared advantages, and of those that leave-one-out over the
-    whole group would have given."""
-
-    @property
-    def committed(self) -> list[EpisodeHeader]:
-        """Members that ended and were not dropped."""
-        return [header for header in self.headers if header.committed]
-
-    @property
-    def late(self) -> int:
-        """Number of members that still run while others have been released."""
-        return self.running if self.released else 0
-
-    def release_ended(self) -> Sequence[EpisodeHeader]:
-        """Release all members that ended since the last release."""
-        released, self.released = self.headers[self.released :], len(self.headers)
-        return released
-
-
-class GroupReleasePolicy(Protocol):
-    """Decides when members of a group are released to the trainer, and with which credits."""
-
-    compares: bool
-    """Whether rewards are compared; if not, they are their own advantages."""
-
-    def record_admission(self, spec: EpisodeSpec, group: OpenGroup) -> None:
-        """Record that a member of a group has started."""
-        ...
-
-    def record_end(self, spec: EpisodeSpec, group: OpenGroup) -> tuple[Sequence[EpisodeHeader], Credits]:
-        """Record the end of a member, the last of `group.headers`; return the members released, and their credits."""
-        ...
-
-
-class WholeGroupRelease:
-    """Releases all members at once, when the last one has ended.
-
-    Args:
-        trainable: policies whose trajectories are compared.
-        advantage: estimator over the agents of one policy in one seat.
-        to_go: whether a turn's reward counts for that turn and earlier turns only.
-        history: mean rewards of earlier groups, for estimators that use them; None: not used.
-        weights: weights of named rewards, for estimators that use them separately.
-    """
-
-    def __init__(
-        self,
-        trainable: Iterable[str],
-        advantage: AdvantageFunction | AdvantageEstimator,
-        *,
-        to_go: bool = False,
-        history: RewardHistory | None = None,
-        weights: Mapping[str, float] | None = None,
-    ) -> None:
-        self._trainable = frozenset(trainable)
-        self._advantage = advantage
-        self._to_go = to_go
-        self._history = history
-        self._weights = weights or {}
-        self._tasks: dict[str, str | None] = {}
-        self.compares = advantage is not no_baseline
-
-    def record_admission(self, spec: EpisodeSpec, group: OpenGroup) -> None:
-        """Fix the mean rewards of earlier groups when the first member is admitted."""
-        if self._history is not None:
-            task = spec.task.id if spec.parent_id is None else self._tasks.get(spec.parent_id)
-            self._tasks[spec.episode_id] = task
-            if not group.size:
-                group.task, group.earlier = task, _earlier_means(self._history, spec, task, self._trainable)
-
-    def record_end(self, spec: EpisodeSpec, group: OpenGroup) -> tuple[Sequence[EpisodeHeader], Credits]:
-        """Release the whole group, or no member."""
-        self._tasks.pop(spec.episode_id, None)
-        if group.running:
-            return (), {}
-        compared: dict[tuple[str, str], list[tuple[str, TrajectoryHeader]]] = {}
-        for header in sorted(group.headers, key=lambda header: ids.episode_sort_key(header.episode_id)):
-            # Keep this order, because floating-point sums depend on it.
-            for trajectory in rewarded_trajectories(header, self._trainable):
-                key = (trajectory.policy, trajectory.seat)
-                compared.setdefault(key, []).append((header.episode_id, trajectory))
-        earlier = {(policy, seat): mean for policy, seat, mean in group.earlier}
-        credits: dict[tuple[str, str, int], TrajectoryCredit] = {}
-        for (policy, seat), members in compared.items():
-            whole = Group(
-                rewards=tuple(trajectory.reward or 0.0 for _, trajectory in members),
-                episodes=tuple(episode_id for episode_id, _ in members),
-                turn_rewards=tuple(trajectory.turn_rewards for _, trajectory in members),
-                named_rewards=tuple(trajectory.named_rewards for _, trajectory in members),
-                turn_states=tuple(trajectory.states for _, trajectory in members),
-                tokens=tuple(trajectory.tokens for _, trajectory in members),
-                weights=self._weights,
-                groups=(spec.group_id,) * len(members),
-                policy=policy,
-                seat=seat,
-                environment=spec.environment,
-                history=earlier.get((policy, seat)),
-            )
-            try:
-                found = self._credited(whole)
-            except GroupTooSmallError:
-                if len(set(whole.episodes)) >= group.size:
-                    raise  # nothing was lost, so every such group would be too small
-                found = ()
-            for (episode_id, t), credited in zip(members, found, strict=bool(found)):
-                credit = TrajectoryCredit(t.seat, t.index, t.reward or 0.0, *credited, t.named_rewards)
-                credits[episode_id, t.seat, t.index] = credit
-            if self._history is not None:
-                role = SeatRole(policy, spec.environment, seat)
-                self._history.add(group.task, [RewardInRole(role, reward) for reward in whole.rewards])
-        return group.release_ended(), credits
-
-    def _credited(self, group: Group) -> Sequence[AgentCredit]:
-        """Compute the advantage of each agent of a group."""
-        to_go = self._to_go and any(group.turn_rewards)
-        if isinstance(self._advantage, AdvantageEstimator):
-            return self._advantage.to_go(group) if to_go else self._advantage(group)
-        by_turn: Sequence[tuple[float, ...]] = [()] * len(group.rewards)
-        if to_go:
-            by_turn = advantages_to_go(self._advantage, group.rewards, group.turn_rewards, group.episodes)
-        advantages = self._advantage(group.rewards, group.episodes)
-        return [AgentCredit(*found, turns) for found, turns in zip(advantages, by_turn, strict=True)]
-
-
-def _earlier_means(
-    history: RewardHistory, spec: EpisodeSpec, task: str | None, trainable: Collection[str]
-) -> tuple[RoleMeanAtAdmission, ...]:
-    """Return the mean rewards of the policies of a group at its admission, in the order of its seats."""
-    means = [
-        (binding.policy, seat, history.mean(SeatRole(binding.policy, spec.environment, seat), task))
-        for seat, binding in sorted(spec.seats.items())
-        if binding.policy in trainable
-    ]
-    return tuple(RoleMeanAtAdmission(policy, seat, mean) for policy, seat, mean in means if mean is not None)
-
-
-class FirstFinishersRelease:
-    """Releases the first finishers together and every later member when it ends; the first fix the baseline set.
-
-    Args:
-        trainable: policies whose trajectories are compared.
-        rule: number of members to wait for.
-        history: mean rewards of earlier groups.
-        freeze: called with every baseline set before any unit compared with it is ready.
-        frozen: baseline sets that a previous attempt of the run fixed, by group.
-        compares: whether rewards are compared; if not, they are their own advantages.
-    """
-
-    def __init__(
-        self,
-        trainable: Iterable[str],
-        rule: GroupReleaseRule,
-        *,
-        history: RewardHistory,
-        freeze: Callable[[FrozenGroupBaselines], None],
-        frozen: Mapping[str, FrozenGroupBaselines],
-        compares: bool = True,
-    ) -> None:
-        self._trainable = frozenset(trainable)
-        self._rule = rule
-        self._history = history
-        self._freeze = freeze
-        self._frozen = dict(frozen)
-        self.compares = compares
-        self._tasks: dict[str, str | None] = {}
-
-    def record_admission(self, spec: EpisodeSpec, group: OpenGroup) -> None:
-        """Fix the mean rewards of earlier groups when the first member is admitted."""
-        task = spec.task.id if spec.parent_id is None else self._tasks.get(spec.parent_id)
-        self._tasks[spec.episode_id] = task
-        if group.size:
-            return
-        group.task = task
-        group.frozen = self._frozen.pop(spec.group_id, None)
-        group.earlier = _earlier_means(self._history, spec, task, self._trainable)
-
-    def record_end(self, spec: EpisodeSpec, group: OpenGroup) -> tuple[Sequence[EpisodeHeader], Credits]:
-        """Release no member, or all waiting members that can be compared with the frozen baseline set."""
-        self._tasks.pop(spec.episode_id, None)
-        if group.running and len(group.headers) < self._rule.waited_for(group.size):
-            return (), {}
-        committed = {header.episode_id: header for header in group.committed}
-        if group.frozen is None and (len(committed) >= self._rule.waited_for(group.size) or not group.running):
-            group.frozen = FrozenGroupBaselines(
-                spec.group_id, tuple(committed)[: self._rule.waited_for(group.size)], group.earlier
-            )
-            self._freeze(group.frozen)
-        if not group.running:
-            self._history.add(group.task, self._rewarded(spec.environment, committed.values()))
-        if group.frozen is None or not committed.keys() >= set(group.frozen.finishers):
-            return (), {}
-        released = group.release_ended()
-        first = [committed[name] for name in group.frozen.finishers]
-        if group.running or not self.compares:
-            return released, dict(self._credits(released, first, group.frozen))
-        credits = dict(self._credits(group.committed, first, group.frozen))
-        group.squares = self._squares(group.committed, credits)
-        return released, credits
-
-    def _squares(self, members: Iterable[EpisodeHeader], credits: Credits) -> dict[str, tuple[float, float]]:
-        """Compute `OpenGroup.squares` for a complete group."""
-        compared: dict[tuple[str, str], list[tuple[str, TrajectoryHeader]]] = {}
-        for header in members:
-            for own in rewarded_trajectories(header, self._trainable):
-                compared.setdefault((own.policy, own.seat), []).append((header.episode_id, own))
-        squares: dict[str, tuple[float, float]] = {}
-        for (policy, _), found in compared.items():
-            whole = leave_one_out([own.reward or 0.0 for _, own in found], [episode_id for episode_id, _ in found])
-            given = (credits[episode_id, own.seat, own.index].advantage for episode_id, own in found)
-            before = squares.get(policy, (0.0, 0.0))
-            squares[policy] = (
-                before[0] + math.fsum(value**2 for value in given),
-                before[1] + math.fsum(advantage.value**2 for advantage in whole),
-            )
-        return squares
-
-    def _credits(
-        self, released: Sequence[EpisodeHeader], first: Sequence[EpisodeHeader], frozen: FrozenGroupBaselines
-    ) -> Iterator[tuple[tuple[str, str, int], TrajectoryCredit]]:
-        earlier = {(policy, seat): mean for policy, seat, mean in frozen.earlier}
-        by_episode = {header.episode_id: header for header in first}
-        for header in released:
-            others = [by_episode[name] for name in baseline_members(frozen.finishers, header.episode_id)]
-            for own in rewarded_trajectories(header, self._trainable):
-                key = (own.policy, own.seat)
-                rewards = [
-                    t.reward or 0.0
-                    for other in others
-                    for t in rewarded_trajectories(other, {own.policy})
-                    if t.seat == own.seat
-                ]
-                reward = own.reward or 0.0
-                value, baseline = (
-                    shrunk_advantage(reward, rewards, earlier.get(key)) if self.compares else Advantage(reward, 0.0)
-                )
-                credit = TrajectoryCredit(own.seat, own.index, reward, value, baseline)
-                yield (header.episode_id, own.seat, own.index), credit
-
-    def _rewarded(self, environment: str, headers: Iterable[EpisodeHeader]) -> Iterator[RewardInRole]:
-        for header in headers:
-            for own in rewarded_trajectories(header, self._trainable):
-                yield RewardInRole(SeatRole(own.policy, environment, own.seat), own.reward or 0.0)
-
-
-def rewarded_trajectories(header: EpisodeHeader, policies: frozenset[str] | set[str]) -> Iterator[TrajectoryHeader]:
-    """Yield the trajectories of some policies that have a reward."""
-    return (own for own in header.trajectories if own.policy in policies and own.reward is not None)
-
-
-def reward_history_from_journal(
-    members: Iterable[tuple[EpisodeSpec, EpisodeHeader]], open_groups: Collection[str]
-) -> RewardHistory:
-    """Fold the mean rewards of earlier groups from a journal.
-
-    Args:
-        members: every committed training episode, in order of commit.
-        open_groups: groups that will end, or end again, in this attempt of the run; they are left out.
-    """
-    tasks: dict[str, str] = {}
-    groups: dict[str, list[RewardInRole]] = {}
-    parents: dict[str, str] = {}
-    for spec, header in members:
-        tasks[spec.episode_id] = spec.task.id
-        if spec.group_id in open_groups:
-            continue
-        # Removing and adding again keeps groups in the order in which they ended.
-        rewards = groups.pop(spec.group_id, [])
-        for own in rewarded_trajectories(header, {own.policy for own in header.trajectories}):
-            rewards.append(RewardInRole(SeatRole(own.policy, spec.environment, own.seat), own.reward or 0.0))
-        groups[spec.group_id] = rewards
-        parents[spec.group_id] = spec.episode_id.partition("~")[0]
-    history = RewardHistory()
-    for group_id, rewards in groups.items():
-        history.add(tasks.get(parents[group_id]), rewards)
-    return history
 
 
 class EpisodeBuffer:

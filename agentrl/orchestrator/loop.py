@@ -34,8 +34,8 @@ from agentrl.core.machine import rare_collections
 from agentrl.core.ports import Observer, Trainer
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch
 from agentrl.core.text import plural
-from agentrl.credit.advantages import OptimizerStepCreditAssigner
 from agentrl.credit.baselines import RoleMeans
+from agentrl.credit.step_credit import OptimizerStepCreditAssigner
 from agentrl.journal.port import JournalStore, StepRow
 from agentrl.observe.run_state import RunSnapshot
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit

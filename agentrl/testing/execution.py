@@ -27,7 +27,8 @@ from agentrl.core.ids import random_stream
 from agentrl.core.ports import SamplingParams
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding
 from agentrl.core.text import plural
-from agentrl.credit.advantages import ADVANTAGES
+from agentrl.credit.estimators import REWARD_ESTIMATORS
+from agentrl.credit.release import WholeGroupRelease
 from agentrl.engines.scripted import Script, ScriptedEngine
 from agentrl.environment.context import EpisodeLimits
 from agentrl.environment.games import LEGAL_ACTIONS, PettingZooEnvironment
@@ -37,7 +38,7 @@ from agentrl.environment.tools import ToolEnvironment
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.port import EpisodeEnd
-from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroupRelease
+from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
 from agentrl.orchestrator.metrics import EpisodeTotals
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
@@ -224,7 +225,7 @@ def wire_dispatcher(
         run_seed=0,
         group_size=1,
         max_in_flight=1,
-        buffer=EpisodeBuffer((), WholeGroupRelease((), ADVANTAGES["none"])),
+        buffer=EpisodeBuffer((), WholeGroupRelease((), REWARD_ESTIMATORS["none"])),
         store=store,
         changed=ChangeCondition(),
     )

@@ -18,14 +18,15 @@ from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.ports import Worker
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding, Task
-from agentrl.credit.advantages import ADVANTAGES
+from agentrl.credit.estimators import REWARD_ESTIMATORS
+from agentrl.credit.release import WholeGroupRelease
 from agentrl.engines.process import ChildProgram
 from agentrl.engines.remote.client import ProcessEngine
 from agentrl.environment.containment import stop_loop_in_forked_process
 from agentrl.environment.environment import Environment
 from agentrl.environment.registry import name_of
 from agentrl.journal.store import SqliteJournal
-from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroupRelease
+from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
 from tests.contract.worker_environments import TwoTurns
 
@@ -134,7 +135,7 @@ async def workplace(
         program = ChildProgram("tests.contract.scripted_program:scripted_engine", arguments)
         engine = await ProcessEngine(program, VERSIONS, clock=SystemClock()).ready()
         stack.push_async_callback(engine.close)
-        buffer = EpisodeBuffer((), WholeGroupRelease((), ADVANTAGES["none"]))
+        buffer = EpisodeBuffer((), WholeGroupRelease((), REWARD_ESTIMATORS["none"]))
         dispatcher = make_dispatcher(
             config, environment, buffer, journal, ChangeCondition(), resume_state=ResumeState()
         )

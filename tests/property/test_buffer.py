@@ -19,15 +19,10 @@ from agentrl.core.records import (
     Task,
     TrajectoryHeader,
 )
-from agentrl.credit.advantages import GroupReleaseRule, leave_one_out
+from agentrl.credit.advantages.group_baselines import leave_one_out
 from agentrl.credit.baselines import RewardHistory
-from agentrl.orchestrator.buffer import (
-    EpisodeBuffer,
-    FirstFinishersRelease,
-    GroupReleasePolicy,
-    ReadyUnit,
-    WholeGroupRelease,
-)
+from agentrl.credit.release import FirstFinishersRelease, GroupReleasePolicy, GroupReleaseRule, WholeGroupRelease
+from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 
 SEATS = {
     "proposer": SeatBinding("a"),

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.credit.advantages import GroupReleaseRule, baseline_members, leave_one_out, shrunk_advantage
+from agentrl.credit.advantages.group_baselines import leave_one_out
+from agentrl.credit.release import GroupReleaseRule, baseline_members, shrunk_advantage
 from tests.release_toy import (
     APART,
     REWARDS,

@@ -21,7 +21,8 @@ from agentrl.core.clock import LoopClock
 from agentrl.core.ids import random_stream
 from agentrl.core.ports import GenerateRequest, NewTokensCallback, Refresh, SamplingParams
 from agentrl.core.records import Completion, PolicyVersion, Task, WeightsRef
-from agentrl.credit.advantages import ADVANTAGES
+from agentrl.credit.estimators import REWARD_ESTIMATORS
+from agentrl.credit.release import WholeGroupRelease
 from agentrl.engines.scripted import ScriptedEngine, ScriptedSession
 from agentrl.environment.context import EpisodeLimits
 from agentrl.environment.registry import name_of
@@ -29,7 +30,7 @@ from agentrl.journal.entries import JournalEntry, TurnEntry, decode_partial_turn
 from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.port import EpisodeEnd, TurnLog
 from agentrl.journal.store import SqliteJournal
-from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroupRelease
+from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.rollout.episode import RolloutSettings
@@ -185,7 +186,7 @@ class Life:
             run_seed=self.run_seed,
             group_size=GROUP_SIZE,
             max_in_flight=GROUP_SIZE,
-            buffer=EpisodeBuffer(POLICIES, WholeGroupRelease(POLICIES, ADVANTAGES["leave_one_out"])),
+            buffer=EpisodeBuffer(POLICIES, WholeGroupRelease(POLICIES, REWARD_ESTIMATORS["leave_one_out"])),
             store=self.journal,
             changed=ChangeCondition(),
             next_number=resume_state.next_number,

@@ -15,7 +15,7 @@ from agentrl.config.run import RunConfig
 from agentrl.core.clock import LoopClock
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import PolicyVersion, Task
-from agentrl.credit.advantages import ADVANTAGES, make_advantage_estimator
+from agentrl.credit.estimators import REWARD_ESTIMATORS, make_advantage_estimator
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.memory import MemoryJournal
 from agentrl.orchestrator import loop
@@ -187,7 +187,7 @@ class SmallRun:
             parents=self.journal.parents(),
             resume_state=self.resume_state,
             estimator=make_advantage_estimator(advantage.name, advantage.options)
-            if (advantage := self.config.credit.advantage).name not in ADVANTAGES
+            if (advantage := self.config.credit.advantage).name not in REWARD_ESTIMATORS
             else None,
         )
         self.orchestrator = assemble_orchestrator(self.config, self.environment, parts)

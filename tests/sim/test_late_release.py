@@ -10,7 +10,7 @@ import pytest
 from agentrl.app.recovery import read_resume_state
 from agentrl.core.ids import episode_sort_key
 from agentrl.core.records import FrozenGroupBaselines, PolicyVersion, Unit
-from agentrl.credit.advantages import baseline_members, shrunk_advantage
+from agentrl.credit.release import baseline_members, shrunk_advantage
 from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.port import EpisodeEnd, StepRow
 from agentrl.testing.plugin import SeededSimulation

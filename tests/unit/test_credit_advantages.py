@@ -10,14 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.credit.advantages import (
-    ADVANTAGES,
-    advantages_to_go,
-    group_mean,
-    group_std,
-    leave_one_out,
-    no_baseline,
-)
+from agentrl.credit.advantages.group_baselines import group_mean, group_std, leave_one_out, no_baseline
+from agentrl.credit.estimators import REWARD_ESTIMATORS
+from agentrl.credit.to_go import advantages_to_go
 
 rewards = st.lists(st.floats(-100, 100), min_size=2, max_size=12)
 
@@ -60,12 +55,12 @@ def test_group_std_by_hand(values: list[float], by_hand: list[float]) -> None:
 @given(reward=st.floats(-1e6, 1e6), size=st.integers(2, 64))
 def test_equal_rewards_teach_nothing_at_all(name: str, reward: float, size: int) -> None:
     """Not even a rounding, which a division by a tiny deviation would make large."""
-    assert {advantage.value for advantage in ADVANTAGES[name]([reward] * size, range(size))} == {0.0}
+    assert {advantage.value for advantage in REWARD_ESTIMATORS[name]([reward] * size, range(size))} == {0.0}
 
 
 @pytest.mark.parametrize("name", ["leave_one_out", "group_mean", "group_std"])
 def test_a_singleton_teaches_nothing(name: str) -> None:
-    assert [advantage.value for advantage in ADVANTAGES[name]([5.0])] == [0.0]
+    assert [advantage.value for advantage in REWARD_ESTIMATORS[name]([5.0])] == [0.0]
 
 
 def test_no_baseline_is_the_reward() -> None:

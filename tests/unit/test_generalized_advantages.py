@@ -27,7 +27,7 @@ from agentrl.core.records import (
     TrajectoryCredit,
     Unit,
 )
-from agentrl.credit.advantages import generalized_advantages
+from agentrl.credit.advantages.gae import generalized_advantages
 from agentrl.learn.step_columns import read_step_columns
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import make_rows, run_config, write_model

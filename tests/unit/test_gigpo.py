@@ -30,7 +30,10 @@ from agentrl.core.errors import EnvironmentDefinitionError, InputError
 from agentrl.core.ids import group_id_of
 from agentrl.core.ports import Engine, GenerateRequest, Trainer
 from agentrl.core.records import PolicyVersion
-from agentrl.credit.advantages import Group, gigpo, leave_one_out, make_advantage_estimator
+from agentrl.credit.advantages.gigpo import gigpo
+from agentrl.credit.advantages.group_baselines import leave_one_out
+from agentrl.credit.estimators import make_advantage_estimator
+from agentrl.credit.group import Group
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry, gigpo_state_hash
 from agentrl.learn.function_check import check_advantage

@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.config.sections import ADVANTAGES as ADVANTAGE_NAMES
-from agentrl.config.sections import LOSSES
+from agentrl.config.sections import ADVANTAGE_NAMES, LOSS_NAMES
 from agentrl.core.errors import GroupTooSmallError
-from agentrl.credit.advantages import ADVANTAGES, OF_GROUPS, Group, make_advantage_estimator, pass_at_k
+from agentrl.credit.advantages.pass_at_k import pass_at_k
+from agentrl.credit.estimators import GROUP_ESTIMATORS, REWARD_ESTIMATORS, make_advantage_estimator
+from agentrl.credit.group import Group
 from agentrl.learn.losses import BUILT_IN, kl_divergence
 from benchmarks.learning_losses import oracle_errors
 from tests.credit_oracles import pass_at_k_ratio
@@ -243,12 +244,12 @@ def test_entropy_and_divergence_are_added_with_their_weights() -> None:
 
 def test_the_names_of_the_configuration_are_the_functions() -> None:
     assert (
-        set(LOSSES)
+        set(LOSS_NAMES)
         == BUILT_IN.keys()
         == {case[0] for case in CASES} | {"clip_cov", "kl_cov", "m2po", "distillation", "dpo"}
     )
-    assert set(ADVANTAGE_NAMES) == ADVANTAGES.keys() | OF_GROUPS.keys()
-    for function, _ in (*BUILT_IN.values(), *OF_GROUPS.values()):
+    assert set(ADVANTAGE_NAMES) == REWARD_ESTIMATORS.keys() | GROUP_ESTIMATORS.keys()
+    for function, _ in (*BUILT_IN.values(), *GROUP_ESTIMATORS.values()):
         assert any(paper in (function.__doc__ or "") for paper in ("arXiv", "Williams", "et al."))
 
 
@@ -276,7 +277,7 @@ def test_pass_at_k_is_the_mean_over_subsets() -> None:
         assert found == pytest.approx(expected)
     group = Group(rewards=rewards, episodes=tuple("abcde"))
     assert [each.value for each in make_advantage_estimator("pass_at_k", {"k": 1})(group)] == pytest.approx(
-        [each.value for each in ADVANTAGES["leave_one_out"](rewards, tuple("abcde"))]
+        [each.value for each in REWARD_ESTIMATORS["leave_one_out"](rewards, tuple("abcde"))]
     )
 
 
@@ -289,7 +290,7 @@ def test_the_gradient_of_pass_at_k_is_unbiased(k: int, agents: int) -> None:
 def test_pass_at_k_leaves_out_the_whole_episode() -> None:
     rewards, episodes = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0), ("a", "a", "b", "b", "c", "d")
     found = pass_at_k(Group(rewards=rewards, episodes=episodes), k=1)
-    assert found == pytest.approx([each.value for each in ADVANTAGES["leave_one_out"](rewards, episodes)])
+    assert found == pytest.approx([each.value for each in REWARD_ESTIMATORS["leave_one_out"](rewards, episodes)])
     with pytest.raises(GroupTooSmallError):
         pass_at_k(Group(rewards=(1.0, 1.0, 0.0, 0.0), episodes=("a", "a", "b", "b")), k=2)
 

@@ -20,7 +20,8 @@ from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, RewardError
 from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import PolicyVersion
-from agentrl.credit.advantages import Group, gdpo
+from agentrl.credit.advantages.gdpo import gdpo
+from agentrl.credit.group import Group
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.rewards import check_reward_name
 from agentrl.rollout.chat.byte_formats import PlainChatFormat

@@ -16,7 +16,7 @@ from agentrl.config.policies import PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, InputError, ModelError
 from agentrl.core.records import PolicyVersion
-from agentrl.credit.advantages import leave_one_out
+from agentrl.credit.advantages.group_baselines import leave_one_out
 from agentrl.learn.losses import dpo
 from agentrl.learn.memory_prediction import predict_trainer_memory
 from agentrl.learn.trainer import PolicyTrainer

@@ -16,23 +16,20 @@ import torch
 from agentrl.app.recovery import load_user_functions
 from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
-from agentrl.config.sections import LOSSES
+from agentrl.config.sections import LOSS_NAMES
 from agentrl.core.custom_functions import FunctionDeclaration, capture_function_code, find_function, find_function_code
 from agentrl.core.errors import ConfigError, GroupTooSmallError, InputError, LossError, NonFiniteError
 from agentrl.core.records import TrajectoryCredit, TrajectoryRow, Unit
-from agentrl.credit.advantages import (
-    OF_GROUPS,
-    AdvantageEstimator,
-    Group,
-    OptimizerStepCreditAssigner,
-    make_advantage_estimator,
-)
 from agentrl.credit.baselines import RewardHistory
+from agentrl.credit.estimators import GROUP_ESTIMATORS, AdvantageEstimator, make_advantage_estimator
+from agentrl.credit.group import Group
+from agentrl.credit.release import WholeGroupRelease
+from agentrl.credit.step_credit import OptimizerStepCreditAssigner
 from agentrl.journal.run_log import RunStart
 from agentrl.learn.function_check import check_advantage, check_loss
 from agentrl.learn.losses import BUILT_IN
 from agentrl.learn.trainer import PolicyTrainer
-from agentrl.orchestrator.buffer import EpisodeBuffer, WholeGroupRelease
+from agentrl.orchestrator.buffer import EpisodeBuffer
 from tests.learn_cases import Episodes, make_rows, run_config, write_model, write_tokenizer
 from tests.loss_cases import batch_of
 from tests.markdown_pages import ROOT, python_of
@@ -309,7 +306,7 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path, reference: str) -> N
         find_function_code("loss", reference.format(tmp_path), key="trainer.loss.name")
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", LOSS_NAMES)
 def test_the_check_passes_every_built_in_loss(name: str) -> None:
     assert check_loss(name).findings == []
 
@@ -370,7 +367,7 @@ def test_the_page_has_every_option_with_its_default() -> None:
     rows = [
         line for line in (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8").splitlines() if line[:3] == "| `"
     ]
-    functions = {name: function for name, (function, _) in {**BUILT_IN, **OF_GROUPS}.items()}
+    functions = {name: function for name, (function, _) in {**BUILT_IN, **GROUP_ESTIMATORS}.items()}
     for name, function in functions.items():
         row = next(row for row in rows if f"`{name}`" in row.split(" | ")[0])
         shown = row.split(" | ")[2] if name in BUILT_IN else row

@@ -1,0 +1,1 @@
+"""Advantage estimators, one file per idea; `credit/estimators.py` has their names."""

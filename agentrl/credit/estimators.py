@@ -1,0 +1,115 @@
+"""The advantage estimators by their names in `credit.advantage`, and those that users write."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from agentrl.core.custom_functions import FunctionDeclaration, check_options, declaration_of, find_function
+from agentrl.core.errors import GroupTooSmallError, InputError
+from agentrl.credit.advantages.best_of_n import best_of_n
+from agentrl.credit.advantages.gdpo import gdpo
+from agentrl.credit.advantages.gigpo import gigpo
+from agentrl.credit.advantages.group_baselines import group_mean, group_std, leave_one_out, no_baseline
+from agentrl.credit.advantages.max_rl import max_rl
+from agentrl.credit.advantages.pass_at_k import pass_at_k
+from agentrl.credit.advantages.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
+from agentrl.credit.group import Advantage, AdvantageFunction, AgentCredit, Group
+from agentrl.credit.to_go import advantages_to_go
+
+REWARD_ESTIMATORS: dict[str, AdvantageFunction] = {
+    "leave_one_out": leave_one_out,
+    "group_mean": group_mean,
+    "group_std": group_std,
+    "role_mean": no_baseline,
+    "none": no_baseline,
+    "gae": no_baseline,
+}
+"""Estimators that need the rewards alone, keyed by the name in `credit.advantage`; `role_mean` gets its baseline at the
+step (`baselines.RoleMeans`), `gae` in the trainer (`generalized_advantages`)."""
+
+
+GROUP_ESTIMATORS: dict[str, tuple[Callable[..., Sequence[float] | Sequence[Sequence[float]]], FunctionDeclaration]] = {
+    "max_rl": (max_rl, FunctionDeclaration("advantage")),
+    "pass_at_k": (pass_at_k, FunctionDeclaration("advantage")),
+    "best_of_n": (best_of_n, FunctionDeclaration("advantage")),
+    "gigpo": (gigpo, FunctionDeclaration("advantage")),
+    "reinforce_plus_plus": (reinforce_plus_plus, FunctionDeclaration("advantage", over="step")),
+    "reinforce_plus_plus_baseline": (reinforce_plus_plus_baseline, FunctionDeclaration("advantage", over="step")),
+    "gdpo": (gdpo, FunctionDeclaration("advantage", over="step")),
+}
+"""Estimators that take a `Group`, like those of users."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageEstimator:
+    """An estimator that takes a `Group`, with its options."""
+
+    name: str
+    function: Callable[..., Any]
+    mark: FunctionDeclaration
+    options: Mapping[str, Any]
+
+    def __call__(self, group: Group) -> list[AgentCredit]:
+        """Return the credit of each agent.
+
+        Raises:
+            GroupTooSmallError: the function cannot compare so few members.
+            InputError: the function raised, or did not return one advantage per agent or per turn.
+        """
+        try:
+            given = list(self.function(group, **self.options))
+        except GroupTooSmallError:
+            raise
+        except Exception as error:
+            raise InputError(f"the advantage {self.name} raised {type(error).__name__}: {error}") from error
+        if len(given) != len(group.rewards):
+            raise InputError(
+                f"the advantage {self.name} returned {len(given)} advantages for a group of {len(group.rewards)} "
+                "rewards; it must return one per reward, in their order"
+            )
+        found = []
+        for value, reward in zip(given, group.rewards, strict=True):
+            turns = tuple(value) if isinstance(value, list | tuple) else ()
+            numbers = turns or (value,)
+            for number in numbers:
+                if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+                    raise InputError(
+                        f"the advantage {self.name} returned {value!r} for a reward of {reward}; it must return finite "
+                        "numbers, or for each agent a list of them, one per turn"
+                    )
+            first = float(numbers[0])
+            found.append(AgentCredit(first, reward - first, tuple(map(float, turns))))
+        return found
+
+    def to_go(self, group: Group) -> list[AgentCredit]:
+        """Return the credit of each agent per turn, from the rewards to go; see `advantages_to_go`."""
+
+        def of_rewards(rewards: Sequence[float], _: Sequence[Hashable]) -> list[Advantage]:
+            return [Advantage(each.value, each.baseline) for each in self(replace(group, rewards=tuple(rewards)))]
+
+        by_turn = advantages_to_go(of_rewards, group.rewards, group.turn_rewards, group.episodes)
+        return [each._replace(by_turn=turns) for each, turns in zip(self(group), by_turn, strict=True)]
+
+
+def make_advantage_estimator(
+    name: str, options: Mapping[str, Any], given: Callable[..., Any] | None = None
+) -> AdvantageEstimator:
+    """Make the estimator that `credit.advantage` names, if it is not one of `REWARD_ESTIMATORS`.
+
+    Args:
+        name: name of the estimator.
+        options: its arguments in `credit.advantage`.
+        given: the user's function of this name, if it is already loaded.
+
+    Raises:
+        ConfigError: there is no such estimator, or its options do not fit.
+    """
+    function, mark = GROUP_ESTIMATORS.get(name, (None, None))
+    if function is None or mark is None:
+        function = given or find_function("advantage", name, key="credit.advantage")[1]
+        mark = declaration_of(function)
+    check_options(function, options, "credit.advantage")
+    return AdvantageEstimator(name=name.rpartition(":")[2], function=function, mark=mark, options=options)

@@ -1,0 +1,401 @@
+"""The release of a group: when its members may be trained, and with which credits.
+
+`WholeGroupRelease` waits for all members (`credit.release = "group"`). `FirstFinishersRelease` does not (`late`,
+`episode`): the first m of K finishers are released together, with m fixed before any of them is sampled. Every later
+one is released when it finishes. Each member is compared with the first m - 1 finishers *among the others*, with
+weight 1.
+
+This is unbiased, because a member's comparison set depends only on the others, whether it finished early or late. An
+early member is compared with the other m - 1 of the first m, which are the first m - 1 of the others; a late one with
+the first m - 1 of all. Its baseline is therefore independent of its own samples, and E[score · baseline] = 0. Comparing
+a late member with all m would break this: its baseline would then depend on how long it took (docs/scheduling.md).
+
+Invariant: a member is released once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from agentrl.core import ids
+from agentrl.core.errors import GroupTooSmallError
+from agentrl.core.records import (
+    EpisodeHeader,
+    EpisodeSpec,
+    FrozenGroupBaselines,
+    RoleMeanAtAdmission,
+    TrajectoryCredit,
+    TrajectoryHeader,
+)
+from agentrl.credit.advantages.group_baselines import leave_one_out, no_baseline
+from agentrl.credit.baselines import RewardHistory, RewardInRole, SeatRole
+from agentrl.credit.estimators import AdvantageEstimator
+from agentrl.credit.group import Advantage, AdvantageFunction, AgentCredit, Group
+from agentrl.credit.to_go import advantages_to_go
+
+E = TypeVar("E", bound=Hashable)
+
+
+Credits = Mapping[tuple[str, str, int], TrajectoryCredit]
+"""Credits, keyed by episode, seat and agent; absent for agents of a group that was too small to be compared."""
+
+
+@dataclass(slots=True)
+class OpenGroup:
+    """Episodes that are compared with each other: the number that still run, and the headers of those that ended."""
+
+    running: int
+    size: int = 0
+    """Number of members to be sampled; after a resume fewer may be left. 0 until the first is admitted."""
+    task: str | None = None
+    """Id of the root episode's task."""
+    headers: list[EpisodeHeader] = field(default_factory=list)
+    """Headers of the members that ended, dropped ones included, in order of their ends."""
+    released: int = 0
+    """Number of `headers` that have been released."""
+    earlier: tuple[RoleMeanAtAdmission, ...] = ()
+    """Mean rewards of the group's policies in earlier groups, when the group was admitted."""
+    frozen: FrozenGroupBaselines | None = None
+    squares: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Sums for each policy of a complete group: of its squared advantages, and of those that leave-one-out over the
+    whole group would have given."""
+
+    @property
+    def committed(self) -> list[EpisodeHeader]:
+        """Members that ended and were not dropped."""
+        return [header for header in self.headers if header.committed]
+
+    @property
+    def late(self) -> int:
+        """Number of members that still run while others have been released."""
+        return self.running if self.released else 0
+
+    def release_ended(self) -> Sequence[EpisodeHeader]:
+        """Release all members that ended since the last release."""
+        released, self.released = self.headers[self.released :], len(self.headers)
+        return released
+
+
+class GroupReleasePolicy(Protocol):
+    """Decides when members of a group are released to the trainer, and with which credits."""
+
+    compares: bool
+    """Whether rewards are compared; if not, they are their own advantages."""
+
+    def record_admission(self, spec: EpisodeSpec, group: OpenGroup) -> None:
+        """Record that a member of a group has started."""
+        ...
+
+    def record_end(self, spec: EpisodeSpec, group: OpenGroup) -> tuple[Sequence[EpisodeHeader], Credits]:
+        """Record the end of a member, the last of `group.headers`; return the members released, and their credits."""
+        ...
+
+
+class WholeGroupRelease:
+    """Releases all members at once, when the last one has ended.
+
+    Args:
+        trainable: policies whose trajectories are compared.
+        advantage: estimator over the agents of one policy in one seat.
+        to_go: whether a turn's reward counts for that turn and earlier turns only.
+        history: mean rewards of earlier groups, for estimators that use them; None: not used.
+        weights: weights of named rewards, for estimators that use them separately.
+    """
+
+    def __init__(
+        self,
+        trainable: Iterable[str],
+        advantage: AdvantageFunction | AdvantageEstimator,
+        *,
+        to_go: bool = False,
+        history: RewardHistory | None = None,
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
+        self._trainable = frozenset(trainable)
+        self._advantage = advantage
+        self._to_go = to_go
+        self._history = history
+        self._weights = weights or {}
+        self._tasks: dict[str, str | None] = {}
+        self.compares = advantage is not no_baseline
+
+    def record_admission(self, spec: EpisodeSpec, group: OpenGroup) -> None:
+        """Fix the mean rewards of earlier groups when the first member is admitted."""
+        if self._history is not None:
+            task = spec.task.id if spec.parent_id is None else self._tasks.get(spec.parent_id)
+            self._tasks[spec.episode_id] = task
+            if not group.size:
+                group.task, group.earlier = task, _earlier_means(self._history, spec, task, self._trainable)
+
+    def record_end(self, spec: EpisodeSpec, group: OpenGroup) -> tuple[Sequence[EpisodeHeader], Credits]:
+        """Release the whole group, or no member."""
+        self._tasks.pop(spec.episode_id, None)
+        if group.running:
+            return (), {}
+        compared: dict[tuple[str, str], list[tuple[str, TrajectoryHeader]]] = {}
+        for header in sorted(group.headers, key=lambda header: ids.episode_sort_key(header.episode_id)):
+            # Keep this order, because floating-point sums depend on it.
+            for trajectory in rewarded_trajectories(header, self._trainable):
+                key = (trajectory.policy, trajectory.seat)
+                compared.setdefault(key, []).append((header.episode_id, trajectory))
+        earlier = {(policy, seat): mean for policy, seat, mean in group.earlier}
+        credits: dict[tuple[str, str, int], TrajectoryCredit] = {}
+        for (policy, seat), members in compared.items():
+            whole = Group(
+                rewards=tuple(trajectory.reward or 0.0 for _, trajectory in members),
+                episodes=tuple(episode_id for episode_id, _ in members),
+                turn_rewards=tuple(trajectory.turn_rewards for _, trajectory in members),
+                named_rewards=tuple(trajectory.named_rewards for _, trajectory in members),
+                turn_states=tuple(trajectory.states for _, trajectory in members),
+                tokens=tuple(trajectory.tokens for _, trajectory in members),
+                weights=self._weights,
+                groups=(spec.group_id,) * len(members),
+                policy=policy,
+                seat=seat,
+                environment=spec.environment,
+                history=earlier.get((policy, seat)),
+            )
+            try:
+                found = self._credited(whole)
+            except GroupTooSmallError:
+                if len(set(whole.episodes)) >= group.size:
+                    raise  # nothing was lost, so every such group would be too small
+                found = ()
+            for (episode_id, t), credited in zip(members, found, strict=bool(found)):
+                credit = TrajectoryCredit(t.seat, t.index, t.reward or 0.0, *credited, t.named_rewards)
+                credits[episode_id, t.seat, t.index] = credit
+            if self._history is not None:
+                role = SeatRole(policy, spec.environment, seat)
+                self._history.add(group.task, [RewardInRole(role, reward) for reward in whole.rewards])
+        return group.release_ended(), credits
+
+    def _credited(self, group: Group) -> Sequence[AgentCredit]:
+        """Compute the advantage of each agent of a group."""
+        to_go = self._to_go and any(group.turn_rewards)
+        if isinstance(self._advantage, AdvantageEstimator):
+            return self._advantage.to_go(group) if to_go else self._advantage(group)
+        by_turn: Sequence[tuple[float, ...]] = [()] * len(group.rewards)
+        if to_go:
+            by_turn = advantages_to_go(self._advantage, group.rewards, group.turn_rewards, group.episodes)
+        advantages = self._advantage(group.rewards, group.episodes)
+        return [AgentCredit(*found, turns) for found, turns in zip(advantages, by_turn, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReleaseRule:
+    """The number of finishers that a group waits for before any member is released.
+
+    The default is half of the members: a larger share waits longer, a smaller one makes the gradient noisier for tasks
+    without earlier groups.
+
+    Example:
+        >>> GroupReleaseRule().waited_for(8), GroupReleaseRule(share=0.0).waited_for(8)
+        (4, 1)
+        >>> GroupReleaseRule().waited_for(2)
+        2
+    """
+
+    share: float = 0.5
+    """Share of the members; 0: each member is released when it finishes, and compared with earlier groups alone."""
+
+    def waited_for(self, size: int) -> int:
+        """Return m for a group of `size` members; at least two if there are siblings to compare with."""
+        return max(math.ceil(self.share * size), min(2, size)) if self.share else 1
+
+
+class FirstFinishersRelease:
+    """Releases the first finishers together and every later member when it ends; the first fix the baseline set.
+
+    Args:
+        trainable: policies whose trajectories are compared.
+        rule: number of members to wait for.
+        history: mean rewards of earlier groups.
+        freeze: called with every baseline set before any unit compared with it is ready.
+        frozen: baseline sets that a previous attempt of the run fixed, by group.
+        compares: whether rewards are compared; if not, they are their own advantages.
+    """
+
+    def __init__(
+        self,
+        trainable: Iterable[str],
+        rule: GroupReleaseRule,
+        *,
+        history: RewardHistory,
+        freeze: Callable[[FrozenGroupBaselines], None],
+        frozen: Mapping[str, FrozenGroupBaselines],
+        compares: bool = True,
+    ) -> None:
+        self._trainable = frozenset(trainable)
+        self._rule = rule
+        self._history = history
+        self._freeze = freeze
+        self._frozen = dict(frozen)
+        self.compares = compares
+        self._tasks: dict[str, str | None] = {}
+
+    def record_admission(self, spec: EpisodeSpec, group: OpenGroup) -> None:
+        """Fix the mean rewards of earlier groups when the first member is admitted."""
+        task = spec.task.id if spec.parent_id is None else self._tasks.get(spec.parent_id)
+        self._tasks[spec.episode_id] = task
+        if group.size:
+            return
+        group.task = task
+        group.frozen = self._frozen.pop(spec.group_id, None)
+        group.earlier = _earlier_means(self._history, spec, task, self._trainable)
+
+    def record_end(self, spec: EpisodeSpec, group: OpenGroup) -> tuple[Sequence[EpisodeHeader], Credits]:
+        """Release no member, or all waiting members that can be compared with the frozen baseline set."""
+        self._tasks.pop(spec.episode_id, None)
+        if group.running and len(group.headers) < self._rule.waited_for(group.size):
+            return (), {}
+        committed = {header.episode_id: header for header in group.committed}
+        if group.frozen is None and (len(committed) >= self._rule.waited_for(group.size) or not group.running):
+            group.frozen = FrozenGroupBaselines(
+                spec.group_id, tuple(committed)[: self._rule.waited_for(group.size)], group.earlier
+            )
+            self._freeze(group.frozen)
+        if not group.running:
+            self._history.add(group.task, self._rewarded(spec.environment, committed.values()))
+        if group.frozen is None or not committed.keys() >= set(group.frozen.finishers):
+            return (), {}
+        released = group.release_ended()
+        first = [committed[name] for name in group.frozen.finishers]
+        if group.running or not self.compares:
+            return released, dict(self._credits(released, first, group.frozen))
+        credits = dict(self._credits(group.committed, first, group.frozen))
+        group.squares = self._squares(group.committed, credits)
+        return released, credits
+
+    def _squares(self, members: Iterable[EpisodeHeader], credits: Credits) -> dict[str, tuple[float, float]]:
+        """Compute `OpenGroup.squares` for a complete group."""
+        compared: dict[tuple[str, str], list[tuple[str, TrajectoryHeader]]] = {}
+        for header in members:
+            for own in rewarded_trajectories(header, self._trainable):
+                compared.setdefault((own.policy, own.seat), []).append((header.episode_id, own))
+        squares: dict[str, tuple[float, float]] = {}
+        for (policy, _), found in compared.items():
+            whole = leave_one_out([own.reward or 0.0 for _, own in found], [episode_id for episode_id, _ in found])
+            given = (credits[episode_id, own.seat, own.index].advantage for episode_id, own in found)
+            before = squares.get(policy, (0.0, 0.0))
+            squares[policy] = (
+                before[0] + math.fsum(value**2 for value in given),
+                before[1] + math.fsum(advantage.value**2 for advantage in whole),
+            )
+        return squares
+
+    def _credits(
+        self, released: Sequence[EpisodeHeader], first: Sequence[EpisodeHeader], frozen: FrozenGroupBaselines
+    ) -> Iterator[tuple[tuple[str, str, int], TrajectoryCredit]]:
+        earlier = {(policy, seat): mean for policy, seat, mean in frozen.earlier}
+        by_episode = {header.episode_id: header for header in first}
+        for header in released:
+            others = [by_episode[name] for name in baseline_members(frozen.finishers, header.episode_id)]
+            for own in rewarded_trajectories(header, self._trainable):
+                key = (own.policy, own.seat)
+                rewards = [
+                    t.reward or 0.0
+                    for other in others
+                    for t in rewarded_trajectories(other, {own.policy})
+                    if t.seat == own.seat
+                ]
+                reward = own.reward or 0.0
+                value, baseline = (
+                    shrunk_advantage(reward, rewards, earlier.get(key)) if self.compares else Advantage(reward, 0.0)
+                )
+                credit = TrajectoryCredit(own.seat, own.index, reward, value, baseline)
+                yield (header.episode_id, own.seat, own.index), credit
+
+    def _rewarded(self, environment: str, headers: Iterable[EpisodeHeader]) -> Iterator[RewardInRole]:
+        for header in headers:
+            for own in rewarded_trajectories(header, self._trainable):
+                yield RewardInRole(SeatRole(own.policy, environment, own.seat), own.reward or 0.0)
+
+
+def baseline_members(first: Sequence[E], member: E) -> list[E]:
+    """The baseline set of a member: the first m - 1 finishers among the others.
+
+    Args:
+        first: the first m finishers of its group, in order.
+        member: a member of the group, whether or not it is one of `first`.
+
+    Example:
+        >>> baseline_members(["a", "b", "c"], "b"), baseline_members(["a", "b", "c"], "z")
+        (['a', 'c'], ['a', 'b'])
+    """
+    return [other for other in first if other != member][: len(first) - 1]
+
+
+SHRINKAGE = 3.0
+"""Weight of the mean of earlier groups, as a number of rewards."""
+
+
+def shrunk_advantage(reward: float, others: Sequence[float], earlier: float | None) -> Advantage:
+    """A = R - b with b = (Σ others + κ·V) / (n + κ), κ = 3: the noisy mean of a few siblings is shrunk towards the mean
+    V of earlier groups (James & Stein 1961).
+
+    V comes from earlier groups, so b stays independent of the member's samples. Without V, b is the mean of the
+    siblings; without both, the advantage is 0.
+
+    Args:
+        reward: reward of the member.
+        others: rewards in the member's baseline set.
+        earlier: V; None if there is none.
+
+    Example:
+        >>> shrunk_advantage(1.0, [0.0, 1.0, 0.0], None).value, shrunk_advantage(1.0, [0.0, 1.0, 0.0], 0.5)
+        (0.6666666666666667, Advantage(value=0.5833333333333333, baseline=0.4166666666666667))
+    """
+    weight = 0.0 if earlier is None else SHRINKAGE
+    count = len(others) + weight
+    if not count:
+        return Advantage(0.0, reward)
+    baseline = (math.fsum(others) + weight * (earlier or 0.0)) / count
+    return Advantage(reward - baseline, baseline)
+
+
+def _earlier_means(
+    history: RewardHistory, spec: EpisodeSpec, task: str | None, trainable: Collection[str]
+) -> tuple[RoleMeanAtAdmission, ...]:
+    """Return the mean rewards of the policies of a group at its admission, in the order of its seats."""
+    means = [
+        (binding.policy, seat, history.mean(SeatRole(binding.policy, spec.environment, seat), task))
+        for seat, binding in sorted(spec.seats.items())
+        if binding.policy in trainable
+    ]
+    return tuple(RoleMeanAtAdmission(policy, seat, mean) for policy, seat, mean in means if mean is not None)
+
+
+def rewarded_trajectories(header: EpisodeHeader, policies: frozenset[str] | set[str]) -> Iterator[TrajectoryHeader]:
+    """Yield the trajectories of some policies that have a reward."""
+    return (own for own in header.trajectories if own.policy in policies and own.reward is not None)
+
+
+def reward_history_from_journal(
+    members: Iterable[tuple[EpisodeSpec, EpisodeHeader]], open_groups: Collection[str]
+) -> RewardHistory:
+    """Fold the mean rewards of earlier groups from a journal.
+
+    Args:
+        members: every committed training episode, in order of commit.
+        open_groups: groups that will end, or end again, in this attempt of the run; they are left out.
+    """
+    tasks: dict[str, str] = {}
+    groups: dict[str, list[RewardInRole]] = {}
+    parents: dict[str, str] = {}
+    for spec, header in members:
+        tasks[spec.episode_id] = spec.task.id
+        if spec.group_id in open_groups:
+            continue
+        # Removing and adding again keeps groups in the order in which they ended.
+        rewards = groups.pop(spec.group_id, [])
+        for own in rewarded_trajectories(header, {own.policy for own in header.trajectories}):
+            rewards.append(RewardInRole(SeatRole(own.policy, spec.environment, own.seat), own.reward or 0.0))
+        groups[spec.group_id] = rewards
+        parents[spec.group_id] = spec.episode_id.partition("~")[0]
+    history = RewardHistory()
+    for group_id, rewards in groups.items():
+        history.add(tasks.get(parents[group_id]), rewards)
+    return history
