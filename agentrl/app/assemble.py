@@ -28,7 +28,6 @@ from agentrl.credit.step_credit import OptimizerStepCreditAssigner
 from agentrl.environment.environment import Environment, TaskSource
 from agentrl.environment.mixture import root_environments
 from agentrl.environment.registry import name_of
-from agentrl.gateway.server import Gateway
 from agentrl.journal.port import JournalStore
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.checkpoints import KEPT_CHECKPOINTS, CheckpointWriter, JournalRetention, VersionRetention
@@ -371,7 +370,7 @@ def make_dispatcher(
     )
 
 
-def attach_local_worker(  # noqa: PLR0913 - its parts
+def attach_local_worker(
     config: RunConfig,
     environment: type[Environment],
     dispatcher: Dispatcher,
@@ -380,7 +379,6 @@ def attach_local_worker(  # noqa: PLR0913 - its parts
     store: JournalStore,
     clock: Clock,
     on_failure: Callable[[BaseException], None],
-    gateway: Gateway | None = None,
 ) -> None:
     """Make a worker in this process, and give it to the host, which must exist first."""
     runner = EpisodeRunner(
@@ -391,7 +389,6 @@ def attach_local_worker(  # noqa: PLR0913 - its parts
         host=dispatcher,
         clock=clock,
         settings=rollout_settings(config, chat_format, engine.capabilities.max_context),
-        gateway=gateway,
     )
     dispatcher.worker = AsyncioWorker(
         runner,

@@ -53,7 +53,6 @@ from agentrl.orchestrator.versions import ServedVersions
 
 if TYPE_CHECKING:
     from agentrl.core.ports import ChatFormat, Engine
-    from agentrl.gateway.server import Gateway
     from agentrl.journal.port import JournalStore
     from agentrl.orchestrator.dispatch import Dispatcher
 
@@ -307,7 +306,6 @@ async def play_in_new_run(
     given: Sequence[WeightsRef],
     run: Path,
     play: Play,
-    gateway: Gateway | None = None,
 ) -> list[EpisodeHeader]:
     """Play episodes with the engine of a configuration, into the journal of a new run; see `play_without_training`."""
     from agentrl.journal.store import SqliteJournal
@@ -335,7 +333,7 @@ async def play_in_new_run(
         )
         stack.push_async_callback(engine.close)
         await serve_configured_weights(config, ServedVersions(engine), store, given)
-        headers = await play_without_training(config, environment, engine, chat_format, store, play, gateway)
+        headers = await play_without_training(config, environment, engine, chat_format, store, play)
         record_process_state(run, "finished")
         return headers
 
@@ -366,7 +364,6 @@ async def play_without_training(
     chat_format: ChatFormat,
     store: JournalStore,
     play: Play,
-    gateway: Gateway | None = None,
 ) -> list[EpisodeHeader]:
     """Play episodes outside training: `play` gets a dispatcher whose buffer stays empty. Returns the headers.
 
@@ -382,7 +379,7 @@ async def play_without_training(
 
     buffer = EpisodeBuffer((), WholeGroupRelease((), REWARD_ESTIMATORS["none"]))
     dispatcher = make_dispatcher(config, environment, buffer, store, ChangeCondition(), resume_state=ResumeState())
-    attach_local_worker(config, environment, dispatcher, engine, chat_format, store, SystemClock(), fail, gateway)
+    attach_local_worker(config, environment, dispatcher, engine, chat_format, store, SystemClock(), fail)
     episodes = loop.create_task(play(dispatcher))
     try:
         first, _ = await asyncio.wait({episodes, failure}, return_when=asyncio.FIRST_COMPLETED)

@@ -339,7 +339,6 @@ def make_parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", metavar="COMMAND")
     _add_train(commands)
     _add_evaluate(commands)
-    _add_serve(commands)
     _add_demo(commands)
     for noun in READING:
         _add_reading(commands, noun)
@@ -396,16 +395,6 @@ def _add_evaluate(commands: Subparsers[argparse.ArgumentParser]) -> None:
         "the paired difference with its 95 %% interval",
     )
     parser.add_argument("--tasks", type=_whole, help="number of held-out tasks, instead of evaluation.tasks")
-
-
-def _add_serve(commands: Subparsers[argparse.ArgumentParser]) -> None:
-    text = "serve policies through a model endpoint on this machine, for evaluation by hand; Ctrl-C ends it"
-    parser = _add_command(commands, "serve", text, "training:serve")
-    _add_endpoint_options(parser)
-    parser.add_argument("--port", type=_whole, default=0, help="port to listen on; default: any free one")
-    parser.add_argument(
-        "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on; default: this machine's loopback"
-    )
 
 
 def _add_endpoint_options(parser: argparse.ArgumentParser) -> None:

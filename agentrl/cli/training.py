@@ -1,10 +1,8 @@
-"""`agentrl train`, `agentrl evaluate` and `agentrl serve`: from a file to a finished run."""
+"""`agentrl train` and `agentrl evaluate`: from a file to a finished run."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import dataclasses
 import faulthandler
 import itertools
 import re
@@ -14,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.cli.output import INTERRUPTED, end_as_interrupted_on, ignore_stop_signals, print_json, print_json_line
+from agentrl.cli.output import INTERRUPTED, end_as_interrupted_on, ignore_stop_signals, print_json
 from agentrl.config.load import dump_toml, load
 from agentrl.core.errors import InputError
 from agentrl.core.text import escape_line, plural
@@ -22,7 +20,7 @@ from agentrl.observe.progress import spinner
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from agentrl.app.training import Run
     from agentrl.config.run import RunConfig
@@ -154,48 +152,6 @@ def evaluate(options: argparse.Namespace) -> int:
         sys.stdout.write(
             f"{escape_line(str(journal))}: view it with `agentrl episode list {escape_line(str(journal))}`\n"
         )
-    return 0
-
-
-def serve(options: argparse.Namespace) -> int:
-    """`agentrl serve FILE [--section.field=value …] [--model URL[,NAME]] [--policy [NAME=]DIR …] [--port N]
-    [--host ADDRESS] [--journal DIR]`."""
-    if not 0 <= options.port < 65_536:
-        raise InputError("--port must be a number from 0 to 65535")
-    if options.policy and _is_address(options.model):
-        raise InputError(
-            "--policy loads weights into an engine, and --model names an endpoint, which has its own: remove one of "
-            "the two"
-        )
-    config = _config(options)
-    run = options.journal or _new_run(config, ",serve")
-    from agentrl.app.serving import EndpointAddress
-    from agentrl.app.serving import serve as run_server
-
-    def on_open(address: EndpointAddress, end: Callable[[], None]) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, end)  # also if a background shell ignores Ctrl-C
-        if options.json:
-            print_json_line({**dataclasses.asdict(address), "path": str(run)})
-            return
-        sys.stdout.write(
-            f"models: {', '.join(map(escape_line, address.models))}\n"
-            f"OPENAI_BASE_URL={address.url}\nANTHROPIC_BASE_URL={address.root_url}\n"
-            f"OPENAI_API_KEY={address.key}\nANTHROPIC_API_KEY={address.key}\n"
-            f"Each conversation is an episode of {escape_line(str(run))}; the key {address.key[:5]}…:NAME names it. "
-            "Ctrl-C ends this.\n"
-        )
-        sys.stdout.flush()
-
-    given = {"host": options.host, "port": options.port}
-    headers = asyncio.run(run_server(config, _weights(options.policy), run, on_open, **given))
-    turns = sum(header.turns for header in headers)
-    if options.json:
-        print_json_line({"conversations": len(headers), "turns": turns, "path": str(run)})
-    else:
-        said = f"{plural(len(headers), 'conversation')}, {plural(turns, 'turn')}"
-        sys.stdout.write(f"{said}: agentrl episode list {escape_line(str(run))}\n")
     return 0
 
 

@@ -8,7 +8,7 @@ cannot honour.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -110,14 +110,6 @@ class GatewaySeat(Protocol):
             RequestRefusedError: the request cannot be answered.
             AgentRLError: the episode cannot continue.
         """
-        ...
-
-    def prefixes(self, request: ChatRequest) -> Collection[bytes]:
-        """Return the digests of the request's first 0, 1, … messages; equal for all seats of one environment."""
-        ...
-
-    def continues(self, prefixes: Collection[bytes]) -> bool:
-        """Whether a request of these `prefixes` begins with a conversation that ended in a reply of this seat."""
         ...
 
     def count_tokens(self, request: ChatRequest) -> int:

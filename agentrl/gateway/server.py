@@ -57,18 +57,15 @@ MOST_CALLS = 1024
 """Maximum number of waiting calls of one attempt."""
 MOST_CLIENTS = 8
 """Maximum number of clients that wait for the same call."""
-MOST_CONVERSATIONS = 1024
-"""Maximum number of open conversations behind one key."""
 COUNT_TOKENS = "/v1/messages/count_tokens"
 _KEY = re.compile(r"/key/([^/]+)(/.*)")
-_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 Answer = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
 
 
 @dataclass(eq=False, slots=True)
 class RequestMemoryBudget:
-    """Bounds the memory that the requests of an attempt, or of all conversations, hold together."""
+    """Bounds the memory that the requests of an attempt hold together."""
 
     held_bytes: int = 0
     """Estimated memory of requests that are being sent or wait for their reply."""
@@ -107,8 +104,6 @@ class AttemptEndpoint:
     """Calls that run, or whose reply no client has received, keyed by digest of the request."""
     by_idempotency_key: dict[tuple[bytes, str], _PendingReply] = field(default_factory=dict)
     """Calls, keyed by digest of the request and its `Idempotency-Key`."""
-    requests: int = 0
-    """Number of calls so far."""
     running: set[asyncio.Task[Any]] = field(default_factory=set)
     connections: weakref.WeakSet[asyncio.BaseTransport] = field(default_factory=weakref.WeakSet)
     """Connections whose last request had a key of the attempt."""
@@ -131,99 +126,15 @@ class _PendingReply:
     """Number of clients that wait for the call."""
 
 
-class SharedKeyConversations:
-    """The open conversations of clients that share one key; each is an episode.
-
-    A client that names its conversation after the key (`KEY:NAME`) continues it. Without a name, a request belongs to
-    the conversation whose replies are in its history; a history without replies begins a conversation.
-
-    Args:
-        models: model names that clients may request.
-        begin: starts an episode for a conversation, with or without a name, and returns its seats.
-    """
-
-    def __init__(self, models: Sequence[str], begin: Callable[[str], Awaitable[AttemptEndpoint]]) -> None:
-        self.key = new_key()
-        self.models = models
-        self.budget = RequestMemoryBudget()
-        self._begin = begin
-        self._open: list[AttemptEndpoint] = []
-        self._named: dict[str, AttemptEndpoint] = {}
-        self._beginning = asyncio.Lock()
-        self._in_start = 0
-        """Number of conversations whose episode has not begun."""
-
-    async def find(
-        self, name: str, chat: ChatRequest, is_waited_for: Callable[[AttemptEndpoint], bool]
-    ) -> AttemptEndpoint:
-        """Return the episode of a request, beginning it if there is none.
-
-        Args:
-            name: name of the conversation; empty: it has none.
-            chat: the request.
-            is_waited_for: returns whether the request repeats one of an episode, and should get its reply.
-
-        Raises:
-            RequestRefusedError: there is no such model, the name is invalid, or too many conversations are open.
-        """
-        if chat.model not in self.models and chat.model.rpartition("/")[2] not in self.models:
-            raise RequestRefusedError(
-                f"there is no model {chat.model!r:.80}; there are: {', '.join(self.models)}", "model"
-            )
-        if name:
-            return await self._find_named(name)
-        named = {id(opened) for opened in self._named.values()}
-        prefixes = seat_for_model(self._open[0].seats, chat.model).prefixes(chat) if self._open else ()
-        for opened in reversed(self._open):
-            is_unused = not opened.requests and id(opened) not in named
-            if is_unused or is_waited_for(opened) or seat_for_model(opened.seats, chat.model).continues(prefixes):
-                return opened  # reuse a conversation that was opened only to count the tokens of its first request
-        return await self._begin_one("")
-
-    def close(self, opened: AttemptEndpoint) -> None:
-        """Remove an ended episode: if a client continues its conversation, it begins anew."""
-        self._open = [endpoint for endpoint in self._open if endpoint is not opened]
-        self._named = {name: endpoint for name, endpoint in self._named.items() if endpoint is not opened}
-
-    async def _find_named(self, name: str) -> AttemptEndpoint:
-        if not _NAME.fullmatch(name):
-            raise RequestRefusedError(
-                "the name of a conversation, after the colon in the key, must have 1 to 64 letters, digits, '.', '_' "
-                "or '-'",
-                "key",
-            )
-        async with self._beginning:
-            if name not in self._named:
-                self._named[name] = await self._begin_one(name)
-            return self._named[name]
-
-    async def _begin_one(self, name: str) -> AttemptEndpoint:
-        if len(self._open) + self._in_start >= MOST_CONVERSATIONS:
-            raise RequestRefusedError(
-                f"{MOST_CONVERSATIONS} conversations are already open; close one, or try again later", "unavailable"
-            )
-        self._in_start += 1
-        try:
-            opened = await self._begin(name)
-        finally:
-            self._in_start -= 1
-        self._open.append(opened)
-        return opened
-
-
 class Gateway:
     """The server of one process.
 
     Args:
         host: address to listen on.
-        port: port to listen on; 0: any free port.
-        conversations: conversations of clients with one key for all episodes; None: each episode has its own keys.
     """
 
-    def __init__(self, *, host: str = HOST, port: int = 0, conversations: SharedKeyConversations | None = None) -> None:
+    def __init__(self, *, host: str = HOST) -> None:
         self._host = host
-        self._wanted_port = port
-        self._conversations = conversations
         self._admitted: dict[bytes, tuple[AttemptEndpoint, str | None]] = {}
         """Seats and, if the key is limited to one, the seat's name; keyed by the digest of the key."""
         self._runner: web.AppRunner | None = None
@@ -249,7 +160,7 @@ class Gateway:
         Raises:
             StorageError: the server cannot listen on loopback.
         """
-        async with self.listen() as url:
+        async with self._listen() as url:
             opened = AttemptEndpoint(
                 url=url,
                 key=new_key(),
@@ -272,7 +183,7 @@ class Gateway:
                 asyncio.get_running_loop().call_later(KEEPALIVE_S, _abort_all, opened.connections)
 
     @asynccontextmanager
-    async def listen(self) -> AsyncIterator[str]:
+    async def _listen(self) -> AsyncIterator[str]:
         """Listen until the context is left and all seats are closed; yields the address, which ends with `/v1`.
 
         Raises:
@@ -290,10 +201,6 @@ class Gateway:
                 self._listeners -= 1
                 if not self._listeners:
                     await self._stop()
-
-    def seats_of(self, key: str) -> AttemptEndpoint:
-        """Return the open seats to which a key admits."""
-        return self._admitted[_digest(key)][0]
 
     async def _start(self) -> None:
         from aiohttp import web
@@ -314,11 +221,10 @@ class Gateway:
         await runner.setup()
         assert runner.server is not None
         try:
-            self._port = await self._server.listen(runner.server, self._host, self._wanted_port)
+            self._port = await self._server.listen(runner.server, self._host, 0)
         except OSError as error:
             await runner.cleanup()
-            where = f"{self._host}, port {self._wanted_port or 'any'}"
-            raise StorageError(f"the gateway cannot listen on {where} ({error.strerror})") from error
+            raise StorageError(f"the gateway cannot listen on {self._host} ({error.strerror})") from error
         self._runner = runner
 
     async def _stop(self) -> None:
@@ -338,10 +244,11 @@ class Gateway:
         try:
             self._forget_key(request)
             self._check_own(request)
-            opened, limited_to, conversation = self._admit(request, in_address)
+            opened, limited_to = self._admit(request, in_address)
             self._note_key(request, opened)
             if path == "/v1/models" and request.method == "GET":
-                return _json(200, _models(self._models_of(opened, limited_to)))
+                names = [name for name, seat in opened.seats.items() if limited_to in (None, seat.seat)]
+                return _json(200, _models(names))
             if protocol is None or request.method != "POST":
                 raise RequestRefusedError(
                     f"there is no {request.method} {bounded_repr(path)} here; there are: GET /v1/models, "
@@ -349,9 +256,6 @@ class Gateway:
                     "model",
                 )
             async with self._read(request, path, protocol, opened) as (chat, digest):
-                if opened is None:
-                    opened = await self._find_conversation(request, conversation, chat, digest)
-                    self._note_key(request, opened)
                 if opened.is_closed:
                     raise RequestRefusedError("the episode has ended", "key")
                 if path == COUNT_TOKENS:
@@ -363,7 +267,7 @@ class Gateway:
         except ConnectionResetError:
             return _json(499, {})  # the client disconnected, so the answer is not read
 
-    def _note_key(self, request: web.Request, opened: AttemptEndpoint | None) -> None:
+    def _note_key(self, request: web.Request, opened: AttemptEndpoint) -> None:
         """Note that a connection has shown a key.
 
         Raises:
@@ -371,8 +275,6 @@ class Gateway:
         """
         connection = _connection(request)
         self._server.admit(connection)
-        if opened is None:
-            return
         self._attempts[connection] = opened
         opened.connections.add(connection)
         max_connections = connections.file_limit() // ATTEMPT_SHARE
@@ -390,16 +292,14 @@ class Gateway:
 
     @asynccontextmanager
     async def _read(
-        self, request: web.Request, path: str, protocol: ChatProtocol, opened: AttemptEndpoint | None
+        self, request: web.Request, path: str, protocol: ChatProtocol, opened: AttemptEndpoint
     ) -> AsyncIterator[tuple[ChatRequest, bytes]]:
         """Read a request and the digest of its path and body; its memory counts until the context is left.
 
         Raises:
             RequestRefusedError: the body is too long or malformed, or comes beside too many others.
         """
-        owner = opened or self._conversations
-        assert owner is not None
-        budget, reserved, body = owner.budget, 0, bytearray()
+        budget, reserved, body = opened.budget, 0, bytearray()
         try:
             async for part in request.content.iter_any():
                 if len(body) + len(part) > bodies.MAX_BODY_BYTES:
@@ -427,9 +327,8 @@ class Gateway:
                 "the gateway answers only programs on this machine that use its own address", "forbidden"
             )
 
-    def _admit(self, request: web.Request, in_address: str | None) -> tuple[AttemptEndpoint | None, str | None, str]:
-        """Find the seats to which a request's key admits: those of an episode and, if the key is limited, its only
-        seat; or None for a conversation that is identified by the name after the key.
+    def _admit(self, request: web.Request, in_address: str | None) -> tuple[AttemptEndpoint, str | None]:
+        """Find the seats of a request's key and, if the key is limited to one seat, the name of that seat.
 
         Raises:
             RequestRefusedError: the request has no key, or one of no running episode.
@@ -437,32 +336,11 @@ class Gateway:
         authorization = request.headers.get("Authorization", "")
         bearer = authorization[7:].strip() if authorization[:7].lower() == "bearer " else ""
         key = in_address or request.headers.get("x-api-key") or bearer
-        if self._conversations is not None and secrets.compare_digest(
-            _digest(key.partition(":")[0]), _digest(self._conversations.key)
-        ):
-            return None, None, key.partition(":")[2]
         admitted = self._admitted.get(_digest(key))
         if admitted is None:
             why = "the key is of no episode that runs here: keys end with their episode" if key else "there is no key"
             raise RequestRefusedError(why, "key")
-        return *admitted, ""
-
-    def _models_of(self, opened: AttemptEndpoint | None, limited_to: str | None) -> Sequence[str]:
-        """Return the models to which a key admits."""
-        if opened is None:
-            return self._conversations.models if self._conversations is not None else ()
-        return [name for name, seat in opened.seats.items() if limited_to in (None, seat.seat)]
-
-    async def _find_conversation(
-        self, request: web.Request, name: str, chat: ChatRequest, digest: bytes
-    ) -> AttemptEndpoint:
-        """Return the episode of a request with the key of all conversations, beginning it if there is none yet."""
-        assert self._conversations is not None
-
-        def is_waited_for(opened: AttemptEndpoint) -> bool:
-            return _call_of(opened, digest, request) is not None
-
-        return await self._conversations.find(name, chat, is_waited_for)
+        return admitted
 
     async def _chat(
         self,
@@ -482,7 +360,6 @@ class Gateway:
                     f"{MOST_CALLS} calls of this episode are already waiting; try again later", "unavailable"
                 )
             call = _PendingReply(asyncio.get_running_loop().create_task(_replies(opened, seat, chat)))
-            opened.requests += 1
             opened.running.add(call.task)
             opened.calls.setdefault(digest, []).append(call)
             key = request.headers.get("Idempotency-Key", "")

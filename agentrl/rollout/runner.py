@@ -69,7 +69,6 @@ class EpisodeRunner:
         host: EpisodeHost,
         clock: Clock,
         settings: RolloutSettings,
-        gateway: Gateway | None = None,
     ) -> None:
         self.host = host
         self.clock = clock
@@ -83,7 +82,7 @@ class EpisodeRunner:
             settings=settings,
             parking=self.parking,
             kv_budget=self.kv_budget,
-            gateway=gateway or Gateway(),
+            gateway=Gateway(),
         )
         self._store = store
         self._log = log

@@ -22,8 +22,6 @@ from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, SeatBinding
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
-from agentrl.gateway.calls import ChatRequest, RequestRefusedError
-from agentrl.gateway.server import AttemptEndpoint, SharedKeyConversations
 from agentrl.journal.entries import REQUEST_VERSION, BeginEntry, JournalEntry, TurnEntry, encode_body
 from agentrl.journal.memory import MemoryJournal
 from agentrl.rollout.call_journal import CallJournal
@@ -606,37 +604,6 @@ def test_what_is_asked_otherwise_than_in_messages_is_told_with_both_values(
     played = play(Otherwise, ["one", "two", "three"])
     assert (played.header.attempt, played.header.reward, len(played.seen)) == (1, 1.0, 3)
     assert told in played.told
-
-
-def test_conversations_that_begin_count_as_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.gateway.server.MOST_CONVERSATIONS", 2)
-
-    async def asked() -> list[Any]:
-        may_begin = asyncio.Event()
-
-        async def begin(name: str) -> AttemptEndpoint:
-            await may_begin.wait()
-            if len(conversations._open) == 1:
-                raise RequestRefusedError("it could not begin", "unavailable")
-            return AttemptEndpoint(
-                url="", key="", keys={}, seats={}, failure=asyncio.get_running_loop().create_future()
-            )
-
-        conversations = SharedKeyConversations(("main",), begin)
-        chat = ChatRequest(model="main", messages=[])
-        finding = [asyncio.create_task(conversations.find("", chat, lambda opened: False)) for _ in range(4)]
-        await asyncio.sleep(0)
-        may_begin.set()
-        found = await asyncio.gather(*finding, return_exceptions=True)
-        monkeypatch.setattr("agentrl.gateway.server.MOST_CONVERSATIONS", 3)
-        conversations._open[0].requests = 1
-        return [*map(str, found[1:]), conversations._in_start]
-
-    assert asyncio.run(asked()) == [
-        "it could not begin",
-        *["2 conversations are already open; close one, or try again later"] * 2,
-        0,
-    ]
 
 
 async def _resumed_often(attempt: int) -> EpisodeHeader:

@@ -159,12 +159,6 @@ class HarnessAgent(LiveAgent):
             "available"
         )
 
-    def prefixes(self, request: ChatRequest) -> Collection[bytes]:
-        return self._tree.prefixes(request.messages)
-
-    def continues(self, prefixes: Collection[bytes]) -> bool:
-        return self._tree.continues(prefixes)
-
     def count_tokens(self, request: ChatRequest) -> int:
         """See `gateway.calls.GatewaySeat.count_tokens`; an estimate for a remote policy."""
         self._check_length(request)

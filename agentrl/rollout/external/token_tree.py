@@ -27,7 +27,7 @@ from agentrl.core.ids import opening_digest
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from agentrl.core.ports import ChatFormat
     from agentrl.core.records import FinishReason, Int32Array, Message, ToolSpec
@@ -128,8 +128,6 @@ class TokenTree:
         """Digests of all answered conversations, without reply and tools."""
         self._replies: set[bytes] = set()
         """Digests of all replies."""
-        self._ended: set[bytes] = set()
-        """Digests of all conversations up to a reply, without tools."""
 
     def find_row(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> RequestPlacement:
         """Find or begin the row of a request; the row is busy until `answer` or `withdraw`.
@@ -200,18 +198,9 @@ class TokenTree:
         said = self._said(reply)
         self._replies.add(said)
         self._answered.add(placement.bare_path)
-        self._ended.add(_next(placement.bare_path, said))
         self._known.add(_next(placement.bare_path, said))
         self._turns.setdefault(_next(placement.path, said), []).append(turn)
         return turn
-
-    def prefixes(self, messages: Sequence[Message]) -> list[bytes]:
-        """Return the digests of the first 0, 1, … messages, without tools."""
-        return _paths(b"", [self._said(message) for message in messages])
-
-    def continues(self, prefixes: Iterable[bytes]) -> bool:
-        """Whether a conversation of these prefixes begins with one that ended in a reply of the tree."""
-        return not self._ended.isdisjoint(prefixes)
 
     def identity(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> bytes:
         """Return the digest of a request's tools and messages; equal for requests that get the same place."""
