@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
-import itertools
 import os
 import signal
 import socket
@@ -28,7 +27,7 @@ from agentrl.app.run_parts import make_chat_format
 from agentrl.cluster import worker_wire as wire
 from agentrl.cluster.journal_stream import StreamedTurnLog
 from agentrl.config.run import RunConfig
-from agentrl.core import ids
+from agentrl.core import ids, rpc
 from agentrl.core.clock import ProtectedClockLoop, SystemClock
 from agentrl.core.errors import AgentRLError, format_foreign_error
 from agentrl.core.files import was_closed_by_foreign_code
@@ -38,7 +37,6 @@ from agentrl.core.records import EpisodeHeader, EpisodeSpec, Task
 from agentrl.engines.base_models import SamplerPerBaseModel
 from agentrl.engines.external import SamplerWithExternalPolicies
 from agentrl.engines.process import die_with_parent
-from agentrl.engines.protocol import read_frame, send
 from agentrl.engines.remote.client import EngineClient
 from agentrl.environment.containment import exit_forked_process, stop_loop_in_forked_process
 from agentrl.environment.registry import register_source_files, resolve
@@ -67,16 +65,14 @@ PROGRESS_S = 0.2
 class RunConnection:
     """The connection of this process's episodes to the run: implements `EpisodeHost` and `CommitLog`."""
 
-    def __init__(self, writer: asyncio.StreamWriter, log: TurnLog, policy_of: Callable[[str, int], str]) -> None:
+    def __init__(self, connection: rpc.Connection, log: TurnLog, policy_of: Callable[[str, int], str]) -> None:
         self.numbers: dict[str, int] = {}
         """Numbers of the episodes in flight, keyed by id."""
         self.specs: dict[int, EpisodeSpec] = {}
         """Specs in flight as they were handed out, keyed by number."""
-        self._writer = writer
+        self._connection = connection
         self._log = log
         self._policy_of = policy_of
-        self._calls = itertools.count(1)
-        self._proposals: dict[int, asyncio.Future[ProposalNovelty]] = {}
         self._children: dict[tuple[int, int, str], Callable[[int, EpisodeHeader], None]] = {}
         """Callbacks that wait for children, keyed by the spawn call."""
         self._ends: dict[str, tuple[bytes, dict[str, float], str]] = {}
@@ -84,7 +80,7 @@ class RunConnection:
 
     def tell(self, message: wire.FromWorker) -> None:
         """Send the run a message; never waits."""
-        send(self._writer, message)
+        self._connection.send(message)
 
     # --- what episodes ask --------------------------------------------------------------------------------------------
 
@@ -122,14 +118,10 @@ class RunConnection:
         return SpawnedGroup(group_id=group_id, episode_ids=tuple(children))
 
     async def remember(self, spec: EpisodeSpec, call_id: str, key: str, structure: str) -> ProposalNovelty:
-        call, number = next(self._calls), self.numbers[spec.episode_id]
-        answer: asyncio.Future[ProposalNovelty] = asyncio.get_running_loop().create_future()
-        self._proposals[call] = answer
-        self.tell(wire.RememberProposal(call=call, number=number, call_id=call_id, key=key, structure=structure))
-        try:
-            return await answer
-        finally:
-            del self._proposals[call]
+        call, number = self._connection.next_call(), self.numbers[spec.episode_id]
+        proposal = wire.RememberProposal(call=call, number=number, call_id=call_id, key=key, structure=structure)
+        reply: wire.ProposalReply = await self._connection.ask(call, proposal)
+        return reply.known
 
     def readmit(self, spec: EpisodeSpec) -> None:
         self.tell(wire.AttemptStarted(number=self.numbers[spec.episode_id], attempt=spec.attempt))
@@ -185,17 +177,11 @@ class RunConnection:
         )
         on_end(message.index, wire.decode_episode_header(child, message.ended, message.partition))
 
-    def proposal_answered(self, message: wire.ProposalReply) -> None:
-        """Answer the call that waits for the run's reply to its proposal."""
-        answer = self._proposals.get(message.call)
-        if answer is not None and not answer.done():
-            answer.set_result(message.known)
-
     def failed(self, error: BaseException) -> None:
         """End the run because of a failure that belongs to no episode. An unexpected error ends this process: code of
         an episode may have broken it, and the pool identifies the episode."""
         if isinstance(error, AgentRLError) and not was_closed_by_foreign_code(error):
-            report_failure(self._writer, error)
+            self.tell(wire.WorkerFailed(kind=type(error).__name__, message=str(error)))
             return
         self.tell(
             wire.LogLine(
@@ -212,25 +198,14 @@ class RunConnection:
             known.clear()
 
 
-def report_failure(writer: asyncio.StreamWriter, error: BaseException) -> None:
-    """Report an error to the run: its class and its message."""
-    if isinstance(error, AgentRLError):
-        send(writer, wire.WorkerFailed(kind=type(error).__name__, message=str(error)))
-        return
-    send(writer, wire.WorkerFailed(kind="AgentRLError", message=format_foreign_error(error)))
-    # The run gets only the message of a bug, so print its traceback; a full disk must not raise another error.
-    with contextlib.suppress(OSError):
-        traceback.print_exception(error)
-
-
 class WorkerServer:
     """The worker of this process; executes the run's messages."""
 
-    def __init__(self, work: wire.WorkerSetup, writer: asyncio.StreamWriter, log: WorkerTurnLog) -> None:
+    def __init__(self, work: wire.WorkerSetup, connection: rpc.Connection, log: WorkerTurnLog) -> None:
         config = RunConfig.model_validate(work.config)
         self._log = log
         chat_format = make_chat_format(config)
-        self.run = RunConnection(writer, log, config.policy_of)
+        self.run = RunConnection(connection, log, config.policy_of)
         self._engines = [EngineClient(work.capabilities) for _ in config.bases or [config]]
         of_policy = {
             name: engine for base, engine in zip(config.bases, self._engines, strict=False) for name in base.policies
@@ -266,8 +241,6 @@ class WorkerServer:
                 self._engines[message.base].moved(message.addresses)
             case wire.ChildEpisodeEnded():
                 self.run.child_ended(message)
-            case wire.ProposalReply():
-                self.run.proposal_answered(message)
             case wire.ParkEpisode() if message.number in self.run.specs:
                 episode_id = self.run.specs[message.number].episode_id
                 self._worker.park(episode_id)
@@ -312,29 +285,30 @@ class WorkerServer:
 
 async def _serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
-    body = await read_frame(reader)
-    if body is None or not isinstance(work := wire.TO_WORKER.decode(body), wire.WorkerSetup):
+    run = rpc.Connection(reader, writer, wire.TO_WORKER)
+    work = await run.receive()
+    if not isinstance(work, wire.WorkerSetup):
         return
     sys.path.extend(path for path in work.paths if path not in sys.path)
     register_source_files(work.sources)
     loop = asyncio.get_running_loop()
 
     def tell(line: str) -> None:  # threads may call this
-        loop.call_soon_threadsafe(send, writer, wire.LogLine(line=f"worker {work.number}: {line}"))
+        loop.call_soon_threadsafe(run.send, wire.LogLine(line=f"worker {work.number}: {line}"))
 
-    alive = loop.create_task(_tell_alive(writer))
+    alive = loop.create_task(run.send_heartbeats(ALIVE_S, _heartbeat))
     try:
         log = await _open_log(work, tell)
-        server = WorkerServer(work, writer, log)
+        server = WorkerServer(work, run, log)
     except Exception as error:  # noqa: BLE001 - the run must hear why there is no worker
-        report_failure(writer, error)
-        await writer.drain()
+        run.send(rpc.error_reply(0, error))
+        await run.flush()
         return
-    send(writer, wire.WorkerReady())
+    run.send(wire.WorkerReady())
     advanced = loop.create_task(_tell_advanced(server))
     loop.add_signal_handler(signal.SIGTERM, server.leaves.set)
     with watch_event_loop(tell), stop_loop_in_forked_process():
-        listening = loop.create_task(_listen(reader, server), name="messages of the run")
+        listening = loop.create_task(run.run(server.handle), name="messages of the run")
         leaving = loop.create_task(server.leaves.wait(), name="wait until it is to leave")
         await asyncio.wait({listening, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if listening.done():
@@ -346,11 +320,6 @@ async def _serve(connection: socket.socket) -> None:
     await server.close()
 
 
-async def _listen(reader: asyncio.StreamReader, server: WorkerServer) -> None:
-    while (body := await read_frame(reader)) is not None:
-        server.handle(wire.TO_WORKER.decode(body))
-
-
 async def _open_log(work: wire.WorkerSetup, tell: Callable[[str], None]) -> WorkerTurnLog:
     """Open the worker's partition, on this host or on the run's."""
     if work.journal.startswith(SCHEME):
@@ -360,10 +329,8 @@ async def _open_log(work: wire.WorkerSetup, tell: Callable[[str], None]) -> Work
     )
 
 
-async def _tell_alive(writer: asyncio.StreamWriter) -> None:
-    while True:
-        await asyncio.sleep(ALIVE_S)
-        send(writer, wire.WorkerHeartbeat())
+async def _heartbeat() -> wire.WorkerHeartbeat:
+    return wire.WorkerHeartbeat()
 
 
 async def _tell_advanced(server: WorkerServer) -> None:

@@ -4,7 +4,7 @@ A worker on another host has a `StreamedTurnLog` instead of a partition: it send
 commit needs it, until they are on the disk of the run's host. There, one receiving process (this module as a program)
 writes a partition for each worker with the production writer. The run only grants and revokes connections: entries
 never pass through its event loop. Owns: the messages, the receiver, which connection may write a partition. Does not
-own: the contents of entries (`journal.store`), the run's processes. The framing is that of `engines.wire`.
+own: the contents of entries (`journal.store`), the run's processes.
 Invariants: at most one connection writes a partition, and none once it is revoked; messages take effect in the order
 in which they were sent; a worker ends when its connection ends, and its episodes continue elsewhere from their
 acknowledged entries.
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import socket
 import sys
@@ -23,18 +22,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from agentrl.core import rpc
 from agentrl.core.clock import RetryBudget, SystemClock
-from agentrl.core.errors import AgentRLError, EngineLostError, JournalError, format_foreign_error, rebuild_error
+from agentrl.core.errors import AgentRLError, EngineLostError, JournalError
 from agentrl.core.network import Address, Listener, connect
 from agentrl.core.records import ProcessStatus
 from agentrl.engines.process import ChildProgram, LocalPlacement, Supervisor, die_with_parent
-from agentrl.engines.protocol import WireMessage, read_frame, send
 from agentrl.journal.entries import JournalEntry
 from agentrl.journal.run_process import retry_until_writer_exits
 from agentrl.journal.store import SqliteTurnLog, check_entry_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from agentrl.core.clock import Clock
     from agentrl.core.records import ForkPoint
@@ -42,51 +41,52 @@ if TYPE_CHECKING:
 
 RECEIVER = ChildProgram("", {}, "agentrl.cluster.journal_stream")
 SILENCE_S = 60.0
+HEARTBEAT_S = 1.0
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 
-class StartReceiver(WireMessage, frozen=True):
+class StartReceiver(rpc.Message, frozen=True):
     """Message to the receiver with the journal whose partitions it writes and the address at which it listens."""
 
     journal: str
     host: str
 
 
-class GrantPartition(WireMessage, frozen=True):
-    """Message to the receiver: let only a new process of a worker write the worker's partition."""
+class GrantPartition(rpc.Message, frozen=True):
+    """Request to the receiver: let only a new process of a worker write the worker's partition."""
 
+    call: int
     worker: int
 
 
-class RevokePartition(WireMessage, frozen=True):
+class RevokePartition(rpc.Message, frozen=True):
     """Message to the receiver: let no process write a worker's partition."""
 
     worker: int
 
 
-class PartitionGranted(WireMessage, frozen=True):
-    """Message to the run with the address to which the worker's process connects."""
+class PartitionGranted(rpc.Reply, frozen=True):
+    """Answer to `GrantPartition` with the address to which the worker's process connects."""
 
-    worker: int
     address: str
 
 
-class ReceiverHeartbeat(WireMessage, frozen=True):
+class ReceiverHeartbeat(rpc.Message, frozen=True):
     """Heartbeat to the run, with the bytes of entries received so far."""
 
     bytes: int
 
 
-class Append(WireMessage, frozen=True):
+class Append(rpc.Message, frozen=True):
     """Message from a worker with an entry or a partial."""
 
     entry: JournalEntry
     partial: bool
 
 
-class RemovePartials(WireMessage, frozen=True):
+class RemovePartials(rpc.Message, frozen=True):
     """Message from a worker; see `TurnLog.remove_partials`."""
 
     episode_id: str
@@ -94,13 +94,13 @@ class RemovePartials(WireMessage, frozen=True):
     call_id: str | None
 
 
-class Flush(WireMessage, frozen=True):
+class Flush(rpc.Message, frozen=True):
     """Request from a worker: answer when all earlier messages are on disk."""
 
     call: int
 
 
-class TakeOverAttempt(WireMessage, frozen=True):
+class TakeOverAttempt(rpc.Message, frozen=True):
     """Request from a worker: take over an attempt and answer with all its entries and partials."""
 
     call: int
@@ -108,34 +108,34 @@ class TakeOverAttempt(WireMessage, frozen=True):
     attempt: int
 
 
-class FindProgressedEpisodes(WireMessage, frozen=True):
+class FindProgressedEpisodes(rpc.Message, frozen=True):
     """Request from a worker; see `WorkerTurnLog.advanced`."""
 
     call: int
 
 
-class JournalAnswer(WireMessage, frozen=True):
-    """Answer to a worker. If the request failed, `kind` names a class of `agentrl.core.errors`."""
+class AttemptTakenOver(rpc.Reply, frozen=True):
+    """Answer to `TakeOverAttempt`."""
 
-    call: int
-    entries: tuple[JournalEntry, ...] = ()
-    partials: tuple[JournalEntry, ...] = ()
-    episodes: tuple[str, ...] = ()
-    kind: str = ""
-    message: str = ""
+    entries: tuple[JournalEntry, ...]
+    partials: tuple[JournalEntry, ...]
+
+
+class ProgressedEpisodes(rpc.Reply, frozen=True):
+    """Answer to `FindProgressedEpisodes`."""
+
+    episodes: tuple[str, ...]
 
 
 Question = Flush | TakeOverAttempt | FindProgressedEpisodes
-TO_RECEIVER: msgspec.msgpack.Decoder[StartReceiver | GrantPartition | RevokePartition] = msgspec.msgpack.Decoder(
-    StartReceiver | GrantPartition | RevokePartition
-)
-TO_RUN: msgspec.msgpack.Decoder[PartitionGranted | ReceiverHeartbeat] = msgspec.msgpack.Decoder(
-    PartitionGranted | ReceiverHeartbeat
-)
-FROM_WORKER: msgspec.msgpack.Decoder[Append | RemovePartials | Question] = msgspec.msgpack.Decoder(
-    Append | RemovePartials | Question
-)
-TO_WORKER: msgspec.msgpack.Decoder[JournalAnswer] = msgspec.msgpack.Decoder(JournalAnswer)
+ToReceiver = StartReceiver | GrantPartition | RevokePartition
+ToRun = PartitionGranted | ReceiverHeartbeat
+FromWorker = Append | RemovePartials | Question
+ToWorker = rpc.Acknowledgement | AttemptTakenOver | ProgressedEpisodes | rpc.ErrorReply
+TO_RECEIVER: msgspec.msgpack.Decoder[ToReceiver] = msgspec.msgpack.Decoder(ToReceiver)
+TO_RUN: msgspec.msgpack.Decoder[ToRun] = msgspec.msgpack.Decoder(ToRun)
+FROM_WORKER: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 
 
 # --- in a worker's process, on any host -------------------------------------------------------------------------------
@@ -146,12 +146,11 @@ class StreamedTurnLog:
 
     def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.name = name
-        self._writer = writer
-        self._calls = itertools.count(1)
-        self._answers: dict[int, asyncio.Future[JournalAnswer]] = {}
-        self._found: dict[tuple[str, int], JournalAnswer] = {}
+        self._connection = rpc.Connection(reader, writer, TO_WORKER)
+        self._connection.start(_ignore, on_end=self._on_end, name="journal's answers")
+        self._is_closed = False
+        self._found: dict[tuple[str, int], AttemptTakenOver] = {}
         """Recorded entries of attempts that were taken over, held until they are read."""
-        self._reading = asyncio.get_running_loop().create_task(self._read(reader), name="journal's answers")
 
     @staticmethod
     async def open(address: str, worker: int) -> StreamedTurnLog:
@@ -172,21 +171,23 @@ class StreamedTurnLog:
 
     def append(self, entry: JournalEntry) -> None:
         check_entry_size(entry)
-        send(self._writer, Append(entry=entry, partial=False))
+        self._connection.send(Append(entry=entry, partial=False))
 
     def append_partial(self, entry: JournalEntry) -> None:
-        send(self._writer, Append(entry=entry, partial=True))
+        self._connection.send(Append(entry=entry, partial=True))
 
     def remove_partials(self, episode_id: str, attempt: int, call_id: str | None = None) -> None:
-        send(self._writer, RemovePartials(episode_id=episode_id, attempt=attempt, call_id=call_id))
+        self._connection.send(RemovePartials(episode_id=episode_id, attempt=attempt, call_id=call_id))
 
     async def flush(self) -> None:
-        await self._ask(Flush(call=next(self._calls)))
+        call = self._connection.next_call()
+        await self._connection.ask(call, Flush(call=call))
 
     async def take_over(self, episode_id: str, attempt: int) -> None:
         """See `TurnLog.take_over`; `read` and `read_partials` then each return the recorded entries once."""
-        asked = TakeOverAttempt(call=next(self._calls), episode_id=episode_id, attempt=attempt)
-        self._found[episode_id, attempt] = await self._ask(asked)
+        call = self._connection.next_call()
+        request = TakeOverAttempt(call=call, episode_id=episode_id, attempt=attempt)
+        self._found[episode_id, attempt] = await self._connection.ask(call, request)
 
     def read(self, episode_id: str, attempt: int) -> list[JournalEntry]:
         """See `TurnLog.read`, for an attempt that was taken over."""
@@ -208,7 +209,9 @@ class StreamedTurnLog:
 
     async def advanced(self) -> list[str]:
         """See `WorkerTurnLog.advanced`; also checks for errors of the disk of the run's host."""
-        return list((await self._ask(FindProgressedEpisodes(call=next(self._calls)))).episodes)
+        call = self._connection.next_call()
+        reply: ProgressedEpisodes = await self._connection.ask(call, FindProgressedEpisodes(call=call))
+        return list(reply.episodes)
 
     def check(self) -> None:
         """Do nothing: the receiver reports errors in its next answer."""
@@ -217,28 +220,12 @@ class StreamedTurnLog:
         """Return when everything sent is on disk or the connection has ended. Idempotent."""
         with contextlib.suppress(AgentRLError):
             await self.flush()
-        self._reading.cancel()
-        self._writer.close()
+        self._is_closed = True
+        self._connection.close(EngineLostError("the journal's connection was closed"))
 
-    async def _ask(self, question: Question) -> JournalAnswer:
-        answer: asyncio.Future[JournalAnswer] = asyncio.get_running_loop().create_future()
-        self._answers[question.call] = answer
-        send(self._writer, question)
-        try:
-            found = await answer
-        finally:
-            del self._answers[question.call]
-        if found.kind:
-            raise rebuild_error(found.kind, found.message, among=(AgentRLError,))
-        return found
-
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        with contextlib.suppress(ValueError, msgspec.MsgspecError):
-            while (body := await read_frame(reader)) is not None:
-                answer = TO_WORKER.decode(body)
-                waiting = self._answers.get(answer.call)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(answer)
+    def _on_end(self, why: str) -> None:
+        if self._is_closed:
+            return
         with contextlib.suppress(OSError):
             sys.stderr.write(
                 "agentrl: the connection to the journal on the run's host ended, and this worker with it\n"
@@ -246,6 +233,10 @@ class StreamedTurnLog:
         # Further entries would be lost, so exit: the run starts another process, which resumes from the entries
         # received.
         os._exit(1)
+
+
+def _ignore(message: object) -> None:
+    """Handle the messages of a peer that only answers."""
 
 
 # --- in the run's process ---------------------------------------------------------------------------------------------
@@ -268,9 +259,7 @@ class JournalReceiver:
         self._clock = clock
         self._receive = StartReceiver(journal=str(journal.absolute()), host=host)
         self._placement = LocalPlacement(log)
-        self._child: ConnectedChildProcess | None = None
-        self._grants: dict[int, asyncio.Future[str]] = {}
-        self._reading: asyncio.Task[None] | None = None
+        self._connection: rpc.Connection | None = None
         name = "the journal's receiver"
         self.supervisor = Supervisor(name, self, budget=RetryBudget(), silence_s=SILENCE_S, clock=clock, tell=tell)
 
@@ -282,12 +271,11 @@ class JournalReceiver:
             AgentRLError: the receiver died too often and is not restarted.
         """
         await self.supervisor.serving()
-        if self._child is None:
+        if self._connection is None:
             raise EngineLostError("the connection to the journal on the run's host is closed")
-        granted = self._grants[worker] = asyncio.get_running_loop().create_future()
-        send(self._child.writer, GrantPartition(worker=worker))
-        address: str = await granted
-        return address
+        call = self._connection.next_call()
+        granted: PartitionGranted = await self._connection.ask(call, GrantPartition(call=call, worker=worker))
+        return granted.address
 
     def status(self) -> ProcessStatus:
         """Return what the process does, with its rate."""
@@ -295,46 +283,41 @@ class JournalReceiver:
 
     def revoke(self, worker: int) -> None:
         """Accept no more entries from the process of a worker, which counts as dead."""
-        if self._child is not None:
-            send(self._child.writer, RevokePartition(worker=worker))
+        if self._connection is not None:
+            self._connection.send(RevokePartition(worker=worker))
 
     async def close(self) -> None:
         """End the process once all received entries are on disk. Idempotent."""
-        if self._child is not None:
-            self._child.writer.close()
+        if self._connection is not None:
+            self._connection.close(EngineLostError("the journal's receiver was closed"))
         await self.supervisor.stop(SILENCE_S)
 
     async def launch(self) -> ConnectedChildProcess:
-        child = self._child = await self._placement.start(RECEIVER)
-        self._reading = asyncio.get_running_loop().create_task(self._read(child), name="journal's receiver")
+        child = await self._placement.start(RECEIVER)
+        self._connection = rpc.Connection(child.reader, child.writer, TO_RUN)
+        self._connection.start(
+            self._on_heartbeat,
+            on_end=self.supervisor.kill,
+            on_message=lambda message: self.supervisor.sign_of_life(),
+            name="journal's receiver",
+        )
         return child
 
     async def welcome(self) -> None:
-        if self._child is not None:
-            send(self._child.writer, self._receive)
+        if self._connection is not None:
+            self._connection.send(self._receive)
 
     async def died(self, how: str) -> None:
-        self._child = None
-        for granted in self._grants.values():
-            if not granted.done():
-                granted.set_exception(EngineLostError(f"the journal's receiver {how}"))
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.drain(EngineLostError(f"the journal's receiver {how}"))
 
-    async def _read(self, child: ConnectedChildProcess) -> None:
-        try:
-            while (body := await read_frame(child.reader)) is not None:
-                self.supervisor.sign_of_life()
-                match TO_RUN.decode(body):
-                    case PartitionGranted() as granted:
-                        if not (waiting := self._grants[granted.worker]).done():
-                            waiting.set_result(granted.address)
-                    case ReceiverHeartbeat(bytes=received):
-                        if received > self._received:
-                            self.supervisor.achieved()
-                        now = self._clock.monotonic()
-                        self._per_second = max(0, received - self._received) / max(now - self._heard_at, 1e-3)
-                        self._received, self._heard_at = received, now
-        except (ValueError, msgspec.MsgspecError) as error:
-            self.supervisor.kill(f"it sent an invalid message ({error})")
+    def _on_heartbeat(self, heartbeat: ReceiverHeartbeat) -> None:
+        if heartbeat.bytes > self._received:
+            self.supervisor.achieved()
+        now = self._clock.monotonic()
+        self._per_second = max(0, heartbeat.bytes - self._received) / max(now - self._heard_at, 1e-3)
+        self._received, self._heard_at = heartbeat.bytes, now
 
 
 # --- the receiving process, on the run's host -------------------------------------------------------------------------
@@ -360,92 +343,96 @@ class _Partition:
             self._listener = None
 
     async def _serve(self, listener: Listener, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        asked: set[asyncio.Task[None]] = set()
-        try:
-            while (body := await read_frame(reader)) is not None and listener is self._listener:
-                self._count(len(body))
-                match FROM_WORKER.decode(body):
-                    case Append(entry=entry, partial=False):
-                        self.log.append(entry)
-                    case Append(entry=entry):
-                        self.log.append_partial(entry)
-                    case RemovePartials() as removed:
-                        self.log.remove_partials(removed.episode_id, removed.attempt, removed.call_id)
-                    case question:
-                        asked.add(task := asyncio.get_running_loop().create_task(self._answer(question, writer)))
-                        task.add_done_callback(asked.discard)
-        except (ValueError, msgspec.MsgspecError) as error:
-            sys.stderr.write(f"agentrl: the journal's receiver disconnected a worker: {error}\n")
-        finally:
-            for task in asked:
-                task.cancel()
+        connection = rpc.Connection(reader, writer, FROM_WORKER)
 
-    async def _answer(self, question: Question, writer: asyncio.StreamWriter) -> None:
-        log = self.log
+        def handle(message: FromWorker) -> None:
+            if listener is not self._listener:
+                return  # revoked
+            self._count(connection.frame_bytes)
+            match message:
+                case Append(entry=entry, partial=False):
+                    self.log.append(entry)
+                case Append(entry=entry):
+                    self.log.append_partial(entry)
+                case RemovePartials():
+                    self.log.remove_partials(message.episode_id, message.attempt, message.call_id)
+                case _:
+                    connection.answer(message.call, self._answer(message))
+
         try:
-            match question:
-                case Flush():
-                    await log.flush()
-                    answer = JournalAnswer(call=question.call)
-                case TakeOverAttempt(episode_id=episode_id, attempt=attempt):
-                    await log.take_over(episode_id, attempt)
-                    answer = JournalAnswer(
-                        call=question.call,
-                        entries=tuple(log.read(episode_id, attempt)),
-                        partials=tuple(log.read_partials(episode_id, attempt)),
-                    )
-                case FindProgressedEpisodes():
-                    log.check()
-                    answer = JournalAnswer(call=question.call, episodes=tuple(await log.advanced()))
-        except AgentRLError as error:
-            answer = JournalAnswer(call=question.call, kind=type(error).__name__, message=str(error))
-        except Exception as error:  # noqa: BLE001 - a bug of ours: whoever asked must not wait for ever
-            answer = JournalAnswer(call=question.call, kind="JournalError", message=format_foreign_error(error))
-        send(writer, answer)
+            await connection.run(handle)
+        except ValueError as error:
+            sys.stderr.write(f"agentrl: the journal's receiver disconnected a worker: {error}\n")
+
+    async def _answer(self, question: Question) -> rpc.Reply:
+        log = self.log
+        match question:
+            case Flush():
+                await log.flush()
+                return rpc.Acknowledgement(call=question.call)
+            case TakeOverAttempt(episode_id=episode_id, attempt=attempt):
+                await log.take_over(episode_id, attempt)
+                return AttemptTakenOver(
+                    call=question.call,
+                    entries=tuple(log.read(episode_id, attempt)),
+                    partials=tuple(log.read_partials(episode_id, attempt)),
+                )
+            case FindProgressedEpisodes():
+                log.check()
+                return ProgressedEpisodes(call=question.call, episodes=tuple(await log.advanced()))
+
+
+class _Receiver:
+    """The partitions of this process, and the run's connection."""
+
+    def __init__(self, journal: Path, host: str, run: rpc.Connection) -> None:
+        self._journal = journal
+        self._host = host
+        self._run = run
+        self._partitions: dict[int, _Partition] = {}
+        self._received = 0
+
+    async def handle(self, message: ToReceiver) -> None:
+        match message:
+            case GrantPartition(worker=worker):
+                if worker not in self._partitions:
+                    self._partitions[worker] = _Partition(await self._open(worker), self._count)
+                address = await self._partitions[worker].grant(self._host)
+                self._run.send(PartitionGranted(call=message.call, address=address))
+            case RevokePartition(worker=worker) if worker in self._partitions:
+                self._partitions[worker].revoke()
+
+    async def heartbeat(self) -> ReceiverHeartbeat:
+        return ReceiverHeartbeat(bytes=self._received)
+
+    async def close(self) -> None:
+        """Return when all received entries are on disk."""
+        for partition in self._partitions.values():
+            partition.revoke()
+        await asyncio.gather(*(partition.log.close() for partition in self._partitions.values()))
+
+    async def _open(self, worker: int) -> SqliteTurnLog:
+        def tell(line: str) -> None:
+            sys.stderr.write(f"agentrl: {line}\n")
+
+        return await retry_until_writer_exits(
+            lambda: SqliteTurnLog.open(self._journal, str(worker)), tell, SystemClock()
+        )
+
+    def _count(self, size: int) -> None:
+        self._received += size
 
 
 async def _serve(connection: socket.socket) -> None:
-    reader, writer = await asyncio.open_connection(sock=connection)
-    body = await read_frame(reader)
-    if body is None or not isinstance(begun := TO_RECEIVER.decode(body), StartReceiver):
+    run = rpc.Connection(*await asyncio.open_connection(sock=connection), TO_RECEIVER)
+    start = await run.receive()
+    if not isinstance(start, StartReceiver):
         return
-    partitions: dict[int, _Partition] = {}
-    received = 0
-
-    def count(size: int) -> None:
-        nonlocal received
-        received += size
-
-    async def say_alive() -> None:
-        while True:
-            send(writer, ReceiverHeartbeat(bytes=received))
-            await asyncio.sleep(1.0)
-
-    def tell(line: str) -> None:
-        sys.stderr.write(f"agentrl: {line}\n")
-
-    alive = asyncio.get_running_loop().create_task(say_alive())
-    while (body := await read_frame(reader)) is not None:
-        match TO_RECEIVER.decode(body):
-            case GrantPartition(worker=worker):
-                if worker not in partitions:
-
-                    def opened(worker: int = worker) -> SqliteTurnLog:
-                        return SqliteTurnLog.open(Path(begun.journal), str(worker))
-
-                    partitions[worker] = _Partition(await retry_until_writer_exits(opened, tell, SystemClock()), count)
-                address = await partitions[worker].grant(begun.host)
-                send(writer, PartitionGranted(worker=worker, address=address))
-            case RevokePartition(worker=worker) if worker in partitions:
-                partitions[worker].revoke()
-    alive.cancel()
-    await _close(list(partitions.values()))
-
-
-async def _close(partitions: Sequence[_Partition]) -> None:
-    for partition in partitions:
-        partition.revoke()
-    await asyncio.gather(*(partition.log.close() for partition in partitions))
+    receiver = _Receiver(Path(start.journal), start.host, run)
+    heartbeats = asyncio.get_running_loop().create_task(run.send_heartbeats(HEARTBEAT_S, receiver.heartbeat))
+    await run.run(receiver.handle)
+    heartbeats.cancel()
+    await receiver.close()
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Runs the process of one episode worker: keeps it alive, sends and receives its messages, and detects silence.
 
-Owns the connection. The supervisor (`engines.child_process`) restarts the process; the pool owns its episodes.
+Owns the connection. `engines.process.Supervisor` restarts the process; the pool owns its episodes.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from agentrl.cluster import worker_wire as wire
+from agentrl.core import rpc
 from agentrl.core.clock import RetryBudget
 from agentrl.core.errors import AgentRLError, EngineLostError, rebuild_error
 from agentrl.core.records import ProcessStatus
 from agentrl.core.text import plural
 from agentrl.engines.process import ChildProgram, Supervisor
-from agentrl.engines.protocol import encode_frame, read_frame, send
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,11 +86,7 @@ class WorkerProcess:
         self._clock = clock
         self._tell = tell
         self._child: ConnectedChildProcess | None = None
-        self._unsent = bytearray()
-        """Messages of this iteration of the event loop."""
-        self._reading: asyncio.Task[None] | None = None
-        self._welcomed: asyncio.Future[None] | None = None
-        self._cancelled: asyncio.Future[None] | None = None
+        self._connection: rpc.Connection | None = None
         self._last_message_at = clock.monotonic()
         self.supervisor = Supervisor(
             f"worker {work.number}",
@@ -114,16 +110,8 @@ class WorkerProcess:
 
     def tell(self, message: wire.ToWorker) -> None:
         """Send a message; never blocks. Those of one iteration of the event loop share a system call."""
-        if self._child is None or not self.is_ready:
-            return
-        if not self._unsent:
-            asyncio.get_running_loop().call_soon(self._write_unsent)
-        self._unsent += encode_frame(message)
-
-    def _write_unsent(self) -> None:
-        data, self._unsent = bytes(self._unsent), bytearray()
-        if data and self._child is not None:
-            self._child.writer.write(data)
+        if self._connection is not None and self.is_ready:
+            self._connection.queue(message)
 
     def leave(self, why: str) -> None:
         """Make the process park its episodes, which continue in others, and end. Idempotent."""
@@ -144,13 +132,12 @@ class WorkerProcess:
 
     async def cancel(self, seconds: float) -> None:
         """Stop all episodes of the process; kill and replace the process if that takes longer than `seconds`."""
-        if not self.is_ready:
+        if self._connection is None or not self.is_ready:
             return
-        self._cancelled = asyncio.get_running_loop().create_future()
-        self.tell(wire.CancelEpisodes())
         try:
-            async with asyncio.timeout(seconds):
-                await self._cancelled
+            await self._connection.ask(0, wire.CancelEpisodes(), limit_s=seconds)
+        except EngineLostError:
+            pass  # its episodes ended with it
         except TimeoutError:
             self.supervisor.kill(f"it did not stop its episodes within {seconds:g} s")
             self.is_ready = False
@@ -158,28 +145,28 @@ class WorkerProcess:
     async def close(self) -> None:
         """End the process permanently. Idempotent."""
         self._watching.cancel()
-        self._write_unsent()
-        if self._child is not None:
-            self._child.writer.close()  # end of file makes the child close its partition and exit
+        if self._connection is not None:
+            # The end of the connection makes the child close its partition and exit.
+            self._connection.close(EngineLostError(f"worker {self._work.number} was closed"))
         await self.supervisor.stop(CLOSE_S if self.is_ready else 0.0)
 
     # --- the process ------------------------------------------------------------------------------------------------
 
     async def launch(self) -> ConnectedChildProcess:
         child = self._child = await self.placement.start(PROGRAM)
-        loop = asyncio.get_running_loop()
-        self._welcomed = loop.create_future()
-        self._reading = loop.create_task(self._read(child), name="worker's messages")
+        self._connection = rpc.Connection(child.reader, child.writer, wire.FROM_WORKER)
+        self._connection.start(
+            self._on_message, on_end=self.supervisor.kill, on_message=self._on_sign_of_life, name="worker's messages"
+        )
         return child
 
     async def welcome(self) -> None:
-        if self._child is None or self._welcomed is None:
+        if self._connection is None:
             raise EngineLostError("the worker's process is not connected")
         work = self._work
         if self._receiver is not None:
             work = msgspec.structs.replace(work, journal=await self._receiver.grant(work.number))
-        send(self._child.writer, work)
-        await self._welcomed
+        await self._connection.ask(0, work)
         self.is_ready = True
         self._owner.ready(self)
 
@@ -187,14 +174,9 @@ class WorkerProcess:
         if self._receiver is not None:
             # Revoke before its episodes continue elsewhere: the process may still be alive but unreachable.
             self._receiver.revoke(self._work.number)
-        if self._reading is not None:
-            await asyncio.wait({self._reading})
-        if self._child is not None:
-            self._child.writer.close()
-        self._child, self.is_ready = None, False
-        self._unsent.clear()  # unsent messages were for the dead process
-        self._welcomed = None  # the supervisor has already ended the wait for this welcome
-        _settle(self._cancelled)
+        if self._connection is not None:
+            await self._connection.drain(EngineLostError(f"worker {self._work.number} {how}"))
+        self._child, self._connection, self.is_ready = None, None, False
         if self.is_leaving:
             self.supervisor.achieved()  # a requested exit does not count as a loss
         self._owner.lost(self)
@@ -211,20 +193,20 @@ class WorkerProcess:
         except AgentRLError as error:
             self._owner.failed(error)
 
-    async def _read(self, child: ConnectedChildProcess) -> None:
-        why = ""
-        try:
-            while (body := await read_frame(child.reader)) is not None:
-                self.supervisor.sign_of_life()
-                self._last_message_at = self._clock.monotonic()
-                self._on_message(wire.FROM_WORKER.decode(body))
-        except (ValueError, msgspec.MsgspecError) as error:
-            why = f"it sent an invalid message ({type(error).__name__}: {error})"
-        except Exception as error:  # noqa: BLE001 - a bug of ours, or the disk: the run must not wait for ever
-            self._owner.failed(error if isinstance(error, AgentRLError) else _bug(error))
-        self.supervisor.kill(why)
+    def _on_sign_of_life(self, message: object) -> None:
+        self.supervisor.sign_of_life()
+        self._last_message_at = self._clock.monotonic()
 
     def _on_message(self, message: wire.FromWorker) -> None:
+        try:
+            self._handle(message)
+        except ValueError:
+            raise  # the process is replaced, as after any invalid message
+        except Exception as error:  # noqa: BLE001 - a bug of ours, or the disk: the run must not wait for ever
+            self._owner.failed(error if isinstance(error, AgentRLError) else _bug(error))
+            self.supervisor.kill()
+
+    def _handle(self, message: wire.FromWorker) -> None:
         match message:
             case wire.WorkerHeartbeat():
                 if self._child is not None and self._child.is_drained:
@@ -233,27 +215,12 @@ class WorkerProcess:
                 self.leave("it got SIGTERM")
             case wire.LogLine():
                 self._tell(message.line)
-            case wire.WorkerReady():
-                _settle(self._welcomed)
-            case wire.EpisodesCancelled():
-                _settle(self._cancelled)
             case wire.WorkerFailed():
-                error = rebuild_error(message.kind, message.message, among=(AgentRLError,))
-                if self._welcomed is None or self._welcomed.done():
-                    self._owner.failed(error)
-                elif isinstance(error, EngineLostError):
-                    self.supervisor.kill(str(error))  # its machine may be cut off for a while: another is started
-                else:
-                    self._welcomed.set_exception(error)
+                self._owner.failed(rebuild_error(message.kind, message.message, among=(AgentRLError,)))
             case _:
                 if isinstance(message, wire.EpisodeEnded | wire.EpisodeProgressed):
                     self.supervisor.achieved()
                 self._owner.on_message(self, message)
-
-
-def _settle(future: asyncio.Future[None] | None) -> None:
-    if future is not None and not future.done():
-        future.set_result(None)
 
 
 def _bug(error: Exception) -> AgentRLError:

@@ -1,8 +1,8 @@
-"""Messages between the run and the process of an episode worker: the control path, as msgpack frames.
+"""Messages between the run and the process of an episode worker, over a `core.rpc.Connection`: the control path.
 
-Messages contain no tokens, which go from the engine to the worker (`engines.client`) and from there to its partition of
-the journal. The spec of an episode is sent once; later messages name the episode by a number and take at most 256
-bytes. The framing is that of `engines.wire`; after an invalid frame, the process is replaced.
+Messages contain no tokens, which go from the engine to the worker and from there to its partition of the journal. The
+spec of an episode is sent once; later messages name the episode by a number and take at most 256 bytes. After an
+invalid message, the process is replaced.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from agentrl.core import rpc
 from agentrl.core.ports import EngineCapabilities, PolicyCounts
 from agentrl.core.records import (
     EpisodeDataLocation,
@@ -23,7 +24,6 @@ from agentrl.core.records import (
     Task,
     TrajectoryHeader,
 )
-from agentrl.engines.protocol import WireMessage
 
 Spoken = tuple[
     str, int, str, float | None, int, int, int, tuple[tuple[int, float], ...], tuple[tuple[str, float], ...], bytes
@@ -31,7 +31,7 @@ Spoken = tuple[
 """Fields of a `TrajectoryHeader`, in order."""
 
 
-class EpisodeEnded(WireMessage, frozen=True):
+class EpisodeEnded(rpc.Message, frozen=True):
     """Header of an episode that has ended, to be committed or dropped; its entries are on disk."""
 
     number: int
@@ -54,8 +54,8 @@ class EpisodeEnded(WireMessage, frozen=True):
 # --- to the worker ----------------------------------------------------------------------------------------------------
 
 
-class WorkerSetup(WireMessage, frozen=True):
-    """First message to a worker, with its settings."""
+class WorkerSetup(rpc.Message, frozen=True):
+    """First message to a worker, with its settings: call 0."""
 
     number: int
     config: dict[str, Any]
@@ -71,7 +71,7 @@ class WorkerSetup(WireMessage, frozen=True):
     """Capabilities of the engine, with this worker's share of its KV budget."""
 
 
-class EngineAddresses(WireMessage, frozen=True):
+class EngineAddresses(rpc.Message, frozen=True):
     """Current addresses of the processes of one base model's engine."""
 
     addresses: tuple[str, ...]
@@ -79,7 +79,7 @@ class EngineAddresses(WireMessage, frozen=True):
     """Number of the base model, in the order of `RunConfig.bases`."""
 
 
-class StartEpisode(WireMessage, frozen=True):
+class StartEpisode(rpc.Message, frozen=True):
     """Message that starts an episode; with `resume`, a partition of the journal may hold entries of it."""
 
     number: int
@@ -87,19 +87,19 @@ class StartEpisode(WireMessage, frozen=True):
     resume: bool
 
 
-class ParkEpisode(WireMessage, frozen=True):
+class ParkEpisode(rpc.Message, frozen=True):
     """Request to park an episode: release its resources of the engine."""
 
     number: int
 
 
-class UnparkEpisode(WireMessage, frozen=True):
+class UnparkEpisode(rpc.Message, frozen=True):
     """Request to resume a parked episode."""
 
     number: int
 
 
-class ChildEpisodeEnded(WireMessage, frozen=True):
+class ChildEpisodeEnded(rpc.Message, frozen=True):
     """Result of a child of a running episode: child number `index` of those that `call` spawned in that attempt."""
 
     number: int
@@ -111,18 +111,17 @@ class ChildEpisodeEnded(WireMessage, frozen=True):
     partition: str | None
 
 
-class ProposalReply(WireMessage, frozen=True):
-    """Answer of the run to a proposal."""
+class ProposalReply(rpc.Reply, frozen=True):
+    """Answer to `RememberProposal`."""
 
-    call: int
     known: ProposalNovelty
 
 
-class CancelEpisodes(WireMessage, frozen=True):
-    """Request to stop all episodes in flight."""
+class CancelEpisodes(rpc.Message, frozen=True):
+    """Request to stop all episodes in flight: call 0."""
 
 
-class ShutDownWorker(WireMessage, frozen=True):
+class ShutDownWorker(rpc.Message, frozen=True):
     """Park all episodes and end: the machine is taken away."""
 
 
@@ -142,15 +141,15 @@ ToWorker = (
 # --- from the worker --------------------------------------------------------------------------------------------------
 
 
-class WorkerReady(WireMessage, frozen=True):
-    """Message that the worker is ready for episodes."""
+class WorkerReady(rpc.Reply, frozen=True):
+    """Answer to `WorkerSetup`: the worker is ready for episodes."""
 
 
-class WorkerHeartbeat(WireMessage, frozen=True):
+class WorkerHeartbeat(rpc.Message, frozen=True):
     """Heartbeat, sent when no other message was due."""
 
 
-class SpawnChildEpisodes(WireMessage, frozen=True):
+class SpawnChildEpisodes(rpc.Message, frozen=True):
     """Request for children of a running episode, one per task; a task with several children is sent once (`of` maps
     children to tasks)."""
 
@@ -162,7 +161,7 @@ class SpawnChildEpisodes(WireMessage, frozen=True):
     of: tuple[int, ...]
 
 
-class RememberProposal(WireMessage, frozen=True):
+class RememberProposal(rpc.Message, frozen=True):
     """Proposal of an episode for the memory."""
 
     call: int
@@ -172,41 +171,41 @@ class RememberProposal(WireMessage, frozen=True):
     structure: str
 
 
-class AttemptStarted(WireMessage, frozen=True):
+class AttemptStarted(rpc.Message, frozen=True):
     """Message that a further attempt of an episode begins."""
 
     number: int
     attempt: int
 
 
-class EpisodeProgressed(WireMessage, frozen=True):
+class EpisodeProgressed(rpc.Message, frozen=True):
     """Message that an episode begun elsewhere has new entries on disk here. Sent once."""
 
     number: int
 
 
-class EpisodeParked(WireMessage, frozen=True):
+class EpisodeParked(rpc.Message, frozen=True):
     """Message that an episode no longer holds resources of the engine; see `rollout.episode.LiveEpisode.deadline`."""
 
     number: int
     deadline: float
 
 
-class EpisodesCancelled(WireMessage, frozen=True):
+class EpisodesCancelled(rpc.Reply, frozen=True):
     """Answer to `CancelEpisodes`: no episode is in flight."""
 
 
-class WorkerShuttingDown(WireMessage, frozen=True):
+class WorkerShuttingDown(rpc.Message, frozen=True):
     """The worker got SIGTERM, or was told to leave: it ends once what it sampled is on disk."""
 
 
-class LogLine(WireMessage, frozen=True):
+class LogLine(rpc.Message, frozen=True):
     """Line of output for people."""
 
     line: str
 
 
-class WorkerFailed(WireMessage, frozen=True):
+class WorkerFailed(rpc.Message, frozen=True):
     """Failure that no episode caused; `kind` is a class of `agentrl.core.errors`."""
 
     kind: str
@@ -226,6 +225,7 @@ FromWorker = (
     | WorkerShuttingDown
     | LogLine
     | WorkerFailed
+    | rpc.ErrorReply
 )
 
 TO_WORKER: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

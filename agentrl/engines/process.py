@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from agentrl.core.clock import Clock, RetryBudget
+    from agentrl.core.rpc import ConnectionWriter
 
 PRIVATE_DIRECTORY_VARIABLE = "AGENTRL_PRIVATE_FILES"
 """Environment variable with the path of the child's private directory."""
@@ -80,18 +81,6 @@ class ChildProcessHandle(Protocol):
 
     def kill(self) -> None:
         """Kill the child and its descendants. Idempotent."""
-        ...
-
-
-class ConnectionWriter(Protocol):
-    """The sending half of a connection."""
-
-    def write(self, data: bytes, /) -> None:
-        """Queue bytes; never waits."""
-        ...
-
-    def close(self) -> None:
-        """Close the connection; the engine's process ends when it sees that."""
         ...
 
 
@@ -509,8 +498,9 @@ class Supervisor:
             await self._supervised.welcome()
             if not dead.is_set():
                 self._serving.set()
-        except EngineLostError:
-            child.kill()
+        except EngineLostError as error:
+            if not dead.is_set():
+                self.kill(str(error))
         except AgentRLError as error:
             self._give_up(error)
             child.kill()

@@ -1,17 +1,16 @@
-"""Messages between an engine's process and its clients: msgpack frames with a length prefix.
+"""Messages between an engine's process and its clients, over a `core.rpc.Connection`.
 
-Owns the messages and the framing; both ends run the same code. Token columns travel as little-endian bytes. No frame
-can make the reader run code: it is one of the messages below, or the connection ends.
+Token columns travel as little-endian bytes.
 """
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
 
+from agentrl.core import rpc
 from agentrl.core.ports import EngineCapabilities, GenerateRequest, SamplingParams
 from agentrl.core.records import (
     Completion,
@@ -25,20 +24,11 @@ from agentrl.core.records import (
 
 if TYPE_CHECKING:
     from agentrl.core.records import Float32Array, Int32Array
-    from agentrl.engines.process import ConnectionWriter
 
-MAX_FRAME_BYTES = 1 << 30
-HEAD_BYTES = 4
-"""Number of bytes of the length prefix."""
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-_ENCODER = msgspec.msgpack.Encoder()
 
 
-class WireMessage(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """A frame's content, an array whose first element is its kind."""
-
-
-class LoadEngineRequest(WireMessage, frozen=True):
+class LoadEngineRequest(rpc.Message, frozen=True):
     """Request to make the engine: `factory` is `module:name.of.callable`, called with `versions` and the arguments; its
     result may have to be awaited."""
 
@@ -51,7 +41,7 @@ class LoadEngineRequest(WireMessage, frozen=True):
     """
 
 
-class OpenSessionRequest(WireMessage, frozen=True):
+class OpenSessionRequest(rpc.Message, frozen=True):
     """Request to open a session; `session` is the client's number for it."""
 
     session: int
@@ -60,13 +50,13 @@ class OpenSessionRequest(WireMessage, frozen=True):
     pin: PolicyVersion | None
 
 
-class CloseSessionRequest(WireMessage, frozen=True):
+class CloseSessionRequest(rpc.Message, frozen=True):
     """Request to close a session."""
 
     session: int
 
 
-class StartGenerationRequest(WireMessage, frozen=True):
+class StartGenerationRequest(rpc.Message, frozen=True):
     """Request to sample in a session; `deltas` states whether the client wants new tokens as they come."""
 
     call: int
@@ -80,19 +70,13 @@ class StartGenerationRequest(WireMessage, frozen=True):
     deltas: bool
 
 
-class CancelRequest(WireMessage, frozen=True):
-    """Note that the client no longer waits for a call."""
-
-    call: int
-
-
-class AbortRequest(WireMessage, frozen=True):
+class AbortRequest(rpc.Message, frozen=True):
     """Request to end a call, which returns its tokens so far."""
 
     request_id: str
 
 
-class ServeVersionsRequest(WireMessage, frozen=True):
+class ServeVersionsRequest(rpc.Message, frozen=True):
     """Request to serve these versions and no others."""
 
     call: int
@@ -100,7 +84,7 @@ class ServeVersionsRequest(WireMessage, frozen=True):
     pinned: list[WeightsRef]
 
 
-class WeightChunk(WireMessage, frozen=True):
+class WeightChunk(rpc.Message, frozen=True):
     """The next bytes of a version's file, for a process that cannot read its owner's files; `sha256` belongs to the
     version."""
 
@@ -112,7 +96,7 @@ class WeightChunk(WireMessage, frozen=True):
     data: bytes
 
 
-class ScoreRequest(WireMessage, frozen=True):
+class ScoreRequest(rpc.Message, frozen=True):
     """Request to score tokens."""
 
     call: int
@@ -121,7 +105,7 @@ class ScoreRequest(WireMessage, frozen=True):
     temperature: float
 
 
-class WeightTransferEnded(WireMessage, frozen=True):
+class WeightTransferEnded(rpc.Message, frozen=True):
     """Reply to `WeightsRequest`: nothing will be sent any more, because all was sent or no trainer sends it."""
 
     number: int
@@ -132,7 +116,7 @@ Request = (
     | OpenSessionRequest
     | CloseSessionRequest
     | StartGenerationRequest
-    | CancelRequest
+    | rpc.CancelCall
     | AbortRequest
     | ServeVersionsRequest
     | WeightChunk
@@ -141,7 +125,7 @@ Request = (
 )
 
 
-class EngineLoadedReply(WireMessage, frozen=True):
+class EngineLoadedReply(rpc.Reply, frozen=True):
     """Answer to `LoadEngineRequest`: the engine is ready. Other clients reach it at `address`, the path of a Unix
     socket or a `core.network.Address`, if that is not empty."""
 
@@ -151,10 +135,9 @@ class EngineLoadedReply(WireMessage, frozen=True):
     """Whether it asks for full weights (`WeightsRequest`): then only the header of their file is sent first."""
 
 
-class CompletionReply(WireMessage, frozen=True):
+class CompletionReply(rpc.Reply, frozen=True):
     """Answer to `StartGenerationRequest`."""
 
-    call: int
     token_ids: bytes
     logprobs: bytes
     finish_reason: FinishReason
@@ -169,43 +152,27 @@ class CompletionReply(WireMessage, frozen=True):
     cached_tokens: int
 
 
-class ScoreReply(WireMessage, frozen=True):
+class ScoreReply(rpc.Reply, frozen=True):
     """Answer to `ScoreRequest`."""
 
-    call: int
     logprobs: bytes
 
 
-class AcknowledgementReply(WireMessage, frozen=True):
-    """Answer to a call without a result."""
-
-    call: int
-
-
-class ErrorReply(WireMessage, frozen=True):
-    """Answer to a call that raised; `kind` is a class of `agentrl.core.errors`. Call 0 is the `LoadEngineRequest`."""
-
-    call: int
-    kind: str
-    message: str
-
-
-class NewTokens(WireMessage, frozen=True):
+class NewTokens(rpc.Part, frozen=True):
     """New tokens of a `StartGenerationRequest`."""
 
-    call: int
     token_ids: list[TokenId]
     logprobs: list[float]
     version: PolicyVersion
 
 
-class BusyHeartbeat(WireMessage, frozen=True):
+class BusyHeartbeat(rpc.Message, frozen=True):
     """Heartbeat with the seconds that the engine has spent computing."""
 
     seconds: float
 
 
-class WeightsRequest(WireMessage, frozen=True):
+class WeightsRequest(rpc.Message, frozen=True):
     """Request of the engine: it accepts full weights of a version from a trainer. Only `WeightTransferEnded` answers
     it, if anything does."""
 
@@ -220,8 +187,8 @@ Reply = (
     EngineLoadedReply
     | CompletionReply
     | ScoreReply
-    | AcknowledgementReply
-    | ErrorReply
+    | rpc.Acknowledgement
+    | rpc.ErrorReply
     | NewTokens
     | BusyHeartbeat
     | WeightsRequest
@@ -229,32 +196,6 @@ Reply = (
 
 REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
-
-
-def send(writer: ConnectionWriter, message: WireMessage) -> None:
-    """Queue a frame; never waits."""
-    writer.write(encode_frame(message))
-
-
-def encode_frame(message: WireMessage) -> bytes:
-    """Encode a message with its length."""
-    body = _ENCODER.encode(message)
-    return len(body).to_bytes(HEAD_BYTES, "little") + body
-
-
-async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
-    """Return the next frame's body; None at the end of the connection, also in the middle of a frame.
-
-    Raises:
-        ValueError: the frame is larger than `MAX_FRAME_BYTES`.
-    """
-    try:
-        size = int.from_bytes(await reader.readexactly(HEAD_BYTES), "little")
-        if size > MAX_FRAME_BYTES:
-            raise ValueError(f"a frame of {size} bytes")
-        return await reader.readexactly(size)
-    except (asyncio.IncompleteReadError, OSError):  # the machine at the other end may be unreachable
-        return None
 
 
 def message_from_generate_request(

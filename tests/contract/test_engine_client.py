@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from agentrl.core import rpc
 from agentrl.core.errors import EngineError, EngineLostError
 from agentrl.engines import protocol
 from agentrl.engines.remote.client import EngineClient, ProcessEngine
@@ -107,11 +108,11 @@ def test_a_guest_whose_engine_dies_keeps_what_was_delivered_and_waits_for_the_ne
         protocol.ScoreRequest(call=1, version=version(1), token_ids=b"", temperature=1.0),
     ],
 )
-def test_a_guest_that_asks_for_more_than_samples_is_shown_out(message: protocol.WireMessage) -> None:
+def test_a_guest_that_asks_for_more_than_samples_is_shown_out(message: rpc.Message) -> None:
     async def scenario(engine: ProcessEngine, client: EngineClient) -> None:
         reader, writer = await asyncio.open_unix_connection(engine.addresses[0])
-        protocol.send(writer, message)
-        assert await protocol.read_frame(reader) is None
+        rpc.send(writer, message)
+        assert await rpc.read_frame(reader) is None
         writer.close()
         assert (await client.open("s", "solver").generate(request("r", prompt(9)))).spans[0].version == START["solver"]
 
@@ -219,6 +220,6 @@ def test_a_connection_to_a_machine_that_became_unreachable_has_ended() -> None:
     async def main() -> None:
         reader = asyncio.StreamReader()
         reader.set_exception(TimeoutError("110"))
-        assert await protocol.read_frame(reader) is None
+        assert await rpc.read_frame(reader) is None
 
     asyncio.run(main())

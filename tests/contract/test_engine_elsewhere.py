@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from agentrl.core import rpc
 from agentrl.core.errors import EngineError, EngineLostError, EngineStorageError, TrainerError
 from agentrl.core.network import SCHEME, Address
 from agentrl.core.ports import GenerateRequest, SamplingParams
@@ -86,7 +87,7 @@ class UnansweredWriter:
     def write(self, data: bytes) -> None:
         if not self._written:
             asyncio.get_running_loop().call_soon(self._send)
-        self._written.append(type(protocol.REQUESTS.decode(data[protocol.HEAD_BYTES :])).__name__)
+        self._written.append(type(protocol.REQUESTS.decode(data[rpc.HEAD_BYTES :])).__name__)
 
     def _send(self) -> None:
         self.sent.append(self._written)
@@ -217,7 +218,7 @@ class Keeps:
         assert isinstance(message, protocol.WeightChunk)
         assert message.start == len(self.kept)
         self.kept += message.data
-        return protocol.AcknowledgementReply(call=call)
+        return rpc.Acknowledgement(call=call)
 
 
 def test_two_versions_of_the_same_weights_are_one_file(tmp_path: Path) -> None:
@@ -256,7 +257,7 @@ class IsFull(Keeps):
         self.asked += 1
         if self.asked > 1:  # the header fits
             raise EngineStorageError("no space")
-        return protocol.AcknowledgementReply(call=call)
+        return rpc.Acknowledgement(call=call)
 
 
 def test_a_machine_that_refuses_a_piece_is_sent_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from agentrl.core import rpc
 from agentrl.core.errors import EngineError, TrainerError
 from agentrl.core.records import PolicyVersion
-from agentrl.engines import protocol
 from agentrl.engines.weights import transfer
 from agentrl.engines.weights.transfer import (
     FileSender,
@@ -265,7 +265,7 @@ def test_shared_memory_is_described_as_vllm_takes_it_without_a_class_on_the_way(
     )
     ((method, info),) = link.asked
     assert method == "update"
-    sent = transfer._REQUEST.decode(protocol.encode_frame(transfer.TransferCall(method="update", info=info))[4:])
+    sent = transfer._REQUEST.decode(rpc.encode_frame(transfer.TransferCall(method="update", info=info))[4:])
     assert isinstance(sent, transfer.TransferCall)
     handles = {gpu: vllm_worker.cuda_handle_from_plain(handle) for gpu, handle in sent.info["ipc_handles"].items()}
     assert handles == {"GPU-1": SHARED + HANDLE}

@@ -32,14 +32,13 @@ except StorageError as error:
 """
 SAY = """
 import asyncio, socket
-from agentrl.app.worker_server import report_failure
-from agentrl.engines.protocol import read_frame
+from agentrl.core.rpc import error_reply, read_frame, send
 
 async def main():
     ours, theirs = socket.socketpair()
     reader, ours_too = await asyncio.open_connection(sock=ours)
     _, writer = await asyncio.open_connection(sock=theirs)
-    report_failure(writer, RuntimeError("a bug"))
+    send(writer, error_reply(0, RuntimeError("a bug")))
     print(await read_frame(reader))
 
 asyncio.run(main())

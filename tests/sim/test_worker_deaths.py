@@ -17,8 +17,8 @@ from agentrl.core import ids
 from agentrl.core.clock import LoopClock
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, Task, dropped_header
+from agentrl.core.rpc import send
 from agentrl.engines.process import ChildProgram
-from agentrl.engines.protocol import send
 from agentrl.testing.plugin import SeededSimulation
 from tests.support.frames import bodies
 

@@ -1,10 +1,10 @@
-"""Frames of `agentrl.engines.protocol`, of which one write may hold several."""
+"""Frames of `agentrl.core.rpc`, of which one write may hold several."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from agentrl.engines.protocol import HEAD_BYTES
+from agentrl.core.rpc import HEAD_BYTES
 
 
 def bodies(frames: bytes) -> Iterator[bytes]:

@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from agentrl.config.devices import Transfer
+from agentrl.core import rpc
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineError, TrainerError
 from agentrl.core.files import sha256_of
 from agentrl.core.network import SCHEME, Address
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.engines import protocol
 from agentrl.engines.models import read_meta_model
 from agentrl.engines.weights import transfer
 from agentrl.engines.weights.files import map_weights_to_state
@@ -310,12 +310,12 @@ def test_an_engine_that_refuses_is_heard_and_one_that_is_gone_is_named(tmp_path:
 def test_an_engine_that_hangs_holds_up_no_trainer(tmp_path: Path, answers: int) -> None:
     """It accepts so many messages, the offer among them, and then says nothing, with its connection open."""
     address, ended = str(tmp_path / "weights"), threading.Event()
-    said = protocol.encode_frame(transfer.TransferReply(directory=str(tmp_path)))
+    said = rpc.encode_frame(transfer.TransferReply(directory=str(tmp_path)))
 
     def hang() -> None:
         connection, _ = listening.accept()
         for _ in range(answers):
-            size = int.from_bytes(connection.recv(protocol.HEAD_BYTES, socket.MSG_WAITALL), "little")
+            size = int.from_bytes(connection.recv(rpc.HEAD_BYTES, socket.MSG_WAITALL), "little")
             connection.recv(size, socket.MSG_WAITALL)
             connection.sendall(said)
         ended.wait()
@@ -364,7 +364,7 @@ def test_a_trainer_that_hangs_holds_up_no_engine(tmp_path: Path) -> None:
         asking = asyncio.ensure_future(inbox.ask(VERSION))
         await listens.wait()
         _, writer = await asyncio.open_unix_connection(address)
-        writer.write(protocol.encode_frame(source({"a": torch.zeros(2)}).offer(VERSION, 0.2)))
+        writer.write(rpc.encode_frame(source({"a": torch.zeros(2)}).offer(VERSION, 0.2)))
         delivery = await asking
         assert delivery is not None
         with pytest.raises(transfer.TransferError, match=r"sent nothing for 0\.2 s"):
@@ -380,8 +380,8 @@ def test_a_trainer_that_hangs_holds_up_no_engine(tmp_path: Path) -> None:
     "said",
     [
         b"\x00" * 40,
-        protocol.encode_frame(TransferCall(method="start", info={})),
-        protocol.encode_frame(
+        rpc.encode_frame(TransferCall(method="start", info={})),
+        rpc.encode_frame(
             WeightOffer(version=VERSION._replace(step=9), names=[], dtype_names=[], shapes=[], silence_s=1.0)
         ),
     ],

@@ -15,7 +15,6 @@ import os
 import shutil
 import socket
 import sys
-import traceback
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from agentrl.core import rpc
 from agentrl.core.errors import (
     AgentRLError,
     EngineCapabilityError,
@@ -54,22 +54,20 @@ BUSY_S = 0.2
 class ConnectionHandler:
     """Answers the owner's connection; `exit_process` ends this process."""
 
-    def __init__(self, engine: Engine, writer: asyncio.StreamWriter, exit_process: ExitProcess) -> None:
+    def __init__(self, engine: Engine, connection: rpc.Connection, exit_process: ExitProcess) -> None:
+        self.connection = connection
         self._engine = engine
-        self._writer = writer
         self._exit_process = exit_process
         self._sessions: dict[int, EngineSession | AgentRLError] = {}
         self.versions = ReceivedWeightFiles()
         self._keeping = asyncio.Lock()
         """Held while a chunk of a version is written, so chunks are written in the order in which they came."""
-        self.tasks: dict[int, asyncio.Task[None]] = {}
-        """Tasks of calls, keyed by the number of the call."""
 
     def handle(self, message: protocol.Request) -> None:
         """Execute a message; calls run in separate tasks."""
         match message:
             case protocol.StartGenerationRequest():
-                self._start(message.call, self._generate(message))
+                self._answer(message.call, self._generate(message))
             case protocol.OpenSessionRequest():
                 self._open(message)
             case protocol.CloseSessionRequest():
@@ -78,14 +76,15 @@ class ConnectionHandler:
                     session.close()
             case protocol.AbortRequest():
                 self._engine.abort(message.request_id)
-            case protocol.CancelRequest():
-                task = self.tasks.get(message.call)
-                if task is not None:
-                    task.cancel()
-            case protocol.ServeVersionsRequest() | protocol.WeightChunk() | protocol.ScoreRequest():
-                self._start(message.call, self._control(message))
+            case protocol.ServeVersionsRequest():
+                self._answer(message.call, self._serve(message))
+            case protocol.WeightChunk():
+                self._answer(message.call, self._keep(message))
+            case protocol.ScoreRequest():
+                self._answer(message.call, self._score(message))
             case protocol.WeightTransferEnded():
-                self._not_sent(message)
+                if isinstance(self._engine, WeightReceivingEngine):
+                    self._engine.inbox.not_sent(message.number)
             case protocol.LoadEngineRequest():
                 raise EngineError("the engine is already loaded")
 
@@ -97,50 +96,35 @@ class ConnectionHandler:
 
     def request_weights(self, number: int, version: PolicyVersion, address: str) -> None:
         """Ask the owner for full weights; see `WeightReceiver.listen`."""
-        protocol.send(self._writer, protocol.WeightsRequest(number=number, version=version, address=address))
+        self.connection.send(protocol.WeightsRequest(number=number, version=version, address=address))
 
-    def _not_sent(self, message: protocol.WeightTransferEnded) -> None:
-        if isinstance(self._engine, WeightReceivingEngine):
-            self._engine.inbox.not_sent(message.number)
+    async def heartbeat(self) -> protocol.BusyHeartbeat:
+        """Make a heartbeat, which shows that the engine does not hang."""
+        try:
+            await self._engine.ping()
+        except EngineLostError:
+            await self._exit_process()
+        return self._busy()
 
-    async def report_busy(self) -> None:
-        """Report for ever how long the engine has been computing, which also shows that it does not hang."""
-        while True:
-            await asyncio.sleep(BUSY_S)
-            try:
-                await self._engine.ping()
-            except EngineLostError:
-                await self._exit_process()
-            self._report_busy()
+    def _busy(self) -> protocol.BusyHeartbeat:
+        return protocol.BusyHeartbeat(seconds=self._engine.busy_seconds())
 
-    def _report_busy(self) -> None:
-        protocol.send(self._writer, protocol.BusyHeartbeat(seconds=self._engine.busy_seconds()))
+    def _answer(self, call: int, work: Coroutine[Any, Any, rpc.Reply | None]) -> None:
+        self.connection.answer(call, self._executed(work))
 
-    def _start(self, call: int, work: Coroutine[Any, Any, protocol.Reply | None]) -> None:
-        task = asyncio.get_running_loop().create_task(self._answer(call, work))
-        self.tasks[call] = task
-        task.add_done_callback(lambda _: self.tasks.pop(call, None))
-        # A coroutine that was cancelled before it started must be closed.
-        task.add_done_callback(lambda _: work.close())
-
-    async def _answer(self, call: int, work: Coroutine[Any, Any, protocol.Reply | None]) -> None:
+    async def _executed(self, work: Coroutine[Any, Any, rpc.Reply | None]) -> rpc.Reply | None:
         try:
             reply = await work
         except EngineLostError:
             await self._exit_process()
-            return
-        except Exception as error:  # noqa: BLE001 - the client must hear of whatever an engine raises
-            reply = _failed(call, error)
-        self._report_busy()
-        protocol.send(self._writer, protocol.AcknowledgementReply(call=call) if reply is None else reply)
+            raise
+        except Exception:
+            self.connection.send(self._busy())
+            raise
+        self.connection.send(self._busy())
+        return reply
 
-    async def flush(self) -> None:
-        """Wait until every queued byte has been sent."""
-        self._writer.transport.set_write_buffer_limits(0)
-        with contextlib.suppress(ConnectionError):
-            await self._writer.drain()
-
-    async def _generate(self, message: protocol.StartGenerationRequest) -> protocol.Reply:
+    async def _generate(self, message: protocol.StartGenerationRequest) -> protocol.CompletionReply:
         session = self._sessions.get(message.session)
         if session is None or isinstance(session, AgentRLError):
             raise session or EngineError(f"call {message.request_id}: the session is closed")
@@ -151,36 +135,27 @@ class ConnectionHandler:
             delta = protocol.NewTokens(
                 call=message.call, token_ids=list(token_ids), logprobs=list(logprobs), version=version
             )
-            protocol.send(self._writer, delta)
+            self.connection.send(delta)
 
         completion = await session.generate(
             protocol.generate_request_from_message(message), on_delta if message.deltas else None
         )
         return protocol.message_from_completion(message.call, completion)
 
-    async def _control(
-        self, message: protocol.ServeVersionsRequest | protocol.WeightChunk | protocol.ScoreRequest
-    ) -> protocol.Reply | None:
-        match message:
-            case protocol.ServeVersionsRequest():
-                async with self._keeping:  # waits for the preceding chunks
-                    pass
-                await self._serve(message)
-            case protocol.WeightChunk():
-                async with self._keeping:
-                    await asyncio.to_thread(self.versions.keep_chunk, message)
-            case protocol.ScoreRequest():
-                return await self._score(message)
-        return None
+    async def _keep(self, chunk: protocol.WeightChunk) -> None:
+        async with self._keeping:
+            await asyncio.to_thread(self.versions.keep_chunk, chunk)
 
     async def _serve(self, message: protocol.ServeVersionsRequest) -> None:
         """Serve versions, using the copies of those whose files were sent, and remove the other copies."""
+        async with self._keeping:  # waits for the preceding chunks
+            pass
         wanted = {weights.sha256 for weights in (*message.current, *message.pinned)}
         current, pinned = ([self.versions.local(each) for each in some] for some in (message.current, message.pinned))
         await self._engine.serve(current, pinned)
         self.versions.keep(wanted)
 
-    async def _score(self, message: protocol.ScoreRequest) -> protocol.Reply:
+    async def _score(self, message: protocol.ScoreRequest) -> protocol.ScoreReply:
         scores = await self._engine.score(
             message.version, protocol.decode_token_ids(message.token_ids), message.temperature
         )
@@ -237,8 +212,8 @@ class ClientHandler(ConnectionHandler):
     """Answers a client that may only sample. Its request ids are prefixed: a call that another client continues after
     the first one died must not collide with its own remains."""
 
-    def __init__(self, engine: Engine, writer: asyncio.StreamWriter, exit_process: ExitProcess, number: int) -> None:
-        super().__init__(engine, writer, exit_process)
+    def __init__(self, engine: Engine, connection: rpc.Connection, exit_process: ExitProcess, number: int) -> None:
+        super().__init__(engine, connection, exit_process)
         self._prefix = f"{number}:"
 
     def handle(self, message: protocol.Request) -> None:
@@ -250,16 +225,14 @@ class ClientHandler(ConnectionHandler):
         match message:
             case protocol.StartGenerationRequest() | protocol.AbortRequest():
                 message = msgspec.structs.replace(message, request_id=self._prefix + message.request_id)
-            case protocol.OpenSessionRequest() | protocol.CloseSessionRequest() | protocol.CancelRequest():
+            case protocol.OpenSessionRequest() | protocol.CloseSessionRequest():
                 pass
             case _:
                 raise ValueError(f"a client sent an unexpected message ({type(message).__name__})")
         super().handle(message)
 
     def disconnected(self) -> None:
-        """Cancel the client's calls and close its sessions."""
-        for task in list(self.tasks.values()):
-            task.cancel()
+        """Close the client's sessions; its calls were cancelled."""
         for session in self._sessions.values():
             if not isinstance(session, AgentRLError):
                 session.close()
@@ -268,7 +241,7 @@ class ClientHandler(ConnectionHandler):
 class EngineServer:
     """The engine of this process, its owner's connection and those of other clients."""
 
-    def __init__(self, engine: Engine, owner: asyncio.StreamWriter) -> None:
+    def __init__(self, engine: Engine, owner: rpc.Connection) -> None:
         self.owner = ConnectionHandler(engine, owner, self.exit_process)
         self._engine = engine
         self._clients: set[ClientHandler] = set()
@@ -293,12 +266,12 @@ class EngineServer:
         return address
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        client = ClientHandler(self._engine, writer, self.exit_process, next(self._numbers))
+        connection = rpc.Connection(reader, writer, protocol.REQUESTS)
+        client = ClientHandler(self._engine, connection, self.exit_process, next(self._numbers))
         self._clients.add(client)
         try:
-            while (body := await protocol.read_frame(reader)) is not None:
-                client.handle(protocol.REQUESTS.decode(body))
-        except (ValueError, msgspec.MsgspecError) as error:
+            await connection.run(client.handle)
+        except ValueError as error:
             with contextlib.suppress(OSError):  # the disk may be full
                 sys.stderr.write(f"agentrl: the engine disconnected a client: {error}\n")
         finally:
@@ -326,23 +299,15 @@ class EngineServer:
         if self._exiting:
             return
         self._exiting = True
-        handlers = [self.owner, *self._clients]
-        if others := {task for handler in handlers for task in handler.tasks.values()} - {asyncio.current_task()}:
+        clients = [client.connection for client in self._clients]
+        answering = {task for connection in (self.owner.connection, *clients) for task in connection.answering.values()}
+        if others := answering - {asyncio.current_task()}:
             await asyncio.wait(others, timeout=BUSY_S)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(BUSY_S):
-                await asyncio.gather(*(client.flush() for client in self._clients))
-        await self.owner.flush()
+                await asyncio.gather(*(connection.flush() for connection in clients))
+        await self.owner.connection.flush()
         os._exit(1)
-
-
-def _failed(call: int, error: Exception) -> protocol.ErrorReply:
-    if isinstance(error, AgentRLError):
-        return protocol.ErrorReply(call=call, kind=type(error).__name__, message=str(error))
-    # The client gets only the message of a bug, so print its traceback; the disk may be full.
-    with contextlib.suppress(OSError):
-        traceback.print_exception(error)
-    return protocol.ErrorReply(call=call, kind="EngineError", message=f"{type(error).__name__}: {error}")
 
 
 async def _make(load: protocol.LoadEngineRequest) -> Engine:
@@ -362,29 +327,26 @@ async def _make(load: protocol.LoadEngineRequest) -> Engine:
 
 async def _serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
-    body = await protocol.read_frame(reader)
-    if body is None:
-        return
-    load = protocol.REQUESTS.decode(body)
+    owner = rpc.Connection(reader, writer, protocol.REQUESTS)
+    load = await owner.receive()
     if not isinstance(load, protocol.LoadEngineRequest):
         return
     try:
         with rare_collections():  # importing and loading make objects that stay
             engine = await _make(load)
     except Exception as error:  # noqa: BLE001 - the client must hear of whatever a factory raises
-        protocol.send(writer, _failed(0, error))
-        await writer.drain()
+        owner.send(rpc.error_reply(0, error))
+        await owner.flush()
         return
-    server = EngineServer(engine, writer)
+    server = EngineServer(engine, owner)
     receives = await server.accept_weights(load.host)
     loaded = protocol.EngineLoadedReply(
         capabilities=engine.capabilities, address=await server.listen(load.host), receives_weights=receives
     )
-    protocol.send(writer, loaded)
-    busy = asyncio.get_running_loop().create_task(server.owner.report_busy())
-    while (body := await protocol.read_frame(reader)) is not None:
-        server.owner.handle(protocol.REQUESTS.decode(body))
-    busy.cancel()
+    owner.send(loaded)
+    heartbeats = asyncio.get_running_loop().create_task(owner.send_heartbeats(BUSY_S, server.owner.heartbeat))
+    await owner.run(server.owner.handle)
+    heartbeats.cancel()
 
 
 def main() -> None:

@@ -32,8 +32,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, r
 
 import msgspec
 
+from agentrl.core import rpc
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import EngineError, EngineLostError, TrainerError
+from agentrl.core.errors import AgentRLError, EngineError, EngineLostError, TrainerError
 from agentrl.core.files import WEIGHT_FILES, read_files_in_pieces, read_safetensors_header
 from agentrl.core.network import (
     SCHEME,
@@ -80,7 +81,7 @@ PIECES = 4
 """Number of such messages on the way at a time."""
 
 
-class WeightOffer(protocol.WireMessage, frozen=True, tag="Offer"):
+class WeightOffer(rpc.Message, frozen=True, tag="Offer"):
     """The tensors of a version, in the order in which they will be sent."""
 
     version: PolicyVersion
@@ -105,24 +106,24 @@ class WeightOffer(protocol.WireMessage, frozen=True, tag="Offer"):
         return {name: torch.empty(shape, dtype=dtypes[dtype], device="meta") for name, dtype, shape in described}
 
 
-class TransferCall(protocol.WireMessage, frozen=True):
+class TransferCall(rpc.Message, frozen=True):
     """A call of vLLM's protocol."""
 
     method: Literal["init", "start", "update", "finish"]
     info: dict[str, Any]
 
 
-class TransferReply(protocol.WireMessage, frozen=True):
-    """The answer to a `WeightOffer` or a `TransferCall`."""
+class TransferReply(rpc.Reply, frozen=True):
+    """Answer to a `WeightOffer` or a `TransferCall`; the engine answers one before the trainer sends the next."""
 
-    error: str = ""
-    """Error message; empty: the request was executed."""
     directory: str = ""
     """Directory for files; sent with an accepted offer."""
 
 
 _REQUEST: msgspec.msgpack.Decoder[WeightOffer | TransferCall] = msgspec.msgpack.Decoder(WeightOffer | TransferCall)
-_REPLY = msgspec.msgpack.Decoder(TransferReply)
+_REPLY: msgspec.msgpack.Decoder[TransferReply | rpc.ErrorReply] = msgspec.msgpack.Decoder(
+    TransferReply | rpc.ErrorReply
+)
 
 
 class TransferError(Exception):
@@ -135,14 +136,14 @@ class TransferError(Exception):
 class IncomingTransfer:
     """A transfer of one version in progress: the connection of the trainer that sends it."""
 
-    def __init__(self, offer: WeightOffer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, offer: WeightOffer, connection: rpc.Connection) -> None:
         self.offer = offer
-        self._reader = reader
-        self._writer = writer
+        self._connection = connection
 
     def answer(self, *, error: str = "", directory: str = "") -> None:
         """Answer the last request."""
-        protocol.send(self._writer, TransferReply(error=error, directory=directory))
+        refusal = rpc.ErrorReply(kind="EngineError", message=error)
+        self._connection.send(refusal if error else TransferReply(directory=directory))
 
     async def next_call(self) -> TransferCall:
         """Return the next call of the trainer.
@@ -152,11 +153,10 @@ class IncomingTransfer:
         """
         try:
             async with asyncio.timeout(self.offer.silence_s):
-                body = await protocol.read_frame(self._reader)
-            message = None if body is None else _REQUEST.decode(body)
+                message = await self._connection.receive()
         except TimeoutError as error:
             raise TransferError(f"the trainer has sent nothing for {self.offer.silence_s:g} s") from error
-        except (ValueError, msgspec.MsgspecError) as error:
+        except ValueError as error:
             raise TransferError(str(error)) from error
         if not isinstance(message, TransferCall):
             raise TransferError("the trainer closed the connection")
@@ -164,7 +164,7 @@ class IncomingTransfer:
 
     def close(self) -> None:
         """Close the connection."""
-        self._writer.close()
+        self._connection.close(EngineError("the transfer ended"))
 
 
 class WeightReceiver:
@@ -230,14 +230,14 @@ class WeightReceiver:
             future.set_result(None)
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = rpc.Connection(reader, writer, _REQUEST)
         try:
-            body = await protocol.read_frame(reader)
-            offer = None if body is None else _REQUEST.decode(body)
-        except (ValueError, msgspec.MsgspecError):
+            offer = await connection.receive()
+        except ValueError:
             offer = None
         for version, future in self._waiting.values():
             if isinstance(offer, WeightOffer) and offer.version == version and not future.done():
-                future.set_result(IncomingTransfer(offer, reader, writer))
+                future.set_result(IncomingTransfer(offer, connection))
                 with contextlib.suppress(OSError):
                     await writer.wait_closed()  # the listener closes the connection when this returns
                 return
@@ -396,8 +396,9 @@ class WeightTransferConnection:
         if self._socket is None:
             raise TrainerError("no engine is connected")
         try:
-            self._socket.sendall(protocol.encode_frame(message))
-            said = _REPLY.decode(self._read(int.from_bytes(self._read(protocol.HEAD_BYTES), "little")))
+            reply: TransferReply = rpc.ask_blocking(self._socket, message, _REPLY)
+        except AgentRLError as error:
+            raise TrainerError(f"the engine refused the weights: {error}") from error
         except TimeoutError as error:
             what = message.method if isinstance(message, TransferCall) else "offer"
             silence_s = SILENT_S if is_unacknowledged(error) else self._silence_s
@@ -405,20 +406,9 @@ class WeightTransferConnection:
                 f"the engine at {self._recipient.redacted_address} has not answered {what!r} for {silence_s:g} s, so "
                 "nothing more is sent to it; when it answers again, it loads the published file"
             ) from error
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, ValueError) as error:
             raise TrainerError(f"the engine closed the connection while weights were sent ({error})") from error
-        if said.error:
-            raise TrainerError(f"the engine refused the weights: {said.error}")
-        return said
-
-    def _read(self, size: int) -> bytes:
-        assert self._socket is not None
-        read = bytearray()
-        while len(read) < size:
-            if not (more := self._socket.recv(min(size - len(read), 1 << 16))):
-                raise ConnectionResetError("the connection was closed")
-            read += more
-        return bytes(read)
+        return reply
 
 
 def in_chunks(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
