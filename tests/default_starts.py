@@ -45,9 +45,9 @@ class Start:
     """CPU seconds of the bare load."""
 
 
-def write_model(name: str, directory: Path) -> Path:
+def write_model(name: str, directory: Path, **sizes: int) -> Path:
     """Save a random model of a family, with a tokenizer."""
-    config = family_config(name, max_position_embeddings=POSITIONS)
+    config = family_config(name, max_position_embeddings=POSITIONS, **sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)

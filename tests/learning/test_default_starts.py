@@ -13,6 +13,8 @@ import transformers
 
 from agentrl.app.memory_estimate import FALLBACK_CONTEXT, with_chosen_token_limits
 from agentrl.cli.main import main
+from agentrl.config.fields import shipped_example
+from agentrl.config.load import load
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import PredictionError
 from agentrl.learn.forward import token_logprobs
@@ -111,7 +113,13 @@ def test_what_is_predicted_is_what_a_real_step_allocates(name: str, adapter: boo
 def test_a_prediction_that_fails_is_a_warning_and_doctor_never_says_ready(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_model("JetMoE", tmp_path / "model")
+    shipped = Path(load(shipped_example("01_tool_use")).model.path)  # doctor checks the tokenizer, too
+    vocabulary = json.loads((shipped / "config.json").read_text())["vocab_size"]
+    path = write_model("JetMoE", tmp_path / "model", vocab_size=vocabulary)
+    for file in shipped.glob("*token*"):
+        shutil.copy(file, path)
+    for file in shipped.glob("chat_template*"):
+        shutil.copy(file, path)
     config = default_config(path, adapter=False, dtype="float32")
     with pytest.warns(UserWarning, match="predicted"):
         chosen = with_chosen_token_limits(config, {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from transformers import Qwen3Config
 
 from agentrl.app import engines
 from agentrl.cli.main import main
+from agentrl.config.fields import shipped_example
+from agentrl.config.load import load
 from agentrl.core.machine import Gpu, Memory
 
 SHAPES = {
@@ -26,6 +29,18 @@ def set_ups(repository: Path) -> dict[str, str]:
     page = (repository / "docs/engines.md").read_text().partition("### Three set-ups")[2].partition("\n## ")[0]
     texts = re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL)
     return {model: text for text in texts for model in SHAPES if f'"Qwen/{model}"' in text}
+
+
+def write_tokenizer(directory: Path, *, tokens: int) -> None:
+    """Write the tokenizer of the shipped model, with as many tokens as a model of another size has."""
+    shipped = Path(load(shipped_example("01_tool_use")).model.path)
+    for file in (*shipped.glob("*token*"), *shipped.glob("chat_template*")):
+        shutil.copy(file, directory)
+    path = directory / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    held = len(tokenizer["model"]["vocab"]) + len(tokenizer["added_tokens"])
+    tokenizer["model"]["vocab"] |= {f"token {number}": number for number in range(held, tokens)}
+    path.write_text(json.dumps(tokenizer))
 
 
 @pytest.mark.slow
@@ -45,6 +60,7 @@ def test_doctor_accepts_and_explains_a_set_up(
     more = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960}
     config = Qwen3Config(**SHAPES[model], **more, tie_word_embeddings=model == "Qwen3-0.6B", dtype="bfloat16")
     config.save_pretrained(tmp_path / model)
+    write_tokenizer(tmp_path / model, tokens=config.vocab_size)
     file = tmp_path / "run.toml"
     file.write_text(set_ups(repository)[model].replace(f"Qwen/{model}", str(tmp_path / model)))
     count, size = MACHINES[model]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.engines import weights
 from agentrl.engines.vllm import arguments
 
 _SPEC = importlib.util.find_spec("vllm")
@@ -85,7 +86,8 @@ def test_both_model_runners_load_adapters_alike(file: str) -> None:
 
 def test_the_adapter_uses_no_other_private_name_of_vllm() -> None:
     private = set()
-    for file in Path(arguments.__file__).parent.glob("*.py"):
+    files = [*Path(arguments.__file__).parent.glob("*.py"), *Path(weights.__path__[0]).glob("vllm_*.py")]
+    for file in files:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             of_own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
             if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not of_own:
