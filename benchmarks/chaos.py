@@ -35,7 +35,7 @@ from tests import journal_oracle
 
 ROOT = Path(__file__).parents[1]
 ROLES = {
-    "engine": ("engines.server",),
+    "engine": ("engines.remote.server",),
     "trainer": ("chaos_trainer",),
     "rank": ("ray::TrainerRank",),
     "node": ("src/ray/gcs/gcs_server ", "src/ray/raylet/raylet "),

@@ -29,7 +29,6 @@ from typing import Any
 import numpy as np
 
 import agentrl
-import agentrl.environments
 from agentrl.app import run_parts
 from agentrl.app.run_parts import RunFactories, make_chat_format
 from agentrl.app.supervisor import run_guarding_event_loop
@@ -110,7 +109,7 @@ def play(act: str, directory: str, *, resume: bool) -> int:
                 "id": "benchmarks.hostile_environments:Hostile",
                 "options": {"act": act, "place": directory},
             },
-            "model": {"path": str(Path(agentrl.environments.__path__[0]) / "calculator" / "model")},
+            "model": {"path": "agentrl.environments:calculator/model"},
             "policies": {"player": {"step_size": STEP_SIZE, "max_staleness": 1}},
             "credit": {"group_size": 1, "advantage": "none"},
             "sampling": {"max_tokens": 4},

@@ -23,7 +23,6 @@ from typing import Any
 
 import msgspec
 
-import agentrl.environments
 from agentrl.app.run_parts import RunFactories
 from agentrl.app.training import run_training
 from agentrl.config.run import RunConfig
@@ -57,7 +56,7 @@ def train(environment: str, directory: Path, steps: int, *, resume: bool) -> int
             "directory": str(directory),
             "steps": steps,
             "environment": {"id": environment},
-            "model": {"path": str(Path(agentrl.environments.__path__[0]) / "calculator" / "model")},
+            "model": {"path": "agentrl.environments:calculator/model"},
             "policies": {POLICY: {"step_size": 8, "max_staleness": 8}},
             "seats": dict.fromkeys(found.seats, POLICY),
             "credit": {"group_size": 1, "advantage": "none"},

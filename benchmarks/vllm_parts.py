@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 from agentrl.core.files import WEIGHT_FILES, sha256_of
 from agentrl.core.ports import Engine, GenerateRequest, Refresh, SamplingParams
 from agentrl.core.records import Completion, PolicyVersion, WeightsRef
+from agentrl.engines.canary import Canary
 from agentrl.engines.vllm.startup import VllmSettings
-from agentrl.engines.weights.canary import Canary
 from benchmarks.embedded_engine import random_adapter
 
 if TYPE_CHECKING:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     import argparse
 
     from agentrl.environment.registry import EnvironmentSpec
-    from agentrl.testing.check import EnvironmentReport
 
 LONGEST_S = 600.0
 """Time limit of a check, in seconds."""
@@ -85,7 +84,11 @@ def env_check(options: argparse.Namespace) -> int:
 
     def check() -> tuple[bool, str | None, str]:
         report = check_environment(options.id, on_progress=progress, hash_order=True)
-        return report.passed, report.resume_class, report.text + _hidden_tools(options.model, report)
+        return (
+            report.passed,
+            report.resume_class,
+            report.text + _hidden_tools(options.model, report.called | set(report.uncalled)),
+        )
 
     with contextlib.closing(progress):
         answer, problem = run_in_forked_child(check)
@@ -97,9 +100,8 @@ def env_check(options: argparse.Namespace) -> int:
     return max(0 if passed else CheckFailedError.exit_code, *codes, 0)
 
 
-def _hidden_tools(model: str | None, report: EnvironmentReport) -> str:
+def _hidden_tools(model: str | None, tools: set[str]) -> str:
     """Return a line about the tools that a model's chat template hides; empty if it hides none."""
-    tools = sorted(report.called | set(report.uncalled))
     if model is None or not tools:
         return ""
     from agentrl.rollout.chat.chat_format import TemplateChatFormat
@@ -107,8 +109,8 @@ def _hidden_tools(model: str | None, report: EnvironmentReport) -> str:
     if TemplateChatFormat.load(model).shows_tools:
         return ""
     return (
-        f"\nThe chat template of {model} ignores tools, so the model never sees {', '.join(tools)}. Train and evaluate "
-        "with model.tools_in = 'system'."
+        f"\nThe chat template of {model} ignores tools, so the model never sees {', '.join(sorted(tools))}. "
+        "Train and evaluate with model.tools_in = 'system'."
     )
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from agentrl.core.ports import EngineCapabilities, GenerateRequest, NewTokensCallback, Refresh
     from agentrl.core.records import FinishReason, PolicyVersion, WeightsRef
-    from agentrl.engines.weights.canary import Canary, ObservedRounding
+    from agentrl.engines.canary import Canary, ObservedRounding
 
 
 T = TypeVar("T")

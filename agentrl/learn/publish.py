@@ -28,8 +28,8 @@ from agentrl.core.errors import TrainerError
 from agentrl.core.files import WEIGHT_FILES, rename_durably, staging_directory
 from agentrl.core.ids import stable_hash64
 from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.engines.canary import Canary
 from agentrl.engines.models import dtype_name
-from agentrl.engines.weights.canary import Canary
 from agentrl.engines.weights.transfer import (
     FileSender,
     GlooSender,

@@ -20,11 +20,11 @@ from agentrl.core.errors import EngineError
 from agentrl.core.files import sha256_of
 from agentrl.core.ports import Engine, GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion, WeightsRef
+from agentrl.engines.canary import Canary
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.engines.process import ChildProgram
 from agentrl.engines.remote.client import ProcessEngine
 from agentrl.engines.router import ReplicatedEngine
-from agentrl.engines.weights.canary import Canary
 from agentrl.testing.virtual_time import simulate
 from tests.contract.scripted_program import VOCABULARY, scripted_engine
 from tests.contract.warm_processes import WarmPlacement

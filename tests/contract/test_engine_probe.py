@@ -14,8 +14,8 @@ import torch
 
 from agentrl.core.errors import EngineError
 from agentrl.core.records import WeightsRef
+from agentrl.engines.canary import CANARY_KEY, Canary
 from agentrl.engines.embedded.engine import EmbeddedEngine
-from agentrl.engines.weights.canary import CANARY_KEY, Canary
 from tests.contract.engine_kinds import (
     ModelZoo,
     canary_of,

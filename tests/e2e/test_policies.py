@@ -41,7 +41,9 @@ class Kills:
 
     def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
         if not self.killed:
-            self.killed = [number for number in descendants(os.getpid()) if b"engines.server" in command(number)][:1]
+            self.killed = [
+                number for number in descendants(os.getpid()) if b"engines.remote.server" in command(number)
+            ][:1]
             os.kill(self.killed[0], signal.SIGKILL)
 
     def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:

@@ -15,7 +15,8 @@ from agentrl.config.run import PolicyConfig
 from agentrl.config.sections import EngineConfig
 from agentrl.core.errors import TrainerError
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.engines.weights.canary import Canary, read_canary
+from agentrl.engines.canary import Canary
+from agentrl.engines.weights.canary import read_canary
 from agentrl.engines.weights.files import read_adapter, read_weights
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import LORA, Episodes, make_rows, run_config, write_model, write_tokenizer
@@ -29,8 +30,11 @@ def episodes() -> Episodes:
 
 
 def probe_in(reference: WeightsRef) -> Canary:
-    adapter = reference.kind == "adapter"
-    canary = read_adapter(reference).canary if adapter else read_canary(reference, read_weights(reference))
+    if reference.kind == "adapter":
+        canary = read_adapter(reference).canary
+    else:
+        file = read_weights(reference)
+        canary = read_canary(reference, file.metadata, file.tensors)
     assert canary is not None
     return canary
 
@@ -92,7 +96,8 @@ def test_it_fits_into_a_context(tmp_path: Path, episodes: Episodes) -> None:
         config = run_config(path).model_copy(update={"engine": EngineConfig(max_context=longest)})
         trainer = stepped(PolicyTrainer(config, tmp_path / f"{longest}", read=episodes.read), episodes)
         reference = trainer.publish("policy", FIRST)
-        canary = read_canary(reference, read_weights(reference))
+        file = read_weights(reference)
+        canary = read_canary(reference, file.metadata, file.tensors)
         shapes[longest] = None if canary is None else canary.contexts.shape
     assert shapes == {512: (1, 16), 10: (1, 9)}
 

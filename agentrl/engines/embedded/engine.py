@@ -39,6 +39,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import Completion
+from agentrl.engines.canary import Canary
 from agentrl.engines.embedded.adapter_bank import AdapterBank
 from agentrl.engines.embedded.batcher import ActiveRequest, Batcher, EmbeddedSession, SlotTable
 from agentrl.engines.embedded.capture import ExpertRoutingRecorder, SamplingMaskRecorder
@@ -65,7 +66,7 @@ from agentrl.engines.versions import (
     run_shielded,
     version_refused_error,
 )
-from agentrl.engines.weights.canary import Canary, check_canary_answer, read_canary
+from agentrl.engines.weights.canary import check_canary_answer, check_canary_vocabulary, read_canary
 from agentrl.engines.weights.files import check_dtypes, map_weights_to_state, read_adapter, read_weights
 
 if TYPE_CHECKING:
@@ -549,7 +550,7 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
             )
         file = await asyncio.to_thread(read_weights, weights)
         read = await asyncio.to_thread(map_weights_to_state, weights, file.tensors, base.state, base.model)
-        canary = self._of_the_model(weights, read_canary(weights, file))
+        canary = self._of_the_model(weights, read_canary(weights, file.metadata, file.tensors))
         if canary is not None:
             check_dtypes(weights, file.tensors, base.state)
         try:
@@ -666,7 +667,7 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
 
     def _of_the_model(self, weights: WeightsRef, canary: Canary | None) -> Canary | None:
         if canary is not None:
-            canary.check_vocabulary(weights, int(self.base.model.config.vocab_size))
+            check_canary_vocabulary(weights, canary, int(self.base.model.config.vocab_size))
         return canary
 
     async def _check_answer(self, weights: WeightsRef, new: EmbeddedVersion, *replaced: EmbeddedVersion) -> None:

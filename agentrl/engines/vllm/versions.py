@@ -41,7 +41,7 @@ from agentrl.core.records import WeightsRef
 from agentrl.engines.process import PRIVATE_DIRECTORY_VARIABLE
 from agentrl.engines.versions import LiveVersion, VersionTable, run_shielded, version_refused_error
 from agentrl.engines.vllm.capture import top_k_without_filter
-from agentrl.engines.weights.canary import check_canary_answer, read_canary
+from agentrl.engines.weights.canary import check_canary_answer, check_canary_vocabulary, read_canary
 from agentrl.engines.weights.files import (
     WeightFile,
     check_adapter,
@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from agentrl.core.records import Float32Array, Int32Array, PolicyVersion
+    from agentrl.engines.canary import Canary
     from agentrl.engines.vllm.startup import VllmSettings
-    from agentrl.engines.weights.canary import Canary
     from agentrl.engines.weights.transfer import IncomingTransfer, WeightOffer, WeightReceiver
 
 _FIRST_LABEL = "default"
@@ -226,7 +226,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
 
     def _of_the_model(self, weights: WeightsRef, canary: Canary | None) -> Canary | None:
         if canary is not None:
-            canary.check_vocabulary(weights, int(self._model.config.get_text_config().vocab_size))
+            check_canary_vocabulary(weights, canary, int(self._model.config.get_text_config().vocab_size))
         return canary
 
     async def _add_adapter(self, weights: WeightsRef, adapter: LoRARequest, canary: Canary | None) -> None:
@@ -380,7 +380,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
         return await asyncio.to_thread(self._check_full, weights, read)
 
     def _check_full(self, weights: WeightsRef, file: WeightFile) -> Canary | None:
-        expected, canary = self._model.state_dict(), read_canary(weights, file)
+        expected, canary = self._model.state_dict(), read_canary(weights, file.metadata, file.tensors)
         map_weights_to_state(weights, file.tensors, expected, self._model)
         if canary is not None:
             check_dtypes(weights, file.tensors, expected)

@@ -1,8 +1,4 @@
-"""The canary of a version: a few log-probabilities by which an engine proves that it serves those weights.
-
-The trainer writes them into the metadata of the version's file; `check_canary_answer` compares the engine's with them.
-The digest of the file covers its canary, so a canary belongs to those weights and to no others.
-"""
+"""Reads a version's canary from its file, and compares an engine's answer with it."""
 
 from __future__ import annotations
 
@@ -13,71 +9,17 @@ import msgspec
 import numpy as np
 import torch
 
+from agentrl.engines.canary import CANARY_KEY, Canary, CanaryJson, ObservedRounding
 from agentrl.engines.models import dtype_name
 from agentrl.engines.versions import version_refused_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import Tensor
+
     from agentrl.core.errors import EngineError
-    from agentrl.core.records import Float32Array, Int32Array, PolicyVersion, WeightsRef
-    from agentrl.engines.weights.files import WeightFile
-
-CANARY_KEY = "agentrl_probe"
-"""Name of the canary in the metadata of a version's safetensors file."""
-
-
-@dataclass(slots=True)
-class ObservedRounding:
-    """The rounding of a policy's versions in 16 bits, as far as those that passed the canary check have shown it."""
-
-    distance: float = 0.0
-    """Largest mean distance between an engine's log-probabilities and its trainer's, in nats."""
-    change: float = 0.0
-    """Largest mean distance of a version's log-probabilities from those that the run began with, in nats."""
-
-
-class CanaryJson(msgspec.Struct, forbid_unknown_fields=True):
-    """The canary as JSON."""
-
-    contexts: list[list[int]]
-    token_ids: list[int]
-    logprobs: list[list[float]]
-    start_logprobs: list[list[float]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Canary:
-    """The canary check's tokens and expected result: the log-probability of each token after each context."""
-
-    contexts: Int32Array  # [m, k]
-    token_ids: Int32Array  # [n]
-    logprobs: Float32Array  # [m, n], under the version
-    start_logprobs: Float32Array  # [m, n], under the model the run began with
-    is_exact: bool = True
-    """Whether the version's file holds its weights unrounded."""
-
-    def metadata(self) -> dict[str, str]:
-        """Encode the canary for the metadata of the version's safetensors file."""
-        columns = (self.contexts, self.token_ids, self.logprobs, self.start_logprobs)
-        said = CanaryJson(*(column.tolist() for column in columns))
-        return {CANARY_KEY: msgspec.json.encode(said).decode()}
-
-    def check_vocabulary(self, weights: WeightsRef, vocabulary: int) -> None:
-        """Refuse the canary of another model.
-
-        Raises:
-            EngineError: the canary has tokens beyond the vocabulary.
-        """
-        if max(int(self.contexts.max()), int(self.token_ids.max())) >= vocabulary:
-            raise version_refused_error(
-                weights, f"its canary has tokens outside the model's vocabulary of {vocabulary}"
-            )
-
-    def asks_like(self, other: Canary) -> bool:
-        """Whether answers to both canaries can be compared."""
-        return np.array_equal(self.contexts, other.contexts) and np.array_equal(self.token_ids, other.token_ids)
-
+    from agentrl.core.records import Float32Array, PolicyVersion, WeightsRef
 
 _MAX_CONTEXTS = 64
 _MAX_LENGTH = 512
@@ -109,13 +51,13 @@ _NEARER = 2.0
 """Factor of closeness above which an answer is attributed to another version."""
 
 
-def read_canary(weights: WeightsRef, file: WeightFile) -> Canary | None:
+def read_canary(weights: WeightsRef, metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Canary | None:
     """Return the canary of a version's file; None if it has none.
 
     Raises:
         EngineError: the file's canary is damaged.
     """
-    text = file.metadata.get(CANARY_KEY)
+    text = metadata.get(CANARY_KEY)
     if text is None:
         return None
     try:
@@ -143,8 +85,18 @@ def read_canary(weights: WeightsRef, file: WeightFile) -> Canary | None:
         token_ids=tokens.astype(np.int32),
         logprobs=logprobs.astype(np.float32),
         start_logprobs=start.astype(np.float32),
-        is_exact=all(tensor.dtype == torch.float32 for tensor in file.tensors.values()),
+        is_exact=all(tensor.dtype == torch.float32 for tensor in tensors.values()),
     )
+
+
+def check_canary_vocabulary(weights: WeightsRef, canary: Canary, vocabulary: int) -> None:
+    """Refuse the canary of another model.
+
+    Raises:
+        EngineError: the canary has tokens beyond the vocabulary.
+    """
+    if max(int(canary.contexts.max()), int(canary.token_ids.max())) >= vocabulary:
+        raise version_refused_error(weights, f"its canary has tokens outside the model's vocabulary of {vocabulary}")
 
 
 def check_canary_answer(

@@ -26,6 +26,7 @@ from torch import nn
 from agentrl.core.errors import EngineStorageError
 from agentrl.core.files import WEIGHT_FILES, read_safetensors_header
 from agentrl.core.machine import Memory, machine_memory
+from agentrl.engines.canary import Canary
 from agentrl.engines.models import (
     ONE_LOAD_AT_A_TIME,
     dtype_name,
@@ -37,7 +38,7 @@ from agentrl.engines.models import (
 )
 from agentrl.engines.process import MAKE_ROOM
 from agentrl.engines.versions import version_refused_error
-from agentrl.engines.weights.canary import Canary, read_canary
+from agentrl.engines.weights.canary import read_canary
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -241,7 +242,7 @@ def read_adapter(weights: WeightsRef) -> AdapterWeights:
             raise version_refused_error(weights, f"{module} has values that are not finite when scaled by {scale:g}")
     if not matrices:
         raise version_refused_error(weights, "it contains no LoRA matrices")
-    return AdapterWeights(rank=rank, matrices=matrices, canary=read_canary(weights, file))
+    return AdapterWeights(rank=rank, matrices=matrices, canary=read_canary(weights, file.metadata, file.tensors))
 
 
 def read_adapter_tensors(weights: WeightsRef) -> Mapping[str, Tensor]:

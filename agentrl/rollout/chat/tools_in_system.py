@@ -33,6 +33,7 @@ def opening(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[Mess
     """Return the messages of a new conversation with the tools in its system message, which is added if missing.
 
     Example:
+        >>> from agentrl.core.records import ToolSpec
         >>> tool = ToolSpec(name="add", description="Add.", parameters={"type": "object"})
         >>> [message.role for message in opening([Message(role="user", content="2 + 3?")], [tool])]
         ['system', 'user']
