@@ -1,8 +1,8 @@
-"""Engine processes on the nodes of a Ray cluster: implements `engines.child_process.ProcessPlacement`.
+"""Engine processes on the nodes of a Ray cluster: implements `engines.process.ProcessPlacement`.
 
-An actor starts the process as its child, as `engines.child_process` does here. It accepts one TCP connection of the
+An actor starts the process as its child, as `engines.process` does here. It accepts one TCP connection of the
 client, with a token, and the process inherits it: their messages pass through neither the actor nor Ray. Owns actors
-and how they end. Does not own the Ray session (`session.py`) or restarts (`engines.child_process`). Invariants: a
+and how they end. Does not own the Ray session (`session.py`) or restarts (`engines.process`). Invariants: a
 process dies with its actor; when the process, its actor, its node or Ray dies, the child counts as dead and its reader
 ends.
 """
@@ -200,7 +200,7 @@ class RayPlacement:
 
 
 class ActorChildProcess:
-    """A process that an actor started; see `engines.child_process.ConnectedChildProcess`."""
+    """A process that an actor started; see `engines.process.ConnectedChildProcess`."""
 
     def __init__(
         self,

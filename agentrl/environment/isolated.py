@@ -20,7 +20,6 @@ import resource
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import weakref
@@ -32,12 +31,11 @@ from typing import Any, NoReturn
 import msgspec
 
 from agentrl.core.errors import EnvironmentDefinitionError, format_foreign_error
+from agentrl.core.rpc import HEAD_BYTES, encode_frame, read_frame_blocking
 from agentrl.core.text import valid_unicode
 from agentrl.environment.containment import GlobalRandomState
 from agentrl.environment.registry import load_module, module_of
 
-_LENGTH = struct.Struct("<I")
-"""Length prefix of every message."""
 _LONGEST_BYTES = 64 << 20
 """Largest message."""
 
@@ -130,7 +128,7 @@ class IsolatedObject:
             raise IsolatedObjectError(f"the process of {self._name} has ended: {self._ended}")
         try:
             async with asyncio.timeout(self._timeout_s + more_s):
-                await asyncio.get_running_loop().sock_sendall(self._line, _framed(message))
+                await asyncio.get_running_loop().sock_sendall(self._line, encode_frame(message))
                 kind, answer = await self._received()
         except TimeoutError:
             kind, answer = "ended", f"it took longer than {self._timeout_s:g} s and was killed"
@@ -149,7 +147,7 @@ class IsolatedObject:
         return answer
 
     async def _received(self) -> tuple[str, Any]:
-        (length,) = _LENGTH.unpack(await self._exactly(_LENGTH.size))
+        length = int.from_bytes(await self._exactly(HEAD_BYTES), "little")
         if length > _LONGEST_BYTES:
             raise ValueError(f"a message of {length} bytes; at most {_LONGEST_BYTES} are allowed")
         return msgspec.msgpack.decode(await self._exactly(length), type=tuple[str, Any])
@@ -162,12 +160,6 @@ class IsolatedObject:
                 raise ValueError("its connection was closed")
             content += part
         return bytes(content)
-
-
-def _framed(message: Any) -> bytes:
-    """Encode a message with its length prefix."""
-    body = msgspec.msgpack.encode(message)
-    return _LENGTH.pack(len(body)) + body
 
 
 class _ServerProcess:
@@ -282,7 +274,7 @@ class _ForkServer:
     def _fork(self, line: socket.socket) -> None:
         if self._problem:
             with line, contextlib.suppress(OSError):
-                line.sendall(_framed(("ended", self._problem)))
+                line.sendall(encode_frame(("ended", self._problem)))
             return
         server = os.getpid()
         process = os.fork()
@@ -305,7 +297,7 @@ class _ForkServer:
                 self._poll.unregister(child.line)
         with child.line, contextlib.suppress(OSError):
             child.line.setblocking(False)
-            child.line.sendall(_framed(("ended", _exit_description(status))))
+            child.line.sendall(encode_frame(("ended", _exit_description(status))))
 
 
 def _signals_received() -> socket.socket:
@@ -338,56 +330,45 @@ def _serve_object(line: socket.socket, module: Any, server: int) -> NoReturn:
         _die_with(server, signal.SIGKILL)
         os.dup2(line.fileno(), 3)
         os.closerange(4, os.sysconf("SC_OPEN_MAX"))
-        _answer_all(3, module)
+        _answer_all(socket.socket(fileno=3), module)
     finally:
         os._exit(0)
 
 
-def _answer_all(line: int, module: Any) -> None:
-    made: Any = None
-    with os.fdopen(line, "r+b", buffering=0, closefd=False) as stream:
-        name, arguments, seed, memory_bytes = _read(stream)
-        if memory_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-        with GlobalRandomState(seed).swapped_in():
-            factory: Any = module
-            for part in name.split("."):
-                factory = getattr(factory, part)
-            made = _answer(stream, factory, arguments, keep=True)
-            while True:
-                method, arguments = _read(stream)
-                _answer(stream, partial(_call, made, method), arguments)
+def _answer_all(line: socket.socket, module: Any) -> None:
+    name, arguments, seed, memory_bytes = _read(line)
+    if memory_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    with GlobalRandomState(seed).swapped_in():
+        factory: Any = module
+        for part in name.split("."):
+            factory = getattr(factory, part)
+        made = _answer(line, factory, arguments, keep=True)
+        while True:
+            method, arguments = _read(line)
+            _answer(line, partial(_call, made, method), arguments)
 
 
 def _call(made: Any, method: str, *arguments: Any) -> Any:
     return getattr(made, method)(*arguments)
 
 
-def _answer(stream: Any, function: Any, arguments: list[Any], *, keep: bool = False) -> Any:
+def _answer(line: socket.socket, function: Any, arguments: list[Any], *, keep: bool = False) -> Any:
     """Call `function` and send its result or error; return the value if it stays here (`keep`)."""
     try:
         value = function(*arguments)
-        message = _framed(("returned", None if keep else value))
+        message = encode_frame(("returned", None if keep else value))
     except BaseException as error:  # noqa: BLE001 - foreign code: whatever it raises is the answer
-        value, message = None, _framed((type(error).__name__, valid_unicode(str(error))[:2000]))
-    while message:
-        message = message[stream.write(message) :]
+        value, message = None, encode_frame((type(error).__name__, valid_unicode(str(error))[:2000]))
+    line.sendall(message)
     return value
 
 
-def _read(stream: Any) -> Any:
-    (length,) = _LENGTH.unpack(_exactly(stream, _LENGTH.size))
-    return msgspec.msgpack.decode(_exactly(stream, length))
-
-
-def _exactly(stream: Any, length: int) -> bytes:
-    content = b""
-    while len(content) < length:
-        part = stream.read(length - len(content))
-        if not part:
-            os._exit(0)  # the client is gone
-        content += part
-    return content
+def _read(line: socket.socket) -> Any:
+    try:
+        return msgspec.msgpack.decode(read_frame_blocking(line))
+    except OSError:  # the client is gone
+        os._exit(0)
 
 
 def _die_with(parent: int, number: int) -> None:
