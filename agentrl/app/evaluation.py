@@ -105,7 +105,7 @@ class Evaluation(dict[str, float]):
         """Return this evaluation minus another one of the same tasks, task by task.
 
         Both used the same seeds for each task, so the difficulty of a task cancels in its difference, and the interval
-        is narrower than those of the two means.
+        is narrower than the intervals of the two means.
 
         Returns:
             `difference/reward` and `difference/reward_error`, half the width of its 95 % interval over tasks;
@@ -114,25 +114,25 @@ class Evaluation(dict[str, float]):
         Raises:
             InputError: the evaluations have different tasks.
         """
-        ours, theirs = self._by_task(), other._by_task()
-        if ours.keys() != theirs.keys():
+        rewards, other_rewards = self._by_task(), other._by_task()
+        if rewards.keys() != other_rewards.keys():
             raise InputError("the two evaluations used different tasks, so their scores cannot be paired")
-        differences = [statistics.mean(ours[task]) - statistics.mean(theirs[task]) for task in ours]
+        differences = [statistics.mean(rewards[task]) - statistics.mean(other_rewards[task]) for task in rewards]
         return {
             "difference/reward": statistics.mean(differences),
             "difference/reward_error": confidence_half_width(differences),
-            "difference/better": float(sum(each > 0 for each in differences)),
-            "difference/worse": float(sum(each < 0 for each in differences)),
+            "difference/better": float(sum(difference > 0 for difference in differences)),
+            "difference/worse": float(sum(difference < 0 for difference in differences)),
             "difference/tasks": float(len(differences)),
         }
 
     def _by_task(self) -> dict[str, list[float]]:
         """Return the rewards of the root episodes, keyed by task."""
-        found: dict[str, list[float]] = {}
+        rewards: dict[str, list[float]] = {}
         for episode in self.episodes:
             if episode.parent_id is None:
-                found.setdefault(episode.task_id, []).append(episode.reward or 0.0)
-        return found
+                rewards.setdefault(episode.task_id, []).append(episode.reward or 0.0)
+        return rewards
 
 
 def evaluate(
@@ -162,7 +162,7 @@ def evaluate(
         InputError: an argument cannot be used.
         CheckFailedError: an episode was dropped.
     """
-    config, given = prepare_evaluation(load_config(config), policy)
+    config, weights = prepare_evaluation(load_config(config), policy)
     chosen = environment_of(config, environment)
     splits = [HeldOutSplit("held_out", tasks)] if tasks is not None else held_out_task_splits(config, chosen)[0]
     if not any(split.tasks for split in splits):
@@ -174,16 +174,16 @@ def evaluate(
         attempts = config.evaluation.attempts
         played_tasks = repeat_tasks(splits, attempts)
         evaluated = play_in_new_run(
-            config, chosen, given, kept, lambda dispatcher: dispatcher.evaluate(played_tasks, {})
+            config, chosen, weights, kept, lambda dispatcher: dispatcher.evaluate(played_tasks, {})
         )
         headers = asyncio.run(evaluated)
         episodes = _episodes(config, kept)
     dropped = [header for header in headers if not header.committed]
     if dropped:
-        why = next((each.detail for each in episodes if each.id == dropped[0].episode_id), "")
+        reason = next((episode.detail for episode in episodes if episode.id == dropped[0].episode_id), "")
         raise CheckFailedError(
             f"dropped: {len(dropped)} of {plural(len(headers), 'episode')}, so a score over the others would be "
-            f"biased. {dropped[0].episode_id} was dropped because of {dropped[0].drop_reason}: {why}"
+            f"biased. {dropped[0].episode_id} was dropped because of {dropped[0].drop_reason}: {reason}"
         )
     if journal is not None:
         with contextlib.closing(MetricsFile(kept / "metrics.jsonl")) as file:
@@ -203,10 +203,10 @@ def find_remote_policy(address: str, api_key_env: str) -> RemotePolicy:
         policy = RemotePolicy(kind="remote", url=url, model=name, api_key_env=api_key_env, timeout_s=ENDPOINT_TIMEOUT_S)
     except ValidationError as error:
         raise InputError(f"--model {url}: {error.errors(include_url=False)[0]['msg']}") from None
-    found = asyncio.run(_models(policy))
-    if name or len(found) == 1:
-        return policy.model_copy(update={"model": name or found[0]})
-    has = f"it has {', '.join(found[:SHOWN_MODELS])}" if found else "it lists none"
+    models = asyncio.run(_models(policy))
+    if name or len(models) == 1:
+        return policy.model_copy(update={"model": name or models[0]})
+    has = f"it has {', '.join(models[:SHOWN_MODELS])}" if models else "it lists none"
     raise InputError(f"{url}: no model is named; write --model {url},NAME; {has}")
 
 
@@ -225,20 +225,20 @@ def _episodes(config: RunConfig, journal: Path) -> list[EvaluatedEpisode]:
     external = config.of_kind(ExternalPolicyConfig)
     reader = RunReader(journal)
     try:
-        found = []
+        episodes = []
         for line in reader.episodes(sort="admitted_at", descending=False, limit=1_000_000):
             if line.status == "repeated":
                 continue
             view = read_conversation(reader, line.episode)
-            said: dict[str, list[dict[str, Any]]] = {}
+            messages_of: dict[str, list[dict[str, Any]]] = {}
             for act in view.acts:
                 if isinstance(act, PolicyTurn):
                     name = act.seat if act.index == 0 else f"{act.seat}[{act.index}]"
                     message = _remote_message(act.text) if act.policy in external else None
-                    said.setdefault(name, []).extend(
+                    messages_of.setdefault(name, []).extend(
                         [*act.messages, message or {"role": "assistant", "content": act.text}]
                     )
-            found.append(
+            episodes.append(
                 EvaluatedEpisode(
                     id=line.episode,
                     parent_id=line.parent,
@@ -249,10 +249,10 @@ def _episodes(config: RunConfig, journal: Path) -> list[EvaluatedEpisode]:
                     detail=line.detail or "",
                     turns=line.turns or 0,
                     tokens=line.tokens or 0,
-                    conversations=said,
+                    conversations=messages_of,
                 )
             )
-        return found
+        return episodes
     finally:
         reader.close()
 
@@ -260,10 +260,10 @@ def _episodes(config: RunConfig, journal: Path) -> list[EvaluatedEpisode]:
 def _remote_message(line: str) -> dict[str, Any] | None:
     """Return the message of a remote policy or bot, in OpenAI's form with its `usage`; None if the line is not JSON."""
     try:
-        said = json.loads(line)
+        record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return said if isinstance(said, dict) else None
+    return record if isinstance(record, dict) else None
 
 
 def _by_policy(config: RunConfig, policy: Directory | Mapping[str, Directory] | None) -> Mapping[str, Directory]:
@@ -303,7 +303,7 @@ def prepare_evaluation(
 async def play_in_new_run(
     config: RunConfig,
     environment: type[Environment],
-    given: Sequence[WeightsRef],
+    frozen_weights: Sequence[WeightsRef],
     run: Path,
     play: Play,
 ) -> list[EpisodeHeader]:
@@ -316,7 +316,9 @@ async def play_in_new_run(
     async with contextlib.AsyncExitStack() as stack:
         remote = [f"{policy.model} at {policy.url}" for policy in config.of_kind(RemotePolicy).values()]
         evaluated = ", ".join(
-            [weights.path for weights in given] or [base.model.path for base in config.bases] or dict.fromkeys(remote)
+            [weights.path for weights in frozen_weights]
+            or [base.model.path for base in config.bases]
+            or dict.fromkeys(remote)
         )
         info = {
             "name": run.name,
@@ -329,16 +331,16 @@ async def play_in_new_run(
         stack.enter_context(recording_process_state(run))
         await stack.enter_async_context(gpu_reservation())
         engine = await make_engine(
-            config, {known: PolicyVersion(known, 0, 0) for known in config.policies}, lambda line: None
+            config, {name: PolicyVersion(name, 0, 0) for name in config.policies}, lambda line: None
         )
         stack.push_async_callback(engine.close)
-        await serve_configured_weights(config, ServedVersions(engine), store, given)
+        await serve_configured_weights(config, ServedVersions(engine), store, frozen_weights)
         headers = await play_without_training(config, environment, engine, chat_format, store, play)
         record_process_state(run, "finished")
         return headers
 
 
-def with_frozen_policies(config: RunConfig, given: Sequence[WeightsRef]) -> RunConfig:
+def with_frozen_policies(config: RunConfig, frozen_weights: Sequence[WeightsRef]) -> RunConfig:
     """Return the configuration with an engine that can serve the given weights, however the policies are trained."""
     frozen = {
         weights.version.policy: FrozenPolicy(
@@ -347,7 +349,7 @@ def with_frozen_policies(config: RunConfig, given: Sequence[WeightsRef]) -> RunC
             path=weights.path,
             sampling=config.sampling_of(weights.version.policy).model_dump(),
         )
-        for weights in given
+        for weights in frozen_weights
     }
     return config.model_copy(update={"policies": {**config.policies, **frozen}})
 

@@ -82,7 +82,7 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
     """Resample an episode from one of its turns. Nothing is trained.
 
     Forks reuse results of children that the episode had received, and of children that have ended since; other children
-    start anew.
+    start over.
 
     Args:
         run: the run's directory, or `RUN/forks` to fork a fork.
@@ -98,7 +98,7 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
         environment: a class, a name, `module:Class` or a path that replaces the environment named in the journal. A
             journal cannot choose the code that runs: its environment is used only if it is installed or already
             imported.
-        factories: factories of the engine and the chat format; default: those of the run's configuration.
+        factories: factories of the engine and the chat format; default: as in the run's configuration.
 
     Returns:
         Results of the forks. They lie in `RUN/forks`, which `agentrl episode show` reads like a run.
@@ -123,12 +123,12 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
         code_hash=parent.begin.code_hash,
         command=f"agentrl episode fork {shlex.quote(str(path))} {episode_id} --at {at}",
     )
-    where = path if info.get("forks") else path / FORKS
-    refuse_links(where)
-    asked = [policy] if isinstance(policy, str | Path) else policy
-    policies = fork_policies(config, parent, asked)
-    kept = {"name": f"forks of {where.parent.name}", "forks": True, "code": info.get("code", {})}
-    return asyncio.run(_fork(config, chosen, parent, where, n, policies, factories or RunFactories(), kept))
+    parent_directory = path if info.get("forks") else path / FORKS
+    refuse_links(parent_directory)
+    replacements = [policy] if isinstance(policy, str | Path) else policy
+    policies = fork_policies(config, parent, replacements)
+    kept = {"name": f"forks of {parent_directory.parent.name}", "forks": True, "code": info.get("code", {})}
+    return asyncio.run(_fork(config, chosen, parent, parent_directory, n, policies, factories or RunFactories(), kept))
 
 
 def find_parent(journal: Path, episode_id: str, attempt: int | None, at: int) -> ForkParent:
@@ -138,19 +138,19 @@ def find_parent(journal: Path, episode_id: str, attempt: int | None, at: int) ->
         InputError: there is no such episode or turn.
         JournalError: the episode cannot be read.
     """
-    partition, own = _entries(journal, episode_id, attempt)
-    begin = decode_entries(own[:1])[0]
+    partition, own_entries = _entries(journal, episode_id, attempt)
+    begin = decode_entries(own_entries[:1])[0]
     if not isinstance(begin, BeginEntry):
         raise JournalError(f"{journal}: the first entries of episode {episode_id} are missing; the journal is damaged")
-    points = _points(journal, partition, own[0], begin)
-    whole = own if begin.fork is None else [*load_fork_prefix(journal, begin.fork), *own]
-    turns = [(entry, body) for entry in whole if isinstance(body := entry.decode(), TurnEntry)]
+    points = _points(journal, partition, own_entries[0], begin)
+    all_entries = own_entries if begin.fork is None else [*load_fork_prefix(journal, begin.fork), *own_entries]
+    turns = [(entry, body) for entry in all_entries if isinstance(body := entry.decode(), TurnEntry)]
     if not -len(turns) <= at < len(turns):
         raise InputError(f"episode {episode_id} has {plural(len(turns), 'turn')}, so it cannot be forked at turn {at}")
     at %= len(turns)
     entry = turns[at][0]
     point = replace(points[entry.episode_id], call_id=entry.call_id)
-    directories = {name: known.journal for name, known in points.items()}
+    directories = {name: point_of_name.journal for name, point_of_name in points.items()}
     return ForkParent(begin=begin, point=point, turns=[body for _, body in turns[: at + 1]], ancestors=directories)
 
 
@@ -186,11 +186,11 @@ def edit_fork_parent(parent: ForkParent, edit: str | Sequence[Mapping[str, Any]]
     return replace(parent, point=replace(parent.point, messages=tuple(messages)))
 
 
-def fork_policies(config: RunConfig, parent: ForkParent, asked: Sequence[str | Path] = ()) -> ForkPolicies:
-    """Return the policies of a fork: those of its parent, with their weights as of the turn, unless `asked` names
+def fork_policies(config: RunConfig, parent: ForkParent, requested: Sequence[str | Path] = ()) -> ForkPolicies:
+    """Return the policies of a fork: its parent's, with their weights as of the turn, unless `requested` names
     others.
 
-    A policy has the same weights in all its seats, and in the children. Each item of `asked` is one of
+    A policy has the same weights in all its seats, and in the children. Each item of `requested` is one of
 
         DIR                            weights for the policy that takes the turn, such as a run's `policies/NAME`
         POLICY@LINEAGE.STEP            a version of a policy of the run, in all its seats
@@ -204,39 +204,39 @@ def fork_policies(config: RunConfig, parent: ForkParent, asked: Sequence[str | P
     for policy in [*parent.begin.seats.values(), *(turn.policy for turn in parent.turns)]:
         _check_known(policy, config, "the episode")
     seats: dict[str, str] = {}
-    given: dict[str, WeightsRef | None] = {}
-    for each in asked:
-        seat, wanted = _split(parent, each)
+    chosen: dict[str, WeightsRef | None] = {}
+    for request in requested:
+        seat, source = _split(parent, request)
         policy = parent.turns[-1].policy if seat is None else parent.begin.seats[seat]
-        if wanted in config.policies:
-            policy = str(wanted)
-        elif match := _VERSION.fullmatch(str(wanted)):
+        if source in config.policies:
+            policy = str(source)
+        elif match := _VERSION.fullmatch(str(source)):
             policy = match["policy"]
             _check_known(policy, config, "--policy")
-            given[policy] = _weights(parent, PolicyVersion(policy, int(match["lineage"]), int(match["step"])))
+            chosen[policy] = _weights(parent, PolicyVersion(policy, int(match["lineage"]), int(match["step"])))
         else:
-            given[policy] = weights_from_directory(policy, wanted)
+            chosen[policy] = weights_from_directory(policy, source)
         if isinstance(pool := config.policies[policy], OpponentPoolPolicy):
             raise InputError(f"--policy: {policy} plays past versions of {pool.of}; name one, such as {pool.of}@0.5")
         if seat is not None:
             seats[seat] = policy
-    left = weights_at_fork_point(parent, [name for name in config.trained if name not in given], leave_out=given)
-    return ForkPolicies(seats, [*(weights for weights in given.values() if weights is not None), *left])
+    remaining = weights_at_fork_point(parent, [name for name in config.trained if name not in chosen], leave_out=chosen)
+    return ForkPolicies(seats, [*(weights for weights in chosen.values() if weights is not None), *remaining])
 
 
-def _check_known(policy: str, config: RunConfig, where: str) -> None:
+def _check_known(policy: str, config: RunConfig, origin: str) -> None:
     if policy not in config.policies:
-        raise InputError(f"{where}: the run has no policy {policy!r}; it has {', '.join(config.policies)}")
+        raise InputError(f"{origin}: the run has no policy {policy!r}; it has {', '.join(config.policies)}")
 
 
-def _split(parent: ForkParent, asked: str | Path) -> tuple[str | None, str | Path]:
+def _split(parent: ForkParent, request: str | Path) -> tuple[str | None, str | Path]:
     """Split an item into the seat, if it names one, and the policy, version or directory."""
-    if isinstance(asked, Path) or "=" not in asked or Path(asked).is_dir():
-        return None, asked
-    seat, _, wanted = asked.partition("=")
+    if isinstance(request, Path) or "=" not in request or Path(request).is_dir():
+        return None, request
+    seat, _, source = request.partition("=")
     if seat not in parent.begin.seats:
         raise InputError(f"--policy: the episode has no seat {seat!r}; it has {', '.join(parent.begin.seats)}")
-    return seat, wanted
+    return seat, source
 
 
 def weights_at_fork_point(
@@ -280,7 +280,7 @@ def _newest(parent: ForkParent, policy: str) -> PolicyVersion | None:
 
 
 def _weights(parent: ForkParent, version: PolicyVersion) -> WeightsRef | None:
-    """Return the weights of a version; None for those of the base model.
+    """Return the weights of a version; None for the base model.
 
     Raises:
         InputError: the weights are no longer on disk.
@@ -329,7 +329,7 @@ async def _fork(
     config: RunConfig,
     environment: type[Environment],
     parent: ForkParent,
-    where: Path,
+    directory: Path,
     n: int,
     policies: ForkPolicies,
     factories: RunFactories,
@@ -340,15 +340,15 @@ async def _fork(
     config = with_frozen_policies(config, policies.weights)
     chat_format = factories.chat_format(config)
     async with contextlib.AsyncExitStack() as stack:
-        store = SqliteJournal(where / "journal", info={**kept, "config": config.model_dump(mode="json")})
+        store = SqliteJournal(directory / "journal", info={**kept, "config": config.model_dump(mode="json")})
         stack.push_async_callback(store.close)
-        versions = {known: PolicyVersion(known, 0, 0) for known in config.policies}
+        versions = {name: PolicyVersion(name, 0, 0) for name in config.policies}
         await stack.enter_async_context(gpu_reservation())
-        engine = await factories.engine(config, versions, lambda death: None, where / ENGINE_LOG)
+        engine = await factories.engine(config, versions, lambda death: None, directory / ENGINE_LOG)
         stack.push_async_callback(engine.close)
         await serve_configured_weights(config, ServedVersions(engine), store, policies.weights)
         first = store.next_number("f")
-        journal = where / "journal"
+        journal = directory / "journal"
         specs = [
             fork_episode_spec(parent, first + index, journal, environment, n, policies.seats) for index in range(n)
         ]
@@ -366,14 +366,14 @@ def _entries(journal: Path, episode_id: str, attempt: int | None) -> tuple[str, 
         if not attempts or (attempt is not None and attempt not in attempts):
             name = episode_id if attempt is None else f"{episode_id}, attempt {attempt}"
             raise InputError(f"{journal.parent}: no episode {name}; `agentrl episode list {journal.parent}` shows them")
-        asked = max(attempts) if attempt is None else attempt
+        chosen = max(attempts) if attempt is None else attempt
         statement = "SELECT partition FROM episodes WHERE episode = ? AND attempt = ? AND partition IS NOT NULL"
-        committed = log.rows(statement, episode_id, asked)
-        partition: str | None = committed[0][0] if committed else turns.partition_of(episode_id, asked)
-        entries = [] if partition is None else turns.read(partition, episode_id, asked)
+        committed = log.rows(statement, episode_id, chosen)
+        partition: str | None = committed[0][0] if committed else turns.partition_of(episode_id, chosen)
+        entries = [] if partition is None else turns.read(partition, episode_id, chosen)
         if partition is not None and entries:
             return partition, entries
-        turns.check_pruned(episode_id, asked)
+        turns.check_pruned(episode_id, chosen)
     finally:
         log.close()
         turns.close()

@@ -50,9 +50,9 @@ def with_downloaded_models(config: RunConfig, before: Mapping[str, Any], *, down
     policies: dict[str, Any] = dict(config.policies)
     for name, policy in config.of_kind(LocalPolicy).items():
         for key in ("model", "reference"):
-            if given := getattr(policy, key, ""):
-                found = local(f"policies.{name}.{key}", given, _at(before, "policies", name, key))
-                policies[name] = policies[name].model_copy(update={key: found})
+            if reference := getattr(policy, key, ""):
+                local_path = local(f"policies.{name}.{key}", reference, _at(before, "policies", name, key))
+                policies[name] = policies[name].model_copy(update={key: local_path})
     path = local("model.path", config.model.path, _at(before, "model", "path"))
     return config.model_copy(update={"model": config.model.model_copy(update={"path": path}), "policies": policies})
 
@@ -91,14 +91,14 @@ def _snapshot(key: str, path: str, *, download: bool) -> Path:
     )
 
     name, revision = _split(path)
-    wanted = f"{name} at revision {revision}" if revision else name
+    description = f"{name} at revision {revision}" if revision else name
     argument = f" --revision {revision}" if revision else ""
     fetch = (
         f"download it on a machine with a network (hf download {name}{argument}), into {constants.HF_HUB_CACHE} here "
         f"(HF_HOME moves it), or set {key} to a directory"
     )
     try:
-        found = Path(
+        snapshot = Path(
             snapshot_download(
                 name,
                 revision=revision or None,
@@ -116,14 +116,14 @@ def _snapshot(key: str, path: str, *, download: bool) -> Path:
         ) from error
     except LocalEntryNotFoundError as error:
         raise ModelError(
-            f"{key}: {wanted} is missing from huggingface_hub's cache, or incomplete there; {fetch}"
+            f"{key}: {description} is missing from huggingface_hub's cache, or incomplete there; {fetch}"
         ) from error
     except (OSError, HFValidationError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"{key}: {wanted} cannot be downloaded ({reason}); {fetch}") from error
-    if not any(found.glob("*.safetensors")):
+        raise ModelError(f"{key}: {description} cannot be downloaded ({reason}); {fetch}") from error
+    if not any(snapshot.glob("*.safetensors")):
         raise ModelError(
-            f"{found}: {wanted} has no safetensors weights here, and other formats are refused because loading them "
-            f"unpickles code; convert them (model.save_pretrained), or {fetch}"
+            f"{snapshot}: {description} has no safetensors weights here, and other formats are refused because loading "
+            f"them unpickles code; convert them (model.save_pretrained), or {fetch}"
         )
-    return found
+    return snapshot

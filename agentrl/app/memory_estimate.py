@@ -122,20 +122,20 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
     trainer = _trainer(config, on_gpu=bool(devices.gpus))
     parts = list(trainer)
     for number, base in enumerate(config.bases):
-        own = _engine(base, devices, number * config.engine.count)
+        engine_parts = _engine(base, devices, number * config.engine.count)
         parts += (
-            own
+            engine_parts
             if len(config.bases) == 1
-            else [_of_base(part, base_model_display_name(base.model.path)) for part in own]
+            else [_of_base(part, base_model_display_name(base.model.path)) for part in engine_parts]
         )
     if devices.gpus:
-        used = {*devices.ranks, *(at for held in devices.engines for at in held)}
+        used = {*devices.ranks, *(at for gpus_of_engine in devices.engines for at in gpus_of_engine)}
         free = sum(devices.gpus[at].memory.free for at in used)
-        there = tuple(part for part in parts if not part.offloaded)
+        loaded = tuple(part for part in parts if not part.offloaded)
         elsewhere = tuple(part for part in parts if part.offloaded)
         offloaded = MemoryEstimate(parts=elsewhere, free=machine_memory().free) if elsewhere else None
         of_rank = tuple(part for part in trainer if not part.offloaded)
-        return MemoryEstimate(parts=there, free=free, offloaded=offloaded, of_rank=of_rank)
+        return MemoryEstimate(parts=loaded, free=free, offloaded=offloaded, of_rank=of_rank)
     return MemoryEstimate(parts=(*parts, *_programs(parts)), free=machine_memory().free)
 
 
@@ -164,9 +164,9 @@ def gpu_memory_needs(config: RunConfig, plan: MemoryEstimate) -> list[GpuMemoryN
         )
     if config.engine.kind != "vllm":
         return needs
-    each, replicas = config.engine.devices, config.engine.count
+    devices_each, replicas = config.engine.devices, config.engine.count
     held = [_engine_memory(base) for base in config.bases]
-    least = [(one.weights + one.adapters + one.keys_and_values // slots(config)) // each for one in held]
+    least = [(one.weights + one.adapters + one.keys_and_values // slots(config)) // devices_each for one in held]
     settings = "a larger tensor_parallel_size in [engine.vllm]; or a larger engine.memory_share"
     for number, (engine, share) in enumerate(zip(devices.engines, devices.shares, strict=True)):
         for at in engine:
@@ -220,8 +220,8 @@ def with_chosen_token_limits(config: RunConfig, before: Mapping[str, Any]) -> Ru
 
 def _chosen_before(before: Mapping[str, Any], section: str, name: str) -> int:
     values = before.get(section)
-    found = values.get(name) if isinstance(values, Mapping) else None
-    return found if type(found) is int and 0 < found <= MAX_CHOSEN else 0
+    value = values.get(name) if isinstance(values, Mapping) else None
+    return value if type(value) is int and 0 < value <= MAX_CHOSEN else 0
 
 
 def _with_sizes(config: RunConfig, context: int, tokens: int) -> RunConfig:
@@ -266,7 +266,7 @@ def _fitting_sizes(config: RunConfig, context: int, tokens: int) -> RunConfig:
 
 
 def _fitting_tokens(plan: MemoryEstimate, context: int) -> int:
-    """Return the tokens of a micro-batch that fit beside everything else; at least one row of full length.
+    """Return the tokens of a micro-batch that fit next to everything else; at least one row of full length.
 
     Args:
         plan: memory of the run with micro-batches of one row.
@@ -293,7 +293,7 @@ def _trainer(config: RunConfig, *, on_gpu: bool) -> list[MemoryPart]:
         return []
     from agentrl.learn.memory_prediction import predict_trainer_memory
 
-    held = predict_trainer_memory(config)
+    prediction = predict_trainer_memory(config)
     if config.trains_in_process:
         part = partial(MemoryPart, process=_THIS)
     else:
@@ -303,22 +303,22 @@ def _trainer(config: RunConfig, *, on_gpu: bool) -> list[MemoryPart]:
     if not config.trainer.recompute:
         tokens = f"trainer.recompute = true, or {tokens}"
     optimized = "trained parameters, their gradients and AdamW's moments in float32"
-    shard = f"1/{held.shards} of " if held.shards > 1 else ""
+    shard = f"1/{prediction.shards} of " if prediction.shards > 1 else ""
     fewer = ["a smaller policies.NAME.lora.rank, or a lora where there is none"]
     if on_gpu and not offloads:
         fewer.insert(0, "trainer.sharding = 'offload'")
-    if held.shards == 1 and config.trainer.ranks > 1:
+    if prediction.shards == 1 and config.trainer.ranks > 1:
         fewer.insert(0, "trainer.sharding = 'full'")
-    moved = offloads and held.shards > 1
+    moved = offloads and prediction.shards > 1
     parts = [
-        part(name=f"{shard}weights in {held.dtype}", bytes=held.weights, setting=_DTYPE, offloaded=moved),
-        part(name=f"{shard}{optimized}", bytes=held.trained, setting=", ".join(fewer), offloaded=offloads),
-        part(name=f"{_ACTIVATIONS} of {held.tokens:,} tokens", bytes=held.activations, setting=tokens),
+        part(name=f"{shard}weights in {prediction.dtype}", bytes=prediction.weights, setting=_DTYPE, offloaded=moved),
+        part(name=f"{shard}{optimized}", bytes=prediction.trained, setting=", ".join(fewer), offloaded=offloads),
+        part(name=f"{_ACTIVATIONS} of {prediction.tokens:,} tokens", bytes=prediction.activations, setting=tokens),
     ]
-    if held.shards > 1:
-        parts.append(part(name="layers that are whole while they compute", bytes=held.gathered, setting=_DTYPE))
+    if prediction.shards > 1:
+        parts.append(part(name="layers that are whole while they compute", bytes=prediction.gathered, setting=_DTYPE))
     if not on_gpu:
-        gaps = int(_FRAGMENTATION * held.activations)
+        gaps = int(_FRAGMENTATION * prediction.activations)
         parts.append(part(name=f"{_GAPS}, about", bytes=gaps, setting=tokens))
     return parts
 
@@ -333,13 +333,13 @@ def _engine(config: RunConfig, devices: DevicePlan, first: int) -> list[MemoryPa
     if section.kind == "vllm" and devices.gpus:
         reserved = []
         for number in range(first, first + section.count):
-            held, share = devices.engines[number], devices.shares[number]
-            count = f"{len(held)} GPU{'s' * (len(held) > 1)}"
+            gpus, share = devices.engines[number], devices.shares[number]
+            count = f"{len(gpus)} GPU{'s' * (len(gpus) > 1)}"
             reserved.append(
                 MemoryPart(
                     process=f"engine {number}",
                     name=f"{_VLLM}: {share:.0%} of {count} for weights, keys and values",
-                    bytes=sum(int(share * devices.gpus[at].memory.total) for at in held),
+                    bytes=sum(int(share * devices.gpus[at].memory.total) for at in gpus),
                     setting="a smaller engine.memory_share",
                 )
             )
@@ -378,9 +378,9 @@ def _programs(parts: Sequence[MemoryPart]) -> list[MemoryPart]:
 
     Code does not count: it is mapped from files, shared by all processes, and read again when memory is short.
     """
-    held = process_anonymous_memory_bytes()
+    process_bytes = process_anonymous_memory_bytes()
     processes = {part.process: part.processes for part in parts} | {_THIS: 1}
     return [
-        MemoryPart(process=process, name="Python and its libraries", bytes=held, processes=count)
+        MemoryPart(process=process, name="Python and its libraries", bytes=process_bytes, processes=count)
         for process, count in processes.items()
     ]

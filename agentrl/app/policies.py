@@ -94,20 +94,20 @@ def units_per_root_group(config: RunConfig, environment: type[Environment]) -> S
     seats = [seat for kind in itertools.chain.from_iterable(kinds.values()) for seat in kind.seats]
     _check_names(config, environment, seats)
     size, trained = config.credit.group_size, config.trained
-    held = {config.policy_of(seat, group) for seat in seats for group in range(config.line_ups)}
+    policies = {config.policy_of(seat, group) for seat in seats for group in range(config.line_ups)}
     by_root = {
         root: [_demand(config, kinds[root], group) for group in range(config.line_ups)]
         for root in trained_root_environments(environment)
     }
     first, demands = next(iter(by_root.items()))
-    for root, own in by_root.items():
-        if own != demands:
+    for root, units in by_root.items():
+        if units != demands:
             raise ConfigError(
                 f"the environments of a mixture must produce the same number of units per group, but {first.__name__} "
-                f"produces {demands[0].units} and {root.__name__} {own[0].units}. Bind their seats to the same "
+                f"produces {demands[0].units} and {root.__name__} {units[0].units}. Bind their seats to the same "
                 "policies; an environment that spawns child episodes can only be mixed with others that spawn as many"
             )
-    _check_held(config, environment, held, seats)
+    _check_held(config, environment, policies, seats)
     for name, policy in trained.items():
         _check_fill(size, name, policy, [demand.units.get(name, 0) for demand in demands])
     if size > config.max_in_flight:
@@ -148,27 +148,27 @@ def split_group_warnings(config: RunConfig, demands: Sequence[GroupDemand]) -> I
 
 def _check_fill(size: int, name: str, policy: PolicyConfig, brought: Sequence[int]) -> None:
     """Check that groups fit the bounds of a policy and, at staleness 0, fill its steps with whole groups."""
-    most, whole = max(brought), min(brought)
+    largest, smallest = max(brought), min(brought)
     bound = (1 + policy.max_staleness) * policy.step_size
-    if most > bound:
+    if largest > bound:
         raise ConfigError(
-            f"credit.group_size = {size}: a group produces {plural(most, 'unit')} of {name}, more than may be in "
-            f"flight: (1 + max_staleness) × step_size = {bound}; raise policies.{name}.step_size to {most} or more, or "
-            "lower credit.group_size or the fan-out"
+            f"credit.group_size = {size}: a group produces {plural(largest, 'unit')} of {name}, more than may be in "
+            f"flight: (1 + max_staleness) × step_size = {bound}; raise policies.{name}.step_size to {largest} or more, "
+            "or lower credit.group_size or the fan-out"
         )
-    if policy.max_staleness == 0 and whole == most and policy.step_size % most:
-        full = policy.step_size - policy.step_size % most
+    if policy.max_staleness == 0 and smallest == largest and policy.step_size % largest:
+        full = policy.step_size - policy.step_size % largest
         raise ConfigError(
             f"policies.{name}.step_size = {policy.step_size} can never be filled: a group produces "
-            f"{plural(most, 'unit')} of {name}, and with max_staleness = 0 only whole groups that fit are admitted, so "
-            f"every step would have {full}. Set step_size = {full} or {full + most}, or max_staleness = 1"
+            f"{plural(largest, 'unit')} of {name}, and with max_staleness = 0 only whole groups that fit are admitted, "
+            f"so every step would have {full}. Set step_size = {full} or {full + largest}, or max_staleness = 1"
         )
 
 
-def _check_held(config: RunConfig, environment: type[Environment], held: Collection[str], seats: list[str]) -> None:
+def _check_held(config: RunConfig, environment: type[Environment], policies: Collection[str], seats: list[str]) -> None:
     """Check that every policy holds a seat, and that at least one learns."""
     for name in config.policies:
-        if name not in held:
+        if name not in policies:
             raise ConfigError(
                 f"policies.{name} holds no seat of {environment.__name__} ({', '.join(seats)}): bind it in [seats], "
                 "declare in fan_out the child environment that seats it, or remove the policy"
@@ -194,9 +194,9 @@ def check_engine_capabilities(config: RunConfig, capabilities: EngineCapabilitie
         "sampling.top_k, top_p or min_p (their kept sets)": capabilities.sampling_mask or not config.filtered,
         f"{adapters} adapters at once (policies.*.lora, opponents, frozen ones)": capabilities.adapters >= adapters,
     }
-    for what, given in needs.items():
-        if not given:
-            raise ConfigError(f"the engine {capabilities.name!r} does not support {what}")
+    for need, is_available in needs.items():
+        if not is_available:
+            raise ConfigError(f"the engine {capabilities.name!r} does not support {need}")
 
 
 def _check_names(config: RunConfig, environment: type[Environment], known: list[str]) -> None:
@@ -245,15 +245,15 @@ def base_model_chat_formats(config: RunConfig) -> dict[str, ChatFormat]:
         ModelError: a base model's tokenizer or template cannot be used.
     """
     main = os.path.realpath(config.model.path) if config.model.path else ""
-    others = [base for base in config.bases if base.model.path != main]
-    if not others:
+    other_bases = [base for base in config.bases if base.model.path != main]
+    if not other_bases:
         return {}
     from agentrl.rollout.chat.chat_format import TemplateChatFormat
 
     model = config.model
     return {
         name: chat_format
-        for base in others
+        for base in other_bases
         for chat_format in [TemplateChatFormat.load(base.model.path, history=model.history, tools_in=model.tools_in)]
         for name in base.policies
     }
@@ -280,7 +280,7 @@ def hidden_tools(config: RunConfig, environment: type[Environment], chat_format:
     if not offering or not policies:
         return ""
     return (
-        f"the chat template of {' and '.join(policies)} ignores tools, so the model never sees those of "
+        f"the chat template of {' and '.join(policies)} ignores tools, so the model never sees the tools of "
         f"{' and '.join(offering)}. Set model.tools_in = 'system' to list them in the system message"
     )
 
@@ -303,14 +303,22 @@ def check_reference_models(config: RunConfig) -> None:
             )
         if not policy.reference or not file.is_file():
             continue  # weights that a run published use the tokenizer of their base model
-        theirs, own = _numbered_tokens(file), _numbered_tokens(Path(config.base_of(name)) / "tokenizer.json")
-        unequal = [token for token in {**theirs, **own} if own.get(token) != theirs.get(token)]
-        different = min(unequal, key=lambda token: own.get(token, len(own)), default=None)
+        reference_tokens, base_tokens = (
+            _numbered_tokens(file),
+            _numbered_tokens(Path(config.base_of(name)) / "tokenizer.json"),
+        )
+        unequal = [
+            token
+            for token in {**reference_tokens, **base_tokens}
+            if base_tokens.get(token) != reference_tokens.get(token)
+        ]
+        different = min(unequal, key=lambda token: base_tokens.get(token, len(base_tokens)), default=None)
         if different is not None:
             raise ConfigError(
                 f"policies.{name}.reference: {policy.reference} has another tokenizer than {config.base_of(name)} "
-                f"(token {different!r} is {theirs.get(different, 'missing')} there and {own.get(different, 'missing')} "
-                "here), and a reference scores the policy's own tokens: choose a reference of the same model family"
+                f"(token {different!r} is {reference_tokens.get(different, 'missing')} there and "
+                f"{base_tokens.get(different, 'missing')} here), and a reference scores the policy's own tokens: "
+                "choose a reference of the same model family"
             )
 
 
@@ -380,7 +388,7 @@ def _base_digest(directory: Path) -> str:
         return ""
     digest = hashlib.sha256()
     try:
-        for file in sorted(each for each in directory.iterdir() if each.name in _IDENTIFYING and each.is_file()):
+        for file in sorted(entry for entry in directory.iterdir() if entry.name in _IDENTIFYING and entry.is_file()):
             digest.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
         for file in sorted(directory.glob("*.safetensors")):
             with file.open("rb") as opened:
@@ -402,11 +410,11 @@ def check_base_models_unchanged(config: RunConfig, before: object) -> None:
         ConfigError: a directory holds another model.
     """
     try:
-        known = {base.path: base.digest for base in msgspec.convert(before, list[BaseModelRecord])}
+        digests = {base.path: base.digest for base in msgspec.convert(before, list[BaseModelRecord])}
     except msgspec.ValidationError:
         return
     for base in base_models(config):
-        if base.digest and known.get(base.path, "") not in ("", base.digest):
+        if base.digest and digests.get(base.path, "") not in ("", base.digest):
             raise ConfigError(
                 f"{base.path} contains a different model than when the run began, and the versions and recorded tokens "
                 f"of {', '.join(base.policies)} belong to the original. Put it back, or start a new run with --name"
@@ -459,26 +467,26 @@ def check_adapter_base(weights: WeightsRef, base: Path) -> None:
     Raises:
         InputError: the models differ; the message names the policy, the adapter, and both models.
     """
-    said = _adapter_config(Path(weights.path)).get("base_model_name_or_path")
-    if not isinstance(said, str) or not said:
+    base_name = _adapter_config(Path(weights.path)).get("base_model_name_or_path")
+    if not isinstance(base_name, str) or not base_name:
         return  # the adapter does not name its base; the engine still compares shapes
-    if not _is_same_model(Path(said), base):
+    if not _is_same_model(Path(base_name), base):
         raise InputError(
-            f"policies.{weights.version.policy}.path: {weights.path} is an adapter of a different base model, {said}, "
-            f"and the policy's base model is {base}; give an adapter of that base, or correct base_model_name_or_path "
-            "in its adapter_config.json if the model was only moved"
+            f"policies.{weights.version.policy}.path: {weights.path} is an adapter of a different base model, "
+            f"{base_name}, and the policy's base model is {base}; give an adapter of that base, or correct "
+            "base_model_name_or_path in its adapter_config.json if the model was only moved"
         )
 
 
 async def serve_configured_weights(
-    config: RunConfig, served: ServedVersions, store: JournalStore, given: Sequence[WeightsRef]
+    config: RunConfig, served: ServedVersions, store: JournalStore, frozen_weights: Sequence[WeightsRef]
 ) -> None:
     """Load weights into an engine in place of the base model's, and record their location in the journal.
 
     Raises:
         InputError: the weights do not fit the base model.
     """
-    for weights in given:
+    for weights in frozen_weights:
         await record_published_version(store, weights)
         try:
             await served.make_current(weights)
@@ -540,5 +548,5 @@ def _is_same_model(one: Path, other: Path) -> bool:
     if one.samefile(other):
         return True
     files = [{file.name: file for file in path.glob("*.safetensors")} for path in (one, other)]
-    sizes = [{name: file.stat().st_size for name, file in found.items()} for found in files]
+    sizes = [{name: file.stat().st_size for name, file in by_name.items()} for by_name in files]
     return sizes[0] == sizes[1] and all(sha256_of(files[0][name]) == sha256_of(files[1][name]) for name in files[0])

@@ -99,7 +99,7 @@ async def find_start_point(
         directory: directory of the run.
         store: the run's journal.
         code: code of the environments and bots that will run.
-        changed: the settings that differ from those of the previous start.
+        changed: the settings changed since the previous start.
         clock: gives the time label.
         tell: receives a sentence about each rejected checkpoint.
 
@@ -307,8 +307,8 @@ def read_resume_state(
     sizes = step_sizes or {}
     dispatched = list(log.dispatched(SELECTION_BIAS_STEPS * sum(sizes.values())))
     named = {spec.episode_id for spec, _ in (*ended, *dispatched)}
-    found = log.resolved_units(consumed_through, named)
-    resolved = {(policy, name): why for (name, _, policy), why in found.items()}
+    drops = log.resolved_units(consumed_through, named)
+    resolved = {(policy, name): reason for (name, _, policy), reason in drops.items()}
     return ResumeState(
         ended=ended,
         resolved=resolved,
@@ -357,12 +357,13 @@ def check_tokens_not_pruned(log: RunLog, ready: Sequence[tuple[EpisodeSpec, Epis
         StorageError: tokens were pruned.
     """
     pruned = log.pruned({spec.episode_id for spec, _ in ready})
-    gone = sorted(spec.episode_id for spec, _ in ready if (spec.episode_id, spec.attempt) in pruned)
-    if gone:
+    pruned_episodes = sorted(spec.episode_id for spec, _ in ready if (spec.episode_id, spec.attempt) in pruned)
+    if pruned_episodes:
         raise StorageError(
-            f"{plural(len(gone), 'episode')} ({', '.join(gone[:3])}{' …' if len(gone) > 3 else ''}) would be trained "
-            "again from this checkpoint, but their tokens were pruned after a newer one, which is missing: restore "
-            "what was removed from checkpoints/, or start a new run"
+            f"{plural(len(pruned_episodes), 'episode')} "
+            f"({', '.join(pruned_episodes[:3])}{' …' if len(pruned_episodes) > 3 else ''}) would "
+            "be trained again from this checkpoint, but their tokens were pruned after a newer one, which is missing: "
+            "restore what was removed from checkpoints/, or start a new run"
         )
 
 
@@ -389,7 +390,7 @@ def describe_start(
         resume_state: unfinished work, from the journal.
         store: the run's journal.
         code: the code of environments and bots that will run.
-        changed: the settings that differ from those of the previous start.
+        changed: the settings changed since the previous start.
         clock: gives the wall time of the start.
     """
     steps = {name: versions[name].step for name in config.trained}
@@ -409,36 +410,38 @@ def describe_start(
         code=dict(code.digests),
         code_changed=tuple(sorted(changed_code)),
     )
-    told = [f"resuming from checkpoint {start.checkpoint} (steps taken: {_counted(steps)})"]
+    sentences = [f"resuming from checkpoint {start.checkpoint} (steps taken: {_counted(steps)})"]
     if recovery.manifest is None:
-        told = ["there is no checkpoint yet: the run starts again from its initial weights and keeps its episodes"]
+        sentences = ["there is no checkpoint yet: the run starts again from its initial weights and keeps its episodes"]
     for name, step in start.again.items():
         one = step == steps[name] + 1
-        told.append(f"{f'step {step}' if one else f'steps {steps[name] + 1} to {step}'} of {name} will be taken again")
+        sentences.append(
+            f"{f'step {step}' if one else f'steps {steps[name] + 1} to {step}'} of {name} will be taken again"
+        )
     if resume_state.unfinished:
-        told.append(
+        sentences.append(
             f"unfinished episodes that will continue from their recorded entries: {len(resume_state.unfinished)}"
         )
     for change in changed:
         kept = "; unfinished episodes keep what they began with" if change.rule.rule == "per episode" else ""
-        told.append(f"setting {change}{kept}")
+        sentences.append(f"setting {change}{kept}")
     for function in sorted(changed_code & code.functions.keys()):
-        told.append(f"the {code.functions[function]} changed: later steps use the new code")
+        sentences.append(f"the {code.functions[function]} changed: later steps use the new code")
     if files := sorted(changed_code - code.functions.keys()):
-        told.append(
+        sentences.append(
             f"the code changed in {', '.join(files)}; `on_code_change` of its environment says what becomes of "
             "unfinished episodes"
         )
     if count := sum(map(len, stale.values())):
-        where = shlex.quote(f"(status = ready or status = trained) and committed_at < {start.began_at:.0f}")
+        condition = shlex.quote(f"(status = ready or status = trained) and committed_at < {start.began_at:.0f}")
         run = shlex.quote(str(store.directory.parent))
         chosen = config.environment.id
-        given = f" --environment {shlex.quote(chosen)}" if isinstance(chosen, str) and ".py" in chosen else ""
-        told.append(
+        option = f" --environment {shlex.quote(chosen)}" if isinstance(chosen, str) and ".py" in chosen else ""
+        sentences.append(
             f"{plural(count, 'committed episode')} will be trained with the rewards that the old code gave; to see "
-            f"what the new code gives: `agentrl episode rescore {run} --where {where}{given}`"
+            f"what the new code gives: `agentrl episode rescore {run} --where {condition}{option}`"
         )
-    return start, told
+    return start, sentences
 
 
 def _counted(steps: Mapping[str, int]) -> str:
@@ -456,16 +459,16 @@ def _played_by_other_code(
             continue
         keys.append(AttemptLocation(header.location.partition, spec.episode_id, spec.attempt))
         environments[spec.episode_id] = spec.environment
-    reader, found = TurnLogReader(store.directory), dict[str, list[str]]()
+    reader, episodes_by_change = TurnLogReader(store.directory), dict[str, list[str]]()
     try:
         for entry in reader.beginnings(keys):
             begin = decode_entries([entry])[0]
             file, digest = code.environments.get(environments[entry.episode_id], ("", ""))
             if isinstance(begin, BeginEntry) and digest and begin.code_hash != digest:
-                found.setdefault(file, []).append(entry.episode_id)
+                episodes_by_change.setdefault(file, []).append(entry.episode_id)
     finally:
         reader.close()
-    return found
+    return episodes_by_change
 
 
 class UserCodeDigests(NamedTuple):
@@ -482,8 +485,11 @@ class UserCodeDigests(NamedTuple):
     def of(config: RunConfig, environment: type[Environment], functions: UserLossAndAdvantage) -> UserCodeDigests:
         """Collect the code of the environment, its children, bots, and the user's loss and advantage."""
         environments = {}
-        for each in all_environment_classes(environment):
-            environments[name_of(each)] = (_file_of(each), code_digest(each.source()))
+        for environment_class in all_environment_classes(environment):
+            environments[name_of(environment_class)] = (
+                _file_of(environment_class),
+                code_digest(environment_class.source()),
+            )
         digests = dict(environments.values())
         digests |= {code.reference: code.digest for code in functions.codes.values()}
         for name, bot in config.of_kind(BotPolicy).items():
@@ -531,20 +537,20 @@ def load_user_functions(config: RunConfig) -> UserLossAndAdvantage:
         "credit.turn_credit = 'to_go' compares the turns of a group": credit.turn_credit != "sum",
         "credit.release = 'dynamic_sampling' drops groups when they end": credit.dynamic_sampling,
     }
-    asked = [what for what, is_asked in at_end_of_group.items() if is_asked]
-    if asked and estimator.mark.over == "step":
+    reasons = [reason for reason, is_asked in at_end_of_group.items() if is_asked]
+    if reasons and estimator.mark.over == "step":
         raise ConfigError(
-            f"{asked[0]}, and credit.advantage = {advantage.name!r} compares the agents of a step, so the two cannot "
+            f"{reasons[0]}, and credit.advantage = {advantage.name!r} compares the agents of a step, so the two cannot "
             "be combined: remove the first, or choose an advantage over the group"
         )
     return UserLossAndAdvantage(codes, estimator)
 
 
-def _file_of(made: Any) -> str:
+def _file_of(definition: Any) -> str:
     try:
-        return os.path.abspath(inspect.getsourcefile(made) or "")
+        return os.path.abspath(inspect.getsourcefile(definition) or "")
     except TypeError:
-        return f"{made.__module__}:{made.__qualname__}"
+        return f"{definition.__module__}:{definition.__qualname__}"
 
 
 # --- versions that play besides the newest ----------------------------------------------------------------------------
@@ -606,11 +612,11 @@ async def _serve_older_opponents(
     joined = {
         board.at(pool.of, step) for step in opponent_pool_steps(now.step, pool.every, pool.size) if step < now.step
     }
-    wanted = set(drawn_from[-pool.size :]) or joined
-    pinned = {spec.pins[name] for spec in journal.unfinished() if name in spec.pins} - wanted
-    others = sorted(version for version in pinned if version.step < now.step and board.survives(version))
+    wanted_steps = set(drawn_from[-pool.size :]) or joined
+    pinned = {spec.pins[name] for spec in journal.unfinished() if name in spec.pins} - wanted_steps
+    other_versions = sorted(version for version in pinned if version.step < now.step and board.survives(version))
     served = []
-    for version in sorted([*wanted, *others[-SPARE:]], key=lambda version: version.step):
+    for version in sorted([*wanted_steps, *other_versions[-SPARE:]], key=lambda version: version.step):
         weights = journal.published(version)
         if weights is None:
             continue
@@ -652,9 +658,9 @@ def remove_leftover_directories(checkpoints: Path, versions: Path, *, disk: Disk
 
 def _highest_on_disk(versions: Path, disk: Disk) -> int:
     """Return the largest lineage with files; -1 if there is none."""
-    found = [
+    numbers = [
         lineage
         for policy in disk.names(versions)
         for lineage, _ in list_version_directories(versions / policy, disk=disk)
     ]
-    return max(found, default=-1)
+    return max(numbers, default=-1)

@@ -115,84 +115,90 @@ def replay(
     reader = RunReader(run)
     try:
         config = recorded_config(reader.log.config())
-        asked = _Asked(
+        request = _Asked(
             config=config,
             chat_format=(factories or RunFactories()).chat_format(config),
             environment=None if environment is None else resolve(environment),
             until=until,
             rescoring=rescoring,
         )
-        return asyncio.run(_all(reader, episodes, asked))
+        return asyncio.run(_all(reader, episodes, request))
     finally:
         reader.close()
 
 
-async def _all(reader: RunReader, episodes: Sequence[tuple[str, int | None]], asked: _Asked) -> list[ReplayResult]:
-    return [await _one(reader, episode_id, attempt, asked) for episode_id, attempt in episodes]
+async def _all(reader: RunReader, episodes: Sequence[tuple[str, int | None]], request: _Asked) -> list[ReplayResult]:
+    return [await _one(reader, episode_id, attempt, request) for episode_id, attempt in episodes]
 
 
-async def _one(reader: RunReader, episode_id: str, attempt: int | None, asked: _Asked) -> ReplayResult:
+async def _one(reader: RunReader, episode_id: str, attempt: int | None, request: _Asked) -> ReplayResult:
     view = reader.episode(episode_id, attempt)
     line = view.summary
-    found = ReplayResult(episode=line.episode, attempt=line.attempt, outcome="not_replayable", calls=0, recorded=0)
-    own, inherited = reader.recorded(line)
+    result = ReplayResult(episode=line.episode, attempt=line.attempt, outcome="not_replayable", calls=0, recorded=0)
+    own_entries, inherited = reader.recorded(line)
     if view.problems:
-        return msgspec.structs.replace(found, recorded=len(own), text="; ".join(view.problems))
+        return msgspec.structs.replace(result, recorded=len(own_entries), text="; ".join(view.problems))
     # An external agent may request its turns in any order.
-    turns = list(external_turns_with_context([*inherited, *own]))
-    own, inherited = ([entry for entry in part if not is_external_turn(entry)] for part in (own, inherited))
-    if not own:
-        return msgspec.structs.replace(found, text="nothing of it was recorded: it was dropped before its first act")
-    if asked.until is not None and asked.until not in {entry.call_id for entry in [*inherited, *own, *turns]}:
+    turns = list(external_turns_with_context([*inherited, *own_entries]))
+    own_entries, inherited = (
+        [entry for entry in part if not is_external_turn(entry)] for part in (own_entries, inherited)
+    )
+    if not own_entries:
+        return msgspec.structs.replace(result, text="nothing of it was recorded: it was dropped before its first act")
+    if request.until is not None and request.until not in {
+        entry.call_id for entry in [*inherited, *own_entries, *turns]
+    }:
         raise InputError(
-            f"episode {line.episode} has no call {asked.until!r}; `agentrl episode replay --step` names them"
+            f"episode {line.episode} has no call {request.until!r}; `agentrl episode replay --step` names them"
         )
     spec = dataclasses.replace(_spec(reader, line), purpose="replay")
-    begin = decode_entries(own[:1])[0]
-    verb = "rescore" if asked.rescoring else "replay"
+    begin = decode_entries(own_entries[:1])[0]
+    verb = "rescore" if request.rescoring else "replay"
     environment = environment_to_run(
         spec.environment,
-        asked.environment,
+        request.environment,
         recorded=recorded_environment_code(reader.info()),
         code_hash=begin.code_hash if isinstance(begin, BeginEntry) else "",
         command=f"agentrl episode {verb} {shlex.quote(str(reader.path))} {line.episode}",
     )
-    if asked.rescoring:
-        own = [await _rescored_child(reader, entry, asked) for entry in own]
+    if request.rescoring:
+        own_entries = [await _rescored_child(reader, entry, request) for entry in own_entries]
     acts: list[tuple[str, str]] = []
     discarding = MemoryJournal(keeps=False)
     runner = ReplayRunner(
         inherited=inherited,
         on_call=lambda call, words: acts.append((call, words)),
-        until=asked.until,
-        rescoring=asked.rescoring,
+        until=request.until,
+        rescoring=request.rescoring,
         engine=_NoEngine(),
-        chat_format=asked.chat_format,
+        chat_format=request.chat_format,
         store=discarding,
         log=discarding.turn_log("replay"),
-        host=ReplayHost([*inherited, *own]),
+        host=ReplayHost([*inherited, *own_entries]),
         clock=RunFactories().clock,
         settings=dataclasses.replace(
-            rollout_settings(asked.config, asked.chat_format, asked.config.engine.max_context or MAX_EXTERNAL_CONTEXT),
+            rollout_settings(
+                request.config, request.chat_format, request.config.engine.max_context or MAX_EXTERNAL_CONTEXT
+            ),
             on_code_change="try",
         ),
     )
     environment.load()
-    outcome, call, text, header = await _run(runner, spec, environment, own, turns, line)
+    outcome, call, text, header = await _run(runner, spec, environment, own_entries, turns, line)
     before = {f"{agent.seat}[{agent.index}]": agent.reward for agent in view.agents}
     after = _rewards(header)
-    if outcome == "identical" and header is not None and not asked.rescoring:
+    if outcome == "identical" and header is not None and not request.rescoring:
         outcome, text = _compared(header, line, before, after)
     return msgspec.structs.replace(
-        found,
+        result,
         outcome=outcome,
         calls=0 if runner.journal is None else runner.journal.reached,
-        recorded=len(turns) + sum(ids.has_call_number(entry.call_id) for entry in [*inherited, *own]),
+        recorded=len(turns) + sum(ids.has_call_number(entry.call_id) for entry in [*inherited, *own_entries]),
         call=call,
         text=text,
         acts=acts,
-        before=before if asked.rescoring else {},
-        after=after if asked.rescoring else {},
+        before=before if request.rescoring else {},
+        after=after if request.rescoring else {},
     )
 
 
@@ -252,9 +258,9 @@ def _compared(
         "tokens": (line.tokens, header.tokens),
         "rewards": (before, {agent: reward for agent, reward in after.items() if agent in before}),
     }
-    for what, (then, now) in pairs.items():
+    for part, (then, now) in pairs.items():
         if then != now:
-            return "departed", f"every call is the same, and the {what} differ: {then} then, {now} now"
+            return "departed", f"every call is the same, and the {part} differ: {then} then, {now} now"
     return "identical", ""
 
 
@@ -263,12 +269,12 @@ def _rewards(header: EpisodeHeader | None) -> dict[str, float | None]:
     return {f"{unit.seat}[{unit.index}]": unit.reward for unit in units}
 
 
-async def _rescored_child(reader: RunReader, entry: JournalEntry, asked: _Asked) -> JournalEntry:
+async def _rescored_child(reader: RunReader, entry: JournalEntry, request: _Asked) -> JournalEntry:
     """Return an entry; if it reports a child's end, with the child's new rewards."""
     body = entry.decode()
     if not isinstance(body, ChildResultEntry) or body.drop_reason is not None:
         return entry
-    child = await _one(reader, body.child, None, asked)
+    child = await _one(reader, body.child, None, request)
     if child.outcome != "identical":
         return entry
     rewards: dict[str, float] = {}
@@ -286,13 +292,13 @@ def _spec(reader: RunReader, line: EpisodeLine) -> EpisodeSpec:
 
 
 def environment_to_run(
-    name: str, given: type[Environment] | None, *, recorded: Mapping[str, str], code_hash: str, command: str
+    name: str, chosen: type[Environment] | None, *, recorded: Mapping[str, str], code_hash: str, command: str
 ) -> type[Environment]:
     """Choose the class to run for an episode of an environment.
 
     Args:
         name: name of the environment in the journal.
-        given: the class that the user named.
+        chosen: the class that the user named.
         recorded: references to the code of the run's environments, by name; see `environment_code_references`.
         code_hash: hash of the environment's module when the episode was played.
         command: the user's command without `--environment`, for the message.
@@ -300,14 +306,14 @@ def environment_to_run(
     Raises:
         InputError: only the journal names the code; the message has the command with which the user can name it.
     """
-    if given is not None:
-        own = name.rpartition(":")[2].rpartition(".")[2]
-        beside = getattr(sys.modules.get(given.__module__), own, None)  # a child environment of the same module
-        return beside if isinstance(beside, type) and own != given.__name__ else given
-    found = loaded_environment(name)
-    if found is not None:
-        return found
-    if name not in {known.id for known in registered_environments()} and not name.startswith(OWN):
+    if chosen is not None:
+        class_name = name.rpartition(":")[2].rpartition(".")[2]
+        beside = getattr(sys.modules.get(chosen.__module__), class_name, None)  # a child environment of the same module
+        return beside if isinstance(beside, type) and class_name != chosen.__name__ else chosen
+    loaded = loaded_environment(name)
+    if loaded is not None:
+        return loaded
+    if name not in {registered.id for registered in registered_environments()} and not name.startswith(OWN):
         raise InputError(_how_to_name(name, recorded, code_hash, command))
     try:
         return resolve(name)
@@ -319,7 +325,11 @@ def recorded_environment_code(info: Mapping[str, Any]) -> Mapping[str, str]:
     """Return references to the code of a run's environments, by name, from its journal's `info`; see
     `app.run_parts.environment_code_references`."""
     code = info.get("code")
-    return {name: where for name, where in code.items() if isinstance(where, str)} if isinstance(code, dict) else {}
+    return (
+        {name: location for name, location in code.items() if isinstance(location, str)}
+        if isinstance(code, dict)
+        else {}
+    )
 
 
 def _how_to_name(name: str, recorded: Mapping[str, str], code_hash: str, command: str) -> str:
@@ -337,8 +347,8 @@ def _how_to_name(name: str, recorded: Mapping[str, str], code_hash: str, command
             f"{because}. Its class was defined inside a function: move it to the top level of a file, then\n  {example}"
         )
     if location in ("", "__main__"):
-        where = "registered under that name by the program that trained" if not location else "typed into a notebook"
-        return f"{because}; it was {where}. Name the file it is in:\n  {example}"
+        origin = "registered under that name by the program that trained" if not location else "typed into a notebook"
+        return f"{because}; it was {origin}. Name the file it is in:\n  {example}"
     if not location.endswith(".py"):
         reference = shlex.quote(f"{location}:{qualname}")
         return f"{because}. Where Python finds that module (here, or on PYTHONPATH), say so:\n  {command} " + (
@@ -419,7 +429,7 @@ def replay_steps(reader: RunReader, policy: str | None = None) -> list[StepRepla
 def replay_step(reader: RunReader, line: StepLine) -> StepReplayResult:
     """Rebuild one step; `text` describes unreadable data."""
     view = step_view(reader, line.step, line.policy, line.lineage)
-    found = StepReplayResult(
+    result = StepReplayResult(
         policy=line.policy,
         lineage=line.lineage,
         step=line.step,
@@ -433,7 +443,7 @@ def replay_step(reader: RunReader, line: StepLine) -> StepReplayResult:
     try:
         inputs = _in_order(reader, view.columns_file, _step_inputs(reader, turns, line))
     except JournalError as error:
-        return msgspec.structs.replace(found, text=str(error))
+        return msgspec.structs.replace(result, text=str(error))
     finally:
         turns.close()
     rebuilt = input_digest(map(row_digest, inputs))
@@ -444,12 +454,12 @@ def replay_step(reader: RunReader, line: StepLine) -> StepReplayResult:
         if same
         else f"{plural(len(inputs), 'row')} of {plural(tokens, 'token')} now, {line.samples} of {line.tokens} then"
     )
-    return msgspec.structs.replace(found, identical=same, rows=len(inputs), tokens=tokens, rebuilt=rebuilt, text=text)
+    return msgspec.structs.replace(result, identical=same, rows=len(inputs), tokens=tokens, rebuilt=rebuilt, text=text)
 
 
 def recompute_step_loss(reader: RunReader, line: StepLine) -> StepRecomputeResult:
     """Recompute loss and gradient norm of a step; if that is impossible, `text` has the reason."""
-    found = StepRecomputeResult(loss=line.loss, grad_norm=line.grad_norm, text="")
+    result = StepRecomputeResult(loss=line.loss, grad_norm=line.grad_norm, text="")
     try:
         config = recorded_config(reader.log.config(line.lineage))
         if line.policy not in config.trained:
@@ -463,14 +473,14 @@ def recompute_step_loss(reader: RunReader, line: StepLine) -> StepRecomputeResul
         between: list[tuple[TrainBatch, float]] = []
         weights: WeightsRef | Path | None
         if trainer.only_in_checkpoints(line.policy):
-            weights, where, started_from, between = _kept_checkpoint(reader, started_from, config)
+            weights, origin, started_from, between = _kept_checkpoint(reader, started_from, config)
         else:
-            weights, where = find_weights_of(reader, started_from)
+            weights, origin = find_weights_of(reader, started_from)
         loss, grad_norm = trainer.recompute(batch, started_from, weights, between)
     except AgentRLError as error:
-        return msgspec.structs.replace(found, text=f"not recomputed: {error}")
+        return msgspec.structs.replace(result, text=f"not recomputed: {error}")
     same = _close(line.loss, loss) and _close(line.grad_norm, grad_norm)
-    return msgspec.structs.replace(found, loss_again=loss, grad_norm_again=grad_norm, same=same, text=where)
+    return msgspec.structs.replace(result, loss_again=loss, grad_norm_again=grad_norm, same=same, text=origin)
 
 
 def find_weights_of(reader: RunReader, version: PolicyVersion) -> tuple[WeightsRef | Path | None, str]:
@@ -486,8 +496,8 @@ def find_weights_of(reader: RunReader, version: PolicyVersion) -> tuple[WeightsR
     directory = reader.path / "checkpoints"
     if (saved := find_checkpoint_of(directory, same)) is not None:
         return saved, str(saved.relative_to(reader.path))
-    for each in same:
-        weights = reader.log.published(each)
+    for published in same:
+        weights = reader.log.published(published)
         if weights is not None and Path(weights.path).is_dir():
             return weights, str(Path(weights.path).relative_to(reader.path))
     raise InputError(
@@ -516,7 +526,7 @@ def _kept_checkpoint(
     weights.
 
     Raises:
-        InputError: one of these steps was taken with another loss or other values than those of `config`.
+        InputError: one of these steps was taken with another loss or other values than `config` has.
         JournalError: the record of one of these steps is gone or damaged.
         StorageError: the checkpoint is damaged.
     """
@@ -525,20 +535,20 @@ def _kept_checkpoint(
         same = _same_weights(reader, version)
         saved = None if version.step == 0 else find_checkpoint_of(reader.path / "checkpoints", same)
         if saved is not None or version.step == 0:
-            where = "those a run begins with" if saved is None else str(saved.relative_to(reader.path))
+            origin = "those a run begins with" if saved is None else str(saved.relative_to(reader.path))
             steps = f", and {plural(len(between), 'step')} from there" if between else ""
-            return saved, where + steps, version, between[::-1]
-        for each in same:
-            key = (each.policy, each.lineage, each.step)
+            return saved, origin + steps, version, between[::-1]
+        for start_point in same:
+            key = (start_point.policy, start_point.lineage, start_point.step)
             if rows := verified_control_rows(reader.log, "steps", "policy = ? AND lineage = ? AND step = ?", *key):
-                taken = recorded_config(reader.log.config(each.lineage))
-                if (taken.trainer.loss, taken.credit.advantage.gae) != (
+                taken_config = recorded_config(reader.log.config(start_point.lineage))
+                if (taken_config.trainer.loss, taken_config.credit.advantage.gae) != (
                     config.trainer.loss,
                     config.credit.advantage.gae,
                 ):
                     raise InputError(
-                        f"step {each.step}, which lies between the newest checkpoint and this step, was taken with "
-                        "another trainer.loss, or other options of credit.advantage = 'gae'"
+                        f"step {start_point.step}, which lies between the newest checkpoint and this step, was taken "
+                        "with another trainer.loss, or other options of credit.advantage = 'gae'"
                     )
                 batch, version = _batch(reader, *key)
                 between.append((batch, float(json.loads(rows[0]["metrics"])["learning_rate"])))
@@ -613,12 +623,12 @@ def _units(reader: RunReader, policy: str, lineage: int, step: int) -> Iterator[
         credits.setdefault((row["episode"], row["attempt"]), []).append(
             TrajectoryCredit(row["seat"], row["agent"], row["reward"], row["advantage"], row["baseline"], by_turn)
         )
-    for (episode, attempt), own in credits.items():
+    for (episode, attempt), agent_credits in credits.items():
         located = verified_control_rows(reader.log, "episodes", "episode = ? AND attempt = ?", episode, attempt)
         if not located or located[0]["partition"] is None:
             raise JournalError(f"episode {episode}, attempt {attempt}: its record is missing or damaged")
-        where = EpisodeDataLocation(located[0]["partition"], located[0]["entries"])
-        yield Unit(episode_id=episode, attempt=attempt, policy=policy, location=where, credits=tuple(own))
+        location = EpisodeDataLocation(located[0]["partition"], located[0]["entries"])
+        yield Unit(episode_id=episode, attempt=attempt, policy=policy, location=location, credits=tuple(agent_credits))
 
 
 def _in_order(reader: RunReader, columns: str | None, fed: Iterator[TrainingSample]) -> list[TrainingSample]:

@@ -108,7 +108,7 @@ def make_workers(
     if config.workers == 1:
         return None
     engines = engines_behind_router(engine)
-    shared = [each for each in engines if isinstance(each, AddressableEngine) and each.addresses]
+    shared = [member for member in engines if isinstance(member, AddressableEngine) and member.addresses]
     if len(shared) < len(engines):
         raise ConfigError(
             f"workers = {config.workers}: the engine accepts no calls from other processes (it is in this one, or the "
@@ -213,7 +213,10 @@ def environment_code_references(environment: type[Environment]) -> dict[str, str
     Raises:
         EnvironmentDefinitionError: a class was defined in a shell or a notebook.
     """
-    return {name_of(each): f"{module_of(each)}:{each.__qualname__}" for each in all_environment_classes(environment)}
+    return {
+        name_of(environment_class): f"{module_of(environment_class)}:{environment_class.__qualname__}"
+        for environment_class in all_environment_classes(environment)
+    }
 
 
 def _sources_of(environment: type[Environment]) -> dict[str, str]:
@@ -281,7 +284,7 @@ class RunFactories:
 
 
 def environment_of(config: RunConfig, given: type | Mapping[Any, float] | None = None) -> type[Environment]:
-    """Return the environment of a run: the configured or the given one, with those evaluated beside it.
+    """Return the environment of a run: the configured or the given one, plus the environments that are only evaluated.
 
     Raises:
         EnvironmentDefinitionError: there is no environment of that name, or a mixture is invalid.
@@ -306,20 +309,20 @@ def task_source(
         sources = {
             root.__name__: _source(config, environment, root, split) for root in trained_root_environments(environment)
         }
-        return MixedTasks([MemberTasks.of(*each) for each in sources.items()], environment.rates)
+        return MixedTasks([MemberTasks.of(*item) for item in sources.items()], environment.rates)
     return _source(config, environment, environment, split, tasks)
 
 
 def _source(
     config: RunConfig,
-    whole: type[Environment],
+    root: type[Environment],
     environment: type[Environment],
     split: Split,
     tasks: TaskSource | None = None,
 ) -> TaskSource:
     """Return the tasks of one environment of a run."""
     if tasks is None:
-        tasks = _own_tasks(environment, split, config.seed, _options(config, whole, environment))
+        tasks = _own_tasks(environment, split, config.seed, _options(config, root, environment))
     try:
         count = len(tasks)
         first = tasks[0] if count else None
@@ -340,8 +343,8 @@ def _options(config: RunConfig, whole: type[Environment], environment: type[Envi
     if len(trained) == 1:
         return options if environment is trained[0] else {}
     names = [root.__name__ for root in root_environments(whole)]
-    for key, own in options.items():
-        if key not in names or not isinstance(own, Mapping):
+    for key, environment_options in options.items():
+        if key not in names or not isinstance(environment_options, Mapping):
             raise ConfigError(
                 f"environment.options.{key}: in a mixture, options are a table for each class name ({', '.join(names)})"
             )
@@ -354,8 +357,10 @@ def _own_tasks(environment: type[Environment], split: Split, seed: int, options:
     try:
         inspect.signature(environment.tasks).bind(split, seed=seed, **options)
     except TypeError as error:
-        given = ", ".join(sorted(options)) or "none"
-        raise ConfigError(f"environment.options ({given}) do not fit {environment.__name__}.tasks: {error}") from None
+        option_names = ", ".join(sorted(options)) or "none"
+        raise ConfigError(
+            f"environment.options ({option_names}) do not fit {environment.__name__}.tasks: {error}"
+        ) from None
     try:
         return environment.tasks(split, seed=seed, **options)
     except NotImplementedError as error:
@@ -373,15 +378,15 @@ def held_out_task_splits(
     ordered list would be a biased sample.
     """
     splits, available = config.evaluation.splits, 0
-    found: list[HeldOutSplit] = []
-    for name, split, wanted in splits:
+    held_out: list[HeldOutSplit] = []
+    for name, split, count in splits:
         for root in (resolve(name),) if name else trained_root_environments(environment):
             source = _source(config, environment, root, split, tasks)
             available += len(source)
             rng = random.Random(f"held-out tasks {config.seed}")
-            drawn = sorted(rng.sample(range(len(source)), min(wanted, len(source))))
+            drawn = sorted(rng.sample(range(len(source)), min(count, len(source))))
             names = [root.__name__] if issubclass(environment, Mixture) else []
             prefix = [*names, split] if len(splits) > 1 else names
             chosen = [with_task_id_prefix(source[index], *prefix) if prefix else source[index] for index in drawn]
-            found.append(HeldOutSplit("@".join((*names, split)), chosen))
-    return found, available
+            held_out.append(HeldOutSplit("@".join((*names, split)), chosen))
+    return held_out, available

@@ -102,7 +102,7 @@ class RunSetup:
     estimator: AdvantageEstimator | None
     """Advantage estimator; see `UserLossAndAdvantage`."""
     changed: Sequence[SettingDifference]
-    """Settings that differ from those of the previous process."""
+    """Settings changed since the previous process."""
     began: list[RunStart] = field(default_factory=list)
     """Starts in this process."""
 
@@ -182,18 +182,18 @@ def _fault(broken: BaseException, record: RunProcessRecord, directory: Path, run
     """Make the error of a run whose process an environment broke, and record it for the next process."""
     match broken:
         case asyncio.CancelledError():
-            what = "cancelled the tasks of the whole run"
+            fault = "cancelled the tasks of the whole run"
         case KeyboardInterrupt() | SystemExit():
-            what = f"raised {describe_user_code_error(broken)} in a task or callback of its own"
+            fault = f"raised {describe_user_code_error(broken)} in a task or callback of its own"
         case RuntimeError() if "Event loop stopped" in str(broken):
-            what = "stopped the event loop of the run"
+            fault = "stopped the event loop of the run"
         case _:
-            what = f"broke the process of the run ({describe_user_code_error(broken)})"
-    what = f"an environment {what}"
+            fault = f"broke the process of the run ({describe_user_code_error(broken)})"
+    fault = f"an environment {fault}"
     with contextlib.suppress(StorageError):
-        msgspec.structs.replace(record, state="failed", fault=what, has_killer=True).write(directory)
+        msgspec.structs.replace(record, state="failed", fault=fault, has_killer=True).write(directory)
     return EnvironmentFaultError(
-        f"{what} while these episodes ran: {running}. Start again with --resume: episodes are then run in worker "
+        f"{fault} while these episodes ran: {running}. Start again with --resume: episodes are then run in worker "
         "processes, and one that does it again is dropped and named"
     )
 
@@ -247,7 +247,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
     )
     setup.began.append(point.record)
     if point.record.lineage:
-        observer.say(". ".join(f"{each[0].upper()}{each[1:]}" for each in point.sentences) + ".")
+        observer.say(". ".join(f"{sentence[0].upper()}{sentence[1:]}" for sentence in point.sentences) + ".")
     async with contextlib.AsyncExitStack() as stack:
         trainer = setup.factories.trainer(config, directory.path)
         stack.push_async_callback(_close, trainer, observer)
@@ -338,7 +338,7 @@ def _parts(
         estimator=setup.estimator,
         workers=workers,
         tell=setup.observer.warn,
-        code_changes=sum(bool(each.code_changed) for each in store.starts()),
+        code_changes=sum(bool(start.code_changed) for start in store.starts()),
         journal_size=directory.journal_size,
         running_best=running_best,
     )
@@ -361,26 +361,26 @@ def _new_record(setup: RunSetup) -> RunProcessRecord:
             if last.fault
             else "died without an error message (killed, crashed, or out of memory)"
         )
-        where = "" if last.workers == 1 else ", in worker processes"
-        told = f"the previous process {ended}. It was running {format_episode_list(running)}{where}"
+        place = "" if last.workers == 1 else ", in worker processes"
+        message = f"the previous process {ended}. It was running {format_episode_list(running)}{place}"
         if any(spec.purpose == "train" for spec in running):
-            told += "; training episodes continue from where they stopped"
+            message += "; training episodes continue from where they stopped"
         if any(spec.purpose == "evaluate" for spec in running):
-            told += "; evaluation episodes are dropped, because evaluations are not resumed"
-        setup.observer.warn(told)
+            message += "; evaluation episodes are dropped, because evaluations are not resumed"
+        setup.observer.warn(message)
     if is_suspicious and configured == 1:
-        why = (
+        cause = (
             f"{format_episode_list(suspects)} made no progress through {SUSPECTED} such deaths in a row"
             if suspects
             else "an episode may break the process again"
         )
-        what = (
+        record_text = (
             f"episodes are run in {record.workers} worker processes, where one that kills its process is identified "
             "and dropped as worker_lost, and the others survive"
             if can_be_apart
             else "worker processes would identify it, but they cannot use the chat format that this run was given"
         )
-        setup.observer.warn(f"{why}: {what}")
+        setup.observer.warn(f"{cause}: {record_text}")
     return record
 
 

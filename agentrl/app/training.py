@@ -155,10 +155,14 @@ async def run_training(
             for line in await _device_lines(config, code, clock, observer.phase):
                 observer.say(line)
         if chat_format.rewrites:
-            what = "goes on in new rows" if chat_format.forks else "is kept as it was sampled"
-            observer.say(f"the chat template rewrites former turns ({', '.join(chat_format.rewrites)}): history {what}")
-        if config.engine.kind == "vllm" and factories.engine is make_engine and (taken := device_plan(config).taken()):
-            raise ConfigError("\n  ".join(taken))
+            treatment = "each rewrite starts a new token row" if chat_format.forks else "the sampled text is kept"
+            observer.say(f"the chat template rewrites earlier turns ({', '.join(chat_format.rewrites)}): {treatment}")
+        if (
+            config.engine.kind == "vllm"
+            and factories.engine is make_engine
+            and (used_gpus := device_plan(config).taken())
+        ):
+            raise ConfigError("\n  ".join(used_gpus))
         evaluated = sum(len(split.tasks) for split in held_out_splits)
         if evaluated < available:
             observer.say(f"evaluating on {evaluated:,} of {available:,} held-out tasks, drawn with seed {config.seed}")
@@ -222,8 +226,8 @@ def _concluded(
     record_process_state(directory.path, "stopped" if orchestrator.outcome.interrupted else "finished")
     measured = orchestrator.best.measured
     if orchestrator.best.metric and not measured.newest and observer.steps:
-        known = sorted({name for values in observer.steps for name in values})
-        near = difflib.get_close_matches(orchestrator.best.metric, known, 1)
+        metric_names = sorted({name for values in observer.steps for name in values})
+        near = difflib.get_close_matches(orchestrator.best.metric, metric_names, 1)
         observer.warn(
             f"best.metric: {orchestrator.best.metric!r} was never measured for {orchestrator.best.policy}"
             + (f"; did you mean {near[0]!r}?" if near else "; docs/metrics.md lists what is")
@@ -251,7 +255,7 @@ async def _opened(
     resume: bool,
 ) -> AsyncIterator[tuple[SqliteJournal, RunObserver, Sequence[SettingDifference]]]:
     """Open journal and observer, which outlive restarts, and close them at the end. Yields them, and the settings that
-    differ from those of the previous process."""
+    differ from the previous process's."""
     from agentrl.journal.run_process import check_partitions_unlocked, recording_process_state, retry_until_writer_exits
     from agentrl.journal.store import SqliteJournal
     from agentrl.observe.run_observer import RunObserver
@@ -273,7 +277,7 @@ async def _opened(
         observer.watch()
         stack.enter_context(cancel_run_on_ctrl_c(directory.path))
         await retry_until_writer_exits(lambda: check_partitions_unlocked(directory.journal), observer.warn, clock)
-        yield store, observer, [each for each in changed if each.path not in (("name",), ("directory",))]
+        yield store, observer, [change for change in changed if change.path not in (("name",), ("directory",))]
 
 
 def _summary(

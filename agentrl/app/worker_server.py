@@ -194,8 +194,8 @@ class RunConnection:
 
     def forget_all(self) -> None:
         """Forget all episodes."""
-        for known in (self.numbers, self.specs, self._children, self._ends, self._counted):
-            known.clear()
+        for table in (self.numbers, self.specs, self._children, self._ends, self._counted):
+            table.clear()
 
 
 class WorkerServer:
@@ -224,12 +224,12 @@ class WorkerServer:
         self._parking = runner.parking
         self._worker = AsyncioWorker(
             runner,
-            environments={name: resolve(found) for name, found in work.environments.items()},
+            environments={name: resolve(class_name) for name, class_name in work.environments.items()},
             on_failure=self.run.failed,
         )
         self._cancelling: asyncio.Task[None] | None = None
         self.leaves = asyncio.Event()
-        """Set when this process is to end, and its episodes to go on elsewhere."""
+        """Set when this process should end and other workers should resume its episodes."""
 
     def handle(self, message: wire.ToWorker) -> None:
         """Execute a message of the run."""
@@ -263,8 +263,8 @@ class WorkerServer:
 
     async def close(self) -> None:
         """Close everything after the run has disconnected."""
-        for each in self._external.values():
-            await each.close()
+        for policy in self._external.values():
+            await policy.close()
         await self._log.close()
 
     async def park_all(self) -> None:

@@ -272,7 +272,7 @@ READING = (
                         "--edit",
                         type=Path,
                         metavar="FILE",
-                        help="file with messages to replace those of that turn; for an external agent, with its reply",
+                        help="file with messages that replace the turn's; for an external agent, with its reply",
                     ),
                     _argument(
                         "--policy",

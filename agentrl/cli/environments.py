@@ -41,17 +41,17 @@ def env_list(options: argparse.Namespace) -> int:
     """`agentrl env list`."""
     from agentrl.environment.registry import registered_environments
 
-    found = [_described(spec) for spec in registered_environments()]
+    environments = [_described(spec) for spec in registered_environments()]
     if options.json:
-        print_json(found)
+        print_json(environments)
         return 0
-    width = max((len(line["id"]) for line in found), default=0)
-    for line in found:
+    width = max((len(line["id"]) for line in environments), default=0)
+    for line in environments:
         about = f"cannot be used: {line['error']}" if line["error"] else line["description"]
         sys.stdout.write(f"{escape_line(line['id']):<{width}}  {escape_line(about)}\n")
         seats = f"; seats: {', '.join(line['seats'])}" if line["seats"] else ""
         sys.stdout.write(f"{'':<{width}}  from {escape_line(line['entry_point'] + seats)}\n")
-    if not found:
+    if not environments:
         sys.stdout.write("no environments are installed; write one with `agentrl env new NAME`\n")
     return 0
 
@@ -152,11 +152,11 @@ def run_in_forked_child(call: Callable[[], Any], *, longest_s: float = LONGEST_S
     sys.stdout.flush()
     sys.stderr.flush()
     reading, writing = os.pipe()
-    life, ours = os.pipe()
+    life, parent_end = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reading)
-        os.close(ours)
+        os.close(parent_end)
         _answer(call, writing, life)
     os.close(writing)
     os.close(life)
@@ -167,7 +167,7 @@ def run_in_forked_child(call: Callable[[], Any], *, longest_s: float = LONGEST_S
     finally:
         _end(child)
         os.close(reading)
-        os.close(ours)
+        os.close(parent_end)
     if content.endswith(b"\n"):
         value, problem = json.loads(content)
         return value, problem
@@ -188,8 +188,8 @@ def _answer(call: Callable[[], Any], writing: int, life: int) -> NoReturn:
         answer: tuple[Any, str] = (call(), "")
     except BaseException as error:  # noqa: BLE001 - foreign code: whatever it raises is the answer
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        what = f"{type(error).__name__}: {error}".removesuffix(": ")
-        answer = (None, f"it was ended by {what} ({frame.filename}:{frame.lineno}, in {frame.name})")
+        message = f"{type(error).__name__}: {error}".removesuffix(": ")
+        answer = (None, f"it was ended by {message} ({frame.filename}:{frame.lineno}, in {frame.name})")
     sys.stdout.flush()  # flush the child's output before the parent kills it
     content = encode(answer).encode() + b"\n"
     while content and os.getpid() == me:  # a process that the code forked must not answer
@@ -227,8 +227,8 @@ def _whereabouts(child: int, reading: int) -> str:
     while select.select([reading], [], [], _POLL_S)[0] and (part := os.read(reading, 1 << 16)):
         stack += part
     frames = [tuple(part.decode(errors="replace") for part in frame) for frame in _FRAME.findall(stack)]
-    own = [frame for frame in frames if is_user_code(frame[0])] or frames
-    return f"; it was at {own[0][0]}:{own[0][1]}, in {own[0][2]}" if own else ""
+    user_frames = [frame for frame in frames if is_user_code(frame[0])] or frames
+    return f"; it was at {user_frames[0][0]}:{user_frames[0][1]}, in {user_frames[0][2]}" if user_frames else ""
 
 
 def _end(child: int) -> None:
@@ -249,10 +249,10 @@ def _exit_words(status: int) -> str:
 def env_new(options: argparse.Namespace) -> int:
     """`agentrl env new NAME`."""
     try:
-        here = Path.cwd()
+        directory_here = Path.cwd()
     except FileNotFoundError as error:
         raise InputError("the working directory was removed; go to one that exists") from error
-    directory = write_environment(options.name, here)
+    directory = write_environment(options.name, directory_here)
     if options.json:
         print_json({"directory": str(directory), "files": sorted(FILES)})
         return 0
@@ -320,28 +320,28 @@ import agentrl
 class CLASS(agentrl.ToolEnvironment):
     """Sums of three numbers, with a calculator for two."""
 
-    # What the policy may do. Every parameter needs a type; the docstring's first paragraph is what the policy is told.
+    # The policy's tools. Every parameter needs a type; the policy sees the docstring's first paragraph.
     @agentrl.tool
     def calculate(self, a: int, op: Literal["+", "-", "*"], b: int) -> int:
         """One operation on two integers."""
         return {"+": a + b, "-": a - b, "*": a * b}[op]
 
-    # What is good. `episode.answer` is the first turn that calls no tool; `episode.messages` is the whole conversation.
+    # The reward. `episode.answer` is the first turn that calls no tool; `episode.messages` is the whole conversation.
     def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
         return float(episode.answer.strip() == task.data["answer"])
 
-    # What there is to do. Keyword arguments after `seed` are options, set under [environment.options] of train.toml.
-    # Held-out tasks must not be training tasks: they tell learning from remembering.
+    # The tasks. Keyword arguments after `seed` are options, set under [environment.options] of train.toml.
+    # Held-out tasks must not be training tasks: they distinguish learning from memorizing.
     @classmethod
     def tasks(cls, split: str, *, seed: int = 0, count: int = 1000) -> agentrl.TaskSource:
         return [_task(split, seed, number) for number in range(count)]
 
 
 def _task(split: str, seed: int, number: int) -> agentrl.Task:
-    draw = Random(f"{split} {seed} {number}")  # a stream of its own: the same task each time it is asked for
+    draw = Random(f"{split} {seed} {number}")  # its own stream, so each task is the same every time
     a, b = draw.randint(1, 99), draw.randint(1, 99)
     c = 2 * draw.randint(1, 49) + (split == "held_out")  # odd where held out: never the same question
-    # The model that comes with agentrl knows this sentence and no other; yours will understand any.
+    # The bundled model only knows this sentence; a real model understands any.
     question = f"State the final answer to the following arithmetic problem: {a} + {b} - {c} ="
     return agentrl.Task(id=f"{split}-{seed}-{number}", data={"question": question, "answer": str(a + b - c)})
 
@@ -409,7 +409,7 @@ name = "NAME"
 steps = 40            # optimizer steps
 
 [environment]
-id = "env.py:CLASS"   # beside this file
+id = "env.py:CLASS"   # next to this file
 
 [model]
 path = "agentrl.environments:calculator/model"   # 0.84 M parameters, part of agentrl; or a directory of yours
@@ -442,16 +442,16 @@ Describe the task, the tools, the reward and the options here.
 
 ```
 pytest                        # its tests
-agentrl env check env.py      # plays it with a random policy, kills and resumes it, says what is wrong
+agentrl env check env.py      # plays it with a random policy, kills and resumes it, explains failures
 agentrl train train.toml      # trains on it; half a minute on two cores
 agentrl episode list NAME     # what the agent did
 ```
 
-`env.py` is the environment, `test_env.py` its tests, `train.toml` how it is trained. The model that comes with agentrl
-has learned to write numbers and to call `calculate`, nothing else. For other tools and other words, give a model that
-follows instructions: `agentrl train train.toml --model DIR`.
+`env.py` is the environment, `test_env.py` its tests, `train.toml` the training configuration. The bundled model
+has only learned to write numbers and to call `calculate`. For other tools and words, use an instruction-tuned
+model: `agentrl train train.toml --model DIR`.
 
-`pip install -e .` makes it known by name: `agentrl env list`, `id = "NAME"`.
+`pip install -e .` registers it by name: `agentrl env list`, `id = "NAME"`.
 """,
     "__init__.py": '''"""The environment NAME."""
 

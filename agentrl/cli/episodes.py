@@ -62,13 +62,13 @@ def _follow_episodes(reader: RunReader, options: argparse.Namespace, columns: li
     from agentrl.inspection.render import EPISODE_COLUMNS, episode_table
     from agentrl.inspection.search import episodes_with_words
 
-    where = "committed_at != null" + (f" and ({options.where})" if options.where else "")
+    condition = "committed_at != null" + (f" and ({options.where})" if options.where else "")
     newest = 0.0
 
     def ask() -> list[EpisodeLine]:
         nonlocal newest
         among = episodes_with_words(reader, options.match) if options.match else None
-        since = f"{where} and committed_at >= {newest!r}"
+        since = f"{condition} and committed_at >= {newest!r}"
         lines = reader.episodes(since, sort="committed_at", descending=False, limit=options.limit, among=among)
         newest = max([newest, *(line.committed_at or 0.0 for line in lines)])
         return lines
@@ -140,8 +140,8 @@ def episode_why(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     from agentrl.inspection.render_episode import reasons_page
 
     episode = chosen_episode(reader, options)
-    found = explain_episode(reader, episode, options.attempt)
-    return RunAnswer(found, lambda: reasons_page(episode, found))
+    reasons = explain_episode(reader, episode, options.attempt)
+    return RunAnswer(reasons, lambda: reasons_page(episode, reasons))
 
 
 @make_run_command
@@ -170,8 +170,8 @@ def episode_diff(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     from agentrl.inspection.comparisons import compare_episodes
     from agentrl.inspection.render_episode import difference_page
 
-    found = compare_episodes(reader, options.id, options.other)
-    return RunAnswer(found, lambda: difference_page(found))
+    difference = compare_episodes(reader, options.id, options.other)
+    return RunAnswer(difference, lambda: difference_page(difference))
 
 
 @make_run_command
@@ -180,15 +180,15 @@ def episode_replay(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     from agentrl.app.replays import replay
     from agentrl.inspection.render_episode import replay_page
 
-    found = replay(
+    results = replay(
         reader.path,
         _episodes(reader, options),
         until=options.until,
         environment=options.environment,
         factories=_factories(reader),
     )
-    code = CheckFailedError.exit_code if any(each.outcome == "departed" for each in found) else 0
-    return RunAnswer(found, lambda: replay_page(found, step=options.step), code)
+    code = CheckFailedError.exit_code if any(result.outcome == "departed" for result in results) else 0
+    return RunAnswer(results, lambda: replay_page(results, step=options.step), code)
 
 
 @make_run_command
@@ -199,15 +199,15 @@ def episode_rescore(reader: RunReader, options: argparse.Namespace) -> RunAnswer
     from agentrl.app.replays import replay
     from agentrl.inspection.render_episode import rescore_page
 
-    found = replay(
+    results = replay(
         reader.path,
         _episodes(reader, options),
         rescoring=True,
         environment=options.environment,
         factories=_factories(reader),
     )
-    code = CheckFailedError.exit_code if any(each.outcome == "departed" for each in found) else 0
-    return RunAnswer(found, lambda: rescore_page(found), code)
+    code = CheckFailedError.exit_code if any(result.outcome == "departed" for result in results) else 0
+    return RunAnswer(results, lambda: rescore_page(results), code)
 
 
 @make_run_command
@@ -230,7 +230,7 @@ def episode_fork(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
         environment=options.environment,
         factories=_factories(reader),
     )
-    made = {header.episode_id for header in headers}
+    new_ids = {header.episode_id for header in headers}
     root = reader.path if reader.path.name != "forks" else reader.path.parent
 
     def page() -> Any:
@@ -238,7 +238,7 @@ def episode_fork(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
 
         opened = RunReader(root)
         try:
-            return fork_tree_page(fork_tree(opened), made)
+            return fork_tree_page(fork_tree(opened), new_ids)
         finally:
             opened.close()
 
@@ -344,11 +344,13 @@ def step_replay(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     from agentrl.inspection.steps import step_view
 
     if options.step is None:
-        found = replay_steps(reader, options.policy)
+        results = replay_steps(reader, options.policy)
     else:
         line = step_view(reader, options.step, options.policy, options.lineage).line
-        found = [msgspec.structs.replace(replay_step(reader, line), computed=recompute_step_loss(reader, line))]
-    departed = [each for each in found if not each.identical or (each.computed and each.computed.same is False)]
+        results = [msgspec.structs.replace(replay_step(reader, line), computed=recompute_step_loss(reader, line))]
+    departed = [
+        result for result in results if not result.identical or (result.computed and result.computed.same is False)
+    ]
     code = CheckFailedError.exit_code if departed else 0
-    rows = [msgspec.to_builtins(each) for each in found]
-    return RunAnswer(found, lambda: step_replays_page(rows), code)
+    rows = [msgspec.to_builtins(result) for result in results]
+    return RunAnswer(results, lambda: step_replays_page(rows), code)

@@ -42,11 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = argparse.Namespace(reads=True, takes_overrides=None)
     try:
         try:
-            options, rest = make_parser().parse_known_args(arguments)
+            options, unparsed = make_parser().parse_known_args(arguments)
         except SystemExit:  # help was printed: report a failed write here, not when the interpreter exits
             sys.stdout.flush()
             raise
-        options.overrides = _overrides(rest, wanted=options.takes_overrides)
+        options.overrides = _overrides(unparsed, accepted=options.takes_overrides)
         with rare_collections():
             code = _call(options)
         sys.stdout.flush()
@@ -98,8 +98,8 @@ def _report_unexpected(error: BaseException) -> int:
         _say(f"agentrl: {escape_line(str(error.filename))[:100]}…: {error.strerror}; {os_error_advice(error)}\n")
         return InputError.exit_code
     if isinstance(error, OSError) and error.errno in _MACHINE:
-        where = escape_line(str(error.filename or "a file"))
-        _say(f"agentrl: {where}: {error.strerror}; check the free space and the permissions there\n")
+        location = escape_line(str(error.filename or "a file"))
+        _say(f"agentrl: {location}: {error.strerror}; check the free space and the permissions there\n")
         return StorageError.exit_code
     return _report_bug(error)
 
@@ -154,15 +154,15 @@ def _write_traceback() -> str:
     return f"The traceback is in {path}"
 
 
-def _overrides(rest: Sequence[str], *, wanted: bool) -> list[str]:
-    for argument in rest:
-        if not wanted or not argument.startswith("--") or "=" not in argument:
+def _overrides(arguments: Sequence[str], *, accepted: bool) -> list[str]:
+    for argument in arguments:
+        if not accepted or not argument.startswith("--") or "=" not in argument:
             hint = "; see --help"
-            if wanted:
+            if accepted:
                 hint = "; set a configuration field with --section.field=value, as one argument"
                 hint += f": {argument}=VALUE" if argument.startswith("--") else ""
             raise InputError(f"unknown argument {argument!r}{hint}")
-    return list(rest)
+    return list(arguments)
 
 
 if __name__ == "__main__":

@@ -118,10 +118,10 @@ def find_run(name: str | None) -> Path:
         InputError: there are no runs.
     """
     if name is None:
-        found = [path for path in RUNS.iterdir() if _is_run(path)] if RUNS.is_dir() else []
-        if not found:
+        runs = [path for path in RUNS.iterdir() if _is_run(path)] if RUNS.is_dir() else []
+        if not runs:
             raise InputError("there are no runs in runs/; name a run's directory, or make one with `agentrl train`")
-        return max(found, key=lambda path: (path / "journal").stat().st_mtime)
+        return max(runs, key=lambda path: (path / "journal").stat().st_mtime)
     path = Path(name)
     return path if path.exists() or not (RUNS / name).exists() else RUNS / name
 
@@ -286,8 +286,8 @@ def run_winrates(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     from agentrl.inspection.render import win_rate_table
     from agentrl.inspection.statistics import run_win_rates
 
-    found = run_win_rates(reader)
-    return RunAnswer(found, lambda: win_rate_table(found))
+    results = run_win_rates(reader)
+    return RunAnswer(results, lambda: win_rate_table(results))
 
 
 @make_run_command
@@ -355,15 +355,17 @@ def run_export(options: argparse.Namespace) -> int:
     from agentrl.inspection.export.exporting import export
 
     with open_run(options) as reader:
-        found = export(reader, options.to, options.out, where=options.where, match=options.match, force=options.force)
+        exported = export(
+            reader, options.to, options.out, where=options.where, match=options.match, force=options.force
+        )
     if options.json:
-        print_json(found)
+        print_json(exported)
         return 0
-    _say(f"{found.path}: {plural(found.episodes, 'episode')}")
-    for problem in found.problems[:PROBLEMS_SHOWN]:
+    _say(f"{exported.path}: {plural(exported.episodes, 'episode')}")
+    for problem in exported.problems[:PROBLEMS_SHOWN]:
         _say(f"  not readable: {problem}")
-    if len(found.problems) > PROBLEMS_SHOWN:
-        _say(f"  and {len(found.problems) - PROBLEMS_SHOWN:,} more (--json has them)")
+    if len(exported.problems) > PROBLEMS_SHOWN:
+        _say(f"  and {len(exported.problems) - PROBLEMS_SHOWN:,} more (--json has them)")
     return 0
 
 

@@ -45,13 +45,13 @@ class Propose(agentrl.Environment):
         written = (await proposer.act(agentrl.user(f"Write a sum of {ctx.task.data['terms']} numbers."))).text.strip()
         if not proposer.gate(_SUM.fullmatch(written) is not None, penalty=-0.5):
             return
-        known = await ctx.remember(written, structure=f"{written.count('+') + 1} terms")
+        novelty = await ctx.remember(written, structure=f"{written.count('+') + 1} terms")
         solved = await ctx.gather(*ctx.spawn(Solve, {"sum": written}, n=ATTEMPTS))
         rewards = [child.rewards.get("solver", 0.0) for child in solved if child.drop_reason is None]
         share = sum(reward > 0.5 for reward in rewards) / max(len(rewards), 1)
         ctx.metric("solved", share)
         proposer.reward(4.0 * share * (1.0 - share))
-        proposer.reward(-0.25 * known.share, turn=0)
+        proposer.reward(-0.25 * novelty.share, turn=0)
 
     @classmethod
     def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
@@ -157,8 +157,10 @@ def _solve(conversation: str, draw: random.Random, step: int) -> str:
         return wrong[draw.randrange(len(wrong))]
     if len(observed) >= len(terms) - 1:
         return str(observed[-1])
-    left = int(observed[-1]) if observed else terms[0]
-    return f'<tool_call>{{"name": "add", "arguments": {{"a": {left}, "b": {terms[len(observed) + 1]}}}}}</tool_call>'
+    remaining = int(observed[-1]) if observed else terms[0]
+    return (
+        f'<tool_call>{{"name": "add", "arguments": {{"a": {remaining}, "b": {terms[len(observed) + 1]}}}}}</tool_call>'
+    )
 
 
 def _check(conversation: str, draw: random.Random, step: int) -> str:

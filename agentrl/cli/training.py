@@ -160,17 +160,17 @@ def _is_address(model: str | None) -> bool:
 
 
 def _new_run(config: RunConfig, model: str) -> Path:
-    """Return a new directory for the episodes of an endpoint's model, beside the run's."""
+    """Return a new directory for the episodes of an endpoint's model next to the run's."""
     name = re.sub(r"[^\w.-]+", "-", f"{config.name}-{model.partition(',')[2] or 'endpoint'}", flags=re.ASCII)[:60]
     numbered = (f"{name}-{number}" if number > 1 else name for number in itertools.count(1))
-    return next(path for each in numbered if not (path := Path(config.directory) / each).exists())
+    return next(path for candidate in numbered if not (path := Path(config.directory) / candidate).exists())
 
 
-def _weights(given: Sequence[str]) -> str | dict[str, str] | None:
+def _weights(arguments: Sequence[str]) -> str | dict[str, str] | None:
     """Parse the weights of `--policy DIR`, or of several `--policy NAME=DIR`."""
-    if len(given) == 1 and ("=" not in given[0] or Path(given[0]).exists()):
-        return given[0]
-    named = [text.partition("=") for text in given]
+    if len(arguments) == 1 and ("=" not in arguments[0] or Path(arguments[0]).exists()):
+        return arguments[0]
+    named = [text.partition("=") for text in arguments]
     if any(not (name and directory) for name, _, directory in named):
         raise InputError("--policy: several policies are given; write NAME=DIR for each")
     return {name: directory for name, _, directory in named} or None
@@ -183,6 +183,6 @@ def _config(options: argparse.Namespace) -> RunConfig:
 
         return load(options.file, overrides, endpoint=find_remote_policy(options.model, options.api_key_env))
     if options.model is not None:
-        here = Path(options.model)
-        overrides.append(f"model.path={here.resolve() if here.exists() else here}")
+        local_path = Path(options.model)
+        overrides.append(f"model.path={local_path.resolve() if local_path.exists() else local_path}")
     return load(options.file, overrides)

@@ -1,1 +1,1 @@
-"""Processes beside the run's own: worker pools, trainer ranks and engines on Ray nodes, journal streams and mirrors."""
+"""A run's other processes: worker pools, trainer ranks and engines on Ray nodes, journal streams and mirrors."""

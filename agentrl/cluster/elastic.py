@@ -1,8 +1,8 @@
-"""Uses nodes that join the cluster while a run goes on: workers and engines are started there, or workers moved there.
+"""Uses nodes that join the cluster during a run: starts workers and engines there, or moves workers there.
 
 Owns: the watch for new nodes, and the number of workers and engines they get. Does not own: the comparison of a node
 with the run's host (`nodes.py`), episodes (`worker_pool.py`) or versions (`engines.fleet`).
-Invariants: a node is used only after it was compared; workers and engines per node stay those of the start, rounded
+Invariants: a node is used only after it was compared; workers and engines per node stay as at the start, rounded
 down, so that a node that is lost and joins again takes a worker back, and adds none.
 """
 
@@ -93,13 +93,13 @@ class JoiningNodeWatcher:
             return
         while not (first := await self._look()):
             await self._clock.sleep(LOOK_S)
-        known = {node.id for node in first}
+        seen_ids = {node.id for node in first}
         while True:
             await self._clock.sleep(LOOK_S)
             alive = await self._look()
             for node in alive:
-                if node.id not in known:
-                    known.add(node.id)
+                if node.id not in seen_ids:
+                    seen_ids.add(node.id)
                     await self._use(node, nodes=len(alive), at_start=len(first))
 
     async def _look(self) -> Sequence[Node]:
@@ -145,10 +145,10 @@ class JoiningNodeWatcher:
             if process.is_ready and not process.is_leaving and isinstance(process.placement, MovablePlacement)
         ]
         load = Counter(process.node for process in movable if process.node != node.address)
-        fullest, most = max(load.items(), key=lambda item: item[1], default=("", 0))
-        if most - has <= BALANCED:
+        fullest, max_load = max(load.items(), key=lambda item: item[1], default=("", 0))
+        if max_load - has <= BALANCED:
             return False
-        process = next(each for each in reversed(movable) if each.node == fullest)
+        process = next(candidate for candidate in reversed(movable) if candidate.node == fullest)
         assert isinstance(process.placement, MovablePlacement)
         process.placement.move(node)
         process.leave(f"node {node.address} has joined")

@@ -83,8 +83,8 @@ class RunCopy:
         link = self._link
         while self._partitions:  # of a round that failed
             self._partitions.popitem()[1].close()
-        here = link.parent.resolve()
-        if any((folder / CONTROL).exists() for folder in (here, *here.parents)):
+        parent = link.parent.resolve()
+        if any((folder / CONTROL).exists() for folder in (parent, *parent.parents)):
             raise InputError(f"{link} is inside the directory of a run; mirror to a path outside")
         sides = [link.with_name(f".{link.name}.{number}") for number in (0, 1)]
         if link.exists() and not link.is_symlink():
@@ -94,20 +94,20 @@ class RunCopy:
                 raise InputError(f"{link}: this copy was resumed and is now a run of its own; mirror to another path")
         if link.is_symlink():
             with contextlib.closing(open_database_to_read(link / CONTROL, "control")) as control:
-                if (found := read_meta_table(control).get("run")) != run:
-                    raise InputError(f"{link}: this is a mirror of run {found}, not of {run}; choose another path")
-        whole = os.path.basename(os.readlink(link)) if link.is_symlink() else ""
-        self._side, self._other = sides if whole == sides[1].name else sides[::-1]
+                if (copied_run := read_meta_table(control).get("run")) != run:
+                    raise InputError(f"{link}: this is a mirror of run {copied_run}, not of {run}; choose another path")
+        old_copy = os.path.basename(os.readlink(link)) if link.is_symlink() else ""
+        self._side, self._other = sides if old_copy == sides[1].name else sides[::-1]
         with _disk(link):
             (self._side / "journal").mkdir(parents=True, exist_ok=True, mode=0o700)
             os.chmod(self._side, 0o700)
             return {name: _stamp(self._side / name) for name in LOCAL.files(self._side)}
 
-    def reuse(self, wanted: Mapping[str, Stamp]) -> list[str]:
+    def reuse(self, stamps: Mapping[str, Stamp]) -> list[str]:
         """Link files that are unchanged from the other directory. Returns the names of those that it lacks."""
         missing = []
         with _disk(self._link):
-            for name, stamp in wanted.items():
+            for name, stamp in stamps.items():
                 path, other = self._inside(name), self._other / name
                 # Unlink rather than write: the other directory may have a hard link to the same file.
                 path.unlink(missing_ok=True)
@@ -153,9 +153,9 @@ class RunCopy:
             self._partitions[name] = open_database_to_write(path, "turns", {"run": run}, run=run)
         connection = self._partitions[name]
         with _disk(path):
-            known = self._pruned.setdefault(path, set())
-            connection.executemany("DELETE FROM entries WHERE episode = ? AND attempt = ?", set(pruned) - known)
-            known.update(pruned)
+            pruned_here = self._pruned.setdefault(path, set())
+            connection.executemany("DELETE FROM entries WHERE episode = ? AND attempt = ?", set(pruned) - pruned_here)
+            pruned_here.update(pruned)
             return CopiedPartition(*connection.execute("SELECT coalesce(max(id), 0), count(*) FROM entries").fetchone())
 
     def insert(self, name: str, rows: Sequence[Row]) -> None:
@@ -236,11 +236,11 @@ class Mirror:
             run = read_meta_table(control)["run"]
             had: dict[str, Stamp] = self._call("begin", run)
             target = Path(scratch) / CONTROL_FILE
-            sent = self._send_state(run, control, target, had)
+            state_files = self._send_state(run, control, target, had)
             self._send(CONTROL, target)
         for folder in ("versions", "steps", "."):
-            sent += self._send_all(folder, had)
-        self._call("finish", [*sent, CONTROL], self._links())
+            state_files += self._send_all(folder, had)
+        self._call("finish", [*state_files, CONTROL], self._links())
         return MirrorRound(clock.monotonic() - began, self._sent)
 
     # --- the journal --------------------------------------------------------------------------------------------------
@@ -259,14 +259,18 @@ class Mirror:
             now = control.execute("SELECT episode, attempt FROM pruned").fetchall()
             if pruned is None or len(pruned) < len(now):
                 pruned, newest = now, {name: self._send_entries(name, run, now) for name in self._partitions()}
-            sent = self._send_all("checkpoints", had)
+            files = self._send_all("checkpoints", had)
             control.execute("BEGIN")
             try:
                 counts = _control_log_counts(control)
                 rows = {name: list(self._entries(name, run, newest.get(name, 0))) for name in self._partitions()}
-                left = [name for name in sent if (self._run / name).exists()]
+                remaining = [name for name in files if (self._run / name).exists()]
                 with contextlib.closing(open_database_to_read(self._run / CONTROL, "control")) as other:
-                    if _control_log_counts(other) != counts or counts.pruned != len(pruned) or (sent and not left):
+                    if (
+                        _control_log_counts(other) != counts
+                        or counts.pruned != len(pruned)
+                        or (files and not remaining)
+                    ):
                         continue
                 with contextlib.closing(sqlite3.connect(target)) as copy:
                     control.backup(copy)
@@ -275,7 +279,7 @@ class Mirror:
             for name in rows:
                 self._call("partition", name, run, ())
                 self._insert(name, rows[name])
-            return [*left, *(f"journal/{name}" for name in rows)]
+            return [*remaining, *(f"journal/{name}" for name in rows)]
         raise StorageError(
             f"{self._run}: {TRIES} attempts to read a consistent state failed, because versions or checkpoints were "
             "replaced while they were read; the copy's last complete state is intact"
@@ -290,12 +294,12 @@ class Mirror:
 
     def _send_entries(self, name: str, run: str, pruned: Sequence[Row]) -> int:
         """Send the entries that the copy lacks. Returns the largest id."""
-        there = CopiedPartition(*self._call("partition", name, run, pruned))
-        newest = there.newest
+        copied = CopiedPartition(*self._call("partition", name, run, pruned))
+        newest = copied.newest
         if pruned:  # pruned row ids are reused
             with contextlib.closing(open_database_to_read(self._run / "journal" / name, "turns", run)) as source:
                 (count,) = source.execute("SELECT count(*) FROM entries WHERE id <= ?", (newest,)).fetchone()
-                newest = newest if count == there.entries else 0
+                newest = newest if count == copied.entries else 0
         piece: list[Row] = []
         size = 0
         for row in self._entries(name, run, newest):
@@ -319,17 +323,17 @@ class Mirror:
         """Send the files of a folder that the copy lacks; `.` stands for the run's directory itself. Returns their
         names."""
         while True:
-            wanted: dict[str, Stamp] = {}
+            stamps: dict[str, Stamp] = {}
             try:
                 for path in self._files(folder):
-                    wanted[str(path.relative_to(self._run))] = _stamp(path)
-                new = {name: stamp for name, stamp in wanted.items() if had.get(name) != stamp}
+                    stamps[str(path.relative_to(self._run))] = _stamp(path)
+                new = {name: stamp for name, stamp in stamps.items() if had.get(name) != stamp}
                 for name in self._call("reuse", new) if folder in WHOLE else new:
                     self._send(name, self._run / name)
-                    had[name] = wanted[name]
+                    had[name] = stamps[name]
             except FileNotFoundError:  # a checkpoint or version was removed during the copy
                 continue
-            return list(wanted)
+            return list(stamps)
 
     def _files(self, folder: str) -> Iterator[Path]:
         if folder == ".":
@@ -346,12 +350,12 @@ class Mirror:
     def _send(self, name: str, path: Path) -> None:
         """Send the blocks of a file that differ from the copy."""
         with open_regular(path) as file:
-            found = os.fstat(file.fileno())
-            stamp = found.st_size, found.st_mtime_ns
-            known: list[bytes] = self._call("digests", name)
+            status = os.fstat(file.fileno())
+            stamp = status.st_size, status.st_mtime_ns
+            digests: list[bytes] = self._call("digests", name)
             piece, start = bytearray(), 0
             for number, block in enumerate(_blocks(file)):
-                is_new = number >= len(known) or hashlib.blake2b(block, digest_size=16).digest() != known[number]
+                is_new = number >= len(digests) or hashlib.blake2b(block, digest_size=16).digest() != digests[number]
                 if piece and (not is_new or len(piece) >= PIECE_BYTES):
                     self._write(name, start, bytes(piece))
                     piece.clear()
@@ -368,8 +372,8 @@ class Mirror:
 
     def _links(self) -> dict[str, str]:
         """Return the relative links to versions in the run's directory."""
-        found = [path for folder in ("policies", "best") for path in (self._run / folder).glob("*")]
-        return {str(path.relative_to(self._run)): os.readlink(path) for path in found if path.is_symlink()}
+        links = [path for folder in ("policies", "best") for path in (self._run / folder).glob("*")]
+        return {str(path.relative_to(self._run)): os.readlink(path) for path in links if path.is_symlink()}
 
 
 @contextlib.contextmanager
@@ -401,13 +405,13 @@ def open_run_copy(place: str, address: str) -> Iterator[Callable[..., Any]]:
 
     def start() -> Any:
         nodes = session.nodes()
-        found = next((each for each in nodes if each.address == node), None)
-        if found is None:
-            known = ", ".join(each.address for each in nodes)
-            raise InputError(f"no node {node} in the cluster at {address}; there are: {known}")
-        remote_copy: Any = ray.remote(num_cpus=0, max_restarts=0, scheduling_strategy=node_scheduling_strategy(found))(
-            RunCopy
-        )
+        target_node = next((candidate for candidate in nodes if candidate.address == node), None)
+        if target_node is None:
+            addresses = ", ".join(candidate.address for candidate in nodes)
+            raise InputError(f"no node {node} in the cluster at {address}; there are: {addresses}")
+        remote_copy: Any = ray.remote(
+            num_cpus=0, max_restarts=0, scheduling_strategy=node_scheduling_strategy(target_node)
+        )(RunCopy)
         return remote_copy.remote(path)
 
     def call(method: str, *arguments: object) -> Any:
@@ -451,8 +455,8 @@ def _control_log_counts(control: sqlite3.Connection) -> ControlLogCounts:
 
 
 def _stamp(path: Path) -> Stamp:
-    found = path.lstat()
-    return found.st_size, found.st_mtime_ns
+    status = path.lstat()
+    return status.st_size, status.st_mtime_ns
 
 
 def _blocks(file: Any) -> Iterator[bytes]:

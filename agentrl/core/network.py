@@ -83,13 +83,13 @@ class Listener:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             keep_alive(writer)
-            ours = secrets.token_bytes(_NONCE)
-            writer.write(ours)
-            theirs, proof = await reader.readexactly(_NONCE), await reader.readexactly(_NONCE)
-            if not hmac.compare_digest(proof, _proof(self._token, b"client", ours, theirs)):
+            own_nonce = secrets.token_bytes(_NONCE)
+            writer.write(own_nonce)
+            peer_nonce, proof = await reader.readexactly(_NONCE), await reader.readexactly(_NONCE)
+            if not hmac.compare_digest(proof, _proof(self._token, b"client", own_nonce, peer_nonce)):
                 return
             self._server.admit(writer.transport)
-            writer.write(_proof(self._token, b"listener", theirs, ours))
+            writer.write(_proof(self._token, b"listener", peer_nonce, own_nonce))
             await self._handle(reader, writer)
         except (OSError, asyncio.IncompleteReadError, TimeoutError):
             pass
@@ -101,17 +101,17 @@ async def connect(address: Address) -> tuple[asyncio.StreamReader, asyncio.Strea
     """Connect to a listener.
 
     Raises:
-        ConnectionRefusedError: nobody listens there, or the token is wrong.
+        ConnectionRefusedError: no process listens there, or the token is wrong.
         OSError: the machine cannot be reached.
     """
     async with asyncio.timeout(HANDSHAKE_S):
         reader, writer = await asyncio.open_connection(address.host, address.port)
         try:
             keep_alive(writer)
-            ours, theirs = secrets.token_bytes(_NONCE), await reader.readexactly(_NONCE)
-            writer.write(ours + _proof(address.token, b"client", theirs, ours))
+            own_nonce, peer_nonce = secrets.token_bytes(_NONCE), await reader.readexactly(_NONCE)
+            writer.write(own_nonce + _proof(address.token, b"client", peer_nonce, own_nonce))
             proof = await reader.readexactly(_NONCE)
-            if not hmac.compare_digest(proof, _proof(address.token, b"listener", ours, theirs)):
+            if not hmac.compare_digest(proof, _proof(address.token, b"listener", own_nonce, peer_nonce)):
                 raise ConnectionRefusedError("another listener is using this port now")
         except asyncio.IncompleteReadError:
             writer.close()

@@ -192,7 +192,7 @@ class Engine(Sampler, Protocol):
         """Return once the engine accepts calls and everything in it has responded; never, if something hangs.
 
         Raises:
-            EngineLostError: the engine is gone and may come back.
+            EngineLostError: the engine failed and may recover.
             EngineFailedError: the engine is gone for good.
         """
         ...
@@ -332,7 +332,7 @@ class EpisodeHost(Protocol):
 
         A child that is already running (its parent was resumed) is not started again. `known` holds the ids of the
         children that this call spawned in the episode a fork came from: children that ended or still run are shared,
-        the others start anew.
+        the others start over.
         """
         ...
 

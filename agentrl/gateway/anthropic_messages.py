@@ -43,8 +43,6 @@ MALFORMED = "malformed_arguments"
 
 
 class AnthropicMessagesProtocol:
-    """See `calls.ChatProtocol`."""
-
     name = "messages"
     keepalive = b'event: ping\ndata: {"type": "ping"}\n\n'
 
@@ -88,8 +86,8 @@ class AnthropicMessagesProtocol:
             stream.append({"type": "content_block_start", "index": n, "content_block": empty})
             stream.append({"type": "content_block_delta", "index": n, "delta": delta})
             stream.append({"type": "content_block_stop", "index": n})
-        whole = self.whole(request, replies)
-        delta = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
+        response = self.whole(request, replies)
+        delta = {"stop_reason": response["stop_reason"], "stop_sequence": response["stop_sequence"]}
         stream.append({"type": "message_delta", "delta": delta, "usage": {"output_tokens": reply.completion_tokens}})
         stream.append({"type": "message_stop"})
         return [(event["type"], event) for event in stream]
@@ -110,20 +108,20 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
     if body.get("system"):
         messages.append(Message(role="system", content=_text(body["system"], "system")))
     for n, item in enumerate(require_object_list(body.get("messages"), "messages")):
-        where, content = f"messages[{n}].content", item.get("content")
+        location, content = f"messages[{n}].content", item.get("content")
         blocks = (
-            [{"type": "text", "text": content}] if isinstance(content, str) else require_object_list(content, where)
+            [{"type": "text", "text": content}] if isinstance(content, str) else require_object_list(content, location)
         )
         match item.get("role"):
             case "assistant":
-                messages.append(_assistant_message(blocks, where))
+                messages.append(_assistant_message(blocks, location))
                 names.update((call.id, call.name) for call in messages[-1].tool_calls)
             case "user":
-                messages += _user_messages(blocks, where, names)
+                messages += _user_messages(blocks, location, names)
             case "system":
-                messages.append(Message(role="system", content=_text(blocks, where)))
+                messages.append(Message(role="system", content=_text(blocks, location)))
             case other:
-                raise RequestRefusedError(f"messages[{n}].role is {bounded_repr(other)}", "invalid", where)
+                raise RequestRefusedError(f"messages[{n}].role is {bounded_repr(other)}", "invalid", location)
     if not messages or messages[-1].role == "assistant":
         raise RequestRefusedError(
             "messages: the last one must have role user, since a reply of the assistant cannot be continued"
@@ -131,45 +129,47 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
     return messages
 
 
-def _assistant_message(blocks: Sequence[Mapping[str, Any]], where: str) -> Message:
+def _assistant_message(blocks: Sequence[Mapping[str, Any]], location: str) -> Message:
     """Read a message of the model."""
     texts: list[str] = []
     calls: list[ToolCall] = []
     for block in blocks:
         match block.get("type"):
             case "text":
-                texts.append(require_text(block.get("text"), where))
+                texts.append(require_text(block.get("text"), location))
             case "tool_use":
                 tool_input = block.get("input")
                 if not isinstance(tool_input, dict):
                     raise RequestRefusedError(
-                        f"{where}: input is {bounded_repr(tool_input)}, which is not an object", "invalid", where
+                        f"{location}: input is {bounded_repr(tool_input)}, which is not an object", "invalid", location
                     )
-                arguments = require_text(tool_input[MALFORMED], where) if set(tool_input) == {MALFORMED} else tool_input
-                name = require_text(block.get("name"), where)
-                calls.append(ToolCall(id=require_text(block.get("id"), where), name=name, arguments=arguments))
+                arguments = (
+                    require_text(tool_input[MALFORMED], location) if set(tool_input) == {MALFORMED} else tool_input
+                )
+                name = require_text(block.get("name"), location)
+                calls.append(ToolCall(id=require_text(block.get("id"), location), name=name, arguments=arguments))
             case "thinking" | "redacted_thinking":
                 pass
             case other:
-                raise RequestRefusedError(f"{where} has a block of type {bounded_repr(other)}", "invalid", where)
+                raise RequestRefusedError(f"{location} has a block of type {bounded_repr(other)}", "invalid", location)
     return Message(role="assistant", content="\n".join(texts), tool_calls=tuple(calls))
 
 
-def _user_messages(blocks: Sequence[Mapping[str, Any]], where: str, names: Mapping[str, str]) -> Iterator[Message]:
+def _user_messages(blocks: Sequence[Mapping[str, Any]], location: str, names: Mapping[str, str]) -> Iterator[Message]:
     """Read the messages in a message of the user."""
     texts: list[str] = []
     for block in blocks:
         if block.get("type") == "tool_result":
-            answered = require_text(block.get("tool_use_id"), where)
-            content = _text(block.get("content") or "", where)
+            answered = require_text(block.get("tool_use_id"), location)
+            content = _text(block.get("content") or "", location)
             yield Message(role="tool", content=content, tool_call_id=answered, name=names.get(answered))
         else:
-            texts.append(_text([block], where))
+            texts.append(_text([block], location))
     if texts:
         yield Message(role="user", content="\n".join(texts))
 
 
-def _text(value: Any, where: str) -> str:
+def _text(value: Any, location: str) -> str:
     """Return a text, or the joined texts of blocks.
 
     Raises:
@@ -178,13 +178,13 @@ def _text(value: Any, where: str) -> str:
     if isinstance(value, str):
         return value
     parts = []
-    for block in require_object_list(value, where):
+    for block in require_object_list(value, location):
         if block.get("type") != "text":
             kind = bounded_repr(block.get("type"))
             raise RequestRefusedError(
-                f"{where} has a block of type {kind}; this model reads text only", "invalid", where
+                f"{location} has a block of type {kind}; this model reads text only", "invalid", location
             )
-        parts.append(require_text(block.get("text"), where))
+        parts.append(require_text(block.get("text"), location))
     return "\n".join(parts)
 
 

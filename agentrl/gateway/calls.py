@@ -32,7 +32,7 @@ STATUS: Mapping[RefusalKind, int] = {
     "large": 413,
     "unavailable": 503,
 }
-"""HTTP status of each kind of refusal. No limit of a run is a 429: clients would retry for ever."""
+"""HTTP status of each kind of refusal. No limit of a run is a 429: clients would retry forever."""
 
 
 class RequestRefusedError(AgentRLError):
@@ -166,31 +166,35 @@ def read_integer(body: Mapping[str, Any], name: str, *, least: int = 1) -> int |
     return value
 
 
-def require_text(value: Any, where: str) -> str:
+def require_text(value: Any, location: str) -> str:
     """Check that a value of a body is a string.
 
     Raises:
         RequestRefusedError: the value is not a string.
     """
     if not isinstance(value, str):
-        raise RequestRefusedError(f"{where} is {bounded_repr(value)}; it must be text", "invalid", where)
+        raise RequestRefusedError(f"{location} is {bounded_repr(value)}; it must be text", "invalid", location)
     return value
 
 
-def require_object_list(value: Any, where: str) -> list[dict[str, Any]]:
+def require_object_list(value: Any, location: str) -> list[dict[str, Any]]:
     """Check that a value of a body is a list of objects.
 
     Raises:
         RequestRefusedError: the value is not a list of objects, or has more than `MOST_ITEMS`.
     """
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise RequestRefusedError(f"{where} must be a list of objects, not {bounded_repr(value)}", "invalid", where)
+        raise RequestRefusedError(
+            f"{location} must be a list of objects, not {bounded_repr(value)}", "invalid", location
+        )
     if len(value) > MOST_ITEMS:
-        raise RequestRefusedError(f"{where} has {len(value)} items; at most {MOST_ITEMS} are read", "large", where)
+        raise RequestRefusedError(
+            f"{location} has {len(value)} items; at most {MOST_ITEMS} are read", "large", location
+        )
     return value
 
 
-def stop_texts(value: Any, where: str) -> tuple[str, ...]:
+def stop_texts(value: Any, location: str) -> tuple[str, ...]:
     """Return the stop texts in a body: one, a list or none.
 
     Raises:
@@ -201,10 +205,12 @@ def stop_texts(value: Any, where: str) -> tuple[str, ...]:
     listed = [value] if isinstance(value, str) else value
     if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
         raise RequestRefusedError(
-            f"{where} must be text or a list of texts, not {bounded_repr(value)}", "invalid", where
+            f"{location} must be text or a list of texts, not {bounded_repr(value)}", "invalid", location
         )
     if len(listed) > MOST_STOPS:
-        raise RequestRefusedError(f"{where} has {len(listed)} texts; at most {MOST_STOPS} are read", "invalid", where)
+        raise RequestRefusedError(
+            f"{location} has {len(listed)} texts; at most {MOST_STOPS} are read", "invalid", location
+        )
     return tuple(item for item in listed if item)
 
 

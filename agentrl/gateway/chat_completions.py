@@ -45,8 +45,6 @@ _ERRORS = {"key": "invalid_api_key", "model": "model_not_found", "context": "con
 
 
 class ChatCompletionsProtocol:
-    """See `calls.ChatProtocol`."""
-
     name = "chat completions"
     keepalive = b": waiting\n\n"
 
@@ -119,21 +117,22 @@ def parse_messages(value: Any) -> list[Message]:
     messages: list[Message] = []
     names: dict[str, str] = {}
     for n, item in enumerate(require_object_list(value, "messages")):
-        where = f"messages[{n}]"
+        location = f"messages[{n}]"
         role = _ROLES.get(str(item.get("role")))
         if role is None:
-            raise RequestRefusedError(f"{where}.role is {bounded_repr(item.get('role'))}", "invalid", where)
+            raise RequestRefusedError(f"{location}.role is {bounded_repr(item.get('role'))}", "invalid", location)
         calls = tuple(
-            _call(call, where) for call in require_object_list(item.get("tool_calls") or [], f"{where}.tool_calls")
+            _call(call, location)
+            for call in require_object_list(item.get("tool_calls") or [], f"{location}.tool_calls")
         )
         names.update((call.id, call.name) for call in calls)
         answered = item.get("tool_call_id")
         messages.append(
             Message(
                 role=role,
-                content=content_text(item.get("content"), f"{where}.content"),
+                content=content_text(item.get("content"), f"{location}.content"),
                 tool_calls=calls if role == "assistant" else (),
-                tool_call_id=require_text(answered, f"{where}.tool_call_id") if answered is not None else None,
+                tool_call_id=require_text(answered, f"{location}.tool_call_id") if answered is not None else None,
                 name=names.get(str(answered)) if role == "tool" else None,
             )
         )
@@ -147,7 +146,7 @@ def parse_messages(value: Any) -> list[Message]:
     return messages
 
 
-def content_text(value: Any, where: str) -> str:
+def content_text(value: Any, location: str) -> str:
     """Return the text of a message's content: text, or a list of parts with text.
 
     Raises:
@@ -158,13 +157,13 @@ def content_text(value: Any, where: str) -> str:
     if isinstance(value, str):
         return value
     parts = []
-    for part in require_object_list(value, where):
+    for part in require_object_list(value, location):
         kind = part.get("type", "text")
         if kind not in ("text", "input_text", "output_text", "refusal"):
             raise RequestRefusedError(
-                f"{where} has a part of type {bounded_repr(kind)}; this model reads text only", "invalid", where
+                f"{location} has a part of type {bounded_repr(kind)}; this model reads text only", "invalid", location
             )
-        parts.append(require_text(part.get("text", part.get("refusal")), f"{where}.text"))
+        parts.append(require_text(part.get("text", part.get("refusal")), f"{location}.text"))
     return "\n".join(parts)
 
 
@@ -189,11 +188,11 @@ def parse_tool_arguments(written: Any) -> Mapping[str, Any] | str:
     return value if isinstance(value, dict) else str(written)
 
 
-def _call(call: Mapping[str, Any], where: str) -> ToolCall:
+def _call(call: Mapping[str, Any], location: str) -> ToolCall:
     function = call.get("function")
     if not isinstance(function, dict):
-        raise RequestRefusedError(f"{where}.tool_calls has a call without a function", "invalid", where)
-    name = require_text(function.get("name"), f"{where}.tool_calls.function.name")
+        raise RequestRefusedError(f"{location}.tool_calls has a call without a function", "invalid", location)
+    name = require_text(function.get("name"), f"{location}.tool_calls.function.name")
     return ToolCall(
         id=str(call.get("id", "")), name=name, arguments=parse_tool_arguments(function.get("arguments", ""))
     )

@@ -34,8 +34,6 @@ _CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "requi
 
 
 class OpenAIResponsesProtocol:
-    """See `calls.ChatProtocol`."""
-
     name = "responses"
     keepalive = b": waiting\n\n"
 
@@ -95,8 +93,8 @@ class OpenAIResponsesProtocol:
         ]
         for n, item in enumerate(_items(request, reply)):
             stream += _item_events(item, n)
-        whole = self.whole(request, replies)
-        stream.append({"type": f"response.{whole['status']}", "response": whole})
+        response = self.whole(request, replies)
+        stream.append({"type": f"response.{response['status']}", "response": response})
         return [(event["type"], {**event, "sequence_number": n}) for n, event in enumerate(stream)]
 
     def refusal(self, refused: RequestRefusedError) -> dict[str, Any]:
@@ -120,14 +118,14 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
     if body.get("instructions"):
         messages.append(Message(role="system", content=require_text(body["instructions"], "instructions")))
     for n, item in enumerate(items):
-        where = f"input[{n}]"
-        if builder.read(item, where):
+        location = f"input[{n}]"
+        if builder.read(item, location):
             continue
         messages += builder.end()
         if item.get("type") == "compaction_trigger" and n == len(items) - 1:
             messages.append(Message(role="user", content=_COMPACT))
         else:
-            messages.append(_input_message(item, where, builder.names))
+            messages.append(_input_message(item, location, builder.names))
     messages += builder.end()
     if not messages or messages[-1].role == "assistant":
         raise RequestRefusedError(
@@ -137,25 +135,25 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
     return messages
 
 
-def _input_message(item: Mapping[str, Any], where: str, names: Mapping[str, str]) -> Message:
+def _input_message(item: Mapping[str, Any], location: str, names: Mapping[str, str]) -> Message:
     """Read an item that is no part of a message of the model; `names` are those of called tools, keyed by call."""
     match item.get("type", "message"):
         case "message":
             role = _ROLES.get(str(item.get("role")))
             if role is None:
-                raise RequestRefusedError(f"{where}.role is {bounded_repr(item.get('role'))}", "invalid", where)
-            return Message(role=role, content=content_text(item.get("content"), where))
+                raise RequestRefusedError(f"{location}.role is {bounded_repr(item.get('role'))}", "invalid", location)
+            return Message(role=role, content=content_text(item.get("content"), location))
         case "function_call_output" | "custom_tool_call_output":
-            answered = require_text(item.get("call_id"), f"{where}.call_id")
-            content = content_text(item.get("output"), f"{where}.output")
+            answered = require_text(item.get("call_id"), f"{location}.call_id")
+            content = content_text(item.get("output"), f"{location}.output")
             return Message(role="tool", content=content, tool_call_id=answered, name=names.get(answered))
         case "compaction" | "compaction_summary":
             return Message(
-                role="user", content=require_text(item.get("encrypted_content"), f"{where}.encrypted_content")
+                role="user", content=require_text(item.get("encrypted_content"), f"{location}.encrypted_content")
             )
         case other:
             raise RequestRefusedError(
-                f"{where} is of type {bounded_repr(other)}, which is not supported", "invalid", where
+                f"{location} is of type {bounded_repr(other)}, which is not supported", "invalid", location
             )
 
 
@@ -173,13 +171,13 @@ class _MessageBuilder:
         self._texts: list[str] = []
         self._calls: list[ToolCall] = []
 
-    def read(self, item: Mapping[str, Any], where: str) -> bool:
+    def read(self, item: Mapping[str, Any], location: str) -> bool:
         """Read an item; returns whether it is part of a message of the model."""
         match item.get("type", "message"):
             case "message" if item.get("role") == "assistant":
-                self._texts.append(content_text(item.get("content"), where))
+                self._texts.append(content_text(item.get("content"), location))
             case "function_call" | "custom_tool_call" as kind:
-                call = _call(item, kind, where)
+                call = _call(item, kind, location)
                 self.names[call.id] = call.name
                 self._calls.append(call)
             case "reasoning":
@@ -196,15 +194,17 @@ class _MessageBuilder:
             self._texts, self._calls = [], []
 
 
-def _call(item: Mapping[str, Any], kind: str, where: str) -> ToolCall:
+def _call(item: Mapping[str, Any], kind: str, location: str) -> ToolCall:
     call_id, name = (
-        require_text(item.get("call_id"), f"{where}.call_id"),
-        require_text(item.get("name"), f"{where}.name"),
+        require_text(item.get("call_id"), f"{location}.call_id"),
+        require_text(item.get("name"), f"{location}.name"),
     )
     if item.get("namespace"):
-        name = f"{require_text(item['namespace'], f'{where}.namespace')}.{name}"
+        name = f"{require_text(item['namespace'], f'{location}.namespace')}.{name}"
     if kind == "custom_tool_call":
-        return ToolCall(id=call_id, name=name, arguments={"input": require_text(item.get("input"), f"{where}.input")})
+        return ToolCall(
+            id=call_id, name=name, arguments={"input": require_text(item.get("input"), f"{location}.input")}
+        )
     return ToolCall(id=call_id, name=name, arguments=parse_tool_arguments(item.get("arguments", "")))
 
 
@@ -295,12 +295,12 @@ def _item_events(item: Mapping[str, Any], number: int) -> Iterator[dict[str, Any
     match item["type"]:
         case "message":
             part = item["content"][0]
-            here = {**at, "content_index": 0}
+            position = {**at, "content_index": 0}
             yield {"type": "response.output_item.added", "output_index": number, "item": {**item, "content": []}}
-            yield {"type": "response.content_part.added", **here, "part": {**part, "text": ""}}
-            yield {"type": "response.output_text.delta", **here, "delta": part["text"], "logprobs": []}
-            yield {"type": "response.output_text.done", **here, "text": part["text"], "logprobs": []}
-            yield {"type": "response.content_part.done", **here, "part": part}
+            yield {"type": "response.content_part.added", **position, "part": {**part, "text": ""}}
+            yield {"type": "response.output_text.delta", **position, "delta": part["text"], "logprobs": []}
+            yield {"type": "response.output_text.done", **position, "text": part["text"], "logprobs": []}
+            yield {"type": "response.content_part.done", **position, "part": part}
         case "function_call":
             written = item["arguments"]
             yield {"type": "response.output_item.added", "output_index": number, "item": {**item, "arguments": ""}}

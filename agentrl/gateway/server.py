@@ -11,7 +11,7 @@ seats are open.
    begin with white space.
 3. An invalid request gets a refusal in its protocol's form, whatever it contains.
 4. Nothing is sampled for an attempt that has ended.
-5. Clients of one attempt cannot stop those of another: one request is parsed at a time, and attempts take turns; the
+5. Clients of one attempt cannot block another attempt: one request is parsed at a time, and attempts take turns; the
    memory of an attempt's waiting requests and the number of its connections are bounded.
 """
 
@@ -278,7 +278,11 @@ class Gateway:
         self._attempts[connection] = opened
         opened.connections.add(connection)
         max_connections = connections.file_limit() // ATTEMPT_SHARE
-        if len(opened.connections) > max_connections < sum(not each.is_closing() for each in opened.connections):
+        if (
+            len(opened.connections)
+            > max_connections
+            < sum(not connection_of_attempt.is_closing() for connection_of_attempt in opened.connections)
+        ):
             request.protocol.close()
             raise RequestRefusedError(f"{max_connections} connections of this episode are open already", "unavailable")
 
@@ -297,7 +301,7 @@ class Gateway:
         """Read a request and the digest of its path and body; its memory counts until the context is left.
 
         Raises:
-            RequestRefusedError: the body is too long or malformed, or comes beside too many others.
+            RequestRefusedError: the body is too long or malformed, or too many others are in flight.
         """
         budget, reserved, body = opened.budget, 0, bytearray()
         try:
@@ -338,8 +342,10 @@ class Gateway:
         key = in_address or request.headers.get("x-api-key") or bearer
         admitted = self._admitted.get(_digest(key))
         if admitted is None:
-            why = "the key is of no episode that runs here: keys end with their episode" if key else "there is no key"
-            raise RequestRefusedError(why, "key")
+            reason = (
+                "the key is of no episode that runs here: keys end with their episode" if key else "there is no key"
+            )
+            raise RequestRefusedError(reason, "key")
         return admitted
 
     async def _chat(

@@ -54,10 +54,10 @@ def locate_episode(reader: RunReader, name: str) -> Iterator[tuple[RunReader, st
         InputError: the run has no forks.
         JournalError: the forks cannot be read.
     """
-    own = not name.startswith(f"{FORKS}/") or reader.log.rows(
+    in_this_run = not name.startswith(f"{FORKS}/") or reader.log.rows(
         "SELECT 1 FROM admissions WHERE episode = ? LIMIT 1", name
     )
-    if own:
+    if in_this_run:
         yield reader, name
         return
     try:
@@ -107,13 +107,13 @@ class _Forks(NamedTuple):
     versions: dict[str, str | None]
 
 
-def _grow(tree: list[ForkTreeNode], parent: str, depth: int, whole: _Forks) -> None:
-    for episode in whole.below.pop(parent, []):  # pop, so that circular references terminate
-        if episode in whole.lines:
-            point = whole.points[episode]
-            version = whole.versions[episode]
-            tree.append(ForkTreeNode(depth, whole.lines[episode], point.call_id, bool(point.messages), version))
-            _grow(tree, episode, depth + 1, whole)
+def _grow(tree: list[ForkTreeNode], parent: str, depth: int, forks: _Forks) -> None:
+    for episode in forks.below.pop(parent, []):  # pop, so that circular references terminate
+        if episode in forks.lines:
+            point = forks.points[episode]
+            version = forks.versions[episode]
+            tree.append(ForkTreeNode(depth, forks.lines[episode], point.call_id, bool(point.messages), version))
+            _grow(tree, episode, depth + 1, forks)
 
 
 def _version(forks: RunReader, episode: str) -> str | None:
@@ -186,10 +186,10 @@ def compare_episodes_across_runs(
 ) -> EpisodeDifference:
     """Compare two episodes, of one run or of two. Raises as `RunReader.episode`."""
     left, right = a.episode(a_id, a_attempt), b.episode(b_id, b_attempt)
-    ours, theirs = _acts(left), _acts(right)
+    left_acts, right_acts = _acts(left), _acts(right)
     same, departure = 0, None
-    for call in dict.fromkeys([*ours, *theirs]):
-        departure = _departure(call, ours.get(call), theirs.get(call))
+    for call in dict.fromkeys([*left_acts, *right_acts]):
+        departure = _departure(call, left_acts.get(call), right_acts.get(call))
         if departure is not None:
             break
         same += 1
@@ -199,7 +199,7 @@ def compare_episodes_across_runs(
         same_acts=same,
         departure=departure or _environments(left, right),
         rewards=_rewards(left, right),
-        turns=_turns(ours, theirs),
+        turns=_turns(left_acts, right_acts),
         problems=[*left.problems, *right.problems],
     )
 
@@ -215,43 +215,43 @@ def _environments(left: EpisodeView, right: EpisodeView) -> FirstDifference | No
     return FirstDifference(what="environment", call="begin", a=sides[0], b=sides[1])
 
 
-def _departure(call: str, ours: EntryBody | None, theirs: EntryBody | None) -> FirstDifference | None:
-    if ours is None or theirs is None:
-        there = ours if ours is not None else theirs
-        agent, turn = _position(there)
+def _departure(call: str, left: EntryBody | None, right: EntryBody | None) -> FirstDifference | None:
+    if left is None or right is None:
+        present = left if left is not None else right
+        agent, turn = _position(present)
         sides = [
             DifferingSide("nothing: it has ended, or goes another way")
             if body is None
             else DifferingSide(describe_journal_entry(body))
-            for body in (ours, theirs)
+            for body in (left, right)
         ]
         return FirstDifference(what="ended", call=call, agent=agent, turn=turn, a=sides[0], b=sides[1])
-    if isinstance(ours, TurnEntry) and isinstance(theirs, TurnEntry):
-        return _turn_departure(call, ours, theirs)
-    if _comparable(ours) == _comparable(theirs):
+    if isinstance(left, TurnEntry) and isinstance(right, TurnEntry):
+        return _turn_departure(call, left, right)
+    if _comparable(left) == _comparable(right):
         return None
-    agent, turn = _position(ours)
+    agent, turn = _position(left)
     return FirstDifference(
         what="act",
         call=call,
         agent=agent,
         turn=turn,
-        a=DifferingSide(describe_journal_entry(ours)),
-        b=DifferingSide(describe_journal_entry(theirs)),
+        a=DifferingSide(describe_journal_entry(left)),
+        b=DifferingSide(describe_journal_entry(right)),
     )
 
 
-def _turn_departure(call: str, ours: TurnEntry, theirs: TurnEntry) -> FirstDifference | None:
-    agent, turn = _position(ours)
-    for what, left, right in (
-        ("context", decode_int32(ours.context_ids), decode_int32(theirs.context_ids)),
-        ("sampled", decode_int32(ours.token_ids), decode_int32(theirs.token_ids)),
+def _turn_departure(call: str, left_turn: TurnEntry, right_turn: TurnEntry) -> FirstDifference | None:
+    agent, turn = _position(left_turn)
+    for part, left, right in (
+        ("context", decode_int32(left_turn.context_ids), decode_int32(right_turn.context_ids)),
+        ("sampled", decode_int32(left_turn.token_ids), decode_int32(right_turn.token_ids)),
     ):
         at = _first(left, right)
         if at is None:
             continue
-        sides = [_side(body, what, at) for body in (ours, theirs)]
-        return FirstDifference(what=what, call=call, agent=agent, turn=turn, token=at, a=sides[0], b=sides[1])
+        sides = [_side(body, part, at) for body in (left_turn, right_turn)]
+        return FirstDifference(what=part, call=call, agent=agent, turn=turn, token=at, a=sides[0], b=sides[1])
     return None
 
 
@@ -262,8 +262,8 @@ def _first(left: Sequence[int], right: Sequence[int]) -> int | None:
     return None if len(left) == len(right) else min(len(left), len(right))
 
 
-def _side(turn: TurnEntry, what: str, at: int) -> DifferingSide:
-    if what == "context":
+def _side(turn: TurnEntry, part: str, at: int) -> DifferingSide:
+    if part == "context":
         return DifferingSide(" / ".join(str(message.get("content", "")) for message in turn.messages))
     whose = turn.weights_of or turn.policy
     spans = [f"{whose}@{span.lineage}.{span.step}" for span in turn.spans if span.start <= at < span.stop]
@@ -290,18 +290,20 @@ def _comparable(body: EntryBody) -> list[Any]:
 
 
 def _rewards(left: EpisodeView, right: EpisodeView) -> dict[str, tuple[float | None, float | None]]:
-    found = [{f"{agent.seat}[{agent.index}]": agent.reward for agent in view.agents} for view in (left, right)]
-    return {agent: (found[0].get(agent), found[1].get(agent)) for agent in dict.fromkeys([*found[0], *found[1]])}
+    rewards = [{f"{agent.seat}[{agent.index}]": agent.reward for agent in view.agents} for view in (left, right)]
+    return {
+        agent: (rewards[0].get(agent), rewards[1].get(agent)) for agent in dict.fromkeys([*rewards[0], *rewards[1]])
+    }
 
 
-def _turns(ours: dict[str, EntryBody], theirs: dict[str, EntryBody]) -> list[tuple[str, int, bool]]:
-    found = []
-    for call in dict.fromkeys([*ours, *theirs]):
-        both = (ours.get(call), theirs.get(call))
+def _turns(left_acts: dict[str, EntryBody], right_acts: dict[str, EntryBody]) -> list[tuple[str, int, bool]]:
+    turns = []
+    for call in dict.fromkeys([*left_acts, *right_acts]):
+        both = (left_acts.get(call), right_acts.get(call))
         one = both[0] if isinstance(both[0], TurnEntry) else both[1]
         if isinstance(one, TurnEntry):
-            found.append((f"{one.seat}[{one.index}]", one.turn, _departure(call, *both) is None))
-    return found
+            turns.append((f"{one.seat}[{one.index}]", one.turn, _departure(call, *both) is None))
+    return turns
 
 
 def compare_episodes(reader: RunReader, a: str | None, b: str | None) -> EpisodeDifference:

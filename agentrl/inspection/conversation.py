@@ -201,9 +201,9 @@ def build_conversation(reader: RunReader, view: EpisodeView) -> ConversationView
     waits = _Waits(began or 0.0)
     problems = list(view.problems)
     acts = [_act(call, body, waits) for call, body in bodies[: view.inherited]]
-    own = [body for _, body in bodies[view.inherited :] if isinstance(body, TurnEntry)]
-    if acts and own:
-        waits.continue_at(own[0].started)
+    own_turns = [body for _, body in bodies[view.inherited :] if isinstance(body, TurnEntry)]
+    if acts and own_turns:
+        waits.continue_at(own_turns[0].started)
     acts += [_act(call, body, waits) for call, body in bodies[view.inherited :]]
     external = _external_policies(reader.info())
     return ConversationView(
@@ -216,7 +216,7 @@ def build_conversation(reader: RunReader, view: EpisodeView) -> ConversationView
         began=began,
         acts=[_with_usage(act) if isinstance(act, PolicyTurn) and act.policy in external else act for act in acts],
         inherited=view.inherited,
-        updates=_updates(reader, own, waits.began, problems),
+        updates=_updates(reader, own_turns, waits.began, problems),
         children=reader.children(view.summary.episode),
         problems=problems,
     )
@@ -226,14 +226,14 @@ def _external_policies(info: Mapping[str, Any]) -> set[str]:
     """Return the policies whose turns are lines of an endpoint or a bot, by a journal's `info`."""
     config = info.get("config")
     policies = config.get("policies") if isinstance(config, dict) else None
-    known = policies.items() if isinstance(policies, dict) else ()
-    return {name for name, one in known if isinstance(one, dict) and one.get("kind") in ("remote", "bot")}
+    items = policies.items() if isinstance(policies, dict) else ()
+    return {name for name, one in items if isinstance(one, dict) and one.get("kind") in ("remote", "bot")}
 
 
 def _with_usage(act: PolicyTurn) -> PolicyTurn:
     """Replace the recorded bytes of an endpoint's turn by the endpoint's token counts, 0 if it gave none."""
-    said = parse_json_value(act.text)
-    counts = reported_token_usage(said) if isinstance(said, dict) else {}
+    reply = parse_json_value(act.text)
+    counts = reported_token_usage(reply) if isinstance(reply, dict) else {}
     return msgspec.structs.replace(act, tokens=counts.get("completion_tokens", 0))
 
 
@@ -251,9 +251,9 @@ class _Waits:
     def before(self, call: str, turn: TurnEntry) -> float:
         """Return the seconds between the end of the branch's last act and a turn."""
         branch = call.rpartition("#")[0]
-        known = self._ends.get(branch)
+        branch_end = self._ends.get(branch)
         self._ends[branch] = turn.started + turn.seconds
-        return 0.0 if known is None else max(turn.started - known, 0.0)
+        return 0.0 if branch_end is None else max(turn.started - branch_end, 0.0)
 
     def continue_at(self, started: float) -> None:
         """Shift the time to that of a fork's own acts: the time between them and the inherited acts is not a wait."""
@@ -325,7 +325,7 @@ def _turn(call: str, turn: TurnEntry, waits: _Waits) -> PolicyTurn:
         text=turn.text,
         thinking=reply.thinking,
         content=reply.content,
-        calls=[{"name": each.name, "arguments": each.arguments} for each in reply.tool_calls],
+        calls=[{"name": tool_call.name, "arguments": tool_call.arguments} for tool_call in reply.tool_calls],
         tokens=len(turn.token_ids) // 4,
         finish_reason=turn.finish_reason,
         versions=[(span.start, f"{whose}@{span.lineage}.{span.step}") for span in turn.spans],
@@ -380,18 +380,18 @@ def _updates(reader: RunReader, turns: Sequence[TurnEntry], began: float, proble
 
 def acts_with_weight_updates(view: ConversationView) -> list[Act | WeightUpdate]:
     """Return the acts of a conversation, with each weight update before the first turn that began after it."""
-    found, updates = list[Act | WeightUpdate](), list(view.updates)
+    merged, updates = list[Act | WeightUpdate](), list(view.updates)
     for act in view.acts:
         while updates and isinstance(act, PolicyTurn) and updates[0].at < act.at:
-            found.append(updates.pop(0))
-        found.append(act)
-    return found
+            merged.append(updates.pop(0))
+        merged.append(act)
+    return merged
 
 
 def reward_components(view: ConversationView) -> dict[str, list[RewardAct]]:
     """Return the rewards of each agent, keyed `seat[index]`."""
-    found: dict[str, list[RewardAct]] = {}
+    components: dict[str, list[RewardAct]] = {}
     for act in view.acts:
         if isinstance(act, RewardAct):
-            found.setdefault(f"{act.seat}[{act.index}]", []).append(act)
-    return found
+            components.setdefault(f"{act.seat}[{act.index}]", []).append(act)
+    return components

@@ -129,9 +129,9 @@ class _Counting:
         self._problems: list[str] = []
         self._more = 0
         self._through = _newest_versions(log)
-        known = {PolicyVersion(*row) for row in log.rows("SELECT policy, lineage, step FROM versions")}
+        published = {PolicyVersion(*row) for row in log.rows("SELECT policy, lineage, step FROM versions")}
         for version, checkpoint in sealed.items():
-            if version.step and version not in known:
+            if version.step and version not in published:
                 self._problem(f"checkpoint {checkpoint} is of {version}, which the control log does not know")
         self._admitted: dict[Key, str] = {
             (episode, attempt): environment
@@ -170,14 +170,14 @@ class _Counting:
             path = log.path.parent / name
             if path.is_file():
                 try:
-                    left = self._read_partition(
+                    missing = self._read_partition(
                         log,
                         path,
                         expected,
                         versions,
                         lambda read, before=before: on_read(before + read, total),  # type: ignore[misc]
                     )
-                    self._name_missing(log, name, expected, left)
+                    self._name_missing(log, name, expected, missing)
                 except JournalError as error:
                     self._problem(f"{error}. What follows in {name} was not read")
             else:
@@ -195,40 +195,40 @@ class _Counting:
         on_read: Callable[[int], None],
     ) -> dict[Key, int]:
         """Read a partition; returns the number of missing entries per episode."""
-        left = dict(expected)
+        missing = dict(expected)
         acted: dict[Key, _AgentTotals] = {}
         read = 0
         for entry in read_whole_partition(path, self._run):
             key = (entry.episode_id, entry.attempt)
-            if key not in left:
+            if key not in missing:
                 continue
-            left[key] -= 1
+            missing[key] -= 1
             if entry.body[3:8] == _TURN or entry.body[1:8] == _REWARD:
                 (body,) = decode_entries([entry])
                 acted.setdefault(key, _AgentTotals()).add(body)
                 for fault in versions.faults(body) if isinstance(body, TurnEntry) else ():
                     self._problem(f"episode {key[0]} attempt {key[1]}, call {entry.call_id}: {fault}")
-            if not left[key]:
+            if not missing[key]:
                 read += 1
                 on_read(read)
                 self._compare_agents(log, key, acted.pop(key, _AgentTotals()))
-        return left
+        return missing
 
-    def _compare_agents(self, log: SqliteRunLog, key: Key, found: _AgentTotals) -> None:
+    def _compare_agents(self, log: SqliteRunLog, key: Key, totals: _AgentTotals) -> None:
         """Compare an episode's turns and rewards, by agent, with its trajectories."""
         rows = log.rows(
             "SELECT seat, agent, tokens, reward, turn_rewards FROM trajectories WHERE episode = ? AND attempt = ?", *key
         )
-        told = {(seat, index): _described(*row) for seat, index, *row in rows}
-        recorded = {agent: found.described(agent) for agent in found.turns}
-        for agent in sorted(told.keys() | recorded.keys()):
-            was, came = recorded.get(agent, "no turn"), told.get(agent, "no row")
+        committed = {(seat, index): _described(*row) for seat, index, *row in rows}
+        recorded = {agent: totals.described(agent) for agent in totals.turns}
+        for agent in sorted(committed.keys() | recorded.keys()):
+            was, came = recorded.get(agent, "no turn"), committed.get(agent, "no row")
             if was != came:
                 name = agent_name(*agent)
                 self._problem(
                     f"episode {key[0]} attempt {key[1]}: {name} has {was} in its entries, {came} in trajectories"
                 )
-        for agent, numbers in found.turns.items():
+        for agent, numbers in totals.turns.items():
             if sorted(numbers) != [*range(len(numbers))]:
                 name = agent_name(*agent)
                 self._problem(f"episode {key[0]} attempt {key[1]}: {name} has turns {sorted(numbers)} in its entries")
@@ -239,10 +239,10 @@ class _Counting:
         # Read afterwards: a run records what it prunes before pruning.
         pruned = log.pruned({episode for episode, _ in missing})
         for (episode, attempt), count in missing.items():
-            there = expected[episode, attempt] - count
-            if there or (episode, attempt) not in pruned:
+            present = expected[episode, attempt] - count
+            if present or (episode, attempt) not in pruned:
                 committed = plural(expected[episode, attempt], "entry", "entries")
-                self._problem(f"episode {episode} attempt {attempt}: {committed} were committed, {name} has {there}")
+                self._problem(f"episode {episode} attempt {attempt}: {committed} were committed, {name} has {present}")
 
     def _surviving(self, log: SqliteRunLog) -> Counter[tuple[Key, str]]:
         """Count how often each unit was trained on the line that led to the newest versions."""
@@ -287,20 +287,20 @@ class _Counting:
             counts.in_flight += 1
             return
         reason = self._ended[key][1]
-        found = states.get(key, set())
+        reasons = states.get(key, set())
         if reason is not None:
             counts.dropped[reason] = counts.dropped.get(reason, 0) + 1
-        elif "ready" in found:
+        elif "ready" in reasons:
             counts.ready += 1
-        elif "consumed" in found:
+        elif "consumed" in reasons:
             counts.trained += 1
         else:
-            why = min(found, default="frozen")
+            why = min(reasons, default="frozen")
             counts.dropped[why] = counts.dropped.get(why, 0) + 1
 
     def _count_units(self, key: Key, policies: set[str], units: Mapping[str, UnitCounts]) -> set[str]:
         """Return the states of a committed episode's units: `ready`, `consumed`, or drop reasons."""
-        found = set()
+        fates = set()
         for policy in policies & units.keys():
             counts = units[policy]
             counts.committed += 1
@@ -311,14 +311,14 @@ class _Counting:
                 self._problem(f"episode {key[0]} attempt {key[1]}: the unit of {policy} was trained and dropped")
             if times:
                 counts.consumed += 1
-                found.add("consumed")
+                fates.add("consumed")
             elif reason is not None:
                 counts.dropped[reason] = counts.dropped.get(reason, 0) + 1
-                found.add(reason)
+                fates.add(reason)
             else:
                 counts.ready += 1
-                found.add("ready")
-        return found
+                fates.add("ready")
+        return fates
 
     def _problem(self, text: str) -> None:
         if len(self._problems) < MAX_PROBLEMS:
@@ -346,12 +346,12 @@ class _AgentTotals:
 
     def described(self, agent: Agent) -> str:
         """Describe an agent's part in the words of `_described`."""
-        given = self._rewards.get(agent, [])
+        rewards = self._rewards.get(agent, [])
         by_turn: dict[int, float] = {}
-        for reward in given:
+        for reward in rewards:
             if reward.turn is not None:
                 by_turn[reward.turn] = by_turn.get(reward.turn, 0.0) + reward.weighted
-        total = math.fsum(reward.weighted for reward in given) if given else None
+        total = math.fsum(reward.weighted for reward in rewards) if rewards else None
         return _described(
             self._tokens[agent], total, msgspec.json.encode(sorted(by_turn.items())).decode() if by_turn else None
         )
@@ -364,14 +364,14 @@ def _described(tokens: int, reward: float | None, turn_rewards: str | None) -> s
 
 def _sampled_tokens(turn: TurnEntry) -> int:
     """Number of a turn's tokens, as in `trajectories.tokens`: of a turn without logprobs, what its endpoint counted."""
-    own = len(turn.token_ids) // 4
+    count = len(turn.token_ids) // 4
     if any(turn.logprobs):
-        return own
+        return count
     try:
-        said = msgspec.json.decode(turn.text)
+        reply = msgspec.json.decode(turn.text)
     except (msgspec.DecodeError, RecursionError):
-        return own
-    return reported_token_usage(said).get("completion_tokens", own) if isinstance(said, dict) else own
+        return count
+    return reported_token_usage(reply).get("completion_tokens", count) if isinstance(reply, dict) else count
 
 
 class _Versions:
@@ -390,8 +390,8 @@ class _Versions:
     def faults(self, turn: TurnEntry) -> list[str]:
         """Return the reasons why versions of a turn's tokens are unknown; empty if all are known."""
         policy = turn.weights_of or turn.policy
-        found = (self._fault(PolicyVersion(policy, span.lineage, span.step)) for span in turn.spans)
-        return [fault for fault in found if fault is not None]
+        faults = (self._fault(PolicyVersion(policy, span.lineage, span.step)) for span in turn.spans)
+        return [fault for fault in faults if fault is not None]
 
     def _fault(self, version: PolicyVersion) -> str | None:
         if version not in self._judged:

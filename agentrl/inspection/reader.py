@@ -113,19 +113,19 @@ def check_control_log_types(log: SqliteRunLog) -> None:
             odd[name] = f"typeof({name}) NOT IN ({types})"
         named = ", ".join(f"CASE WHEN {condition} THEN '{name}' END" for name, condition in odd.items())
         first = columns[0][1]
-        found = log.rows(f"SELECT {first}, coalesce({named}) FROM {table} WHERE {' OR '.join(odd.values())} LIMIT 1")
-        for key, name in found:
+        rows = log.rows(f"SELECT {first}, coalesce({named}) FROM {table} WHERE {' OR '.join(odd.values())} LIMIT 1")
+        for key, name in rows:
             raise JournalError(
                 f"{log.path.name}: `{name}` of {str(key)[:100]!r} in `{table}` has the wrong type; the record was "
                 "altered or is damaged"
             )
 
 
-def check_json_encodable(body: EntryBody, where: str) -> None:
+def check_json_encodable(body: EntryBody, location: str) -> None:
     """Refuse content that no JSON writer accepts: keys that are neither text nor numbers, extension types, great depth.
 
     Raises:
-        JournalError: the content is not acceptable; the message begins with `where`.
+        JournalError: the content is not acceptable; the message begins with `location`.
     """
     level: list[Any] = [body]
     for _ in range(MAX_DEPTH):
@@ -134,7 +134,7 @@ def check_json_encodable(body: EntryBody, where: str) -> None:
             if isinstance(value, dict):
                 odd = [type(key).__name__ for key in value if not isinstance(key, str | int | float | None)]
                 if odd:
-                    raise JournalError(f"{where}: a key of type {odd[0]}, which cannot be shown")
+                    raise JournalError(f"{location}: a key of type {odd[0]}, which cannot be shown")
                 below += value.values()
             elif isinstance(value, msgspec.Struct):
                 below += [getattr(value, name) for name in value.__struct_fields__]
@@ -144,11 +144,11 @@ def check_json_encodable(body: EntryBody, where: str) -> None:
             elif isinstance(value, list | tuple):
                 below += value
             elif not isinstance(value, str | int | float | bytes | datetime | None):
-                raise JournalError(f"{where}: a value of type {type(value).__name__}, which cannot be shown")
+                raise JournalError(f"{location}: a value of type {type(value).__name__}, which cannot be shown")
         if not below:
             return
         level = below
-    raise JournalError(f"{where}: nested deeper than {MAX_DEPTH}, which cannot be shown")
+    raise JournalError(f"{location}: nested deeper than {MAX_DEPTH}, which cannot be shown")
 
 
 def verified_control_rows(
@@ -167,15 +167,15 @@ def verified_control_rows(
         JournalError: the database cannot be read.
     """
     names = [row[1] for row in all_rows(log.connection, log.path, f"PRAGMA table_info({table})")]
-    found = []
+    verified = []
     for row in log.rows(f"SELECT * FROM {table} WHERE {condition}", *parameters):
         if row_checksum(table, row[:-1]) == row[-1]:
-            found.append(dict(zip(names, row, strict=True)))
+            verified.append(dict(zip(names, row, strict=True)))
         elif problems is not None:
             problems.append(
                 f"{log.path.name}: a record in `{table}` ({str(row[0])[:100]!r}, …) does not match its checksum"
             )
-    return found
+    return verified
 
 
 class EpisodeLine(msgspec.Struct, frozen=True):
@@ -403,8 +403,8 @@ class RunReader:
 
     def _newest(self, condition: str, value: str) -> list[EpisodeLine]:
         statement = f"SELECT a.episode, a.attempt FROM admissions a WHERE {condition} AND {NEWEST} LIMIT 1000"
-        found = [(str(episode), attempt) for episode, attempt in self.log.rows(statement, value)]
-        return self.lines(sorted(found, key=lambda key: (len(key[0]), key)))
+        newest = [(str(episode), attempt) for episode, attempt in self.log.rows(statement, value)]
+        return self.lines(sorted(newest, key=lambda key: (len(key[0]), key)))
 
     def lines(self, keys: Sequence[tuple[Any, Any]]) -> list[EpisodeLine]:
         """Return episodes by (id, attempt), each with the damage to its records.
@@ -443,9 +443,9 @@ class RunReader:
         keys = [key for key in self.log.rows(statement, episode_id) if attempt in (None, key[1])]
         lines = self.lines(keys[:1])
         if not lines:
-            known = f", attempt {attempt}" if attempt is not None else ""
+            attempt_text = f", attempt {attempt}" if attempt is not None else ""
             raise InputError(
-                f"{self.path}: no episode {episode_id!r}{known}; `agentrl episode list {self.path}` shows them"
+                f"{self.path}: no episode {episode_id!r}{attempt_text}; `agentrl episode list {self.path}` shows them"
             )
         line = lines[0]
         entries, inherited, problems = self._entries(line)
@@ -484,7 +484,7 @@ class RunReader:
     def curve(self) -> list[RewardCurvePoint]:
         """Return the reward of each step along each policy's surviving line, in order."""
         points = []
-        said = {start.lineage: start.words for start in self.log.starts()}
+        start_words = {start.lineage: start.words for start in self.log.starts()}
         newest = "SELECT policy, lineage, max(step) FROM steps WHERE (policy, lineage) IN"
         newest += " (SELECT policy, max(lineage) FROM steps GROUP BY policy) GROUP BY policy ORDER BY policy"
         for policy, lineage, step in self.log.rows(newest):
@@ -496,7 +496,7 @@ class RunReader:
             )
             for line in reversed(self.log.surviving(PolicyVersion(policy, lineage, step))):
                 # Marks the first step of the lineage.
-                marks = {line[0]: said.get(line[0], "resumed")} if line[0] else {}
+                marks = {line[0]: start_words.get(line[0], "resumed")} if line[0] else {}
                 rows = self.log.rows(statement, policy, *line)
                 points += [struct_from_row(RewardCurvePoint, (*row, marks.pop(row[1], ""))) for row in rows]
         return points
@@ -578,12 +578,12 @@ class RunReader:
 
         If the lock is invisible, as for a process in another container, a fresh status counts as a sign of life.
         """
-        found = read_process_state(self.path)
-        if found == "killed" and not is_writer_dead(self.path):
+        state = read_process_state(self.path)
+        if state == "killed" and not is_writer_dead(self.path):
             status = read_run_snapshot(self.path)
             if status is not None and abs(SystemClock().wall() - status.wall) < SILENT_S:
                 return "running"
-        return found
+        return state
 
     def _entries(self, line: EpisodeLine) -> tuple[list[JournalEntry], int, list[str]]:
         """Return the entries of an attempt, the number that a fork inherited, and problems met while reading."""
@@ -605,10 +605,10 @@ class RunReader:
             except JournalError as error:
                 problems.append(str(error))
         try:
-            whole = self._with_prefix(entries)
+            all_entries = self._with_prefix(entries)
         except JournalError as error:
             return entries, 0, [*problems, str(error)]
-        return whole, len(whole) - len(entries), problems
+        return all_entries, len(all_entries) - len(entries), problems
 
     def recorded(self, line: EpisodeLine) -> tuple[list[JournalEntry], list[JournalEntry]]:
         """Return an attempt's own entries and, for a fork, the inherited ones with its ancestors' first entries, for a
@@ -616,12 +616,12 @@ class RunReader:
 
         Unreadable entries are missing; `episode` reports them.
         """
-        whole, inherited, problems = self._entries(line)
-        own = [whole[0], *whole[1 + inherited :]] if whole else []
-        begin = decode_entries(own[:1])[0] if own and not problems else None
+        all_entries, inherited, problems = self._entries(line)
+        own_entries = [all_entries[0], *all_entries[1 + inherited :]] if all_entries else []
+        begin = decode_entries(own_entries[:1])[0] if own_entries and not problems else None
         if not isinstance(begin, BeginEntry) or begin.fork is None:
-            return own, []
-        return own, load_fork_prefix(self.journal, begin.fork)
+            return own_entries, []
+        return own_entries, load_fork_prefix(self.journal, begin.fork)
 
     def _with_prefix(self, entries: list[JournalEntry]) -> list[JournalEntry]:
         """Return a fork's entries: its own first entry, then the inherited ones, then the rest of its own."""

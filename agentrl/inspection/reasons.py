@@ -47,7 +47,7 @@ def explain_episode(reader: RunReader, episode_id: str, attempt: int | None = No
 def explain_conversation(reader: RunReader, view: ConversationView) -> list[Reason]:
     """Return the reasons of an episode that was read; see `explain_episode`."""
     problems: list[str] = []
-    found = [
+    reasons = [
         *_admission(reader, view.summary, problems),
         *_attempts(reader, view.summary, view.detail, problems),
         *_time(view),
@@ -57,21 +57,21 @@ def explain_conversation(reader: RunReader, view: ConversationView) -> list[Reas
         *_release(reader, view.summary, problems),
         *_units(reader, view, problems),
     ]
-    return found + [Reason("problem", text) for text in [*view.problems, *problems]]
+    return reasons + [Reason("problem", text) for text in [*view.problems, *problems]]
 
 
 def _admission(reader: RunReader, line: EpisodeLine, problems: list[str]) -> list[Reason]:
     if line.parent is not None:
-        found = [
+        reasons = [
             Reason("admitted", f"as a child of {line.parent}, in group {line.group}; children are always admitted")
         ]
     else:
-        why = {
+        purpose_text = {
             "train": "to be trained on",
             "evaluate": "to measure a policy; it enters no step",
-            "fork": "to play another episode on from one of its turns; it enters no step",
+            "fork": "forked from a turn of another episode; never trained on",
         }
-        found = [Reason("admitted", f"{why.get(line.purpose, line.purpose)}, in group {line.group}")]
+        reasons = [Reason("admitted", f"{purpose_text.get(line.purpose, line.purpose)}, in group {line.group}")]
     rows = verified_control_rows(
         reader.log, "admissions", "episode = ? AND attempt = ?", line.episode, line.attempt, problems=problems
     )
@@ -82,16 +82,16 @@ def _admission(reader: RunReader, line: EpisodeLine, problems: list[str]) -> lis
             problems.append(str(error))
             continue
         if spec.held_by:
-            found.append(Reason("admitted", f"its admission waited {spec.held_by}"))
+            reasons.append(Reason("admitted", f"its admission waited {spec.held_by}"))
         if line.purpose in ("train", "evaluate"):
-            found.append(
+            reasons.append(
                 Reason(
                     "order",
-                    f"deadline {spec.deadline}: where calls wait, those of earlier deadlines go first; within one, "
-                    "those of parents, then those of who has sampled most",
+                    f"deadline {spec.deadline}. Waiting calls are served by earliest deadline; ties go to parents, "
+                    "then to the agent that has sampled most tokens",
                 )
             )
-    return found
+    return reasons
 
 
 def _attempts(reader: RunReader, line: EpisodeLine, detail: str, problems: list[str]) -> list[Reason]:
@@ -100,35 +100,38 @@ def _attempts(reader: RunReader, line: EpisodeLine, detail: str, problems: list[
     )
     if len(rows) < 2:
         return []
-    others = ", ".join(str(row["attempt"]) for row in rows if row["attempt"] != line.attempt)
-    what = f"attempt {line.attempt} of {len(rows)} (the others: {others}): an attempt that fails is begun again"
+    other_attempts = ", ".join(str(row["attempt"]) for row in rows if row["attempt"] != line.attempt)
+    text = f"attempt {line.attempt} of {len(rows)} (the others: {other_attempts}); failed attempts are retried"
     if detail and line.drop_reason is None:
-        what += f"; its external agent did not ask as before: {detail}"
-    return [Reason("attempt", what)]
+        text += f"; its external agent sent different requests on replay: {detail}"
+    return [Reason("attempt", text)]
 
 
 def _time(view: ConversationView) -> list[Reason]:
-    found = []
+    reasons = []
     total = view.summary.seconds or 0.0
     parked, cut = view.metrics.get("parked"), view.metrics.get("turns/interrupted")
     if parked:
-        found.append(
-            Reason("time", f"parked {plural(parked, 'time')}: its calls were cut and went on from their tokens later")
+        reasons.append(
+            Reason(
+                "time",
+                f"parked {plural(parked, 'time')}: its calls were cut, and later resumed from their tokens",
+            )
         )
     if cut:
-        found.append(Reason("time", f"interrupted in {plural(cut, 'turn')}, which went on from the tokens they had"))
-    found += _kv_waits(view)
-    own = view.acts[view.inherited :]
-    timed = [(act.seconds, _named(act)) for act in own if isinstance(act, PolicyTurn | ToolAct | EffectAct)]
-    timed += [(act.waited, f"the wait before {_named(act)}") for act in own if isinstance(act, PolicyTurn)]
+        reasons.append(Reason("time", f"interrupted in {plural(cut, 'turn')}, each resumed from its partial output"))
+    reasons += _kv_waits(view)
+    own_acts = view.acts[view.inherited :]
+    timed = [(act.seconds, _named(act)) for act in own_acts if isinstance(act, PolicyTurn | ToolAct | EffectAct)]
+    timed += [(act.waited, f"the wait before {_named(act)}") for act in own_acts if isinstance(act, PolicyTurn)]
     for seconds, name in sorted(timed, reverse=True)[:MAX_NAMED]:
         if total and seconds > SLOW_SHARE * total:
-            found.append(Reason("time", f"{name} took {seconds:.3f} of its {total:.3f} s"))
+            reasons.append(Reason("time", f"{name} took {seconds:.3f} of its {total:.3f} s"))
     inside = [act for act in view.acts if isinstance(act, PolicyTurn) and len(act.versions) > 1]
     for act in inside[:MAX_NAMED]:
         versions = " → ".join(version for _, version in act.versions)
-        found.append(Reason("time", f"new weights took over inside {_named(act)}: {versions}"))
-    return found
+        reasons.append(Reason("time", f"new weights took over inside {_named(act)}: {versions}"))
+    return reasons
 
 
 def _kv_waits(view: ConversationView) -> list[Reason]:
@@ -140,9 +143,8 @@ def _kv_waits(view: ConversationView) -> list[Reason]:
     longest, name = max(waits)
     text = (
         f"it waited {sum(seconds for seconds, _ in waits):.3f} s for room in the engine's memory, in {len(waits)} of "
-        f"its {plural(len(turns), 'turn')}, longest before {name}: {longest:.3f} s. A conversation has no place before "
-        "its first turn, and loses it between two when to keep it costs more than to compute its context again, and "
-        "others wait"
+        f"its {plural(len(turns), 'turn')}, longest before {name}: {longest:.3f} s. Cache space is reserved at the "
+        "first turn, and released between turns when recomputing the context is cheaper than holding it"
     )
     return [Reason("time", text, "raise engine.slots, or shorten the contexts")]
 
@@ -166,34 +168,39 @@ def _end(view: ConversationView) -> list[Reason]:
     if line.stop_reason is None:
         last = f"; the last thing it did was {view.acts[-1].call}" if view.acts else ""
         return [Reason("ended", f"it has not ended: in flight, or of a process that died{last}")]
-    found = [
+    reasons = [
         Reason(
             "ended",
             f"{line.stop_reason}, after {plural(line.turns or 0, 'turn')} and {plural(line.tokens or 0, 'token')}",
         )
     ]
     if line.stop_reason != "completed":
-        found[0] = Reason("ended", f"{found[0].text}: a limit cut it short", "raise the limit, or shorten the episode")
+        reasons[0] = Reason(
+            "ended", f"{reasons[0].text}: a limit cut it short", "raise the limit, or shorten the episode"
+        )
     short = [act for act in turns if act.finish_reason == "length"]
     if short:
         names = ", ".join(_named(act) for act in short[:MAX_NAMED])
-        found.append(Reason("ended", f"cut at sampling.max_tokens: {names}", "raise sampling.max_tokens"))
-    return found
+        reasons.append(Reason("ended", f"cut at sampling.max_tokens: {names}", "raise sampling.max_tokens"))
+    return reasons
 
 
 def _reward(view: ConversationView) -> list[Reason]:
-    found = []
+    reasons = []
     components = reward_components(view)
     for agent in view.agents:
         name = f"{agent.seat}[{agent.index}]"
-        parts = [given.words for given in components.get(name, [])]
-        told = "none" if agent.reward is None else f"{agent.reward:g}"
-        found.append(
-            Reason("reward", f"{name} ({agent.policy}): {told}" + (f" = {' + '.join(parts)}" if len(parts) > 1 else ""))
+        parts = [component.words for component in components.get(name, [])]
+        reward_text = "none" if agent.reward is None else f"{agent.reward:g}"
+        reasons.append(
+            Reason(
+                "reward",
+                f"{name} ({agent.policy}): {reward_text}" + (f" = {' + '.join(parts)}" if len(parts) > 1 else ""),
+            )
         )
     failed = [act for act in view.acts if isinstance(act, ToolAct) and act.outcome != "ok"]
     outcomes = (f"tool {act.name} ended as {act.outcome}: {act.observation[:200]}" for act in failed[:MAX_NAMED])
-    return found + [Reason("reward", text) for text in outcomes]
+    return reasons + [Reason("reward", text) for text in outcomes]
 
 
 def _group(reader: RunReader, line: EpisodeLine) -> list[Reason]:
@@ -204,8 +211,8 @@ def _group(reader: RunReader, line: EpisodeLine) -> list[Reason]:
     statuses: dict[str, int] = {}
     for member in members:
         statuses[member.status] = statuses.get(member.status, 0) + 1
-    told = ", ".join(f"{count} {status}" for status, count in sorted(statuses.items()))
-    text = f"{len(members)} episodes are compared with each other: {told}"
+    counts = ", ".join(f"{count} {status}" for status, count in sorted(statuses.items()))
+    text = f"{len(members)} episodes are compared with each other: {counts}"
     if rewards:
         text += f"; rewards from {min(rewards):g} to {max(rewards):g}, mean {sum(rewards) / len(rewards):.3g}"
     if len(rewards) > 1 and min(rewards) == max(rewards):
@@ -225,12 +232,12 @@ def _release(reader: RunReader, line: EpisodeLine, problems: list[str]) -> list[
         return _release_of_group(reader, line)
     frozen = decode_baselines_row(tuple(rows[0].values()))
     names = ", ".join(frozen.finishers)
-    others = [name for name in frozen.finishers if name != line.episode][: len(frozen.finishers) - 1]
+    other_members = [name for name in frozen.finishers if name != line.episode][: len(frozen.finishers) - 1]
     if line.episode not in frozen.finishers:
         when = f"late, when it ended: {names} had been released without it"
     else:
         when = f"early, with the first {len(frozen.finishers)} of its group to end: {names}"
-    against = [f"the rewards of {', '.join(others)}"] if others else []
+    against = [f"the rewards of {', '.join(other_members)}"] if other_members else []
     against += [f"{mean.mean:.3g}, what {mean.seat} used to get before it was admitted" for mean in frozen.earlier]
     compared = f"; compared with {' and '.join(against)}" if against else "; there was nothing to compare it with"
     return [Reason("released", when + compared)]
@@ -254,28 +261,30 @@ def _units(reader: RunReader, view: ConversationView, problems: list[str]) -> li
     fed = verified_control_rows(reader.log, "step_units", "episode = ? AND attempt = ?", *key, problems=problems)
     drops = verified_control_rows(reader.log, "unit_drops", "episode = ? AND attempt = ?", *key, problems=problems)
     learns = {policy for (policy,) in reader.log.rows("SELECT DISTINCT policy FROM versions")}
-    found = []
+    reasons = []
     for policy in dict.fromkeys(agent.policy for agent in view.agents):
-        own = [row for row in fed if row["policy"] == policy]
+        policy_rows = [row for row in fed if row["policy"] == policy]
         reason = next((row["reason"] for row in drops if row["policy"] == policy), None)
-        found += [Reason("unit", _consumed(policy, row)) for row in own]
+        reasons += [Reason("unit", _consumed(policy, row)) for row in policy_rows]
         if reason is not None:
-            found.append(Reason("unit", f"the unit of {policy} was dropped: {reason}", ADVICE_ON_DROPS.get(reason, "")))
-        elif not own and policy not in learns:
-            found.append(Reason("unit", f"{policy} does not learn: nothing of it is trained"))
-        elif not own:
-            found.append(Reason("unit", f"the unit of {policy} is ready, and waits for its group and for a step"))
-    return found
+            reasons.append(
+                Reason("unit", f"the unit of {policy} was dropped: {reason}", ADVICE_ON_DROPS.get(reason, ""))
+            )
+        elif not policy_rows and policy not in learns:
+            reasons.append(Reason("unit", f"{policy} does not learn: nothing of it is trained"))
+        elif not policy_rows:
+            reasons.append(Reason("unit", f"the unit of {policy} is ready, and waits for its group and for a step"))
+    return reasons
 
 
 def _consumed(policy: str, row: Row) -> str:
-    made = f"{policy}@{row['lineage']}.{row['step']}"
+    version_text = f"{policy}@{row['lineage']}.{row['step']}"
     numbers = f"reward {row['reward']:.3g} - baseline {row['baseline']:.3g} = advantage {row['advantage']:.3g}"
     by_turn = _advantages_by_turn(row)
     if len(set(by_turn)) > 1:
-        shown = ", ".join(f"{value:.3g}" for value in by_turn[:SHOWN_TURNS])
-        numbers += f"; by turn {shown}{', …' if len(by_turn) > SHOWN_TURNS else ''}"
-    return f"{row['seat']}[{row['agent']}] was trained by the step that made {made}: {numbers}"
+        values = ", ".join(f"{value:.3g}" for value in by_turn[:SHOWN_TURNS])
+        numbers += f"; by turn {values}{', …' if len(by_turn) > SHOWN_TURNS else ''}"
+    return f"{row['seat']}[{row['agent']}] was trained by the step that made {version_text}: {numbers}"
 
 
 def _advantages_by_turn(row: Row) -> list[float]:

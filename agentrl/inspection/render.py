@@ -71,10 +71,10 @@ class TerminalPage:
 
     def block(self, content: str, style: str = "", *, indent: int = 4) -> None:
         """Add multi-line content; very long content is cut, with its length."""
-        shown = escape_text(content[:MAX_BLOCK])
+        visible = escape_text(content[:MAX_BLOCK])
         if len(content) > MAX_BLOCK:
-            shown += f"\n… and {len(content) - MAX_BLOCK:,} more characters (--json has them)"
-        self._parts.append(Text("\n".join(" " * indent + line for line in shown.split("\n")), style))
+            visible += f"\n… and {len(content) - MAX_BLOCK:,} more characters (--json has them)"
+        self._parts.append(Text("\n".join(" " * indent + line for line in visible.split("\n")), style))
 
     def flow(self, parts: Iterable[tuple[str, str]], *, indent: int = 2) -> None:
         """Add pieces of content one after the other, each in its style; newlines in them are marked, and kept."""
@@ -116,8 +116,8 @@ def _styled(parts: Iterable[Part]) -> Text:
     return text
 
 
-def _short(content: str, most: int) -> str:
-    return escape_line(content if len(content) <= most else f"{content[:most]}…")
+def _short(content: str, max_length: int) -> str:
+    return escape_line(content if len(content) <= max_length else f"{content[:max_length]}…")
 
 
 def run_table(lines: Sequence[RunLine]) -> TerminalPage:
@@ -169,8 +169,8 @@ def pruned_page(pruned: PruneTotals, *, is_dry: bool) -> TerminalPage:
     page = TerminalPage()
     verb = "would be removed" if is_dry else "removed"
     size = f"{pruned.bytes / (1 << 20):.3g} MiB"
-    told = f"{plural(pruned.episodes, 'episode')} and the columns of {plural(pruned.files, 'step')}"
-    page.line(f"{verb}: the tokens of {told}, {size}, rule {pruned.rule}")
+    removed = f"{plural(pruned.episodes, 'episode')} and the columns of {plural(pruned.files, 'step')}"
+    page.line(f"{verb}: the tokens of {removed}, {size}, rule {pruned.rule}")
     for policy, step in pruned.last.items():
         page.line(f"{policy}: the episodes that steps up to {step} trained on, and those dropped before")
     page.line(
@@ -180,13 +180,13 @@ def pruned_page(pruned: PruneTotals, *, is_dry: bool) -> TerminalPage:
     return page
 
 
-def win_rate_table(found: Sequence[OpponentResult]) -> TerminalPage:
+def win_rate_table(results: Sequence[OpponentResult]) -> TerminalPage:
     """Make a page with the matrix of win rates: a row per step of the policy, a column per past version."""
     page = TerminalPage()
-    if not found:
+    if not results:
         page.line("no episode was played against a past version")
         return page
-    (who, step, *versions), *rows = win_rate_matrix(found)
+    (who, step, *versions), *rows = win_rate_matrix(results)
     page.table([who, f"{step}>", *(f"{version}>" for version in versions)], rows)
     return page
 
@@ -225,9 +225,11 @@ def metrics_page(latest: Mapping[str, Mapping[str, float]]) -> TerminalPage:
     page, rows = TerminalPage(), []
     for policy, values in latest.items():
         for name, value in values.items():
-            known = find_registered_metric(name)
+            metric = find_registered_metric(name)
             whose = f"{policy}: " if len(latest) > 1 else ""
-            rows.append([f"{whose}{name}", f"{value:.4g}", known.unit if known else "", known.meaning if known else ""])
+            rows.append(
+                [f"{whose}{name}", f"{value:.4g}", metric.unit if metric else "", metric.meaning if metric else ""]
+            )
     if rows:
         page.table(["metric", "value>", "unit", "meaning"], rows)
     else:
@@ -242,10 +244,12 @@ def reward_curves_page(points: Sequence[RewardCurvePoint], *, width: int = 64) -
     if not policies:
         page.line("no optimizer step was taken yet; an evaluation takes none")
     for policy in policies:
-        own = [point for point in points if point.policy == policy and point.reward is not None]
-        values = [point.reward for point in own if point.reward is not None]
+        policy_points = [point for point in points if point.policy == policy and point.reward is not None]
+        values = [point.reward for point in policy_points if point.reward is not None]
         title = f"reward of {policy}"
-        page.block(plot_curve(values, steps=[point.step for point in own], title=title, width=width), indent=0)
+        page.block(
+            plot_curve(values, steps=[point.step for point in policy_points], title=title, width=width), indent=0
+        )
         for point in points:
             if point.policy == policy and point.mark:
                 page.line((f"step {point.step}: ", "bold"), point.mark)
@@ -256,9 +260,9 @@ def metric_curves_page(metric: str, values: Mapping[str, Sequence[tuple[int, flo
     """Plot a metric of each policy over its steps."""
     page = TerminalPage()
     for policy, points in values.items():
-        known = [(step, value) for step, value in points if value is not None]
+        present = [(step, value) for step, value in points if value is not None]
         title = f"{metric} of {policy}" if len(values) > 1 else metric
-        page.block(plot_curve([v for _, v in known], steps=[s for s, _ in known], title=title), indent=0)
+        page.block(plot_curve([v for _, v in present], steps=[s for s, _ in present], title=title), indent=0)
     return page
 
 
@@ -391,11 +395,13 @@ def run_timeline_page(line: RunTimeline) -> TerminalPage:
     rows.append(["committed", _shades([float(count) for count in line.committed]), f"{sum(line.committed):,}"])
     rows.append(["dropped", _shades([float(count) for count in line.dropped]), f"{sum(line.dropped):,}"])
     for policy, shares in line.trainers.items():
-        rows.append([f"trainer of {policy}", _shades(shares, most=1.0), _idle(line, f"trainer of {policy}")])
+        rows.append([f"trainer of {policy}", _shades(shares, maximum=1.0), _idle(line, f"trainer of {policy}")])
     if any(share is not None for share in line.engine):
-        shades = _shades([share or 0.0 for share in line.engine], most=1.0)
-        told = "".join("·" if share is None else shade for share, shade in zip(line.engine, shades, strict=True))
-        rows.append(["engine", told, _idle(line, "engine") + (", · not known" if None in line.engine else "")])
+        shades = _shades([share or 0.0 for share in line.engine], maximum=1.0)
+        engine_shades = "".join(
+            "·" if share is None else shade for share, shade in zip(line.engine, shades, strict=True)
+        )
+        rows.append(["engine", engine_shades, _idle(line, "engine") + (", · not known" if None in line.engine else "")])
     published: dict[str, list[float]] = {}
     for at, version in line.versions:
         published.setdefault(version.rpartition("@")[0], []).append(at)
@@ -415,8 +421,8 @@ def _idle(line: RunTimeline, name: str) -> str:
     return f"idle {line.idle[name]:.0%}" if name in line.idle else ""
 
 
-def _shades(values: Sequence[float], *, most: float | None = None) -> str:
-    top = most or max(values, default=0.0) or 1.0
+def _shades(values: Sequence[float], *, maximum: float | None = None) -> str:
+    top = maximum or max(values, default=0.0) or 1.0
     places = [min(round(value / top * (len(_SHADES) - 1)), len(_SHADES) - 1) for value in values]
     return "".join(_SHADES[max(place, 1 if value > 0 else 0)] for place, value in zip(places, values, strict=True))
 

@@ -51,22 +51,22 @@ def conversation_page(view: ConversationView) -> TerminalPage:
     page.add(
         events_page(
             acts_with_weight_updates(view),
-            own=view.acts[view.inherited] if 0 < view.inherited < len(view.acts) else None,
+            selected=view.acts[view.inherited] if 0 < view.inherited < len(view.acts) else None,
         )
     )
     if view.children:
         page.heading("children")
-        shown = ["episode", "status", "reward", "stop_reason", "drop_reason", "turns", "tokens", "seconds"]
-        page.add(episode_table(view.children, len(view.children), shown))
+        fields = ["episode", "status", "reward", "stop_reason", "drop_reason", "turns", "tokens", "seconds"]
+        page.add(episode_table(view.children, len(view.children), fields))
     page.problems(view.problems)
     return page
 
 
-def events_page(found: Sequence[Act | WeightUpdate], *, own: Act | None = None) -> TerminalPage:
+def events_page(events: Sequence[Act | WeightUpdate], *, selected: Act | None = None) -> TerminalPage:
     """Make a page with the acts of an episode in order; `own` is a fork's first act of its own."""
     page, speaker = TerminalPage(), ""
-    for event in found:
-        if event is own:
+    for event in events:
+        if event is selected:
             page.heading("the fork goes its own way from here")
             speaker = ""
         if isinstance(event, WeightUpdate):
@@ -78,8 +78,8 @@ def events_page(found: Sequence[Act | WeightUpdate], *, own: Act | None = None) 
                 speaker = who
             _turn(page, event)
         elif isinstance(event, ToolAct) and "\n" in event.observation:
-            what = f"tool {event.name}({_json(event.arguments)}) [{event.outcome}, {event.seconds:.3f} s]"
-            page.line((f"  {event.call:<10} ", "dim"), what)
+            text = f"tool {event.name}({_json(event.arguments)}) [{event.outcome}, {event.seconds:.3f} s]"
+            page.line((f"  {event.call:<10} ", "dim"), text)
             page.block(event.observation, "yellow")
         elif line := _event(event):
             page.line((f"  {event.call:<10} ", "dim"), line)
@@ -108,15 +108,15 @@ def summary_page(view: ConversationView) -> TerminalPage:
     components = reward_components(view)
     for agent in view.agents:
         name = f"{agent.seat}[{agent.index}]"
-        parts = [given.words for given in components.get(name, [])]
+        parts = [component.words for component in components.get(name, [])]
         reward = format_number(agent.reward) or "none"
-        made = f" = {' + '.join(parts)}" if len(parts) > 1 else ""
-        what = f"{agent.policy}, reward {reward}{made}, {plural(agent.tokens, 'token')}"
+        sum_text = f" = {' + '.join(parts)}" if len(parts) > 1 else ""
+        text = f"{agent.policy}, reward {reward}{sum_text}, {plural(agent.tokens, 'token')}"
         if agent.oldest_step < 0:
-            what += ", oldest weights unknown"
+            text += ", oldest weights unknown"
         elif line.oldest_step is not None:  # otherwise no policy of the episode is trained
-            what += f", oldest weights {agent.lineage}.{agent.oldest_step}"
-        facts.append((name, what))
+            text += f", oldest weights {agent.lineage}.{agent.oldest_step}"
+        facts.append((name, text))
     if view.measured_against:
         facts.append(("against", ", ".join(view.measured_against)))
     facts += [(name, format_number(value)) for name, value in view.metrics.items()]
@@ -167,9 +167,9 @@ def _event(act: Act) -> str:
             call = f"tool {act.name}({_json(act.arguments)})"
             return f"{call} → {act.observation} [{act.outcome}, {act.seconds:.3f} s]"
         case EffectAct():
-            what = f"effect {act.name}" if act.guarantee else f"{act.name}({_json(act.arguments)})"
+            name = f"effect {act.name}" if act.guarantee else f"{act.name}({_json(act.arguments)})"
             kind = act.guarantee or act.level
-            return f"{what} → {_ends(act.error or _json(act.value))} [{kind}, {act.seconds:.3f} s]"
+            return f"{name} → {_ends(act.error or _json(act.value))} [{kind}, {act.seconds:.3f} s]"
         case SpawnAct():
             return f"spawn {act.environment}: {', '.join(act.children)}"
         case ChildEpisodeResultAct():
@@ -230,8 +230,8 @@ def _token_table(page: TerminalPage, row: TokenRow, colours: dict[str, str]) -> 
         rows.append([*cells, *map(format_number, values), *counts, token.routing or ""])
     headings = ["position>", "turn>", "id>", "text", "version", "logprob>", "trainer>", "ratio>", "advantage>"]
     headings += ["entropy>", "kept>", "lag>", "routing"]
-    known = [place for place in range(len(headings)) if any(cells[place] for cells in rows)]
-    page.table([headings[place] for place in known], [[cells[place] for place in known] for cells in rows])
+    columns = [place for place in range(len(headings)) if any(cells[place] for cells in rows)]
+    page.table([headings[place] for place in columns], [[cells[place] for place in columns] for cells in rows])
     context = sum(not token.loss_mask for token in row.tokens)
     page.line((f"  and {plural(context, 'token')} of context", "dim"))
 
@@ -240,11 +240,11 @@ def _shown(token: EpisodeToken) -> str:
     return token.text.replace(" ", "·")
 
 
-def reasons_page(episode: str, found: Sequence[Reason]) -> TerminalPage:
+def reasons_page(episode: str, reasons: Sequence[Reason]) -> TerminalPage:
     """Make a page with the reasons for an episode's state."""
     page = TerminalPage()
     page.line((episode, "bold"))
-    for reason in found:
+    for reason in reasons:
         style = "red" if reason.about == "problem" else ""
         page.line((f"  {reason.about:<9} ", "dim"), (reason.text, style))
         if reason.advice:
@@ -275,8 +275,8 @@ def timeline_page(line: EpisodeTimeline, *, width: int = 80) -> TerminalPage:
             cells[_column(at * scale, width)] = "↻"
         rows.append(["updates", "".join(cells), ", ".join(version for _, version in line.updates)])
     page.table(["", "", ""], rows)
-    page.line(("  ".join(f"{mark} {what}" for what, mark in _MARKS.items()), "dim"))
-    page.line("spent on: " + ", ".join(f"{what} {seconds:.3f} s" for what, seconds in line.busy.items()))
+    page.line(("  ".join(f"{mark} {label}" for label, mark in _MARKS.items()), "dim"))
+    page.line("spent on: " + ", ".join(f"{label} {seconds:.3f} s" for label, seconds in line.busy.items()))
     page.problems(line.problems)
     return page
 
@@ -287,7 +287,7 @@ def fork_tree_page(tree: Sequence[ForkTreeNode], new: Collection[str] = ()) -> T
     if new:
         roots = [place for place, fork in enumerate(tree) if not fork.depth]
         trees = [tree[start:stop] for start, stop in zip(roots, [*roots[1:], None], strict=True)]
-        tree = [fork for each in trees if any(fork.line.episode in new for fork in each) for fork in each]
+        tree = [fork for branch in trees if any(fork.line.episode in new for fork in branch) for fork in branch]
     if not tree:
         page.line("nothing was forked; `agentrl episode fork` does")
         return page
@@ -308,7 +308,7 @@ def _branch(tree: Sequence[ForkTreeNode], place: int) -> str:
     """Draw the lines of the tree that lead to an entry."""
     drawn = ""
     for depth in range(1, tree[place].depth + 1):
-        below = next((each.depth for each in tree[place + 1 :] if each.depth <= depth), 0)
+        below = next((fork.depth for fork in tree[place + 1 :] if fork.depth <= depth), 0)
         goes_on = below == depth
         if depth == tree[place].depth:
             drawn += "├ " if goes_on else "└ "
@@ -317,71 +317,80 @@ def _branch(tree: Sequence[ForkTreeNode], place: int) -> str:
     return drawn
 
 
-def replay_page(found: Sequence[ReplayResult], *, step: bool = False) -> TerminalPage:
+def replay_page(results: Sequence[ReplayResult], *, step: bool = False) -> TerminalPage:
     """Make a page about replayed episodes: identical, or the departure and its reason; with `step`, each call."""
     page = TerminalPage()
-    for each in found:
+    for result in results:
         if step:
-            for call, words in each.acts:
+            for call, words in result.acts:
                 page.line((f"  {call:<10} ", "dim"), words)
-        if len(found) > 1 and each.outcome == "identical":
+        if len(results) > 1 and result.outcome == "identical":
             continue
-        style = {"identical": "green", "departed": "red"}.get(each.outcome, "yellow")
+        style = {"identical": "green", "departed": "red"}.get(result.outcome, "yellow")
         page.line(
-            (each.episode, "bold"), " ", (each.outcome, style), f": {each.calls} calls came back of {each.recorded}"
+            (result.episode, "bold"),
+            " ",
+            (result.outcome, style),
+            f": {result.calls} of {result.recorded} calls replayed",
         )
-        if each.text:
-            page.block(each.text)
-    outcomes = Counter(each.outcome for each in found)
-    if len(found) > 1:
+        if result.text:
+            page.block(result.text)
+    outcomes = Counter(result.outcome for result in results)
+    if len(results) > 1:
         page.line(", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common()))
     return page
 
 
-def rescore_page(found: Sequence[ReplayResult]) -> TerminalPage:
+def rescore_page(results: Sequence[ReplayResult]) -> TerminalPage:
     """Make a page with the rewards of episodes as recorded, and by the current code."""
     page, rows = TerminalPage(), list[list[Part]]()
-    for each in found:
-        for agent in dict.fromkeys([*each.before, *each.after]):
-            then, now = each.before.get(agent), each.after.get(agent)
+    for result in results:
+        for agent in dict.fromkeys([*result.before, *result.after]):
+            then, now = result.before.get(agent), result.after.get(agent)
             style = "" if then == now else "bold"
-            rows.append([each.episode, agent, format_number(then) or "none", (format_number(now) or "none", style)])
+            rows.append([result.episode, agent, format_number(then) or "none", (format_number(now) or "none", style)])
     page.table(["episode", "agent", "recorded>", "now>"], rows)
-    for each in found:
-        if each.outcome != "identical":
-            page.line((each.episode, "bold"), f" {each.outcome}: {each.text}")
+    for result in results:
+        if result.outcome != "identical":
+            page.line((result.episode, "bold"), f" {result.outcome}: {result.text}")
     return page
 
 
-def difference_page(found: EpisodeDifference) -> TerminalPage:
+def difference_page(difference: EpisodeDifference) -> TerminalPage:
     """Make a page with two episodes side by side: their first difference, and both outcomes."""
     page = TerminalPage()
-    page.line((found.a.episode, "bold"), " and ", (found.b.episode, "bold"), f": {found.same_acts} acts in common")
-    if found.departure is None:
+    page.line(
+        (difference.a.episode, "bold"),
+        " and ",
+        (difference.b.episode, "bold"),
+        f": {difference.same_acts} acts in common",
+    )
+    if difference.departure is None:
         page.line(("they are the same, but for times", "green"))
     else:
-        _departure(page, found.departure)
+        _departure(page, difference.departure)
     rows = [
-        [agent, *(format_number(reward) or "none" for reward in rewards)] for agent, rewards in found.rewards.items()
+        [agent, *(format_number(reward) or "none" for reward in rewards)]
+        for agent, rewards in difference.rewards.items()
     ]
     page.heading("rewards")
-    page.table(["agent", f"{found.a.episode}>", f"{found.b.episode}>"], rows)
+    page.table(["agent", f"{difference.a.episode}>", f"{difference.b.episode}>"], rows)
     page.heading("turns")
-    agents = dict.fromkeys(agent for agent, _, _ in found.turns)
+    agents = dict.fromkeys(agent for agent, _, _ in difference.turns)
     for agent in agents:
-        marks = "".join("=" if same else "≠" for name, _, same in found.turns if name == agent)
+        marks = "".join("=" if same else "≠" for name, _, same in difference.turns if name == agent)
         page.line(f"  {agent:<14} ", (marks, "bold"))
-    page.problems(found.problems)
+    page.problems(difference.problems)
     return page
 
 
 def _departure(page: TerminalPage, departure: FirstDifference) -> None:
-    where = f"call {departure.call}"
+    place = f"call {departure.call}"
     if departure.turn is not None:
-        where += f", turn {departure.turn} of {departure.agent}"
+        place += f", turn {departure.turn} of {departure.agent}"
     if departure.token is not None:
-        where += f", token {departure.token} of what was {'told' if departure.what == 'context' else 'sampled'}"
-    page.line(f"they part at {where} ({departure.what})")
+        place += f", token {departure.token} of what was {'told' if departure.what == 'context' else 'sampled'}"
+    page.line(f"they part at {place} ({departure.what})")
     for side, style in ((departure.a, "cyan"), (departure.b, "dark_orange")):
         _side(page, side, style)
 

@@ -113,7 +113,7 @@ def _schema(connection: sqlite3.Connection) -> set[str]:
 
 
 def _expected() -> set[str]:
-    """Return the schema of the tables above, including those of FTS5.
+    """Return the schema of the tables above, including FTS5's.
 
     Raises:
         InputError: this SQLite has no FTS5.
@@ -136,8 +136,8 @@ def _bring_up_to_date(index: sqlite3.Connection, journal: Path) -> None:
     for path in sorted(journal.glob("turns-*.db")):
         partition = open_database_to_read(path, "turns")
         try:
-            known = index.execute("SELECT indexed FROM partitions WHERE name = ?", (path.name,)).fetchone()
-            last = known[0] if known is not None else 0
+            indexed = index.execute("SELECT indexed FROM partitions WHERE name = ?", (path.name,)).fetchone()
+            last = indexed[0] if indexed is not None else 0
             while rows := partition.execute(
                 "SELECT episode, attempt, call, asked, body, checksum, id FROM entries"
                 " WHERE id > ? ORDER BY id LIMIT ?",
@@ -155,10 +155,10 @@ def _add(index: sqlite3.Connection, path: Path, rows: list[Any], last: int) -> N
     index.execute("BEGIN")
     words = []
     for name, texts in _texts(path, rows).items():
-        found = index.execute("SELECT number, entries FROM episodes WHERE name = ?", (name,)).fetchone()
-        if found is None:
-            found = (index.execute("INSERT INTO episodes VALUES (NULL, ?, 0)", (name,)).lastrowid, 0)
-        number, entries = found
+        indexed = index.execute("SELECT number, entries FROM episodes WHERE name = ?", (name,)).fetchone()
+        if indexed is None:
+            indexed = (index.execute("INSERT INTO episodes VALUES (NULL, ?, 0)", (name,)).lastrowid, 0)
+        number, entries = indexed
         room = (1 << _SHIFT) - 1 - entries
         words += [((number << _SHIFT) + entries + place, text) for place, text in enumerate(texts[:room])]
         index.execute("UPDATE episodes SET entries = ? WHERE number = ?", (entries + len(texts[:room]), number))

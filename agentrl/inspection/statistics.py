@@ -121,7 +121,7 @@ def _episodes(reader: RunReader, environment: str, purpose: str, count: int) -> 
         environment=environment,
         purpose=purpose,
         episodes=count,
-        ended={str(why): many for why, many in ended},
+        ended={str(reason): many for reason, many in ended},
         **spreads,
     )
 
@@ -130,12 +130,12 @@ def _spread(reader: RunReader, column: str, environment: str, purpose: str) -> E
     """Compute mean and quantiles of a column over committed episodes."""
     condition = f"FROM episodes WHERE environment = ? AND purpose = ? AND drop_reason IS NULL AND {column} IS NOT NULL"
     ((mean, count),) = reader.log.rows(f"SELECT avg({column}), count(*) {condition}", environment, purpose)
-    found = [None, None, None]
+    quantiles = [None, None, None]
     if count:
         statement = f"SELECT {column} {condition} ORDER BY {column} LIMIT 1 OFFSET ?"
         places = [min(int(share * count), count - 1) for share in QUANTILES]
-        found = [reader.log.rows(statement, environment, purpose, place)[0][0] for place in places]
-    return EpisodeDistribution(mean, *found)
+        quantiles = [reader.log.rows(statement, environment, purpose, place)[0][0] for place in places]
+    return EpisodeDistribution(mean, *quantiles)
 
 
 def _policies(reader: RunReader) -> list[PolicyStatistics]:
@@ -147,7 +147,7 @@ def _policies(reader: RunReader) -> list[PolicyStatistics]:
         " WHERE t.lineage = s.lineage GROUP BY s.policy, steps ORDER BY s.policy, steps"
     ):
         staleness.setdefault(policy, {})[steps] = count
-    taken = dict(log.rows("SELECT policy, count(*) FROM steps GROUP BY policy"))
+    step_counts = dict(log.rows("SELECT policy, count(*) FROM steps GROUP BY policy"))
     named: dict[str, dict[str, float]] = {}
     for policy, name, mean in log.rows(
         "WITH given AS (SELECT policy, json_extract(value, '$[0]') AS name, json_extract(value, '$[1]') AS reward"
@@ -165,7 +165,7 @@ def _policies(reader: RunReader) -> list[PolicyStatistics]:
             tokens=tokens,
             reward=reward,
             named_rewards=named.get(policy, {}),
-            steps=taken.get(policy, 0),
+            steps=step_counts.get(policy, 0),
             staleness=staleness.get(policy, {}),
         )
         for policy, count, tokens, reward in log.rows(
@@ -204,15 +204,15 @@ def run_win_rates(reader: RunReader) -> list[OpponentResult]:
         config = msgspec.convert(reader.info().get("config"), _Opponents)
     except msgspec.ValidationError:  # an evaluation's configuration, or one that agentrl did not write
         return []
-    found = []
+    results = []
     for name, policy in config.policies.items():
         if policy.kind == "past":
             matrix = tally_games_by_version(reader.log.against({name}), policy.of, name, every=policy.every)
-            found += [
+            results += [
                 OpponentResult(policy.of, step, name, str(version), tally.episodes, tally.score / tally.episodes)
                 for (step, version), tally in matrix.items()
             ]
-    return found
+    return results
 
 
 def tally_games_by_version(
@@ -228,12 +228,15 @@ def tally_games_by_version(
     return dict(sorted(matrix.items()))
 
 
-def win_rate_matrix(found: Sequence[OpponentResult]) -> list[list[str]]:
+def win_rate_matrix(results: Sequence[OpponentResult]) -> list[list[str]]:
     """Format win rates as text: a heading, then a row per step of the policy with a column per past version."""
-    versions = list(dict.fromkeys(line.version for line in found))
-    cells = {(line.policy, line.step, line.version): f"{line.score:.2f} of {line.episodes}" for line in found}
-    steps = sorted({(line.policy, line.step) for line in found})
-    rows = [[policy, str(step), *(cells.get((policy, step, each), "") for each in versions)] for policy, step in steps]
+    versions = list(dict.fromkeys(line.version for line in results))
+    cells = {(line.policy, line.step, line.version): f"{line.score:.2f} of {line.episodes}" for line in results}
+    steps = sorted({(line.policy, line.step) for line in results})
+    rows = [
+        [policy, str(step), *(cells.get((policy, step, opponent), "") for opponent in versions)]
+        for policy, step in steps
+    ]
     return [["policy", "from step", *versions], *rows]
 
 
@@ -270,8 +273,8 @@ def latest_metrics(state: RunState) -> dict[str, dict[str, float]]:
     latest: dict[str, dict[str, float]] = {}
     for policy in state.policies.values():
         values: dict[str, float] = {}
-        for known in (policy.evaluations, policy.steps):
-            for _, at_step in sorted(known.items()):
+        for metrics_by_step in (policy.evaluations, policy.steps):
+            for _, at_step in sorted(metrics_by_step.items()):
                 values.update(at_step)
         latest[policy.name] = {name: values[name] for name in sorted(values)} | {"step": float(policy.step)}
     return latest

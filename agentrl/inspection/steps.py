@@ -78,13 +78,16 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True):
 
 def evaluation_list(reader: RunReader) -> list[EvaluationLine]:
     """List the evaluations of surviving versions by policy and step, with their metrics."""
-    found: dict[tuple[str, int], dict[str, float | None]] = {}
+    evaluations: dict[tuple[str, int], dict[str, float | None]] = {}
     for name in reader.metric_names():
         if name.startswith("evaluation/"):
             for policy, values in reader.metric(name).items():
                 for step, value in values:
-                    found.setdefault((policy, step), {})[name.removeprefix("evaluation/")] = value
-    return [EvaluationLine(policy=policy, step=step, metrics=own) for (policy, step), own in sorted(found.items())]
+                    evaluations.setdefault((policy, step), {})[name.removeprefix("evaluation/")] = value
+    return [
+        EvaluationLine(policy=policy, step=step, metrics=metrics)
+        for (policy, step), metrics in sorted(evaluations.items())
+    ]
 
 
 def step_list(reader: RunReader, policy: str | None = None) -> list[StepLine]:
@@ -182,13 +185,13 @@ def _columns(reader: RunReader, row: Row, problems: list[str]) -> dict[str, list
     """Read the rows of the step's file, by episode; empty if there is no readable file."""
     if row["columns_file"] is None:
         return {}
-    found: dict[str, list[StepRowColumns]] = {}
+    columns: dict[str, list[StepRowColumns]] = {}
     try:
-        for each in read_step_row_columns(reader.path, row["columns_file"]):
-            found.setdefault(each.episode, []).append(each)
+        for row_columns in read_step_row_columns(reader.path, row["columns_file"]):
+            columns.setdefault(row_columns.episode, []).append(row_columns)
     except JournalError as error:
         problems.append(str(error))
-    return found
+    return columns
 
 
 def _consumed_row(unit: Row, columns: list[StepRowColumns]) -> ConsumedTrajectory:

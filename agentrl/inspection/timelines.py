@@ -115,7 +115,7 @@ def timeline_from_conversation(view: ConversationView) -> EpisodeTimeline:
         seconds=max([view.summary.seconds or 0.0, *ends.values()]),
         lanes=[TimelineLane(name, bars) for name, bars in lanes.items()],
         updates=[(update.at, update.version) for update in view.updates],
-        busy={what: seconds for what, seconds in busy.items() if seconds},
+        busy={kind: seconds for kind, seconds in busy.items() if seconds},
         problems=view.problems,
     )
 
@@ -221,10 +221,10 @@ def span_occupancy(
         edges[last] += (stop - last * part) * weight
         change[first + 1] += part * weight
         change[last] -= part * weight
-    whole, shares = 0.0, []
+    total, shares = 0.0, []
     for index in range(parts):
-        whole += change[index]
-        shares.append(max(whole + edges[index], 0.0) / part)  # rounding can give a value just below 0
+        total += change[index]
+        shares.append(max(total + edges[index], 0.0) / part)  # rounding can give a value just below 0
     return shares
 
 
@@ -248,17 +248,17 @@ def _engine(reader: RunReader, began: float, parts: int, part: float) -> list[fl
 
     Steps of several policies overlap: a part is the mean over all that cover it; None where none does.
     """
-    told: dict[tuple[str, int, float, bool], dict[str, float]] = {}
+    values_by_span: dict[tuple[str, int, float, bool], dict[str, float]] = {}
     for policy, step, name, value, at in reader.log.rows(
         f"SELECT policy, step, name, value, recorded_at FROM metrics WHERE name IN ({', '.join('?' * len(_ENGINE))})",
         *_ENGINE,
     ):
         if value is not None:
             measure, is_evaluation = _ENGINE[name]
-            told.setdefault((policy, step, at, is_evaluation), {})[measure] = value
-    whole = {key: values for key, values in told.items() if len(values) == 2}
-    spans = [(at - began - values["seconds"], at - began) for (_, _, at, _), values in whole.items()]
-    known = span_occupancy(spans, parts, part)
-    busy = span_occupancy(spans, parts, part, [values["share"] for values in whole.values()])
+            values_by_span.setdefault((policy, step, at, is_evaluation), {})[measure] = value
+    complete = {key: values for key, values in values_by_span.items() if len(values) == 2}
+    spans = [(at - began - values["seconds"], at - began) for (_, _, at, _), values in complete.items()]
+    occupancy = span_occupancy(spans, parts, part)
+    busy = span_occupancy(spans, parts, part, [values["share"] for values in complete.values()])
     # Smaller values are rounding errors.
-    return [share / of if of > 0.01 else None for share, of in zip(busy, known, strict=True)]
+    return [share / of if of > 0.01 else None for share, of in zip(busy, occupancy, strict=True)]

@@ -172,29 +172,31 @@ class Vocabulary:
     def _read(self, path: Path) -> None:
         try:
             with open_regular(path) as file:
-                found = msgspec.json.decode(read_at_most(file, MAX_TOKENIZER_BYTES), type=_Tokenizer)
+                tokenizer = msgspec.json.decode(read_at_most(file, MAX_TOKENIZER_BYTES), type=_Tokenizer)
         except (OSError, ValueError, RecursionError):
             return
-        is_byte_level = all(character in self._bytes for piece in list(found.model.vocab)[:2000] for character in piece)
-        for piece, token in found.model.vocab.items():
+        is_byte_level = all(
+            character in self._bytes for piece in list(tokenizer.model.vocab)[:2000] for character in piece
+        )
+        for piece, token in tokenizer.model.vocab.items():
             self._pieces[token] = self._of_bytes(piece) if is_byte_level else _of_pieces(piece)
-        self._pieces.update({added.id: added.content for added in found.added_tokens})
+        self._pieces.update({added.id: added.content for added in tokenizer.added_tokens})
 
     def _of_bytes(self, piece: str) -> str:
         return bytes(self._bytes.get(character, 63) for character in piece).decode("utf-8", "replace")
 
 
 def _of_pieces(piece: str) -> str:
-    found = _BYTE_TOKEN.fullmatch(piece)
-    return bytes([int(found[1], 16)]).decode("utf-8", "replace") if found else piece.replace("\u2581", " ")
+    match = _BYTE_TOKEN.fullmatch(piece)
+    return bytes([int(match[1], 16)]).decode("utf-8", "replace") if match else piece.replace("\u2581", " ")
 
 
 def _byte_characters() -> dict[str, int]:
     """Return the characters with which byte-level vocabularies write bytes: printable ones as themselves, others from
     U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    remaining = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(remaining)}
 
 
 ReadStep = Callable[[Path, Any], list[StepRowColumns]]
@@ -294,11 +296,15 @@ def base_model_directory(config: object, policy: str) -> str | None:
     if not isinstance(config, dict):
         return None
     policies, model = config.get("policies"), config.get("model")
-    known = policies if isinstance(policies, dict) else {}
-    own = known.get(policy)
-    if isinstance(own, dict) and own.get("kind") == "past":
-        own = known.get(str(own.get("of")))
-    path = own.get("model") if isinstance(own, dict) and own.get("kind") != "remote" else None
+    settings = policies if isinstance(policies, dict) else {}
+    policy_settings = settings.get(policy)
+    if isinstance(policy_settings, dict) and policy_settings.get("kind") == "past":
+        policy_settings = settings.get(str(policy_settings.get("of")))
+    path = (
+        policy_settings.get("model")
+        if isinstance(policy_settings, dict) and policy_settings.get("kind") != "remote"
+        else None
+    )
     path = path or (model.get("path") if isinstance(model, dict) else None)
     return path if isinstance(path, str) else None
 
@@ -388,12 +394,12 @@ def _training(trained: StepTokenValues | None, position: int, *, is_forced: bool
         return {"entropy": 0.0 if is_forced else None}
     columns, place = found
     now, then = columns.trainer_logprobs[place], columns.behavior_logprobs[place]
-    known = math.isfinite(now) and math.isfinite(then) and abs(now - then) < 700.0
+    is_finite = math.isfinite(now) and math.isfinite(then) and abs(now - then) < 700.0
     return {
         "advantage": _finite(columns.advantages[place]),
         "trainer_logprob": _finite(now),
         "entropy": 0.0 if is_forced else _finite(columns.entropy[place]),
-        "ratio": math.exp(now - then) if known else None,
+        "ratio": math.exp(now - then) if is_finite else None,
         "lag": columns.lag[place] if columns.lag[place] >= 0 else None,
     }
 
@@ -413,13 +419,13 @@ def _experts(turn: TurnEntry) -> dict[int, str]:
     if not turn.expert_routing or rows <= 0 or len(turn.expert_routing) % rows:
         return {}
     width, begins = len(turn.expert_routing) // rows, dict(turn.routing_breaks)
-    found, position = {}, turn.routing_start
+    experts, position = {}, turn.routing_start
     for row in range(rows):
         position = begins.get(row, position)
         part = turn.expert_routing[row * width : (row + 1) * width]
-        found[position] = hashlib.blake2b(part, digest_size=4).hexdigest()
+        experts[position] = hashlib.blake2b(part, digest_size=4).hexdigest()
         position += 1
-    return found
+    return experts
 
 
 def _is_bytes(turn: TurnEntry, sampled: Sequence[int]) -> bool:

@@ -241,7 +241,9 @@ def encode_trajectory_rows(header: EpisodeHeader) -> Iterable[Sequence[Any]]:
     for unit in header.trajectories:
         reward = None if unit.reward is None else float(unit.reward)
         key = (header.episode_id, header.attempt, unit.seat, unit.index)
-        parts = [_JSON.encode(given).decode() if given else None for given in (unit.turn_rewards, unit.named_rewards)]
+        parts = [
+            _JSON.encode(rewards).decode() if rewards else None for rewards in (unit.turn_rewards, unit.named_rewards)
+        ]
         sampled = (unit.tokens, unit.oldest_step, unit.lineage)
         yield (*key, unit.policy, reward, *sampled, *parts, unit.turn_states or None)
 
@@ -450,9 +452,9 @@ def verify_tables(connection: sqlite3.Connection, path: Path) -> None:
         JournalError: a row or the file is damaged.
     """
     for check in ("quick_check(1)", *(f"integrity_check({table})" for table in INDEXED)):
-        found = all_rows(connection, path, f"PRAGMA {check}")
-        if found != [("ok",)]:
-            raise JournalError(f"{path}: {str(found[0][0])[:200]}; the file is damaged, restore it from a copy")
+        problems = all_rows(connection, path, f"PRAGMA {check}")
+        if problems != [("ok",)]:
+            raise JournalError(f"{path}: {str(problems[0][0])[:200]}; the file is damaged, restore it from a copy")
     for table in CHECKED:
         try:
             if not _all_hold(connection, table):
@@ -478,9 +480,9 @@ def _all_hold(connection: sqlite3.Connection, table: str) -> bool:
         connection.text_factory = tolerant
 
 
-def _verify(table: str, row: Sequence[Any], where: str = "") -> None:
+def _verify(table: str, row: Sequence[Any], location: str = "") -> None:
     if row_checksum(table, row[:-1]) != row[-1]:
         raise JournalError(
-            f"{where}{str(row[0])[:100]!r}: a record in `{table}` does not match its checksum; it was altered or the "
-            "disk damaged it; restore the file from a copy"
+            f"{location}{str(row[0])[:100]!r}: a record in `{table}` does not match its checksum; it was altered or "
+            "the disk damaged it; restore the file from a copy"
         )

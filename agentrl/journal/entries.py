@@ -376,14 +376,14 @@ def gigpo_state_hash(state: str | None, messages: Iterable[Message]) -> bytes:
     """
     if state is not None:
         return request_hash(state.encode())
-    said = [part for message in messages if message.role != "system" for part in (message.role, message.content)]
-    return request_hash(*[part.encode("utf-8", "replace") for part in said])
+    text_parts = [part for message in messages if message.role != "system" for part in (message.role, message.content)]
+    return request_hash(*[part.encode("utf-8", "replace") for part in text_parts])
 
 
-def entry_checksum(episode_id: str, attempt: int, call_id: str, asked: bytes, body: bytes) -> int:
+def entry_checksum(episode_id: str, attempt: int, call_id: str, request_digest: bytes, body: bytes) -> int:
     """Compute the CRC-32 over an entry's key, its `asked` hash and its body."""
-    key = f"{episode_id}\x1f{attempt}\x1f{call_id}\x1f{len(asked)}".encode()
-    return zlib.crc32(body, zlib.crc32(asked, zlib.crc32(key)))
+    key = f"{episode_id}\x1f{attempt}\x1f{call_id}\x1f{len(request_digest)}".encode()
+    return zlib.crc32(body, zlib.crc32(request_digest, zlib.crc32(key)))
 
 
 def code_digest(source: str) -> str:

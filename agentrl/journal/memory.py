@@ -127,14 +127,14 @@ class MemoryTurnLog:
 
     def read_partials(self, episode_id: str, attempt: int) -> list[JournalEntry]:
         """Return the partials on disk of an attempt, in the order they were appended."""
-        found: list[JournalEntry] = []
+        partials: list[JournalEntry] = []
         for item in self.partials[: self.partials_on_disk]:
             if not isinstance(item, tuple):
                 if (item.episode_id, item.attempt) == (episode_id, attempt):
-                    found.append(item)
+                    partials.append(item)
             elif item[:2] == (episode_id, attempt):
-                found = [entry for entry in found if item[2] not in (None, entry.call_id)]
-        return found
+                partials = [entry for entry in partials if item[2] not in (None, entry.call_id)]
+        return partials
 
     def remove(self, attempts: Collection[tuple[str, int]]) -> None:
         """Delete the entries of some attempts from disk."""
@@ -347,9 +347,9 @@ class MemoryJournal(RunJournal):
         if header.location is None:
             return
         named = [log for log in self.turn_logs.values() if log.name == header.location.partition]
-        found = sum(len(log.read(header.episode_id, header.attempt)) for log in named)
-        if found != header.location.entries:
+        count = sum(len(log.read(header.episode_id, header.attempt)) for log in named)
+        if count != header.location.entries:
             raise JournalError(
                 f"episode {header.episode_id} attempt {header.attempt}: {header.location.entries} entries named in "
-                f"{header.location.partition}, {found} are there"
+                f"{header.location.partition}, {count} are there"
             )

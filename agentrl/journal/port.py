@@ -143,7 +143,9 @@ class PruneRule:
             return {}
         newest = self.sealed[0]
         steps = {
-            policy: min([version.step - self.keep, *(held[policy].step for held in self.sealed if policy in held)])
+            policy: min(
+                [version.step - self.keep, *(versions[policy].step for versions in self.sealed if policy in versions)]
+            )
             for policy, version in newest.items()
         }
         return {policy: max(step, 0) for policy, step in steps.items()}

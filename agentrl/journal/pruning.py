@@ -67,7 +67,7 @@ def prune(
     *,
     stopped: Callable[[], bool] = lambda: False,
 ) -> PruneTotals:
-    """Remove the data that a rule allows. Blocking: call it in a thread, beside the partitions' writers.
+    """Remove the data that a rule allows. Blocking: call it in a thread; the partitions' writers may keep writing.
 
     Args:
         journal: the run's journal directory.
@@ -123,11 +123,11 @@ class Settled:
         self._log = log
         self._forked = forked
         self.last = rule.last
-        taken = [{policy: log.surviving(version) for policy, version in cut.items()} for cut in rule.sealed]
+        surviving = [{policy: log.surviving(version) for policy, version in cut.items()} for cut in rule.sealed]
         lines = [
             [policy, lineage, first, min(last, self.last[policy])]
             for policy in self.last
-            for lineage, first, last in _common([cut.get(policy, []) for cut in taken])
+            for lineage, first, last in _common([cut.get(policy, []) for cut in surviving])
         ]
         trained = sorted({policy for cut in rule.sealed for policy in cut})
         self._before = self._last_removable_at()
@@ -140,11 +140,11 @@ class Settled:
     def _last_removable_at(self) -> float | None:
         """Return when a policy's last removable step was taken, of the policy where that is longest ago; None if no
         step may be removed."""
-        found = []
+        versions = []
         for policy, step in self.last.items():
             statement = "SELECT max(stepped_at) FROM steps WHERE policy = ? AND step = ? AND step > 0"
-            found += [at for (at,) in self._log.rows(statement, policy, step) if at is not None]
-        return min(found, default=None)
+            versions += [at for (at,) in self._log.rows(statement, policy, step) if at is not None]
+        return min(versions, default=None)
 
     def among(self, episodes: Sequence[str]) -> set[AttemptKey]:
         """Return the attempts of some episodes that may be removed."""
@@ -167,8 +167,8 @@ class Settled:
             " AND (EXISTS (SELECT 1 FROM step_units s WHERE s.episode = a.episode AND s.attempt = a.attempt)"
             " OR coalesce(e.committed_at, a.admitted_at) < ?)"
         )
-        asked = json.dumps(list(episodes))
-        rows = self._log.rows(statement, self._lines, self._cut, self._trained, asked, self._before or -1.0)
+        encoded = json.dumps(list(episodes))
+        rows = self._log.rows(statement, self._lines, self._cut, self._trained, encoded, self._before or -1.0)
         return {(episode, attempt) for episode, attempt in rows} - self._forked
 
     def files(self) -> Iterator[str]:
@@ -219,13 +219,13 @@ _SIZES = (
 def _batches(connection: sqlite3.Connection, settled: Settled) -> Iterator[dict[AttemptKey, int]]:
     """Yield batches of removable attempts in a partition, with their bytes; one batch per transaction."""
     statement = "SELECT DISTINCT episode FROM entries UNION SELECT DISTINCT episode FROM partials"
-    there = [str(episode) for (episode,) in connection.execute(statement)]
+    names = [str(episode) for (episode,) in connection.execute(statement)]
     batch: dict[AttemptKey, int] = {}
-    for start in range(0, len(there), _CHUNK):
-        found = settled.among(there[start : start + _CHUNK])
-        sizes = connection.execute(_SIZES, (json.dumps(sorted({episode for episode, _ in found})),)).fetchall()
+    for start in range(0, len(names), _CHUNK):
+        settled_names = settled.among(names[start : start + _CHUNK])
+        sizes = connection.execute(_SIZES, (json.dumps(sorted({episode for episode, _ in settled_names})),)).fetchall()
         for episode, attempt, size in sizes:
-            if (episode, attempt) not in found:
+            if (episode, attempt) not in settled_names:
                 continue
             if batch and sum(batch.values()) + size > DELETE_BYTES:
                 yield batch
@@ -262,8 +262,8 @@ def _shrink(connection: sqlite3.Connection, stopped: Callable[[], bool]) -> None
         began = _CLOCK.monotonic()
         connection.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").fetchall()
         _leave_to_others(began)
-        ((left,),) = connection.execute("PRAGMA freelist_count").fetchall()
-        if left >= free:  # a file created before incremental vacuum keeps its free pages and reuses them
+        ((free_pages,),) = connection.execute("PRAGMA freelist_count").fetchall()
+        if free_pages >= free:  # a file created before incremental vacuum keeps its free pages and reuses them
             break
     connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
@@ -277,20 +277,20 @@ def _prune_files(
     run: Path, settled: Settled, record: Record | None, pruned: PruneTotals, stopped: Callable[[], bool]
 ) -> None:
     root = (run / "steps").resolve()
-    there = {}
+    files = {}
     for name in settled.files():
         if not isinstance(name, str) or "\0" in name:
             continue  # not a valid file name
         path = run / name
         if path.resolve().is_relative_to(root):  # an altered record must not name a file outside the run
             with suppress(FileNotFoundError, NotADirectoryError):
-                there[name] = path.lstat().st_size
-    pruned.files += len(there)
-    pruned.bytes += sum(there.values())
-    if record is None or not there or stopped():
+                files[name] = path.lstat().st_size
+    pruned.files += len(files)
+    pruned.bytes += sum(files.values())
+    if record is None or not files or stopped():
         return
-    record((), list(there))
-    for name in there:
+    record((), list(files))
+    for name in files:
         try:
             os.unlink(run / name)
         except FileNotFoundError:

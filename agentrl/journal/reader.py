@@ -75,17 +75,17 @@ class TurnLogReader:
         by_partition: dict[str, set[str]] = {}
         for key in keys:
             by_partition.setdefault(key.partition, set()).add(key.episode_id)
-        found: dict[tuple[str, str, int], list[JournalEntry]] = {
+        entries_of: dict[tuple[str, str, int], list[JournalEntry]] = {
             (key.partition, key.episode_id, key.attempt): [] for key in keys
         }
         for partition, episodes in by_partition.items():
             names = sorted(episodes)
             for start in range(0, len(names), _BULK):
                 for entry in self._entries(partition, names[start : start + _BULK]):
-                    rows = found.get((partition, entry.episode_id, entry.attempt))
+                    rows = entries_of.get((partition, entry.episode_id, entry.attempt))
                     if rows is not None:
                         rows.append(entry)
-        answer = [found[key.partition, key.episode_id, key.attempt] for key in keys]
+        answer = [entries_of[key.partition, key.episode_id, key.attempt] for key in keys]
         for key, rows in zip(keys, answer, strict=True):
             if key.entries and not rows:
                 self.check_pruned(key.episode_id, key.attempt)
@@ -94,26 +94,26 @@ class TurnLogReader:
 
     def beginnings(self, keys: Sequence[AttemptLocation]) -> list[JournalEntry]:
         """Return the first entries of episodes, as far as they can be read; unordered."""
-        wanted = {(key.partition, key.episode_id): key.attempt for key in keys}
-        found = []
-        for (partition, episode_id), attempt in wanted.items():
+        attempts = {(key.partition, key.episode_id): key.attempt for key in keys}
+        bodies = []
+        for (partition, episode_id), attempt in attempts.items():
             with suppress(JournalError, *DAMAGE):
                 path, connection = self._open(partition)
                 statement = f"{_SELECT_COLUMNS} FROM entries WHERE episode = ? AND attempt = ? AND call = 'begin'"
-                found += [verified_entry(path, row) for row in connection.execute(statement, (episode_id, attempt))]
-        return found
+                bodies += [verified_entry(path, row) for row in connection.execute(statement, (episode_id, attempt))]
+        return bodies
 
     def partials(self, partition: str, episode_id: str, attempt: int) -> list[JournalEntry]:
         """Return the undamaged partials of an episode on disk, in order; lost tokens are sampled again."""
         path, connection = self._open(partition)
-        found = []
+        entries = []
         try:
             for row in connection.execute(_SELECT_PARTIALS, (episode_id, attempt)):
                 with suppress(JournalError):
-                    found.append(verified_entry(path, row))
+                    entries.append(verified_entry(path, row))
         except DAMAGE:  # rows before a damaged page are still valid
-            return found
-        return found
+            return entries
+        return entries
 
     def partition_of(self, episode_id: str, attempt: int) -> str | None:
         """Return the partition with most entries of an attempt; None if no partition has any.
@@ -124,7 +124,7 @@ class TurnLogReader:
         Raises:
             JournalError: a partition cannot be read.
         """
-        best = max(self._held(episode_id, attempt), default=(0, 0, ""), key=lambda held: held[:2])
+        best = max(self._held(episode_id, attempt), default=(0, 0, ""), key=lambda count: count[:2])
         return best[2] if best[0] or best[1] else None
 
     def progress(self, episode_id: str, attempt: int) -> tuple[int, int]:
@@ -133,12 +133,12 @@ class TurnLogReader:
         Raises:
             JournalError: a partition cannot be read.
         """
-        entries, partials, _ = max(self._held(episode_id, attempt), default=(0, 0, ""), key=lambda held: held[:2])
+        entries, partials, _ = max(self._held(episode_id, attempt), default=(0, 0, ""), key=lambda count: count[:2])
         return entries, partials
 
     def _held(self, episode_id: str, attempt: int) -> list[tuple[int, int, str]]:
         """Return the number of entries and of partials of an attempt in each partition, with the partition's name."""
-        held: list[tuple[int, int, str]] = []
+        counts: list[tuple[int, int, str]] = []
         for name in sorted(path.name for path in self._directory.glob("turns-*.db")):
             path, connection = self._open(name)
             try:
@@ -148,8 +148,8 @@ class TurnLogReader:
                 )
             except DAMAGE as error:
                 raise database_error(path, error) from error
-            held.append((entries, partials, name))
-        return held
+            counts.append((entries, partials, name))
+        return counts
 
     def check_pruned(self, episode_id: str, attempt: int) -> None:
         """Check that an attempt without entries was not pruned.
@@ -216,24 +216,28 @@ def read_fork_prefix(journal: str, point: ForkPoint, read: ReadAttempt, *, depth
     Raises:
         JournalError: the parent's entries cannot be read, or the point is not among them.
     """
-    where = os.path.normpath(os.path.join(journal, point.journal))
-    name = f"episode {point.episode_id}, attempt {point.attempt}, in {where}"
-    entries = read(where, point)
+    parent_journal = os.path.normpath(os.path.join(journal, point.journal))
+    name = f"episode {point.episode_id}, attempt {point.attempt}, in {parent_journal}"
+    entries = read(parent_journal, point)
     if not entries or depth == MAX_FORK_DEPTH:
         raise JournalError(f"a fork refers to {name}, which cannot be found; was the run moved without its forks?")
     begin = decode_entries(entries[:1])[0]
     calls = [entry.call_id for entry in entries]
     if not isinstance(begin, BeginEntry) or point.call_id not in calls:
         raise JournalError(f"a fork refers to call {point.call_id} of {name}, which does not exist")
-    own = entries[: calls.index(point.call_id)]
-    return own if begin.fork is None else [*read_fork_prefix(where, begin.fork, read, depth=depth + 1), *own]
+    inherited = entries[: calls.index(point.call_id)]
+    return (
+        inherited
+        if begin.fork is None
+        else [*read_fork_prefix(parent_journal, begin.fork, read, depth=depth + 1), *inherited]
+    )
 
 
 def load_fork_prefix(journal: str | Path, point: ForkPoint) -> list[JournalEntry]:
     """Read `read_fork_prefix` from the databases on disk; `journal` is the fork's own directory."""
 
-    def read(where: str, at: ForkPoint) -> list[JournalEntry]:
-        reader = TurnLogReader(where)
+    def read(journal_path: str, at: ForkPoint) -> list[JournalEntry]:
+        reader = TurnLogReader(journal_path)
         try:
             entries = reader.read(at.partition, at.episode_id, at.attempt)
             if not entries:
@@ -256,8 +260,8 @@ def _check_committed(key: AttemptLocation, rows: Sequence[JournalEntry]) -> None
         )
     else:
         return
-    found = f"{plural(len(rows), 'entry', 'entries')} in {key.partition}"
-    raise EntriesError(f"episode {key.episode_id} attempt {key.attempt}: {found}, {difference}")
+    written = f"{plural(len(rows), 'entry', 'entries')} in {key.partition}"
+    raise EntriesError(f"episode {key.episode_id} attempt {key.attempt}: {written}, {difference}")
 
 
 def verified_entry(path: Path, row: tuple[str, int, str, bytes, bytes, int]) -> JournalEntry:
@@ -266,14 +270,17 @@ def verified_entry(path: Path, row: tuple[str, int, str, bytes, bytes, int]) -> 
     Raises:
         EntriesError: the checksum does not match.
     """
-    episode, attempt, call, asked, body, checksum = row
-    types = (type(episode), type(attempt), type(call), type(asked), type(body))
-    if types != (str, int, str, bytes, bytes) or entry_checksum(episode, attempt, call, asked, body) != checksum:
+    episode, attempt, call, request_digest, body, checksum = row
+    types = (type(episode), type(attempt), type(call), type(request_digest), type(body))
+    if (
+        types != (str, int, str, bytes, bytes)
+        or entry_checksum(episode, attempt, call, request_digest, body) != checksum
+    ):
         raise EntriesError(
             f"{path}: episode {episode!r}, call {call!r}: the entry does not match its checksum; it was altered or the "
             "disk damaged it; restore the file from a copy. Other episodes can still be read"
         )
-    return JournalEntry(episode, attempt, call, asked, body)
+    return JournalEntry(episode, attempt, call, request_digest, body)
 
 
 def pruned_attempt_error(journal: Path, episode_id: str, attempt: int) -> PrunedDataError | None:
@@ -283,15 +290,15 @@ def pruned_attempt_error(journal: Path, episode_id: str, attempt: int) -> Pruned
         JournalError: the control log cannot be read.
     """
     statement = "SELECT pruned_at, rule FROM pruned WHERE episode = ? AND attempt = ?"
-    found = _words_of_pruning(journal, statement, episode_id, attempt)
-    return None if found is None else PrunedDataError(f"episode {episode_id} attempt {attempt}: its tokens {found}")
+    reason = _words_of_pruning(journal, statement, episode_id, attempt)
+    return None if reason is None else PrunedDataError(f"episode {episode_id} attempt {attempt}: its tokens {reason}")
 
 
 def pruned_file_error(run: Path, name: str) -> PrunedDataError | None:
     """Return the error for a missing file of step columns, if it was pruned; `name` is as in the step's record."""
     journal = run / "journal" if (run / "journal").is_dir() else run
-    found = _words_of_pruning(journal, "SELECT pruned_at, rule FROM pruned_files WHERE file = ?", name)
-    return None if found is None else PrunedDataError(f"{name}: the step's columns {found}")
+    reason = _words_of_pruning(journal, "SELECT pruned_at, rule FROM pruned_files WHERE file = ?", name)
+    return None if reason is None else PrunedDataError(f"{name}: the step's columns {reason}")
 
 
 def _words_of_pruning(journal: Path, statement: str, *key: Any) -> str | None:

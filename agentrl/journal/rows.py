@@ -41,7 +41,10 @@ def make_unit_reader(run_directory: Path) -> Callable[[Sequence[Unit]], Sequence
             for unit in units
         ]
         entries = reader.read_many(keys)
-        return [assemble_trajectories(own, unit.policy) for unit, own in zip(units, entries, strict=True)]
+        return [
+            assemble_trajectories(episode_entries, unit.policy)
+            for unit, episode_entries in zip(units, entries, strict=True)
+        ]
 
     return read
 
@@ -73,7 +76,7 @@ def assemble_trajectories(entries: Iterable[JournalEntry], policy: str | None = 
             rewards.setdefault((body.seat, body.index), []).append(body)
     answer = []
     for key in dict.fromkeys([*turns, *rewards]):
-        own = turns.get(key, [])
+        seat_turns = turns.get(key, [])
         turn_rewards: dict[int, float] = {}
         for reward in rewards.get(key, []):
             if reward.turn is not None:
@@ -82,8 +85,8 @@ def assemble_trajectories(entries: Iterable[JournalEntry], policy: str | None = 
             Trajectory(
                 seat=key[0],
                 index=key[1],
-                policy=own[0].policy if own else begin.seats.get(key[0], ""),
-                rows=_rows(own),
+                policy=seat_turns[0].policy if seat_turns else begin.seats.get(key[0], ""),
+                rows=_rows(seat_turns),
                 reward=sum(reward.weighted for reward in rewards[key]) if key in rewards else None,
                 turn_rewards=turn_rewards,
             )

@@ -65,7 +65,7 @@ class RunStart(msgspec.Struct, frozen=True, kw_only=True):
     again: dict[str, int] = {}
     """Newest step taken earlier, for policies that had taken more steps than `steps`."""
     changed: tuple[SettingChange, ...] = ()
-    """Settings that differ from those of the previous start."""
+    """Settings changed since the previous start."""
     code: dict[str, str] = {}
     """Digest of the source of environments and bots, by file, and of the user's loss and advantage, by
     `file.py:function` or `module:function`."""
@@ -82,9 +82,9 @@ class RunStart(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def words(self) -> str:
         """Description of the changes, for a mark on a curve."""
-        where = f"resumed from {self.checkpoint}" if self.checkpoint else "begun again without a checkpoint"
+        origin = f"resumed from {self.checkpoint}" if self.checkpoint else "restarted without a checkpoint"
         code = [f"code changed: {', '.join(self.code_changed)}"] if self.code_changed else []
-        return "; ".join([where, *code, *map(str, self.changed)])
+        return "; ".join([origin, *code, *map(str, self.changed)])
 
 
 UnitKey = tuple[str, int, str]
@@ -167,8 +167,8 @@ class RunLog:
             connection = open_database_to_read(partition, "turns")
             try:
                 statement = f"SELECT DISTINCT episode FROM entries WHERE {_IS_ROOT} AND {_NUMBER} > ?"
-                found = all_rows(connection, partition, statement, *_root(prefix)[1:], len(prefix) + 1, highest)
-                for (name,) in found:
+                rows = all_rows(connection, partition, statement, *_root(prefix)[1:], len(prefix) + 1, highest)
+                for (name,) in rows:
                     _check_is_there(connection, partition, name)
                     highest = max(highest, int(name.removeprefix(prefix)))
             finally:
@@ -196,19 +196,19 @@ class RunLog:
             JournalError: the record was altered, or its path leads out of the run.
         """
         root = self.path.parent.parent / "versions"
-        here = root / version.policy / f"{version.lineage}.{version.step}"
+        directory = root / version.policy / f"{version.lineage}.{version.step}"
         statement = "SELECT path, kind, sha256 FROM versions WHERE policy = ? AND lineage = ? AND step = ?"
         for path, kind, sha256 in self.rows(statement, *version):
             if kind not in ("full", "adapter") or not isinstance(path, str) or not isinstance(sha256, str):
                 raise JournalError(f"{self.path}: the record of {version} was altered or is damaged")
             if version.lineage < 0:
                 return WeightsRef(version=version, path=path, kind=kind, sha256=sha256)
-            if not here.resolve().is_relative_to(root.resolve()):
+            if not directory.resolve().is_relative_to(root.resolve()):
                 raise JournalError(
-                    f"{self.path}: the weights of {version} are outside the run, in {here.resolve()}; the record was "
-                    "altered"
+                    f"{self.path}: the weights of {version} are outside the run, in {directory.resolve()}; the record "
+                    "was altered"
                 )
-            return WeightsRef(version=version, path=str(here), kind=kind, sha256=sha256)
+            return WeightsRef(version=version, path=str(directory), kind=kind, sha256=sha256)
         return None
 
     def unfinished(self, purpose: Purpose = "train") -> Sequence[EpisodeSpec]:
@@ -230,8 +230,8 @@ class RunLog:
             "SELECT e.episode, e.attempt FROM episodes e WHERE e.parent IN (SELECT value FROM json_each(?)) AND NOT"
             " EXISTS (SELECT 1 FROM admissions b WHERE b.episode = e.episode AND b.attempt > e.attempt)"
         )
-        found = self._ended(self.rows(statement, json.dumps(sorted(parents))))
-        return {header.episode_id: header for _, header in found}
+        children = self._ended(self.rows(statement, json.dumps(sorted(parents))))
+        return {header.episode_id: header for _, header in children}
 
     def ready_units(self, consumed_through: Mapping[str, PolicyVersion]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
         """Yield committed training episodes with a unit neither consumed along the surviving lineage nor dropped.
@@ -295,19 +295,19 @@ class RunLog:
                 " (episode, attempt) IN (SELECT episode, attempt FROM trajectories"
                 " WHERE policy IN (SELECT value FROM json_each(?)))"
             )
-            found = self.rows(statement + _IN_ORDER_OF_COMMIT, json.dumps(sorted(policies)))
-            for _, header in self._ended(found, ordered=True):
+            rows = self.rows(statement + _IN_ORDER_OF_COMMIT, json.dumps(sorted(policies)))
+            for _, header in self._ended(rows, ordered=True):
                 yield header
 
     def _specs(self, keys: Sequence[tuple[str, int]]) -> list[EpisodeSpec]:
         """Return the specs of admitted attempts, at most `_CHUNK`, in the order of the keys."""
         statement = f"SELECT {_ADMISSION} FROM json_each(?) asked JOIN admissions a ON {_ASKED.format('a')}"
-        found = {(row[0], row[1]): row for row in self.rows(statement, json.dumps(keys))}
-        if len(found) < len(keys):
+        rows_by_key = {(row[0], row[1]): row for row in self.rows(statement, json.dumps(keys))}
+        if len(rows_by_key) < len(keys):
             raise JournalError(
                 f"{self.path}: an index refers to admissions that do not exist; restore the file from a copy"
             )
-        return [decode_admission_row(found[key[0], key[1]]) for key in keys]
+        return [decode_admission_row(rows_by_key[key[0], key[1]]) for key in keys]
 
     def _ended(
         self, keys: Sequence[tuple[str, int]], *, ordered: bool = False
@@ -316,17 +316,17 @@ class RunLog:
         parts = (keys[start : start + _CHUNK] for start in range(0, len(keys), _CHUNK))
         if not ordered and len(keys) > _CHUNK:
             statement = f"SELECT e.episode, e.attempt FROM json_each(?) asked JOIN episodes e ON {_ASKED.format('e')}"
-            whole = self.rows(statement + " ORDER BY e.committed_at, length(e.episode), e.episode", json.dumps(keys))
-            yield from self._ended(whole, ordered=True)
+            ended = self.rows(statement + " ORDER BY e.committed_at, length(e.episode), e.episode", json.dumps(keys))
+            yield from self._ended(ended, ordered=True)
             return
         for part in parts:
-            asked = json.dumps(part)
+            encoded = json.dumps(part)
             trajectories: dict[tuple[str, int], list[Any]] = {}
             statement = (
                 f"SELECT {_TRAJECTORY} FROM json_each(?) asked JOIN trajectories t ON {_ASKED.format('t')}"
                 " ORDER BY t.episode, t.attempt, t.seat, t.agent"
             )
-            for row in self.rows(statement, asked):
+            for row in self.rows(statement, encoded):
                 trajectories.setdefault((row[0], row[1]), []).append(row)
             statement = (
                 f"SELECT {_ADMISSION}, {_EPISODE} FROM json_each(?) asked"
@@ -334,9 +334,12 @@ class RunLog:
                 " JOIN admissions a ON a.episode = e.episode AND a.attempt = e.attempt"
                 " ORDER BY e.committed_at, length(e.episode), e.episode"
             )
-            for row in self.rows(statement, asked):
-                own = trajectories.get((row[0], row[1]), [])
-                yield decode_admission_row(row[:_ADMISSION_WIDTH]), decode_episode_row(row[_ADMISSION_WIDTH:], own)
+            for row in self.rows(statement, encoded):
+                attempt_trajectories = trajectories.get((row[0], row[1]), [])
+                yield (
+                    decode_admission_row(row[:_ADMISSION_WIDTH]),
+                    decode_episode_row(row[_ADMISSION_WIDTH:], attempt_trajectories),
+                )
 
     def resolved_units(
         self, consumed_through: Mapping[str, PolicyVersion], among: Collection[str] | None = None
@@ -348,11 +351,11 @@ class RunLog:
             consumed_through: the manifest's version of each trainable policy.
             among: units of these episodes only.
         """
-        asked = [] if among is None else [json.dumps(sorted(among))]
+        arguments = [] if among is None else [json.dumps(sorted(among))]
         of_these = "" if among is None else " AND episode IN (SELECT value FROM json_each(?))"
-        dropped = self.rows(f"SELECT episode, attempt, policy, reason FROM unit_drops WHERE 1{of_these}", *asked)
+        dropped = self.rows(f"SELECT episode, attempt, policy, reason FROM unit_drops WHERE 1{of_these}", *arguments)
         resolved: dict[UnitKey, str | None] = {
-            (episode, attempt, policy): why for episode, attempt, policy, why in dropped
+            (episode, attempt, policy): reason for episode, attempt, policy, reason in dropped
         }
         for policy, version in consumed_through.items():
             for part in self.surviving(version):
@@ -360,7 +363,7 @@ class RunLog:
                     "SELECT DISTINCT episode, attempt FROM step_units"
                     f" WHERE policy = ? AND lineage = ? AND step > ? AND step <= ?{of_these}"
                 )
-                for episode, attempt in self.rows(statement, policy, *part, *asked):
+                for episode, attempt in self.rows(statement, policy, *part, *arguments):
                     resolved[episode, attempt, policy] = None
         return resolved
 
@@ -384,15 +387,15 @@ class RunLog:
                 "SELECT step, parent_lineage, parent_step FROM versions"
                 " WHERE policy = ? AND lineage = ? AND step <= ? ORDER BY step LIMIT 1"
             )
-            found = self.rows(statement, version.policy, lineage, last)
-            if not found and not line and not self._has_steps(version.policy, lineage):
+            rows = self.rows(statement, version.policy, lineage, last)
+            if not rows and not line and not self._has_steps(version.policy, lineage):
                 return [(lineage, -1, last)]  # killed before its first version was on disk, so nothing was consumed
-            if not found:
+            if not rows:
                 raise JournalError(
                     f"{self.path}: version {version.policy}@{lineage}.{last} was never published in this run"
                 )
-            first, parent_lineage, parent_step = found[0]
-            self._check_numbers(version.policy, first, *([] if parent_lineage is None else found[0][1:]))
+            first, parent_lineage, parent_step = rows[0]
+            self._check_numbers(version.policy, first, *([] if parent_lineage is None else rows[0][1:]))
             if parent_lineage is None or (parent_lineage == lineage == 0 and parent_step < first):
                 # Lineage 0 begins with the base model, even if that is not recorded.
                 line.append((lineage, -1, last))
@@ -411,11 +414,11 @@ class RunLog:
             "SELECT policy, lineage, parent_lineage, parent_step FROM versions"
             " WHERE parent_lineage IS NOT NULL AND parent_lineage < lineage"
         )
-        found: dict[tuple[str, int], PolicyVersion] = {}
+        versions: dict[tuple[str, int], PolicyVersion] = {}
         for policy, lineage, parent_lineage, parent_step in self.rows(statement):
             self._check_numbers(policy, lineage, parent_lineage, parent_step)
-            found[policy, lineage] = PolicyVersion(policy, parent_lineage, parent_step)
-        return found
+            versions[policy, lineage] = PolicyVersion(policy, parent_lineage, parent_step)
+        return versions
 
     def _check_numbers(self, policy: str, *numbers: Any) -> None:
         """Check the types of numbers: SQLite accepts any type in any column, and the table of versions has no
@@ -441,8 +444,8 @@ class RunLog:
         kept = f"FROM proposals p WHERE NOT EXISTS ({ended} AND e.drop_reason IS NOT NULL) AND NOT EXISTS ({replaced})"
         oldest = 0
         if newest is not None:
-            found = self.rows(f"SELECT number {kept} ORDER BY number DESC LIMIT 1 OFFSET ?", newest - 1)
-            oldest = found[0][0] if found else 0
+            rows = self.rows(f"SELECT number {kept} ORDER BY number DESC LIMIT 1 OFFSET ?", newest - 1)
+            oldest = rows[0][0] if rows else 0
         statement = (
             f"SELECT number, episode, attempt, call, environment, key, structure {kept}"
             f" AND (number >= ? OR NOT EXISTS ({ended})) ORDER BY number, episode, attempt, call"
@@ -462,8 +465,8 @@ class RunLog:
             "versions": "published_at",
             "steps": "stepped_at",
         }
-        found = [self.rows(f"SELECT max({column}) FROM {table}")[0][0] for table, column in columns.items()]
-        return max((at for at in found if isinstance(at, float)), default=0.0)
+        maxima = [self.rows(f"SELECT max({column}) FROM {table}")[0][0] for table, column in columns.items()]
+        return max((at for at in maxima if isinstance(at, float)), default=0.0)
 
     def highest_lineage(self) -> int:
         """Return the largest lineage of a published version, or of a start that died before publishing one; -1 before

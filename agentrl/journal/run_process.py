@@ -105,19 +105,19 @@ def find_writing_process(directory: Path, name: str = LOCK_FILE) -> int | None:
     therefore this one if its device is the same too, or if its holder is the process that the file names.
     """
     try:
-        found, named = (directory if name == LOCK_FILE else directory / name).stat(follow_symlinks=False), None
+        lock_stat, named = (directory if name == LOCK_FILE else directory / name).stat(follow_symlinks=False), None
         with contextlib.suppress(FileNotFoundError), open_regular(directory / name) as file:
             named = _holder(file)
         locks = Path("/proc/locks").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return None
-    device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}"
+    device = f"{os.major(lock_stat.st_dev):02x}:{os.minor(lock_stat.st_dev):02x}"
     for line in locks:  # such as `7: FLOCK  ADVISORY  WRITE 4711 08:01:1311768 0 EOF`
         words = line.split()
         if len(words) > 5 and words[1] == "FLOCK":
             where, _, inode = words[5].rpartition(":")
             holder = int(words[4])
-            if inode == str(found.st_ino) and (where == device or holder == named):
+            if inode == str(lock_stat.st_ino) and (where == device or holder == named):
                 return holder
     return None
 
@@ -237,8 +237,8 @@ class RunProcessRecord(msgspec.Struct, kw_only=True):
         except FileNotFoundError:
             return RunProcessRecord()
         except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
-            why = error.strerror if isinstance(error, OSError) else error
-            fault = f"how it ended is unknown, because {path} cannot be read ({escape_line(str(why))[:200]})"
+            reason = error.strerror if isinstance(error, OSError) else error
+            fault = f"how it ended is unknown, because {path} cannot be read ({escape_line(str(reason))[:200]})"
             return RunProcessRecord(state="unknown", is_playing=True, fault=fault, has_killer=True)
 
     def write(self, run: Path) -> None:

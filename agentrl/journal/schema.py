@@ -214,8 +214,8 @@ def _discard_unpublished_commit(connection: sqlite3.Connection, path: Path) -> N
 
 def _write_error(path: Path, error: OSError | sqlite3.Error) -> StorageError:
     return StorageError(
-        f"{path}: cannot be opened to write ({error}); check its owner, the free space and the disk. A run that has "
-        "begun goes on with --resume"
+        f"{path}: cannot be opened to write ({error}); check its owner, the free space and the disk. Then "
+        "resume the run with --resume"
     )
 
 

@@ -9,9 +9,10 @@ Group commit: a process has one writer thread. Callers only append to a deque, w
 queued rows, writes the turn partitions and syncs them, then the control log and syncs it, then resolves the waiters; so
 a control row is never on disk before the entries it names, and waiters share their syncs. A commit round has a fixed
 cost. If only commits are waiting, the writer waits longer the more callers shared the previous round. A round may begin
-between any two calls: the rows of one `put` reach the disk together or not at all, those of two may not. A failed round
-rolls back, fails its waiters and every later one: nothing after it is ever written. Rows go in by multi-row INSERTs:
-sqlite3 releases the interpreter lock at every statement, and regaining it from a busy event loop can take milliseconds.
+between any two calls: the rows of one `put` reach the disk together or not at all; the rows of two calls may not. A
+failed round rolls back, and fails its waiters and every later one: nothing after it is ever written. Rows go in by
+multi-row INSERTs: sqlite3 releases the interpreter lock at every statement, and regaining it from a busy event loop can
+take milliseconds.
 
 Owns: the locks, the write connections, the writer thread, the names of the files. Does not read entries' bodies.
 Invariants: calls never block; `commit_episode` returns after the episode's entries and then its record are on disk;
@@ -168,8 +169,8 @@ class SqliteTurnLog:
 
     async def take_over(self, episode_id: str, attempt: int) -> None:
         self._taken_over.discard(episode_id)  # its entries are copies, not new ones
-        if left := self._left_by_killed_writers():
-            await asyncio.to_thread(self._discard_unpublished, left)
+        if leftovers := self._left_by_killed_writers():
+            await asyncio.to_thread(self._discard_unpublished, leftovers)
         other = self._reader.partition_of(episode_id, attempt)
         if other is not None and other != self.name:
             for entry in self._reader.read(other, episode_id, attempt)[len(self.read(episode_id, attempt)) :]:
@@ -194,11 +195,11 @@ class SqliteTurnLog:
 
     def _left_by_killed_writers(self) -> list[Path]:
         """Return the other partitions without a living writer that were written since `_discard_unpublished`."""
-        own = self.database.path
+        own_path = self.database.path
         return [
             path
-            for path in sorted(own.parent.glob("turns-*.db"))
-            if path.name != own.name
+            for path in sorted(own_path.parent.glob("turns-*.db"))
+            if path.name != own_path.name
             and _log_state(path) != self._discarded.get(path.name)
             and find_writing_process(path.parent, path.with_suffix(".lock").name) is None
         ]
@@ -239,10 +240,10 @@ class SqliteTurnLog:
 def _log_state(path: Path) -> tuple[int, int] | None:
     """Return inode and modification time of a database's log; None if it has none."""
     try:
-        found = path.with_name(path.name + "-wal").stat()
+        status = path.with_name(path.name + "-wal").stat()
     except FileNotFoundError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return status.st_ino, status.st_mtime_ns
 
 
 class NonDecreasingClock(SystemClock):
@@ -611,28 +612,28 @@ def write_turn_rows(connection: sqlite3.Connection, table: str, items: list[Jour
 def insert_rows(connection: sqlite3.Connection, insert: str, width: int, rows: Sequence[Sequence[Any]]) -> None:
     """Insert rows of `width` columns; `insert` is `INSERT … VALUES `, without the placeholders."""
     placeholders = "(" + ",".join("?" * width) + ")"
-    whole = len(rows) - len(rows) % _CHUNK
-    if whole:
+    chunked = len(rows) - len(rows) % _CHUNK
+    if chunked:
         statement = insert + ",".join([placeholders] * _CHUNK)
-        for start in range(0, whole, _CHUNK):
+        for start in range(0, chunked, _CHUNK):
             connection.execute(statement, [value for row in rows[start : start + _CHUNK] for value in row])
-    rest = rows[whole:]
+    remainder = rows[chunked:]
     size = 1
-    while rest:  # batches are powers of two, so that few distinct statements are prepared
-        if len(rest) & size:
+    while remainder:  # batches are powers of two, so that few distinct statements are prepared
+        if len(remainder) & size:
             statement = insert + ",".join([placeholders] * size)
-            connection.execute(statement, [value for row in rest[:size] for value in row])
-            rest = rest[size:]
+            connection.execute(statement, [value for row in remainder[:size] for value in row])
+            remainder = remainder[size:]
         size *= 2
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
     """Return device and inode of a file; None if it does not exist."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _resolve(futures: Sequence[asyncio.Future[None]], failure: str | None) -> None:

@@ -182,25 +182,25 @@ ADVICE_ON_DROPS = {
 
 def find_alarms(state: RunState) -> list[Alarm]:
     """Return the alarms of a run, the most severe first."""
-    found: list[Alarm] = []
+    alarms: list[Alarm] = []
     for policy in state.policies.values():
         window = newest_step_metrics(policy)
         about_format = [*_format_pays(policy), *_illegal_output(policy, window)]
-        found += about_format
-        found += _max_lag(policy, window)
+        alarms += about_format
+        alarms += _max_lag(policy, window)
         if len(window) < WINDOW:
-            found += _no_signal_before_training(policy)
+            alarms += _no_signal_before_training(policy)
         else:
             if not about_format:
-                found += _nothing_taught(policy, window)
-            found += _staleness(policy, window)
-            found += _mismatch(policy, window)
-        found += _selection_bias(policy)
-    found += _coevolution_alarms(state)
+                alarms += _nothing_taught(policy, window)
+            alarms += _staleness(policy, window)
+            alarms += _mismatch(policy, window)
+        alarms += _selection_bias(policy)
+    alarms += _coevolution_alarms(state)
     if state.status is not None:
-        found += _dropped(state.status.dropped, state.status.trained + state.status.ready)
-        found += _mirrors_behind(state.status)
-    return found
+        alarms += _dropped(state.status.dropped, state.status.trained + state.status.ready)
+        alarms += _mirrors_behind(state.status)
+    return alarms
 
 
 def _format_pays(policy: PolicyMetricHistory) -> Iterator[Alarm]:
@@ -247,12 +247,12 @@ def _illegal_output(policy: PolicyMetricHistory, window: Sequence[Values]) -> It
         return
     kinds = sorted(((mean_of(window_metric_values(window, name)), name) for name in BROKEN_FORMAT), reverse=True)
     per_episode = max(mean_of(window_metric_values(window, "episodes/turns")), 1e-9)
-    what = ", ".join(f"{name} {mean / per_episode:.0%}" for mean, name in kinds if mean > 0)
+    kinds_text = ", ".join(f"{name} {mean / per_episode:.0%}" for mean, name in kinds if mean > 0)
     yield Alarm(
         "illegal_output",
         policy.name,
         f"{mean_of(shares):.0%} of the turns of the last {len(window)} steps break the format"
-        + (f" (of all turns: {what})" if what else ""),
+        + (f" (of all turns: {kinds_text})" if kinds_text else ""),
         "look at one with `agentrl episode show`; resume from an earlier checkpoint with a lower learning rate and "
         "trainer.entropy_bonus = 0.02; if it has been so from the start, a base model that knows the format, or a "
         "larger sampling.max_tokens if turns end by length",
@@ -348,19 +348,19 @@ def _max_lag(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[
 
 
 def _mismatch(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
-    least, most = MISMATCH_STEPS
-    if any(window_metric_values(newest_step_metrics(policy, most), DEMONSTRATED)):
+    minimum, maximum = MISMATCH_STEPS
+    if any(window_metric_values(newest_step_metrics(policy, maximum), DEMONSTRATED)):
         return  # k3 then tells how likely the environment's replies are, whose recorded probability is 1
     measured: list[Values] = []
     tokens = total = 0.0
-    for values in reversed(newest_step_metrics(policy, most)):
-        if "lag_k3/0" in values and (len(measured) < least or tokens < MISMATCH_TOKENS):
+    for values in reversed(newest_step_metrics(policy, maximum)):
+        if "lag_k3/0" in values and (len(measured) < minimum or tokens < MISMATCH_TOKENS):
             measured.append(values)
             tokens += values.get("lag_tokens/0", 0.0)
             total += values.get("lag_tokens/0", 0.0) * values["lag_k3/0"]
     k3 = mean_of(window_metric_values(window, "k3"))
     seats = {name: mean_of(window_metric_values(window, name)) for name in window_metric_names(window, "seat_k3")}
-    if len(measured) >= least and tokens >= MISMATCH_TOKENS and total > MISMATCH_BOUND * tokens:
+    if len(measured) >= minimum and tokens >= MISMATCH_TOKENS and total > MISMATCH_BOUND * tokens:
         largest = max(window_metric_values(measured, "lag_max_difference/0"), default=0.0)
         yield Alarm(
             "engine_mismatch",
@@ -395,7 +395,7 @@ def _selection_bias(policy: PolicyMetricHistory) -> Iterator[Alarm]:
         values = window_metric_values(window, f"selection_bias/{name}")
         if len(values) == LENGTH_STEPS and abs(values[-1] - healthy) > SELECTION_BIAS_BOUND:
             off.append((more if values[-1] > healthy else less).format(abs(values[-1] - healthy)))
-    held = window_metric_values(window, "selection_bias/held_share")
+    held_shares = window_metric_values(window, "selection_bias/held_share")
     if off:
         yield Alarm(
             "selection_bias",
@@ -405,18 +405,18 @@ def _selection_bias(policy: PolicyMetricHistory) -> Iterator[Alarm]:
             "units unlike the others are dropped or wait too long; `agentrl run ledger` counts drops by reason. End "
             "long episodes with a reward (`truncated_reward`) rather than with episode_timeout_s",
         )
-    elif len(held) == LENGTH_STEPS and held[-1] > SELECTION_BIAS_BOUND:
+    elif len(held_shares) == LENGTH_STEPS and held_shares[-1] > SELECTION_BIAS_BOUND:
         yield Alarm(
             "selection_bias",
             policy.name,
-            f"{held[-1]:.0%} of the dispatched units were still not trained {LENGTH_STEPS} steps later",
+            f"{held_shares[-1]:.0%} of the dispatched units were still not trained {LENGTH_STEPS} steps later",
             "find out with `agentrl episode timeline` what they wait for; a larger step_size, or a shorter "
             "@tool(timeout_s=…) or sampling.max_turns, if they are that long",
         )
 
 
-def _dropped(reasons: Mapping[str, int], others: int) -> Iterator[Alarm]:
-    ended = sum(reasons.values()) + others
+def _dropped(reasons: Mapping[str, int], other_drops: int) -> Iterator[Alarm]:
+    ended = sum(reasons.values()) + other_drops
     by_time = reasons.get("episode_timeout", 0)
     if by_time >= TIME_EPISODES and TIME_SHARE * ended <= by_time < max(DROPPED_SHARE * ended, MIN_EPISODES):
         yield Alarm(
@@ -488,27 +488,27 @@ def _proposals(window: Sequence[Values]) -> Iterator[Alarm]:
             "trainer.entropy_bonus = 0.04, a penalty on the `share` that `ctx.remember` returns, or a checkpoint from "
             "before the entropy fell",
         )
-    made = window_metric_sum(window, "proposals/made")
+    count = window_metric_sum(window, "proposals/made")
     repeated = window_weighted_mean(window, "proposals/repeated", "proposals/made")
-    if made >= MIN_PROPOSALS and repeated >= REPEATED_SHARE:
+    if count >= MIN_PROPOSALS and repeated >= REPEATED_SHARE:
         yield Alarm(
             "proposals_repeat",
             "",
-            f"{repeated:.0%} of the {made:,.0f} proposals of the last {WINDOW} steps had been made before",
+            f"{repeated:.0%} of the {count:,.0f} proposals of the last {WINDOW} steps had been made before",
             "refuse them at the gate: `proposer.gate(known.times == 0, penalty=-0.5)` after `known = await "
             "ctx.remember(…)`; trainer.entropy_bonus = 0.04",
         )
     groups = window_metric_sum(window, "pass_rate/groups")
-    frontier, nobody, everybody = (
+    frontier, unsolved, always_solved = (
         window_weighted_mean(window, f"pass_rate/{name}", "pass_rate/groups") for name in ("frontier", "0", "1")
     )
     if groups >= MIN_PROPOSALS and frontier < FRONTIER_SHARE:
-        easy = everybody > nobody
+        easy = always_solved > unsolved
         yield Alarm(
             "off_frontier",
             "",
             f"{frontier:.0%} of the {groups:,.0f} proposals of the last {WINDOW} steps are solved by some attempts and "
-            f"not by others; {everybody:.0%} by all, {nobody:.0%} by none",
+            f"not by others; {always_solved:.0%} by all, {unsolved:.0%} by none",
             "a solver that learns more slowly than the proposer (a larger step_size, a smaller learning_rate) and "
             "stops before it does (`steps`); the versions that best.metric = 'pass_rate/frontier' keeps"
             if easy
@@ -557,9 +557,9 @@ def _loses_to_pool(policy: PolicyMetricHistory, opponent: str) -> Iterator[Alarm
 
 
 def _starved(policy: PolicyMetricHistory, state: RunState) -> Iterator[Alarm]:
-    plan, whole = state.plan, state.plan.steps_of(policy.name)
+    plan, total_steps = state.plan, state.plan.steps_of(policy.name)
     learns_always = policy.name in plan.max_staleness and policy.name not in plan.phased
-    if not learns_always or (whole and policy.step >= whole):
+    if not learns_always or (total_steps and policy.step >= total_steps):
         return
     usual = max(policy.waits, default=STARVED_STEPS)
     if policy.waited >= max(STARVED_STEPS, STARVED_RATIO * usual):

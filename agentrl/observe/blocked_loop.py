@@ -133,16 +133,16 @@ class _Watch:
         task = asyncio.current_task(self._loop)
         name = "" if task is None or not _EPISODE.fullmatch(task.get_name()) else f" in episode {task.get_name()}"
         callers = "".join(f", called from {_location(frame)}" for frame in stack[1:_MAX_CALLERS])
-        what = (
+        description = (
             f"the event loop has been blocked for {seconds:.1f} s{name} by {_location(stack[0])}: "
             f"`{linecache.getline(file, number).strip()}`{callers}. No episode makes progress meanwhile: "
         )
         if not is_user_code(file):
-            return f"{what}no code of yours is in it; agentrl or a library works, or the machine is busy"
+            return f"{description}no code of yours is in it; agentrl or a library works, or the machine is busy"
         if is_import:
-            return f"{what}it imports a library for the first time; import it at the top of your module"
+            return f"{description}it imports a library for the first time; import it at the top of your module"
         return (
-            f"{what}await it (`ctx.sleep`, `ctx.effect` with an async function), or mark the tool "
+            f"{description}await it (`ctx.sleep`, `ctx.effect` with an async function), or mark the tool "
             "@tool(external=True), which runs it in a thread"
         )
 

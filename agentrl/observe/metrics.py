@@ -202,7 +202,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "selection_bias/length_ratio",
         "1",
-        "mean tokens of the trained units divided by those of all units; covers the newest groups in dispatch "
+        "mean tokens of the trained units divided by the mean of all units; covers the newest groups in dispatch "
         "order whose units were all trained or dropped, as many units as 20 steps consume (docs/scheduling.md)",
     ),
     Metric(

@@ -1,4 +1,4 @@
-"""Progress of a run for people: one live screen on a terminal, a line per step elsewhere.
+"""Progress of a run for people: one live screen on a terminal, otherwise a line per step.
 
 Writes to the error stream, so that the output stream stays free for results. Keeps no state of the run. `show` draws
 the screen in the event loop: there is no thread, and nothing is drawn between two calls.
@@ -74,8 +74,8 @@ class LineDisplay:
     def step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step."""
         name, steps = f"{policy} " if len(self._state.policies) > 1 else "", self._state.plan.steps_of(policy)
-        left = self._state.policies[policy].seconds_left(steps) if policy in self._state.policies else None
-        eta = f"  about {format_duration(left)} left" if left and step < steps else ""
+        seconds_left = self._state.policies[policy].seconds_left(steps) if policy in self._state.policies else None
+        eta = f"  about {format_duration(seconds_left)} left" if seconds_left and step < steps else ""
         self.line(f"{name}step {step}/{steps}  {format_step_metrics(metrics)}{eta}")
 
     def evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
@@ -164,15 +164,15 @@ def format_step_metrics(metrics: Mapping[str, float]) -> str:
 
 
 class ProgressLine:
-    """Shows the current part of a long task, as one line that is rewritten on a terminal, or as few lines elsewhere.
+    """Shows the current part of a long task, as one rewritten line on a terminal, otherwise as few lines.
 
     Args:
         what: the task, at the beginning of each line.
         stream: the stream to write to.
     """
 
-    def __init__(self, what: str, stream: TextIO, clock: Clock | None = None) -> None:
-        self._what = what
+    def __init__(self, title: str, stream: TextIO, clock: Clock | None = None) -> None:
+        self._what = title
         self._stream = stream
         self._clock = clock or SystemClock()
         self._shown_at = -LINE_INTERVAL_S
@@ -195,14 +195,14 @@ class ProgressLine:
             self._write("\r\x1b[2K")
 
     def _write(self, text: str) -> None:
-        with suppress(OSError, ValueError):  # the stream was closed, so there is nobody to tell
+        with suppress(OSError, ValueError):  # the stream was closed
             self._stream.write(text)
             self._stream.flush()
 
 
 @contextmanager
 def spinner(text: str, stream: TextIO) -> Iterator[Callable[[str], None]]:
-    """Show a spinner and a text on a terminal during a wait; show nothing elsewhere.
+    """Show a spinner and a text on a terminal during a wait; otherwise show nothing.
 
     Yields:
         A function that replaces the text, for example by the progress.

@@ -7,7 +7,7 @@ policies/NAME    link to a policy's last version     steps/         columns of o
 engine.log       error streams of engine processes   process.json   which process leads the run, or how it ended
 best/NAME        link to its version when the metric was best
 
-A run directory may come from somebody else: nothing is ever written through a link, pipe or device that has the name of
+A run directory may be untrusted: nothing is ever written through a link, pipe or device that has the name of
 one of our files.
 """
 
@@ -83,8 +83,8 @@ class RunDirectory:
                         f"{path} exists; resume it with --resume, choose another --name, or remove it"
                     )
                 replace_file(path / "config.json", config_json.encode())
-            for made in (path / "config.json", path, path.parent):
-                LOCAL.sync(made)
+            for created in (path / "config.json", path, path.parent):
+                LOCAL.sync(created)
         except OSError as error:
             raise StorageError(
                 f"cannot create the run directory {path}: {error.strerror or error}; check the free space and the "
@@ -115,10 +115,10 @@ class RunDirectory:
         """Return the configuration with which a run was started, as data; empty if it cannot be read."""
         try:
             with open_regular(path / "config.json") as file:
-                found = json.loads(read_at_most(file, _MAX_CONFIG_BYTES))
+                data = json.loads(read_at_most(file, _MAX_CONFIG_BYTES))
         except (OSError, ValueError, RecursionError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return data if isinstance(data, dict) else {}
 
     def forget_if_refused(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

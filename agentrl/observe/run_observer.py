@@ -69,7 +69,7 @@ class RunObserver:
         clock: Clock | None = None,
     ) -> None:
         self.steps: list[dict[str, float]] = []
-        """Metrics of every optimizer step of this process, in order; those of the whole run are in `state`."""
+        """Metrics of every optimizer step of this process, in order; `state` covers the whole run."""
         self.state = RunState(plan=plan, path=str(directory.given), status=RunSnapshot(phase="starting"))
         read_metrics(directory.metrics, self.state)
         self._directory = directory
@@ -253,9 +253,9 @@ class RunObserver:
             act()
         except Exception as error:  # noqa: BLE001 - a sink is foreign code, and the run must not end for its sake
             self._sinks.remove(sink)
-            what = f"{type(sink).__name__} failed and gets no more metrics: {type(error).__name__}: {error}"
+            message = f"{type(sink).__name__} failed and gets no more metrics: {type(error).__name__}: {error}"
             if not self._quiet:
-                self._shown().line(what[:500])
+                self._shown().line(message[:500])
 
     def _shown(self) -> Display:
         if self._display is None:
@@ -284,7 +284,7 @@ class EnduringStream(io.TextIOBase, TextIO):
     def __init__(self, stream: TextIO) -> None:
         self._stream: TextIO | None = stream
         self._own: TextIO | None = None
-        # A wrapper, or a replaced `write`, shows the lines elsewhere: in a notebook, or also in a log.
+        # A wrapper, or a replaced `write`, shows the lines in a notebook or a log.
         if type(stream) is not io.TextIOWrapper or "write" in vars(stream):
             return
         with contextlib.suppress(OSError, ValueError):  # it is closed

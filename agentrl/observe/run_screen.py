@@ -59,10 +59,10 @@ def render_run_screen(state: RunState, *, width: int = WIDTH, age_s: float | Non
         age_s: seconds since another process wrote the status; None: the status is current.
     """
     width = max(60, min(width, WIDTH))
-    found = find_alarms(state)
+    alarms = find_alarms(state)
     parts: list[RenderableType] = [_heading(state, width, age_s)]
-    if found:  # placed first, because a short terminal cuts off the end
-        parts.append(_alarms(found))
+    if alarms:  # placed first, because a short terminal cuts off the end
+        parts.append(_alarms(alarms))
     several = len(state.policies) > 1
     for policy in state.policies.values():
         if not state.plan.steps and not policy.steps:  # the run is an evaluation
@@ -74,7 +74,7 @@ def render_run_screen(state: RunState, *, width: int = WIDTH, age_s: float | Non
         parts.append(_figures(policy, width, several=several))
     if state.status is not None:
         parts.append(_status(state.status))
-    if not found:
+    if not alarms:
         parts.append(Text("no alarms", "dim"))
     if state.problem:
         parts.append(Text(terminal_safe_line(f"not readable: {state.problem}"), "bold red"))
@@ -96,9 +96,9 @@ def format_duration(seconds: float) -> str:
         >>> format_duration(65)
         '1:05'
     """
-    minutes, rest = divmod(round(max(seconds, 0.0)), 60)
+    minutes, seconds_left = divmod(round(max(seconds, 0.0)), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{seconds_left:02}" if hours else f"{minutes}:{seconds_left:02}"
 
 
 def _heading(state: RunState, width: int, age_s: float | None) -> Text:
@@ -113,7 +113,7 @@ def _heading(state: RunState, width: int, age_s: float | None) -> Text:
     text.append(terminal_safe_line(f"  {phase}"), "green")
     if status.progress is not None and is_running:
         ended, total = status.progress
-        text.append(f"  {'beside it evaluating ' if phase == 'training' else ''}{ended}/{total} ", "green")
+        text.append(f"  {'evaluating alongside: ' if phase == 'training' else ''}{ended}/{total} ", "green")
         if total:
             text.append_text(_bar(ended / total, 12))
     if status.seconds:
@@ -134,9 +134,9 @@ def _progress(state: RunState, policy: PolicyMetricHistory, width: int, *, sever
     text.append(f"step {policy.step}" + (f"/{steps}  " if steps else ""))
     if steps:
         text.append_text(_bar(min(policy.step / steps, 1.0), max(10, min(40, width - 50))))
-        left = policy.seconds_left(steps)
-        if left is not None and policy.step < steps:
-            text.append(f"  about {format_duration(left)} left", "dim")
+        seconds_left = policy.seconds_left(steps)
+        if seconds_left is not None and policy.step < steps:
+            text.append(f"  about {format_duration(seconds_left)} left", "dim")
     return text
 
 
@@ -166,8 +166,8 @@ def _figures(policy: PolicyMetricHistory, width: int, *, several: bool) -> Rende
     for label, name, form in [*(rows if several else rows[1:]), *_by_word(policy)]:
         _, values = policy.series(name)
         if values:
-            shown = form.format(values[-1]) if form else format_rate(values[-1])  # no fixed number of digits
-            cells.append((label, Text(f"{shown:>8} ").append(sparkline(values, width=spark), "cyan")))
+            formatted = form.format(values[-1]) if form else format_rate(values[-1])  # no fixed number of digits
+            cells.append((label, Text(f"{formatted:>8} ").append(sparkline(values, width=spark), "cyan")))
     cells.insert(0, ("held-out", _held_out(policy)))
     last = policy.last
     for label, name in (("engine busy", "engine/busy_share"), ("trainer busy", "trainer/busy_share")):
@@ -184,7 +184,7 @@ def _by_word(policy: PolicyMetricHistory) -> list[tuple[str, str, str]]:
         (label.format(terminal_safe_line(name.partition("/")[2])[:16]), name, form)
         for group, label, form in BY_WORD
         for name in sorted(policy.last)
-        if (known := find_registered_metric(name)) is not None and known.name == group
+        if (metric := find_registered_metric(name)) is not None and metric.name == group
     ]
     return rows[:MAX_WORDS]
 
@@ -208,8 +208,8 @@ def _status(status: RunSnapshot) -> RenderableType:
         f"{status.in_flight:,} in flight · {status.ready:,} ready · {status.trained:,} trained · {dropped:,} dropped"
     )
     if dropped:
-        most = sorted(status.dropped.items(), key=lambda item: -item[1])[:3]
-        counts += f" ({', '.join(f'{terminal_safe_line(reason)} {count:,}' for reason, count in most)})"
+        commonest = sorted(status.dropped.items(), key=lambda item: -item[1])[:3]
+        counts += f" ({', '.join(f'{terminal_safe_line(reason)} {count:,}' for reason, count in commonest)})"
     table.add_row("episodes", Text(counts))
     for number, wait in enumerate(status.waits[:MAX_WAITS]):
         table.add_row("waits" if number == 0 else "", Text(terminal_safe_line(wait)))
@@ -217,9 +217,9 @@ def _status(status: RunSnapshot) -> RenderableType:
         table.add_row("bottleneck", Text(terminal_safe_line(status.bottleneck)))
     nodes = list(dict.fromkeys(process.node for process in status.processes))
     for node in nodes[:MAX_NODES]:
-        here = [process for process in status.processes if process.node == node]
+        local = [process for process in status.processes if process.node == node]
         table.add_row(
-            terminal_safe_line(node) or "this machine", Text(terminal_safe_line(" · ".join(map(_process, here))))
+            terminal_safe_line(node) or "this machine", Text(terminal_safe_line(" · ".join(map(_process, local))))
         )
     if len(nodes) > MAX_NODES:
         table.add_row("", Text(f"and {plural(len(nodes) - MAX_NODES, 'node')} more"))
@@ -230,9 +230,9 @@ def _process(process: ProcessStatus) -> str:
     return f"{process.name_with_gpus} {process.doing}"
 
 
-def _alarms(found: Sequence[Alarm]) -> RenderableType:
+def _alarms(alarms: Sequence[Alarm]) -> RenderableType:
     text = Text()
-    for alarm in found:
+    for alarm in alarms:
         text.append(f"ALARM {terminal_safe_line(alarm.name)}  ", "bold red")
         text.append(
             terminal_safe_line(f"{alarm.policy}: " if alarm.policy else "") + terminal_safe_line(alarm.text) + ". "
@@ -281,12 +281,12 @@ def plot_curve(
 
     before = position(*points[0])
     for point in points:
-        here = position(*point)
-        length = max(abs(here[0] - before[0]), abs(here[1] - before[1]), 1)
+        cell = position(*point)
+        length = max(abs(cell[0] - before[0]), abs(cell[1] - before[1]), 1)
         for part in range(length + 1):
             share = part / length
-            dot(round(before[0] + share * (here[0] - before[0])), round(before[1] + share * (here[1] - before[1])))
-        before = here
+            dot(round(before[0] + share * (cell[0] - before[0])), round(before[1] + share * (cell[1] - before[1])))
+        before = cell
     return _framed(cells, title, points, (low, high))
 
 

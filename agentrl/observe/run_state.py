@@ -120,10 +120,10 @@ def record_mirror(directory: Path, place: str, status: MirrorStatus | None) -> N
     """Tell a run the state of one of its mirrors; None: it has none there. Disk errors are ignored: the run then sees
     that the mirror is silent."""
     mirrors = {**read_mirrors(directory), place.encode("utf-8", "backslashreplace").decode(): status}
-    known = {name: mirror for name, mirror in mirrors.items() if mirror is not None}
+    statuses = {name: mirror for name, mirror in mirrors.items() if mirror is not None}
     with contextlib.suppress(OSError):
-        if known:
-            replace_file(directory / MIRRORS_FILE, msgspec.json.encode(known))
+        if statuses:
+            replace_file(directory / MIRRORS_FILE, msgspec.json.encode(statuses))
         else:
             (directory / MIRRORS_FILE).unlink(missing_ok=True)
 
@@ -210,7 +210,7 @@ class PolicyMetricHistory:
         These are the evaluations on the same number of tasks, which the run's seed draws; a resumed run may evaluate on
         more or fewer tasks.
         """
-        evaluations = [each for each in sorted(self.evaluations.items()) if "evaluation/reward" in each[1]]
+        evaluations = [item for item in sorted(self.evaluations.items()) if "evaluation/reward" in item[1]]
         newest = evaluations[-1][1].get("evaluation/tasks") if evaluations else None
         return [
             (step, values["evaluation/reward"])
@@ -244,16 +244,16 @@ class RunState:
 
     def record(self, policy: str, step: int, values: Values) -> None:
         """Record a line of metrics; values that are not finite or exceed `LARGEST` are left out."""
-        known = {name: value for name, value in values.items() if abs(value) <= LARGEST}
+        usable = {name: value for name, value in values.items() if abs(value) <= LARGEST}
         state = self.policies.setdefault(policy, PolicyMetricHistory(name=policy))
-        if any(name.startswith("evaluation/") for name in known):
-            state.evaluations[step] = known
+        if any(name.startswith("evaluation/") for name in usable):
+            state.evaluations[step] = usable
         else:
             for measured in (state.steps, state.evaluations):
                 # The step was taken again after a rollback, so later values are void.
                 while measured and next(reversed(measured)) >= step:
                     measured.popitem()
-            state.steps[step] = known
+            state.steps[step] = usable
             for other in self.policies.values():
                 other.waited += 1
             if len(state.steps) > 1:
@@ -276,8 +276,8 @@ def bottleneck(state: RunState, status: RunSnapshot) -> str:
     shares = f"engines {engine:.0%} busy, trainer {trainer:.0%}"
     if max(engine, trainer) >= BUSY:
         return f"{'engines' if engine >= trainer else 'trainer'} ({shares})"
-    held = next((wait for wait in status.waits if wait.startswith("admission waits for ")), "")
-    return f"{held.removeprefix('admission waits for ') or 'tools and environments'} ({shares})"
+    admission_wait = next((wait for wait in status.waits if wait.startswith("admission waits for ")), "")
+    return f"{admission_wait.removeprefix('admission waits for ') or 'tools and environments'} ({shares})"
 
 
 def display_settings_from_config(config: Mapping[str, Any]) -> RunDisplaySettings:
@@ -420,7 +420,7 @@ def _frozen_in_turn(phases: object) -> frozenset[str]:
     """Return the policies named by `freeze`."""
     named: set[str] = set()
     for phase in phases if isinstance(phases, list | tuple) else ():
-        held = phase[0] if isinstance(phase, list | tuple) and phase else ()
-        names = held if isinstance(held, list | tuple) else [held]
+        policies = phase[0] if isinstance(phase, list | tuple) and phase else ()
+        names = policies if isinstance(policies, list | tuple) else [policies]
         named.update(name for name in names if isinstance(name, str))
     return frozenset(named)

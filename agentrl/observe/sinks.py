@@ -145,8 +145,8 @@ def format_prometheus_metrics(name: str, latest: Mapping[str, Mapping[str, float
     for policy, values in latest.items():
         for metric, value in values.items():
             key = "agentrl_" + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
-            known = find_registered_metric(metric)
-            described.setdefault(key, f"{known.meaning} ({known.unit})" if known else metric)
+            registered = find_registered_metric(metric)
+            described.setdefault(key, f"{registered.meaning} ({registered.unit})" if registered else metric)
             labels = f'run="{_label(name)}",policy="{_label(policy)}"'
             # Prometheus rejects a file in which a series occurs twice.
             metrics.setdefault(key, {}).setdefault(labels, value)

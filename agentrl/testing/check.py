@@ -129,7 +129,7 @@ class EnvironmentReport:
         mean = sum(self.rewards) / len(self.rewards) if self.rewards else 0.0
         requests = f"{plural(self.requests.total(), 'request')}, no tool call, " if self.requests else ""
         judges = ", ".join(seat for seat in self.unrewarded if seat not in self.rewarded)
-        cuts = ", ".join(f"{where} ({plural(number, 'time')})" for where, number in self.cuts.items())
+        cuts = ", ".join(f"{place} ({plural(number, 'time')})" for place, number in self.cuts.items())
         drawing = " It draws: each episode has global random generators of its own." if self.own_random else ""
         return (
             (
@@ -174,34 +174,34 @@ def check_environment(
     report.on_progress = on_progress or report.on_progress
     report.on_progress("importing it")
     try:
-        found = resolve(environment)
+        environment_class = resolve(environment)
     except AgentRLError as error:
         report.findings.append(str(error))
         return report
     report.on_progress("listing its tasks")
-    chosen = list(tasks) if tasks is not None else _tasks(found, max(episodes, FORMAT_TASKS), report)
-    is_harness = issubclass(found, HarnessEnvironment)
+    chosen = list(tasks) if tasks is not None else _tasks(environment_class, max(episodes, FORMAT_TASKS), report)
+    is_harness = issubclass(environment_class, HarnessEnvironment)
     for module in ("numpy.random", *["aiohttp.web"] * is_harness):
         import_module(module)  # an episode needs it, and its import would block the event loop
     last: ExecutedEpisode | None = None
     with asyncio.Runner() as shared:
         run = shared.run if is_harness else asyncio.run  # clients keep connections, which belong to an event loop
-        for number, task in _games(found, chosen[:episodes], report):
-            told: list[str] = []  # problems that the loop's monitor reports, some only when the loop is closed
-            with _missing_awaits(told):
-                last = run(_check_episode(found, task, number, seed, report, told))
+        for number, task in _games(environment_class, chosen[:episodes], report):
+            loop_problems: list[str] = []  # problems that the loop's monitor reports, some only when the loop is closed
+            with _missing_awaits(loop_problems):
+                last = run(_check_episode(environment_class, task, number, seed, report, loop_problems))
                 gc.collect()  # an error that was never retrieved is reported when its task is collected
-            report.findings[:0] = [f"task {task.id!r}: {text}" for text in told]
+            report.findings[:0] = [f"task {task.id!r}: {text}" for text in loop_problems]
             if not report.passed:
                 break
     _check_rewards(report)
-    report.own_random = found.own_random
-    if report.passed and issubclass(found, HarnessEnvironment) and last is not None:
-        _check_requests(found, last, report)
+    report.own_random = environment_class.own_random
+    if report.passed and issubclass(environment_class, HarnessEnvironment) and last is not None:
+        _check_requests(environment_class, last, report)
     if report.passed and not is_harness:
-        _check_format(found, chosen, seed, report)
+        _check_format(environment_class, chosen, seed, report)
     if report.passed and hash_order and not is_harness:
-        _check_hash_order(found, report)
+        _check_hash_order(environment_class, report)
     return report
 
 
@@ -236,17 +236,17 @@ def _check_requests(environment: type[HarnessEnvironment], last: ExecutedEpisode
     )
 
 
-def _check_hash_order(found: type[Environment], report: EnvironmentReport) -> None:
+def _check_hash_order(environment: type[Environment], report: EnvironmentReport) -> None:
     """Play a task again in processes with different string hashes, as after `--resume`, and compare."""
-    name = f"{module_of(found)}:{found.__qualname__}"
-    task = _tasks(found, 1, report)[0]
-    first = asyncio.run(execute_episode(found, _spec(found, task, 0, 0), random_policy(found)))
+    name = f"{module_of(environment)}:{environment.__qualname__}"
+    task = _tasks(environment, 1, report)[0]
+    first = asyncio.run(execute_episode(environment, _spec(environment, task, 0, 0), random_policy(environment)))
     if isinstance(first, str):
         return  # it was reported before, for the same task
     with tempfile.TemporaryDirectory(prefix="agentrl-check-") as scratch, ThreadPoolExecutor(os.cpu_count()) as pool:
         answers = Path(scratch, "answers")
         answers.write_bytes(msgspec.msgpack.encode([entry for entry in first.entries if _is_external(entry)]))
-        for seed, again in zip(HASH_SEEDS, pool.map(partial(_play_elsewhere, name, answers), HASH_SEEDS), strict=True):
+        for seed, again in zip(HASH_SEEDS, pool.map(partial(_play_in_process, name, answers), HASH_SEEDS), strict=True):
             problem = again if isinstance(again, str) else _differing_call(first.entries, again or first.entries)
             if problem:
                 report.findings.append(
@@ -258,7 +258,7 @@ def _check_hash_order(found: type[Environment], report: EnvironmentReport) -> No
                 break
 
 
-def _play_elsewhere(name: str, answers: Path, seed: int) -> str | list[JournalEntry] | None:
+def _play_in_process(name: str, answers: Path, seed: int) -> str | list[JournalEntry] | None:
     """Play the task in a process with a hash seed; returns its entries, or what `execute_episode` says. None: the
     process ended, which has another cause than hash order."""
     entries = answers.with_name(f"{seed}.entries")
@@ -272,13 +272,15 @@ def _play_elsewhere(name: str, answers: Path, seed: int) -> str | list[JournalEn
     return None
 
 
-def _play_here(name: str, asked: Path, told: Path) -> None:
+def _play_here(name: str, requests_path: Path, output_path: Path) -> None:
     """Run in another process of `_check_hash_order`: play the task and write its entries."""
-    found = resolve(name)
-    task = _tasks(found, 1, EnvironmentReport(environment=name))[0]
-    answers = msgspec.msgpack.decode(asked.read_bytes(), type=list[JournalEntry])
-    again = asyncio.run(execute_episode(found, _spec(found, task, 0, 0), random_policy(found), answers=answers))
-    told.write_bytes(msgspec.msgpack.encode(again if isinstance(again, str) else again.entries))
+    environment = resolve(name)
+    task = _tasks(environment, 1, EnvironmentReport(environment=name))[0]
+    answers = msgspec.msgpack.decode(requests_path.read_bytes(), type=list[JournalEntry])
+    again = asyncio.run(
+        execute_episode(environment, _spec(environment, task, 0, 0), random_policy(environment), answers=answers)
+    )
+    output_path.write_bytes(msgspec.msgpack.encode(again if isinstance(again, str) else again.entries))
 
 
 def _games(
@@ -294,13 +296,13 @@ def _games(
 
 
 @contextlib.contextmanager
-def _missing_awaits(told: list[str]) -> Iterator[None]:
+def _missing_awaits(problems: list[str]) -> Iterator[None]:
     """Report coroutines that were never awaited, instead of warning about them; other warnings stay warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         yield
     texts = dict.fromkeys(str(warning.message) for warning in caught if "was never awaited" in str(warning.message))
-    told += [f"{text}: an `await` is missing before the call" for text in texts]
+    problems += [f"{text}: an `await` is missing before the call" for text in texts]
     for warning in caught:
         if str(warning.message) not in texts:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
@@ -321,19 +323,19 @@ def replay_from_every_entry(
         schedules: seeds of the simulated loop.
     """
     report = EnvironmentReport(environment=environment if isinstance(environment, str) else environment.__qualname__)
-    found = resolve(environment)
-    script = random_policy(found)
-    chosen = list(tasks) if tasks is not None else _tasks(found, episodes, report)
+    environment_class = resolve(environment)
+    script = random_policy(environment_class)
+    chosen = list(tasks) if tasks is not None else _tasks(environment_class, episodes, report)
     for number, task in enumerate(chosen[:episodes]):
-        spec = _spec(found, task, number, 0)
+        spec = _spec(environment_class, task, number, 0)
 
         async def main(spec: EpisodeSpec = spec) -> str | None:
-            first = await execute_episode(found, spec, script)
+            first = await execute_episode(environment_class, spec, script)
             if isinstance(first, str):
                 return first
             report.episodes += 1
             report.rewards.append(first.header.reward or 0.0)
-            return await resume_at_every_entry(found, spec, script, first, report)
+            return await resume_at_every_entry(environment_class, spec, script, first, report)
 
         for schedule in schedules:
             problem = simulate(main, seed=schedule)
@@ -390,20 +392,25 @@ async def _check_episode(
     number: int,
     seed: int,
     report: EnvironmentReport,
-    told: list[str],
+    loop_problems: list[str],
 ) -> ExecutedEpisode | None:
     """Check an episode; returns how it was played, or None if that was a fault."""
     spec = _spec(environment, task, number, seed)
     script = random_policy(environment)
     report.on_progress(f"episode {number + 1}, task {task.id!r}: playing it")
-    with watch_event_loop(told.append, repeated_s=REPEATED_S, users_only=True), watch_side_effects(environment) as seen:
+    with (
+        watch_event_loop(loop_problems.append, repeated_s=REPEATED_S, users_only=True),
+        watch_side_effects(environment) as side_effects,
+    ):
         first = await execute_episode(environment, spec, script)
-    report.findings += [f"task {task.id!r}: {text}" for text in seen.findings.values()]
-    if seen.asked_model:
-        told.clear()  # the blocking call was the model's own answer, which must be replaced, not awaited
+    report.findings += [f"task {task.id!r}: {text}" for text in side_effects.findings.values()]
+    if side_effects.asked_model:
+        loop_problems.clear()  # the blocking call was the model's own answer, which must be replaced, not awaited
     if isinstance(first, str):
         asks = (
-            calls_language_model(seen.source) and not seen.findings and not issubclass(environment, HarnessEnvironment)
+            calls_language_model(side_effects.source)
+            and not side_effects.findings
+            and not issubclass(environment, HarnessEnvironment)
         )
         hint = f". By its imports or addresses {MODEL_ADVICE}" if asks else ""
         report.findings.append(f"task {task.id!r}: {first}{hint}")
@@ -421,7 +428,7 @@ async def _check_episode(
             report.rewarded.add(trajectory.seat)
     report.cuts += first.cuts
     report.rewards.append(first.header.reward or 0.0)
-    if told:  # a blocking environment would block again for every entry
+    if loop_problems:  # a blocking environment would block again for every entry
         return first
     part = f"episode {number + 1}, task {task.id!r}: "
     if issubclass(environment, HarnessEnvironment):
@@ -480,25 +487,29 @@ async def _recall_everything(
     recalled = list(external_turns_with_context(first.entries))
     turns = {entry.call_id: body for entry in recalled if isinstance(body := entry.decode(), TurnEntry)}
     for count in sorted({min(1, len(recalled)), len(recalled)}):
-        report.on_progress(f"{part}begun again with {plural(count, 'recorded reply', 'recorded replies')}")
+        report.on_progress(f"{part}resumed with {plural(count, 'recorded reply', 'recorded replies')}")
         following = dataclasses.replace(spec, attempt=1)
         again = await execute_episode(environment, following, script, answers=recalled[:count])
         report.resumptions += 1
         if isinstance(again, str):
-            return f"begun again with {plural(count, 'recorded reply', 'recorded replies')}: {again}"
-        asked = {
+            return f"after resuming with {plural(count, 'recorded reply', 'recorded replies')}: {again}"
+        recorded_requests = {
             entry.call_id: body
             for entry in external_turns_with_context(again.entries)
             if isinstance(body := entry.decode(), TurnEntry)
         }
-        missing = [body for call_id, body in turns.items() if call_id not in asked][:count]
+        missing = [body for call_id, body in turns.items() if call_id not in recorded_requests][:count]
         if missing and len(missing) > len(turns) - count:
-            new = [body for call_id, body in asked.items() if call_id not in turns and body.seat == missing[0].seat]
+            new = [
+                body
+                for call_id, body in recorded_requests.items()
+                if call_id not in turns and body.seat == missing[0].seat
+            ]
             if not new:
-                return f"begun again, it does not ask for turn {missing[0].turn} of seat {missing[0].seat!r}"
+                return f"after resuming, turn {missing[0].turn} of seat {missing[0].seat!r} was never requested"
             assert new[0].request is not None
             difference = describe_request_difference(missing[:1], new[0].messages, new[0].request)
-            return f"begun again, it asks something else: {difference}"
+            return f"after resuming, the request differs: {difference}"
     return None
 
 
@@ -506,9 +517,9 @@ def _has_pinned(entries: Sequence[JournalEntry]) -> bool:
     return any(isinstance(body := entry.decode(), ResourceCallEntry) and body.level == "pinned" for entry in entries)
 
 
-def _weaker(known: ResourceLevel, entries: Sequence[JournalEntry]) -> ResourceLevel:
+def _weaker(level: ResourceLevel, entries: Sequence[JournalEntry]) -> ResourceLevel:
     """Return the weakest resource level that the environment has used."""
-    levels = {body.level for entry in entries if isinstance(body := entry.decode(), ResourceCallEntry)} | {known}
+    levels = {body.level for entry in entries if isinstance(body := entry.decode(), ResourceCallEntry)} | {level}
     return "pinned" if "pinned" in levels else "snapshot" if "snapshot" in levels else "replay"
 
 
@@ -592,5 +603,5 @@ def _stray_lines(environment: type[Environment]) -> str:
         (True, False)
     """
     lines = enumerate(environment.source().splitlines(), start=1)
-    found = [f"line {number}: `{line.strip()}`" for number, line in lines if _STRAY.search(line)][:_MOST_STRAY_LINES]
-    return f". Look at {', '.join(found)}" if found else ""
+    stray = [f"line {number}: `{line.strip()}`" for number, line in lines if _STRAY.search(line)][:_MOST_STRAY_LINES]
+    return f". Look at {', '.join(stray)}" if stray else ""

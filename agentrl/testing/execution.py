@@ -273,36 +273,38 @@ def play(
     Raises:
         CheckFailedError: the environment failed, needed more replies than there are, or took more than 30 s.
     """
-    found = resolve(environment)
+    environment_class = resolve(environment)
     remaining = [_text(reply) for reply in replies]
-    asked = 0
+    turn_count = 0
 
     def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
-        nonlocal asked
-        asked += 1
-        if asked > len(remaining):
-            raise CheckFailedError(f"the environment asked for reply {asked}, but only {len(remaining)} were given")
-        return [*remaining[asked - 1].encode(), STOP_TOKEN]
+        nonlocal turn_count
+        turn_count += 1
+        if turn_count > len(remaining):
+            raise CheckFailedError(
+                f"the environment asked for reply {turn_count}, but only {len(remaining)} were given"
+            )
+        return [*remaining[turn_count - 1].encode(), STOP_TOKEN]
 
     spec = EpisodeSpec(
         episode_id="e0",
-        environment=name_of(found),
+        environment=name_of(environment_class),
         task=task,
         seed=seed,
-        seats={seat: SeatBinding(POLICY) for seat in found.seats},
+        seats={seat: SeatBinding(POLICY) for seat in environment_class.seats},
         group_id="g0",
     )
     longest = max((len(reply.encode()) for reply in remaining), default=0)
     max_turns, max_tokens = max(MAX_TURNS, len(remaining) + 1), max(MAX_TOKENS, longest + 1)
-    outcome = asyncio.run(execute_episode(found, spec, script, max_turns=max_turns, max_tokens=max_tokens))
+    outcome = asyncio.run(execute_episode(environment_class, spec, script, max_turns=max_turns, max_tokens=max_tokens))
     if isinstance(outcome, str):
         raise CheckFailedError(f"{spec.environment}: {outcome}")
     if outcome.cuts:
         raise CheckFailedError(f"{spec.environment}: the test cut {', '.join(outcome.cuts)}")
     header = outcome.header
     turns = [body for entry in outcome.entries if isinstance(body := entry.decode(), TurnEntry)]
-    told = tuple("\n".join(str(message["content"]) for message in turn.messages) for turn in turns)
-    return PlayResult(reward=header.reward or 0.0, told=told, stop_reason=header.stop_reason or "")
+    prompts = tuple("\n".join(str(message["content"]) for message in turn.messages) for turn in turns)
+    return PlayResult(reward=header.reward or 0.0, told=prompts, stop_reason=header.stop_reason or "")
 
 
 def _text(reply: str | Mapping[str, Any]) -> str:
@@ -324,8 +326,8 @@ def random_policy(environment: type[Environment]) -> Script:
         draw = random_stream("check", request.seed)
         text = draw.choice(["yes", "no", "0", "1", "2", "[0]", "left", "a", "hello world"])
         if is_told and draw.random() < 0.9:
-            told = chat_format.decode(request.token_ids.tolist()).rpartition(LEGAL_ACTIONS)
-            text = draw.choice(_FIRST_LINE.split(told[2])[0].split(", ")) if told[1] else text
+            prompt = chat_format.decode(request.token_ids.tolist()).rpartition(LEGAL_ACTIONS)
+            text = draw.choice(_FIRST_LINE.split(prompt[2])[0].split(", ")) if prompt[1] else text
         if tools and draw.random() < 0.7:
             spec = draw.choice(tools).spec
             schemas = spec.parameters.get("properties", {})

@@ -35,7 +35,7 @@ class SeededSimulation:
         self._is_fixed = is_fixed
 
     def seeds(self, default: int = DEFAULT_SEEDS) -> range:
-        """Return the seeds to run: those of the environment variables, else `0 … default-1`."""
+        """Return the seeds to run: from the environment variables, else `0 … default-1`."""
         return self._seeds if self._is_fixed else range(max(default, len(self._seeds)))
 
     def run(self, main: Callable[[], Coroutine[Any, Any, T]], *, seeds: int = 0, max_steps: int = 2_000_000) -> list[T]:

@@ -99,8 +99,8 @@ def calls_language_model(source: str) -> bool:
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
-    seen = _watching
-    if seen is None:
+    watching = _watching
+    if watching is None:
         return
     act = _act(event, arguments)
     if act is None:
@@ -110,10 +110,10 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
         return
     frame = sys._getframe(1)
     place = _location(frame)
-    if place is not None and (event, place) not in seen.findings:
-        model = event in _TALKS and _is_for_model(frame, seen.source)
-        seen.asked_model |= model
-        seen.findings[event, place] = f"{place} {act}: {MODEL_ADVICE}" if model else f"{place} {act}, {_ADVICE}"
+    if place is not None and (event, place) not in watching.findings:
+        model = event in _TALKS and _is_for_model(frame, watching.source)
+        watching.asked_model |= model
+        watching.findings[event, place] = f"{place} {act}: {MODEL_ADVICE}" if model else f"{place} {act}, {_ADVICE}"
 
 
 def _is_for_model(frame: FrameType | None, source: str) -> bool:

@@ -176,7 +176,7 @@ def test_why_a_dropped_and_a_trained_episode_stand_where_they_stand(reader: RunR
 
 def test_a_parked_episode_says_so(reader: RunReader) -> None:
     ((episode,),) = reader.log.rows("SELECT episode FROM episodes WHERE metrics LIKE '%\"parked\"%' LIMIT 1")
-    assert "its calls were cut and went on from their tokens" in said(explain_episode(reader, episode), "time")
+    assert "its calls were cut, and later resumed" in said(explain_episode(reader, episode), "time")
 
 
 def test_an_episodes_timeline_has_a_lane_per_agent(reader: RunReader) -> None:

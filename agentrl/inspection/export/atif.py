@@ -76,34 +76,34 @@ def atif_trajectory(run: str, view: EpisodeView, conversation: ConversationView)
     calls = _calls(conversation)
     copied = {_key(act) for act in conversation.acts[: conversation.inherited] if isinstance(act, PolicyTurn)}
     steps = [list(_steps(row, calls, copied, has_prompts=has_prompts)) for row in rows]
-    own: dict[str, Any] = {"session_id": run or None, "trajectory_id": name, "extra": _extra(conversation)}
+    header: dict[str, Any] = {"session_id": run or None, "trajectory_id": name, "extra": _extra(conversation)}
     if not has_prompts:
-        own["notes"] = "prompt_token_ids are left out: the contexts of all turns are too long to repeat"
+        header["notes"] = "prompt_token_ids are left out: the contexts of all turns are too long to repeat"
     if len(rows) == 1:
-        return _trajectory(rows[0].policy, rows[0].seat, {"index": rows[0].index, "row": 0}, steps[0], own)
+        return _trajectory(rows[0].policy, rows[0].seat, {"index": rows[0].index, "row": 0}, steps[0], header)
     parts = [
         _trajectory(
             row.policy,
             row.seat,
             {"index": row.index, "row": row.row},
-            found,
+            row_steps,
             {"trajectory_id": f"{name}/{row.seat}[{row.index}].{row.row}"},
         )
-        for row, found in zip(rows, steps, strict=True)
+        for row, row_steps in zip(rows, steps, strict=True)
     ]
     references = [{"trajectory_id": part["trajectory_id"]} for part in parts]
     children = [child for act in conversation.acts if isinstance(act, SpawnAct) for child in act.children]
     references += [{"trajectory_path": file_name(child, 0)} for child in children]
     first: dict[str, Any] = {"step_id": 1, "source": "system", "message": f"Episode {name} of {line.environment}"}
     if references:
-        first["observation"] = {"results": [{"subagent_trajectory_ref": [each]} for each in references]}
+        first["observation"] = {"results": [{"subagent_trajectory_ref": [reference]} for reference in references]}
     if parts:
-        own["subagent_trajectories"] = parts
-    return _trajectory(None, line.environment, {"is_program": True}, [first], own)
+        header["subagent_trajectories"] = parts
+    return _trajectory(None, line.environment, {"is_program": True}, [first], header)
 
 
 def _trajectory(
-    policy: str | None, name: str, extra: dict[str, Any], steps: list[dict[str, Any]], own: dict[str, Any]
+    policy: str | None, name: str, extra: dict[str, Any], steps: list[dict[str, Any]], header: dict[str, Any]
 ) -> dict[str, Any]:
     agent = {"name": name, "version": metadata.version("agentrl"), "model_name": policy, "extra": extra}
     agent = {field: value for field, value in agent.items() if value is not None}
@@ -112,11 +112,11 @@ def _trajectory(
     metrics = [step["metrics"] for step in steps if "metrics" in step]
     totals: dict[str, Any] = {"total_steps": len(steps)}
     if metrics:
-        totals["total_prompt_tokens"] = sum(each["prompt_tokens"] for each in metrics)
-        totals["total_completion_tokens"] = sum(each["completion_tokens"] for each in metrics)
-        totals["total_cached_tokens"] = sum(each["cached_tokens"] for each in metrics)
-    whole = {"schema_version": VERSION, **own, "agent": agent, "steps": steps, "final_metrics": totals}
-    return {field: value for field, value in whole.items() if value is not None}
+        totals["total_prompt_tokens"] = sum(step_metrics["prompt_tokens"] for step_metrics in metrics)
+        totals["total_completion_tokens"] = sum(step_metrics["completion_tokens"] for step_metrics in metrics)
+        totals["total_cached_tokens"] = sum(step_metrics["cached_tokens"] for step_metrics in metrics)
+    trajectory = {"schema_version": VERSION, **header, "agent": agent, "steps": steps, "final_metrics": totals}
+    return {field: value for field, value in trajectory.items() if value is not None}
 
 
 def _extra(conversation: ConversationView) -> dict[str, Any]:
@@ -129,10 +129,10 @@ def _extra(conversation: ConversationView) -> dict[str, Any]:
         **{name: getattr(line, name) for name in kept},
         "task": {"id": line.task, "data": conversation.task},
         "reward": line.reward,
-        "rewards": {f"{each.seat}[{each.index}]": each.reward for each in conversation.agents},
+        "rewards": {f"{agent_line.seat}[{agent_line.index}]": agent_line.reward for agent_line in conversation.agents},
         "reward_parts": {
-            agent: [(act.turn, act.value * act.weight) for act in given]
-            for agent, given in reward_components(conversation).items()
+            agent: [(act.turn, act.value * act.weight) for act in parts]
+            for agent, parts in reward_components(conversation).items()
         },
         "metrics": conversation.metrics,
         "acts": [act for act in conversation.acts if not isinstance(act, PolicyTurn | RewardAct | ToolAct)],
@@ -196,9 +196,9 @@ def _message_step(message: dict[str, Any]) -> dict[str, Any]:
     }
     if step["source"] == "agent":
         step["llm_call_count"] = 0  # the message is part of the context, and was not sampled at this step
-    others = {name: value for name, value in message.items() if name != "content"}
-    if others != {"role": step["source"]} and others != {}:
-        step["extra"] = others
+    other_fields = {name: value for name, value in message.items() if name != "content"}
+    if other_fields != {"role": step["source"]} and other_fields != {}:
+        step["extra"] = other_fields
     return step
 
 
@@ -239,8 +239,8 @@ def _tools(acts: Sequence[ToolAct], answers: Sequence[dict[str, Any]]) -> dict[s
         result: dict[str, Any] = {"content": act.observation if answer is None else _text(answer.get("content"))}
         if act is not None:
             name = None if answer is None else answer.get("tool_call_id")
-            known = {call["tool_call_id"] for call in calls}
-            call_id = name if isinstance(name, str) and name not in known else act.call
+            known_ids = {call["tool_call_id"] for call in calls}
+            call_id = name if isinstance(name, str) and name not in known_ids else act.call
             call: dict[str, Any] = {"tool_call_id": call_id, "function_name": act.name}
             is_object = isinstance(act.arguments, dict)
             call["arguments"] = act.arguments if is_object else {}
@@ -250,12 +250,12 @@ def _tools(acts: Sequence[ToolAct], answers: Sequence[dict[str, Any]]) -> dict[s
         else:
             result["extra"] = {name: value for name, value in answer.items() if name not in ("role", "content")}
         results.append(result)
-    found: dict[str, Any] = {}
+    tools: dict[str, Any] = {}
     if calls:
-        found["tool_calls"] = calls
+        tools["tool_calls"] = calls
     if results:
-        found["observation"] = {"results": results}
-    return found
+        tools["observation"] = {"results": results}
+    return tools
 
 
 def _text(content: Any) -> str:

@@ -152,12 +152,12 @@ def exported_episodes(selection: ExportSelection) -> Iterator[ExportedEpisode]:
     read = lru_cache(STEP_FILES)(read_step_row_columns)
     for episode, attempt in selection.keys:
         try:
-            found = _exported(reader, run, reader.episode(episode, attempt), read)
+            exported = _exported(reader, run, reader.episode(episode, attempt), read)
         except JournalError as error:
             selection.problems.append(f"{episode}: left out: {error}")
             continue
-        selection.problems.extend(f"{episode}: {problem}" for problem in found.problems)
-        yield found
+        selection.problems.extend(f"{episode}: {problem}" for problem in exported.problems)
+        yield exported
 
 
 def _exported(reader: RunReader, run: str, view: EpisodeView, read: ReadStep) -> ExportedEpisode:
@@ -173,7 +173,7 @@ def _exported(reader: RunReader, run: str, view: EpisodeView, read: ReadStep) ->
 def _episode(run: str, view: ConversationView, agents: list[ExportedAgent], problems: list[str]) -> ExportedEpisode:
     line = view.summary
     same = {name: getattr(line, name) for name in line.__struct_fields__ if name in ExportedEpisode.__struct_fields__}
-    own = {
+    fields = {
         "run": run,
         "task_id": line.task,
         "task": view.task,
@@ -183,7 +183,7 @@ def _episode(run: str, view: ConversationView, agents: list[ExportedAgent], prob
         "acts": [act for act in view.acts if not isinstance(act, PolicyTurn | RewardAct)],
         "problems": problems,
     }
-    return ExportedEpisode(**{**same, **own})
+    return ExportedEpisode(**{**same, **fields})
 
 
 def _agents(
@@ -194,12 +194,12 @@ def _agents(
     for act in view.acts:
         if isinstance(act, RewardAct):
             parts.setdefault((act.seat, act.index), []).append(RewardPart(act.turn, act.value, act.name, act.weight))
-    known = {(agent.seat, agent.index): agent for agent in view.agents}
+    lines = {(agent.seat, agent.index): agent for agent in view.agents}
     turned = {(act.seat, act.index): act.policy for act in view.acts if isinstance(act, PolicyTurn)}
     credits = _credits(reader, view, problems)
     agents = []
-    for key in sorted({*known, *turned, *parts}):
-        line, given = known.get(key), parts.get(key, [])
+    for key in sorted({*lines, *turned, *parts}):
+        line, components = lines.get(key), parts.get(key, [])
         agents.append(
             ExportedAgent(
                 seat=key[0],
@@ -207,10 +207,10 @@ def _agents(
                 policy=line.policy if line is not None else turned.get(key) or view.summary.seats.get(key[0], ""),
                 reward=line.reward
                 if line is not None
-                else sum(part.value * part.weight for part in given)
-                if given
+                else sum(part.value * part.weight for part in components)
+                if components
                 else None,
-                reward_parts=given,
+                reward_parts=components,
                 credits=credits.get(key, []),
                 rows=rows.get(key, []),
             )
@@ -227,7 +227,7 @@ def _credits(
         *(line.episode, line.attempt),
         problems=problems,
     )
-    found: dict[tuple[str, int], list[AgentStepCredit]] = {}
+    credits: dict[tuple[str, int], list[AgentStepCredit]] = {}
     for row in fed:
         step = f"{row['policy']}@{row['lineage']}.{row['step']}"
         turns = decode_json_list(row["turn_advantages"], problems)
@@ -236,8 +236,8 @@ def _credits(
         except msgspec.ValidationError as error:
             problems.append(f"what step {step} made of it cannot be read ({error})")
             continue
-        found.setdefault((row["seat"], row["agent"]), []).append(credit)
-    return found
+        credits.setdefault((row["seat"], row["agent"]), []).append(credit)
+    return credits
 
 
 def _row(played: AssembledTokenRow, trained: StepTokenValues | None) -> ExportedRow:
@@ -357,22 +357,22 @@ def write_parquet_table(selection: ExportSelection, path: Path) -> None:
 
 def parquet_table_rows(episode: ExportedEpisode) -> list[dict[str, Any]]:
     """Return the lines of the table for an episode."""
-    whole = {name: getattr(episode, name) for name in _EPISODE}
-    whole |= {name: encode_json(getattr(episode, name)).decode() for name in _JSON}
-    whole["episode_reward"] = episode.reward
+    record = {name: getattr(episode, name) for name in _EPISODE}
+    record |= {name: encode_json(getattr(episode, name)).decode() for name in _JSON}
+    record["episode_reward"] = episode.reward
     lines: list[dict[str, Any]] = []
     for agent in episode.agents:
-        of_agent = whole | {name: msgspec.to_builtins(getattr(agent, name)) for name in _AGENT}
+        of_agent = record | {name: msgspec.to_builtins(getattr(agent, name)) for name in _AGENT}
         for credit in of_agent["credits"]:
             credit["turn_advantages"] = [{"turn": turn, "value": value} for turn, value in credit["turn_advantages"]]
         for row in agent.rows:
             line = of_agent | {name: getattr(row, name) for name in row.__struct_fields__}
             line["messages"] = [_message(message) for message in row.messages]
-            line["versions"] = [dict(zip(("start", "stop", "version"), each, strict=True)) for each in row.versions]
+            line["versions"] = [dict(zip(("start", "stop", "version"), span, strict=True)) for span in row.versions]
             lines.append(line)
         if not agent.rows:
             lines.append(of_agent)
-    return lines or [whole]
+    return lines or [record]
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
@@ -390,9 +390,9 @@ def parquet_table_schema() -> Any:
     """Return the schema of the table."""
     import pyarrow as pa
 
-    text, whole, number = pa.string(), pa.int64(), pa.float64()
-    part = pa.struct({"turn": whole, "value": number})
-    reward_part = pa.struct({"turn": whole, "value": number, "name": text, "weight": number})
+    text, integer, number = pa.string(), pa.int64(), pa.float64()
+    part = pa.struct({"turn": integer, "value": number})
+    reward_part = pa.struct({"turn": integer, "value": number, "name": text, "weight": number})
     credit = {
         "step": text,
         "reward": number,
@@ -400,17 +400,17 @@ def parquet_table_schema() -> Any:
         "advantage": number,
         "turn_advantages": pa.list_(part),
     }
-    message = {"role": text, "content": text, "name": text, "tool_call_id": text, "tool_calls": text, "turn": whole}
-    version = {"start": whole, "stop": whole, "version": text}
-    columns = dict.fromkeys(("run", "episode"), text) | {"attempt": whole}
+    message = {"role": text, "content": text, "name": text, "tool_call_id": text, "tool_calls": text, "turn": integer}
+    version = {"start": integer, "stop": integer, "version": text}
+    columns = dict.fromkeys(("run", "episode"), text) | {"attempt": integer}
     columns |= dict.fromkeys(("status", "purpose", "environment", "task_id", "task", "group", "parent", "seats"), text)
     columns |= dict.fromkeys(("stop_reason", "drop_reason", "detail"), text) | {"episode_reward": number}
-    columns |= {"turns": whole, "tokens": whole} | dict.fromkeys(("seconds", "admitted_at", "committed_at"), number)
+    columns |= {"turns": integer, "tokens": integer} | dict.fromkeys(("seconds", "admitted_at", "committed_at"), number)
     columns |= {"measured_against": pa.list_(text), "metrics": text, "acts": text, "problems": pa.list_(text)}
-    columns |= {"seat": text, "index": whole, "policy": text, "reward": number, "reward_parts": pa.list_(reward_part)}
-    columns |= {"credits": pa.list_(pa.struct(credit)), "row": whole, "messages": pa.list_(pa.struct(message))}
+    columns |= {"seat": text, "index": integer, "policy": text, "reward": number, "reward_parts": pa.list_(reward_part)}
+    columns |= {"credits": pa.list_(pa.struct(credit)), "row": integer, "messages": pa.list_(pa.struct(message))}
     columns |= {"temperature": number, "token_ids": pa.list_(pa.int32()), "loss_mask": pa.list_(pa.int8())}
-    columns |= {"logprobs": pa.list_(pa.float32()), "turn_index": pa.list_(whole)}
+    columns |= {"logprobs": pa.list_(pa.float32()), "turn_index": pa.list_(integer)}
     columns |= {"versions": pa.list_(pa.struct(version)), "kept_counts": pa.list_(pa.int32())}
     columns |= {"kept_ids": pa.list_(pa.int32()), "trained_in": text, "advantages": pa.list_(pa.float32())}
     columns |= {"trainer_logprobs": pa.list_(pa.float32()), "lags": pa.list_(pa.int32())}

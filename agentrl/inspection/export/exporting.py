@@ -1,6 +1,6 @@
 """Exports episodes of a run as a file or a directory in another format, completely or not at all.
 
-Owns the placement of an export. It is built beside its target, synced, and then renamed, so a killed process leaves no
+Owns the placement of an export. It is built next to its target, synced, and then renamed, so a killed process leaves no
 partial export. An existing name is refused, and no link is followed.
 
 `--to html` is the viewer and all the answers that it requests, as one file that opens without a server. Answers are
@@ -91,8 +91,8 @@ def export(
             write(selection, built)
             _settle(built, target, format, force=force)
     except OSError as error:
-        what = os.strerror(error.errno) if error.errno else str(error)
-        raise StorageError(f"{target}: the export cannot be written ({what}); {os_error_advice(error)}") from error
+        problem = os.strerror(error.errno) if error.errno else str(error)
+        raise StorageError(f"{target}: the export cannot be written ({problem}); {os_error_advice(error)}") from error
     return ExportResult(format=format, path=str(target), episodes=len(selection.keys), problems=selection.problems)
 
 

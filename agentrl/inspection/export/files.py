@@ -1,6 +1,6 @@
-"""Builds exports beside their target.
+"""Builds exports next to their target.
 
-`staging_path` makes a directory for an export beside its target. The directory is locked while in use, so several
+`staging_path` makes a directory for an export next to its target. The directory is locked while in use, so several
 processes may build for one target at once; the next export removes the directories of dead processes.
 """
 
