@@ -23,7 +23,6 @@ Read from the source of `agentrl/`:
 one other module), `duplicate_class_names` (names that classes of several modules share), `config_fields`.
 `private_words`: definitions (modules, classes, functions, methods) named with a word of `PRIVATE_WORDS`, without
 `FIELD_TERMS`; and methods of `OVERLOADED` where more than three classes have them.
-`glossary_mismatches`: words of docs/glossary.md without a name in the code, and public names without a word there.
 
 `--quick` traces nothing; `--list` prints what each figure counts, before the last line.
 """
@@ -76,7 +75,6 @@ FIGURES = (
     "code_lines",
     "config_fields",
     "private_words",
-    "glossary_mismatches",
 )
 
 TURNS = 4
@@ -492,22 +490,6 @@ def private_words(modules: Sequence[Module]) -> list[str]:
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-def glossary_mismatches(modules: Sequence[Module]) -> list[str]:
-    """Words of the glossary that nothing in the code is named by, and public names that hold no word of it."""
-    page = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
-    words = [words_of(word) for word in re.findall(r"^\| \*\*([^*]+)\*\*", page, re.MULTILINE)]
-    mentioned = set(re.findall(r"\w+", page))
-    names = {tuple(words_of(name)) for module in modules for name in names_in(module)}
-    unnamed = [" ".join(word) for word in words if not any(holds_words(name, word) for name in names)]
-    public = [name for name in agentrl.__all__ if not name.startswith("_")]
-    missing = [
-        name
-        for name in public
-        if name not in mentioned and not any(holds_words(words_of(name), word) for word in words)
-    ]
-    return [f"not in the code: {word}" for word in unnamed] + [f"not in the glossary: {name}" for name in missing]
-
-
 def names_in(module: Module) -> Iterator[str]:
     """Names a module defines, and the values of its literals that are names: kinds, reasons, settings."""
     yield module.name.rpartition(".")[2]
@@ -534,7 +516,6 @@ def source_figures() -> dict[str, list[str] | int]:
         "code_lines": sum(map(code_lines, modules)),
         "config_fields": sum(1 for _ in documented_keys()),
         "private_words": private_words(modules),
-        "glossary_mismatches": glossary_mismatches(modules),
     }
 
 
