@@ -1,9 +1,10 @@
-"""TCP between the machines of a run: both sides prove that they know the listener's token.
+"""Authenticated connections between the processes of a run, on one machine or several.
 
-An address is `tcp://TOKEN@HOST:PORT`. It is a capability: it travels over existing connections only, is written
-nowhere, and ends with its listener. Owns: listening on one address of this machine, the handshake, the lifetime of a
-silent connection (before its handshake: `connections.py`). Does not own the messages. Nothing is encrypted: the network
-must be private.
+Between machines an address is `tcp://TOKEN@HOST:PORT`, and both sides prove that they know the listener's token. The
+address is a capability: it travels over existing connections only, is written nowhere, and ends with its listener. On
+one machine an address is the path of a Unix socket in a directory that only this user can enter. Owns: listening, the
+handshake, the lifetime of a silent connection (before its handshake: `connections.py`). Does not own the messages
+(`rpc.py`). Nothing is encrypted: the network must be private.
 Invariant: no byte of a connection is interpreted before its handshake.
 """
 
@@ -58,12 +59,13 @@ class Address(NamedTuple):
 
 
 class Listener:
-    """A TCP port of this machine, open to peers that know its token."""
+    """A TCP port, open to peers that know its token, or a Unix socket in a private directory."""
 
     def __init__(self, handle: Handler) -> None:
         self._handle = handle
         self._token = secrets.token_hex(_NONCE)
         self._server = BoundedServer()
+        self._unix: asyncio.Server | None = None
 
     async def listen(self, host: str) -> Address:
         """Listen at `host`, one of this machine's addresses, on a free port.
@@ -73,9 +75,20 @@ class Listener:
         """
         return Address(host, await self._server.listen(self._make_protocol, host), self._token)
 
+    async def listen_locally(self, path: str) -> str:
+        """Listen at a Unix socket in a directory that only this user can enter; returns `path`.
+
+        Raises:
+            OSError: the socket cannot be made, for example because the path is longer than 107 characters.
+        """
+        self._unix = await asyncio.start_unix_server(self._handle, path)
+        return path
+
     def close(self) -> None:
-        """Close the port and its connections. Idempotent."""
+        """Stop listening, and close the connections of a port. Idempotent."""
         self._server.close()
+        if self._unix is not None:
+            self._unix.close()
 
     def _make_protocol(self) -> asyncio.BaseProtocol:
         return asyncio.StreamReaderProtocol(asyncio.StreamReader(), self._accept)
@@ -97,13 +110,18 @@ class Listener:
             writer.close()
 
 
-async def connect(address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to a listener.
+async def connect(address: Address | str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to a listener by its address or the text of it.
 
     Raises:
-        ConnectionRefusedError: no process listens there, or the token is wrong.
+        FileNotFoundError, ConnectionRefusedError: no process listens there, or the token is wrong.
         OSError: the machine cannot be reached.
+        ValueError: see `Address.parse`.
     """
+    if isinstance(address, str):
+        if not address.startswith(SCHEME):
+            return await asyncio.open_unix_connection(address)
+        address = Address.parse(address)
     async with asyncio.timeout(HANDSHAKE_S):
         reader, writer = await asyncio.open_connection(address.host, address.port)
         try:
@@ -122,7 +140,7 @@ async def connect(address: Address) -> tuple[asyncio.StreamReader, asyncio.Strea
     return reader, writer
 
 
-def connect_socket(address: Address, timeout_s: float) -> socket.socket:
+def connect_socket(address: str, timeout_s: float) -> socket.socket:
     """Connect to a listener from a thread without an event loop; returns a blocking socket with a timeout.
 
     Raises:

@@ -27,7 +27,7 @@ from agentrl.core.errors import (
     VersionNotServedError,
 )
 from agentrl.core.ids import opening_digest, stable_hash64
-from agentrl.core.network import SCHEME, Address, connect
+from agentrl.core.network import connect
 from agentrl.core.records import ProcessStatus
 from agentrl.engines import protocol
 from agentrl.engines.process import SILENCE_S, LocalPlacement, Supervisor
@@ -553,10 +553,7 @@ class EngineClient:
         return self._coming[address] + (0 if connection is None else connection.sessions)
 
     async def _connect(self, address: str) -> EngineConnection:
-        if address.startswith(SCHEME):
-            reader, writer = await connect(Address.parse(address))
-        else:
-            reader, writer = await asyncio.open_unix_connection(address)
+        reader, writer = await connect(address)
 
         def on_end(why: str) -> None:
             self._connections.pop(address, None)

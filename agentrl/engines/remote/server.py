@@ -254,16 +254,14 @@ class EngineServer:
         Args:
             host: address of this machine, for clients on other machines; "": clients are on this machine.
         """
+        self._listener = Listener(self._receive)
         if host:
-            self._listener = Listener(self._receive)
             return str(await self._listener.listen(host))
         private = os.environ.get(PRIVATE_DIRECTORY_VARIABLE)
         address = f"{private}/clients"
         if private is None or len(address) > LONGEST_ADDRESS:
             return ""
-        # The socket is in a directory that only this user can enter.
-        await asyncio.start_unix_server(self._receive, address)
-        return address
+        return await self._listener.listen_locally(address)
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = rpc.Connection(reader, writer, protocol.REQUESTS)

@@ -172,7 +172,7 @@ class WeightReceiver:
 
     def __init__(self) -> None:
         self._address = ""
-        self._server: asyncio.Server | Listener | None = None
+        self._listener = Listener(self._receive)
         self._tell: Callable[[int, PolicyVersion, str], None] = lambda number, version, address: None
         self._numbers = itertools.count(1)
         self._waiting: dict[int, tuple[PolicyVersion | None, asyncio.Future[IncomingTransfer | None]]] = {}
@@ -189,18 +189,13 @@ class WeightReceiver:
                 they use the Unix socket.
         """
         self._tell = tell
-        if host:
-            self._server = Listener(self._receive)
-            self._address = str(await self._server.listen(host))
-        else:
-            self._server = await asyncio.start_unix_server(self._receive, path)
-            self._address = path
+        listener = self._listener
+        self._address = str(await listener.listen(host)) if host else await listener.listen_locally(path)
 
     def close(self) -> None:
         """Refuse further deliveries."""
         self._address = ""
-        if self._server is not None:
-            self._server.close()
+        self._listener.close()
 
     async def ask(self, version: PolicyVersion) -> IncomingTransfer | None:
         """Request a version; returns its delivery, or None if no trainer offers it within `OFFER_S`."""
@@ -355,12 +350,7 @@ class WeightTransferConnection:
         self.close()
         address, silence_s = self._recipient.address, self._silence_s
         try:
-            if address.startswith(SCHEME):
-                self._socket = connect_socket(Address.parse(address), silence_s)
-            else:
-                self._socket = socket.socket(socket.AF_UNIX)
-                self._socket.settimeout(silence_s)
-                self._socket.connect(address)
+            self._socket = connect_socket(address, silence_s)
         except OSError as error:
             why = error.strerror or str(error) or "it does not answer"
             raise TrainerError(f"no engine accepts weights at {self._recipient.redacted_address} ({why})") from error
