@@ -147,7 +147,7 @@ class StreamedTurnLog:
     def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.name = name
         self._connection = rpc.Connection(reader, writer, TO_WORKER)
-        self._connection.start(_ignore, on_end=self._on_end, name="journal's answers")
+        self._connection.start(lambda message: None, on_end=self._on_end, name="journal's answers")
         self._is_closed = False
         self._found: dict[tuple[str, int], AttemptTakenOver] = {}
         """Recorded entries of attempts that were taken over, held until they are read."""
@@ -233,10 +233,6 @@ class StreamedTurnLog:
         # Further entries would be lost, so exit: the run starts another process, which resumes from the entries
         # received.
         os._exit(1)
-
-
-def _ignore(message: object) -> None:
-    """Handle the messages of a peer that only answers."""
 
 
 # --- in the run's process ---------------------------------------------------------------------------------------------
