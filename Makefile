@@ -43,7 +43,7 @@ demo: $(RUN_STAMP)  ## a language model learns to use a tool, in about two minut
 # and start in the order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-test: $(DEV_STAMP)  ## the tests, on three processes; those that need Chromium, libfaketime or tensorboard are skipped without it
+test: $(DEV_STAMP)  ## the tests, on three processes; those that need Chromium, libfaketime, bubblewrap or tensorboard are skipped without it
 	@$(PYTEST) -m 'not exhaustive'
 
 test-all: $(DEV_STAMP)  ## the tests, and those that repeat them with more cases or at full size; before a release

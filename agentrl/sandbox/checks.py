@@ -1,0 +1,102 @@
+"""What this machine can isolate, each promise checked by a command that breaks it without a sandbox."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentrl.sandbox.bubblewrap import BubblewrapDriver, find_bwrap
+from agentrl.sandbox.sandbox import CommandResult, Sandbox, SandboxError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_SMALL = Sandbox(memory_mb=64, seconds=10, disk_mb=8, inodes=200, processes=16, output_bytes=4096)
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxCheck:
+    """One promise, and whether this machine keeps it."""
+
+    name: str
+    holds: bool
+    found: str
+    fix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Promise:
+    name: str
+    script: str
+    """For /bin/sh."""
+    holds: Callable[[CommandResult], bool]
+    found: str
+    seconds: float = 10.0
+    program: str = "sh"
+    """What the script needs; the check is left out without it."""
+
+
+def _fails(ran: CommandResult) -> bool:
+    return not ran.ok
+
+
+def _is_silent(ran: CommandResult) -> bool:
+    return not ran.stdout
+
+
+_PROMISES = (
+    _Promise("files", "cat /etc/shadow /root/.bashrc; ls /home /root /var", _is_silent, "only /usr and its own"),
+    _Promise("environment", "env | grep -vE '^(PATH|HOME|LANG|PWD|OLDPWD|SHLVL|_)='", _is_silent, "empty"),
+    _Promise("network", "grep : /proc/net/dev | grep -v lo:", _is_silent, "a loopback interface of its own"),
+    _Promise("other processes", "ls /proc | grep '^[0-9]' | sed -n '8,$p'", _is_silent, "invisible"),
+    _Promise("memory", "head -c 200000000 /dev/zero | tail -c 190000000 | cut -c 1-9", _is_silent, "limited"),
+    _Promise("process count", "for i in $(seq 20); do sleep 2 & done", _fails, "limited"),
+    _Promise("disk", "head -c 20000000 /dev/zero > /box/x", _fails, "limited"),
+    _Promise("file count", "for i in $(seq 400); do : > /box/$i || exit 1; done", _fails, "limited"),
+    _Promise("output", "head -c 100000 /dev/zero", lambda ran: ran.truncated, "limited"),
+    _Promise("time", "trap '' TERM; sleep 30 & sleep 30", lambda ran: ran.killed == "time", "limited", seconds=0.5),
+    _Promise("system calls", "unshare --user true", _fails, "filtered", program="unshare"),
+)
+
+
+async def check_sandboxes() -> list[SandboxCheck]:
+    """Check every promise on this machine; the first line says what isolates, or why nothing can."""
+    driver = BubblewrapDriver()
+    try:
+        try:
+            await (await driver.create(_SMALL)).run(["true"])
+        except SandboxError as error:
+            return [SandboxCheck("sandboxes", False, str(error), _remedy())]
+        checks = [SandboxCheck("sandboxes", True, f"bubblewrap at {find_bwrap()}")]
+        for promise in _PROMISES:
+            if shutil.which(promise.program, path="/usr/bin:/bin") is None:
+                continue
+            lease = await driver.create(_SMALL)
+            ran = await lease.run(["sh", "-c", promise.script], seconds=promise.seconds)
+            holds = promise.holds(ran)
+            said = (ran.stderr or ran.stdout).decode("utf-8", "replace").strip()
+            checks.append(SandboxCheck(promise.name, holds, promise.found if holds else f"not held: {said[:200]}"))
+            await lease.close()
+        return checks
+    finally:
+        await driver.close()
+
+
+def _remedy() -> str:
+    """Name the setting of this machine that most likely refuses namespaces."""
+    settings = {
+        "/proc/sys/kernel/unprivileged_userns_clone": ("0", "sysctl kernel.unprivileged_userns_clone=1"),
+        "/proc/sys/user/max_user_namespaces": ("0", "sysctl user.max_user_namespaces=10000"),
+        "/proc/sys/kernel/apparmor_restrict_unprivileged_userns": (
+            "1",
+            "load the AppArmor profile bwrap-userns-restrict, or sysctl kernel.apparmor_restrict_unprivileged_userns=0",
+        ),
+    }
+    for path, (value, fix) in settings.items():
+        if Path(path).exists() and Path(path).read_text().strip() == value:
+            return fix
+    if Path("/.dockerenv").exists() or Path("/run/.containerenv").exists():
+        return "this is a container: start it with a seccomp profile that allows namespaces and mounts"
+    return "agentrl needs bubblewrap >= 0.8 and a kernel that lets this user make user namespaces"

@@ -1,0 +1,597 @@
+"""The keeper: the process that owns a worker's sandboxes. A program of its own, started by `bubblewrap.py`.
+
+It runs as process 1 of a PID namespace, in a mount namespace of its own. All commands run below it, so the kernel ends
+them when it ends, and its files are sized tmpfs mounts that end with its mount namespace: a killed worker leaves
+neither processes nor files behind. It uses the standard library only, and starts in about 20 ms.
+
+Requests arrive as JSON over a SOCK_SEQPACKET pair, with file descriptors beside them; replies carry the request's
+number. Paths within a lease are opened beneath its directory and never follow a link, since a sandboxed command may
+have written anything there.
+
+    python -I -S keeper.py SOCKET OWNER FILTER BWRAP
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import stat
+import struct
+import sys
+import time
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Fields = dict[str, Any]
+Answer = tuple[Fields | None, list[int]]
+"""Fields of a reply and the files sent beside it; None: the reply comes later, or none is due."""
+
+MESSAGE_BYTES = 160_000
+_libc = ctypes.CDLL(None, use_errno=True)
+_NEWNS, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x10000000, 0x20000000, 0x40000000
+_RDONLY, _NOSUID, _NODEV, _NOEXEC, _REMOUNT, _BIND, _REC, _PRIVATE, _DETACH = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18, 2
+_SET_DEATH_SIGNAL = 1
+_OPENAT2 = 437
+_BENEATH = 1 | 2 | 4 | 8  # RESOLVE_NO_XDEV, NO_MAGICLINKS, NO_SYMLINKS, BENEATH
+_FIRST_UID, _UIDS = 2_000_000_000, 512
+"""As root, each lease has a user id of its own: limits on processes bind every user but the real root."""
+_SAMPLE_S = 0.02
+_START_S = 10.0
+"""Seconds within which bubblewrap has to set up a sandbox."""
+_HOST_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ssl/certs", "/etc/localtime")
+"""What a sandbox sees of the host's /etc, read-only."""
+_ETC = {
+    "passwd": "root:x:0:0::/box:/bin/sh\nuser:x:1000:1000::/box:/bin/sh\nnobody:x:65534:65534::/:/bin/false\n",
+    "group": "root:x:0:\nuser:x:1000:\nnogroup:x:65534:\n",
+    "hosts": "127.0.0.1 localhost\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+}
+
+
+class KeeperError(Exception):
+    """A request that cannot be served; its text is the answer."""
+
+
+def _check(result: int) -> int:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result
+
+
+def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+    _check(_libc.mount(source.encode(), target.encode(), kind.encode(), flags, data.encode()))
+
+
+def _die_with(parent: int) -> None:
+    """End with the parent process, also if it has ended already."""
+    _libc.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
+    """Open a path below a directory's descriptor, without following links or leaving its file system."""
+    how = struct.pack("QQQ", flags | os.O_CLOEXEC | os.O_NOFOLLOW, mode, _BENEATH)
+    return _check(_libc.syscall(_OPENAT2, directory, os.fsencode(path), how, len(how)))
+
+
+def _parts(path: str) -> list[str]:
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    if not path.startswith("/") or ".." in parts or not parts:
+        raise KeeperError(f"{path!r}: give an absolute path without '..'")
+    return parts
+
+
+class Lease:
+    """The files of one sandbox: a sized tmpfs, and with a root directory of its own an overlay over that."""
+
+    def __init__(self, path: str, uid: int | None, limits: Fields) -> None:
+        self.path, self.uid, self.limits = path, uid, limits
+        self.slot: int | None = None
+        self.root: str | None = limits["root"]
+        os.mkdir(path, 0o700)
+        options = f"size={limits['disk_mb']}m,nr_inodes={limits['inodes']},mode=755"
+        _mount("agentrl", path, "tmpfs", _NOSUID | _NODEV, options)
+        directories = ("upper", "work", "top") if self.root else ("box", "tmp", "etc")
+        for name in directories:
+            os.mkdir(f"{path}/{name}", 0o755)
+        if self.root:
+            os.makedirs(f"{path}/upper/box", 0o755)
+            self._mount_overlay(self.root)
+        else:
+            for name, text in _ETC.items():
+                with open(f"{path}/etc/{name}", "w") as file:
+                    file.write(text)
+            os.chmod(f"{path}/tmp", 0o1777)
+        if uid is not None:
+            for name in ("upper", "upper/box") if self.root else ("box", "tmp"):
+                os.chown(f"{path}/{name}", uid, uid)
+
+    def _mount_overlay(self, root: str) -> None:
+        if any(character in root for character in ":,\\"):
+            raise KeeperError(f"root {root!r}: a root directory's path may not contain ':', ',' or '\\'")
+        options = f"lowerdir={root},upperdir={self.path}/upper,workdir={self.path}/work"
+        try:
+            _mount("agentrl", f"{self.path}/top", "overlay", _NOSUID | _NODEV, options + ",userxattr")
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise KeeperError(f"root {root!r}: the kernel refuses the overlay: {error.strerror}") from error
+            _mount("agentrl", f"{self.path}/top", "overlay", _NOSUID | _NODEV, options)
+
+    @property
+    def top(self) -> str:
+        """The directory that a sandbox's absolute paths are relative to."""
+        return f"{self.path}/top" if self.root else self.path
+
+    def close(self) -> None:
+        if self.root:
+            _check(_libc.umount2(f"{self.path}/top".encode(), _DETACH))
+        _check(_libc.umount2(self.path.encode(), _DETACH))
+        os.rmdir(self.path)
+
+    def open_directory(self, parts: list[str], *, make: bool) -> int:
+        """Open a directory below the top, one step at a time; make those that are missing."""
+        directory = os.open(self.top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        for part in parts:
+            if make:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, 0o755, dir_fd=directory)
+                    if self.uid is not None:
+                        os.chown(part, self.uid, self.uid, dir_fd=directory, follow_symlinks=False)
+            try:
+                deeper = _open_beneath(directory, part, os.O_RDONLY | os.O_DIRECTORY)
+            finally:
+                os.close(directory)
+            directory = deeper
+        return directory
+
+    def write(self, path: str, content: bytes, mode: int) -> None:
+        *parents, name = _parts(path)
+        directory = self.open_directory(parents, make=True)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=directory)  # it may be a link, a pipe, or another file's second name
+            file = os.open(
+                name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=directory
+            )
+            try:
+                view = memoryview(content)
+                while view:
+                    view = view[os.write(file, view) :]
+                os.fchmod(file, mode)
+                if self.uid is not None:
+                    os.fchown(file, self.uid, self.uid)
+            finally:
+                os.close(file)
+        finally:
+            os.close(directory)
+
+    def open(self, path: str) -> int:
+        """Open a plain file for reading."""
+        *parents, name = _parts(path)
+        directory = self.open_directory(parents, make=False)
+        try:
+            file = _open_beneath(directory, name, os.O_RDONLY | os.O_NONBLOCK)
+        finally:
+            os.close(directory)
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            os.close(file)
+            raise KeeperError(f"{path}: not a plain file")
+        return file
+
+
+class Command:
+    """One command that runs in a lease."""
+
+    def __init__(self, lease: Lease, process: int, init: int, deadline: float, memory: int) -> None:
+        self.lease, self.process, self.init, self.deadline, self.memory = lease, process, init, deadline, memory
+        self.started = time.monotonic()
+        self.killed = ""
+        self.peak = 0
+        self.pidfd = os.pidfd_open(process)
+        self.init_pidfd = os.pidfd_open(init)
+
+    def kill(self, why: str) -> None:
+        self.killed = self.killed or why
+        for process in (self.init, self.process):  # process 1 of the sandbox first: the kernel ends all others with it
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    def private_memory(self) -> int:
+        """Bytes that the command's processes hold for themselves. What lies in tmpfs is limited there."""
+        total, processes = 0, [self.init]
+        while processes:
+            process = processes.pop()
+            with contextlib.suppress(OSError, ValueError):
+                with open(f"/proc/{process}/statm", "rb") as file:
+                    pages = file.read().split()
+                total += (int(pages[1]) - int(pages[2])) * resource.getpagesize()
+                for task in os.listdir(f"/proc/{process}/task"):
+                    with open(f"/proc/{process}/task/{task}/children", "rb") as file:
+                        processes += map(int, file.read().split())
+        return total
+
+
+class Keeper:
+    """Serves the owner's requests."""
+
+    def __init__(self, line: socket.socket, filter_file: int, bwrap: str, *, is_root: bool, number: int) -> None:
+        self.line, self.filter_file, self.bwrap, self.is_root = line, filter_file, bwrap, is_root
+        bases = [path for path in ("/srv", "/mnt", "/media", "/opt") if os.path.isdir(path)]
+        if not bases:
+            raise KeeperError("none of /srv, /mnt, /media, /opt exists, where the keeper mounts its own files")
+        self.base = bases[0]
+        _mount("agentrl", self.base, "tmpfs", _NOSUID | _NODEV, "size=4m,mode=755")
+        self.leases: dict[str, Lease] = {}
+        self.commands: dict[int, Command] = {}
+        self.free_uids = list(range(_UIDS)) if is_root else []
+        self.first_uid = _FIRST_UID + number % 4_000_000 * _UIDS
+        self.poller = select.poll()
+        self.poller.register(line, select.POLLIN)
+
+    def serve(self) -> NoReturn:
+        while True:
+            now = time.monotonic()
+            wait = min([_SAMPLE_S] + [max(0.0, command.deadline - now) for command in self.commands.values()])
+            ready = dict(self.poller.poll(wait * 1000 if self.commands else None))
+            for number, command in list(self.commands.items()):
+                if command.pidfd in ready:
+                    self.finish(number)
+                elif time.monotonic() >= command.deadline:
+                    command.kill("time")
+                else:
+                    command.peak = max(command.peak, command.private_memory())
+                    if command.peak > command.memory:
+                        command.kill("memory")
+            if self.line.fileno() in ready:
+                self.answer()
+
+    def answer(self) -> None:
+        data, files, _, _ = socket.recv_fds(self.line, MESSAGE_BYTES, 8)
+        if not data:
+            os._exit(0)  # the owner has closed its end
+        request = json.loads(data)
+        number, operation = request.pop("number"), request.pop("operation")
+        try:
+            reply, sent = getattr(self, f"do_{operation}")(number, files, **request)
+        except (KeeperError, OSError) as error:
+            reply, sent = {"error": str(error) if isinstance(error, KeeperError) else f"{operation}: {error}"}, []
+        for file in files:
+            os.close(file)
+        if reply is not None:
+            self.reply(number, reply, sent)
+
+    def reply(self, number: int, reply: Fields, files: Sequence[int] = ()) -> None:
+        try:
+            socket.send_fds(self.line, [json.dumps({"number": number, **reply}).encode()], list(files))
+        except OSError:
+            os._exit(0)
+        for file in files:
+            os.close(file)
+
+    def lease(self, name: str) -> Lease:
+        try:
+            return self.leases[name]
+        except KeyError:
+            raise KeeperError(f"there is no sandbox {name}") from None
+
+    def do_create(self, number: int, files: list[int], lease: str, **limits: Any) -> Answer:
+        if limits["root"] and os.path.realpath(limits["root"]).startswith(self.base + "/"):
+            raise KeeperError(f"root {limits['root']!r}: {self.base} is covered by the keeper's own files; move it")
+        slot = None
+        if self.is_root:
+            if not self.free_uids:
+                raise KeeperError(f"{_UIDS} sandboxes are open in one worker; close some")
+            slot = self.free_uids.pop()
+        try:
+            made = Lease(f"{self.base}/{lease}", None if slot is None else self.first_uid + slot, limits)
+        except BaseException:
+            if slot is not None:
+                self.free_uids.append(slot)
+            raise
+        made.slot = slot
+        self.leases[lease] = made
+        return {}, []
+
+    def do_destroy(self, number: int, files: list[int], lease: str) -> Answer:
+        found = self.lease(lease)
+        for key, command in list(self.commands.items()):
+            if command.lease is found:
+                command.kill("closed")
+                self.finish(key)
+        found.close()
+        del self.leases[lease]
+        if found.slot is not None:
+            self.free_uids.append(found.slot)
+        return {}, []
+
+    def do_write(self, number: int, files: list[int], lease: str, entries: list[tuple[str, int, int]]) -> Answer:
+        """Write files whose contents lie one after another in `files[0]`."""
+        found, offset = self.lease(lease), 0
+        for path, size, mode in entries:
+            found.write(path, os.pread(files[0], size, offset), mode)
+            offset += size
+        return {}, []
+
+    def do_open(self, number: int, files: list[int], lease: str, path: str) -> Answer:
+        file = self.lease(lease).open(path)
+        return {"size": os.fstat(file).st_size}, [file]
+
+    def do_kill(self, number: int, files: list[int], command: int) -> Answer:
+        if command in self.commands:
+            self.commands[command].kill("cancelled")
+        return None, []
+
+    def do_run(self, number: int, files: list[int], lease: str, **options: Any) -> Answer:
+        found = self.lease(lease)
+        process, init, listener = self.start(found, files, options)
+        deadline = time.monotonic() + options["seconds"]
+        command = Command(found, process, init, deadline, options["memory_mb"] << 20)
+        self.commands[number] = command
+        self.poller.register(command.pidfd, select.POLLIN)
+        if listener is not None:
+            self.reply(number, {"listening": True}, [listener])
+        return None, []
+
+    def finish(self, number: int) -> None:
+        """Answer once all processes of an ended command are gone."""
+        command = self.commands.pop(number)
+        self.poller.unregister(command.pidfd)
+        command.kill("")  # bubblewrap ends with the command, its process 1 a moment later
+        ended = select.poll()
+        ended.register(command.init_pidfd, select.POLLIN)
+        ended.poll()
+        os.close(command.pidfd)
+        os.close(command.init_pidfd)
+        _, status, usage = os.wait4(command.process, 0)
+        self.reap_orphans()
+        self.reply(
+            number,
+            {
+                "status": os.waitstatus_to_exitcode(status),
+                "killed": command.killed,
+                "peak_bytes": command.peak,
+                "seconds": time.monotonic() - command.started,
+                "cpu_seconds": usage.ru_utime + usage.ru_stime,
+            },
+        )
+
+    def reap_orphans(self) -> None:
+        """Reap the children that processes below left to this one, process 1, and leave the commands."""
+        commands = {command.process for command in self.commands.values()}
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                if ended.si_pid in commands:
+                    return  # the kernel names it first each time; its own end is near
+                os.waitpid(ended.si_pid, 0)
+
+    def arguments(self, lease: Lease, options: Fields) -> list[str]:
+        """Return bubblewrap's arguments for a command."""
+        arguments = [
+            "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try",
+            "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv", "--hostname", "sandbox",
+        ]  # fmt: skip
+        if options["network"] == "none":
+            arguments += ["--unshare-net"]
+        if lease.root:
+            user = "1000" if self.is_root else "0"
+            arguments += ["--uid", user, "--gid", user, "--bind", lease.top, "/"]
+        else:
+            arguments += ["--uid", "1000", "--gid", "1000", "--ro-bind", "/usr", "/usr"]
+            for name in ("bin", "sbin", "lib", "lib64", "lib32"):
+                if os.path.islink(f"/{name}"):
+                    arguments += ["--symlink", f"usr/{name}", f"/{name}"]
+                elif os.path.isdir(f"/{name}"):
+                    arguments += ["--ro-bind", f"/{name}", f"/{name}"]
+            for path in _HOST_FILES:
+                arguments += ["--ro-bind-try", path, path]
+            for name in _ETC:
+                arguments += ["--ro-bind", f"{lease.path}/etc/{name}", f"/etc/{name}"]
+            arguments += ["--bind", f"{lease.path}/box", "/box", "--bind", f"{lease.path}/tmp", "/tmp"]
+        for path in lease.limits["read"]:
+            arguments += ["--ro-bind", path, path]
+        arguments += [
+            "--proc",
+            "/proc",
+            "--dev",
+            "/dev",
+            "--size",
+            str(16 << 20),
+            "--tmpfs",
+            "/dev/shm",
+            "--remount-ro",
+            "/dev",
+        ]
+        if not lease.root:
+            arguments += ["--remount-ro", "/"]
+        environment = {
+            "PATH": "/usr/local/bin:/usr/bin:/bin",
+            "HOME": "/box",
+            "LANG": "C.UTF-8",
+            **options["environment"],
+        }
+        for key, value in environment.items():
+            arguments += ["--setenv", key, value]
+        return [*arguments, "--chdir", options["directory"]]
+
+    def start(self, lease: Lease, files: list[int], options: Fields) -> tuple[int, int, int | None]:
+        """Start a command. Return bubblewrap's process, the sandbox's process 1, and the listening socket, if any."""
+        listener = None
+        namespace = None
+        if options["network"] == "gateway":
+            listener, namespace = self.listen(options["port"])
+        info_read, info_write = os.pipe()
+        block_read, block_write = os.pipe()
+        filter_file = os.open(f"/proc/self/fd/{self.filter_file}", os.O_RDONLY)
+        extra = ["--seccomp", str(filter_file), "--info-fd", str(info_write), "--block-fd", str(block_read), "--"]
+        argv = [self.bwrap, *self.arguments(lease, options), *extra, *options["argv"]]
+        keeper = os.getpid()
+        process = os.fork()
+        if process == 0:
+            try:
+                _die_with(keeper)
+                os.setsid()
+                if namespace is not None:
+                    _check(_libc.setns(namespace, _NEWNET))
+                for target, file in enumerate(files[:3]):
+                    os.dup2(file, target)
+                self.limit(lease, options)
+                keep = {0, 1, 2, info_write, block_read, filter_file}
+                for file in [int(name) for name in os.listdir("/proc/self/fd")]:
+                    if file not in keep:
+                        with contextlib.suppress(OSError):
+                            os.close(file)
+                for file in keep:
+                    os.set_inheritable(file, True)
+                os.execv(self.bwrap, argv)
+            except BaseException as error:
+                os.write(info_write, f"{type(error).__name__}: {error}".encode())
+                os._exit(127)
+        for file in (info_write, block_read, filter_file, *([namespace] if namespace is not None else [])):
+            os.close(file)
+        try:
+            init = self.sandbox_init(info_read)
+            self.limit_processes(lease, init, options["processes"])
+            os.write(block_write, b"1")
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+            if listener is not None:
+                os.close(listener)
+            raise
+        finally:
+            os.close(info_read)
+            os.close(block_write)
+        return process, init, listener
+
+    def sandbox_init(self, info: int) -> int:
+        """Return the id of the sandbox's process 1, once bubblewrap has made it."""
+        data, end = b"", time.monotonic() + _START_S
+        while True:
+            ready, _, _ = select.select([info], [], [], max(0.0, end - time.monotonic()))
+            part = os.read(info, 4096) if ready else b""
+            data += part
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                return int(json.loads(data)["child-pid"])
+            if not part:
+                said = data.decode("utf-8", "replace").strip()
+                raise KeeperError(f"bubblewrap did not start the command{': ' + said if said else ''}")
+
+    def limit(self, lease: Lease, options: Fields) -> None:
+        """Set the limits that a process inherits, and become the lease's user."""
+        limits = {
+            resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_FSIZE: lease.limits["disk_mb"] << 20,
+            resource.RLIMIT_NOFILE: 512,
+            resource.RLIMIT_CPU: int(options["seconds"]) + 2,
+            resource.RLIMIT_MEMLOCK: 1 << 16,
+            resource.RLIMIT_MSGQUEUE: 0,
+            resource.RLIMIT_DATA: options["memory_mb"] << 20,
+        }
+        for kind, value in limits.items():
+            resource.setrlimit(kind, (value, value))
+        if lease.uid is not None:
+            os.setgroups([])
+            os.setresgid(lease.uid, lease.uid, lease.uid)
+            os.setresuid(lease.uid, lease.uid, lease.uid)
+            _libc.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)  # a change of user clears it
+
+    def limit_processes(self, lease: Lease, init: int, processes: int) -> None:
+        """Limit the number of processes inside, where only the sandbox's own are counted."""
+        if lease.uid is None:
+            resource.prlimit(init, resource.RLIMIT_NPROC, (processes, processes))
+            return
+        helper = os.fork()  # root may lack the right to change others' limits; the lease's own user has it
+        if helper == 0:
+            try:
+                os.setresgid(lease.uid, lease.uid, lease.uid)
+                os.setresuid(lease.uid, lease.uid, lease.uid)
+                resource.prlimit(init, resource.RLIMIT_NPROC, (processes, processes))
+                os._exit(0)
+            except BaseException:
+                os._exit(1)
+        _, status = os.waitpid(helper, 0)
+        if status:
+            raise KeeperError("the limit on processes cannot be set")
+
+    def listen(self, port: int) -> list[int]:
+        """Return a socket that listens at 127.0.0.1:port in a network namespace of its own, and the namespace."""
+        ours, theirs = socket.socketpair()
+        helper = os.fork()
+        if helper == 0:
+            try:
+                _check(_libc.unshare(_NEWNET))
+                with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+                    fcntl.ioctl(control, 0x8914, struct.pack("16sH14s", b"lo", 0x1 | 0x40, b""))  # SIOCSIFFLAGS: up
+                server = socket.create_server(("127.0.0.1", port), backlog=64)
+                namespace = os.open("/proc/self/ns/net", os.O_RDONLY)
+                socket.send_fds(theirs, [b"1"], [server.fileno(), namespace])
+                os._exit(0)
+            except BaseException as error:
+                theirs.send(str(error).encode()[:200])
+                os._exit(1)
+        theirs.close()
+        text, files, _, _ = socket.recv_fds(ours, 256, 2)
+        ours.close()
+        os.waitpid(helper, 0)
+        if len(files) != 2:
+            raise KeeperError(f"the sandbox's network namespace cannot be made: {text.decode('utf-8', 'replace')}")
+        return files
+
+
+def main() -> None:
+    line_number, owner, filter_file, bwrap = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    _die_with(owner)
+    line = socket.socket(fileno=line_number)
+    uid, gid = os.getuid(), os.getgid()
+    try:
+        if uid == 0:
+            _check(_libc.unshare(_NEWNS | _NEWPID))
+        else:
+            _check(_libc.unshare(_NEWNS | _NEWUSER | _NEWPID))
+            for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
+                with open(f"/proc/self/{name}", "w") as file:
+                    file.write(text)
+            _die_with(owner)  # new credentials clear the signal
+    except OSError as error:
+        line.send(json.dumps({"number": 0, "error": f"namespaces are refused: {error.strerror}"}).encode())
+        os._exit(1)
+    number = os.getpid()  # differs between the keepers of a machine
+    alive_read, alive_write = os.pipe()
+    child = os.fork()
+    if child:
+        line.close()
+        os.close(alive_read)
+        os.write(alive_write, b"1")
+        os.waitpid(child, 0)
+        os._exit(0)
+    _libc.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    os.close(alive_write)
+    if os.read(alive_read, 1) != b"1":  # the parent ended before its end could be signalled
+        os._exit(1)
+    os.close(alive_read)
+    try:
+        _mount("none", "/", "", _REC | _PRIVATE)
+        _mount("proc", "/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
+        keeper = Keeper(line, filter_file, bwrap, is_root=uid == 0, number=number)
+    except (OSError, KeeperError) as error:
+        line.send(json.dumps({"number": 0, "error": f"the keeper's files cannot be mounted: {error}"}).encode())
+        os._exit(1)
+    keeper.reply(0, {})
+    keeper.serve()
+
+
+if __name__ == "__main__":
+    main()

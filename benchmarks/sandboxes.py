@@ -1,0 +1,29 @@
+"""Sandboxes: what gets out, which limits hold, what a kill leaves behind, and what they cost.
+
+    python -m benchmarks.sandboxes [--quick] [--part PART]
+
+Run as root, all but the costs are measured as root and as an ordinary user.
+* `escapes`: attempts to leave a sandbox that succeeded (`sandbox_attempts.py`), summed over users, of
+  `escape_attempts` each. Negative control: `escapes_without`, those that succeed without a sandbox, in namespaces that
+  contain the attempts.
+* `limits`: `limits_held` of `limits` commands that take all the memory, processes, files, output or time they can get.
+* `leaks`: `leaked`, kills that left a process or a mount of a sandbox behind, of `leak_kills` kills of the owner, the
+  keeper, or both, a quarter of them while the keeper starts, beside eight busy processes.
+* `latency`: `lease_ms`, median time to make a sandbox; `run_ms`, median time of a command over a bare process's;
+  `run_cpu_ms`, CPU time of a command in all processes but the keeper; `idle_kb_per_lease`, the keeper's memory per
+  sandbox; `at_once`, commands that succeed in as many sandboxes at once.
+"""
+
+from __future__ import annotations
+
+from benchmarks.parts import run_parts
+
+FIGURES = (
+    *("escapes", "escape_attempts", "escapes_without"),
+    *("limits_held", "limits"),
+    *("leaked", "leak_kills"),
+    *("lease_ms", "run_ms", "run_cpu_ms", "idle_kb_per_lease", "at_once"),
+)
+
+if __name__ == "__main__":
+    run_parts("sandboxes", FIGURES, description=__doc__, apart=("users",))

@@ -1,0 +1,273 @@
+"""Commands in a sandbox: what they see, which limits end them, and what is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from agentrl import Sandbox
+from agentrl.core.errors import InputError
+from agentrl.sandbox import seccomp
+from agentrl.sandbox.bubblewrap import BubblewrapDriver, BubblewrapLease
+from agentrl.sandbox.checks import check_sandboxes
+from agentrl.sandbox.sandbox import CommandResult, SandboxError
+
+pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+
+
+@asynccontextmanager
+async def leased(**limits: object) -> AsyncIterator[tuple[BubblewrapDriver, BubblewrapLease]]:
+    driver = BubblewrapDriver()
+    try:
+        yield driver, await driver.create(Sandbox(**limits))  # type: ignore[arg-type]
+    finally:
+        await driver.close()
+
+
+def in_lease(use: Callable[[BubblewrapLease], Awaitable[CommandResult]], **limits: object) -> CommandResult:
+    """Use a sandbox of its own and return the result."""
+
+    async def run() -> CommandResult:
+        async with leased(**limits) as (_, lease):
+            return await use(lease)
+
+    return asyncio.run(run())
+
+
+def shell(script: str, **limits: object) -> CommandResult:
+    return in_lease(lambda lease: lease.run(["sh", "-c", script]), **limits)
+
+
+def test_a_command_reads_its_files_and_input_and_leaves_no_state() -> None:
+    async def run() -> None:
+        sandbox = Sandbox(seconds=20)
+        ran = await sandbox.run(["sh", "-c", "cat a/b.txt -; echo > c"], files={"a/b.txt": "file "}, stdin="input")
+        assert (ran.ok, ran.output, ran.stderr) == (True, "file input", b"")
+        again = await sandbox.run(["ls", "-A"])
+        assert (again.ok, again.output) == (True, "")
+
+    asyncio.run(run())
+
+
+def test_files_stay_from_command_to_command_of_a_lease() -> None:
+    async def use(lease: BubblewrapLease) -> CommandResult:
+        await lease.run(["sh", "-c", "echo kept > x"])
+        assert await lease.read("/box/x") == b"kept\n"
+        return await lease.run(["cat", "x"])
+
+    assert in_lease(use).output == "kept\n"
+
+
+def test_failures_of_the_command_are_its_result() -> None:
+    assert shell("exit 3").status == 3
+    assert shell("kill -9 $$").status in (-9, 137)
+    assert not in_lease(lambda lease: lease.run(["no-such-program"])).ok
+
+
+@pytest.mark.parametrize(
+    ("script", "limits", "killed"),
+    [
+        ("sleep 60", {"seconds": 0.3}, "time"),
+        ("trap '' TERM INT HUP; setsid sleep 60 & sleep 60", {"seconds": 0.3}, "time"),
+        ("head -c 200000000 /dev/zero | tail -c 190000000", {"memory_mb": 64}, None),
+    ],
+)
+def test_limits_end_a_command(script: str, limits: dict[str, object], killed: str | None) -> None:
+    ran = shell(script, **limits)
+    assert not ran.ok
+    assert killed is None or ran.killed == killed
+
+
+def test_output_is_cut_and_the_flood_is_not_kept() -> None:
+    ran = shell("yes", output_bytes=1000, seconds=0.5)
+    assert (len(ran.stdout), ran.truncated) == (1000, True)
+
+
+def test_output_that_is_no_text_is_readable() -> None:
+    assert shell(r"printf '\377ok'").output == "\N{REPLACEMENT CHARACTER}ok"
+
+
+def test_a_cancelled_command_ends() -> None:
+    async def run() -> None:
+        async with leased(seconds=60) as (_, lease):
+            command = asyncio.create_task(lease.run(["sh", "-c", "echo > started; sleep 60"]))
+            while True:
+                try:
+                    await lease.read("/box/started")
+                    break
+                except FileNotFoundError:
+                    await asyncio.sleep(0.01)
+            command.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await command
+            ran = await lease.run(["sh", "-c", "ls /proc | grep -c '^[0-9]'"])
+            assert int(ran.output) < 8
+
+    asyncio.run(run())
+
+
+def test_commands_run_beside_each_other() -> None:
+    """Each waits for the file that the other writes."""
+
+    async def run() -> None:
+        async with leased(seconds=30) as (_, lease):
+            wait = "echo > {0}; while ! [ -e {1} ]; do sleep 0.01; done"
+            both = [lease.run(["sh", "-c", wait.format(*names)]) for names in (("a", "b"), ("b", "a"))]
+            assert all(ran.ok for ran in await asyncio.gather(*both))
+
+    asyncio.run(run())
+
+
+def test_links_that_a_command_made_lead_nowhere(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+
+    async def run() -> None:
+        async with leased() as (_, lease):
+            links = f"ln -s {secret} file; ln -s {tmp_path} directory; mkfifo pipe; ln -s /tmp out"
+            assert (await lease.run(["sh", "-c", links])).ok
+            for path in (
+                "/box/file",
+                "/box/directory/secret",
+                "/box/pipe",
+                "/box/../../etc/passwd",
+                "/box/none",
+                "box",
+            ):
+                with pytest.raises(FileNotFoundError):
+                    await lease.read(path)
+            await lease.write({"/box/file": b"written"})
+            assert secret.read_text() == "secret"
+            with pytest.raises(SandboxError):
+                await lease.write({"/box/directory/secret": b"written"})
+            assert secret.read_text() == "secret"
+
+    asyncio.run(run())
+
+
+def test_a_gateway_is_all_that_the_network_has() -> None:
+    here = socket.create_server(("127.0.0.1", 0))
+
+    def serve(server: socket.socket) -> None:
+        def answer() -> None:
+            line, _ = server.accept()
+            with line, server:
+                line.sendall(b"hello")
+
+        threading.Thread(target=answer, daemon=True).start()
+
+    probe = (
+        "import socket\n"
+        "print(socket.create_connection(('127.0.0.1', 8080), 5).recv(9).decode())\n"
+        f"for address in (('127.0.0.1', {here.getsockname()[1]}), ('10.0.0.1', 80)):\n"
+        "    try: socket.create_connection(address, 1); print('reached', address)\n"
+        "    except OSError: pass\n"
+    )
+    with here:
+        ran = in_lease(
+            lambda lease: lease.run(["/usr/bin/python3", "-c", probe], listener=serve), network="gateway", seconds=20
+        )
+    assert ran.output == "hello\n", ran.stderr
+
+
+def test_a_root_directory_is_the_file_system_and_is_never_written(tmp_path: Path) -> None:
+    for name in ("usr", "box", "proc", "dev", "tmp", "etc"):
+        (tmp_path / name).mkdir()
+    for name in ("bin", "lib", "lib64"):
+        (tmp_path / name).symlink_to(f"usr/{name}")
+    (tmp_path / "etc" / "release").write_text("image")
+    tmp_path.chmod(0o755)
+
+    async def use(lease: BubblewrapLease) -> CommandResult:
+        ran = await lease.run(["sh", "-c", "cat /etc/release; echo > /box/made; ls /box"])
+        assert await lease.read("/etc/release") == b"image"
+        return ran
+
+    ran = in_lease(use, root=str(tmp_path), read=("/usr",))
+    assert ran.output == "imagemade\n", ran.stderr
+    assert not (tmp_path / "box" / "made").exists()
+
+
+def test_a_lost_keeper_is_an_error_of_the_machine_and_is_replaced() -> None:
+    async def run() -> None:
+        async with leased(seconds=60) as (driver, lease):
+            command = asyncio.create_task(lease.run(["sleep", "60"]))
+            assert (await lease.run(["true"])).ok
+            assert driver._keeper is not None
+            driver._keeper._process.send_signal(signal.SIGKILL)
+            with pytest.raises(SandboxError, match="keeper"):
+                await command
+            with pytest.raises(SandboxError):
+                await lease.run(["true"])
+            fresh = await driver.create(Sandbox())
+            assert (await fresh.run(["true"])).ok
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("limits", "noun"),
+    [
+        ({"memory_mb": 4}, "memory_mb"),
+        ({"processes": 1}, "processes"),
+        ({"network": "vpn"}, "network"),
+        ({"root": "/no/such/directory"}, "directory"),
+        ({"root": "/etc/passwd"}, "directory"),
+        ({"read": ("relative",)}, "absolute"),
+    ],
+)
+def test_a_sandbox_that_cannot_work_is_refused(limits: dict[str, object], noun: str) -> None:
+    with pytest.raises(InputError, match=noun):
+        Sandbox(**limits)  # type: ignore[arg-type]
+
+
+def test_a_command_that_does_not_fit_a_message_is_refused() -> None:
+    with pytest.raises(InputError, match="file"):
+        in_lease(lambda lease: lease.run(["echo", "x" * 500_000]))
+
+
+def test_every_promise_holds_on_this_machine() -> None:
+    checks = asyncio.run(check_sandboxes())
+    assert len(checks) > 10
+    assert not [check for check in checks if not check.holds]
+
+
+def test_the_filter_has_a_table_for_each_architecture() -> None:
+    for machine in ("x86_64", "aarch64"):
+        code = seccomp.program(machine)
+        assert len(code) % 8 == 0
+        assert len(code) // 8 < 256  # jumps reach 255 instructions
+    with pytest.raises(InputError, match="riscv64"):
+        seccomp.program("riscv64")
+
+
+def test_no_attempt_to_escape_succeeds() -> None:
+    script = "import json; from benchmarks.sandboxes_escapes import escapes; print(json.dumps(escapes(control=False)))"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    escaped = json.loads(done.stdout.splitlines()[-1])
+    assert int(escaped.pop("attempts")) >= 40
+    assert not escaped
+
+
+def test_kills_of_owner_and_keeper_leave_nothing() -> None:
+    from benchmarks.sandboxes_leaks import leaks
+
+    assert leaks(6) == 0
