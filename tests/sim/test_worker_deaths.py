@@ -34,7 +34,7 @@ CAPABILITIES = EngineCapabilities(
 
 
 class Process:
-    """A worker's process in simulated time; implements `child_process.ConnectedChildProcess`, and its writer."""
+    """A worker's process in simulated time; implements `process.ConnectedChildProcess`, and its writer."""
 
     process_id = 0
     host = ""

@@ -117,7 +117,8 @@ class ConnectionHandler:
             reply = await work
         except EngineLostError:
             await self._exit_process()
-            raise
+            # Send no answer: the client must not repeat the call before this process has ended.
+            raise asyncio.CancelledError from None
         except Exception:
             self.connection.send(self._busy())
             raise
