@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from agentrl.app.engines import device_plan, engines_behind_router, installed_version, make_engine
+from agentrl.app.engines import device_plan, engines_by_base, installed_version, make_engine
 from agentrl.app.run_parts import RunFactories, make_trainer
 from agentrl.app.training import run_training
 from agentrl.config.load import load
@@ -110,7 +110,7 @@ class Watched:
         if self.killed_at and not self.next_step_s:
             self.next_step_s = time.perf_counter() - self.killed_at
         if self.kills and not self.killed_at and self.engine is not None:
-            (vllm,) = engines_behind_router(self.engine)
+            (vllm,) = engines_by_base(self.engine)
             assert isinstance(vllm, ProcessEngine)
             assert vllm.supervisor.process_id is not None
             os.kill(vllm.supervisor.process_id, signal.SIGKILL)

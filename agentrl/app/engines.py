@@ -20,11 +20,9 @@ from agentrl.core.errors import ConfigError
 from agentrl.core.machine import LARGE_GPU, Gpu, Memory, gpus, install_command
 from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import PolicyVersion
-from agentrl.engines.base_models import EnginePerBaseModel
-from agentrl.engines.external import EngineWithExternalPolicies, NoEngine
 from agentrl.engines.process import SILENCE_S, ChildProgram, LocalPlacement, ProcessPlacement
 from agentrl.engines.remote.client import ProcessEngine
-from agentrl.engines.router import ReplicatedEngine
+from agentrl.engines.router import EngineRouter, Fleet
 from agentrl.engines.weights.transfer import WeightDestination, WeightSendingTrainer
 from agentrl.environment.registry import load_function
 
@@ -59,13 +57,13 @@ async def make_engine(
         tell: receives a line for people when an engine process dies.
         log: file for the error streams of the engine's processes; None: this process's own.
     """
-    if not config.of_kind(ExternalPolicyConfig):
-        return await _own_engine(config, versions, tell, log)
-    elsewhere = external_policies(config)
-    local_versions = {name: version for name, version in versions.items() if name not in elsewhere}
-    if not local_versions:
-        return EngineWithExternalPolicies(NoEngine(), elsewhere)
-    return EngineWithExternalPolicies(await _own_engine(config, local_versions, tell, log), elsewhere)
+    external = external_policies(config) if config.of_kind(ExternalPolicyConfig) else {}
+    served = {name: version for name, version in versions.items() if name not in external}
+    replicas = await _engines_by_policy(config, served, tell, log) if served else {}
+    engines = {id(engine): engine for fleet in replicas.values() for engine in fleet}
+    if len(engines) == 1 and not external:
+        return next(iter(engines.values()))
+    return EngineRouter(replicas, external=external, tell=tell)
 
 
 def external_policies(config: RunConfig) -> dict[str, ExternalPolicy]:
@@ -88,31 +86,31 @@ def external_policies(config: RunConfig) -> dict[str, ExternalPolicy]:
     return {**endpoints, **bots}
 
 
-async def _own_engine(
+async def _engines_by_policy(
     config: RunConfig, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None], log: Path | None
-) -> Engine:
-    """Make one engine per base model, combined into one; if one cannot be made, close the others."""
-    engines: dict[str, Engine] = {}
+) -> dict[str, Sequence[Engine]]:
+    """Make the replicas of each base model; if one cannot be made, close the others."""
+    engines: dict[str, Sequence[Engine]] = {}
     try:
         for number, base in enumerate(config.bases):
             base_versions = {name: version for name, version in versions.items() if name in base.policies}
-            made = await _engine_of_base(config, number, base, base_versions, tell, log)
-            engines |= dict.fromkeys(base.policies, made)
+            replicas = await _engines_of_base(config, number, base, base_versions, tell, log)
+            engines |= dict.fromkeys(base.policies, replicas)
     except BaseException:
-        await asyncio.gather(*(engine.close() for engine in dict.fromkeys(engines.values())))
+        await asyncio.gather(*(engine.close() for engine in {replica for fleet in engines.values() for replica in fleet}))
         raise
-    return EnginePerBaseModel(engines) if len(config.bases) > 1 else made
+    return engines
 
 
-async def _engine_of_base(
+async def _engines_of_base(
     config: RunConfig,
     number: int,
     base: RunConfig,
     versions: Mapping[str, PolicyVersion],
     tell: Callable[[str], None],
     log: Path | None,
-) -> Engine:
-    """Make the engine of a base model by its number, on the GPUs of the whole run's plan."""
+) -> Sequence[Engine]:
+    """Make the engines of a base model by its number, on the GPUs of the whole run's plan."""
     if config.engine.kind == "vllm":
         check_vllm_usable(config)
     program = _engine_program(config, base)
@@ -122,7 +120,7 @@ async def _engine_of_base(
 
     plan = device_plan(config)
     device = f"cuda:{plan.engines[number][0]}" if plan.engines else None
-    return await asyncio.to_thread(EmbeddedEngine.load, versions=versions, device=device, **program.arguments)
+    return [await asyncio.to_thread(EmbeddedEngine.load, versions=versions, device=device, **program.arguments)]
 
 
 def _engine_program(config: RunConfig, base: RunConfig) -> ChildProgram:
@@ -163,8 +161,8 @@ async def _in_child_processes(
     versions: Mapping[str, PolicyVersion],
     tell: Callable[[str], None],
     log: Path | None,
-) -> Engine:
-    """Start the configured number of engine processes as one engine; if one does not start, close them all."""
+) -> Sequence[Engine]:
+    """Start the configured number of engine processes; if one does not start, close them all."""
     silence_s, plan = engine_silence_s(config), device_plan(config)
     engines = []
     for number in range(base * config.engine.count, (base + 1) * config.engine.count):
@@ -179,7 +177,7 @@ async def _in_child_processes(
     except BaseException:
         await asyncio.gather(*(engine.close() for engine in engines))
         raise
-    return engines[0] if len(engines) == 1 else ReplicatedEngine(engines, tell=tell)
+    return engines
 
 
 def engine_silence_s(config: RunConfig) -> float:
@@ -190,21 +188,18 @@ def engine_silence_s(config: RunConfig) -> float:
     return SILENCE_S + weight_bytes / SLOWEST_LOAD
 
 
-def engines_behind_router(engine: Engine) -> Sequence[Engine]:
-    """Return the engines of a run, one per base model, without the routing to them."""
-    local_engine = engine.engine if isinstance(engine, EngineWithExternalPolicies) else engine
-    return local_engine.samplers if isinstance(local_engine, EnginePerBaseModel) else (local_engine,)
+def engines_by_base(engine: Engine) -> Sequence[Engine | Fleet]:
+    """Return the engine or the replicas of each base model of a run."""
+    return engine.fleets if isinstance(engine, EngineRouter) else (engine,)
 
 
 def connect_engines_to_trainer(config: RunConfig, engine: Engine, trainer: Trainer) -> None:
     """Let the run's engines receive full weights from its trainer."""
-    fleets = engines_behind_router(engine)
-    engines = [
-        member for fleet in fleets for member in (fleet.engines if isinstance(fleet, ReplicatedEngine) else [fleet])
-    ]
-    for number, member in enumerate(engines):
-        if isinstance(member, ProcessEngine):
-            connect_engine_to_trainer(config, member, number, trainer)
+    fleets = engine.fleets if isinstance(engine, EngineRouter) else ()
+    engines = [replica for fleet in fleets for replica in fleet.engines] or [engine]
+    for number, replica in enumerate(engines):
+        if isinstance(replica, ProcessEngine):
+            connect_engine_to_trainer(config, replica, number, trainer)
 
 
 def connect_engine_to_trainer(config: RunConfig, engine: ProcessEngine, number: int, trainer: Trainer) -> None:
@@ -280,16 +275,17 @@ def check_ray_installed() -> None:
 
 def growing_engine(
     config: RunConfig,
-    base: RunConfig,
-    fleet: ReplicatedEngine,
+    number: int,
+    router: EngineRouter,
     versions: Mapping[str, PolicyVersion],
     connect: Callable[[ProcessEngine], None],
     tell: Callable[[str], None],
 ) -> ScalableProcessKind:
-    """Describe how a base model's engine gets one more replica, which `connect` connects to the trainer."""
+    """Describe how a base model, by its number, gets one more replica, which `connect` connects to the trainer."""
     from agentrl.cluster.elastic import ScalableProcessKind
     from agentrl.cluster.engine_actors import RayPlacement
 
+    base, fleet = config.bases[number], router.fleets[number]
     program, devices, address = _engine_program(config, base), config.engine.devices, config.ray_address
     silence_s = engine_silence_s(config)
     base_versions = {name: version for name, version in versions.items() if name in base.policies}
@@ -299,7 +295,7 @@ def growing_engine(
         placement = RayPlacement(lambda _: (node, gpus), address=address)
         engine = ProcessEngine(program, base_versions, placement=placement, silence_s=silence_s, tell=tell)
         connect(engine)
-        fleet.add(engine)
+        router.add(engine, base=number)
 
     def most(node: Node) -> int:
         on_gpus = any(status.gpus for status in fleet.statuses())

@@ -18,7 +18,7 @@ from agentrl.app.engines import (
     check_ray_installed,
     connect_engine_to_trainer,
     device_plan,
-    engines_behind_router,
+    engines_by_base,
     growing_engine,
     make_engine,
 )
@@ -34,7 +34,7 @@ from agentrl.core.ports import ChatFormat, Engine, Trainer
 from agentrl.core.records import PolicyVersion, Task
 from agentrl.engines.process import SILENCE_S, LocalPlacement, ProcessPlacement
 from agentrl.engines.remote.client import AddressableEngine, ProcessEngine
-from agentrl.engines.router import ReplicatedEngine
+from agentrl.engines.router import EngineRouter
 from agentrl.environment.environment import Environment, Split, TaskSource
 from agentrl.environment.mixture import (
     MemberTasks,
@@ -107,9 +107,9 @@ def make_workers(
     """
     if config.workers == 1:
         return None
-    engines = engines_behind_router(engine)
+    engines = engines_by_base(engine)
     shared = [member for member in engines if isinstance(member, AddressableEngine) and member.addresses]
-    if len(shared) < len(engines):
+    if not shared or len(shared) < len(engines):
         raise ConfigError(
             f"workers = {config.workers}: the engine accepts no calls from other processes (it is in this one, or the "
             "path of TMPDIR is too long for a socket); set workers = 1"
@@ -187,9 +187,9 @@ def watch_joining_nodes(
                 lambda node: workers.add(RayPlacement(lambda _: (node, ()), address=address)),
             )
         )
-    for base, fleet in zip(config.bases, engines_behind_router(engine), strict=False):
-        if isinstance(fleet, ReplicatedEngine):
-            growing.append(growing_engine(config, base, fleet, versions, connect, tell))
+    if isinstance(engine, EngineRouter) and config.engine.count > 1:
+        bases = range(len(config.bases))
+        growing += [growing_engine(config, number, engine, versions, connect, tell) for number in bases]
     return JoiningNodeWatcher(
         growing,
         pool=workers,

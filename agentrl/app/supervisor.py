@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from agentrl.app.assemble import RunParts, assemble_orchestrator
-from agentrl.app.engines import connect_engines_to_trainer, engines_behind_router
+from agentrl.app.engines import connect_engines_to_trainer, engines_by_base
 from agentrl.app.policies import frozen_policy_weights, pinned_policy_step_lags, serve_configured_weights
 from agentrl.app.recovery import UserCodeDigests, find_start_point
 from agentrl.app.run_parts import RunFactories, make_chat_format, make_workers, watch_joining_nodes
@@ -277,7 +277,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
             )
             stack.push_async_callback(joining.close)
         setup.factories.assembled(orchestrator)
-        observer.watch(partial(_status, orchestrator, [trainer, *engines_behind_router(engine), workers]))
+        observer.watch(partial(_status, orchestrator, [trainer, *engines_by_base(engine), workers]))
         with (
             _playing(record, directory.path, workers) as ended,
             _interruptible(orchestrator, observer, directory.path, ended),

@@ -34,10 +34,9 @@ from agentrl.core.files import was_closed_by_foreign_code
 from agentrl.core.network import SCHEME
 from agentrl.core.ports import SpawnedGroup
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, Task
-from agentrl.engines.base_models import SamplerPerBaseModel
-from agentrl.engines.external import SamplerWithExternalPolicies
 from agentrl.engines.process import die_with_parent
 from agentrl.engines.remote.client import EngineClient
+from agentrl.engines.router import SamplerRouter
 from agentrl.environment.containment import exit_forked_process, stop_loop_in_forked_process
 from agentrl.environment.registry import register_source_files, resolve
 from agentrl.journal.control_rows import unserialisable_task_error
@@ -210,10 +209,9 @@ class WorkerServer:
         of_policy = {
             name: engine for base, engine in zip(config.bases, self._engines, strict=False) for name in base.policies
         }
-        sampler = SamplerPerBaseModel(of_policy, work.capabilities) if len(self._engines) > 1 else self._engines[0]
         self._external = external_policies(config)
         runner = EpisodeRunner(
-            engine=SamplerWithExternalPolicies(sampler, self._external),
+            engine=SamplerRouter(of_policy, self._external, work.capabilities),
             chat_format=chat_format,
             store=self.run,
             log=log,

@@ -1,29 +1,38 @@
-"""Combines several engines into one: spreads conversations over them, and updates them in turn.
+"""Routes a run's calls and versions to its engines: replicas of each base model, endpoints, and bots.
 
-Implements `core.ports.Engine`. Owns the assignment of conversations to replicas, the versions that all should serve,
-and the replicas that do not. Does not know what kind of engines the replicas are.
+`EngineRouter` is the run's engine and implements `core.ports.Engine`. A `Fleet` holds the replicas of one base model:
+it spreads conversations over them, and brings them to the wanted versions in turn. A worker process, which has no say
+in versions, routes its calls with a `SamplerRouter`. None of them knows what kind of engines the replicas are.
+
+The table of versions has a `VersionRow` per policy and replica, `wanted` and `confirmed`. A replica serves all policies
+of its base model with one request, so their rows are stored together in `Replica.versions`. What the run wants of a
+base model, and what at least one replica has confirmed, is in `Fleet.versions`. Endpoints and bots have no versions.
+`Fleet.reconcile` is the only code that moves a replica from `confirmed` to `wanted`.
+
 Invariants: a conversation stays with its replica, which has its KV, until that is lost or behind; every replica is
-brought to the wanted versions, also when it comes back late, and is fenced while it is behind: it finishes its calls
-and gets no new ones; a version that the first replica refuses has reached none, unless that replica's disk refused it;
-a fenced replica is reported with its reason, again after a minute, after two more, and so on.
+brought to the wanted versions, also when it joins or returns late, and is fenced while it is behind: it finishes its
+calls and gets no new ones; a version that the first replica refuses has reached none, unless that replica's disk
+refused it; a fenced replica is reported with its reason, again after a minute, after two more, and so on.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from agentrl.core.errors import EngineError, EngineFailedError, EngineLostError, EngineStorageError
 from agentrl.core.ids import opening_digest
-from agentrl.core.ports import ProcessStatusSource
+from agentrl.core.ports import EngineCapabilities, ProcessStatusSource
+from agentrl.engines.external import ExternalPolicy, ExternalSession
 from agentrl.engines.remote.client import AddressableEngine, RoutedSession, pick_replica
-from agentrl.engines.versions import WantedVersions, run_shielded
+from agentrl.engines.versions import VersionRow, run_shielded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Coroutine, Sequence
 
-    from agentrl.core.ports import Engine, EngineCapabilities, EngineSession
+    from agentrl.core.ports import Engine, EngineSession, Sampler
     from agentrl.core.records import Float32Array, Int32Array, PolicyVersion, ProcessStatus, WeightsRef
 
 FENCE_S = 30.0
@@ -42,10 +51,10 @@ class Replica:
     engine: Engine
     sessions: int = 0
     """Number of its conversations."""
-    asked: WantedVersions | None = None
-    """Last request to the replica; None if it was lost meanwhile."""
-    serves: WantedVersions = field(default_factory=WantedVersions)
-    """Versions that the replica serves."""
+    versions: VersionRow = field(default_factory=VersionRow)
+    """Last request to the replica, and the versions that it serves."""
+    is_asked: bool = False
+    """Whether the replica has received that request, and was not lost since."""
     refusal: Exception | None = None
     """Error with which the replica refused the last request."""
     following: asyncio.Task[None] | None = None
@@ -61,21 +70,25 @@ class Replica:
         return self.engine.open(session_id, policy, pin=pin)
 
 
-class ReplicatedEngine:
-    """Conversations with the same opening share a replica unless its load is too high.
+class Fleet:
+    """The replicas of one base model.
 
-    The replica is chosen by consistent hashing with bounded loads: Mirrokni et al., 2018, arXiv:1608.01350.
+    Conversations with the same opening share a replica unless its load is too high. The replica is chosen by consistent
+    hashing with bounded loads: Mirrokni et al., 2018, arXiv:1608.01350.
 
     Args:
-        engines: engines with equal versions and capabilities.
+        engines: engines with equal policies, versions and capabilities.
         tell: receives a line for people when a replica falls behind, and when it is back.
+        first_number: number of the first replica; no other fleet of the run has a replica of the same number.
     """
 
-    def __init__(self, engines: Sequence[Engine], *, tell: Callable[[str], None] | None = None) -> None:
-        self.capabilities = _together([engine.capabilities for engine in engines])
-        self._replicas = [Replica(number, engine) for number, engine in enumerate(engines)]
-        self._wanted = self._accepted = WantedVersions()
-        """Newest request, and the part of it that at least one replica serves."""
+    def __init__(
+        self, engines: Sequence[Engine], *, tell: Callable[[str], None] | None = None, first_number: int = 0
+    ) -> None:
+        self.capabilities = _of_replicas([engine.capabilities for engine in engines])
+        self.versions = VersionRow()
+        """Versions that the run wants, and those that at least one replica serves."""
+        self._replicas = [Replica(number, engine) for number, engine in enumerate(engines, first_number)]
         self._unpinning: set[asyncio.Task[None]] = set()
         """Tasks that unpin versions while a replica is busy with an earlier request; see `serve`."""
         self._tell = tell or (lambda line: None)
@@ -90,9 +103,9 @@ class ReplicatedEngine:
         """The replicas."""
         return [replica.engine for replica in self._replicas]
 
-    def add(self, engine: Engine) -> None:
+    def add(self, engine: Engine, number: int) -> None:
         """Use one more replica, of equal capabilities, once it serves the wanted versions."""
-        replica = Replica(len(self._replicas), engine, is_fenced=True, why="it starts")
+        replica = Replica(number, engine, is_fenced=True, why="it starts")
         self._replicas.append(replica)
         if isinstance(engine, AddressableEngine):
             engine.on_move(self._moved)
@@ -123,7 +136,7 @@ class ReplicatedEngine:
     # --- sessions ---------------------------------------------------------------------------------------------------
 
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> RoutedSession[Replica]:
-        """See `agentrl.core.ports.Engine.open`; the first call chooses the replica."""
+        """Open a session, as `Engine.open` does; its first call chooses the replica."""
         session = RoutedSession(self, session_id, policy, pin)
         for replica in sorted(self._living(), key=lambda each: each.is_fenced):
             try:
@@ -186,20 +199,19 @@ class ReplicatedEngine:
     # --- control ----------------------------------------------------------------------------------------------------
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
-        """See `agentrl.core.ports.Engine.serve`: updates the replicas in turn, so that the others sample meanwhile.
+        """Serve versions, as `Engine.serve` does: update the replicas in turn, so that the others sample meanwhile.
 
         A replica that takes longer than `FENCE_S` for full weights, or fails where another did not, is fenced until it
         has caught up. An adapter may have to wait for a slot, which conversations free when they end, and unpinned
         versions at once; this method waits too.
         """
-        self._wanted = self._wanted.followed_by(current, pinned)
-        self._accepted = self._accepted.without_pins_but(self._wanted)
+        wanted = self.versions.want(current, pinned)
         for replica in self._replicas:
             replica.refusal = None
-            if replica.asked is not None and replica.following is not None and not replica.following.done():
+            if replica.is_asked and replica.following is not None and not replica.following.done():
                 # The replica still works on an earlier request, which may wait for a place that only versions unpinned
                 # since then can free: unpin them now. What is new reaches it when that request has ended.
-                self._unpin(replica.engine.serve((), replica.asked.pinned & self._wanted.pinned))
+                self._unpin(replica.engine.serve((), replica.versions.wanted.pinned & wanted.pinned))
         await run_shielded(self._roll_out())
 
     def _unpin(self, unpinning: Coroutine[Any, Any, None]) -> None:
@@ -210,7 +222,7 @@ class ReplicatedEngine:
         def end(ended: asyncio.Task[None]) -> None:
             self._unpinning.discard(ended)
             if not ended.cancelled():
-                ended.exception()  # mark as retrieved: the replica's own task (`_reconcile`) meets the failure too
+                ended.exception()  # mark as retrieved: the replica's own task (`reconcile`) meets the failure too
 
         task.add_done_callback(end)
 
@@ -218,19 +230,18 @@ class ReplicatedEngine:
         """Bring the replicas to the newest request, one after another; if none accepts it, return to the last accepted
         one."""
         async with self._one_at_a_time:
-            wanted = self._wanted
+            wanted = self.versions.wanted
             try:
                 for replica in self._living():
                     await self._in_turn(replica)
                 while not self._is_taken():
                     await self._change()
             except Exception:
-                if self._wanted is wanted:  # otherwise a newer request decides
-                    self._wanted = self._accepted
+                if self.versions.refuse(wanted):
                     for replica in self._replicas:
                         self._follow(replica)
                 raise
-            self._accepted = self._wanted
+            self.versions.confirm(self.versions.wanted)
 
     async def _in_turn(self, replica: Replica) -> None:
         """Wait until a replica serves the wanted versions, and fence it if it does not; skip fenced ones.
@@ -241,7 +252,7 @@ class ReplicatedEngine:
         following = self._follow(replica)
         if replica.is_fenced:
             return
-        is_full = any(weights.kind == "full" for weights in self._wanted.all - replica.serves.all)
+        is_full = any(weights.kind == "full" for weights in self.versions.wanted.all - replica.versions.confirmed.all)
         silent = f"no answer within {FENCE_S:g} s"
         try:
             async with asyncio.timeout(FENCE_S):
@@ -252,7 +263,8 @@ class ReplicatedEngine:
                 self._tell(f"engine replica {replica.number} has not taken {self._missing(replica)} ({what})")
                 await self._followed(replica, following)
         is_refused = isinstance(replica.refusal, EngineStorageError) and len(self._living()) > 1
-        if not following.done() or is_refused or (self._is_behind(replica) and self._is_taken()):
+        is_slow = not following.done() and len(self._living()) > 1
+        if is_slow or is_refused or (self._is_behind(replica) and self._is_taken()):
             self._fence(replica, f"it is behind at {self._missing(replica)} ({replica.refusal or silent})")
 
     async def _followed(self, replica: Replica, following: asyncio.Task[None]) -> None:
@@ -260,7 +272,7 @@ class ReplicatedEngine:
             await self._change()
 
     def _missing(self, replica: Replica) -> str:
-        new = self._wanted.all - replica.serves.all
+        new = self.versions.wanted.all - replica.versions.confirmed.all
         return ", ".join(sorted(str(weights.version) for weights in new))
 
     def _is_taken(self) -> bool:
@@ -281,25 +293,25 @@ class ReplicatedEngine:
 
     def _is_behind(self, replica: Replica) -> bool:
         """Whether a replica lacks a version, or has a current one that the others refused."""
-        serves, wanted = replica.serves, self._wanted
+        serves, wanted = replica.versions.confirmed, self.versions.wanted
         return serves.current != wanted.current or not wanted.pinned <= serves.pinned
 
     def _follow(self, replica: Replica) -> asyncio.Task[None]:
         """Return the task that makes a replica serve the wanted versions, starting it if none runs."""
         if replica.following is None or replica.following.done():
             name = f"engine replica {replica.number}"
-            replica.following = asyncio.get_running_loop().create_task(self._reconcile(replica), name=name)
+            replica.following = asyncio.get_running_loop().create_task(self.reconcile(replica), name=name)
             replica.following.add_done_callback(lambda _: self._changed.set())
         return replica.following
 
-    async def _reconcile(self, replica: Replica) -> None:
+    async def reconcile(self, replica: Replica) -> None:
         """Wait for a lost replica, ask it for the versions wanted, again as long as these change, and lift its
         fence."""
         while not self._closed and replica.failure is None:
             try:
                 if replica.is_lost:
                     await self._answers(replica)
-                elif replica.asked is not self._wanted:
+                elif not (replica.is_asked and replica.versions.wanted is self.versions.wanted):
                     await self._ask(replica)
                 else:
                     break
@@ -313,17 +325,17 @@ class ReplicatedEngine:
 
     async def _ask(self, replica: Replica) -> None:
         """Make a replica serve the versions wanted now; callers that wait for it get its refusal."""
-        wanted = replica.asked = self._wanted
-        replica.refusal = None
+        wanted = replica.versions.wanted = self.versions.wanted
+        replica.is_asked, replica.refusal = True, None
         try:
             await replica.engine.serve(wanted.current.values(), wanted.pinned)
         except (EngineLostError, EngineFailedError):
-            replica.asked = None
+            replica.is_asked = False
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, who waits for these versions hears of it
             replica.refusal = error
             return
-        replica.serves = replica.serves.followed_by(wanted.current.values(), wanted.pinned)
+        replica.versions.confirmed = replica.versions.confirmed.followed_by(wanted.current.values(), wanted.pinned)
 
     def _fence(self, replica: Replica, why: str) -> None:
         if not replica.is_fenced:
@@ -349,7 +361,7 @@ class ReplicatedEngine:
                     self._tell(f"engine replica {each.number} still gets no calls: {why}; {self._count()}")
 
     async def ping(self) -> None:
-        """See `agentrl.core.ports.Engine.ping`: returns once one replica takes calls."""
+        """Return once one replica takes calls."""
         await self._available()
 
     def abort(self, request_id: str) -> None:
@@ -368,7 +380,7 @@ class ReplicatedEngine:
                 self.replica_lost(replica, error)
 
     def busy_seconds(self) -> float:
-        """See `agentrl.core.ports.Engine.busy_seconds`: the mean of the replicas."""
+        """Return the mean of the replicas' seconds in forward passes."""
         return sum(replica.engine.busy_seconds() for replica in self._replicas) / len(self._replicas)
 
     async def close(self) -> None:
@@ -389,11 +401,160 @@ class ReplicatedEngine:
             raise EngineError("the engine is closed")
 
 
-def _together(replicas: Sequence[EngineCapabilities]) -> EngineCapabilities:
+def _of_replicas(replicas: Sequence[EngineCapabilities]) -> EngineCapabilities:
     """Combine the capabilities of several equal engines: their memory and compute add up."""
-    held = [each.kv_tokens for each in replicas if each.kv_tokens is not None]
+    return replace(replicas[0], kv_tokens=_total_kv(replicas), prefill_rate=sum(each.prefill_rate for each in replicas))
+
+
+def _of_fleets(fleets: Sequence[EngineCapabilities]) -> EngineCapabilities:
+    """Combine the capabilities of engines that serve different policies.
+
+    Refreshes and the policies that keep versions are united, counts and rates added, `max_context` is the smallest; any
+    other capability needs all engines to have it.
+    """
     return replace(
-        replicas[0],
-        kv_tokens=sum(held) if len(held) == len(replicas) else None,
-        prefill_rate=sum(each.prefill_rate for each in replicas),
+        fleets[0],
+        refresh=frozenset[Any]().union(*(each.refresh for each in fleets)),
+        expert_routing=all(each.expert_routing for each in fleets),
+        sampling_mask=all(each.sampling_mask for each in fleets),
+        adapters=sum(each.adapters for each in fleets),
+        max_context=min(each.max_context for each in fleets),
+        exact_continuation=all(each.exact_continuation for each in fleets),
+        kv_tokens=_total_kv(fleets),
+        prefill_rate=sum(each.prefill_rate for each in fleets),
+        keeps_version=frozenset[str]().union(*(each.keeps_version for each in fleets)),
+        shares_prefixes=all(each.shares_prefixes for each in fleets),
     )
+
+
+def _total_kv(engines: Sequence[EngineCapabilities]) -> int | None:
+    capacities = [each.kv_tokens for each in engines if each.kv_tokens is not None]
+    return sum(capacities) if len(capacities) == len(engines) else None
+
+
+ALL_EXTERNAL = EngineCapabilities(
+    name="none", refresh=frozenset(), expert_routing=False, sampling_mask=False, adapters=0, max_context=1 << 20
+)
+"""Capabilities of a run whose policies are all external."""
+SamplerT = TypeVar("SamplerT", bound="Sampler | Fleet")
+
+
+class SamplerRouter(Generic[SamplerT]):
+    """Opens each conversation at the sampler of its policy.
+
+    Args:
+        samplers: by policy; policies of one base model share one. A single sampler serves every policy.
+        external: policies that no engine of the run serves.
+        capabilities: combined capabilities of the samplers.
+    """
+
+    def __init__(
+        self,
+        samplers: Mapping[str, SamplerT] | SamplerT,
+        external: Mapping[str, ExternalPolicy],
+        capabilities: EngineCapabilities,
+    ) -> None:
+        self.capabilities = capabilities
+        self._external = external
+        self._of: Mapping[str, SamplerT] | None = samplers if isinstance(samplers, Mapping) else None
+        self._samplers = tuple(dict.fromkeys(samplers.values())) if isinstance(samplers, Mapping) else (samplers,)
+
+    def of_policy(self, policy: str) -> SamplerT:
+        """Return the sampler of a policy.
+
+        Raises:
+            EngineError: no engine of the run serves the policy.
+        """
+        if policy in self._external:
+            raise EngineError(f"policy {policy!r} is external: it has no engine and no weights")
+        if self._of is None:
+            return self._samplers[0]
+        if policy not in self._of:
+            served = ", ".join(sorted(self._of)) or "no policy"
+            raise EngineError(f"no policy {policy!r} in this run's engines; they serve: {served}")
+        return self._of[policy]
+
+    def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> EngineSession:
+        if policy in self._external:
+            return ExternalSession(self._external[policy], session_id)
+        return self.of_policy(policy).open(session_id, policy, pin=pin)
+
+    def abort(self, request_id: str) -> None:
+        for policy in self._external.values():
+            policy.abort(request_id)
+        for sampler in self._samplers:
+            sampler.abort(request_id)
+
+
+class EngineRouter(SamplerRouter[Fleet]):
+    """The engine of a run with several engines, endpoints or bots.
+
+    Args:
+        engines: replicas by policy; policies of one base model have the same ones. A sequence serves every policy.
+        external: policies that no engine of the run serves.
+        tell: receives a line for people when a replica falls behind, and when it is back.
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[str, Sequence[Engine]] | Sequence[Engine],
+        *,
+        external: Mapping[str, ExternalPolicy] | None = None,
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
+        fleets: dict[tuple[Engine, ...], Fleet] = {}
+        count = 0
+        for replicas in map(tuple, engines.values() if isinstance(engines, Mapping) else (engines,)):
+            if replicas not in fleets:
+                fleets[replicas] = Fleet(replicas, tell=tell, first_number=count)
+                count += len(replicas)
+        self.fleets = tuple(fleets.values())
+        """The replicas of each base model."""
+        super().__init__(
+            {policy: fleets[tuple(replicas)] for policy, replicas in engines.items()}
+            if isinstance(engines, Mapping)
+            else self.fleets[0],
+            external or {},
+            _of_fleets([fleet.capabilities for fleet in self.fleets]) if self.fleets else ALL_EXTERNAL,
+        )
+
+    def add(self, engine: Engine, *, base: int = 0) -> None:
+        """Use one more replica of a base model, of equal capabilities, once it serves the wanted versions."""
+        self.fleets[base].add(engine, sum(len(fleet.engines) for fleet in self.fleets))
+
+    async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
+        """Serve versions at the engines of their policies; every engine learns which are pinned no longer."""
+        for weights in (*current, *pinned):
+            self.of_policy(weights.version.policy)  # refuse before any engine is asked
+        await _all(
+            [
+                fleet.serve(
+                    [weights for weights in current if self.of_policy(weights.version.policy) is fleet],
+                    [weights for weights in pinned if self.of_policy(weights.version.policy) is fleet],
+                )
+                for fleet in self.fleets
+            ]
+        )
+
+    async def ping(self) -> None:
+        await _all([fleet.ping() for fleet in self.fleets])
+
+    async def score(
+        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
+    ) -> Float32Array:
+        policy = version if isinstance(version, str) else version.policy
+        return await self.of_policy(policy).score(version, token_ids, temperature)
+
+    def busy_seconds(self) -> float:
+        """Return the mean of the base models' seconds in forward passes; 0 if all policies are external."""
+        return sum(fleet.busy_seconds() for fleet in self.fleets) / max(len(self.fleets), 1)
+
+    async def close(self) -> None:
+        await _all([policy.close() for policy in self._external.values()] + [fleet.close() for fleet in self.fleets])
+
+
+async def _all(calls: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Wait for all calls, then raise the first error: a failure must not leave the other calls half done."""
+    for result in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result

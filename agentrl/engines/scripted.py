@@ -21,7 +21,7 @@ from agentrl.core.errors import EngineError, EngineLostError, VersionNotServedEr
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import Completion, VersionSpan
 from agentrl.engines.counter_random import uniform
-from agentrl.engines.versions import WantedVersions, in_loading_order
+from agentrl.engines.versions import VersionSet, in_loading_order
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -107,7 +107,7 @@ class ScriptedEngine:
         )
         self._script: Script = script if callable(script) else _replies(script)
         self._current = dict(versions)
-        self._wanted = WantedVersions()
+        self._wanted = VersionSet()
         self._loaded: frozenset[WeightsRef] = frozenset()
         """Wanted versions that are loaded."""
         self._per_call = seconds_per_call

@@ -1,9 +1,9 @@
 """The versions that an engine should serve, those it can sample from, and the sessions that hold them.
 
-`WantedVersions` is the state requested by `Engine.serve`, to which every engine reconciles. The engines that compute in
-this process use a `VersionTable`, whose subclasses load weights and move calls. A `VersionedSession` holds a version
-from `open` until it is closed and its last call has ended: by a pin, a lease, or a call in flight. `VersionLeases`
-implements each refresh between two turns. `InProcessEngine` checks every call.
+`VersionRow` holds the versions that `Engine.serve` requested of an engine, and those it confirmed. The engines that
+compute in this process use a `VersionTable`, whose subclasses load weights and move calls. A `VersionedSession` holds a
+version from `open` until it is closed and its last call has ended: by a pin, a lease, or a call in flight.
+`VersionLeases` implements each refresh between two turns. `InProcessEngine` checks every call.
 Invariants: a version that is current, pinned by the owner, or held by a session or a call is not forgotten; a version
 id never serves two digests; a version that is no longer wanted when its turn comes is not loaded.
 """
@@ -33,27 +33,22 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class WantedVersions:
-    """The versions that an engine's owner requests with `Engine.serve`, or the part of them that an engine serves.
-
-    `_wanted` is in every engine the newest request. What is served differs: a `VersionTable` loads versions itself and
-    has them in `live`; `ProcessEngine` and `ReplicatedEngine` pass requests on, keep what was accepted
-    (`_confirmed` by the process, `_accepted` by a replica), and return to that when a request is refused.
-    """
+class VersionSet:
+    """The versions that an engine should serve, or does serve."""
 
     current: Mapping[str, WeightsRef] = field(default_factory=dict)
     """Newest weights of each policy; a policy that is absent stays at its initial version."""
     pinned: frozenset[WeightsRef] = frozenset()
 
-    def followed_by(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef]) -> WantedVersions:
+    def followed_by(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef]) -> VersionSet:
         """Return the state after a further `Engine.serve`."""
-        return WantedVersions(
+        return VersionSet(
             {**self.current, **{weights.version.policy: weights for weights in current}}, frozenset(pinned)
         )
 
-    def without_pins_but(self, wanted: WantedVersions) -> WantedVersions:
+    def without_pins_but(self, wanted: VersionSet) -> VersionSet:
         """Return the same versions without pins that are no longer `wanted`."""
-        return WantedVersions(self.current, self.pinned & wanted.pinned)
+        return VersionSet(self.current, self.pinned & wanted.pinned)
 
     @property
     def all(self) -> frozenset[WeightsRef]:
@@ -67,6 +62,38 @@ class WantedVersions:
     def has_pin(self, version: PolicyVersion) -> bool:
         """Whether sessions may be pinned to the version although it is not current."""
         return any(weights.version == version for weights in self.pinned)
+
+
+@dataclass(slots=True)
+class VersionRow:
+    """One row of the table of versions: those wanted of an engine, and those it has confirmed.
+
+    `router.Fleet` has a row per replica and one for all its replicas. `ProcessEngine` has the row that its next process
+    starts from. A row's policies are those that the engine serves.
+    """
+
+    wanted: VersionSet = field(default_factory=VersionSet)
+    """Newest request."""
+    confirmed: VersionSet = field(default_factory=VersionSet)
+    """The part of the requests that is served."""
+
+    def want(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef]) -> VersionSet:
+        """Record a request, and return it. Versions that it unpins are no longer confirmed, so that no engine that
+        starts meanwhile loads them."""
+        self.wanted = self.wanted.followed_by(current, pinned)
+        self.confirmed = self.confirmed.without_pins_but(self.wanted)
+        return self.wanted
+
+    def confirm(self, served: VersionSet) -> None:
+        """Record versions that are served, without pins that were released meanwhile."""
+        self.confirmed = served.without_pins_but(self.wanted)
+
+    def refuse(self, request: VersionSet) -> bool:
+        """Return to the confirmed versions, unless a newer request decides. Returns whether it did."""
+        if self.wanted is not request:
+            return False
+        self.wanted = self.confirmed
+        return True
 
 
 def in_loading_order(current: Iterable[WeightsRef], pinned: Iterable[WeightsRef]) -> list[WeightsRef]:
@@ -289,7 +316,7 @@ class VersionTable(ABC, Generic[LiveT]):
         """Policies whose new calls wait for an update."""
         self.rounding: dict[str, ObservedRounding] = {}
         """Rounding seen in the versions that passed the canary check, by policy."""
-        self._wanted = WantedVersions()
+        self._wanted = VersionSet()
         self._one_at_a_time = asyncio.Lock()
         self._changed = asyncio.Event()
         self._closed = False

@@ -22,7 +22,7 @@ from agentrl.app.assemble import RunParts, assemble_orchestrator
 from agentrl.core.clock import LoopClock
 from agentrl.core.errors import CheckFailedError
 from agentrl.core.records import PolicyVersion
-from agentrl.engines.router import ReplicatedEngine
+from agentrl.engines.router import EngineRouter
 from agentrl.inspection.timelines import RunTimeline, span_occupancy
 from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.port import Admission, MetricRow, StepRow, UnitDropped
@@ -150,7 +150,7 @@ def _engine(plan: SimulationPlan, recorder: Recorder, versions: Mapping[str, Pol
                 prefill_rate=plan.prefill_rate / grain,
             )
         )
-    return recorder.engines[0] if len(recorder.engines) == 1 else ReplicatedEngine(recorder.engines)
+    return recorder.engines[0] if len(recorder.engines) == 1 else EngineRouter(recorder.engines)
 
 
 def step_seconds(plan: SimulationPlan, recorder: Recorder) -> Callable[[TrainBatch], float]:

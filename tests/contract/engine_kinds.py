@@ -24,7 +24,7 @@ from agentrl.engines.canary import Canary
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.engines.process import ChildProgram
 from agentrl.engines.remote.client import ProcessEngine
-from agentrl.engines.router import ReplicatedEngine
+from agentrl.engines.router import EngineRouter
 from agentrl.testing.virtual_time import simulate
 from tests.contract.scripted_program import VOCABULARY, scripted_engine
 from tests.contract.warm_processes import WarmPlacement
@@ -237,7 +237,7 @@ class MakeReplicas(MakeScripted):
 
     def __call__(self, *, max_context: int = 512, refresh: Any = "token", slots: int = 16) -> Engine:
         one = super().__call__
-        return ReplicatedEngine([one(max_context=max_context, refresh=refresh) for _ in range(3)])
+        return EngineRouter([one(max_context=max_context, refresh=refresh) for _ in range(3)])
 
 
 class MakeEmbedded:

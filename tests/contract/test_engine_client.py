@@ -15,7 +15,7 @@ from agentrl.core import rpc
 from agentrl.core.errors import EngineError, EngineLostError
 from agentrl.engines import protocol
 from agentrl.engines.remote.client import EngineClient, ProcessEngine
-from agentrl.engines.router import ReplicatedEngine
+from agentrl.engines.router import EngineRouter
 from tests.contract.engine_kinds import START, prompt, request, version
 from tests.contract.test_engine_process import SCRIPTED, kill, made, weights_of
 
@@ -130,7 +130,7 @@ def test_the_door_is_for_this_user_alone() -> None:
 def test_conversations_that_begin_alike_go_to_one_replica_and_none_to_one_that_is_fenced() -> None:
     async def main() -> None:
         engines = [(await made())[0] for _ in range(2)]
-        engine = ReplicatedEngine(engines)
+        (engine,) = EngineRouter(engines).fleets
         client = EngineClient(engine.capabilities)
         moves: list[tuple[str, ...]] = []
 

@@ -36,7 +36,7 @@ from agentrl.core.records import Completion, EpisodeDataLocation, PolicyVersion,
 from agentrl.engines.embedded.engine import EmbeddedEngine
 from agentrl.engines.process import ChildProgram
 from agentrl.engines.remote.client import ProcessEngine
-from agentrl.engines.router import ReplicatedEngine
+from agentrl.engines.router import EngineRouter
 from agentrl.learn.step_columns import read_step_columns
 from agentrl.learn.trainer import InProcessTrainer
 from tests.contract.engine_kinds import START, ModelZoo, prompt, request, version
@@ -237,7 +237,7 @@ def test_engines_in_actors_are_replaced_when_they_or_their_actors_die(session: R
         replicas = [ProcessEngine(program, START, placement=RayPlacement()) for _ in range(2)]
         for replica in replicas:
             await replica.ready()
-        engine = ReplicatedEngine(replicas)
+        engine = EngineRouter(replicas)
         weights = zoo.full(version(1), "qwen3_moe", seed=1)
         await asyncio.gather(near.serve([weights]), engine.serve([weights]))
         expected = [await near.open("n", "solver").generate(long_turn("n", context)) for context in contexts]

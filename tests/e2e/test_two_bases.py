@@ -26,8 +26,8 @@ from agentrl.app.training import run_training
 from agentrl.cli.main import main
 from agentrl.config.load import load
 from agentrl.core.errors import ConfigError, InputError
-from agentrl.engines.base_models import EnginePerBaseModel
 from agentrl.engines.remote.client import ProcessEngine
+from agentrl.engines.router import EngineRouter
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.steps import step_list
 from agentrl.inspection.tokens import episode_tokens
@@ -237,7 +237,7 @@ def test_both_bases_are_sharded_over_the_same_ranks(repository: Path, tmp_path: 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 def test_each_base_has_a_vllm_of_its_own_that_is_restarted_and_resumed(repository: Path, tmp_path: Path) -> None:
-    made: list[EnginePerBaseModel] = []
+    made: list[EngineRouter] = []
 
     async def engine(config: agentrl.RunConfig, *arguments: Any) -> Any:
         made.append(await make_engine(config, *arguments))  # type: ignore[arg-type]
@@ -247,7 +247,7 @@ def test_each_base_has_a_vllm_of_its_own_that_is_restarted_and_resumed(repositor
         """Kills the solver's vLLM after its first step."""
 
         def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
-            (solver,) = (each for each in made[-1].samplers if each is made[-1].of_policy("solver"))
+            (solver,) = made[-1].of_policy("solver").engines
             if (policy, step) == ("solver", 1) and isinstance(solver, ProcessEngine):
                 os.kill(solver.supervisor.process_id or 0, signal.SIGKILL)
 
@@ -262,7 +262,7 @@ def test_each_base_has_a_vllm_of_its_own_that_is_restarted_and_resumed(repositor
 
     run = trained(2, resume=False)
     assert trained(3, resume=True) == run
-    assert [len(engines.samplers) for engines in made] == [2, 2]
+    assert [len(engines.fleets) for engines in made] == [2, 2]
     log = (run / "engine.log").read_text()
     assert made[0].of_policy("proposer") is not made[0].of_policy("solver"), log
     assert rows(run, "SELECT policy, max(step) FROM steps GROUP BY policy") == [("proposer", 3), ("solver", 3)]

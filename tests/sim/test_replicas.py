@@ -21,7 +21,7 @@ from agentrl.core.errors import (
 from agentrl.core.ids import opening_digest
 from agentrl.core.ports import GenerateRequest, Refresh, SamplingParams
 from agentrl.core.records import Completion, PolicyVersion, WeightsRef
-from agentrl.engines.router import FENCE_S, ReplicatedEngine
+from agentrl.engines.router import FENCE_S, EngineRouter
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.testing.plugin import SeededSimulation
 from agentrl.testing.virtual_time import simulate
@@ -95,13 +95,13 @@ def weights(step: int, policy: str = "solver", kind: Literal["full", "adapter"] 
     return WeightsRef(version=PolicyVersion(policy, 0, step), path="", kind=kind, sha256="")
 
 
-async def turns(engine: ReplicatedEngine, name: str, policy: str = "solver") -> set[int]:
+async def turns(engine: EngineRouter, name: str, policy: str = "solver") -> set[int]:
     """The steps of the versions that sampled a turn each of many conversations."""
     made = await asyncio.gather(*(turn(engine, f"{name}{number}", number, policy) for number in range(20)))
     return {span.version.step for completion in made for span in completion.spans}
 
 
-async def turn(engine: ReplicatedEngine, name: str, number: int = 0, policy: str = "solver") -> Completion:
+async def turn(engine: EngineRouter, name: str, number: int = 0, policy: str = "solver") -> Completion:
     session = engine.open(name, policy)
     try:
         return await session.generate(request(name, context(number)))
@@ -112,7 +112,7 @@ async def turn(engine: ReplicatedEngine, name: str, number: int = 0, policy: str
 def test_conversations_with_the_same_opening_go_to_one_replica_whatever_followed_it() -> None:
     async def main() -> None:
         engines = [Engine() for _ in range(3)]
-        engine = ReplicatedEngine(engines)
+        engine = EngineRouter(engines)
         for number in range(12):
             first = context(number)
             for length in range(4):  # as its forks after so many turns
@@ -179,7 +179,7 @@ def test_a_resumed_conversation_has_the_opening_of_its_first_prompt(simulated_lo
 def test_conversations_that_begin_alike_go_to_one_replica_until_it_has_too_many() -> None:
     async def main() -> None:
         engines = [Engine() for _ in range(3)]
-        engine = ReplicatedEngine(engines)
+        engine = EngineRouter(engines)
         for number in range(30):
             await turn(engine, f"a{number}", number=4)
         assert sorted(len(each.asked) for each in engines) == [0, 0, 30]
@@ -195,7 +195,7 @@ def test_what_replicas_hold_and_compute_adds_up() -> None:
         engines = [Engine() for _ in held]
         for engine, tokens in zip(engines, held, strict=True):
             engine.capabilities = replace(engine.capabilities, kv_tokens=tokens, prefill_rate=500.0)
-        found = ReplicatedEngine(engines).capabilities
+        found = EngineRouter(engines).capabilities
         assert replace(found, kv_tokens=held[0], prefill_rate=500.0) == engines[0].capabilities, (
             "the rest is the first's"
         )
@@ -212,7 +212,7 @@ def test_what_replicas_hold_and_compute_adds_up() -> None:
 def test_a_replica_that_is_added_gets_calls_once_it_serves_what_the_others_do() -> None:
     async def main() -> None:
         told: list[str] = []
-        engine, added = ReplicatedEngine([Engine(), Engine()], tell=told.append), Engine()
+        engine, added = EngineRouter([Engine(), Engine()], tell=told.append), Engine()
         await engine.serve([weights(1)])
         added.update_s = 5.0
         engine.add(added)
@@ -233,7 +233,7 @@ def test_a_replica_that_is_added_gets_calls_once_it_serves_what_the_others_do() 
 def test_a_replica_that_does_not_take_a_version_is_fenced_until_it_has() -> None:
     async def main() -> None:
         engines, told = [Engine() for _ in range(2)], list[str]()
-        engine = ReplicatedEngine(engines, tell=told.append)
+        engine = EngineRouter(engines, tell=told.append)
         engines[1].update_s = 3 * FENCE_S
         await engine.serve([weights(1)])
         told_why = "it is behind at solver@0.1 (no answer within 30 s); 1 of 2 replicas take calls"
@@ -258,7 +258,7 @@ def test_a_replica_that_does_not_take_a_version_is_fenced_until_it_has() -> None
 def test_what_the_first_replica_refuses_reaches_none() -> None:
     async def main() -> None:
         engines = [Engine() for _ in range(3)]
-        engine = ReplicatedEngine(engines)
+        engine = EngineRouter(engines)
         engines[0].refuses.add(weights(1).version)
         with pytest.raises(EngineError, match=r"solver@0\.1 refused"):
             await engine.serve([weights(1)], [weights(1)])
@@ -273,7 +273,7 @@ def test_what_the_first_replica_refuses_reaches_none() -> None:
 def test_a_turn_of_a_lost_replica_goes_on_elsewhere() -> None:
     async def main() -> None:
         engines = [Engine() for _ in range(2)]
-        engine = ReplicatedEngine(engines)
+        engine = EngineRouter(engines)
         session = engine.open("a", "solver")
         running = asyncio.ensure_future(session.generate(request("a", context(1))))
         await asyncio.sleep(0.1)
@@ -298,7 +298,7 @@ def test_a_turn_of_a_lost_replica_goes_on_elsewhere() -> None:
 def test_a_conversation_that_keeps_its_version_goes_on_elsewhere_only_with_that_version(is_updated: bool) -> None:
     async def main() -> None:
         engines = [Engine("episode") for _ in range(2)]
-        engine = ReplicatedEngine(engines)
+        engine = EngineRouter(engines)
         session = engine.open("a", "solver")
         await session.generate(request("a", context(1)))
         (own,) = [each for each in engines if each.asked]
@@ -324,7 +324,7 @@ def test_a_conversation_that_keeps_its_version_goes_on_elsewhere_only_with_that_
 def test_a_replica_that_missed_a_version_is_not_back_when_it_takes_one_of_another_policy() -> None:
     async def main() -> None:
         engines, told = [Engine() for _ in range(2)], list[str]()
-        engine = ReplicatedEngine(engines, tell=told.append)
+        engine = EngineRouter(engines, tell=told.append)
         engines[1].refuses.add(weights(1).version)
         await engine.serve([weights(1)])
         await engine.serve([weights(1, "proposer")])
@@ -346,7 +346,7 @@ def test_a_replica_that_missed_a_version_is_not_back_when_it_takes_one_of_anothe
 def test_a_pinned_version_is_given_before_newer_ones_and_unpinned_everywhere() -> None:
     async def main() -> None:
         engines = [Engine() for _ in range(2)]
-        engine = ReplicatedEngine(engines)
+        engine = EngineRouter(engines)
         kept = weights(1).version
         engines[1].refuses.add(kept)
         for step in (1, 2):
@@ -374,7 +374,7 @@ def test_a_pinned_version_is_given_before_newer_ones_and_unpinned_everywhere() -
 def test_a_pinned_version_that_comes_again_with_other_weights_is_refused_and_stays_as_it_was() -> None:
     async def main() -> None:
         engines, told = [Engine() for _ in range(2)], list[str]()
-        engine = ReplicatedEngine(engines, tell=told.append)
+        engine = EngineRouter(engines, tell=told.append)
         await engine.serve([weights(1)], [weights(1)])
         with pytest.raises(EngineError, match=r"solver@0\.1 refused"):
             await engine.serve([replace(weights(1), sha256="another")], [weights(1)])
@@ -391,7 +391,7 @@ def test_a_pinned_version_that_comes_again_with_other_weights_is_refused_and_sta
 def test_a_version_that_is_unpinned_while_a_replica_loads_it_does_not_stay() -> None:
     async def main() -> None:
         engines = [Engine() for _ in range(2)]
-        engine = ReplicatedEngine(engines)
+        engine = EngineRouter(engines)
         engines[1].update_s = 3 * FENCE_S
         await engine.serve([weights(1)], [weights(1)])
         assert engines[1].updates == []
@@ -410,7 +410,7 @@ def test_a_version_that_is_unpinned_while_a_replica_loads_it_does_not_stay() -> 
 def test_what_a_cancelled_caller_asked_for_is_replaced_everywhere_by_what_is_asked_for_next() -> None:
     async def main() -> None:
         engines = [Engine() for _ in range(2)]
-        engine = ReplicatedEngine(engines)
+        engine = EngineRouter(engines)
         engines[1].update_s = 1.0
         updating = asyncio.ensure_future(engine.serve([weights(1)], [weights(1)]))
         await asyncio.sleep(0.5)
@@ -427,7 +427,7 @@ def test_what_a_cancelled_caller_asked_for_is_replaced_everywhere_by_what_is_ask
 def test_a_replica_that_takes_too_late_what_others_refused_waits_for_the_next_version() -> None:
     async def main() -> None:
         engines, told = [Engine() for _ in range(2)], list[str]()
-        engine = ReplicatedEngine(engines, tell=told.append)
+        engine = EngineRouter(engines, tell=told.append)
         engines[0].update_s = 3 * FENCE_S
         engines[1].refuses.add(weights(1).version)
         with pytest.raises(EngineError, match=r"solver@0\.1 refused"):
@@ -450,7 +450,7 @@ def test_a_replica_that_takes_too_late_what_others_refused_waits_for_the_next_ve
 def test_an_adapter_may_wait_for_its_place_and_conversations_stay_meanwhile() -> None:
     async def main() -> None:
         engines, told = [Engine() for _ in range(2)], list[str]()
-        engine = ReplicatedEngine(engines, tell=told.append)
+        engine = EngineRouter(engines, tell=told.append)
         session = engine.open("a", "solver")
         await session.generate(request("a", context(1)))
         (own,) = [each for each in engines if each.asked]
@@ -473,7 +473,7 @@ def test_an_adapter_may_wait_for_its_place_and_conversations_stay_meanwhile() ->
 def test_a_full_disk_of_one_replica_does_not_keep_a_version_from_the_others() -> None:
     async def main() -> None:
         engines, told = [Engine() for _ in range(2)], list[str]()
-        engine = ReplicatedEngine(engines, tell=told.append)
+        engine = EngineRouter(engines, tell=told.append)
         for each in engines:
             each.refusal = EngineStorageError
         engines[0].refuses.add(weights(1).version)
@@ -498,7 +498,7 @@ def test_a_full_disk_of_one_replica_does_not_keep_a_version_from_the_others() ->
 def test_a_replica_that_failed_for_good_is_left_out_and_when_none_is_left_all_hear_why() -> None:
     async def main() -> None:
         engines, told = [Engine() for _ in range(2)], list[str]()
-        engine = ReplicatedEngine(engines, tell=told.append)
+        engine = EngineRouter(engines, tell=told.append)
         sessions = [engine.open(f"a{number}", "solver") for number in range(20)]
         engines[0].has_failed = True
         for number, session in enumerate(sessions):
@@ -529,7 +529,7 @@ def test_a_replica_that_failed_for_good_is_left_out_and_when_none_is_left_all_he
 def test_all_replicas_fail_while_an_update_and_calls_wait_for_them() -> None:
     async def main() -> None:
         engines = [Engine() for _ in range(2)]
-        engine = ReplicatedEngine(engines)
+        engine = EngineRouter(engines)
         session = engine.open("a", "solver")
         for each in engines:
             each.update_s = 3 * FENCE_S
@@ -550,7 +550,7 @@ def test_all_replicas_fail_while_an_update_and_calls_wait_for_them() -> None:
 def test_when_those_that_took_a_version_fail_nobody_waits_for_those_that_refused_it() -> None:
     async def main() -> None:
         engines = [Engine() for _ in range(2)]
-        engine = ReplicatedEngine(engines)
+        engine = EngineRouter(engines)
         engines[1].refuses.add(weights(1).version)
         await engine.serve([weights(1)])
         engines[0].has_failed = True
@@ -568,7 +568,7 @@ def test_when_those_that_took_a_version_fail_nobody_waits_for_those_that_refused
 def test_a_score_is_asked_again_of_another_replica() -> None:
     async def main() -> None:
         engines = [Engine() for _ in range(2)]
-        engine = ReplicatedEngine(engines)
+        engine = EngineRouter(engines)
         await engine.score(START["solver"], context(1))
         (own,) = [each for each in engines if each.asked]
         own.lose()

@@ -16,7 +16,7 @@ from agentrl.config.load import load
 from agentrl.config.policies import BotPolicy
 from agentrl.core.errors import CheckFailedError, EnvironmentDefinitionError, JournalError
 from agentrl.core.records import Message
-from agentrl.engines.external import EngineWithExternalPolicies
+from agentrl.engines.router import EngineRouter
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry
 from tests.sim.small_run import SmallRun, config_for
@@ -63,8 +63,8 @@ def played(bot: str, then: Callable[[SmallRun], Awaitable[None]] | None = None, 
         dealt = {"kind": "bot", "id": f"{__name__}:{bot}"}
         config = config_for(policies={"guesser": {"step_size": 4, **changes}, "dealer": dealt}, steps=1)
 
-        def engine(*arguments: Any, **keywords: Any) -> EngineWithExternalPolicies:
-            return EngineWithExternalPolicies(ScriptedEngine(*arguments, **keywords), external_policies(config))
+        def engine(*arguments: Any, **keywords: Any) -> EngineRouter:
+            return EngineRouter([ScriptedEngine(*arguments, **keywords)], external=external_policies(config))
 
         run = SmallRun(config=config, environment=Cards, trainer_options={}, engine_options={})
         run.engine_class = engine  # type: ignore[assignment]

@@ -24,8 +24,8 @@ from agentrl.core import clock as core_clock
 from agentrl.core.errors import CheckFailedError, ConfigError, EngineLostError, EpisodeError, JournalError
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Message, ToolCall, ToolSpec
-from agentrl.engines.external import EngineWithExternalPolicies
 from agentrl.engines.remote_policy import MAX_ANSWER_BYTES, REFUSAL_SHOWN, REFUSED_IN_A_ROW, RemotePolicyClient
+from agentrl.engines.router import EngineRouter
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.port import EpisodeEnd
@@ -93,12 +93,10 @@ def played(
             "sampling": {"temperature": 0.25},
         }
         config = config_for(policies={"guesser": {"step_size": 4}, "judge": judge}, steps=1, max_in_flight=4)
-        engines: list[EngineWithExternalPolicies] = []
+        engines: list[EngineRouter] = []
 
-        def engine(*arguments: Any, **keywords: Any) -> EngineWithExternalPolicies:
-            engines.append(
-                EngineWithExternalPolicies(ScriptedEngine(*arguments, **keywords), external_policies(config))
-            )
+        def engine(*arguments: Any, **keywords: Any) -> EngineRouter:
+            engines.append(EngineRouter([ScriptedEngine(*arguments, **keywords)], external=external_policies(config)))
             return engines[-1]
 
         run = SmallRun(config=config, environment=environment, trainer_options={}, engine_options={})

@@ -32,7 +32,7 @@ from agentrl.core.records import ProcessStatus
 from agentrl.engines import protocol
 from agentrl.engines.process import SILENCE_S, LocalPlacement, Supervisor
 from agentrl.engines.remote.connection import EngineConnection
-from agentrl.engines.versions import WantedVersions, in_loading_order, run_shielded
+from agentrl.engines.versions import VersionRow, VersionSet, in_loading_order, run_shielded
 from agentrl.engines.weights.transfer import VersionFiles
 
 if TYPE_CHECKING:
@@ -199,8 +199,8 @@ class ProcessEngine:
         self._sending: set[asyncio.Task[None]] = set()
         self._placement = placement or LocalPlacement()
         self._first_versions = dict(versions)
-        self._wanted = self._confirmed = WantedVersions()
-        """Newest request, and the part of it that the process has confirmed, which a new process receives first."""
+        self._versions = VersionRow()
+        """The newest request, and the versions that the process has confirmed, which a new process receives first."""
         self._gone: dict[WeightsRef, EngineError] = {}
         """Errors of pinned versions that a former process served and the next one could not load, until they are
         unpinned."""
@@ -304,12 +304,13 @@ class ProcessEngine:
         A pinned version whose files are gone is left out: a session that pins it is refused with an error, and it does
         not block later versions.
         """
-        current = self._confirmed.current.values()
+        confirmed = self._versions.confirmed
+        current = confirmed.current.values()
         if current:
             await connection.serve(current, ())
         restored: frozenset[WeightsRef] = frozenset()
         # One by one, so that a version that cannot be loaded names itself, and the others are served.
-        for weights in in_loading_order((), self._confirmed.pinned):
+        for weights in in_loading_order((), confirmed.pinned):
             try:
                 await connection.serve(current, restored | {weights})
                 restored |= {weights}
@@ -317,7 +318,7 @@ class ProcessEngine:
                 raise
             except EngineError as error:
                 self._gone[weights] = error
-        self._confirmed = WantedVersions(self._confirmed.current, restored & self._wanted.pinned)
+        self._versions.confirm(VersionSet(self._versions.confirmed.current, restored))
 
     async def died(self, how: str) -> None:
         connection, self._connection = self._connection, None
@@ -347,7 +348,7 @@ class ProcessEngine:
         if policy not in self._first_versions:
             served = ", ".join(sorted(self._first_versions))
             raise EngineError(f"no policy {policy!r} in this engine; it serves: {served}")
-        if pin is not None and not self._confirmed.has_pin(pin) and pin != self._current(pin.policy):
+        if pin is not None and not self._versions.confirmed.has_pin(pin) and pin != self._current(pin.policy):
             lost = [error for weights, error in self._gone.items() if weights.version == pin]
             why = f"the engine's process was restarted: {lost[0]}" if lost else "pin it by serve(..., pinned)"
             raise VersionNotServedError(f"version {pin} is not served here; {why}")
@@ -383,32 +384,30 @@ class ProcessEngine:
         A pin that was served before and that a new process could not load is not requested again, and does not raise
         here: sessions that sample from it get the error.
         """
-        wanted = self._wanted = self._wanted.followed_by(current, pinned)
-        # Unpinned versions are gone at once: a process that starts meanwhile must not load them again.
-        self._confirmed = self._confirmed.without_pins_but(wanted)
+        wanted = self._versions.want(current, pinned)
         kept = wanted.pinned.difference(wanted.current.values())
         self._gone = {weights: error for weights, error in self._gone.items() if weights in kept}
         try:
             await run_shielded(self._serve(in_loading_order(current, pinned)))
         except EngineError:
-            if self._wanted is wanted:  # otherwise a newer request decides
-                self._wanted = self._confirmed
+            self._versions.refuse(wanted)
             raise
 
     async def _serve(self, asked: Sequence[WeightsRef]) -> None:
         for _ in range(LOSSES_OF_AN_UPDATE):
             connection = await self._connected()
-            sent = WantedVersions(self._wanted.current, self._wanted.pinned.difference(self._gone))
+            wanted = self._versions.wanted
+            sent = VersionSet(wanted.current, wanted.pinned.difference(self._gone))
             with contextlib.suppress(EngineLostError):
                 await connection.serve(sent.current.values(), sent.pinned)
-                self._confirmed = sent.without_pins_but(self._wanted)
+                self._versions.confirm(sent)
                 return
-        refused = ", ".join(str(weights.version) for weights in asked if weights not in self._confirmed.all)
+        refused = ", ".join(str(weights.version) for weights in asked if weights not in self._versions.confirmed.all)
         died = f"{LOSSES_OF_AN_UPDATE} processes of the engine died of it"
         raise EngineError(f"weights {refused} refused: {died}. The version before it keeps serving")
 
     def _current(self, policy: str) -> PolicyVersion | None:
-        weights = self._confirmed.current.get(policy)
+        weights = self._versions.confirmed.current.get(policy)
         return self._first_versions.get(policy) if weights is None else weights.version
 
     async def ping(self) -> None:
