@@ -97,7 +97,9 @@ async def _engines_by_policy(
             replicas = await _engines_of_base(config, number, base, base_versions, tell, log)
             engines |= dict.fromkeys(base.policies, replicas)
     except BaseException:
-        await asyncio.gather(*(engine.close() for engine in {replica for fleet in engines.values() for replica in fleet}))
+        await asyncio.gather(
+            *(engine.close() for engine in {replica for fleet in engines.values() for replica in fleet})
+        )
         raise
     return engines
 
