@@ -296,10 +296,14 @@ class Orchestrator:
     async def _step_with(self, policy: str, taken: Sequence[ReadyUnit]) -> bool:
         """Take the step while holding the trainer until its version is current, so that no checkpoint falls between.
 
-        The path of the new weights: `publish` makes the trainer write their files (`learn/publish.py`) and the journal
-        record the version; `ServedVersions.make_current` sends the engine all versions to serve, and returns when it
-        serves the new one, or one of its replicas does (docs/engines.md, "Weight updates", names each hop). Then the
-        units are consumed, which lets new episodes be admitted, and the version becomes the board's current one.
+        The way of a version, in this order (docs/follow_one_update.md follows it through the files):
+
+        1. optimizer step: the trainer applies the gradient (`_train_on`).
+        2. write: the trainer writes the weights as files (`publish`).
+        3. journal: the journal records the version and the step on disk (`publish`).
+        4. offer: the engine is asked to serve the version (`ServedVersions.make_current`).
+        5. confirmed: the engine, or one replica of it, serves the version; otherwise the one before it keeps serving.
+        6. admit: the units are consumed, so new episodes may start, and the board names the version current.
         """
         version = self.board.next_version(policy)
         batch = TrainBatch(

@@ -1,4 +1,4 @@
-"""docs/follow_one_episode.md leads a newcomer from file to file; every symbol it names exists."""
+"""The pages that follow an episode and an update lead from file to file; every symbol they name exists."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
+PAGES = ("follow_one_episode.md", "follow_one_update.md")
 SYMBOL = re.compile(r"`([\w./-]+\.py)::([\w.]+)`")
 
 
@@ -25,8 +28,9 @@ def has_symbol(body: list[ast.stmt], dotted: str) -> bool:
     return False
 
 
-def test_every_symbol_exists(repository: Path) -> None:
-    page = (repository / "docs" / "follow_one_episode.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", PAGES)
+def test_every_symbol_exists(repository: Path, name: str) -> None:
+    page = (repository / "docs" / name).read_text(encoding="utf-8")
     symbols = SYMBOL.findall(page)
     files = {path for path, _ in symbols}
 
@@ -35,8 +39,9 @@ def test_every_symbol_exists(repository: Path) -> None:
     assert not [f"{path}::{symbol}" for path, symbol in symbols if not has_symbol(trees[path].body, symbol)]
 
 
-def test_every_file_it_names_exists(repository: Path) -> None:
-    page = (repository / "docs" / "follow_one_episode.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", PAGES)
+def test_every_file_it_names_exists(repository: Path, name: str) -> None:
+    page = (repository / "docs" / name).read_text(encoding="utf-8")
     paths = re.findall(r"`((?:agentrl|environments|examples|docs|tests)/[\w./-]+\.\w+)", page)
     assert paths
     assert not [path for path in paths if not (repository / path).exists()]

@@ -1,4 +1,4 @@
-"""docs/follow_one_episode.md: one episode and its optimizer step enter every function that the page names."""
+"""One episode and its optimizer step enter every function that the pages on an episode and an update name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.test_follow_one_episode import SYMBOL
+from tests.architecture.test_follow_one_episode import PAGES, SYMBOL
 from tests.support import warm
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -27,13 +27,16 @@ print(json.dumps([[file, name] for file, name, _ in step.trace.events]))
 """
 
 
-def test_an_episode_enters_every_function_of_the_page(repository: Path, tmp_path: Path) -> None:
-    page = (repository / "docs" / "follow_one_episode.md").read_text(encoding="utf-8")
-    symbols = {(path, symbol.rpartition(".")[2]) for path, symbol in SYMBOL.findall(page)}
-    functions = {(path, name) for path, name in symbols if name.islower()}
-    assert len(functions) >= 6
+def functions_of(page: Path) -> set[tuple[str, str]]:
+    symbols = {(path, symbol.rpartition(".")[2]) for path, symbol in SYMBOL.findall(page.read_text(encoding="utf-8"))}
+    return {(path, name) for path, name in symbols if name.islower()}
+
+
+def test_an_episode_and_its_update_enter_every_function_of_the_pages(repository: Path, tmp_path: Path) -> None:
+    pages = {name: functions_of(repository / "docs" / name) for name in PAGES}
+    assert all(len(functions) >= 6 for functions in pages.values())
     (script := tmp_path / "traced.py").write_text(TRACED)
     traced = warm.script(repository, script, str(tmp_path))
     assert traced.returncode == 0, traced.stderr
     entered = {(file, name.rpartition(".")[2]) for file, name in json.loads(traced.stdout.splitlines()[-1])}
-    assert not functions - entered
+    assert not {name: functions - entered for name, functions in pages.items() if functions - entered}
