@@ -87,7 +87,7 @@ def _admission(reader: RunReader, line: EpisodeLine, problems: list[str]) -> lis
             reasons.append(
                 Reason(
                     "order",
-                    f"deadline {spec.deadline}. Waiting calls are served by earliest deadline; ties go to parents, "
+                    f"deadline {spec.deadline}: waiting calls are served by earliest deadline; ties go to parents, "
                     "then to the agent that has sampled most tokens",
                 )
             )
