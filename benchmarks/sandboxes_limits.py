@@ -10,7 +10,8 @@ from pathlib import Path
 from textwrap import dedent
 
 from agentrl.sandbox.bubblewrap import BubblewrapDriver
-from agentrl.sandbox.sandbox import CommandResult, Sandbox
+from agentrl.sandbox.driver import CommandResult
+from agentrl.sandbox.sandbox import Sandbox
 from benchmarks.sandboxes_users import as_users
 
 SANDBOX = Sandbox(memory_mb=256, seconds=4, disk_mb=64, inodes=5_000, processes=64)

@@ -1,5 +1,5 @@
 """Sandboxes for untrusted commands, with limits, built with bubblewrap.
 
-`driver.py` has the port and its records, `bubblewrap.py` the driver, `keeper.py` the process that owns the sandboxes,
-`seccomp.py` the system calls they are refused, and `checks.py` what this machine can prove.
+`sandbox.py` has what environments use, `driver.py` the port and its records, `bubblewrap.py` the driver, `keeper.py`
+the process that owns the sandboxes, `seccomp.py` the refused system calls, and `checks.py` what this machine can prove.
 """

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import InputError
 from agentrl.sandbox import keeper, seccomp
-from agentrl.sandbox.sandbox import CommandResult, Sandbox, SandboxError
+from agentrl.sandbox.driver import CommandResult, SandboxError, SandboxLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,7 +56,7 @@ class BubblewrapDriver:
         self._starting = asyncio.Lock()
         self._names = itertools.count(1)
 
-    async def create(self, sandbox: Sandbox) -> BubblewrapLease:
+    async def create(self, limits: SandboxLimits) -> BubblewrapLease:
         async with self._starting:
             if self._keeper is None or self._keeper.lost is not None:
                 if self._keeper is not None:
@@ -67,12 +67,12 @@ class BubblewrapDriver:
         await client.ask(
             "create",
             lease=name,
-            disk_mb=sandbox.disk_mb,
-            inodes=sandbox.inodes,
-            root=sandbox.root,
-            read=list(sandbox.read),
+            disk_mb=limits.disk_mb,
+            inodes=limits.inodes,
+            root=limits.root,
+            read=list(limits.read),
         )
-        return BubblewrapLease(client, name, sandbox)
+        return BubblewrapLease(client, name, limits)
 
     async def close(self) -> None:
         if self._keeper is not None:
@@ -83,8 +83,8 @@ class BubblewrapDriver:
 class BubblewrapLease:
     """Implements `SandboxLease`."""
 
-    def __init__(self, client: _KeeperClient, name: str, sandbox: Sandbox) -> None:
-        self.sandbox = sandbox
+    def __init__(self, client: _KeeperClient, name: str, limits: SandboxLimits) -> None:
+        self.limits = limits
         self._client = client
         self._name = name
         self._is_closed = False
@@ -100,7 +100,7 @@ class BubblewrapLease:
         seconds: float | None = None,
         listener: Callable[[socket.socket], None] | None = None,
     ) -> CommandResult:
-        if (self.sandbox.network == "gateway") != (listener is not None):
+        if (self.limits.network == "gateway") != (listener is not None):
             raise InputError("sandbox: give `listener` with network = 'gateway', and only then")
         if not argv or any("\0" in text for text in (*argv, *(environment or {}), *(environment or {}).values())):
             raise InputError("sandbox: a command needs a program, and neither it nor its environment may contain NUL")
@@ -108,7 +108,7 @@ class BubblewrapLease:
             await self.write(
                 {path if path.startswith("/") else f"{directory}/{path}": body for path, body in files.items()}
             )
-        streams = [_Capture(self.sandbox.output_bytes) for _ in range(2)]
+        streams = [_Capture(self.limits.output_bytes) for _ in range(2)]
         with _memory_file("stdin", stdin) as source:
             try:
                 reply = await self._client.ask(
@@ -119,10 +119,10 @@ class BubblewrapLease:
                     argv=list(argv),
                     environment=dict(environment or {}),
                     directory=directory,
-                    seconds=min(seconds or self.sandbox.seconds, self.sandbox.seconds),
-                    memory_mb=self.sandbox.memory_mb,
-                    processes=self.sandbox.processes,
-                    network=self.sandbox.network,
+                    seconds=min(seconds or self.limits.seconds, self.limits.seconds),
+                    memory_mb=self.limits.memory_mb,
+                    processes=self.limits.processes,
+                    network=self.limits.network,
                     port=GATEWAY_PORT,
                 )
                 outputs = [await stream.finish() for stream in streams]

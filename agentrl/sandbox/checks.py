@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.sandbox.bubblewrap import BubblewrapDriver, find_bwrap
-from agentrl.sandbox.sandbox import CommandResult, Sandbox, SandboxError
+from agentrl.sandbox.driver import CommandResult, SandboxError, SandboxLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_SMALL = Sandbox(memory_mb=64, seconds=10, disk_mb=8, inodes=200, processes=16, output_bytes=4096)
+_SMALL = SandboxLimits(memory_mb=64, seconds=10, disk_mb=8, inodes=200, processes=16, output_bytes=4096)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from agentrl.core.errors import InputError
 from agentrl.sandbox import seccomp
 from agentrl.sandbox.bubblewrap import BubblewrapDriver, BubblewrapLease
 from agentrl.sandbox.checks import check_sandboxes
-from agentrl.sandbox.sandbox import CommandResult, SandboxError
+from agentrl.sandbox.driver import CommandResult, SandboxError
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 
