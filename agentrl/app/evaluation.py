@@ -270,16 +270,16 @@ def _by_policy(config: RunConfig, policy: Directory | Mapping[str, Directory] | 
     """Return the directory of weights of each policy."""
     if policy is None:
         return {}
-    known = ", ".join(config.policies)
+    known_policies = ", ".join(config.policies)
     if isinstance(policy, Mapping):
         unknown = [name for name in policy if name not in config.policies]
         if unknown:
-            raise InputError(f"no policy {unknown[0]!r} to load weights into; policies: {known}")
+            raise InputError(f"no policy {unknown[0]!r} to load weights into; policies: {known_policies}")
         return policy
     names = list(config.trained or config.policies)
     if len(names) > 1:
         raise InputError(
-            f"{policy} is given without a policy, and the run has several; write NAME=DIR. Policies: {known}"
+            f"{policy} is given without a policy, and the run has several; write NAME=DIR. Policies: {known_policies}"
         )
     return {names[0]: policy}
 

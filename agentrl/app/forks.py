@@ -257,10 +257,10 @@ def weights_at_fork_point(
         newest = None if policy in used else _newest(parent, policy)
         if newest is not None:
             versions[policy] = newest
-    found = {policy: _weights(parent, version) for policy, version in versions.items()}
+    weights_of = {policy: _weights(parent, version) for policy, version in versions.items()}
     return [
         replace(weights, version=weights.version._replace(policy=policy))
-        for policy, weights in found.items()
+        for policy, weights in weights_of.items()
         if weights is not None
     ]
 
@@ -391,9 +391,9 @@ def _points(journal: Path, partition: str, first: JournalEntry, begin: BeginEntr
         directory = os.path.normpath(os.path.join(directory, begin.fork.journal))
         points[begin.fork.episode_id] = replace(begin.fork, journal=directory)
         _, entries = _entries(Path(directory), begin.fork.episode_id, begin.fork.attempt)
-        found = decode_entries(entries[:1])[0]
-        assert isinstance(found, BeginEntry)
-        begin = found
+        begin_entry = decode_entries(entries[:1])[0]
+        assert isinstance(begin_entry, BeginEntry)
+        begin = begin_entry
     return points
 
 

@@ -165,8 +165,10 @@ def gpu_memory_needs(config: RunConfig, plan: MemoryEstimate) -> list[GpuMemoryN
     if config.engine.kind != "vllm":
         return needs
     devices_each, replicas = config.engine.devices, config.engine.count
-    held = [_engine_memory(base) for base in config.bases]
-    least = [(one.weights + one.adapters + one.keys_and_values // slots(config)) // devices_each for one in held]
+    engine_needs = [_engine_memory(base) for base in config.bases]
+    least = [
+        (one.weights + one.adapters + one.keys_and_values // slots(config)) // devices_each for one in engine_needs
+    ]
     settings = "a larger tensor_parallel_size in [engine.vllm]; or a larger engine.memory_share"
     for number, (engine, share) in enumerate(zip(devices.engines, devices.shares, strict=True)):
         for at in engine:

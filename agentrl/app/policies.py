@@ -199,9 +199,9 @@ def check_engine_capabilities(config: RunConfig, capabilities: EngineCapabilitie
             raise ConfigError(f"the engine {capabilities.name!r} does not support {need}")
 
 
-def _check_names(config: RunConfig, environment: type[Environment], known: list[str]) -> None:
+def _check_names(config: RunConfig, environment: type[Environment], known_names: list[str]) -> None:
     """Check the names in `[seats]`: a misspelt seat would silently be held by another policy."""
-    names = {*known, *(seat.rsplit(".", 1)[-1] for seat in known)}
+    names = {*known_names, *(seat.rsplit(".", 1)[-1] for seat in known_names)}
     for seat in config.seats:
         if seat not in names:
             near = difflib.get_close_matches(seat, sorted(names), n=1)
@@ -451,14 +451,14 @@ def frozen_policy_weights(config: RunConfig) -> list[WeightsRef]:
     Raises:
         InputError: a policy's directory has no weights, or an adapter of another base model.
     """
-    found = []
+    frozen_weights = []
     for name, policy in config.of_kind(FrozenPolicy).items():
         if policy.path:
             weights = weights_from_directory(name, policy.path)
             if weights.kind == "adapter":
                 check_adapter_base(weights, Path(config.base_of(name)))
-            found.append(weights)
-    return found
+            frozen_weights.append(weights)
+    return frozen_weights
 
 
 def check_adapter_base(weights: WeightsRef, base: Path) -> None:

@@ -529,10 +529,10 @@ def load_user_functions(config: RunConfig) -> UserLossAndAdvantage:
         make_loss(config.trainer)
     if advantage.name in REWARD_ESTIMATORS:
         return UserLossAndAdvantage(codes, None)
-    given = None
+    user_function = None
     if advantage.name not in ADVANTAGE_NAMES:
-        codes["advantage"], given = find_function("advantage", advantage.name, key="credit.advantage")
-    estimator = make_advantage_estimator(advantage.name, advantage.options, given)
+        codes["advantage"], user_function = find_function("advantage", advantage.name, key="credit.advantage")
+    estimator = make_advantage_estimator(advantage.name, advantage.options, user_function)
     at_end_of_group = {
         "credit.turn_credit = 'to_go' compares the turns of a group": credit.turn_credit != "sum",
         "credit.release = 'dynamic_sampling' drops groups when they end": credit.dynamic_sampling,

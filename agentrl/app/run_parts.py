@@ -283,13 +283,13 @@ class RunFactories:
     """Callback with the loop of each start before it runs; tests use it to disturb the loop."""
 
 
-def environment_of(config: RunConfig, given: type | Mapping[Any, float] | None = None) -> type[Environment]:
+def environment_of(config: RunConfig, environment: type | Mapping[Any, float] | None = None) -> type[Environment]:
     """Return the environment of a run: the configured or the given one, plus the environments that are only evaluated.
 
     Raises:
         EnvironmentDefinitionError: there is no environment of that name, or a mixture is invalid.
     """
-    chosen = resolve(config.environment.id if given is None else given)
+    chosen = resolve(config.environment.id if environment is None else environment)
     return with_evaluated_environments(chosen, (resolve(name) for name, _, _ in config.evaluation.splits if name))
 
 
@@ -337,12 +337,14 @@ def _source(
     return tasks
 
 
-def _options(config: RunConfig, whole: type[Environment], environment: type[Environment]) -> Mapping[str, Any]:
+def _options(
+    config: RunConfig, root_environment: type[Environment], environment: type[Environment]
+) -> Mapping[str, Any]:
     """Return the options of one environment of a run: the table of its name, or all if it alone is trained."""
-    options, trained = config.environment.options, trained_root_environments(whole)
+    options, trained = config.environment.options, trained_root_environments(root_environment)
     if len(trained) == 1:
         return options if environment is trained[0] else {}
-    names = [root.__name__ for root in root_environments(whole)]
+    names = [root.__name__ for root in root_environments(root_environment)]
     for key, environment_options in options.items():
         if key not in names or not isinstance(environment_options, Mapping):
             raise ConfigError(

@@ -181,7 +181,11 @@ def run_curve(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
         near = near or difflib.get_close_matches(options.metric, names, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else f"recorded were: {', '.join(names) or 'none'}"
         raise InputError(f"no metric {options.metric!r}; {hint}")
-    series = [{"policy": name, "step": step, "value": value} for name, found in values.items() for step, value in found]
+    series = [
+        {"policy": name, "step": step, "value": value}
+        for name, policy_points in values.items()
+        for step, value in policy_points
+    ]
     return RunAnswer(series, lambda: metric_curves_page(options.metric, values))
 
 

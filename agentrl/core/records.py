@@ -422,8 +422,8 @@ class EpisodeHeader:
         if not all(sides):
             return None
         first, other = (sum(t.reward or 0.0 for t in side) / len(side) for side in sides)
-        played, past = (PolicyVersion(learner, side[0].lineage, side[0].oldest_step) for side in sides)
-        return GameResult(played, past, 0.5 if first == other else float(first > other))
+        played, opponent_version = (PolicyVersion(learner, side[0].lineage, side[0].oldest_step) for side in sides)
+        return GameResult(played, opponent_version, 0.5 if first == other else float(first > other))
 
 
 class GameResult(NamedTuple):

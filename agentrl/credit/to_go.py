@@ -33,6 +33,7 @@ def advantages_to_go(
         length.
 
     Example:
+        >>> from agentrl.credit.advantages.group_baselines import leave_one_out
         >>> advantages_to_go(leave_one_out, [1.0, 0.0], [[(0, 1.0)], []], ["e0", "e1"])
         [(1.0, 0.0), (-1.0, 0.0)]
     """

@@ -90,11 +90,11 @@ def fork_tree(reader: RunReader) -> list[ForkTreeNode]:
     for episode, point in points.items():
         below.setdefault(point.episode_id, []).append(episode)
     tree: list[ForkTreeNode] = []
-    whole = _Forks(below, points, lines, versions)
+    all_forks = _Forks(below, points, lines, versions)
     for parent in [name for name in below if name not in points]:
         attempt = points[below[parent][0]].attempt
         tree += [ForkTreeNode(0, line, "", is_edited=False) for line in reader.lines([(parent, attempt)])]
-        _grow(tree, parent, 1, whole)
+        _grow(tree, parent, 1, all_forks)
     return tree
 
 

@@ -233,9 +233,11 @@ class _Counting:
                 name = agent_name(*agent)
                 self._problem(f"episode {key[0]} attempt {key[1]}: {name} has turns {sorted(numbers)} in its entries")
 
-    def _name_missing(self, log: SqliteRunLog, name: str, expected: Mapping[Key, int], left: Mapping[Key, int]) -> None:
+    def _name_missing(
+        self, log: SqliteRunLog, name: str, expected: Mapping[Key, int], missing_entries: Mapping[Key, int]
+    ) -> None:
         """Report the episodes with missing entries, unless they were pruned."""
-        missing = {key: count for key, count in left.items() if count}
+        missing = {key: count for key, count in missing_entries.items() if count}
         # Read afterwards: a run records what it prunes before pruning.
         pruned = log.pruned({episode for episode, _ in missing})
         for (episode, attempt), count in missing.items():
@@ -268,7 +270,9 @@ class _Counting:
             self._problem(f"episode {episode} attempt {attempt} ended and was never admitted")
         units = {policy: UnitCounts() for policy in sorted(self._through)}
         states = {key: self._count_units(key, policies, units) for key, policies in self._committed.items()}
-        for key, policy in self._consumed.keys() - {(k, p) for k, held in self._committed.items() for p in held}:
+        for key, policy in self._consumed.keys() - {
+            (k, p) for k, committed_policies in self._committed.items() for p in committed_policies
+        }:
             self._problem(f"episode {key[0]} attempt {key[1]}: trained as a unit of {policy} and never committed")
         episodes: dict[str, EpisodeCounts] = {}
         for episode, attempt in sorted(newest.items()):
@@ -295,8 +299,8 @@ class _Counting:
         elif "consumed" in reasons:
             counts.trained += 1
         else:
-            why = min(reasons, default="frozen")
-            counts.dropped[why] = counts.dropped.get(why, 0) + 1
+            cause = min(reasons, default="frozen")
+            counts.dropped[cause] = counts.dropped.get(cause, 0) + 1
 
     def _count_units(self, key: Key, policies: set[str], units: Mapping[str, UnitCounts]) -> set[str]:
         """Return the states of a committed episode's units: `ready`, `consumed`, or drop reasons."""

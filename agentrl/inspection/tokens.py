@@ -351,9 +351,9 @@ def newest_step_token_values(
             except JournalError as error:
                 problems.append(str(error))
                 continue
-            found = [row for row in rows if row.episode == line.episode and row.row == played.number]
-            if found:
-                places = {at: (part, place) for part in found for place, at in enumerate(part.position)}
+            matches = [row for row in rows if row.episode == line.episode and row.row == played.number]
+            if matches:
+                places = {at: (part, place) for part in matches for place, at in enumerate(part.position)}
                 return StepTokenValues(f"{policy}@{key[1]}.{key[2]}", places)
     return None
 
@@ -389,10 +389,10 @@ def _tokens(
 
 
 def _training(trained: StepTokenValues | None, position: int, *, is_forced: bool) -> dict[str, Any]:
-    found = None if trained is None else trained.places.get(position)
-    if found is None:
+    token_place = None if trained is None else trained.places.get(position)
+    if token_place is None:
         return {"entropy": 0.0 if is_forced else None}
-    columns, place = found
+    columns, place = token_place
     now, then = columns.trainer_logprobs[place], columns.behavior_logprobs[place]
     is_finite = math.isfinite(now) and math.isfinite(then) and abs(now - then) < 700.0
     return {

@@ -246,8 +246,8 @@ class MemoryJournal(RunJournal):
             return pruned
         settled = Settled(self, rule, frozenset())
         for log in self.turn_logs.values():
-            there = {(entry.episode_id, entry.attempt) for entry in log.entries[: log.on_disk]}
-            attempts = there & settled.among([episode_id for episode_id, _ in there])
+            written_attempts = {(entry.episode_id, entry.attempt) for entry in log.entries[: log.on_disk]}
+            attempts = written_attempts & settled.among([episode_id for episode_id, _ in written_attempts])
             if attempts and not stopped():
                 pruned.episodes += len(attempts)
                 self.record(

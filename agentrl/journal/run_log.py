@@ -181,8 +181,8 @@ class RunLog:
         """
         below = f"{_IS_ROOT} AND {_NUMBER} < ?"
         values = (*_root(prefix)[1:], len(prefix) + 1, stop)
-        ((known,),) = self.rows(f"SELECT count(DISTINCT episode) FROM admissions WHERE {below}", *values)
-        if known == stop:  # the usual case, in which nothing needs to be listed
+        ((admitted_count,),) = self.rows(f"SELECT count(DISTINCT episode) FROM admissions WHERE {below}", *values)
+        if admitted_count == stop:  # the usual case, in which nothing needs to be listed
             return []
         rows = self.rows(f"SELECT DISTINCT episode FROM admissions WHERE {below}", *values)
         admitted = {int(name.removeprefix(prefix)) for (name,) in rows}

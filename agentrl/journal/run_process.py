@@ -115,9 +115,9 @@ def find_writing_process(directory: Path, name: str = LOCK_FILE) -> int | None:
     for line in locks:  # such as `7: FLOCK  ADVISORY  WRITE 4711 08:01:1311768 0 EOF`
         words = line.split()
         if len(words) > 5 and words[1] == "FLOCK":
-            where, _, inode = words[5].rpartition(":")
+            device_id, _, inode = words[5].rpartition(":")
             holder = int(words[4])
-            if inode == str(lock_stat.st_ino) and (where == device or holder == named):
+            if inode == str(lock_stat.st_ino) and (device_id == device or holder == named):
                 return holder
     return None
 

@@ -354,9 +354,9 @@ def find_registered_metric(name: str) -> Metric | None:
         >>> find_registered_metric("reward/solver").name
         'reward/<seat>'
     """
-    found = _BY_NAME.get(name)
-    if found is not None:
-        return found
+    registered = _BY_NAME.get(name)
+    if registered is not None:
+        return registered
     return next((metric for metric in METRICS if "<" in metric.name and name.startswith(_before_word(metric))), None)
 
 
