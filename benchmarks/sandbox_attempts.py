@@ -574,4 +574,5 @@ def main():
         print(line.decode() or json.dumps([name, False, "ended by a signal"]), flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()
