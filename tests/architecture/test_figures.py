@@ -11,7 +11,15 @@ import pytest
 
 from benchmarks.figures import Benchmark, Bound, Measured, judged, read_bounds
 
-NOT_MEASURING = {"figures", "fuzzed", "naive_loop", "chaos_run", "client_programs", "asking_program"}
+NOT_MEASURING = {
+    "figures",
+    "fuzzed",
+    "naive_loop",
+    "chaos_run",
+    "client_programs",
+    "asking_program",
+    "sandbox_attempts",
+}
 """They have a command line, and print no figures of their own: this comparison, and processes of other benchmarks."""
 
 
