@@ -36,6 +36,7 @@ from agentrl.config.policies import ExternalPolicyConfig, FrozenPolicy, RemotePo
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError, EngineLostError, InputError, RunDirectoryError
+from agentrl.core.intervals import confidence_half_width
 from agentrl.core.records import EpisodeHeader, PolicyVersion, Task, WeightsRef
 from agentrl.core.text import plural
 from agentrl.credit.estimators import REWARD_ESTIMATORS
@@ -48,7 +49,7 @@ from agentrl.journal.run_process import record_process_state, recording_process_
 from agentrl.observe.run_state import MetricsFile
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.dispatch import ChangeCondition
-from agentrl.orchestrator.evaluation import HeldOutSplit, confidence_half_width, evaluation_metrics, repeat_tasks
+from agentrl.orchestrator.evaluation import HeldOutSplit, evaluation_metrics, repeat_tasks
 from agentrl.orchestrator.versions import ServedVersions
 
 if TYPE_CHECKING:

@@ -107,6 +107,21 @@ READING = (
                 (_RUN, _argument("--metric", help="plot this metric instead of the reward")),
             ),
             Command(
+                "compare",
+                "compare runs: settings that differ, metrics, curves, paired held-out rewards with intervals",
+                "runs:run_compare",
+                (
+                    _argument("runs", nargs="+", metavar="RUN", help="directories or names; the first is the baseline"),
+                    _argument("--by", choices=["step", "tokens", "seconds"], default="step", help="axis of the curves"),
+                    _argument(
+                        "--metric",
+                        action="append",
+                        metavar="NAME",
+                        help="compare the curves of this metric; may be given several times; default: the rewards",
+                    ),
+                ),
+            ),
+            Command(
                 "view",
                 "show one screen of a run, also while it trains; q leaves",
                 "runs:run_view",

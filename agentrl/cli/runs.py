@@ -189,6 +189,19 @@ def run_curve(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     return RunAnswer(series, lambda: metric_curves_page(options.metric, values))
 
 
+def run_compare(options: argparse.Namespace) -> int:
+    """`agentrl run compare A B … [--by AXIS] [--metric NAME]`."""
+    from agentrl.inspection.render import comparison_page
+    from agentrl.inspection.run_comparison import CURVES, compare_runs
+
+    with contextlib.ExitStack() as stack:
+        readers = [stack.enter_context(contextlib.closing(RunReader(find_run(name)))) for name in options.runs]
+        for reader in readers:
+            stack.enter_context(convert_damage_errors(reader.log))
+        found = compare_runs(readers, axis=options.by, metrics=options.metric or CURVES)
+        return print_answer(RunAnswer(found, lambda: comparison_page(found)), options)
+
+
 def run_view(options: argparse.Namespace) -> int:
     """`agentrl run view [RUN] [--once]`: until q, Ctrl-C, or the end of the run."""
     with open_run(options) as reader:

@@ -505,15 +505,27 @@ class RunReader:
         """Return a metric's values by policy and step, along the surviving line, without those that a rollback
         undid.
         """
-        values: dict[str, dict[int, float | None]] = {}
-        statement = (
-            "SELECT policy, step, value FROM metrics m WHERE name = ? AND NOT EXISTS (SELECT 1 FROM versions v"
-            " WHERE v.policy = m.policy AND coalesce(v.parent_lineage, -1) < v.lineage"
-            " AND coalesce(v.parent_step, -1) < m.step AND v.published_at > m.recorded_at) ORDER BY id"
-        )
-        for policy, step, value in self.log.rows(statement, name):
-            values.setdefault(policy, {})[step] = value
-        return {policy: sorted(by_step.items()) for policy, by_step in sorted(values.items())}
+        return self.metrics([name]).get(name, {})
+
+    def metrics(self, names: Sequence[str] | None = None) -> dict[str, dict[str, list[tuple[int, float | None]]]]:
+        """Return the values of metrics as `metric` does, by name; None: of all metrics."""
+        undone: dict[str, list[tuple[int, float]]] = {}
+        for policy, step, at in self.log.rows(
+            "SELECT policy, coalesce(parent_step, -1), published_at FROM versions"
+            " WHERE coalesce(parent_lineage, -1) < lineage"
+        ):
+            undone.setdefault(policy, []).append((step, at))
+        chosen, parameters = ("1", ()) if names is None else (f"name IN ({', '.join('?' * len(names))})", tuple(names))
+        values: dict[str, dict[str, dict[int, float | None]]] = {}
+        for name, policy, step, value, at in self.log.rows(
+            f"SELECT name, policy, step, value, recorded_at FROM metrics WHERE {chosen} ORDER BY id", *parameters
+        ):
+            if not any(step > last and at < published for last, published in undone.get(policy, ())):
+                values.setdefault(name, {}).setdefault(policy, {})[step] = value
+        return {
+            name: {policy: sorted(by_step.items()) for policy, by_step in sorted(by_policy.items())}
+            for name, by_policy in sorted(values.items())
+        }
 
     def metric_names(self) -> list[str]:
         """Return the names of the recorded metrics."""

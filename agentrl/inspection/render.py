@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from agentrl.inspection.ledger import RunLedger
     from agentrl.inspection.reader import EpisodeLine, RewardCurvePoint, RunLine
+    from agentrl.inspection.run_comparison import CurvePoint, RunsComparison
     from agentrl.inspection.statistics import EpisodeDistribution, OpponentResult, RunStatistics
     from agentrl.inspection.steps import StepLine, StepView
     from agentrl.inspection.timelines import RunTimeline
@@ -264,6 +265,77 @@ def metric_curves_page(metric: str, values: Mapping[str, Sequence[tuple[int, flo
         title = f"{metric} of {policy}" if len(values) > 1 else metric
         page.block(plot_curve([v for _, v in present], steps=[s for s, _ in present], title=title), indent=0)
     return page
+
+
+CURVE_ROWS = 12
+"""Maximum number of rows of a compared curve on a terminal."""
+SIDE_BY_SIDE = ("reward/mean", "episodes/tokens", "entropy", "k3", "grad_norm", "tokens/sampled_per_s", "run/seconds")
+"""Metrics that a terminal shows side by side, with those of evaluations; `--json` has all of them."""
+
+
+def comparison_page(found: RunsComparison) -> TerminalPage:
+    """Make a page with a comparison of runs."""
+    page, names = TerminalPage(), [group.name for group in found.groups]
+    for group in found.groups:
+        if len(group.runs) > 1:
+            page.line((f"{group.name}: ", "bold"), ", ".join(group.runs))
+    page.heading("settings that differ")
+    if found.settings:
+        rows = [[line.name, *("" if value is None else str(value) for value in line.values)] for line in found.settings]
+        page.table(["setting", *names], rows)
+    else:
+        page.line("none")
+    page.heading("held-out reward, paired over the same tasks")
+    rows = [
+        [
+            *(line.group, line.policy, format_number(line.baseline), format_number(line.reward)),
+            *(f"{line.difference:+.3f} ± {line.error:.3f}", f"{line.better} / {line.worse} of {line.tasks}"),
+        ]
+        for line in found.paired
+    ]
+    if rows:
+        base = f"{names[0]}>"
+        page.table(["run", "policy", base, "reward>", "difference, 95 %>", "tasks better / worse>"], rows)
+    for note in found.notes:
+        page.line(note)
+    several = len({line.policy for line in found.metrics}) > 1
+    shown = [
+        line
+        for line in found.metrics
+        if line.metric in SIDE_BY_SIDE or line.metric in {"evaluation/reward", "evaluation/pass_at/1"}
+    ]
+    if shown:
+        page.heading("metrics: newest evaluation, mean of the last 5 steps")
+        page.table(
+            ["metric", *(f"{name}>" for name in names)],
+            [
+                [f"{line.policy}: {line.metric}" if several else line.metric, *map(format_number, line.values)]
+                for line in shown
+            ],
+        )
+    for policy, metric in dict.fromkeys((curve.policy, curve.metric) for curve in found.curves):
+        curves = {c.group: c.points for c in found.curves if (c.policy, c.metric) == (policy, metric)}
+        page.heading(f"{metric} of {policy}" if several else metric)
+        page.table([f"{found.axis}>", *(f"{name}>" for name in names)], _curve_rows(names, curves))
+    return page
+
+
+def _curve_rows(names: Sequence[str], curves: Mapping[str, Sequence[CurvePoint]]) -> list[list[str]]:
+    """Return rows of at most `CURVE_ROWS` places, each with the nearest point of every curve."""
+    every = sorted({point.x for points in curves.values() for point in points})
+    count = min(len(every), CURVE_ROWS)
+    places = [every[round(row * (len(every) - 1) / max(count - 1, 1))] for row in range(count)]
+    reach = (every[-1] - every[0]) / max(count - 1, 1) / 2
+    rows = []
+    for x in places:
+        cells = []
+        for name in names:
+            near = min(curves.get(name, ()), key=lambda point: abs(point.x - x), default=None)
+            is_here = near is not None and abs(near.x - x) <= reach
+            spread = f" ± {near.error:.3f}" if near is not None and near.error else ""
+            cells.append(f"{format_number(near.y)}{spread}" if near is not None and is_here else "")
+        rows.append([f"{x:,.0f}", *cells])
+    return rows
 
 
 def step_table(lines: Sequence[StepLine]) -> TerminalPage:

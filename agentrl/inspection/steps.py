@@ -79,11 +79,11 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True):
 def evaluation_list(reader: RunReader) -> list[EvaluationLine]:
     """List the evaluations of surviving versions by policy and step, with their metrics."""
     evaluations: dict[tuple[str, int], dict[str, float | None]] = {}
-    for name in reader.metric_names():
-        if name.startswith("evaluation/"):
-            for policy, values in reader.metric(name).items():
-                for step, value in values:
-                    evaluations.setdefault((policy, step), {})[name.removeprefix("evaluation/")] = value
+    names = [name for name in reader.metric_names() if name.startswith("evaluation/")]
+    for name, by_policy in reader.metrics(names).items():
+        for policy, values in by_policy.items():
+            for step, value in values:
+                evaluations.setdefault((policy, step), {})[name.removeprefix("evaluation/")] = value
     return [
         EvaluationLine(policy=policy, step=step, metrics=metrics)
         for (policy, step), metrics in sorted(evaluations.items())

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from agentrl.core import ids
 from agentrl.core.clock import Clock
 from agentrl.core.errors import CheckFailedError
+from agentrl.core.intervals import confidence_half_width
 from agentrl.core.ports import Observer
 from agentrl.core.records import EpisodeHeader, PolicyVersion, Task
 from agentrl.journal.port import JournalStore
@@ -148,12 +149,6 @@ def evaluation_metrics(
             if not metric.startswith(("evaluation/reward_error", "evaluation/pass_at")):
                 metrics.setdefault(metric.replace("reward", f"reward{whose}", 1), value)
     return metrics | _course(headers)
-
-
-def confidence_half_width(values: Sequence[float]) -> float:
-    """Return half the width of the 95 % interval of a mean of independent values: 1.96 s / √n, s by n - 1; 0 for one
-    value."""
-    return 1.96 * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 class _TaskResult(NamedTuple):

@@ -13,8 +13,9 @@ import pytest
 from agentrl.app.evaluation import EvaluatedEpisode, Evaluation
 from agentrl.core.errors import InputError
 from agentrl.core.ids import random_stream
+from agentrl.core.intervals import confidence_half_width
 from agentrl.core.records import EpisodeHeader
-from agentrl.orchestrator.evaluation import confidence_half_width, evaluation_metrics
+from agentrl.orchestrator.evaluation import evaluation_metrics
 from tests.support.builders import make_episode_header, make_spec
 
 

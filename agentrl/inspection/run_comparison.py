@@ -1,0 +1,402 @@
+"""Comparison of runs: differing settings, metrics side by side, aligned curves, paired held-out rewards.
+
+Runs that differ in their seed alone are one group, such as three seeds of one configuration. All differences are
+relative to the first group.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import msgspec
+
+from agentrl.core.errors import InputError, JournalError
+from agentrl.core.intervals import confidence_half_width
+from agentrl.journal.control_rows import ADMISSION_COLUMNS, decode_admission_row
+
+if TYPE_CHECKING:
+    from agentrl.core.records import EpisodeSpec
+    from agentrl.inspection.reader import RunReader
+
+Axis = Literal["step", "tokens", "seconds"]
+AXES: tuple[Axis, ...] = ("step", "tokens", "seconds")
+CURVES = ("reward/mean", "evaluation/reward")
+"""Metrics whose curves a comparison has unless others are named."""
+ERRORS = {"evaluation/reward": "evaluation/reward_error"}
+"""Metrics that are estimates, each with the metric that is half the width of its 95 % interval."""
+ERROR_GROUPS = ("evaluation/pass_at/", "evaluation/split_reward/")
+"""Groups of estimates; the interval of `evaluation/pass_at/1` is `evaluation/pass_at_error/1`."""
+_UNCOMPARED = frozenset({"name", "directory"})
+_SEED = "seed"
+_LAST = 5
+"""Number of newest steps over which a training metric is averaged."""
+_GRID = 200
+"""Number of places at which the curves of several seeds are averaged, if their points lie at different places."""
+
+
+class ComparedGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Runs that differ in their seed alone."""
+
+    name: str
+    runs: list[str]
+
+
+class SettingDifference(msgspec.Struct, frozen=True):
+    """A setting with different values."""
+
+    name: str
+    values: list[Any]
+    """Value in each group; None where the setting is absent."""
+
+
+class MetricComparison(msgspec.Struct, frozen=True):
+    """A metric of one policy, side by side."""
+
+    policy: str
+    metric: str
+    values: list[float | None]
+    """Value of each group: the mean of the last five steps, or the newest evaluation; then the mean over its runs."""
+
+
+class CurvePoint(msgspec.Struct, frozen=True):
+    """A point of a curve."""
+
+    x: float
+    y: float
+    error: float = 0.0
+    """Half the width of the 95 % interval of an estimate, or half the range of the runs of a group; 0 if neither."""
+
+
+class ComparedCurve(msgspec.Struct, frozen=True, kw_only=True):
+    """A curve of one group."""
+
+    group: str
+    policy: str
+    metric: str
+    points: list[CurvePoint]
+
+
+class PairedDifference(msgspec.Struct, frozen=True, kw_only=True):
+    """The held-out reward of a group minus that of the first group, over the same tasks."""
+
+    group: str
+    policy: str
+    steps: list[int]
+    """Steps of the compared evaluations: the newest of each run of the group, then of the first group."""
+    tasks: int
+    """Number of tasks that both groups were evaluated on."""
+    reward: float
+    baseline: float
+    """Reward of the first group over these tasks."""
+    difference: float
+    error: float
+    """Half the width of the 95 % interval of the difference, over tasks, and over runs if a group has several."""
+    better: int
+    worse: int
+
+
+class RunsComparison(msgspec.Struct, frozen=True, kw_only=True):
+    """The comparison of several runs."""
+
+    groups: list[ComparedGroup]
+    settings: list[SettingDifference]
+    metrics: list[MetricComparison]
+    axis: str
+    curves: list[ComparedCurve]
+    paired: list[PairedDifference]
+    notes: list[str]
+    """Reasons why a part of the comparison is missing."""
+
+
+class _Run(NamedTuple):
+    name: str
+    settings: dict[str, Any]
+    values: dict[str, dict[str, list[tuple[int, float | None]]]]
+    """Values by metric and policy."""
+
+
+def compare_runs(
+    readers: Sequence[RunReader], *, axis: str = "step", metrics: Sequence[str] = CURVES
+) -> RunsComparison:
+    """Compare runs; the first is the one that the others are compared with.
+
+    Args:
+        readers: one reader per run, at least one.
+        axis: what the curves are aligned by: `step`, sampled `tokens`, or `seconds` since training began.
+        metrics: metrics whose curves are compared.
+
+    Raises:
+        InputError: no run is given, the axis is unknown, or no run recorded a metric.
+        JournalError: a journal is damaged.
+    """
+    if not readers:
+        raise InputError("name the runs to compare, such as `agentrl run compare a b`")
+    if axis not in AXES:
+        raise InputError(f"curves are aligned by one of {', '.join(AXES)}, not by {axis!r}")
+    runs = [
+        _Run(name, _settings(reader), reader.metrics()) for name, reader in zip(_names(readers), readers, strict=True)
+    ]
+    for metric in metrics:
+        if metric not in CURVES and not any(metric in run.values for run in runs):
+            raise InputError(f"no run recorded the metric {metric!r}; `agentrl run metrics RUN` lists metrics")
+    members = _grouped(runs)
+    groups = [ComparedGroup(name=name, runs=[runs[at].name for at in places]) for name, places in members.items()]
+    curves, notes = list[ComparedCurve](), list[str]()
+    for metric in metrics:
+        for name, places in members.items():
+            curves += _curves(name, [runs[at] for at in places], metric, axis)
+    if axis != "step" and not curves:
+        notes.append(f"no run recorded the {axis} of its steps, so no curve is aligned by them")
+    paired, missing = _paired({name: [readers[at] for at in places] for name, places in members.items()})
+    return RunsComparison(
+        groups=groups,
+        settings=_setting_differences([runs[places[0]].settings for places in members.values()]),
+        metrics=_metric_comparisons([[runs[at] for at in places] for places in members.values()]),
+        axis=axis,
+        curves=curves,
+        paired=paired,
+        notes=[*notes, *missing],
+    )
+
+
+def interval_metric(metric: str) -> str | None:
+    """Return the metric that is half the width of a metric's 95 % interval; None if the metric is no estimate."""
+    for group in ERROR_GROUPS:
+        if metric.startswith(group):
+            return f"{group[:-1]}_error/{metric.removeprefix(group)}"
+    return ERRORS.get(metric)
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+def _names(readers: Sequence[RunReader]) -> list[str]:
+    """Return a distinct name for each run: that of its directory, or its path."""
+    names = [reader.path.resolve().name for reader in readers]
+    names = [name if names.count(name) == 1 else str(reader.path) for name, reader in zip(names, readers, strict=True)]
+    return [name if name not in names[:at] else f"{name} ({at + 1})" for at, name in enumerate(names)]
+
+
+def _settings(reader: RunReader) -> dict[str, Any]:
+    """Return the resolved configuration as a flat table, without the settings that name the run."""
+    config = reader.info().get("config")
+    flat: dict[str, Any] = {}
+    pending = [("", config)] if isinstance(config, dict) else []
+    while pending:
+        prefix, table = pending.pop()
+        for key, value in table.items():
+            name = f"{prefix}{key}"
+            if isinstance(value, dict) and value:
+                pending.append((f"{name}.", value))
+            elif name not in _UNCOMPARED:
+                flat[name] = value
+    return flat
+
+
+def _grouped(runs: Sequence[_Run]) -> dict[str, list[int]]:
+    """Group runs that differ in their seed alone; a group is named after its first run."""
+    groups: dict[str, list[int]] = {}
+    for at, run in enumerate(runs):
+        for places in groups.values():
+            first = runs[places[0]]
+            differs = _differing([first.settings, run.settings])
+            if run.settings and differs == [_SEED]:
+                places.append(at)
+                break
+        else:
+            groups[run.name] = [at]
+    return {
+        name if len(places) == 1 else f"{name} and {len(places) - 1} more seeds": places
+        for name, places in groups.items()
+    }
+
+
+def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    names = sorted({name for each in settings for name in each})
+    return [name for name in names if any(each.get(name) != settings[0].get(name) for each in settings)]
+
+
+def _setting_differences(settings: Sequence[Mapping[str, Any]]) -> list[SettingDifference]:
+    return [SettingDifference(name, [each.get(name) for each in settings]) for name in _differing(settings)]
+
+
+# --- metrics and curves -----------------------------------------------------------------------------------------------
+
+
+def _metric_comparisons(groups: Sequence[Sequence[_Run]]) -> list[MetricComparison]:
+    keys = sorted(
+        {(policy, name) for runs in groups for run in runs for name in run.values for policy in run.values[name]}
+    )
+    found = [MetricComparison(policy, name, [_latest(runs, name, policy) for runs in groups]) for policy, name in keys]
+    return [each for each in found if any(value is not None for value in each.values)]
+
+
+def _latest(runs: Sequence[_Run], metric: str, policy: str) -> float | None:
+    known = []
+    for run in runs:
+        values = [value for _, value in run.values.get(metric, {}).get(policy, []) if value is not None]
+        if values:
+            newest = values[-1:] if metric.startswith("evaluation/") else values[-_LAST:]
+            known.append(statistics.fmean(newest))
+    return statistics.fmean(known) if known else None
+
+
+def _curves(group: str, runs: Sequence[_Run], metric: str, axis: str) -> list[ComparedCurve]:
+    policies = dict.fromkeys(policy for run in runs for policy in run.values.get(metric, {}))
+    found = []
+    for policy in policies:
+        curves = [curve for run in runs if (curve := _curve(run, metric, policy, axis))]
+        if curves:
+            points = curves[0] if len(curves) == 1 else _band(curves)
+            found.append(ComparedCurve(group=group, policy=policy, metric=metric, points=points))
+    return found
+
+
+def _curve(run: _Run, metric: str, policy: str, axis: str) -> list[CurvePoint]:
+    place = _places(run, policy, axis)
+    name = interval_metric(metric)
+    errors = dict(run.values.get(name, {}).get(policy, [])) if name else {}
+    points = []
+    for step, value in run.values.get(metric, {}).get(policy, []):
+        x = place(step)
+        if value is not None and x is not None:
+            points.append(CurvePoint(x, value, errors.get(step) or 0.0))
+    return points
+
+
+def _places(run: _Run, policy: str, axis: str) -> Any:
+    """Return a function from a step to its place on the axis; None if unknown."""
+    if axis == "step":
+        return float
+    name = "run/seconds" if axis == "seconds" else "step/tokens"
+    known = {0: 0.0}
+    for step, value in run.values.get(name, {}).get(policy, []):
+        if value is not None:
+            known[step] = value if axis == "seconds" else max(known.values()) + value
+    return (lambda step: known.get(step)) if len(known) > 1 else (lambda step: None)
+
+
+def _band(curves: Sequence[Sequence[CurvePoint]]) -> list[CurvePoint]:
+    """Average curves where all of them are known; the error is half the range."""
+    common = set.intersection(*({point.x for point in curve} for curve in curves))
+    every = sorted({point.x for curve in curves for point in curve})
+    if len(common) * 2 >= len(every):
+        grid = sorted(common)
+    else:
+        first, last = max(curve[0].x for curve in curves), min(curve[-1].x for curve in curves)
+        grid = [x for x in every if first <= x <= last]
+        grid = grid[:: max(len(grid) // _GRID, 1)]
+    points = []
+    for x in grid:
+        values = [_interpolated(curve, x) for curve in curves]
+        points.append(CurvePoint(x, statistics.fmean(values), (max(values) - min(values)) / 2))
+    return points
+
+
+def _interpolated(curve: Sequence[CurvePoint], x: float) -> float:
+    at = bisect.bisect_left(curve, x, key=lambda point: point.x)
+    right = curve[min(at, len(curve) - 1)]
+    left = curve[max(at - 1, 0)]
+    if right.x == x or right.x <= left.x:
+        return right.y
+    return left.y + (right.y - left.y) * (x - left.x) / (right.x - left.x)
+
+
+# --- held-out tasks ---------------------------------------------------------------------------------------------------
+
+TaskRewards = dict[bytes, float]
+"""Mean reward by task: its environment, id and data."""
+
+
+def _paired(groups: Mapping[str, Sequence[RunReader]]) -> tuple[list[PairedDifference], list[str]]:
+    measured = {name: [_held_out(reader) for reader in readers] for name, readers in groups.items()}
+    (base_name, base), *others = measured.items()
+    found, notes = [], []
+    for name, runs in others:
+        for policy in dict.fromkeys(policy for run in base for policy in run):
+            ours = [run[policy] for run in runs if policy in run]
+            theirs = [run[policy] for run in base if policy in run]
+            line = _paired_difference(name, policy, ours, theirs) if ours else None
+            if line is not None:
+                found.append(line)
+            else:
+                notes.append(f"{policy}: {name} and {base_name} were not evaluated on the same held-out tasks")
+        if not any(base):
+            notes.append(f"{base_name} has no evaluation, so {name} is compared with it by training metrics alone")
+    return found, notes
+
+
+def _held_out(reader: RunReader) -> dict[str, tuple[int, TaskRewards]]:
+    """Return the newest evaluation of each policy: its step, and the rewards by task."""
+    rows = reader.log.rows(
+        "SELECT t.policy, t.oldest_step, t.lineage, t.episode, t.attempt, sum(coalesce(t.reward, 0.0))"
+        " FROM trajectories t"
+        " JOIN episodes e ON e.episode = t.episode AND e.attempt = t.attempt"
+        " WHERE e.purpose = 'evaluate' AND e.drop_reason IS NULL GROUP BY t.policy, t.episode, t.attempt"
+    )
+    newest: dict[str, tuple[int, int]] = {}
+    for policy, step, lineage, *_ in rows:
+        newest[policy] = max(newest.get(policy, (-1, -1)), (step, lineage))
+    wanted = [row for row in rows if newest[row[0]] == (row[1], row[2])]
+    tasks = _task_keys(reader, [(row[3], row[4]) for row in wanted])
+    rewards: dict[str, dict[bytes, list[float]]] = {}
+    for policy, _, _, episode, attempt, reward in wanted:
+        if (key := tasks.get((episode, attempt))) is not None:
+            rewards.setdefault(policy, {}).setdefault(key, []).append(float(reward))
+    return {
+        policy: (newest[policy][0], {key: statistics.fmean(values) for key, values in by_task.items()})
+        for policy, by_task in rewards.items()
+    }
+
+
+def _task_keys(reader: RunReader, wanted: Sequence[tuple[Any, Any]]) -> dict[tuple[str, int], bytes]:
+    """Return the key of the task of each episode; a child belongs to its root's task."""
+    columns = ", ".join([*ADMISSION_COLUMNS.split(), "checksum"])
+    specs: dict[tuple[str, int], EpisodeSpec] = {}
+    for row in reader.log.rows(f"SELECT {columns} FROM admissions WHERE purpose = 'evaluate'"):
+        try:
+            spec = decode_admission_row(row)
+        except JournalError:
+            continue  # `episode list` reports the damaged episode
+        specs[spec.episode_id, spec.attempt] = spec
+    by_episode = {episode: spec for (episode, _), spec in specs.items()}
+    keys = {}
+    for key in wanted:
+        root = specs.get(key)
+        for _ in range(len(by_episode)):
+            if root is None or root.parent_id is None:
+                break
+            root = by_episode.get(root.parent_id)
+        if root is not None:
+            keys[key] = msgspec.json.encode([root.environment, root.task.id, root.task.data], order="deterministic")
+    return keys
+
+
+def _paired_difference(
+    group: str, policy: str, ours: Sequence[tuple[int, TaskRewards]], theirs: Sequence[tuple[int, TaskRewards]]
+) -> PairedDifference | None:
+    common = sorted(set.intersection(*(set(rewards) for _, rewards in [*ours, *theirs])))
+    if not common:
+        return None
+    sides = [[statistics.fmean(run[key] for _, run in side) for key in common] for side in (ours, theirs)]
+    differences = [one - other for one, other in zip(*sides, strict=True)]
+    variance = (confidence_half_width(differences) / 1.96) ** 2
+    for side in (ours, theirs):
+        means = [statistics.fmean(run[key] for key in common) for _, run in side]
+        variance += statistics.variance(means) / len(means) if len(means) > 1 else 0.0
+    return PairedDifference(
+        group=group,
+        policy=policy,
+        steps=[step for step, _ in [*ours, *theirs]],
+        tasks=len(common),
+        reward=statistics.fmean(sides[0]),
+        baseline=statistics.fmean(sides[1]),
+        difference=statistics.fmean(differences),
+        error=1.96 * math.sqrt(variance),
+        better=sum(each > 0 for each in differences),
+        worse=sum(each < 0 for each in differences),
+    )

@@ -1,0 +1,81 @@
+"""Runs with held-out episodes of chosen rewards, for comparing them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl.core.records import (
+    EpisodeDataLocation,
+    EpisodeHeader,
+    EpisodeSpec,
+    PolicyVersion,
+    SeatBinding,
+    Task,
+    TrajectoryHeader,
+)
+from agentrl.journal.store import SqliteJournal
+from tests.journal_cases import weights
+
+Rewards = Mapping[str, float]
+"""Held-out reward by task."""
+
+
+def write_compared_run(
+    directory: Path,
+    rewards: Rewards,
+    *,
+    config: Mapping[str, Any] | None = None,
+    curve: Sequence[float] = (),
+    tokens: float = 100.0,
+) -> Path:
+    """Write a run whose policy `solver` took as many steps as `curve` has rewards, and was then evaluated."""
+    asyncio.run(_write(directory, rewards, dict(config or {}), curve, tokens))
+    return directory
+
+
+async def _write(
+    directory: Path, rewards: Rewards, config: dict[str, Any], curve: Sequence[float], tokens: float
+) -> None:
+    journal = SqliteJournal(directory / "journal", info={"name": directory.name, "config": config})
+    newest = len(curve)
+    for step in range(newest + 1):
+        journal.record_version(weights("solver", 0, step), PolicyVersion("solver", 0, step - 1) if step else None)
+        if step:
+            measured = {"reward/mean": curve[step - 1], "step/tokens": tokens, "run/seconds": 2.0 * step}
+            journal.record_metrics("solver", step, measured)
+    if rewards:
+        mean = sum(rewards.values()) / len(rewards)
+        journal.record_metrics("solver", newest, {"evaluation/reward": mean, "evaluation/reward_error": 0.05})
+
+    async def play(number: int, task: str, reward: float) -> None:
+        spec = EpisodeSpec(
+            episode_id=f"e{number}",
+            environment="calculator",
+            task=Task(id=task, data={"question": task}),
+            seed=number,
+            seats={"solver": SeatBinding("solver", PolicyVersion("solver", 0, newest))},
+            group_id=f"g{number}",
+            purpose="evaluate",
+        )
+        journal.admit(spec)
+        header = EpisodeHeader(
+            episode_id=spec.episode_id,
+            group_id=spec.group_id,
+            attempt=0,
+            purpose="evaluate",
+            parent_id=None,
+            stop_reason="completed",
+            drop_reason=None,
+            turns=1,
+            tokens=1,
+            seconds=0.1,
+            trajectories=(TrajectoryHeader("solver", 0, "solver", reward, 1, newest, 0),),
+            location=EpisodeDataLocation("turns-w0.db", 0),
+        )
+        await journal.commit_episode(spec, header, b"", {})
+
+    await asyncio.gather(*(play(number, task, reward) for number, (task, reward) in enumerate(rewards.items())))
+    await journal.close()

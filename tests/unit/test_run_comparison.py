@@ -1,0 +1,115 @@
+"""`agentrl run compare`: settings, curves and paired held-out rewards of several runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+
+from agentrl.cli.main import main
+from agentrl.core.errors import InputError
+from agentrl.inspection.reader import RunReader
+from agentrl.inspection.run_comparison import RunsComparison, compare_runs
+from tests.support.compared_runs import write_compared_run
+
+pytestmark = pytest.mark.damages_journal  # the runs have curves and held-out episodes, and nothing else
+
+TASKS = [f"t{number}" for number in range(20)]
+CONFIG = {"name": "a", "seed": 0, "steps": 4, "policies": {"solver": {"learning_rate": 1e-5}}}
+
+
+def compared(*runs: Path, axis: str = "step") -> RunsComparison:
+    with contextlib.ExitStack() as stack:
+        return compare_runs([stack.enter_context(contextlib.closing(RunReader(run))) for run in runs], axis=axis)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """The tasks differ in difficulty by up to 1; the second run is better by 0.2 on each."""
+    hard = {task: at / 20 for at, task in enumerate(TASKS)}
+    faster = {**CONFIG, "name": "b", "policies": {"solver": {"learning_rate": 1e-4}}}
+    return (
+        write_compared_run(tmp_path / "a", hard, config=CONFIG, curve=[0.1, 0.2, 0.3, 0.4]),
+        write_compared_run(
+            tmp_path / "b", {t: r + 0.2 for t, r in hard.items()}, config=faster, curve=[0.2, 0.4], tokens=200.0
+        ),
+    )
+
+
+def test_the_difference_is_paired_by_task_so_difficulty_cancels(pair: tuple[Path, Path]) -> None:
+    (line,) = compared(*pair).paired
+    assert line.difference == pytest.approx(0.2)
+    assert line.error == pytest.approx(0.0, abs=1e-9), "though the rewards of each run are spread over 1"
+    assert (line.tasks, line.better, line.worse, line.steps) == (20, 20, 0, [2, 4])
+
+
+def test_only_settings_that_differ_are_named(pair: tuple[Path, Path]) -> None:
+    assert [(line.name, line.values) for line in compared(*pair).settings] == [
+        ("policies.solver.learning_rate", [1e-5, 1e-4])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("axis", "places"),
+    [
+        ("step", {"a": [1, 2, 3, 4], "b": [1, 2]}),
+        ("tokens", {"a": [100, 200, 300, 400], "b": [200, 400]}),
+        ("seconds", {"a": [2, 4, 6, 8], "b": [2, 4]}),
+    ],
+)
+def test_curves_are_aligned_by_steps_tokens_or_seconds(
+    pair: tuple[Path, Path], axis: str, places: dict[str, list[int]]
+) -> None:
+    curves = [curve for curve in compared(*pair, axis=axis).curves if curve.metric == "reward/mean"]
+    assert {curve.group: [point.x for point in curve.points] for curve in curves} == places
+
+
+def test_seeds_are_one_curve_with_a_band(tmp_path: Path) -> None:
+    runs = []
+    for seed, best in enumerate((0.4, 0.5, 0.6)):
+        rewards = dict.fromkeys(TASKS, best)
+        config = {**CONFIG, "seed": seed}
+        runs.append(write_compared_run(tmp_path / f"s{seed}", rewards, config=config, curve=[0.1, best]))
+    other = {**CONFIG, "steps": 9}
+    runs.append(write_compared_run(tmp_path / "other", dict.fromkeys(TASKS, 0.9), config=other, curve=[0.1, 0.9]))
+    found = compared(*runs)
+    assert [group.runs for group in found.groups] == [["s0", "s1", "s2"], ["other"]]
+    first = next(curve for curve in found.curves if curve.metric == "reward/mean")
+    assert [(p.x, pytest.approx(p.y), pytest.approx(p.error)) for p in first.points] == [(1, 0.1, 0.0), (2, 0.5, 0.1)]
+    (line,) = found.paired
+    assert line.difference == pytest.approx(0.4)
+    assert line.error == pytest.approx(1.96 * 0.1 / 3**0.5), "the seeds differ, although all tasks are equal"
+
+
+def test_other_tasks_are_not_compared_and_the_reader_is_told(tmp_path: Path) -> None:
+    runs = [
+        write_compared_run(tmp_path / "a", {"one": 1.0}, curve=[0.1]),
+        write_compared_run(tmp_path / "b", {"two": 1.0}, curve=[0.1]),
+    ]
+    found = compared(*runs)
+    assert found.paired == []
+    assert found.notes == ["solver: b and a were not evaluated on the same held-out tasks"]
+
+
+def test_an_unknown_metric_or_axis_is_refused(pair: tuple[Path, Path]) -> None:
+    readers = [RunReader(run) for run in pair]
+    with pytest.raises(InputError, match="no run recorded the metric 'rewrd'"):
+        compare_runs(readers, metrics=["rewrd"])
+    with pytest.raises(InputError, match="one of step, tokens, seconds"):
+        compare_runs(readers, axis="hours")
+    for reader in readers:
+        reader.close()
+
+
+def test_the_command_prints_pages_and_json(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    names = [str(run) for run in pair]
+    assert main(["run", "compare", *names]) == 0
+    printed = capsys.readouterr().out
+    assert "policies.solver.learning_rate" in printed
+    assert "+0.200 ± 0.000" in printed
+    assert main(["run", "compare", *names, "--by=tokens", "--metric=reward/mean", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["axis"] == "tokens"
+    assert {curve["metric"] for curve in found["curves"]} == {"reward/mean"}
