@@ -148,10 +148,10 @@ READING = (
             ),
             Command(
                 "serve",
-                "show a run in a browser on this machine, also while it trains; Ctrl-C ends it",
+                "show runs in a browser on this machine, also while they train; Ctrl-C ends it",
                 "runs:run_serve",
                 (
-                    _RUN,
+                    _argument("run", nargs="?", help="run, or directory of runs; default: all runs in runs/"),
                     _argument("--port", type=_whole, default=0, help="port on 127.0.0.1; default: any free one"),
                 ),
                 reads=False,

@@ -441,7 +441,8 @@ def run_serve(options: argparse.Namespace) -> int:
     """`agentrl run serve [RUN] [--port N]`."""
     if not 0 <= options.port < 65_536:
         raise InputError("--port must be a number from 0 to 65535")
-    asyncio.run(_serve(find_run(options.run), options.port, as_json=options.json))
+    place = RUNS if options.run is None and RUNS.is_dir() else find_run(options.run)
+    asyncio.run(_serve(place, options.port, as_json=options.json))
     return 0
 
 

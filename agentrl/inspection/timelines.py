@@ -261,4 +261,4 @@ def _engine(reader: RunReader, began: float, parts: int, part: float) -> list[fl
     occupancy = span_occupancy(spans, parts, part)
     busy = span_occupancy(spans, parts, part, [values["share"] for values in complete.values()])
     # Smaller values are rounding errors.
-    return [share / of if of > 0.01 else None for share, of in zip(busy, occupancy, strict=True)]
+    return [min(share / of, 1.0) if of > 0.01 else None for share, of in zip(busy, occupancy, strict=True)]

@@ -310,14 +310,26 @@ def sparkline(values: Sequence[float], *, width: int = 20) -> str:
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    """Return bounds at round tenths of the range's size, so that the labels are easy to read."""
+    """Return round bounds that enclose the values, and whose middle is round too; a constant lies in the middle, or at
+    the bottom if it is 0."""
     low, high = min(values), max(values)
     if high - low < 1e-9 * max(abs(low), abs(high), 1e-3):
-        margin = max(abs(low) * 0.1, 0.1)
-        return low - margin, high + margin
-    unit = 10.0 ** math.floor(math.log10(high - low))
-    unit = unit / 10 if (high - low) / unit < 5 else unit
-    return math.floor(low / unit + 1e-9) * unit, math.ceil(high / unit - 1e-9) * unit
+        constant = 0.0 if abs(low) < 1e-12 else low
+        return (0.0, 1.0) if constant == 0.0 else (min(0.0, 2 * constant), max(0.0, 2 * constant))
+    unit = 10.0 ** math.floor(math.log10((high - low) / 2))
+    for step in (unit * factor for factor in (1, 2, 2.5, 5, 10, 20, 25, 50)):
+        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+        if last - first <= 2:
+            break
+    last += (last - first) % 2
+    return first * step, last * step
+
+
+def _tick(value: float, span: float, decimals: int) -> str:
+    """Format a value with enough digits to tell it from the next tick."""
+    if abs(value) < 1e-9 * span:
+        return f"{0.0:.{decimals}f}" if 1e-4 <= span < 1e9 else "0"
+    return f"{value:.{decimals}f}" if 1e-4 <= span < 1e9 else f"{value:.2e}"
 
 
 def _framed(
@@ -326,10 +338,11 @@ def _framed(
     low, high = bounds
     height = len(cells)
     decimals = max(0, min(6, 2 - math.floor(math.log10(high - low))))
-    labels = {0: high, height // 2: high - (high - low) * (height // 2) / (height - 1), height - 1: low}
-    texts = {row: f"{value:.{decimals}f}" for row, value in labels.items()}
+    labels = {0: high, (4 * height - 1) // 2 // 4: (high + low) / 2, height - 1: low}
+    texts = {row: _tick(value, high - low, decimals) for row, value in labels.items()}
     margin = max(len(text) for text in texts.values())
-    heading = f"{title}  {points[0][1]:.{decimals}f} → {points[-1][1]:.{decimals}f}".strip()
+    first_value, last_value = (_tick(value, high - low, decimals) for value in (points[0][1], points[-1][1]))
+    heading = f"{title}  {first_value} → {last_value}".strip()
     lines = [f"{'':{margin}}  {heading}"]
     for row, line in enumerate(cells):
         tick = "┤" if row in texts else "│"

@@ -277,6 +277,12 @@ def serve(run: Path) -> Iterator[str]:
             process.terminate()
 
 
+def open_episodes(tab: Tab, address: str) -> None:
+    """The list of episodes of a served run."""
+    tab.open(address.replace("#", "#/episodes&"))
+    tab.wait(READY)
+
+
 def test_a_served_run_shows_every_view_and_keeps_its_token_out_of_the_address(tab: Tab, sample_run: Path) -> None:
     with serve(sample_run) as address:
         tab.open(address)
@@ -312,8 +318,7 @@ def test_a_served_run_shows_what_is_written_meanwhile(tab: Tab, tmp_path: Path) 
 
     asyncio.run(write_run(tmp_path / "run"))
     with serve(tmp_path / "run") as address:
-        tab.open(address)
-        tab.wait(READY)
+        open_episodes(tab, address)
         tab.wait("document.getElementById('live').innerText")
         assert "e700" not in text(tab)
         asyncio.run(go_on())
@@ -329,8 +334,7 @@ def test_a_refresh_waits_for_who_reads_and_then_comes(tab: Tab, tmp_path: Path) 
 
     asyncio.run(write_run(tmp_path / "run"))
     with serve(tmp_path / "run") as address:
-        tab.open(address)
-        tab.wait(READY)
+        open_episodes(tab, address)
         pulses = "performance.getEntriesByType('resource').filter(each => each.name.includes('pulse')).length"
         holds = [
             (

@@ -364,6 +364,27 @@ def test_a_rising_curve_starts_low_and_ends_high() -> None:
     assert lines[-1].split() == ["1", "step", "11"]
 
 
+def ticks_of(values: list[float]) -> list[str]:
+    lines = plot_curve(values, width=20, height=10).splitlines()
+    return [line.split("┤")[0].strip() for line in lines if "┤" in line]
+
+
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [
+        ([0.0, 0.0], ["1.00", "0.50", "0.00"]),
+        ([0.3, 0.3], ["0.600", "0.300", "0.000"]),
+        ([0.356, 0.506, 0.61], ["0.750", "0.500", "0.250"]),
+        ([1e-6, 3e-6], ["3.00e-06", "2.00e-06", "1.00e-06"]),
+        ([-0.0852, 0.563], ["1.00", "0.00", "-1.00"]),
+        ([-1.33e-15, 0.0], ["1.00", "0.50", "0.00"]),
+        ([120.0, 455.0], ["500", "250", "0"]),
+    ],
+)
+def test_the_ticks_of_a_plot_are_round_and_differ(values: list[float], ticks: list[str]) -> None:
+    assert ticks_of(values) == ticks
+
+
 @given(
     st.lists(st.floats(-1e12, 1e12) | st.just(math.nan) | st.just(math.inf), max_size=200),
     st.integers(1, 80),

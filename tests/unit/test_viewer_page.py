@@ -139,7 +139,7 @@ def test_questions_are_answered_for_episodes_and_forks(sample_run: Path) -> None
     assert next(each["step"] for each in evaluations if each["policy"] == "solver") == 0
     assert all({"reward", "reward_error"} <= each["metrics"].keys() for each in evaluations)
     for question in QUESTIONS:
-        asked = {"episode": "e1", "step": "5", "policy": "solver"}
+        asked = {"episode": "e1", "step": "5", "policy": "solver", "metric": "loss"}
         json.loads(answer_viewer_query(reader, question, asked))
     reader.close()
 

@@ -160,8 +160,10 @@ def _answers(selection: ExportSelection) -> Iterator[tuple[str, Any]]:
     lines = reader.lines(selection.keys)
     yield "run", run_summary(reader, Counter(line.status for line in lines))
     yield "episodes", lines
-    for question in ("forks", "run_timeline", "evaluations"):
+    for question in ("overview", "metrics", "forks", "run_timeline", "evaluations"):
         yield question, _answer(QUESTIONS[question], reader, {}, problems)
+    for name in reader.metric_names():
+        yield f"series {name}", _answer(QUESTIONS["series"], reader, {"metric": name}, problems)
     steps = _answer(QUESTIONS["steps"], reader, {}, problems)
     yield "steps", steps
     for step in steps if isinstance(steps, list) else []:

@@ -1,52 +1,129 @@
-// Drawings of numbers: lines, areas, dots. Each is as wide as its place and says in words what it shows.
+// Drawings of numbers: lines with points, error bars and bands, dots, bars. Each has round ticks on both axes, a legend
+// for every series, and says in words what it shows.
 
 import { drawing, element } from "./dom.js";
-import { number } from "./text.js";
+import { number, seconds } from "./text.js";
 
 const WIDTH = 600;
+const POINTS = 60; // a line of more points is drawn without a mark for each
+const TICKS = 4;
+const CLOSE = 0.3; // of the median distance: a point that follows its neighbor this closely is drawn beside the line
+const MINUTE = 60;
+const TIMES = [1, 2, 5, 10, 15, 30].flatMap((count) => [count, count * MINUTE]).concat([1, 2, 3, 6, 12, 24, 48, 120, 240].map((hours) => hours * MINUTE * MINUTE)).sort((a, b) => a - b);
 
-/** A chart: `series` of { hue, points: [[x, y]], kind: "line" | "area" | "bars" | "dots", width: that a point stands for }. */
-export function chart(title, series, { height = 90, low = null, high = null, from = null, to = null, label = number, marks = [], ends = null } = {}) {
-  const points = series.flatMap((each) => each.points).filter(([, y]) => y !== null && Number.isFinite(y));
+/**
+ * A chart of `series`: { name, hue, points: [[x, y, error]], kind, width }. A kind is "line", "band" (a line with its
+ * errors as an area), "dots" or "bars"; `width` is the span that a point stands for.
+ *
+ * The vertical axis contains 0, and ends at 1 where `share` says that 1 is the maximum: nothing is cropped. `axis` names
+ * what runs to the right: "step", "tokens", "seconds" or "place". `marks` are { name, hue, at: [x] }.
+ */
+export function chart(title, series, { height = 120, share = false, from = null, to = null, axis = "step", marks = [] } = {}) {
+  const known = series.map((each) => ({ ...each, points: each.points.map(([x, y, error = 0]) => [x, y, error ?? 0]) }));
+  const points = known.flatMap((each) => each.points).filter(isKnown);
   if (!points.length) return element("p", { class: "quiet" }, "nothing was recorded");
-  const [xs, ys] = [points.map(([x]) => x), points.map(([, y]) => y)];
+  const [xs, ys] = [points.map(([x]) => x), points.flatMap(([, y, error]) => [y - error, y + error])];
   const [left, right] = [from ?? least(xs), to ?? most(xs)];
-  const bottom = Math.min(low ?? Infinity, least(ys));
-  const top = Math.max(high ?? -Infinity, most(ys), bottom + 1e-9);
+  const vertical = share ? [0, 0.25, 0.5, 0.75, 1] : roundTicks(Math.min(0, least(ys)), Math.max(0, most(ys)));
+  const horizontal = axis === "seconds" ? timeTicks(left, right) : roundTicks(left, right, { within: true, whole: true });
+  const [bottom, top] = [vertical[0], vertical[vertical.length - 1]];
   const x = (value) => (right > left ? ((value - left) / (right - left)) * WIDTH : WIDTH / 2);
-  const y = (value) => height - 3 - ((value - bottom) / (top - bottom)) * (height - 6);
-  const shapes = series.map((each) => shape(each, x, y, bottom));
-  const lines = marks.map((mark) => drawing("line", { class: "mark", x1: x(mark), x2: x(mark), y1: 0, y2: height }));
-  const summary = `${title}: from ${label(least(ys))} to ${label(most(ys))}`;
+  const y = (value) => height - ((Math.min(Math.max(value, bottom), top) - bottom) / (top - bottom)) * height;
+  const grid = vertical.map((value) => drawing("line", { class: value === 0 ? "grid zero" : "grid", x1: 0, x2: WIDTH, y1: y(value), y2: y(value) }));
+  const lines = marks.flatMap(({ hue, at }) => at.map((value) => drawing("line", { class: `mark ${hue ?? ""}`, x1: x(value), x2: x(value), y1: 0, y2: height })));
+  const shapes = known.map((each) => shape(each, x, y));
+  const label = (value) => (share ? `${Math.round(value * 100)} %` : tickText(value, vertical));
+  const values = points.map(([, value]) => value);
+  const summary = `${title}: from ${number(least(values))} to ${number(most(values))}`;
+  const names = [...known.filter((each) => each.name).map((each) => [each.name, each.hue, each.what ?? "", each.kind ?? "line"]), ...marks.filter((mark) => mark.at.length).map((mark) => [mark.name, mark.hue ?? "", "", "mark"])];
   return element(
     "div",
-    { class: "chart" },
-    element("div", { class: "labels", "aria-hidden": "true" }, element("span", {}, label(top)), element("span", {}, label(bottom))),
-    drawing("svg", { viewBox: `0 0 ${WIDTH} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": summary, css: { height: `${height}px` } }, lines, shapes),
-    ends ? element("div", { class: "ends" }, ends.map((text) => element("span", {}, text))) : null,
+    { class: "plot" },
+    names.length ? legend(names) : null,
+    element(
+      "div",
+      { class: "chart" },
+      element("div", { class: "labels", "aria-hidden": "true" }, vertical.map((value) => element("span", { css: { "--at": `${(y(value) / height) * 100}%` } }, label(value)))),
+      drawing("svg", { viewBox: `0 0 ${WIDTH} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": summary, css: { height: `${height}px` } }, grid, lines, shapes),
+      element("div", { class: "ticks", "aria-hidden": "true" }, horizontal.map((value) => element("span", { css: { "--at": `${(x(value) / WIDTH) * 100}%` } }, axis === "seconds" ? timeText(value) : tickText(value, horizontal))), element("i", {}, axis === "seconds" ? "time" : axis)),
+    ),
   );
 }
 
-function shape({ kind = "line", hue = "", points, width = 0 }, x, y, bottom) {
-  const known = points.filter(([, value]) => value !== null && Number.isFinite(value));
-  if (kind === "dots") return known.map(([px, py]) => drawing("line", { class: `dot ${hue}`, x1: x(px), x2: x(px) + 0.01, y1: y(py), y2: y(py) }));
-  if (kind === "bars") return known.filter(([, py]) => py > bottom).map(([px, py]) => drawing("line", { class: `column ${hue}`, x1: x(px), x2: x(px), y1: y(bottom), y2: y(py) }));
-  return (width ? stretches(points) : [known]).filter((stretch) => stretch.length).map((stretch) => {
-    const path = stretch.map(([px, py], place) => `${place ? "L" : "M"}${x(px).toFixed(1)} ${y(py).toFixed(1)}${width ? `H${x(px + width).toFixed(1)}` : ""}`).join("");
-    if (kind === "line") return drawing("path", { class: `curve ${hue}`, d: path });
-    const [first, last] = [stretch[0], stretch[stretch.length - 1]];
-    return drawing("path", { class: `area ${hue}`, d: `${path}L${x(last[0] + width)} ${y(bottom)}L${x(first[0])} ${y(bottom)}Z` });
-  });
+function isKnown([, y]) {
+  return y !== null && y !== undefined && Number.isFinite(y);
+}
+
+function shape({ kind = "line", hue = "", points, width = 0, isSparse = false }, x, y) {
+  const known = points.filter(isKnown);
+  const dot = ([px, py]) => drawing("line", { class: `dot ${hue}`, x1: x(px), x2: x(px) + 0.01, y1: y(py), y2: y(py) });
+  if (kind === "dots") return known.map(dot);
+  if (kind === "bars") return known.filter(([, py]) => py > 0).map(([px, py]) => drawing("line", { class: `column ${hue}`, x1: x(px + width / 2), x2: x(px + width / 2), y1: y(0), y2: y(py) }));
+  const stretches = (width ? split(points) : [isSparse ? spaced(known) : known]).filter((stretch) => stretch.length);
+  const curves = stretches.map((stretch) => drawing("path", { class: `curve ${hue}`, d: stretch.map(([px, py], place) => `${place ? "L" : "M"}${x(px).toFixed(1)} ${y(py).toFixed(1)}${width ? `H${x(px + width).toFixed(1)}` : ""}`).join("") }));
+  const isEstimate = known.some(([, , error]) => error > 0);
+  if (kind === "band" && isEstimate) {
+    const edge = (sign, order) => order.map(([px, py, error]) => `${x(px).toFixed(1)} ${y(py + sign * error).toFixed(1)}`);
+    return [drawing("path", { class: `band ${hue}`, d: `M${[...edge(1, known), ...edge(-1, [...known].reverse())].join("L")}Z` }), ...curves];
+  }
+  const errors = isEstimate ? known.filter(([, , error]) => error > 0).map(([px, py, error]) => drawing("line", { class: `error ${hue}`, x1: x(px), x2: x(px), y1: y(py - error), y2: y(py + error) })) : [];
+  return [...curves, ...errors, ...(!width && (known.length <= POINTS || isEstimate) ? known.map(dot) : [])];
 }
 
 /** Points that follow each other with nothing unknown between them. */
-function stretches(points) {
+function split(points) {
   const found = [[]];
   for (const point of points) {
-    if (point[1] !== null && Number.isFinite(point[1])) found[found.length - 1].push(point);
+    if (isKnown(point)) found[found.length - 1].push(point);
     else found.push([]);
   }
   return found;
+}
+
+/** Points at their usual distance: one that closely follows another would put a kink of mere chance into the line. */
+export function spaced(points) {
+  const distances = points.slice(1).map(([x], place) => x - points[place][0]).sort((a, b) => a - b);
+  const usual = distances[Math.floor(distances.length / 2)] ?? 0;
+  const kept = [];
+  for (const point of [...points].reverse()) if (!kept.length || kept[0][0] - point[0] > usual * CLOSE) kept.unshift(point);
+  return kept;
+}
+
+/** Round numbers that enclose a range, or lie within it. */
+export function roundTicks(low, high, { within = false, whole = false } = {}) {
+  if (!(high > low)) return within ? [low] : low === 0 ? [0, 1] : low < 0 ? [2 * low, low, 0] : [0, low, 2 * low];
+  const rough = (high - low) / TICKS;
+  const unit = 10 ** Math.floor(Math.log10(rough));
+  const step = Math.max([1, 2, 2.5, 5, 10].find((factor) => factor * unit >= rough * 0.999 && (factor !== 2.5 || !whole)) * unit, whole ? 1 : 0);
+  const first = within ? Math.ceil(low / step - 1e-9) : Math.floor(low / step + 1e-9);
+  const last = within ? Math.floor(high / step + 1e-9) : Math.ceil(high / step - 1e-9);
+  return Array.from({ length: last - first + 1 }, (_, place) => Number(((first + place) * step).toPrecision(12)));
+}
+
+function timeTicks(low, high) {
+  const step = TIMES.find((time) => time >= (high - low) / 6) ?? TIMES[TIMES.length - 1];
+  if (high - low < 6) return roundTicks(low, high, { within: true });
+  return Array.from({ length: Math.floor((high - low) / step) + 1 }, (_, place) => Math.ceil(low / step) * step + place * step).filter((time) => time <= high);
+}
+
+function timeText(value) {
+  if (value < MINUTE || value % MINUTE) return value === 0 ? "0" : seconds(value);
+  const [hours, minutes] = [Math.floor(value / MINUTE ** 2), Math.round(value / MINUTE) % MINUTE];
+  return hours ? `${hours} h${minutes ? ` ${minutes} min` : ""}` : `${minutes} min`;
+}
+
+/** A tick with as many digits as tell it from the next one. */
+export function tickText(value, ticks) {
+  const step = ticks.length > 1 ? Math.abs(ticks[1] - ticks[0]) : Math.abs(value) || 1;
+  const largest = most(ticks.map(Math.abs));
+  if (value === 0) return "0";
+  if (largest < 1e-3 || largest >= 1e7) return value.toExponential(Math.max(0, Math.floor(Math.log10(Math.abs(value))) - Math.floor(Math.log10(step) + 1e-9) + (isTwoAndHalf(step) ? 1 : 0))).replace(/-/g, "−");
+  const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9) + (isTwoAndHalf(step) ? 1 : 0));
+  return value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits }).replace("-", "−");
+}
+
+function isTwoAndHalf(step) {
+  return String(Number(step.toPrecision(6))).replace(/[^1-9]/g, "").startsWith("25");
 }
 
 export function least(values) {
@@ -59,7 +136,7 @@ export function most(values) {
 
 /** Names of what a chart shows, with their hues. */
 export function legend(names) {
-  return element("ul", { class: "legend" }, names.map(([name, hue, what]) => element("li", {}, element("i", { class: `swatch ${hue}`, "aria-hidden": "true" }), name, what ? element("span", { class: "quiet" }, ` ${what}`) : null)));
+  return element("ul", { class: "legend" }, names.map(([name, hue, what, kind = ""]) => element("li", {}, element("i", { class: `swatch ${hue} ${kind}`, "aria-hidden": "true" }), name, what ? element("span", { class: "quiet" }, ` ${what}`) : null)));
 }
 
 /** A part of the page about one thing. */

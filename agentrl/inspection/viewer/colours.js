@@ -1,6 +1,6 @@
 // Colours that mean something: versions by hue, quantities by how strong a tint is. The style sheet has the hues.
 
-import { number } from "./text.js";
+import { fixed, number } from "./text.js";
 import { element } from "./dom.js";
 
 const HUES = 8;
@@ -61,14 +61,14 @@ function hue(digest) {
 }
 
 /** A reward or an advantage by itself: red below nothing. */
-export function signed(value) {
-  return element("span", { class: `amount ${value < 0 ? "bad" : ""}` }, number(value));
+export function signed(value, decimals = null) {
+  return element("span", { class: `amount ${value < 0 ? "bad" : ""}` }, decimals === null ? number(value) : fixed(value, decimals));
 }
 
 /** The same with a bar that starts in the middle, for comparing it with those above and below it. */
-export function signedBar(value, largest = 1) {
+export function signedBar(value, largest = 1, decimals = null) {
   if (value === null || value === undefined) return element("span", { class: "quiet" }, "–");
   const share = Math.min(Math.abs(value) / (largest || 1), 1) * 50;
   const bar = element("span", { class: `bar ${value < 0 ? "below" : "above"}`, css: { "--share": `${share}%` }, "aria-hidden": "true" });
-  return element("span", { class: "signed" }, signed(value), bar);
+  return element("span", { class: "signed" }, signed(value, decimals), bar);
 }

@@ -1,21 +1,23 @@
 // Two episodes side by side, or a fork and its parent: act by act, with the first departure marked.
 
 import { append, content, element, problems } from "./dom.js";
-import { plural, told } from "./text.js";
+import { number, plural, told } from "./text.js";
 import { palette, signed } from "./colours.js";
 import { address, episodeAddress } from "./routes.js";
-import { legend } from "./charts.js";
+import { card, legend } from "./charts.js";
+import { forkName, parentOf } from "./family.js";
 import { paintedTokens } from "./tokens.js";
 import { aligned, sampledOf } from "./difference.js";
 import { parentOfFork } from "./episode.js";
 
+const OFFERED = 8;
 const DEPARTURES = { context: "they were told different things", sampled: "they said different things", act: "the act differs", ended: "one of them goes no further" };
 
 export async function compareView(page, { parameters }) {
   const a = parameters.a ?? "";
   const b = parameters.b || (a ? await parentOfFork(page, a) : null) || "";
   const form = choice(page, a, b);
-  if (!a || !b) return { title: "Compare", content: [form, element("p", { class: "quiet" }, "Name two episodes, or a fork such as forks/f0 and nothing: it is then compared with its parent.")] };
+  if (!a || !b) return { title: "Compare", content: [form, await suggestions(page)] };
   const sides = await Promise.all([a, b].map((name) => side(page, name)));
   const { pairs, departure } = aligned(...sides);
   const hues = palette(sides.flatMap(({ tokens }) => tokens.rows.flatMap((row) => row.columns.version ?? [])));
@@ -47,6 +49,23 @@ function choice(page, a, b) {
   };
   const field = (name, value, hint) => element("label", {}, element("span", { class: "unseen" }, hint), element("input", { name, value, placeholder: hint, autocomplete: "off", spellcheck: "false" }));
   return element("form", { class: "query", on: { submit } }, field("a", a, "an episode, or forks/f0"), field("b", b, "another; its parent if empty"), element("button", { type: "submit" }, "Compare"));
+}
+
+/** Pairs worth a look: forks with their parents, the best and the worst of a group. */
+async function suggestions(page) {
+  const [tree, { lines }] = await Promise.all([page.ask("forks"), page.ask("episodes", { where: "purpose = train and reward != null", sort: "committed_at", limit: 200 })]);
+  const link = (a, b, about) => element("li", {}, element("a", { href: address(["compare"], { a, b }) }, `${a} and ${b}`), element("span", { class: "quiet" }, about));
+  const forks = tree.flatMap((fork, place) => (fork.depth ? [[forkName(fork), parentOf(tree, place)]] : [])).slice(0, OFFERED);
+  const groups = new Map();
+  for (const line of lines) groups.set(line.group, [...(groups.get(line.group) ?? []), line]);
+  const spread = [...groups.values()].map((group) => [...group].sort((one, other) => other.reward - one.reward)).filter((group) => group.length > 1 && group[0].reward > group[group.length - 1].reward);
+  const pairs = spread.slice(0, OFFERED).map((group) => [group[0], group[group.length - 1]]);
+  return [
+    element("p", { class: "quiet" }, "Two episodes side by side, up to their first difference. Type two ids, or choose:"),
+    pairs.length ? card("Best and worst of a group", element("ul", { class: "offers" }, pairs.map(([best, worst]) => link(best.episode, worst.episode, ` rewards ${number(best.reward)} and ${number(worst.reward)}`)))) : null,
+    forks.length ? card("Forks and their parents", element("ul", { class: "offers" }, forks.map(([fork, parent]) => link(fork, parent, "")))) : null,
+    pairs.length || forks.length ? null : element("p", { class: "quiet" }, "No group has episodes with different rewards yet, and there are no forks."),
+  ];
 }
 
 function folded(pairs, sides, hues) {

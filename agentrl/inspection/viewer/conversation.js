@@ -1,12 +1,14 @@
 // What happened in an episode, act by act, in the order it was recorded. Replies are painted token by token.
 
-import { chip, content, element, facts } from "./dom.js";
+import { append, chip, content, element, facts } from "./dom.js";
 import { number, percent, plural, seconds, shortName, told } from "./text.js";
 import { palette, signed, versionChip } from "./colours.js";
 import { address, episodeAddress } from "./routes.js";
 import { paintChoice, paintedTokens, tokensByTurn } from "./tokens.js";
 
 const LINES = 14;
+const SHOWN = 2; // messages of a long context that are shown before its turn
+const ROUTINE = new Set(["tool_call_id"]); // fields of a message that only repeat which call it answers
 
 /** The acts of an episode, as articles; `tokens` may come later, by the function it returns. */
 export function conversationPanel(view, selected, nameOf) {
@@ -59,7 +61,7 @@ function turn(act, { seats, hues, replies, view, nameOf }) {
       act.finish_reason === "stop" ? null : chip(act.finish_reason, "warn"),
       act.drift ? chip(act.drift, "warn", "what was sampled differs from what its text is encoded as") : null,
     ),
-    act.messages.map((message) => said(message)),
+    contextBefore(act.messages),
     written(act, reply),
   );
 }
@@ -84,15 +86,23 @@ function toolCall({ name, arguments: given }) {
   return element("li", {}, element("span", { class: "kind" }, "calls "), element("b", {}, name), values.length ? element("dl", {}, values.map(([key, value]) => [element("dt", {}, key), element("dd", {}, content(told(value), "content small"))])) : null);
 }
 
+/** What the policy was told before a turn: of many messages the last ones, and the others folded. */
+function contextBefore(messages) {
+  const hidden = messages.length > SHOWN + 1 ? messages.slice(0, -SHOWN) : [];
+  const holder = element("details", { class: "context" }, element("summary", {}, `${plural(hidden.length, "earlier message")} of context`));
+  holder.addEventListener("toggle", () => append(holder, hidden.map((message) => said(message))), { once: true });
+  return [hidden.length ? holder : null, messages.slice(hidden.length).map((message) => said(message))];
+}
+
 /** A message the policy was told: long ones are folded. */
 function said(message) {
   const role = String(message.role ?? "?");
-  const extra = Object.entries(message).filter(([name]) => !["role", "content"].includes(name));
+  const extra = Object.entries(message).filter(([name]) => !["role", "content"].includes(name) && !ROUTINE.has(name));
   const text = message.content === null || message.content === undefined ? "" : told(message.content);
   const lines = text.split("\n", LINES + 1).length;
   const body = element("div", {}, text ? content(text) : null, extra.length ? content(told(Object.fromEntries(extra)), "content extra") : null);
   if (lines <= LINES && text.length < 1500) return element("div", { class: `said ${role === "system" ? "system" : ""}` }, element("span", { class: "role" }, role), body);
-  return element("details", { class: "said", open: role === "user" && text.length < 4000 }, element("summary", {}, element("span", { class: "role" }, role), element("span", { class: "quiet" }, plural(text.length, "character"))), body);
+  return element("details", { class: "said", open: role === "user" && text.length < 1500 }, element("summary", {}, element("span", { class: "role" }, role), element("span", { class: "quiet" }, plural(text.length, "character"))), body);
 }
 
 function tool(act) {

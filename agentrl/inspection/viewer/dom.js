@@ -91,6 +91,13 @@ export function chip(text, kind = "", title = null) {
   return element("span", { class: `chip ${kind}`, title }, text);
 }
 
-export function status(name) {
-  return element("span", { class: `status ${name}` }, name.replaceAll("_", " "));
+/** Whether an episode earned nothing: it was dropped, or its reward is 0 or less. */
+export function isFailed(line) {
+  return Boolean(line.drop_reason) || (line.reward !== null && line.reward !== undefined && line.reward <= 0);
+}
+
+/** The status of an episode; one that is finished was an evaluation or a fork, and a failed one is marked. */
+export function status(name, line = null) {
+  const label = name === "finished" && line?.purpose === "evaluate" ? "evaluated" : name.replaceAll("_", " ");
+  return element("span", { class: `status ${name} ${line && isFailed(line) ? "failed" : ""}`, title: name === "finished" ? "status = finished" : null }, label);
 }

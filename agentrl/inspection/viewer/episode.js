@@ -56,7 +56,7 @@ function head(name, line) {
     "div",
     { class: "head" },
     element("h1", {}, element("span", { class: "id" }, name), line.attempt ? element("span", { class: "quiet" }, ` attempt ${line.attempt}`) : null),
-    status(line.status),
+    status(line.status, line),
     line.purpose === "train" ? null : chip(line.purpose),
     name.startsWith("forks/") ? element("a", { href: address(["compare"], { a: name }) }, "compare with its parent") : null,
     element("span", { class: "quiet", title: line.environment }, shortName(line.environment)),

@@ -1,8 +1,9 @@
 // Evaluations: what each version got on held-out tasks, as a whole and by split, with 95 % intervals.
 
 import { element } from "./dom.js";
-import { number } from "./text.js";
-import { card, chart, least, legend, most } from "./charts.js";
+import { fixed, number } from "./text.js";
+import { card, chart } from "./charts.js";
+import { isShare } from "./series.js";
 import { table } from "./steps.js";
 
 const SPLIT = "split_reward/";
@@ -20,8 +21,7 @@ function report(policy, lines) {
   const splits = names.filter((name) => name.startsWith(SPLIT)).map((name) => name.slice(SPLIT.length));
   const passes = names.filter((name) => name.startsWith(PASS)).map((name) => name.slice(PASS.length)).sort((a, b) => a - b);
   const rewards = ["reward", ...splits.map((split) => SPLIT + split)];
-  const curves = rewards.map((name, place) => ({ hue: `hue${place % HUES}`, points: lines.map((line) => [line.step, line.metrics[name] ?? null]) }));
-  const [first, last] = [least, most].map((of) => of(lines.map((line) => line.step)));
+  const curves = rewards.map((name, place) => ({ hue: `hue${place % HUES}`, name: place ? splits[place - 1] : "all tasks", isSparse: true, points: lines.map((line) => [line.step, line.metrics[name] ?? null, line.metrics[place ? `split_reward_error/${splits[place - 1]}` : "reward_error"] ?? 0]) }));
   const cells = (line) => [
     `step ${line.step}`,
     estimate(line.metrics, "reward", "reward_error"),
@@ -34,14 +34,13 @@ function report(policy, lines) {
   ];
   return card(
     `Held-out reward of ${policy}`,
-    legend(["all tasks", ...splits].map((name, place) => [name, `hue${place % HUES}`, ""])),
-    chart(`Held-out reward of ${policy} by step`, curves, { height: 110, ends: [`step ${first}`, `step ${last}`] }),
-    table(["version", "reward", ...splits, ...passes.map((k) => `pass@${k}`), "tasks", "dropped", "turns", "tokens"], lines.map((line) => ({ cells: cells(line) }))),
-    element("p", { class: "quiet" }, "After ±: half the width of the 95 % interval over tasks."),
+    chart(`Held-out reward of ${policy} by step`, curves, { height: 150, share: isShare("reward", curves.flatMap((each) => each.points)) }),
+    table(["version", "reward", ...splits, ...passes.map((k) => `pass@${k}`), "tasks", "dropped", "turns", "tokens"], [...lines].reverse().map((line) => ({ cells: cells(line) })), new Set(["reward", ...splits, ...passes.map((k) => `pass@${k}`), "tasks", "dropped", "turns", "tokens"])),
+    element("p", { class: "quiet" }, "After ±, and as error bars: half the width of the 95 % interval over tasks. An evaluation soon after another is drawn beside the line."),
   );
 }
 
 function estimate(metrics, name, error) {
   const value = metrics[name] ?? null;
-  return value === null ? "" : `${number(value)} ± ${number(metrics[error] ?? 0)}`;
+  return value === null ? "" : `${fixed(value, 3)} ± ${fixed(metrics[error] ?? 0, 3)}`;
 }

@@ -51,8 +51,8 @@ function node(line, largest, isSelf = false, name = line.episode, extra = null) 
     { class: `relative ${isSelf ? "self" : ""}`, "data-item": true, tabindex: "-1", "data-to": to },
     element("a", { href: to, class: "id", "aria-current": isSelf ? "true" : null }, name),
     element("span", { class: "quiet" }, shortName(line.environment)),
-    signedBar(line.reward, largest),
-    status(line.status),
+    signedBar(line.reward, largest, 3),
+    status(line.status, line),
     line.drop_reason ? chip(line.drop_reason, "bad", safeText(line.detail ?? "")) : null,
     extra,
   );

@@ -1,6 +1,7 @@
 // The keyboard: j and k go through what a view lists, enter opens, escape goes up, / searches, ? says all of this.
 
 import { element } from "./dom.js";
+import { address } from "./routes.js";
 
 const KEYS = [
   ["j  k", "the next, the one before: episodes, acts, steps, bars"],
@@ -10,11 +11,11 @@ const KEYS = [
   ["1 … 5", "parts of an episode: conversation, tokens, timeline, why, group and children"],
   ["[  ]", "the episode before or after it in the list"],
   ["←  →", "the token before, the next one"],
-  ["g  then  e t s f c", "episodes, timeline, steps, forks, compare"],
+  ["g  then  o e t s v f c", "overview, episodes, timeline, steps, evaluations, forks, compare"],
   ["d", "dark or light"],
   ["?", "this"],
 ];
-const VIEWS = { e: "#/episodes", t: "#/run", s: "#/steps", f: "#/forks", c: "#/compare" };
+const VIEWS = { o: "overview", v: "evaluations", e: "episodes", t: "run", s: "steps", f: "forks", c: "compare", r: "runs" };
 
 /** Listen; `page` is what the keys act on. */
 export function listenToKeys(page) {
@@ -41,7 +42,7 @@ export function listenToKeys(page) {
       return;
     }
     if (document.getElementById("help").open && event.key !== "?") return;
-    if (wasLeading && VIEWS[event.key]) page.go(VIEWS[event.key]);
+    if (wasLeading && VIEWS[event.key]) page.go(address([VIEWS[event.key]]));
     else if (Object.hasOwn(act, event.key) && act[event.key](event) !== false) event.preventDefault();
   });
 }

@@ -1,6 +1,6 @@
 // The list of episodes: filter, sort, columns, search; a dot for each reward above it.
 
-import { chip, element, facts, problems, replace, status } from "./dom.js";
+import { chip, element, facts, isFailed, problems, replace, status } from "./dom.js";
 import { clock, number, plural, safeText, seconds, shortName } from "./text.js";
 import { signedBar } from "./colours.js";
 import { address, episodeAddress } from "./routes.js";
@@ -9,9 +9,9 @@ import { chart, most } from "./charts.js";
 const PAGE = 100;
 const USUAL = ["episode", "status", "environment", "reward", "ended", "turns", "tokens", "staleness", "seconds"];
 const CELLS = {
-  status: (line) => status(line.status),
+  status: (line) => status(line.status, line),
   environment: (line) => element("span", { title: line.environment }, shortName(line.environment)),
-  reward: (line, largest) => signedBar(line.reward, largest),
+  reward: (line, largest) => signedBar(line.reward, largest, 3),
   ended: (line) => element("span", { class: line.drop_reason ? "bad" : line.stop_reason === "completed" ? "quiet" : "", title: line.detail || null }, line.drop_reason ?? line.stop_reason ?? "–"),
   seconds: (line) => seconds(line.seconds),
   seats: (line) => Object.entries(line.seats).map(([seat, policy]) => chip(seat === policy ? seat : `${seat}: ${policy}`)),
@@ -19,7 +19,7 @@ const CELLS = {
   admitted_at: (line) => clock(line.admitted_at),
   committed_at: (line) => clock(line.committed_at),
 };
-const RIGHT = new Set(["attempt", "oldest_step", "lineage", "staleness", "turns", "tokens", "seconds"]);
+const RIGHT = new Set(["attempt", "reward", "oldest_step", "lineage", "staleness", "turns", "tokens", "seconds"]);
 
 /** The addresses of the episodes as they were last listed, for going from one to the next. */
 export const listed = { addresses: [] };
@@ -45,7 +45,7 @@ export async function listView(page, { parameters }) {
     replace(count, plural(total, "episode"), isPart ? ` of the run’s ${number(run.all)} are in this file` : "", total > shown.length ? `, ${number(shown.length)} shown` : "");
     more.hidden = shown.length >= total;
     more.textContent = `Show ${number(Math.min(PAGE, total - shown.length))} more`;
-    replace(strip, shown.length > 2 ? rewards(shown, state) : null);
+    replace(strip, shown.length > 2 ? rewards(shown, total, state) : null);
     listed.addresses = shown.map((line) => episodeAddress(line.episode, line.attempt));
   }
 
@@ -79,7 +79,7 @@ function bar(run, state, go) {
   const statuses = Object.entries(run.statuses).map(([name, count]) => {
     const where = `status = ${name}`;
     const chosen = state.where === where;
-    return element("a", { class: `filter ${chosen ? "chosen" : ""}`, href: address(["episodes"], { match: state.match, where: chosen ? "" : where }), "aria-current": chosen ? "true" : null }, status(name), element("b", {}, number(count)));
+    return element("a", { class: `filter ${chosen ? "chosen" : ""}`, href: address(["episodes"], { match: state.match, where: chosen ? "" : where }), "aria-current": chosen ? "true" : null }, status(name, name === "finished" ? { status: "finished", purpose: "evaluate" } : null), element("b", {}, number(count)));
   });
   return element(
     "form",
@@ -126,14 +126,20 @@ function row(line, columns, largest) {
     if (name === "episode") return element("th", { scope: "row", ...label }, element("a", { href: to, class: "id" }, line.episode), line.attempt ? element("span", { class: "quiet" }, ` attempt ${line.attempt}`) : null, problems(line.problem ? [line.problem] : []));
     return element("td", label, CELLS[name] ? CELLS[name](line, largest) : number(line[name]));
   });
-  return element("tr", { "data-item": true, tabindex: "-1", "data-to": to }, cells);
+  return element("tr", { "data-item": true, tabindex: "-1", "data-to": to, class: isFailed(line) ? "failed" : null }, cells);
 }
 
-/** Rewards in the order of the list: a dot for each episode. */
-function rewards(lines, state) {
-  const hues = { trained: "hue2", dropped: "bad", finished: "hue0", ready: "hue4", in_flight: "hue5", repeated: "hue3" };
-  const kinds = [...new Set(lines.map((line) => line.status))];
-  const ordered = state.sort === "admitted_at" && !state.ascending ? [...lines].reverse() : lines;
-  const series = kinds.map((kind) => ({ hue: hues[kind], kind: "dots", points: ordered.flatMap((line, place) => (line.status === kind && line.reward !== null ? [[place, line.reward]] : [])) }));
-  return chart(safeText(state.sort === "admitted_at" ? "Rewards, oldest first" : "Rewards, in the order of the list"), series, { height: 72, from: 0, to: lines.length - 1 });
+/** Rewards in the order of the list: a dot for each episode; an episode that earned nothing looks failed. */
+function rewards(lines, total, state) {
+  const isByTime = state.sort === "admitted_at" && !state.ascending;
+  const ordered = isByTime ? [...lines].reverse() : lines;
+  const points = (kind) => ordered.flatMap((line, place) => (kind(line) ? [[place + 1, line.reward ?? 0]] : []));
+  const series = [
+    { name: "training, reward above 0", hue: "hue0", kind: "dots", points: points((line) => !isFailed(line) && line.purpose === "train" && line.reward !== null) },
+    { name: "evaluation or fork, reward above 0", hue: "hue2", kind: "dots", points: points((line) => !isFailed(line) && line.purpose !== "train" && line.reward !== null) },
+    { name: "failed: dropped, or a reward of 0 or less", hue: "bad", kind: "dots", points: points((line) => isFailed(line)) },
+  ].filter((each) => each.points.length);
+  const which = lines.length < total ? ` of the ${number(lines.length)} episodes listed, of ${number(total)}` : "";
+  const title = `Rewards${which}${isByTime ? ", oldest first" : ", in the order of the list"}`;
+  return [element("h2", {}, title), chart(safeText(title), series, { height: 90, from: 1, to: lines.length, axis: "place" })];
 }

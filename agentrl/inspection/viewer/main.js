@@ -2,19 +2,21 @@
 
 import { append, element, replace } from "./dom.js";
 import { plural } from "./text.js";
-import { address, parseRoute } from "./routes.js";
+import { address, namedRun, parseRoute } from "./routes.js";
 import { openSource, recall, remember } from "./sources.js";
 import { listed, listView } from "./list.js";
 import { episodeView } from "./episode.js";
 import { runView } from "./timeline.js";
+import { overviewView } from "./overview.js";
+import { comparisonView, runsView } from "./runs.js";
 import { forksView } from "./family.js";
 import { stepsView, stepView } from "./steps.js";
 import { evaluationsView } from "./evaluations.js";
 import { compareView } from "./compare.js";
 import { listenToKeys } from "./keys.js";
 
-const VIEWERS = { episodes: listView, episode: episodeView, run: runView, steps: stepsView, step: stepView, evaluations: evaluationsView, forks: forksView, compare: compareView };
-const NAVIGATION = [["episodes", "Episodes"], ["run", "Timeline"], ["steps", "Steps"], ["evaluations", "Evaluations"], ["forks", "Forks"], ["compare", "Compare"]];
+const VIEWERS = { runs: runsView, comparison: comparisonView, overview: overviewView, episodes: listView, episode: episodeView, run: runView, steps: stepsView, step: stepView, evaluations: evaluationsView, forks: forksView, compare: compareView };
+const NAVIGATION = [["overview", "Overview"], ["episodes", "Episodes"], ["run", "Timeline"], ["steps", "Steps"], ["evaluations", "Evaluations"], ["forks", "Forks"], ["compare", "Compare"]];
 const THEME = "agentrl theme";
 const PULSE_MS = 2_000;
 
@@ -82,11 +84,11 @@ class ViewerPage {
     try {
       if (!Object.hasOwn(VIEWERS, route.view)) throw new Error(`There is no view “${route.view}” here; there are: ${NAVIGATION.map(([view]) => view).join(", ")}.`);
       view = await VIEWERS[route.view](this, route);
-      if (!document.getElementById("top").childElementCount) await this.#head();
+      await this.#headOf(route.view);
     } catch (error) {
-      const back = element("p", {}, element("a", { href: "#/episodes" }, "All episodes of this run"));
-      view = { title: "Not shown", content: [element("p", { class: "problem", role: "alert" }, error.message), back], up: "#/episodes" };
-      await this.#head().catch(() => {}); // without its head a page that shows nothing has no way on
+      const back = element("p", {}, element("a", { href: address(["episodes"]) }, "All episodes of this run"));
+      view = { title: "Not shown", content: [element("p", { class: "problem", role: "alert" }, error.message), back], up: address(["episodes"]) };
+      await this.#headOf(route.view).catch(() => {}); // without its head a page that shows nothing has no way on
     }
     if (number !== this.#drawn) return false;
     if (isRefresh && this.#isRead()) {
@@ -127,14 +129,30 @@ class ViewerPage {
     document.getElementById("announcer").textContent = title;
   }
 
+  #headed = null;
+
+  /** The head of the page: of the run that is shown, or of the list of runs. */
+  async #headOf(view) {
+    const about = ALL_RUNS.has(view) ? "" : `run ${namedRun()}`;
+    if (this.#headed === about) return;
+    if (about) await this.#head();
+    else this.#bar([element("a", { class: "brand", href: "#/runs" }, element("b", {}, "agentrl"), element("span", { class: "quiet" }, "runs"))], [element("a", { href: "#/runs", "data-view": "runs" }, "Runs")]);
+    this.#headed = about;
+  }
+
   async #head() {
     const run = await this.ask("run");
     this.name = run.name;
-    const links = NAVIGATION.map(([view, label]) => element("a", { href: `#/${view}`, "data-view": view }, label));
+    const links = NAVIGATION.map(([view, label]) => element("a", { href: address([view]), "data-view": view }, label));
     const count = Object.values(run.statuses).reduce((sum, many) => sum + many, 0);
+    const runs = namedRun() ? element("a", { href: "#/runs", "data-view": "runs" }, "Runs") : null;
+    this.#bar([element("a", { class: "brand", href: address(["overview"]), title: run.path }, element("b", {}, run.name), element("span", { class: "quiet" }, plural(count, "episode")))], [runs, ...links]);
+  }
+
+  #bar(brand, links) {
     replace(
       document.getElementById("top"),
-      element("a", { class: "brand", href: "#/episodes", title: run.path }, element("b", {}, run.name), element("span", { class: "quiet" }, plural(count, "episode"))),
+      brand,
       element("nav", { "aria-label": "Views" }, links),
       element("span", { class: "live", id: "live", hidden: !this.#source.isLive }, ""),
       element("button", { type: "button", title: "dark or light  d", "aria-label": "dark or light", on: { click: () => this.toggleTheme() } }, "◐"),
@@ -153,11 +171,12 @@ class ViewerPage {
   async #watch() {
     const live = document.getElementById("live");
     try {
+      if (ALL_RUNS.has(parseRoute(location.hash).view)) return void setTimeout(() => this.#watch(), PULSE_MS);
       const pulse = await this.ask("pulse");
       const isNew = this.#pulse && pulse.newest !== this.#pulse.newest;
       if (live) [live.textContent, live.className] = pulse.ended ? [pulse.state || "ended", "live"] : ["live", "live on"];
       const { view } = parseRoute(location.hash);
-      const isDrawn = isNew && ["episodes", "run", "steps", "evaluations"].includes(view) && !this.#isRead() && (await this.draw({ isRefresh: true }));
+      const isDrawn = isNew && ["overview", "episodes", "run", "steps", "evaluations"].includes(view) && !this.#isRead() && (await this.draw({ isRefresh: true }));
       if (!isNew || isDrawn) this.#pulse = pulse;
     } catch (error) {
       if (live) [live.textContent, live.className, live.title] = ["not connected", "live off", error.message];
@@ -166,6 +185,7 @@ class ViewerPage {
   }
 }
 
-const SECTION = { episodes: "episodes", episode: "episodes", run: "run", steps: "steps", step: "steps", evaluations: "evaluations", forks: "forks", compare: "compare" };
+const ALL_RUNS = new Set(["runs", "comparison"]);
+const SECTION = { runs: "runs", comparison: "runs", overview: "overview", episodes: "episodes", episode: "episodes", run: "run", steps: "steps", step: "steps", evaluations: "evaluations", forks: "forks", compare: "compare" };
 
 new ViewerPage().start();

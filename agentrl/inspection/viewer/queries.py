@@ -18,6 +18,7 @@ from agentrl.core.errors import InputError
 from agentrl.core.records import ProcessStatus
 from agentrl.inspection.comparisons import fork_tree, locate_episode
 from agentrl.inspection.conversation import read_conversation
+from agentrl.inspection.overview import metric_entry, metric_series, run_overview
 from agentrl.inspection.reader import COLUMNS, EPISODES, STATUS, EpisodeLine, RunReader
 from agentrl.inspection.reasons import explain_conversation, explain_episode
 from agentrl.inspection.search import episodes_with_words
@@ -192,8 +193,16 @@ def _step(reader: RunReader, parameters: Parameters) -> Any:
     return step_view(reader, _number(parameters, "step"), parameters.get("policy"), None if lineage < 0 else lineage)
 
 
+def _series(reader: RunReader, parameters: Parameters) -> Any:
+    name = parameters.get("metric", "")
+    return metric_series(reader, [name])[name]
+
+
 QUESTIONS: Mapping[str, Callable[[RunReader, Parameters], Any]] = {
     "run": _run,
+    "overview": lambda reader, _: run_overview(reader),
+    "metrics": lambda reader, _: [metric_entry(name) for name in reader.metric_names()],
+    "series": _series,
     "pulse": _pulse,
     "episodes": _episodes,
     "conversation": _conversation,

@@ -2,11 +2,20 @@
 //
 //   #/episodes?where=reward < 0&sort=reward      #/episode/e1/tokens?row=0&token=17      #/step/solver/0/3
 
+let currentRun = "";
+
+/** The run that the address names, where several are served; else nothing. */
+export function namedRun() {
+  return currentRun;
+}
+
 /** The view an address names: its parts, and its parameters. */
 export function parseRoute(hash) {
   const [path, query = ""] = hash.replace(/^#\/?/, "").split(/\?(.*)/s);
+  const { run = "", ...parameters } = Object.fromEntries(new URLSearchParams(query));
+  currentRun = run;
   const parts = path.split("/").map(decoded).filter(Boolean);
-  return { view: parts[0] ?? "episodes", parts: parts.slice(1), parameters: Object.fromEntries(new URLSearchParams(query)) };
+  return { view: parts[0] ?? "overview", parts: parts.slice(1), parameters };
 }
 
 function decoded(part) {
@@ -18,7 +27,7 @@ function decoded(part) {
 }
 
 export function address(parts, parameters = {}) {
-  const given = Object.entries(parameters).filter(([, value]) => value !== null && value !== undefined && value !== "");
+  const given = Object.entries({ ...parameters, run: parameters.run ?? currentRun }).filter(([, value]) => value !== null && value !== undefined && value !== "");
   const query = new URLSearchParams(given.map(([name, value]) => [name, String(value)])).toString();
   return `#/${parts.map(encodeURIComponent).join("/")}${query ? `?${query}` : ""}`;
 }

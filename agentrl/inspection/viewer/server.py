@@ -23,9 +23,8 @@ from aiohttp import web
 from agentrl.core.connections import BoundedServer, http_logger
 from agentrl.core.errors import AgentRLError, InputError, StorageError
 from agentrl.core.files import os_error_advice
-from agentrl.inspection.reader import RunReader
 from agentrl.inspection.viewer.page import viewer_page
-from agentrl.inspection.viewer.queries import answer_viewer_query
+from agentrl.inspection.viewer.served_runs import ServedRuns
 
 HOST = "127.0.0.1"
 _HEADERS = {
@@ -45,11 +44,13 @@ class RunningViewerServer(NamedTuple):
 
     port: int
     token: str
+    is_directory: bool = False
+    """Whether all runs of a directory are served, so that the page opens on their list."""
 
     @property
     def address(self) -> str:
         """Address of the page, with the token."""
-        return f"http://{HOST}:{self.port}/#token={self.token}"
+        return f"http://{HOST}:{self.port}/#{'/runs&' if self.is_directory else ''}token={self.token}"
 
 
 @asynccontextmanager
@@ -57,7 +58,7 @@ async def serve_viewer(run: str | Path, port: int = 0) -> AsyncIterator[RunningV
     """Serve a run until the context is left.
 
     Args:
-        run: directory of the run.
+        run: directory of the run, or of several runs, all of which are served.
         port: port to listen on; 0: any free port.
 
     Raises:
@@ -68,9 +69,9 @@ async def serve_viewer(run: str | Path, port: int = 0) -> AsyncIterator[RunningV
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="viewer")
     loop = asyncio.get_running_loop()
     # SQLite connections must be used in the thread that opened them.
-    reader = await loop.run_in_executor(thread, RunReader, run)
+    runs = await loop.run_in_executor(thread, ServedRuns, run)
     server = BoundedServer()
-    runner = web.AppRunner(_application(reader, thread, token, server), access_log=None, logger=http_logger())
+    runner = web.AppRunner(_application(runs, thread, token, server), access_log=None, logger=http_logger())
     try:
         await runner.setup()
         assert runner.server is not None
@@ -80,11 +81,11 @@ async def serve_viewer(run: str | Path, port: int = 0) -> AsyncIterator[RunningV
             raise StorageError(
                 f"port {port} of {HOST}: cannot be listened on ({error.strerror}); {os_error_advice(error)}"
             ) from error
-        yield RunningViewerServer(port, token)
+        yield RunningViewerServer(port, token, runs.is_directory)
     finally:
         server.close()
         await runner.cleanup()
-        await loop.run_in_executor(thread, reader.close)
+        await loop.run_in_executor(thread, runs.close)
         thread.shutdown()
 
 
@@ -94,7 +95,7 @@ _NOT_HERE = (
 )
 
 
-def _application(reader: RunReader, thread: ThreadPoolExecutor, token: str, server: BoundedServer) -> web.Application:
+def _application(runs: ServedRuns, thread: ThreadPoolExecutor, token: str, server: BoundedServer) -> web.Application:
     page = viewer_page()
 
     @web.middleware
@@ -126,9 +127,7 @@ def _application(reader: RunReader, thread: ThreadPoolExecutor, token: str, serv
             server.admit(request.transport)
         question, parameters = request.match_info["question"], dict(request.query)
         try:
-            found = await asyncio.get_running_loop().run_in_executor(
-                thread, answer_viewer_query, reader, question, parameters
-            )
+            found = await asyncio.get_running_loop().run_in_executor(thread, runs.answer, question, parameters)
         except AgentRLError as error:
             return _refusal(400 if isinstance(error, InputError) else 500, str(error))
         return web.Response(body=found, content_type="application/json")

@@ -2,6 +2,7 @@
 // agentrl/inspection/viewer/queries.py names: `ask(question, parameters)` gives a promise of the answer.
 
 import { cell, parseWhere } from "./where.js";
+import { namedRun } from "./routes.js";
 import { told } from "./text.js";
 
 const TOKEN = "agentrl token";
@@ -25,7 +26,7 @@ class ServedSource {
   }
 
   async ask(question, parameters = {}) {
-    const given = Object.entries(parameters).filter(([, value]) => value !== null && value !== undefined && value !== "");
+    const given = Object.entries({ run: namedRun(), ...parameters }).filter(([, value]) => value !== null && value !== undefined && value !== "");
     const address = `/ask/${question}?${new URLSearchParams(given.map(([name, value]) => [name, String(value)]))}`;
     const headers = { Authorization: `Bearer ${recall(TOKEN) ?? ""}` };
     let response;
@@ -50,6 +51,7 @@ class FileSource {
     if (question === "pulse") return { ended: true, newest: null };
     if (question === "episodes") return this.#episodes(parameters);
     if (question === "run") return { ...(await this.#value("run")), all: (await this.#index).all };
+    if (question === "series") return this.#value(`series ${parameters.metric}`);
     if (question === "step") return this.#value(`step ${parameters.policy} ${parameters.lineage} ${parameters.step}`);
     if (parameters.episode === undefined) return this.#value(question);
     const attempt = parameters.attempt ?? (await this.#newest(parameters.episode));

@@ -44,6 +44,13 @@ export function number(value, digits = 3) {
   return text.replace("-", "−");
 }
 
+/** A number with as many decimals as those above and below it; very small ones with their exponent. */
+export function fixed(value, decimals) {
+  if (value === null || value === undefined) return "–";
+  const isTiny = value !== 0 && Math.abs(value) < 0.5 * 10 ** -decimals;
+  return (isTiny ? value.toExponential(2) : value.toFixed(decimals)).replace(/-/g, "−");
+}
+
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
   if (value < 0.1) return `${number(value * 1000, 2)} ms`;

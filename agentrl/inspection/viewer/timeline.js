@@ -46,7 +46,7 @@ export async function runView(page) {
   const line = await page.ask("run_timeline");
   const at = (values) => values.map((value, place) => [place * line.part, value]);
   const width = line.part;
-  const range = { from: 0, to: line.seconds };
+  const range = { from: 0, to: line.seconds, axis: "seconds" };
   const flights = Object.entries(line.in_flight);
   const versions = policiesOf(line.versions);
   return {
@@ -54,12 +54,11 @@ export async function runView(page) {
     content: [
       element("div", { class: "tiles" }, tile("lasted", seconds(line.seconds)), tile("began, UTC", clock(line.began)), [...versions].map(([policy, at]) => tile(versions.size > 1 ? `versions of ${policy} published` : "versions published", number(at.length))), Object.entries(line.idle).map(([who, share]) => tile(`${who} idle`, percent(share), share > 0.5 ? "warn" : ""))),
       problems(line.problems),
-      card("Episodes in flight", legend(flights.map(([name], place) => [shortName(name), `hue${place}`, ""])), chart("Episodes in flight", flights.map(([, values], place) => ({ hue: `hue${place}`, kind: place ? "line" : "area", width, points: at(values) })), { ...range, low: 0, height: 130 })),
-      card("Episodes ended", legend([["committed", "hue2", ""], ["dropped", "bad", ""]]), chart("Episodes ended", [{ hue: "hue2", kind: "bars", points: at(line.committed) }, { hue: "bad", kind: "bars", points: at(line.dropped) }], { ...range, low: 0 })),
-      line.engine.some((share) => share !== null) ? card("Engine busy", chart("Engine busy", [{ hue: "hue0", kind: "area", width, points: at(line.engine) }], { ...range, low: 0, high: 1, label: percent })) : null,
-      Object.entries(line.trainers).map(([policy, shares], place) => card(`Trainer of ${policy} busy`, chart(`Trainer of ${policy} busy`, [{ hue: `hue${place + 1}`, kind: "area", width, points: at(shares) }], { ...range, low: 0, high: 1, label: percent, marks: versions.get(policy) ?? [] }))),
-      axis(line.seconds),
-      element("p", { class: "quiet" }, "Upright lines in a trainer’s chart: a version of its policy was published. Where the engine’s chart has a gap, nothing was recorded."),
+      card("Episodes in flight", chart("Episodes in flight", flights.map(([name, values], place) => ({ name: shortName(name), hue: `hue${place}`, width, points: at(values) })), { ...range, height: 130 })),
+      card("Episodes ended", chart("Episodes ended", [{ name: "committed", hue: "hue2", kind: "bars", width, points: at(line.committed) }, { name: "dropped", hue: "bad", kind: "bars", width, points: at(line.dropped) }], range)),
+      line.engine.some((share) => share !== null) ? card("Engine busy", chart("Engine busy", [{ name: "engine", hue: "hue0", width, points: at(line.engine) }], { ...range, share: true })) : null,
+      Object.entries(line.trainers).map(([policy, shares], place) => card(`Trainer of ${policy} busy`, chart(`Trainer of ${policy} busy`, [{ name: "trainer", hue: `hue${place + 1}`, width, points: at(shares) }], { ...range, share: true, marks: [{ name: "a version was published", at: versions.get(policy) ?? [] }] }))),
+      element("p", { class: "quiet" }, "Where the engine’s chart has a gap, nothing was recorded."),
     ],
   };
 }

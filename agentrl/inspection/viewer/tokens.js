@@ -9,6 +9,8 @@ import { recall, remember } from "./sources.js";
 
 const WINDOW = 3_000;
 const PAINT = "agentrl paint";
+const FOLDED = 60; // of a longer stretch of context only the end is shown
+const LEFT = 20; // so much of it
 
 /** Where the sampled tokens of each turn lie: by "seat index turn". */
 export function tokensByTurn(tokens) {
@@ -89,16 +91,25 @@ function tokenRow(row, isFirst, parameters, hues, inspector) {
   let from = Math.floor(Math.max(chosen ?? turnStart, 0) / WINDOW) * WINDOW;
   let until = Math.min(from + WINDOW, row.count);
   let paint = null;
+  const opened = new Set();
+  const firstSampled = row.columns.loss_mask?.findIndex(Boolean) ?? -1;
   const strip = element("pre", { class: "content tokens", tabindex: "0", "aria-label": `tokens of ${row.seat}[${row.index}]`, on: { click: pick, keydown: step } });
   const before = element("button", { type: "button", class: "more", on: { click: () => draw(paint, Math.max(from - WINDOW, 0)) } }, "tokens before");
   const after = element("button", { type: "button", class: "more", on: { click: () => draw(paint, from, Math.min(until + WINDOW, row.count)) } }, "more tokens");
 
   function draw(wanted, newFrom = from, newUntil = until) {
     [paint, from, until] = [wanted, newFrom, newUntil];
-    strip.replaceChildren(...turnMarks(paintedTokens(row.columns, from, until, paint, hues), row, from));
+    const folds = contextStretches(row.columns, from, until).filter(([start, end]) => !opened.has(start) && !(chosen !== null && chosen >= start && chosen < end));
+    strip.replaceChildren(...turnMarks(paintedTokens(row.columns, from, until, paint, hues), row, folds, (start) => opened.add(start) && draw(paint)));
     [before.hidden, after.hidden] = [from === 0, until === row.count];
     if (chosen !== null) choose(chosen);
-    else if (turnStart >= 0) strip.querySelector(`[data-at="${turnStart}"]`)?.classList.add("arrived");
+    else if (isNamed) strip.querySelector(`[data-at="${firstOf(turnStart)}"]`)?.classList.add("arrived");
+  }
+  /** The first sampled token of the turn that is asked for, or of all. */
+  function firstOf(start) {
+    if (start < 0) return firstSampled;
+    const sampled = row.columns.loss_mask.findIndex((mask, at) => at >= start && mask);
+    return sampled < 0 ? start : sampled;
   }
   function pick(event) {
     const at = event.target.closest?.("[data-at]")?.dataset.at;
@@ -108,12 +119,13 @@ function tokenRow(row, isFirst, parameters, hues, inspector) {
     const move = { ArrowRight: 1, ArrowLeft: -1, l: 1, h: -1 }[event.key];
     if (!move || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
-    const next = chosen === null ? from : chosen + move;
+    const next = chosen === null ? Math.max(firstSampled, from) : chosen + move;
     if (next >= 0 && next < row.count) choose(next, true);
   }
   function choose(at, isNew = false) {
     if (at < from || at >= until) draw(paint, Math.floor(at / WINDOW) * WINDOW, Math.min(Math.floor(at / WINDOW) * WINDOW + WINDOW, row.count));
     chosen = at;
+    if (!strip.querySelector(`[data-at="${at}"]`)) return draw(paint);
     document.querySelectorAll(".token.chosen").forEach((node) => node.classList.remove("chosen"));
     const node = strip.querySelector(`[data-at="${at}"]`);
     node?.classList.add("chosen");
@@ -129,15 +141,32 @@ function tokenRow(row, isFirst, parameters, hues, inspector) {
   return { node: card(title, about, before, strip, after), draw };
 }
 
-/** A small mark where a turn begins. */
-function turnMarks(run, row, from) {
+/** Stretches of context that are folded: [start, end] without the last tokens before what was sampled. */
+function contextStretches(columns, from, until) {
+  const found = [];
+  let start = null;
+  for (let at = from; at <= until; at += 1) {
+    const isContext = at < until && !columns.loss_mask[at];
+    if (isContext && start === null) start = at;
+    if (isContext || start === null) continue;
+    if (at - start > FOLDED) found.push([start, at - LEFT]);
+    start = null;
+  }
+  return found;
+}
+
+/** A small mark where a turn begins; folded stretches of context are a button. */
+function turnMarks(run, row, folds, open) {
   const found = [];
   let last = null;
-  for (const node of run.childNodes) {
-    const turn = row.columns.turn[Number(node.dataset.at)];
+  for (const node of [...run.childNodes]) {
+    const at = Number(node.dataset.at);
+    const turn = row.columns.turn[at];
     if (turn !== last) found.push(element("span", { class: "turnmark" }, `turn ${turn}`));
     last = turn;
-    found.push(node);
+    const fold = folds.find(([start, end]) => at >= start && at < end);
+    if (!fold) found.push(node);
+    else if (at === fold[0]) found.push(element("button", { type: "button", class: "fold", on: { click: () => open(fold[0]) } }, `${number(fold[1] - fold[0])} tokens of context`));
   }
   return found;
 }

@@ -1,0 +1,128 @@
+"""The overview of a run: the curves to look at first, alarms, waits, and a catalog of all metrics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from agentrl.core.errors import InputError
+from agentrl.inspection.run_comparison import interval_metric
+from agentrl.inspection.statistics import run_state
+from agentrl.observe.alarms import find_alarms
+from agentrl.observe.metrics import find_registered_metric
+
+if TYPE_CHECKING:
+    from agentrl.inspection.reader import RunReader
+
+OVERVIEW_METRICS = (
+    *("reward/mean", "evaluation/reward", "episodes/tokens", "entropy", "k3"),
+    *("tokens/sampled_per_s", "engine/busy_share", "trainer/busy_share"),
+)
+"""Metrics of the overview, if the run recorded them."""
+_PLACES = {"tokens": "step/tokens", "seconds": "run/seconds"}
+Point = tuple[int, float | None, float | None]
+"""Step, value, and half the width of the value's 95 % interval; None if the metric is no estimate."""
+
+
+class MetricEntry(msgspec.Struct, frozen=True):
+    """A metric of the catalog."""
+
+    name: str
+    unit: str
+    meaning: str
+    """Empty for an environment's own metric."""
+
+
+class MetricSeries(msgspec.Struct, frozen=True):
+    """The values of a metric."""
+
+    unit: str
+    meaning: str
+    is_estimate: bool
+    policies: dict[str, list[Point]]
+
+
+class AlarmEntry(msgspec.Struct, frozen=True):
+    """An alarm with its advice."""
+
+    name: str
+    policy: str
+    text: str
+    advice: str
+
+
+class RunOverview(msgspec.Struct, frozen=True, kw_only=True):
+    """The overview of a run."""
+
+    state: str
+    """See `RunReader.standing`."""
+    seconds: float | None
+    """Seconds from the first admission to the last write."""
+    episodes: int
+    policies: list[str]
+    """Policies with metrics."""
+    bottleneck: str
+    waits: list[str]
+    """Reasons why trainers, admission or the engine wait, while the run is running."""
+    alarms: list[AlarmEntry]
+    metrics: list[MetricEntry]
+    series: dict[str, MetricSeries]
+    """Series of `OVERVIEW_METRICS`, by name."""
+    places: dict[str, dict[str, list[tuple[int, float | None]]]]
+    """Trained tokens of each step, and seconds since training began, by policy: the other axes of a chart."""
+    problem: str
+
+
+def run_overview(reader: RunReader) -> RunOverview:
+    """Return the overview of a run. Raises `JournalError` if its control log is damaged."""
+    state = run_state(reader)
+    names = reader.metric_names()
+    first, last, episodes = reader.log.rows(
+        "SELECT (SELECT min(admitted_at) FROM admissions), max(coalesce((SELECT max(committed_at) FROM episodes), 0),"
+        " coalesce((SELECT max(stepped_at) FROM steps), 0)), (SELECT count(*) FROM episodes)"
+    )[0]
+    series = metric_series(reader, [name for name in OVERVIEW_METRICS if name in names])
+    places = reader.metrics(list(_PLACES.values()))
+    status = state.status
+    return RunOverview(
+        state=state.standing,
+        seconds=max(float(last) - float(first), 0.0) if first is not None and last else None,
+        episodes=episodes,
+        policies=sorted({policy for each in series.values() for policy in each.policies}),
+        bottleneck=status.bottleneck if status is not None else "",
+        waits=list(status.waits) if status is not None else [],
+        alarms=[AlarmEntry(*alarm) for alarm in find_alarms(state)],
+        metrics=[metric_entry(name) for name in names],
+        series=series,
+        places={axis: places[name] for axis, name in _PLACES.items() if name in places},
+        problem=state.problem,
+    )
+
+
+def metric_entry(name: str) -> MetricEntry:
+    """Return a metric with its unit and meaning, as far as they are registered."""
+    known = find_registered_metric(name)
+    return MetricEntry(name, known.unit if known else "", known.meaning if known else "")
+
+
+def metric_series(reader: RunReader, names: list[str]) -> dict[str, MetricSeries]:
+    """Return the series of metrics, with the intervals of those that are estimates.
+
+    Raises:
+        InputError: the run did not record a metric.
+    """
+    intervals = {name: interval_metric(name) for name in names}
+    values = reader.metrics([*names, *(name for name in intervals.values() if name is not None)])
+    found = {}
+    for name in names:
+        if name not in values:
+            raise InputError(f"{reader.path}: no metric {name!r} was recorded")
+        errors = values.get(intervals[name] or "", {})
+        policies: dict[str, list[Point]] = {}
+        for policy, points in values[name].items():
+            by_step = dict(errors.get(policy, []))
+            policies[policy] = [(step, value, by_step.get(step)) for step, value in points]
+        entry = metric_entry(name)
+        found[name] = MetricSeries(entry.unit, entry.meaning, bool(errors), policies)
+    return found

@@ -1,0 +1,69 @@
+// The first page of a run: how it goes, what it waits for, what is wrong, and any metric.
+
+import { element, facts, problems } from "./dom.js";
+import { number, plural, seconds } from "./text.js";
+import { address } from "./routes.js";
+import { card } from "./charts.js";
+import { AXES, axisChoice, metricCard, metricSearch } from "./series.js";
+import { tile } from "./timeline.js";
+
+const CHARTS = [
+  ["Reward of training", ["reward/mean"]],
+  ["Held-out reward", ["evaluation/reward"], "error bars: 95 % interval over tasks"],
+  ["Response length", ["episodes/tokens"], "sampled tokens per episode"],
+  ["Entropy", ["entropy"], "nats per token"],
+  ["Off-policy distance k3", ["k3"], "nats per token, between the weights that sampled and those that train"],
+  ["Throughput", ["tokens/sampled_per_s"], "sampled tokens per second"],
+  ["Busy", ["engine/busy_share", "trainer/busy_share"], "share of a step’s time; the rest is waiting"],
+];
+
+export async function overviewView(page, { parameters }) {
+  const run = await page.ask("overview");
+  const chosen = [parameters.metrics ?? []].flat().flatMap((text) => text.split("\n")).filter(Boolean);
+  const axes = AXES.filter((axis) => axis === "step" || Object.keys(run.places[axis] ?? {}).length);
+  const axis = axes.includes(parameters.by) ? parameters.by : "step";
+  const go = (change) => page.go(address(["overview"], { by: axis === "step" ? "" : axis, metrics: chosen.join("\n"), ...change }));
+  const own = await Promise.all(chosen.map(async (name) => [name, await page.ask("series", { metric: name })]));
+  const shown = { policies: run.policies, axis, places: run.places };
+  const of = (name) => run.metrics.find((metric) => metric.name === name);
+  const remove = (name) => element("button", { type: "button", class: "remove", "aria-label": `remove ${name}`, on: { click: () => go({ metrics: chosen.filter((each) => each !== name).join("\n") }) } }, "✕");
+  const standard = CHARTS.filter(([, names]) => names.some((name) => run.series[name]));
+  return {
+    title: "Overview",
+    content: [
+      tiles(run),
+      problems(run.problem ? [run.problem] : []),
+      alarms(run.alarms),
+      waits(run),
+      run.metrics.length
+        ? element("div", { class: "tools" }, metricSearch(run.metrics, (name) => go({ metrics: [...new Set([...chosen, name])].join("\n") })), axisChoice(axis, axes, (by) => go({ by: by === "step" ? "" : by })))
+        : element("p", { class: "quiet" }, run.state === "running" ? "No step has been taken yet: the first metrics appear here with it." : "This run recorded no metrics."),
+      element(
+        "div",
+        { class: "side" },
+        own.map(([name, series]) => element("div", { class: "chosen" }, remove(name), metricCard(name, [{ name, series }], { ...shown, about: [of(name)?.meaning || "a metric of the environment", of(name)?.unit].filter(Boolean).join(" · ") }))),
+        standard.map(([title, names, about]) => metricCard(title, names.filter((name) => run.series[name]).map((name) => ({ name, series: run.series[name] })), { ...shown, about })),
+      ),
+    ],
+  };
+}
+
+function tiles(run) {
+  const last = (name, policy) => run.series[name]?.policies[policy]?.at(-1) ?? null;
+  const each = run.policies.flatMap((policy) => {
+    const whose = run.policies.length > 1 ? ` of ${policy}` : "";
+    const [step, held] = [last("reward/mean", policy), last("evaluation/reward", policy)];
+    return [step ? tile(`reward${whose} at step ${step[0]}`, number(step[1])) : null, held ? tile(`held-out reward${whose} at step ${held[0]}`, `${number(held[1])}${held[2] ? ` ± ${number(held[2], 2)}` : ""}`) : null];
+  });
+  return element("div", { class: "tiles" }, tile("state", run.state || "no process"), run.seconds === null ? null : tile("lasted", seconds(run.seconds)), tile("episodes", number(run.episodes)), each);
+}
+
+function alarms(found) {
+  if (!found.length) return null;
+  return element("section", { class: "alarms", "aria-label": "Alarms" }, element("h2", {}, plural(found.length, "alarm")), found.map((alarm) => element("article", { class: "alarm" }, element("b", {}, alarm.name), " ", alarm.policy ? `${alarm.policy}: ` : "", alarm.text, element("p", { class: "advice" }, "Try: ", alarm.advice))));
+}
+
+function waits(run) {
+  const rows = [["bottleneck", run.bottleneck], ...run.waits.map((wait) => ["waits", wait])].filter(([, text]) => text);
+  return rows.length ? card("What it waits for", facts(rows, "facts nodes")) : null;
+}

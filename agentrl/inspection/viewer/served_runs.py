@@ -1,0 +1,72 @@
+"""The runs behind the viewer's server: one run, or all runs of a directory, of which each question names one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from agentrl.core.errors import InputError
+from agentrl.inspection.reader import RunReader, list_runs
+from agentrl.inspection.run_comparison import CURVES, compare_runs
+from agentrl.inspection.viewer.queries import answer_viewer_query, as_json
+from agentrl.journal.schema import CONTROL_FILE
+
+MAX_OPEN = 16
+"""Maximum number of runs that are kept open."""
+MAX_COMPARED = 20
+"""Maximum number of runs in a comparison."""
+
+
+class ServedRuns:
+    """Answers questions about one run, or about the runs of a directory. Used in one thread."""
+
+    def __init__(self, place: str | Path) -> None:
+        """Open the run, or the directory.
+
+        Raises:
+            InputError: `place` is neither a run nor a directory with runs.
+            JournalError: the run cannot be read.
+        """
+        self._place = Path(place)
+        self.is_directory = self._place.is_dir() and not any(
+            (self._place / name).is_file() for name in (CONTROL_FILE, f"journal/{CONTROL_FILE}")
+        )
+        if self.is_directory and not any(_is_run(path) for path in self._place.iterdir()):
+            self.is_directory = False  # so that the error names the missing journal
+        self._open: dict[str, RunReader] = {} if self.is_directory else {"": RunReader(self._place)}
+
+    def answer(self, question: str, parameters: Mapping[str, str]) -> bytes:
+        """Answer a question of the page, as JSON. Raises as `answer_viewer_query`."""
+        if question == "runs":
+            return as_json(list_runs(self._place) if self.is_directory else [self._reader("").line()])
+        if question == "comparison":
+            names = [name for name in parameters.get("runs", "").split("\n") if name]
+            if len(names) > MAX_COMPARED:
+                raise InputError(f"{len(names)} runs are too many for one comparison: choose at most {MAX_COMPARED}")
+            metrics = [name for name in parameters.get("metrics", "").split("\n") if name]
+            readers = [self._reader(name) for name in names]
+            return as_json(compare_runs(readers, axis=parameters.get("by") or "step", metrics=[*CURVES, *metrics]))
+        return answer_viewer_query(self._reader(parameters.get("run", "")), question, parameters)
+
+    def close(self) -> None:
+        """Close all runs."""
+        for reader in self._open.values():
+            reader.close()
+
+    def _reader(self, name: str) -> RunReader:
+        if not self.is_directory:
+            return self._open[""]
+        if name not in self._open:
+            if not name or Path(name).name != name or not _is_run(self._place / name):
+                raise InputError(f"{self._place}: no run {name!r}; choose one of the list")
+            if len(self._open) >= MAX_OPEN:
+                self._open.pop(next(iter(self._open))).close()
+            self._open[name] = RunReader(self._place / name)
+        return self._open[name]
+
+
+def _is_run(path: Path) -> bool:
+    with contextlib.suppress(OSError):  # such as a directory of another user
+        return (path / "journal" / CONTROL_FILE).is_file()
+    return False
