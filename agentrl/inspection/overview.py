@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from agentrl.core.errors import InputError
-from agentrl.inspection.run_comparison import interval_metric
+from agentrl.inspection.run_comparison import AXIS_METRICS, axis_places, interval_metric
 from agentrl.inspection.statistics import run_state
 from agentrl.observe.alarms import find_alarms
 from agentrl.observe.metrics import find_registered_metric
@@ -20,7 +20,6 @@ OVERVIEW_METRICS = (
     *("tokens/sampled_per_s", "engine/busy_share", "trainer/busy_share"),
 )
 """Metrics of the overview, if the run recorded them."""
-_PLACES = {"tokens": "step/tokens", "seconds": "run/seconds"}
 Point = tuple[int, float | None, float | None]
 """Step, value, and half the width of the value's 95 % interval; None if the metric is no estimate."""
 
@@ -69,8 +68,8 @@ class RunOverview(msgspec.Struct, frozen=True, kw_only=True):
     metrics: list[MetricEntry]
     series: dict[str, MetricSeries]
     """Series of `OVERVIEW_METRICS`, by name."""
-    places: dict[str, dict[str, list[tuple[int, float | None]]]]
-    """Trained tokens of each step, and seconds since training began, by policy: the other axes of a chart."""
+    places: dict[str, dict[str, list[tuple[int, float]]]]
+    """Tokens trained until each step, and seconds, by policy: the other axes of a chart."""
     problem: str
 
 
@@ -83,7 +82,7 @@ def run_overview(reader: RunReader) -> RunOverview:
         " coalesce((SELECT max(stepped_at) FROM steps), 0)), (SELECT count(*) FROM episodes)"
     )[0]
     series = metric_series(reader, [name for name in OVERVIEW_METRICS if name in names])
-    places = reader.metrics(list(_PLACES.values()))
+    measured = reader.metrics(list(AXIS_METRICS.values()))
     status = state.status
     return RunOverview(
         state=state.standing,
@@ -95,7 +94,11 @@ def run_overview(reader: RunReader) -> RunOverview:
         alarms=[AlarmEntry(*alarm) for alarm in find_alarms(state)],
         metrics=[metric_entry(name) for name in names],
         series=series,
-        places={axis: places[name] for axis, name in _PLACES.items() if name in places},
+        places={
+            axis: {policy: list(axis_places(axis, values).items()) for policy, values in measured[name].items()}
+            for axis, name in AXIS_METRICS.items()
+            if name in measured
+        },
         problem=state.problem,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 Axis = Literal["step", "tokens", "seconds"]
 AXES: tuple[Axis, ...] = ("step", "tokens", "seconds")
+AXIS_METRICS = {"tokens": "step/tokens", "seconds": "run/seconds"}
+"""Metrics that place a step on an axis."""
 CURVES = ("reward/mean", "evaluation/reward")
 """Metrics whose curves a comparison has unless others are named."""
 ERRORS = {"evaluation/reward": "evaluation/reward_error"}
@@ -268,16 +270,27 @@ def _curve(run: _Run, metric: str, policy: str, axis: str) -> list[CurvePoint]:
     return points
 
 
-def _places(run: _Run, policy: str, axis: str) -> Any:
+def _places(run: _Run, policy: str, axis: str) -> Callable[[int], float | None]:
     """Return a function from a step to its place on the axis; None if unknown."""
     if axis == "step":
         return float
-    name = "run/seconds" if axis == "seconds" else "step/tokens"
-    known = {0: 0.0}
-    for step, value in run.values.get(name, {}).get(policy, []):
-        if value is not None:
-            known[step] = value if axis == "seconds" else max(known.values()) + value
-    return (lambda step: known.get(step)) if len(known) > 1 else (lambda step: None)
+    known = axis_places(axis, run.values.get(AXIS_METRICS[axis], {}).get(policy, []))
+    return known.get if len(known) > 1 else (lambda step: None)
+
+
+def axis_places(axis: str, values: Sequence[tuple[int, float | None]]) -> dict[int, float]:
+    """Return the place of each step on an axis: the tokens trained until then, or the seconds.
+
+    A resumed run counts its seconds anew; they are added to those before.
+    """
+    places, total, last = {0: 0.0}, 0.0, 0.0
+    for step, value in values:
+        if value is None:
+            continue
+        is_resumed = axis == "seconds" and value < last
+        total += value if axis == "tokens" or is_resumed else value - last
+        places[step], last = total, value
+    return places
 
 
 def _band(curves: Sequence[Sequence[CurvePoint]]) -> list[CurvePoint]:

@@ -15,10 +15,10 @@ const TIMES = [1, 2, 5, 10, 15, 30].flatMap((count) => [count, count * MINUTE]).
  * A chart of `series`: { name, hue, points: [[x, y, error]], kind, width }. A kind is "line", "band" (a line with its
  * errors as an area), "dots" or "bars"; `width` is the span that a point stands for.
  *
- * The vertical axis contains 0, and ends at 1 where `share` says that 1 is the maximum: nothing is cropped. `axis` names
+ * The vertical axis contains 0, and ends at 1 where `share` says that 1 is the maximum: nothing is cropped; `percent` labels it 100 %. `axis` names
  * what runs to the right: "step", "tokens", "seconds" or "place". `marks` are { name, hue, at: [x] }.
  */
-export function chart(title, series, { height = 120, share = false, from = null, to = null, axis = "step", marks = [] } = {}) {
+export function chart(title, series, { height = 120, share = false, percent = false, from = null, to = null, axis = "step", marks = [] } = {}) {
   const known = series.map((each) => ({ ...each, points: each.points.map(([x, y, error = 0]) => [x, y, error ?? 0]) }));
   const points = known.flatMap((each) => each.points).filter(isKnown);
   if (!points.length) return element("p", { class: "quiet" }, "nothing was recorded");
@@ -32,7 +32,7 @@ export function chart(title, series, { height = 120, share = false, from = null,
   const grid = vertical.map((value) => drawing("line", { class: value === 0 ? "grid zero" : "grid", x1: 0, x2: WIDTH, y1: y(value), y2: y(value) }));
   const lines = marks.flatMap(({ hue, at }) => at.map((value) => drawing("line", { class: `mark ${hue ?? ""}`, x1: x(value), x2: x(value), y1: 0, y2: height })));
   const shapes = known.map((each) => shape(each, x, y));
-  const label = (value) => (share ? `${Math.round(value * 100)} %` : tickText(value, vertical));
+  const label = (value) => (percent ? `${Math.round(value * 100)} %` : tickText(value, vertical));
   const values = points.map(([, value]) => value);
   const summary = `${title}: from ${number(least(values))} to ${number(most(values))}`;
   const names = [...known.filter((each) => each.name).map((each) => [each.name, each.hue, each.what ?? "", each.kind ?? "line"]), ...marks.filter((mark) => mark.at.length).map((mark) => [mark.name, mark.hue ?? "", "", "mark"])];
@@ -62,7 +62,7 @@ function shape({ kind = "line", hue = "", points, width = 0, isSparse = false },
   const stretches = (width ? split(points) : [isSparse ? spaced(known) : known]).filter((stretch) => stretch.length);
   const curves = stretches.map((stretch) => drawing("path", { class: `curve ${hue}`, d: stretch.map(([px, py], place) => `${place ? "L" : "M"}${x(px).toFixed(1)} ${y(py).toFixed(1)}${width ? `H${x(px + width).toFixed(1)}` : ""}`).join("") }));
   const isEstimate = known.some(([, , error]) => error > 0);
-  if (kind === "band" && isEstimate) {
+  if (kind === "band" && isEstimate && known.length > 1) {
     const edge = (sign, order) => order.map(([px, py, error]) => `${x(px).toFixed(1)} ${y(py + sign * error).toFixed(1)}`);
     return [drawing("path", { class: `band ${hue}`, d: `M${[...edge(1, known), ...edge(-1, [...known].reverse())].join("L")}Z` }), ...curves];
   }

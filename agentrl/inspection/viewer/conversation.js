@@ -8,7 +8,7 @@ import { paintChoice, paintedTokens, tokensByTurn } from "./tokens.js";
 
 const LINES = 14;
 const SHOWN = 2; // messages of a long context that are shown before its turn
-const ROUTINE = new Set(["tool_call_id"]); // fields of a message that only repeat which call it answers
+const ROUTINE = new Set(["tool_call_id", "name"]); // fields of a tool’s message that only repeat which call it answers
 
 /** The acts of an episode, as articles; `tokens` may come later, by the function it returns. */
 export function conversationPanel(view, selected, nameOf) {
@@ -97,7 +97,7 @@ function contextBefore(messages) {
 /** A message the policy was told: long ones are folded. */
 function said(message) {
   const role = String(message.role ?? "?");
-  const extra = Object.entries(message).filter(([name]) => !["role", "content"].includes(name) && !ROUTINE.has(name));
+  const extra = Object.entries(message).filter(([name]) => !["role", "content"].includes(name) && !(role === "tool" && ROUTINE.has(name)));
   const text = message.content === null || message.content === undefined ? "" : told(message.content);
   const lines = text.split("\n", LINES + 1).length;
   const body = element("div", {}, text ? content(text) : null, extra.length ? content(told(Object.fromEntries(extra)), "content extra") : null);

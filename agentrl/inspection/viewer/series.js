@@ -15,9 +15,7 @@ export function isShare(unit, points) {
 /** Points [place, value, error] of a policy's [step, value, error], on an axis. */
 export function placed(points, axis, policy, places) {
   if (axis === "step") return points;
-  const known = new Map([[0, 0]]);
-  let sum = 0;
-  for (const [step, value] of places[axis]?.[policy] ?? []) known.set(step, axis === "tokens" ? (sum += value ?? 0) : value);
+  const known = new Map(places[axis]?.[policy] ?? []);
   return points.filter(([step]) => known.has(step)).map(([step, ...others]) => [known.get(step), ...others]);
 }
 
@@ -32,8 +30,9 @@ export function metricCard(title, parts, { policies, axis, places, about = null 
       points: placed(points, axis, policy, places),
     })),
   );
-  const share = isShare(parts[0].series.unit, series.flatMap((each) => each.points));
-  return card(title, about ? element("p", { class: "quiet about" }, about) : null, chart(title, series, { axis, share }));
+  const { unit } = parts[0].series;
+  const share = isShare(unit, series.flatMap((each) => each.points));
+  return card(title, about ? element("p", { class: "quiet about" }, about) : null, chart(title, series, { axis, share, percent: unit === "fraction" }));
 }
 
 /** Buttons for the axes. */
