@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from urllib.parse import quote
 
 from tests.browser import Tab
@@ -20,6 +21,7 @@ HOSTILE = " ".join(ATTACKS)
 READY = "document.querySelector('#main[data-view]:not([aria-busy])')"
 WORST = "e1~0.r#2.2"
 VIEWS = {
+    "overview": "#/overview?metrics=tool/ok&by=seconds",
     "list": "#/episodes?where=reward < 0&sort=reward&ascending=1",
     "search": "#/episodes?match=checker says",
     "conversation": f"#/episode/{quote(WORST)}?call={quote('r#2')}",
@@ -41,6 +43,8 @@ def hostile_views() -> list[str]:
     """Every view of what `write_run` writes, and addresses that are content themselves."""
     columns = "episode,environment,task,drop_reason,detail,seats,policies,group,parent"
     views = [
+        "#/overview",
+        f"#/overview?metrics={quote(HOSTILE)}",
         f"#/episodes?columns={columns}",
         "#/run",
         "#/steps",
@@ -71,3 +75,15 @@ def foreign_elements(tab: Tab) -> int:
         " + [...document.querySelectorAll('*')].filter(e => [...e.attributes].some(a => /^on/.test(a.name))).length"
     )
     return int(tab.evaluate(script))
+
+
+def show(tab: Tab, address: str) -> None:
+    """The view at an address, once it is drawn with all it asks for."""
+    tab.open("about:blank")
+    tab.open(address)
+    tab.wait(READY)
+    tab.evaluate("new Promise(done => setTimeout(done))")
+
+
+def text(tab: Tab, selector: str = "#main") -> str:
+    return str(tab.evaluate(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))

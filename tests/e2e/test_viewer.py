@@ -25,45 +25,12 @@ from agentrl.inspection.timelines import run_timeline
 from agentrl.inspection.viewer import page
 from agentrl.journal.entries import JournalEntry, TurnEntry, TurnVersionSpan, encode_body
 from agentrl.journal.store import SqliteJournal
-from tests.browser import HOW_TO_INSTALL, Browser, Tab, find_chromium
+from tests.browser import HOW_TO_INSTALL, Tab, find_chromium
 from tests.journal_cases import entries_with, header, spec, write, write_run
-from tests.viewer_cases import FOREIGN, HOSTILE, READY, VIEWS, foreign_elements, hostile_views
+from tests.viewer_cases import FOREIGN, HOSTILE, READY, VIEWS, foreign_elements, hostile_views, show, text
 
 CHROMIUM = find_chromium()
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(CHROMIUM is None, reason=HOW_TO_INSTALL)]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    assert CHROMIUM is not None
-    with Browser(CHROMIUM) as browser:
-        yield browser
-
-
-@pytest.fixture
-def tab(browser: Browser) -> Iterator[Tab]:
-    with browser.tab() as tab:
-        tab.size(1280, 900)
-        yield tab
-
-
-@pytest.fixture(scope="module")
-def sample_file(sample_run: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    out = tmp_path_factory.mktemp("viewer") / "sample.html"
-    assert main(["run", "export", str(sample_run), "--to", "html", "--out", str(out)]) == 0
-    return out.as_uri()
-
-
-def show(tab: Tab, address: str) -> None:
-    """The view at an address, once it is drawn with all it asks for."""
-    tab.open("about:blank")
-    tab.open(address)
-    tab.wait(READY)
-    tab.evaluate("new Promise(done => setTimeout(done))")
-
-
-def text(tab: Tab, selector: str = "#main") -> str:
-    return str(tab.evaluate(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))
 
 
 # --- views ------------------------------------------------------------------------------------------------------------

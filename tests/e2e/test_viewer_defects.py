@@ -1,0 +1,260 @@
+"""Fourteen defects that a first user met in the viewer and in the terminal's plots, each by its number."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+import pytest
+
+from agentrl.cli.main import main
+from agentrl.inspection.reader import RunReader
+from agentrl.inspection.viewer.server import serve_viewer
+from agentrl.journal.entries import JournalEntry, TurnEntry, TurnVersionSpan, encode_body
+from agentrl.journal.store import SqliteJournal
+from tests.browser import HOW_TO_INSTALL, Tab, find_chromium
+from tests.journal_cases import entries_with, header, spec, step_of, weights
+from tests.support.compared_runs import write_compared_run
+from tests.viewer_cases import READY, WORST, show, text
+
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(find_chromium() is None, reason=HOW_TO_INSTALL)]
+
+STEPS, CONTEXT, MESSAGES = 120, 300, 20
+EVALUATED = (19, 20, 38, 40, 60, 80, 100, 120)
+"""Evaluations of two policies at every 20th step of each: near-doubles at 19 and 38."""
+
+
+@pytest.fixture(scope="module")
+def long_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A run of many steps, whose one episode has a long context."""
+    with pytest.MonkeyPatch.context():
+        run = tmp_path_factory.mktemp("long") / "run"
+        asyncio.run(write_long_run(run))
+        out = run.parent / "long.html"
+        assert main(["run", "export", str(run), "--to", "html", "--out", str(out)]) == 0
+        yield out.as_uri()
+
+
+async def write_long_run(directory: Path) -> None:
+    from agentrl.core.records import PolicyVersion
+    from agentrl.journal.entries import episode_digest
+
+    journal = SqliteJournal(directory / "journal", info={"name": "long"})
+    each = spec(0)
+    [begin, turn, *others] = entries_with(0, "text")
+    assert isinstance(turn, TurnEntry)
+    messages = tuple({"role": "user", "content": f"example {number}"} for number in range(MESSAGES - 1))
+    answer = {"role": "tool", "content": "42", "tool_call_id": "call_7", "name": "query"}
+    large = msgspec.structs.replace(
+        turn, context_ids=b"\1\0\0\0" * CONTEXT, spans=(TurnVersionSpan(0, 2, 0, 0),), messages=(*messages, answer)
+    )
+    journal.admit(each)
+    entries = [
+        JournalEntry(each.episode_id, 0, f"r#{number}", b"", encode_body(body))
+        for number, body in enumerate((begin, large, *others))
+    ]
+    for entry in entries:
+        journal.turn_log("w0").append(entry)
+    await journal.commit_episode(each, header(each, len(entries)), episode_digest(entries), {})
+    journal.record_version(weights("policy", 0, 0), None)
+    for step in range(1, STEPS + 1):
+        journal.record_version(weights("policy", 0, step), PolicyVersion("policy", 0, step - 1))
+        journal.record_step(step_of("policy", 0, step, []))
+        measured = {"reward/mean": 0.36 + 0.24 * step / STEPS, "constant": 0.0, "mismatch/k3": 1e-7 * step, "mine": 3.0}
+        journal.record_metrics("policy", step, measured)
+    for step in EVALUATED:
+        journal.record_metrics("policy", step, {"evaluation/reward": step / 200, "evaluation/reward_error": 0.05})
+    await journal.close()
+
+
+def values(tab: Tab, selector: str) -> list[str]:
+    found = tab.evaluate(f"[...document.querySelectorAll({json.dumps(selector)})].map(node => node.innerText.trim())")
+    return [str(each) for each in found]
+
+
+def chart(title: str) -> str:
+    """JavaScript: the card with a title."""
+    return f"[...document.querySelectorAll('.card')].find(card => card.querySelector('h2')?.innerText === {title!r})"
+
+
+def labels(tab: Tab, title: str, axis: str = "labels") -> list[str]:
+    found: Any = tab.evaluate(f"[...{chart(title)}.querySelectorAll('.{axis} span')].map(span => span.textContent)")
+    return [str(each) for each in found]
+
+
+def count(tab: Tab, title: str, selector: str) -> int:
+    return int(tab.evaluate(f"{chart(title)}.querySelectorAll({selector!r}).length"))
+
+
+def test_01_the_first_page_is_an_overview(tab: Tab, sample_file: str) -> None:
+    show(tab, sample_file)
+    assert tab.evaluate("document.querySelector('#main').dataset.view") == "overview"
+    shown = values(tab, ".card h2")
+    assert {"Reward of training", "Held-out reward", "Response length", "Entropy", "Throughput", "Busy"} <= {*shown}
+    assert any(tile.endswith("held-out reward of solver at step 8") and "±" in tile for tile in values(tab, ".tile"))
+
+
+def test_02_any_metric_is_found_by_search_also_an_environments_own(tab: Tab, sample_file: str) -> None:
+    show(tab, sample_file)
+    tab.press("/")
+    assert tab.evaluate("document.activeElement.id") == "search"
+    for key in "rounds":
+        tab.press(key)
+    tab.press("Enter")
+    tab.wait(chart("rounds"))
+    assert count(tab, "rounds", "path.curve") == 1, "of the solver"
+    tab.evaluate("document.querySelector('.remove').click()")
+    tab.wait(f"!{chart('rounds')}")
+
+
+@pytest.mark.damages_journal
+def test_02_several_runs_are_on_one_chart(tab: Tab, tmp_path: Path) -> None:
+    for name, best in (("a", 0.4), ("b", 0.8)):
+        write_compared_run(tmp_path / name, {"t0": best, "t1": best}, config={"steps": best}, curve=[0.1, 0.2, best])
+
+    async def look() -> None:
+        async with serve_viewer(tmp_path) as served:
+            await asyncio.to_thread(compare, served.address)
+
+    def compare(address: str) -> None:
+        tab.open(address)
+        tab.wait(READY)
+        assert values(tab, "table.runs tbody a.id") == ["a", "b"]
+        tab.evaluate("document.querySelectorAll('table.runs input').forEach(box => box.click())")
+        tab.evaluate("document.querySelector('form.query button').click()")
+        tab.wait(chart("reward/mean"))
+        assert count(tab, "reward/mean", "path.curve") == 2
+        assert "+0.400 ± 0.000" in text(tab)
+        assert "steps" in text(tab)
+        tab.evaluate("location.hash = '#/runs?find=b'")
+        tab.wait("document.querySelectorAll('table.runs tbody tr').length === 1")
+
+    asyncio.run(look())
+
+
+def test_03_scales_have_round_ticks_and_are_not_cropped(tab: Tab, long_file: str) -> None:
+    show(tab, long_file)
+    assert labels(tab, "Reward of training") == ["0", "0.25", "0.50", "0.75", "1.00"]
+    assert labels(tab, "Reward of training", "ticks") == ["50", "100"]
+    ends = tab.evaluate(f"{chart('Reward of training')}.querySelector('path.curve').getAttribute('d')")
+    heights = [float(part.split()[1]) for part in str(ends).lstrip("M").split("L")]
+    assert heights[0] == pytest.approx(120 * (1 - 0.362), abs=0.1), "0.36 lies at 0.36 of the height"
+    assert heights[-1] == pytest.approx(120 * (1 - 0.6), abs=0.1)
+
+
+def test_04_held_out_curves_have_points_and_error_bars(tab: Tab, long_file: str) -> None:
+    for address, title in (("", "Held-out reward"), ("#/evaluations", "Held-out reward of policy")):
+        show(tab, long_file + address)
+        assert count(tab, title, ".dot") == len(EVALUATED)
+        assert count(tab, title, ".error") == len(EVALUATED)
+
+
+def test_05_the_timeline_has_axes_legends_and_no_share_above_all(tab: Tab, sample_file: str) -> None:
+    show(tab, sample_file + "#/run")
+    titles = [title for title in values(tab, ".card h2") if title]
+    assert len(titles) >= 4
+    for title in titles:
+        assert labels(tab, title, "ticks")[0] == "0", title
+        assert count(tab, title, ".legend li") > 0, title
+    assert "a version was published" in text(tab)
+    assert labels(tab, "Engine busy") == ["0 %", "25 %", "50 %", "75 %", "100 %"]
+    assert all("." not in label for label in labels(tab, "Episodes in flight"))
+
+
+def test_06_one_quantity_has_one_encoding(tab: Tab, sample_file: str) -> None:
+    show(tab, sample_file + "#/run")
+    assert count(tab, "Episodes in flight", "path.curve") == 2
+    assert tab.evaluate("document.querySelectorAll('path.area').length") == 0
+
+
+def test_07_failed_episodes_look_failed(tab: Tab, sample_file: str, sample_run: Path) -> None:
+    show(tab, sample_file + "#/episodes")
+    reader = RunReader(sample_run)
+    lines = reader.episodes(training_first=True, limit=100)
+    reader.close()
+    failed = sum(line.drop_reason is not None or (line.reward is not None and line.reward <= 0) for line in lines)
+    assert failed > 0
+    assert tab.evaluate("document.querySelectorAll('.strip .dot.bad').length") == failed
+    assert tab.evaluate("document.querySelectorAll('tbody tr.failed .status.failed').length") == failed
+    assert "of the 100 episodes listed, of 214" in text(tab, ".strip")
+    assert tab.evaluate("document.querySelectorAll('.strip .ticks span').length") > 1
+    assert "evaluated" in text(tab, ".filters")
+
+
+def test_08_numbers_of_a_group_are_in_one_column(tab: Tab, sample_file: str) -> None:
+    show(tab, f"{sample_file}#/episode/{quote(WORST)}/family")
+    edges = tab.evaluate(
+        "[...document.querySelectorAll('.tree .tree .amount, .tree ul ul .amount')].map(node => {"
+        " const box = node.getBoundingClientRect();"
+        " return [node.closest('ul').dataset.place ?? '', box.left, box.right, node.scrollWidth - node.clientWidth]; })"
+    )
+    assert len(edges) >= 4
+    assert len({round(right, 1) for _, _, right, _ in edges}) == 1, "also in the row of the episode itself"
+    assert all(overhang <= 0 for *_, overhang in edges), "also where a number is negative"
+
+
+def test_09_long_context_is_folded_and_the_first_sampled_token_is_seen(tab: Tab, long_file: str) -> None:
+    show(tab, long_file + "#/episode/e0/tokens")
+    assert text(tab, ".fold") == f"{CONTEXT - 20} tokens of context"
+    top, bottom = tab.evaluate(
+        "(box => [box.top, box.bottom])(document.querySelector('.token.sampled').getBoundingClientRect())"
+    )
+    assert 0 < top < bottom < 900
+    tab.evaluate("document.querySelector('.fold').click()")
+    assert tab.evaluate("document.querySelectorAll('.token.context').length") == CONTEXT
+    show(tab, long_file + "#/episode/e0")
+    assert text(tab, ".context summary") == f"{MESSAGES - 2} earlier messages of context"
+    assert "example 3" not in text(tab)
+    tab.evaluate("document.querySelector('.context').open = true")
+    tab.wait("document.querySelector('#main').innerText.includes('example 3')")
+
+
+def test_10_steps_come_newest_first_in_pages_with_aligned_numbers(tab: Tab, long_file: str) -> None:
+    show(tab, long_file + "#/steps")
+    assert values(tab, "tbody a.id")[:2] == [f"policy@0.{STEPS}", f"policy@0.{STEPS - 1}"]
+    assert tab.evaluate("document.querySelectorAll('tbody tr').length") == 50
+    aligned = tab.evaluate("getComputedStyle(document.querySelector('td[data-label=loss]')).textAlign")
+    assert aligned == "right"
+    assert len({len(value) for value in values(tab, "td[data-label='loss']")}) == 1
+    tab.evaluate("document.querySelector('.more').click()")
+    assert tab.evaluate("document.querySelectorAll('tbody tr').length") == 100
+
+
+def test_11_metrics_of_a_step_are_grouped_with_units_and_meanings(tab: Tab, sample_file: str) -> None:
+    show(tab, sample_file + "#/step/solver/1/5")
+    assert values(tab, ".groups h2") != []
+    assert "mean entropy of the processed distribution" in text(tab, ".groups")
+    assert "nats" in text(tab, ".measured dd")
+
+
+def test_12_an_evaluation_just_after_another_makes_no_kink(tab: Tab, long_file: str) -> None:
+    show(tab, long_file)
+    path = tab.evaluate(f"{chart('Held-out reward')}.querySelector('path.curve').getAttribute('d')")
+    assert str(path).count("L") + 1 == len(EVALUATED) - 2, "19 and 38 are points beside the line"
+
+
+def test_13_tool_results_are_plain_and_compare_offers_pairs(tab: Tab, long_file: str, sample_file: str) -> None:
+    show(tab, long_file + "#/episode/e0")
+    assert "42" in text(tab, ".turn")
+    assert "tool_call_id" not in text(tab)
+    show(tab, sample_file + "#/compare")
+    assert len(values(tab, ".offers a")) > 3
+    tab.evaluate("document.querySelector('.offers a').click()")
+    tab.wait("document.querySelector('.verdict')")
+
+
+def test_14_ticks_in_the_terminal_are_round_and_differ(long_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Path(long_file.removeprefix("file://")).parent / "run"
+    for metric, ticks in (
+        ("constant", ["1.00", "0.50", "0.00"]),
+        ("mismatch/k3", ["2.00e-05", "1.00e-05", "0"]),
+        ("reward/mean", ["0.600", "0.400", "0.200"]),
+    ):
+        assert main(["run", "curve", str(run), "--metric", metric]) == 0
+        printed = capsys.readouterr().out.splitlines()
+        assert [line.split("┤")[0].strip() for line in printed if "┤" in line] == ticks, metric
