@@ -75,6 +75,7 @@ def main() -> None:
         page = Path(export(reader, "html", Path(directory) / "page.html").path).as_uri()
         reader.close()
         here = (tab, page, arguments.out)
+        take(*here, "overview", "#/overview", theme="light")
         take(*here, "episodes", "#/episodes?where=purpose = train", theme="light")
         take(*here, "conversation", f"#/episode/{taken_over}", theme="light")
         take(*here, "tokens", f"#/episode/{versions}/tokens?token=120", theme="dark")
