@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.app.policies import adapter_slots_needed, largest_lora_rank
 from agentrl.config.devices import DevicePlan, plan_devices
-from agentrl.config.fields import base_model_display_name
 from agentrl.config.policies import BotPolicy, ExternalPolicyConfig, RemotePolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
-from agentrl.core.machine import LARGE_GPU, Gpu, Memory, gpus, install_command
+from agentrl.core.machine import LARGE_GPU, Gpu, Memory, finds_compiler, gpus, install_command
 from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.process import SILENCE_S, ChildProgram, LocalPlacement, ProcessPlacement
@@ -303,7 +302,7 @@ def growing_engine(
         on_gpus = any(status.gpus for status in fleet.statuses())
         return node.gpus // devices if on_gpus else len(fleet.engines)
 
-    name = f"engine of {base_model_display_name(base.model.path)}" if len(config.bases) > 1 else "engine"
+    name = f"engine of {base.base_name}" if len(config.bases) > 1 else "engine"
     return ScalableProcessKind(name, lambda: len(fleet.engines), start, most)
 
 
@@ -331,10 +330,16 @@ def check_vllm_usable(config: RunConfig) -> None:
                 f"[engine.vllm] is set, and {name} {version} is older than {'.'.join(map(str, VLLM_FLOOR))}: it may "
                 f"serve a request with another adapter than the requested one: {install}"
             )
-    check_arguments(config.engine.vllm or {}, on_gpu=bool(gpus()))
+    on_gpu = bool(gpus())
+    check_arguments(config.engine.vllm or {}, on_gpu=on_gpu)
+    if on_gpu and not finds_compiler():
+        raise ConfigError(
+            "[engine.vllm] on a GPU needs a C compiler for Triton's kernels, and there is none: apt install gcc, or "
+            "set CC"
+        )
     captured = ["engine.capture_routing"] * config.engine.capture_routing
     captured += [f"top_k, top_p or min_p for {', '.join(config.filtered)}"] * bool(config.filtered)
-    runs_v2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "1" if gpus() or config.on_cluster else "0") != "0"
+    runs_v2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "1" if on_gpu or config.on_cluster else "0") != "0"
     if captured and not runs_v2:
         raise ConfigError(
             f"{' and '.join(captured)}: only vLLM's model runner V2 returns what the trainer needs, and here "

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.app.engines import device_plan, slots
 from agentrl.app.policies import adapter_slots_needed, largest_lora_rank
-from agentrl.config.fields import base_model_display_name
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, InputError, PredictionError
 from agentrl.core.machine import machine_memory, process_anonymous_memory_bytes
@@ -123,11 +122,7 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
     parts = list(trainer)
     for number, base in enumerate(config.bases):
         engine_parts = _engine(base, devices, number * config.engine.count)
-        parts += (
-            engine_parts
-            if len(config.bases) == 1
-            else [_of_base(part, base_model_display_name(base.model.path)) for part in engine_parts]
-        )
+        parts += engine_parts if len(config.bases) == 1 else [_of_base(part, base.base_name) for part in engine_parts]
     if devices.gpus:
         used = {*devices.ranks, *(at for gpus_of_engine in devices.engines for at in gpus_of_engine)}
         free = sum(devices.gpus[at].memory.free for at in used)
@@ -317,6 +312,9 @@ def _trainer(config: RunConfig, *, on_gpu: bool) -> list[MemoryPart]:
         part(name=f"{shard}{optimized}", bytes=prediction.trained, setting=", ".join(fewer), offloaded=offloads),
         part(name=f"{_ACTIVATIONS} of {prediction.tokens:,} tokens", bytes=prediction.activations, setting=tokens),
     ]
+    if (copies := prediction.copies - prediction.activations) > 0:
+        name = "more than activations, while gradients are summed or weights are sent"
+        parts.append(part(name=name, bytes=copies, setting=", ".join(fewer)))
     if prediction.shards > 1:
         parts.append(part(name="layers that are whole while they compute", bytes=prediction.gathered, setting=_DTYPE))
     if not on_gpu:

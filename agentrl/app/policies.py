@@ -372,14 +372,14 @@ def base_models(config: RunConfig) -> list[BaseModelRecord]:
     Raises:
         InputError: a file of a model cannot be read.
     """
+    policies: dict[str, list[str]] = {}
+    for base in config.bases:
+        policies.setdefault(base.model.path, []).extend(base.policies)
     return [
         BaseModelRecord(
-            name=base_model_display_name(base.model.path),
-            path=base.model.path,
-            policies=tuple(base.policies),
-            digest=_base_digest(Path(base.model.path)),
+            name=base_model_display_name(path), path=path, policies=tuple(names), digest=_base_digest(Path(path))
         )
-        for base in config.bases
+        for path, names in policies.items()
     ]
 
 

@@ -154,6 +154,8 @@ async def run_training(
         if factories.engine is make_engine:
             for line in await _device_lines(config, code, clock, observer.phase):
                 observer.say(line)
+            for line in device_plan(config).unlike():
+                observer.warn(line)
         if chat_format.rewrites:
             treatment = "each rewrite starts a new token row" if chat_format.forks else "the sampled text is kept"
             observer.say(f"the chat template rewrites earlier turns ({', '.join(chat_format.rewrites)}): {treatment}")

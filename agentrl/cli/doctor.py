@@ -24,7 +24,7 @@ from agentrl.cli.output import print_json
 from agentrl.config.fields import shipped_example
 from agentrl.config.load import load
 from agentrl.core.errors import AgentRLError, InputError
-from agentrl.core.machine import gpus, install_command, mismatched_torch_builds
+from agentrl.core.machine import finds_compiler, gpus, install_command, mismatched_torch_builds
 from agentrl.core.machine import machine_memory as memory_here
 from agentrl.core.text import escape_line
 from agentrl.observe.progress import spinner
@@ -412,6 +412,7 @@ def _gpu_checks(config: RunConfig, plan: MemoryEstimate) -> list[Check]:
 
     devices = device_plan(config)
     checks = [Check(name="devices", found=line) for line in devices.lines()]
+    checks += [Check(name="devices", found=line, level="note") for line in devices.unlike()]
     if config.engine.kind == "vllm":
         checks += [Check(name="devices", found=line, level="missing") for line in devices.taken()]
     for need in gpu_memory_needs(config, plan):
@@ -428,7 +429,7 @@ def prefix_checks() -> list[Check]:
     """Check that Triton can compile the attention kernel with which a GPU computes shared prefixes once."""
     if not gpus():
         return []
-    if any(name and shutil.which(name) for name in (os.environ.get("CC"), "gcc", "clang")):
+    if finds_compiler():
         return [Check(name="prefixes", found="shared if the model allows it; the run's start says whether it does")]
     sharing_text = "not shared: Triton finds no C compiler, so every row is computed whole"
     return [Check(name="prefixes", found=sharing_text, level="note", fix="apt install gcc, or set CC")]

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from agentrl.config.fields import base_model_display_name
 from agentrl.core.errors import ConfigError, TrainerLostError
 from agentrl.core.machine import Gpu, Memory
 from agentrl.core.text import plural
@@ -29,9 +28,10 @@ ALONE = 0.9
 """Share of a GPU's memory that an engine takes if it has the GPU to itself."""
 SHARED = 0.45
 """Share of a GPU's memory that an engine takes if a trainer rank computes on the GPU too."""
-CONTEXTS = 0.05
-"""Share of a GPU's memory that the CUDA contexts of two processes take, which neither allocator counts."""
-
+CONTEXT = 450 << 20
+"""Bytes that the CUDA context of a process takes on a GPU, which no allocator counts. An estimate."""
+MIN_RANK_SHARE = 0.05
+"""Smallest share of a GPU's memory with which a trainer rank starts."""
 
 Transfer = Literal["file", "ipc", "nccl", "gloo"]
 """Transport that carries a full set of weights from a trainer to an engine."""
@@ -77,8 +77,11 @@ class DevicePlan:
 
     def share_of_rank(self, rank: int) -> float:
         """The share of its GPU's memory that a trainer rank may allocate."""
-        taken = [share for held, share in zip(self.engines, self.shares, strict=True) if self.ranks[rank] in held]
-        return 1.0 - CONTEXTS - sum(taken)
+        at = self.ranks[rank]
+        taken = [share for held, share in zip(self.engines, self.shares, strict=True) if at in held]
+        total = self.gpus[at].memory.total
+        contexts = CONTEXT * (1 + len(taken)) / total if total else 0.0  # GPUs of a cluster name no memory
+        return 1.0 - contexts - sum(taken)
 
     def name_of_engine(self, number: int) -> str:
         """The number of an engine, with its base model where there are several."""
@@ -97,6 +100,22 @@ class DevicePlan:
             for gpu in self.gpus_of_engine(number)
             if share * gpu.memory.total > gpu.memory.free
         ]
+
+    def unlike(self) -> list[str]:
+        """Describe the trainer and the engines whose GPUs differ; one message for each."""
+        users = {self.name_of_engine(number): held for number, held in enumerate(self.engines)}
+        users |= {"the trainer": self.ranks}
+        messages = []
+        for user, held in users.items():
+            cards = dict.fromkeys(
+                f"{self.gpus[at].name} ({self.gpus[at].memory.total / (1 << 30):.0f} GiB)" for at in held
+            )
+            if len(cards) > 1:
+                messages.append(
+                    f"{user} computes on unlike GPUs, {' and '.join(cards)}: each is used only as far as the smallest. "
+                    "Name like GPUs in CUDA_VISIBLE_DEVICES"
+                )
+        return messages
 
     def lines(self) -> list[str]:
         """Describe the assignment, one line per GPU."""
@@ -152,7 +171,7 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
         raise ConfigError(_too_few(config, len(gpus), ranks=count, engines=wanted, may_share=may_share))
     held = tuple(left[:count])
     blocks = sorted(blocks) * sharing
-    names = [base_model_display_name(base.model.path) for base in bases] if len(bases) > 1 else []
+    names = [base.base_name for base in bases] if len(bases) > 1 else []
     plan = DevicePlan(
         gpus=tuple(gpus),
         ranks=held,
@@ -163,11 +182,11 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
         bases=tuple(name for name in names for _ in range(config.engine.count)),
     )
     for rank in range(count):
-        if plan.share_of_rank(rank) < CONTEXTS:
+        if plan.share_of_rank(rank) < MIN_RANK_SHARE:
             raise ConfigError(
-                f"engine.memory_share = {config.engine.memory_share} leaves {plan.share_of_rank(rank):.0%} of GPU "
-                f"{gpus[held[rank]].id} to trainer rank {rank}, which shares that GPU: lower engine.memory_share, or "
-                "remove it"
+                f"an engine that takes {1 - plan.share_of_rank(rank):.0%} of GPU {gpus[held[rank]].id} with the CUDA "
+                f"contexts leaves {plan.share_of_rank(rank):.0%} to trainer rank {rank}, which shares that GPU: lower "
+                "engine.memory_share, or use a larger GPU"
             )
     return plan
 

@@ -165,15 +165,27 @@ class RunConfig(Section):
     @property
     def bases(self) -> list[RunConfig]:
         """Split the run by base model: one configuration per base model, with its directory as `model.path` and the
-        policies served on it, in the order of the configuration. Engines and models are made from these."""
-        served: dict[str, dict[str, AnyPolicy]] = {}
+        policies served on it, in the order of the configuration. Engines and models are made from these.
+
+        A vLLM holds one set of weights, so there each policy that trains all weights has a base model of its own.
+        """
+        served: dict[tuple[str, str], dict[str, AnyPolicy]] = {}
         for name, policy in self.policies.items():
             if base := self.base_of(name):
-                served.setdefault(os.path.realpath(base), {})[name] = policy
+                trained = policy.of if isinstance(policy, OpponentPoolPolicy) else name
+                own = self.engine.kind == "vllm" and trained in self.trained and self.trained[trained].lora is None
+                served.setdefault((os.path.realpath(base), trained if own else ""), {})[name] = policy
         return [
             self.model_copy(update={"model": self.model.model_copy(update={"path": base}), "policies": policies})
-            for base, policies in served.items()
+            for (base, _), policies in served.items()
         ]
+
+    @property
+    def base_name(self) -> str:
+        """Name of the base model of one of `bases`, with the policy that trains all of its weights under vLLM."""
+        name = base_model_display_name(self.model.path)
+        full = [policy for policy, section in self.trained.items() if section.lora is None]
+        return f"{name} for {full[0]}" if full and self.engine.kind == "vllm" else name
 
     @property
     def engine_in_process(self) -> bool:
@@ -619,8 +631,9 @@ def _check_vllm(config: RunConfig) -> None:
     for base in config.bases:
         if len(base.policies) > 1 and (own := sorted(set(full) & base.policies.keys())):
             raise ValueError(
-                "vLLM serves the full weights of only one policy: set lora for policies "
-                f"{', '.join(own)}, or remove engine.vllm for the embedded engine"
+                f"vLLM serves one version of full weights, and {', '.join(sorted(base.policies.keys() - set(full)))} "
+                f"plays earlier ones: set lora for policies {', '.join(own)}, or remove engine.vllm for the embedded "
+                "engine"
             )
     if full and config.evaluation.every:
         raise ValueError(

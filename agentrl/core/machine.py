@@ -15,6 +15,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -67,6 +68,10 @@ def rare_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
+# nvidia-smi numbers GPUs by bus. CUDA's own default, the fastest first, differs on machines with unlike cards.
+os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+
+
 class Gpu(NamedTuple):
     """A GPU that this process may use; sizes in bytes."""
 
@@ -88,15 +93,57 @@ def gpus() -> tuple[Gpu, ...]:
     The order is that of `CUDA_VISIBLE_DEVICES` (numbers or UUIDs), else that of the bus. With a torch built for CPUs,
     the result is empty.
 
+    A slice of a GPU (MIG) counts as a GPU with the memory of its profile. A GPU that reports no memory of its own
+    shares the machine's.
+
     Raises:
-        InputError: the driver's tool fails, or the variable names a GPU that is not there.
+        InputError: the driver's tool fails, the driver is too old for the installed torch, or the variable names a GPU
+            that is not there.
     """
     tool = shutil.which("nvidia-smi")
     if tool is None or _version("torch").endswith("+cpu"):
         return ()
-    query = [tool, "--query-gpu=index,uuid,name,memory.total,memory.free", "--format=csv,noheader,nounits"]
+    columns = "index,uuid,name,driver_version,memory.total,memory.free"
+    by_name = {}
+    for line in _driver_lines(tool, f"--query-gpu={columns}", "--format=csv,noheader,nounits"):
+        index, uuid, name, driver, *sizes = (part.strip() for part in line.split(","))
+        _check_driver(driver)
+        known = all(size.isdecimal() for size in sizes)
+        memory = Memory(int(sizes[1]) << 20, int(sizes[0]) << 20) if known else machine_memory()
+        by_name[index] = by_name[uuid] = Gpu(index, name, memory)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return tuple(dict.fromkeys(by_name.values()))
+    named = [gpu_name.strip() for gpu_name in visible.split(",") if gpu_name.strip()]
+    if any(gpu_name.startswith("MIG-") for gpu_name in named):
+        for line in _driver_lines(tool, "-L"):
+            if slice_of := _MIG.search(line):
+                size = int(slice_of["gb"]) * 10**9
+                by_name[slice_of["uuid"]] = Gpu(slice_of["uuid"], slice_of["profile"], Memory(size, size))
+    if unknown := [gpu_name for gpu_name in named if gpu_name not in by_name]:
+        raise InputError(f"CUDA_VISIBLE_DEVICES names {', '.join(unknown)}, and {tool} reports no such GPU")
+    return tuple(by_name[gpu_name] for gpu_name in named)
+
+
+def finds_compiler() -> bool:
+    """Whether Triton finds a C compiler, which it needs for each kernel's launcher."""
+    return any(name and shutil.which(name) for name in (os.environ.get("CC"), "cc", "gcc", "clang"))
+
+
+_DRIVER_S = 20
+_MIG = re.compile(r"(?P<profile>MIG \S*?\.(?P<gb>\d+)gb\S*).*UUID: (?P<uuid>MIG-[^)]+)\)")
+_OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
+"""Oldest branch of the NVIDIA driver that runs each major version of CUDA, from NVIDIA's table of compatibility."""
+
+
+def _driver_lines(tool: str, *arguments: str) -> list[str]:
+    """Return the output of nvidia-smi.
+
+    Raises:
+        InputError: it fails.
+    """
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=_DRIVER_S, check=False)
+        answer = subprocess.run([tool, *arguments], capture_output=True, text=True, timeout=_DRIVER_S, check=False)
     except subprocess.TimeoutExpired:
         raise InputError(
             f"{tool} did not answer within {_DRIVER_S} s, so the GPUs of this machine are unknown; repair the NVIDIA "
@@ -105,20 +152,25 @@ def gpus() -> tuple[Gpu, ...]:
     if answer.returncode:
         output = (answer.stdout + answer.stderr).strip().splitlines()
         raise InputError(f"{tool} failed ({output[0] if output else 'without a message'}); repair the NVIDIA driver")
-    by_name = {}
-    for line in answer.stdout.strip().splitlines():
-        index, uuid, name, total, free = (part.strip() for part in line.split(","))
-        by_name[index] = by_name[uuid] = Gpu(index, name, Memory(int(free) << 20, int(total) << 20))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return tuple(dict.fromkeys(by_name.values()))
-    named = [gpu_name.strip() for gpu_name in visible.split(",") if gpu_name.strip()]
-    if unknown := [gpu_name for gpu_name in named if gpu_name not in by_name]:
-        raise InputError(f"CUDA_VISIBLE_DEVICES names {', '.join(unknown)}, and {tool} reports no such GPU")
-    return tuple(by_name[gpu_name] for gpu_name in named)
+    return answer.stdout.strip().splitlines()
 
 
-_DRIVER_S = 20
+def _check_driver(driver: str) -> None:
+    """Refuse a driver that is older than the CUDA of the installed torch, whose source is read, not imported."""
+    from importlib import metadata  # every command imports this module, and few need it
+
+    try:
+        file = Path(str(metadata.distribution("torch").locate_file("torch/version.py")))
+    except metadata.PackageNotFoundError:
+        return
+    cuda = re.search(r"^cuda\b[^=]*= ['\"]([\d.]+)", file.read_text(encoding="utf-8"), re.M) if file.is_file() else None
+    oldest = _OLDEST_DRIVERS.get(int(cuda[1].split(".")[0])) if cuda else None
+    branch = driver.split(".")[0]
+    if cuda and oldest and branch.isdecimal() and int(branch) < oldest:
+        raise InputError(
+            f"the NVIDIA driver {driver} is too old for torch's CUDA {cuda[1]}, which needs {oldest} or newer: update "
+            "the driver, or install a torch built for an older CUDA"
+        )
 
 
 def process_anonymous_memory_bytes() -> int:

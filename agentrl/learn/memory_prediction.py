@@ -31,6 +31,7 @@ from agentrl.learn.learner import ValueHead
 from agentrl.learn.losses import BUILT_IN
 from agentrl.learn.models import PolicyModel, load_models, load_references, own_attention
 from agentrl.learn.packing import MicroBatch, pack
+from agentrl.learn.ranks import BUCKET
 
 _SHORT = 16
 """Length of the first rows that are measured, in tokens."""
@@ -58,6 +59,9 @@ class TrainerMemory:
     gradients."""
     activations: int
     """Peak bytes that a step allocates in addition."""
+    copies: int
+    """Peak bytes of copies between steps, when no activations are held: gradients that ranks sum, or weights on their
+    way to an engine."""
     tokens: int
     """Number of tokens of the micro-batch at this peak."""
 
@@ -81,6 +85,7 @@ def predict_trainer_memory(config: RunConfig) -> TrainerMemory:
         dtype=" and ".join(dict.fromkeys(dtype_name(model.model.dtype) for model in models.values())),
         weights=weights // shards,
         trained=trained // shards,
+        copies=_copies(config, models),
         activations=max(_activations(config, name, model) for name, model in models.items()),
         tokens=_micro_batch_tokens(config),
     )
@@ -115,6 +120,17 @@ def shard_count(config: RunConfig, ranks: int) -> int:
     return ranks
 
 
+def _copies(config: RunConfig, models: Mapping[str, PolicyModel]) -> int:
+    """Return `TrainerMemory.copies`."""
+    gradients = [each.numel() * torch.float32.itemsize for each in _trained(models)] if config.trainer.ranks > 1 else []
+    sent = [each.nbytes for model in models.values() if model.kind != "adapter" for each in model.model.parameters()]
+    return max((min(sum(each), max(BUCKET, *each)) for each in (gradients, sent) if each), default=0)
+
+
+def _trained(models: Mapping[str, PolicyModel]) -> set[nn.Parameter]:
+    return {parameter for model in models.values() for parameter in model.parameters.values()}
+
+
 def _gathered(model: PolicyModel) -> int:
     """Return `TrainerMemory.gathered` of a model. The next layer is gathered while one computes, and its gradients are
     added up in float32 if all weights are trained."""
@@ -130,7 +146,7 @@ def _gathered(model: PolicyModel) -> int:
 def _held(config: RunConfig, models: Mapping[str, PolicyModel]) -> tuple[int, int]:
     """Return the bytes of `TrainerMemory.weights` and `TrainerMemory.trained`, on one rank."""
     references = load_references(config, models, torch.device("meta"))
-    trained = {parameter for model in models.values() for parameter in model.parameters.values()}
+    trained = _trained(models)
     everyone = (*models.values(), *references.values())
     computed = {parameter for model in everyone for parameter in model.model.parameters()}
     return _bytes(computed - trained), _bytes(trained) * (2 + _OPTIMIZER_STATES)

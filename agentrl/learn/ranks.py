@@ -216,6 +216,24 @@ class SingleRankGroup:
         """See `RankGroup.mesh`: there is no group."""
 
 
+BUCKET = 256 << 20
+"""Bytes of gradients that are copied and summed at once, unless one tensor is larger."""
+
+
+def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Split tensors, in their order, into lists of at most `BUCKET` bytes; a larger tensor is a list of its own."""
+    bucket: list[Tensor] = []
+    held = 0
+    for tensor in tensors:
+        if bucket and held + tensor.nbytes > BUCKET:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(tensor)
+        held += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
 class DistributedRankGroup:
     """One of several ranks in a torch.distributed group."""
 
@@ -275,11 +293,12 @@ class DistributedRankGroup:
             return []
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
-        """See `RankGroup.sum`; sends one message for all tensors, whatever their device."""
-        flat = torch.cat([tensor.reshape(-1).to(self._device) for tensor in tensors])
-        dist.all_reduce(flat)
-        for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+        """See `RankGroup.sum`; sends a message for each bucket of tensors, whatever their device."""
+        for bucket in buckets(tensors):
+            flat = torch.cat([tensor.reshape(-1).to(self._device) for tensor in bucket])
+            dist.all_reduce(flat)
+            for tensor, part in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
+                tensor.copy_(part.view_as(tensor))
 
     def gather(self, data: bytes) -> list[bytes]:
         """See `RankGroup.gather`; shorter messages are padded to the longest."""

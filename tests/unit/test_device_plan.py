@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
 import stat
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentrl.app.engines import device_plan
-from agentrl.config.devices import CONTEXTS, DevicePlan, plan_devices
+from agentrl.app.engines import check_vllm_usable, device_plan
+from agentrl.config.devices import CONTEXT, DevicePlan, plan_devices
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, InputError
-from agentrl.core.machine import Gpu, Memory, gpus
+from agentrl.core.machine import Gpu, Memory, gpus, machine_memory
 
 CARD = Memory(24 << 30, 24 << 30)
 COMBINATIONS = [
@@ -71,14 +74,14 @@ def test_no_process_lacks_a_gpu_and_no_gpu_has_two_of_a_kind(
     assert all(len({plan.gpus[at].node for at in engine}) == 1 for engine in plan.engines)
     for rank in range(ranks):
         others = [share for engine, share in zip(plan.engines, plan.shares, strict=True) if plan.ranks[rank] in engine]
-        assert plan.share_of_rank(rank) + sum(others) == pytest.approx(1 - CONTEXTS)
+        assert plan.share_of_rank(rank) + sum(others) == pytest.approx(1 - CONTEXT * (1 + len(others)) / CARD.total)
     assert len(plan.lines()) == count
 
 
 def test_the_lines_say_who_is_where_and_has_how_much() -> None:
     plan = planned(1, 2, 1, 2, 0)
     assert plan.lines() == [
-        "GPU 0: trainer rank 0 (50% of its memory) and engine 0 (45%)",
+        "GPU 0: trainer rank 0 (51% of its memory) and engine 0 (45%)",
         "GPU 1: engine 1 (90% of its memory)",
     ]
     assert [gpu.id for gpu in plan.gpus_of_engine(1)] == ["1"]
@@ -104,7 +107,9 @@ def test_too_few_gpus_are_refused_by_name(
 
 
 def test_a_share_that_leaves_the_trainer_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"engine\.memory_share = 0\.93 leaves 2% of GPU 0 to trainer rank 0"):
+    with pytest.raises(
+        ConfigError, match=r"leaves 3% to trainer rank 0, which shares that GPU: lower engine\.memory_share"
+    ):
         plan_devices(configuration(memory_share=0.93), machine(1))
     assert plan_devices(configuration(memory_share=0.6), machine(1)).shares == (0.6,)
 
@@ -175,7 +180,7 @@ def test_embedded_engines_of_several_bases_share_gpus() -> None:
     """They reserve nothing, so one GPU serves all of them."""
     plan = plan_devices(of_two_bases(vllm=None), machine(2))
     assert (plan.engines, plan.shares) == (((1,), (1,)), (0.225, 0.225))
-    assert plan.share_of_rank(1) == pytest.approx(0.5)
+    assert plan.share_of_rank(1) == pytest.approx(1 - 0.45 - 3 * CONTEXT / CARD.total)
     first, second = plan.lines()
     assert first == "GPU 0: trainer rank 0"
     assert second.startswith("GPU 1: trainer rank 1 (50% of its memory) and engine 0 of ")
@@ -194,7 +199,7 @@ def driver(monkeypatch: pytest.MonkeyPatch, path: Path, script: str) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-TWO = "echo '0, GPU-aa, NVIDIA L4, 23034, 22000'; echo '1, GPU-bb, NVIDIA L4, 23034, 100'"
+TWO = "echo '0, GPU-aa, NVIDIA L4, 580.65.06, 23034, 22000'; echo '1, GPU-bb, NVIDIA L4, 580.65.06, 23034, 100'"
 
 
 def test_the_gpus_are_those_the_driver_reports_and_the_process_may_use(
@@ -216,3 +221,86 @@ def test_a_driver_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     driver(monkeypatch, tmp_path, "echo 'NVML: driver/library version mismatch'; exit 18")
     with pytest.raises(InputError, match="version mismatch"):
         gpus()
+
+
+def test_a_card_without_memory_of_its_own_has_the_machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    driver(monkeypatch, tmp_path, "echo '0, GPU-aa, NVIDIA GB10, 580.95.05, [N/A], [N/A]'")
+    (gpu,) = gpus()
+    assert gpu.name == "NVIDIA GB10"
+    assert gpu.memory.total == machine_memory().total
+
+
+def test_a_slice_has_the_memory_of_its_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = (
+        "if [ $1 = -L ]; then echo 'GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-aa)'; "
+        "echo '  MIG 2g.20gb     Device  0: (UUID: MIG-bb)'; "
+        "else echo '0, GPU-aa, NVIDIA A100-SXM4-80GB, 580.65.06, 81920, 81000'; fi"
+    )
+    driver(monkeypatch, tmp_path, script)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-bb")
+    (gpu,) = gpus()
+    assert (gpu.id, gpu.name, gpu.memory) == ("MIG-bb", "MIG 2g.20gb", Memory(20 * 10**9, 20 * 10**9))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-cc")
+    with pytest.raises(InputError, match="CUDA_VISIBLE_DEVICES names MIG-cc"):
+        gpus()
+
+
+def test_a_driver_older_than_the_cuda_of_torch_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    driver(monkeypatch, tmp_path, "echo '0, GPU-aa, NVIDIA L4, 535.183.01, 23034, 22000'")
+    (tmp_path / "torch").mkdir()
+    for cuda, refused in (("12.8", False), ("13.0", True)):
+        (tmp_path / "torch" / "version.py").write_text(f"__version__ = '2.13.0'\ncuda: str | None = '{cuda}'\n")
+        if refused:
+            with pytest.raises(
+                InputError, match=r"driver 535\.183\.01 is too old for torch's CUDA 13\.0.* 580 or newer"
+            ):
+                gpus()
+        else:
+            assert len(gpus()) == 1
+
+
+def test_cuda_numbers_gpus_as_their_driver_does() -> None:
+    code = "import os, agentrl.cli.main; print(os.environ['CUDA_DEVICE_ORDER'])"
+    environment = {**os.environ, "CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "PCI_BUS_ID"
+
+
+def test_unlike_cards_are_named() -> None:
+    cards = [*machine(1), Gpu("1", "large card", Memory(80 << 30, 80 << 30))]
+    assert plan_devices(configuration(), cards).unlike() == []
+    (told,) = plan_devices(configuration(size=2), cards).unlike()
+    assert told.startswith("engine 0 computes on unlike GPUs, card (24 GiB) and large card (80 GiB)")
+    (told,) = plan_devices(configuration(ranks=2), cards).unlike()
+    assert told.startswith("the trainer computes on unlike GPUs")
+
+
+def test_without_a_compiler_vllm_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    driver(monkeypatch, tmp_path, TWO)
+    check_vllm_usable(configuration())
+    monkeypatch.setenv("PATH", str(tmp_path))  # no compiler
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(ConfigError, match="needs a C compiler"):
+        check_vllm_usable(configuration())
+
+
+def of_two_full_policies(count: int, **section: Any) -> RunConfig:
+    policies = {f"policy{number}": {"learning_rate": 1e-5} for number in range(count)}
+    config = configuration().model_dump(exclude_none=True)
+    seats = {f"seat{number}": f"policy{number}" for number in range(count)}
+    return RunConfig.model_validate(config | {"policies": policies, "seats": seats, **section})
+
+
+def test_each_policy_that_trains_all_weights_has_an_engine_of_its_own() -> None:
+    config = of_two_full_policies(2)
+    assert [list(base.policies) for base in config.bases] == [["policy0"], ["policy1"]]
+    plan = plan_devices(config, machine(2))
+    assert plan.engines == ((0,), (1,))
+    assert [plan.name_of_engine(number).split("/")[-1] for number in range(2)] == [
+        "unused for policy0",
+        "unused for policy1",
+    ]
+    with pytest.raises(ConfigError, match=r"for each of 2 base models do not fit on 1 GPU"):
+        plan_devices(config, machine(1))
+    embedded = of_two_full_policies(2, engine={"replicas": 1})
+    assert len(embedded.bases) == 1, "an embedded engine holds several sets of weights"

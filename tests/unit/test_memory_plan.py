@@ -195,7 +195,7 @@ def test_doctor_prints_the_device_plan_and_each_share(
     cards(monkeypatch, 1, 24)
     assert main(["doctor", str(repository / "examples/01_tool_use.toml"), *VLLM, "--json"]) == 0
     found = [(each["name"], each["found"]) for each in json.loads(capsys.readouterr().out)["sections"]["memory"]]
-    assert ("devices", "GPU 0: trainer rank 0 (50% of its memory) and engine 0 (45%)") in found
+    assert ("devices", "GPU 0: trainer rank 0 (51% of its memory) and engine 0 (45%)") in found
     assert any(name == "engine 0 on GPU 0" and "needed of 10.80 GiB" in text for name, text in found)
 
 

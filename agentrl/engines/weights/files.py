@@ -25,7 +25,7 @@ from torch import nn
 
 from agentrl.core.errors import EngineStorageError
 from agentrl.core.files import WEIGHT_FILES, read_safetensors_header
-from agentrl.core.machine import Memory, machine_memory
+from agentrl.core.machine import Memory, gpus, machine_memory
 from agentrl.engines.canary import Canary
 from agentrl.engines.models import (
     ONE_LOAD_AT_A_TIME,
@@ -421,8 +421,7 @@ def predict_engine_memory(
 
 
 def device_memory() -> tuple[Memory, bool]:
-    """Return the memory of this process's device, and whether it is a GPU."""
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        return Memory(free, total), True
-    return machine_memory(), False
+    """Return the memory of this process's device, and whether it is a GPU. The driver is asked: CUDA would make a
+    context, which stays as long as the process."""
+    found = gpus() if torch.cuda.is_available() else ()
+    return (found[0].memory, True) if found else (machine_memory(), False)
