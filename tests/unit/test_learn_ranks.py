@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from datetime import timedelta
 
 import pytest
 import torch
+from torch import Tensor
 
 from agentrl.core.errors import TrainerLostError
-from agentrl.engines.weights.transfer import serve_rendezvous
+from agentrl.engines.weights.transfer import Rendezvous, serve_rendezvous
 from agentrl.learn import ranks
-from agentrl.learn.ranks import DistributedRankGroup, balanced_shares
+from agentrl.learn.ranks import DistributedRankGroup, balanced_shares, buckets
 
 
 @pytest.fixture
@@ -36,6 +38,45 @@ def test_tensors_of_the_host_and_empty_messages_pass_through(device: str) -> Non
         assert group.gather(b"columns") == [b"columns"]
     finally:
         group.close()
+
+
+SHAPES = ((2, 3), (4,), (40,), (1,), (5, 2), ())
+"""Gradients of 24, 16, 160, 4, 40 and 4 bytes."""
+SMALL_BUCKET = 48
+
+
+def gradients_of(rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def sum_as_rank_1(rendezvous: Rendezvous) -> None:
+    ranks.BUCKET = SMALL_BUCKET
+    group = DistributedRankGroup(rendezvous, rank=1, device=torch.device("cpu"), addresses=["127.0.0.1"] * 2)
+    group.sum(gradients_of(1))
+    group.close()
+
+
+@pytest.mark.usefixtures("_restored_interfaces")
+def test_sums_in_several_buckets_equal_the_sum_of_each_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tensor is larger than a bucket."""
+    monkeypatch.setattr(ranks, "BUCKET", SMALL_BUCKET)
+    gradients = gradients_of(0)
+    assert [[each.nbytes for each in bucket] for bucket in buckets(gradients)] == [[24, 16], [160], [4, 40, 4]]
+    rendezvous, store = serve_rendezvous("127.0.0.1")
+    other = multiprocessing.get_context("spawn").Process(target=sum_as_rank_1, args=(rendezvous,))
+    other.start()
+    group = DistributedRankGroup(
+        rendezvous, rank=0, device=torch.device("cpu"), addresses=["127.0.0.1"] * 2, store=store
+    )
+    try:
+        group.sum(gradients)
+        expected = [first + second for first, second in zip(gradients_of(0), gradients_of(1), strict=True)]
+        assert all(torch.equal(summed, each) for summed, each in zip(gradients, expected, strict=True))
+    finally:
+        group.close()
+        other.join()
+    assert other.exitcode == 0
 
 
 @pytest.mark.parametrize(
