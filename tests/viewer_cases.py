@@ -87,3 +87,82 @@ def show(tab: Tab, address: str) -> None:
 
 def text(tab: Tab, selector: str = "#main") -> str:
     return str(tab.evaluate(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))
+
+
+def faint_texts(tab: Tab) -> list[str]:
+    """Visible texts whose contrast is below WCAG AA: 4.5, or 3 for large text. Disabled controls are exempt."""
+    tab.wait("getComputedStyle(document.querySelector('#main')).opacity === '1'")
+    return [str(found) for found in tab.evaluate(CONTRAST)]
+
+
+CONTRAST = """(() => {
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const colours = new Map();
+  const parse = (colour) => {
+    if (!colours.has(colour)) {
+      canvas.clearRect(0, 0, 1, 1);
+      canvas.fillStyle = colour;
+      canvas.fillRect(0, 0, 1, 1);
+      const [r, g, b, a] = canvas.getImageData(0, 0, 1, 1).data;
+      colours.set(colour, [r, g, b, a / 255]);
+    }
+    return colours.get(colour);
+  };
+  const over = (top, alpha, under) => under.map((value, place) => top[place] * alpha + value * (1 - alpha));
+  const luminance = (rgb) => {
+    const linear = (value) => (value / 255 <= 0.04045 ? value / 255 / 12.92 : ((value / 255 + 0.055) / 1.055) ** 2.4);
+    const [r, g, b] = rgb.map(linear);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ratio = (one, other) => {
+    const [low, high] = [luminance(one), luminance(other)].sort((a, b) => a - b);
+    return (high + 0.05) / (low + 0.05);
+  };
+  const found = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const node = walker.currentNode;
+    const parent = node.parentElement;
+    if (!node.data.trim() || !parent.checkVisibility({ visibilityProperty: true })) continue;
+    if (parent.closest(":disabled, script, style, .unseen, .skip")) continue;
+    const chain = [];
+    for (let each = parent; each; each = each.parentElement) chain.unshift(getComputedStyle(each));
+    let [back, opacity] = [[255, 255, 255], 1];
+    for (const style of chain) {
+      const [r, g, b, a] = parse(style.backgroundColor);
+      opacity *= Number(style.opacity);
+      back = over([r, g, b], a * opacity, back);
+    }
+    const style = chain.at(-1);
+    const [r, g, b, a] = parse(style.color);
+    const contrast = ratio(over([r, g, b], a * opacity, back), back);
+    const size = parseFloat(style.fontSize);
+    const isLarge = size >= 24 || (size >= 18.66 && Number(style.fontWeight) >= 700);
+    const label = `${parent.className} ${node.data.slice(0, 20)} ${contrast.toFixed(2)}`;
+    if (contrast < (isLarge ? 3 : 4.5)) found.push(label);
+  }
+  return [...new Set(found)];
+})()"""
+
+
+def lost_keys(tab: Tab) -> list[str]:
+    """What keeps the Tab key from leading through a view: a focus that does not move, or that nobody sees."""
+    problems, passed = [], []
+    tab.evaluate("document.activeElement.blur()")
+    for _ in range(12):
+        tab.press("Tab")
+        name, outline, width = tab.evaluate(FOCUSED)
+        passed.append(name)
+        if not name.startswith("BODY") and (outline == "none" or width == "0px"):
+            problems.append(f"{name}: its focus cannot be seen")
+    if len(set(passed)) < len(passed) / 2:
+        problems.append(f"the focus stays at {passed[-1]}")
+    return problems
+
+
+FOCUSED = """(() => {
+  const held = document.activeElement;
+  const style = getComputedStyle(held);
+  const name = `${held.tagName} ${[...document.querySelectorAll("*")].indexOf(held)} ${held.className}`;
+  return [name, style.outlineStyle, style.outlineWidth];
+})()"""

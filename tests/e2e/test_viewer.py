@@ -27,7 +27,18 @@ from agentrl.journal.entries import JournalEntry, TurnEntry, TurnVersionSpan, en
 from agentrl.journal.store import SqliteJournal
 from tests.browser import HOW_TO_INSTALL, Tab, find_chromium
 from tests.journal_cases import entries_with, header, spec, write, write_run
-from tests.viewer_cases import FOREIGN, HOSTILE, READY, VIEWS, foreign_elements, hostile_views, show, text
+from tests.viewer_cases import (
+    FOREIGN,
+    HOSTILE,
+    READY,
+    VIEWS,
+    faint_texts,
+    foreign_elements,
+    hostile_views,
+    lost_keys,
+    show,
+    text,
+)
 
 CHROMIUM = find_chromium()
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(CHROMIUM is None, reason=HOW_TO_INSTALL)]
@@ -47,6 +58,15 @@ def test_every_view_opens_from_its_address_on_a_screen_and_a_phone(tab: Tab, sam
         assert tab.evaluate("document.querySelectorAll('#top nav [aria-current]').length") == 1
     assert tab.errors == []
     assert [address for address in tab.requests if not address.startswith(("file:", "about:"))] == []
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_texts_have_contrast_and_the_tab_key_leads_on(tab: Tab, sample_file: str, view: str, theme: str) -> None:
+    tab.size(1280, 900, theme=theme)
+    show(tab, sample_file + VIEWS[view])
+    assert faint_texts(tab) == []
+    assert lost_keys(tab) == []
 
 
 def test_a_token_s_address_shows_all_that_is_known_of_it(tab: Tab, sample_file: str) -> None:
