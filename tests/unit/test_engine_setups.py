@@ -1,4 +1,5 @@
-"""The three set-ups of docs/engines.md, on machines as it describes them: doctor accepts and explains each."""
+"""examples/11_gpu.toml and the set-ups of docs/engines.md, on machines as they describe them: doctor accepts and
+explains each."""
 
 from __future__ import annotations
 
@@ -27,8 +28,11 @@ MACHINES = {"Qwen3-0.6B": (1, 24), "Qwen3-8B": (8, 80), "Qwen3-32B": (8, 80)}
 
 def set_ups(repository: Path) -> dict[str, str]:
     page = (repository / "docs/engines.md").read_text().partition("### Three set-ups")[2].partition("\n## ")[0]
-    texts = re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL)
-    return {model: text for text in texts for model in SHAPES if f'"Qwen/{model}"' in text}
+    texts = [
+        (repository / "examples/11_gpu.toml").read_text(),
+        *re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL),
+    ]
+    return {model: text for text in texts for model in SHAPES if f'/{model}"' in text}
 
 
 def write_tokenizer(directory: Path, *, tokens: int) -> None:
@@ -62,7 +66,7 @@ def test_doctor_accepts_and_explains_a_set_up(
     config.save_pretrained(tmp_path / model)
     write_tokenizer(tmp_path / model, tokens=config.vocab_size)
     file = tmp_path / "run.toml"
-    file.write_text(set_ups(repository)[model].replace(f"Qwen/{model}", str(tmp_path / model)))
+    file.write_text(re.sub(rf"(Qwen|\.\./models)/{model}\"", f'{tmp_path / model}"', set_ups(repository)[model]))
     count, size = MACHINES[model]
     card = Memory(size * 10**9, size * 10**9)
     monkeypatch.setattr(engines, "gpus", lambda: tuple(Gpu(str(at), "card", card) for at in range(count)))
@@ -76,3 +80,21 @@ def test_doctor_accepts_and_explains_a_set_up(
     lines = [check["found"] for check in checks if check["name"] == "devices"]
     assert len(lines) == count
     assert not any("not used" in line for line in lines)
+
+
+@pytest.mark.usefixtures("doctor_imports_once")
+def test_doctor_names_all_that_the_gpu_example_lacks_here(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(engines, "gpus", lambda: ())
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    example = repository / "examples/11_gpu.toml"
+    absent = tmp_path / "Qwen3-0.6B"
+    assert main(["doctor", str(example), f"--model.path={absent}", "--json"]) == 1
+    sections = json.loads(capsys.readouterr().out)["sections"]
+    checks = [*sections[f"{example} will use"], *sections["memory"]]
+    missing = {check["name"]: check["found"] for check in checks if check["level"] == "missing"}
+    assert missing.keys() == {"engine", "tools", "model"}
+    assert "Missing here: a GPU " in missing["engine"]
+    assert f"no model directory {absent}" in missing["tools"]
+    assert f"{absent}: contains no model" in missing["model"]
