@@ -20,6 +20,7 @@ from agentrl.config.load import load
 from benchmarks.report import completed
 
 ROOT = Path(__file__).resolve().parents[1]
+EXAMPLE = ROOT / "examples" / "08_smollm2.toml"
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
 SEEDS = (0, 1, 2)
 FIRST = ("Ann", "Bob", "Eva", "Tom", "Mia", "Max", "Zoe", "Leo", "Ida", "Ben")
@@ -79,7 +80,7 @@ def trained(directory: Path, *, seed: int, tools_in: str) -> tuple[float, float]
         *(f"model.path={MODEL}", f"model.tools_in={tools_in}", f"directory={directory}", f"seed={seed}"),
         *(f"name={tools_in}-{seed}", "environment.id=benchmarks.viewing_own_tools:PhoneBook"),
     ]
-    run = completed(agentrl.train(load(None, [*SETTINGS, *overrides]), quiet=True))
+    run = completed(agentrl.train(load(EXAMPLE, [*SETTINGS, *overrides]), quiet=True))
     print(f"seed {seed}, tools_in {tools_in}: {run.summary}", file=sys.stderr, flush=True)
     return run.summary["reward_start"], run.summary["reward_end"]
 

@@ -64,6 +64,8 @@ Play = Callable[["Dispatcher"], Coroutine[Any, Any, list[EpisodeHeader]]]
 ENDPOINT_TIMEOUT_S = 600.0
 """Time limit of a request to an evaluated endpoint, in seconds: models that think take minutes."""
 SHOWN_MODELS = 20
+PROGRESS_S = 0.5
+"""Seconds between two reports of an evaluation's progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,8 @@ class EvaluatedEpisode:
     turns: int
     tokens: int
     """Number of sampled tokens; for a remote policy the endpoint's count, or else the bytes of its lines."""
+    metrics: Mapping[str, float]
+    """Values of `ctx.metric`, and agentrl's own counts."""
     conversations: Mapping[str, list[dict[str, Any]]]
     """Messages of each agent, keyed by its name, such as `solver`, or `solver[1]` for the seat's second agent; the
     assistant's are as the policy wrote them."""
@@ -143,6 +147,7 @@ def evaluate(
     *,
     environment: type | None = None,
     journal: str | Path | None = None,
+    on_progress: Callable[[int, int], None] = lambda ended, episodes: None,
 ) -> Evaluation:
     """Measure the mean reward on held-out tasks, each sampled `evaluation.attempts` times as in training, without
     training.
@@ -154,6 +159,7 @@ def evaluate(
         tasks: tasks that replace the environment's `held_out` split.
         environment: a class that replaces `config.environment.id`.
         journal: a new directory that keeps the episodes for inspection; default: they are not kept.
+        on_progress: receives the number of ended episodes, and of all, about twice a second.
 
     Returns:
         Metrics by name, such as `evaluation/reward`, and as `.episodes` every episode: its conversations, reward and
@@ -174,11 +180,20 @@ def evaluate(
             raise RunDirectoryError(f"{kept} already contains a journal; give evaluate a new directory")
         attempts = config.evaluation.attempts
         played_tasks = repeat_tasks(splits, attempts)
-        evaluated = play_in_new_run(
-            config, chosen, weights, kept, lambda dispatcher: dispatcher.evaluate(played_tasks, {})
-        )
-        headers = asyncio.run(evaluated)
+
+        async def play(dispatcher: Dispatcher) -> list[EpisodeHeader]:
+            running = asyncio.get_running_loop().create_task(dispatcher.evaluate(played_tasks, {}))
+            try:
+                while not running.done():
+                    await asyncio.wait({running}, timeout=PROGRESS_S)
+                    on_progress(*dispatcher.evaluated())
+                return running.result()
+            finally:
+                running.cancel()
+
+        headers = asyncio.run(play_in_new_run(config, chosen, weights, kept, play))
         episodes = _episodes(config, kept)
+    recorded = {episode.id: episode.metrics for episode in episodes}
     dropped = [header for header in headers if not header.committed]
     if dropped:
         reason = next((episode.detail for episode in episodes if episode.id == dropped[0].episode_id), "")
@@ -189,8 +204,8 @@ def evaluate(
     if journal is not None:
         with contextlib.closing(MetricsFile(kept / "metrics.jsonl")) as file:
             for name in config.policies:
-                file.record(name, 0, evaluation_metrics(headers, name, attempts, splits))
-    return Evaluation(evaluation_metrics(headers, None, attempts, splits), episodes)
+                file.record(name, 0, evaluation_metrics(headers, name, attempts, splits, recorded))
+    return Evaluation(evaluation_metrics(headers, None, attempts, splits, recorded), episodes)
 
 
 def find_remote_policy(address: str, api_key_env: str) -> RemotePolicy:
@@ -250,6 +265,7 @@ def _episodes(config: RunConfig, journal: Path) -> list[EvaluatedEpisode]:
                     detail=line.detail or "",
                     turns=line.turns or 0,
                     tokens=line.tokens or 0,
+                    metrics={name: value for name, value in view.metrics.items() if value is not None},
                     conversations=messages_of,
                 )
             )

@@ -438,7 +438,7 @@ def _add_endpoint_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--journal",
         type=Path,
-        help="new directory to keep the episodes in; default: of an evaluation none, else one in runs/",
+        help="new directory to keep the episodes in; default: one in runs/",
     )
     parser.set_defaults(takes_overrides=True)
 

@@ -16,7 +16,7 @@ from agentrl.cli.output import INTERRUPTED, end_as_interrupted_on, ignore_stop_s
 from agentrl.config.load import dump_toml, load
 from agentrl.core.errors import InputError
 from agentrl.core.text import escape_line, plural
-from agentrl.observe.progress import spinner
+from agentrl.observe.progress import ProgressLine, spinner
 
 if TYPE_CHECKING:
     import argparse
@@ -130,29 +130,42 @@ def evaluate(options: argparse.Namespace) -> int:
     if options.tasks is not None:
         options.overrides.append(f"evaluation.tasks={options.tasks}")
     config = _config(options)
-    journal = options.journal or (_new_run(config, options.model) if _is_address(options.model) else None)
+    journal = options.journal or _new_run(config, options.model if _is_address(options.model) else ",evaluate")
     from agentrl.app.evaluation import evaluate as run_evaluation
 
     tasks = sum(count for _, _, count in config.evaluation.splits)
-    with spinner(f"evaluating on {plural(tasks, 'task')}", sys.stderr):
-        metrics = run_evaluation(config, _weights(options.policy), journal=journal)
+    with contextlib.closing(ProgressLine(f"evaluating on {plural(tasks, 'task')}", sys.stderr)) as progress:
+
+        def on_progress(ended: int, episodes: int) -> None:
+            progress(f"{ended} of {plural(episodes, 'episode')}")
+
+        metrics = run_evaluation(config, _weights(options.policy), journal=journal, on_progress=on_progress)
         if options.compare:
             other = _weights(options.compare) if options.compare != ["base"] else None
-            beside = journal and journal.with_name(f"{journal.name}-compared")
-            compared = run_evaluation(config, other, journal=beside)
+            beside = journal.with_name(f"{journal.name}-compared")
+            compared = run_evaluation(config, other, journal=beside, on_progress=on_progress)
             both = {name.replace("evaluation/", "compared/", 1): value for name, value in compared.items()}
             metrics.update({**both, **metrics.compared_with(compared)})
     if options.json:
-        print_json({**metrics, **({} if journal is None else {"path": str(journal)})})
+        print_json({**metrics, "path": str(journal)})
         return 0
     width = max(map(len, metrics), default=0)
+    intervals = {_error_of(name) for name in metrics}
     for name, value in metrics.items():
-        sys.stdout.write(f"{name:<{width}}  {value:.4g}\n")
-    if journal is not None:
-        sys.stdout.write(
-            f"{escape_line(str(journal))}: view it with `agentrl episode list {escape_line(str(journal))}`\n"
-        )
+        if name not in intervals:
+            error = metrics.get(_error_of(name))
+            interval = "" if error is None else f" ± {error:.4g}"
+            sys.stdout.write(f"{escape_line(name):<{width}}  {value:.4g}{interval}\n")
+    shown = escape_line(str(journal))
+    sys.stdout.write(f"{shown}: view it with `agentrl episode list {shown}`\n")
     return 0
+
+
+def _error_of(metric: str) -> str:
+    """Return the name of the half width of a metric's interval, such as `evaluation/pass_at_error/1`."""
+    group, _, rest = metric.partition("/")
+    kind, slash, label = rest.partition("/")
+    return f"{group}/{kind}_error{slash}{label}"
 
 
 def _is_address(model: str | None) -> bool:

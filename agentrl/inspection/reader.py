@@ -24,7 +24,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, InputError, JournalError
 from agentrl.core.records import ForkPoint, PolicyVersion
 from agentrl.inspection.ledger import RunLedger, run_ledger
-from agentrl.inspection.where_filter import FilterColumn, parse_where_filter
+from agentrl.inspection.where_filter import FilterColumn, JsonColumn, parse_where_filter
 from agentrl.journal.control_rows import row_checksum
 from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, decode_entries
 from agentrl.journal.reader import TurnLogReader, load_fork_prefix
@@ -79,6 +79,8 @@ COLUMNS: dict[str, FilterColumn] = {
     "committed_at": FilterColumn("e.committed_at", "number"),
 }
 """Columns of `EpisodeLine`, for `--where` and `--sort`."""
+OBJECTS = {"metric": JsonColumn("e.metrics"), "data": JsonColumn("task_data(a.spec)")}
+"""Objects whose fields `--where` compares: `metric.NAME`, from `ctx.metric`, and `data.NAME`, from the task."""
 EPISODES = " FROM admissions a LEFT JOIN episodes e ON e.episode = a.episode AND e.attempt = a.attempt"
 NEWEST = "NOT EXISTS (SELECT 1 FROM admissions n WHERE n.episode = a.episode AND n.attempt > a.attempt)"
 
@@ -680,7 +682,7 @@ def list_runs(directory: str | Path) -> list[RunLine]:
 
 
 def _condition(where: str, among: Collection[str] | None) -> tuple[str, tuple[Any, ...]]:
-    condition = parse_where_filter(where, COLUMNS)
+    condition = parse_where_filter(where, COLUMNS, OBJECTS)
     if among is None:
         return condition.sql, condition.values
     named = "a.episode || '.' || a.attempt IN (SELECT value FROM json_each(?))"

@@ -26,7 +26,14 @@ class FilterColumn(NamedTuple):
     """A column of the filter language."""
 
     sql: str
-    kind: Literal["text", "number"]
+    kind: Literal["text", "number", "any"]
+    """`any`: a field of JSON, compared with a number if the filter's value is one."""
+
+
+class JsonColumn(NamedTuple):
+    """A column with a JSON object, whose fields are named `column.field`."""
+
+    sql: str
 
 
 class SqlFilter(NamedTuple):
@@ -48,8 +55,10 @@ _TOKEN = re.compile(
 _OPERATORS = {"=": "=", "==": "=", "!=": "<>", "<>": "<>", "<": "<", "<=": "<=", ">": ">", ">=": ">="}
 
 
-def parse_where_filter(text: str, columns: Mapping[str, FilterColumn]) -> SqlFilter:
-    """Parse a filter; an empty text passes everything.
+def parse_where_filter(
+    text: str, columns: Mapping[str, FilterColumn], objects: Mapping[str, JsonColumn] | None = None
+) -> SqlFilter:
+    """Parse a filter; an empty text passes everything. `objects` are columns whose fields can be compared.
 
     Raises:
         InputError: the text is not a filter; the message says where, and what was expected.
@@ -58,7 +67,7 @@ def parse_where_filter(text: str, columns: Mapping[str, FilterColumn]) -> SqlFil
         raise InputError(f"--where: {len(text)} characters; at most {MAX_LENGTH}")
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise InputError("--where: not valid Unicode")
-    parser = _Parser(_tokens(text), columns)
+    parser = _Parser(_tokens(text), columns, objects or {})
     return parser.whole() if text.strip() else EVERYTHING
 
 
@@ -77,9 +86,12 @@ def _tokens(text: str) -> list[tuple[str, str]]:
 
 
 class _Parser:
-    def __init__(self, tokens: list[tuple[str, str]], columns: Mapping[str, FilterColumn]) -> None:
+    def __init__(
+        self, tokens: list[tuple[str, str]], columns: Mapping[str, FilterColumn], objects: Mapping[str, JsonColumn]
+    ) -> None:
         self._tokens = tokens
         self._columns = columns
+        self._objects = objects
         self._at = 0
         self._depth = 0
         self._values: list[Value] = []
@@ -120,10 +132,11 @@ class _Parser:
 
     def _comparison(self) -> str:
         kind, name = self._next()
-        column = self._columns.get(name) if kind == "word" else None
+        column = self._column(name) if kind == "word" else None
         if column is None:
-            close = difflib.get_close_matches(name, self._columns, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(self._columns)}"
+            names = [*self._columns, *(f"{each}.NAME" for each in self._objects)]
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(names)}"
             raise InputError(
                 f"--where: {name!r} is not a column; {hint}" if name else "--where: a condition is missing"
             )
@@ -137,6 +150,17 @@ class _Parser:
             return f"({column.sql}) IS {'' if operator in ('=', '==') else 'NOT '}NULL"
         return self._compare(name, column, operator, text[1:-1] if kind == "quoted" else text)
 
+    def _column(self, name: str) -> FilterColumn | None:
+        """Return a column, or the field of an object; the field's path becomes a bound value."""
+        if name in self._columns:
+            return self._columns[name]
+        prefix, dot, field = name.partition(".")
+        if not (dot and field and prefix in self._objects):
+            return None
+        self._values.append('$."' + field + '"')  # a name has no quotes
+        sql = self._objects[prefix].sql
+        return FilterColumn(f"CASE WHEN json_valid({sql}) THEN json_extract({sql}, ?) END", "any")
+
     def _compare(self, name: str, column: FilterColumn, operator: str, text: str) -> str:
         if operator == "~":
             self._values.append(text)
@@ -147,7 +171,7 @@ class _Parser:
             except ValueError as error:
                 raise InputError(f"--where: {name} must be compared with a number, not with {text!r}") from error
         else:
-            self._values.append(text)
+            self._values.append(_json_value(text) if column.kind == "any" else text)
         return f"({column.sql}) {_OPERATORS[operator]} ?"
 
     def _peek(self) -> tuple[str, str]:
@@ -164,3 +188,13 @@ class _Parser:
             self._at += 1
             return True
         return False
+
+
+def _json_value(text: str) -> Value:
+    """Return a number for a number or a truth value, as SQLite extracts them from JSON, or else the text."""
+    if text in ("true", "false"):
+        return int(text == "true")
+    try:
+        return float(text)
+    except ValueError:
+        return text

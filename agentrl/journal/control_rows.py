@@ -320,6 +320,14 @@ def decode_admission_row(row: Sequence[Any]) -> EpisodeSpec:
         ) from error
 
 
+def task_data(spec: bytes) -> str | None:
+    """Return the task's data in an encoded spec as JSON, for SQL; None if it cannot be read."""
+    try:
+        return _JSON.encode(_SPEC.decode(spec).task.data).decode()
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError):
+        return None
+
+
 def decode_episode_row(row: Sequence[Any], trajectories: Iterable[Sequence[Any]]) -> EpisodeHeader:
     """Read the header from a row of `EPISODE_COLUMNS` + checksum and its rows of `TRAJECTORY_COLUMNS` + checksum.
 

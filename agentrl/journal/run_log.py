@@ -25,6 +25,7 @@ from agentrl.journal.control_rows import (
     decode_admission_row,
     decode_baselines_row,
     decode_episode_row,
+    task_data,
     verify_tables,
 )
 from agentrl.journal.port import JournalStore
@@ -543,6 +544,7 @@ class SqliteRunLog(RunLog):
         """
         path = Path(directory) / CONTROL_FILE
         super().__init__(path, open_database_to_read(path, "control"))
+        self.connection.create_function("task_data", 1, task_data, deterministic=True)
 
     def close(self) -> None:
         """Close the connection. Idempotent."""

@@ -57,10 +57,14 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "evaluation/pass_at/<k>",
         "fraction",
-        "pass@k over tasks: probability that at least one of k attempts gets a reward of 1 or more "
-        "(`evaluation.attempts`)",
+        "pass@k over tasks: probability that at least one of k attempts (`evaluation.attempts`) is "
+        "solved. An attempt is solved if each of the policy's rewarded agents, or of all policies', gets 1 or more",
     ),
     Metric("evaluation/pass_at_error/<k>", "fraction", "half the width of the 95 % interval of that value, over tasks"),
+    Metric(
+        "evaluation/metric/<name>", "", "an environment's `ctx.metric`: mean over the episodes that set it, by task"
+    ),
+    Metric("evaluation/metric_error/<name>", "", "half the width of the 95 % interval of that value, over tasks"),
     Metric("evaluation/split_reward/<split>", "reward", "`evaluation/reward` on one of several splits"),
     Metric(
         "evaluation/split_reward_error/<split>",

@@ -128,6 +128,9 @@ def record_mirror(directory: Path, place: str, status: MirrorStatus | None) -> N
             (directory / MIRRORS_FILE).unlink(missing_ok=True)
 
 
+_ADMISSION_WAITS = "admission waits for "
+
+
 def read_mirrors(directory: Path) -> dict[str, MirrorStatus]:
     """Return the mirrors of a run, keyed by place; none if their file cannot be read."""
     try:
@@ -147,7 +150,9 @@ def with_engine_share(status: RunSnapshot, share: float | None) -> RunSnapshot:
                 f"engine saturated: busy {share:.0%} of the time with {plural(status.in_flight, 'episode')}",
             )
         elif share < 0.5:
-            waits = (*waits, f"engine waits for tools, environments or other processes: busy {share:.0%} of the time")
+            is_held = any(wait.startswith(_ADMISSION_WAITS) for wait in waits)
+            cause = "admission" if is_held else "tools, environments or other processes"
+            waits = (*waits, f"engine waits for {cause}: busy {share:.0%} of the time")
     return replace(status, engine_share=share, waits=waits)
 
 
@@ -264,8 +269,8 @@ class RunState:
 def bottleneck(state: RunState, status: RunSnapshot) -> str:
     """Name the bottleneck of a run from its newest steps and the engine's last seconds; empty before the first step.
 
-    A part that is busy for nine tenths of the time is the bottleneck. If there is none, time passes in tools and
-    environments, or the bounds on staleness and on episodes in flight hold work back.
+    A part that is busy for nine tenths of the time is the bottleneck. If there is none, the bounds on staleness and on
+    episodes in flight hold work back, or time passes in tools, environments and other processes of the machine.
     """
     steps = [policy.last for policy in state.policies.values() if policy.last]
     if not steps:
@@ -276,8 +281,9 @@ def bottleneck(state: RunState, status: RunSnapshot) -> str:
     shares = f"engines {engine:.0%} busy, trainer {trainer:.0%}"
     if max(engine, trainer) >= BUSY:
         return f"{'engines' if engine >= trainer else 'trainer'} ({shares})"
-    admission_wait = next((wait for wait in status.waits if wait.startswith("admission waits for ")), "")
-    return f"{admission_wait.removeprefix('admission waits for ') or 'tools and environments'} ({shares})"
+    held = next((wait.removeprefix(_ADMISSION_WAITS) for wait in status.waits if wait.startswith(_ADMISSION_WAITS)), "")
+    has_tools = any(name.startswith("tool/") for values in steps for name in values)
+    return f"{held or ('tools and environments' if has_tools else 'environments or other processes')} ({shares})"
 
 
 def display_settings_from_config(config: Mapping[str, Any]) -> RunDisplaySettings:

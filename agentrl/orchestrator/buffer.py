@@ -132,6 +132,10 @@ class EpisodeBuffer:
         self.selection_bias = dict(selection_bias or {})
         self._drops_no_signal = drops_no_signal
         self.without_signal: Counter[str] = Counter()
+        self.unrewarded: dict[str, Counter[str]] = {}
+        """Episodes dropped for a missing reward, by policy and seat, of policies without a rewarded unit so far."""
+        self._rewarded: set[str] = set()
+        """Policies with a rewarded unit."""
         """Units of each policy dropped as `no_signal` or `too_few_members` since a unit of it last became ready."""
         self.on_group: Callable[[EpisodeSpec, Sequence[EpisodeHeader]], None] = lambda spec, headers: None
         """Callback for a complete group, with the spec of the member that ended last and all headers."""
@@ -223,9 +227,14 @@ class EpisodeBuffer:
             if (policy, header.episode_id) in self._resolved_before:
                 reason = self._resolved_before[policy, header.episode_id]
                 self._resolve(header.episode_id, policy, reason=reason)
-            elif any(t.reward is None for t in header.trajectories if t.policy == policy):
+            elif without := [t.seat for t in header.trajectories if t.policy == policy and t.reward is None]:
+                if policy not in self._rewarded:
+                    self.unrewarded.setdefault(policy, Counter())[without[0]] += 1
                 drops.append(UnitDrop(header.episode_id, header.attempt, policy, "no_reward"))
                 self._resolve(header.episode_id, policy, reason="no_reward")
+            else:
+                self._rewarded.add(policy)
+                self.unrewarded.pop(policy, None)
         if not policies:
             self._close_episode(header.episode_id, reason="frozen")
 

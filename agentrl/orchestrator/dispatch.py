@@ -184,6 +184,8 @@ class Dispatcher:
     """Ended child episodes of the newest evaluation."""
     _first_evaluated: int = 0
     """Number of the newest evaluation's first episode."""
+    _evaluation_counts: dict[str, Mapping[str, PolicyCounts]] = field(default_factory=dict)
+    """Counts of the newest evaluation's episodes, by episode id."""
     _root_end: OnEnd = field(init=False)
     """Bound method `_end_root`, made once."""
     _roots: dict[str, type[Environment]] = field(init=False)
@@ -353,6 +355,7 @@ class Dispatcher:
         first = self._first_evaluated = self.next_evaluation
         self.next_evaluation += len(tasks)
         self._evaluated = []
+        self._evaluation_counts = {}
         specs = [
             replace(spec, seed=ids.stable_hash64(self.run_seed, f"evaluation {index}"))
             for index, task in enumerate(tasks)
@@ -393,9 +396,19 @@ class Dispatcher:
     def record_episode_metrics(
         self, spec: EpisodeSpec, header: EpisodeHeader, counted: Mapping[str, PolicyCounts]
     ) -> None:
-        """Count a committed training episode for each policy that acted in it."""
+        """Count a committed training episode for each policy that acted in it; keep the metrics of evaluated ones."""
         if spec.purpose == "train":
             self.buffer.counts.count_committed(header, counted)
+        elif spec.purpose == "evaluate":
+            self._evaluation_counts[header.episode_id] = counted
+
+    def evaluation_metrics(self, policy: str) -> dict[str, Mapping[str, float]]:
+        """Return the values of `ctx.metric` in the newest evaluation's episodes with a policy, by episode id."""
+        return {
+            episode: counted[policy].metrics
+            for episode, counted in self._evaluation_counts.items()
+            if policy in counted
+        }
 
     def _root_specs(
         self,

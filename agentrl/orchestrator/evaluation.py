@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,8 +22,9 @@ from agentrl.core.intervals import confidence_half_width
 from agentrl.core.ports import Observer
 from agentrl.core.records import EpisodeHeader, PolicyVersion, Task
 from agentrl.journal.port import JournalStore
+from agentrl.observe.metrics import find_registered_metric
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
-from agentrl.orchestrator.metrics import mean_named_rewards
+from agentrl.orchestrator.metrics import MAX_METRICS, mean_named_rewards
 from agentrl.orchestrator.versions import BestCheckpointTracker, ServedVersions
 
 _HOLDER = "evaluation"
@@ -60,13 +61,27 @@ class Evaluator:
         """Number of tasks in an evaluation."""
         return sum(len(split.tasks) for split in self.held_out)
 
-    async def in_background(self, policies: Iterable[str], stopping: Callable[[], bool]) -> None:
-        """Evaluate the current versions, pinned, while training continues; skip if an evaluation is running."""
+    async def in_background(
+        self, policy: str, policies: Iterable[str], training: Collection[str], stopping: Callable[[], bool]
+    ) -> None:
+        """Pin a policy's version, and evaluate all policies once each policy in training has a pinned version.
+
+        So the versions of an evaluation have the same step, although policies take their steps at different times. If
+        a policy comes to its next evaluation before the others, the current versions are evaluated. Training continues
+        meanwhile; nothing happens if an evaluation is running.
+        """
         if self._busy:
             return
-        self._busy = True
-        for policy in policies:
+        held = {version.policy: version for version in self.versions.pinned_by(_HOLDER)}
+        if policy in held:
+            self.versions.unpin(_HOLDER, held[policy])
+        elif not held.keys() | {policy} >= set(training):
             await self.versions.pin(_HOLDER, self.versions.current[policy])
+            return
+        self._busy = True
+        for name in policies:
+            if name == policy or name not in held:
+                await self.versions.pin(_HOLDER, self.versions.current[name])
         pinned = {version.policy: version for version in self.versions.pinned_by(_HOLDER)}
         await self.now(pinned, stopping, pinned=True)
         if not stopping():  # otherwise episodes may still sample from these versions while the run ends
@@ -98,7 +113,10 @@ class Evaluator:
         }
         try:
             metrics = {
-                policy: evaluation_metrics(headers, policy, self.attempts, self.held_out) | course
+                policy: evaluation_metrics(
+                    headers, policy, self.attempts, self.held_out, self.dispatcher.evaluation_metrics(policy)
+                )
+                | course
                 for policy in versions
             }
         except CheckFailedError as error:
@@ -116,7 +134,11 @@ def repeat_tasks(held_out: Sequence[HeldOutSplit], attempts: int) -> list[Task]:
 
 
 def evaluation_metrics(
-    headers: Sequence[EpisodeHeader], policy: str | None, attempts: int = 1, held_out: Sequence[HeldOutSplit] = ()
+    headers: Sequence[EpisodeHeader],
+    policy: str | None,
+    attempts: int = 1,
+    held_out: Sequence[HeldOutSplit] = (),
+    recorded: Mapping[str, Mapping[str, float]] | None = None,
 ) -> dict[str, float]:
     """Compute the metrics of an evaluation for one policy: its rewards, and statistics of the whole evaluation.
 
@@ -126,11 +148,12 @@ def evaluation_metrics(
             and seat.
         attempts: number of root episodes per task.
         held_out: the splits; if there are several, each also has its own metrics.
+        recorded: values of `ctx.metric` by episode id, of this policy's agents.
 
     Raises:
         CheckFailedError: no episode was committed.
     """
-    metrics = _rewards(headers, policy, attempts)
+    metrics = _rewards(headers, policy, attempts) | _environment_metrics(_by_task(headers, attempts), recorded or {})
     if len(held_out) > 1:
         by_task, first = _by_task(headers, attempts), 0
         for split in held_out:
@@ -180,15 +203,21 @@ def _reward_of(header: EpisodeHeader, policy: str | None) -> float | None:
     return sum(own) if own else None
 
 
+def _is_solved(header: EpisodeHeader, policy: str | None) -> bool:
+    """Whether each rewarded agent of a policy, or of all policies, has a reward of 1 or more."""
+    rewards = [each.reward for each in header.trajectories if policy in (None, each.policy) and each.reward is not None]
+    return bool(rewards) and min(rewards) >= 1.0
+
+
 def _estimates(tasks: Sequence[_TaskResult], policy: str | None) -> dict[str, float]:
     """Estimate mean reward and pass@k over tasks, with half the widths of their 95 % intervals.
 
     A task's reward is the mean over its episodes: those in which the policy acted, children too, or, for all policies
     together, its root episodes. Attempts at one task are not independent, so the intervals are over tasks.
 
-    pass@k = 1 - C(n - c, k) / C(n, k) for c of n attempts with a reward of 1 or more (Chen et al. 2021,
-    arXiv:2107.03374), for k = 1, 2, 4, … up to the number of attempts; the mean is over tasks with at least k committed
-    attempts.
+    pass@k = 1 - C(n - c, k) / C(n, k) for c of n solved attempts (Chen et al. 2021, arXiv:2107.03374), for k = 1, 2, 4,
+    … up to the number of attempts; the mean is over tasks with at least k committed attempts. An attempt is solved if
+    each of the policy's rewarded agents, or of all policies', has 1 or more.
     """
     rewards = [
         [
@@ -203,19 +232,35 @@ def _estimates(tasks: Sequence[_TaskResult], policy: str | None) -> dict[str, fl
         return {}
     metrics = {"evaluation/reward": _mean(means), "evaluation/reward_error": confidence_half_width(means)}
     attempted = [
-        [reward for header in task.roots if (reward := _reward_of(header, policy)) is not None] for task in tasks
+        [_is_solved(header, policy) for header in task.roots if _reward_of(header, policy) is not None]
+        for task in tasks
     ]
     most = max(map(len, attempted))
     for k in (1 << power for power in range(most.bit_length())):
-        passed = [
-            1 - math.comb(len(own) - sum(reward >= 1.0 for reward in own), k) / math.comb(len(own), k)
-            for own in attempted
-            if len(own) >= k
-        ]
+        passed = [1 - math.comb(len(own) - sum(own), k) / math.comb(len(own), k) for own in attempted if len(own) >= k]
         metrics |= {
             f"evaluation/pass_at/{k}": _mean(passed),
             f"evaluation/pass_at_error/{k}": confidence_half_width(passed),
         }
+    return metrics
+
+
+def _environment_metrics(tasks: Sequence[_TaskResult], recorded: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Estimate the environment's own metrics, each over the episodes that set it, with half the widths of their 95 %
+    intervals over tasks."""
+    by_name: dict[str, list[float]] = {}
+    for task in tasks:
+        values: dict[str, list[float]] = {}
+        for header in task.episodes:
+            for name, value in recorded.get(header.episode_id, {}).items():
+                values.setdefault(name, []).append(value)
+        for name, of_task in values.items():
+            if find_registered_metric(name) is None:
+                by_name.setdefault(name, []).append(_mean(of_task))
+    metrics: dict[str, float] = {}
+    for name in sorted(by_name)[:MAX_METRICS]:
+        metrics[f"evaluation/metric/{name}"] = _mean(by_name[name])
+        metrics[f"evaluation/metric_error/{name}"] = confidence_half_width(by_name[name])
     return metrics
 
 

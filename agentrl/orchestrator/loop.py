@@ -267,7 +267,9 @@ class Orchestrator:
                     await self.journal_retention.check_pruned()
             evaluates = self.evaluator.tasks and plan.evaluate_every and step % plan.evaluate_every == 0
             if evaluates and not phases.is_over(policy) and not self._finished():
-                evaluation = self.evaluator.in_background(self.board.trainable, self._is_stopping)
+                paused = phases.frozen()
+                training = {name for name in self.board.trainable if not phases.is_over(name) and name not in paused}
+                evaluation = self.evaluator.in_background(policy, self.board.trainable, training, self._is_stopping)
                 loops.create_task(evaluation, name=f"evaluate {self.board.current(policy)}")
         self.changed.notify()
 
@@ -350,13 +352,35 @@ class Orchestrator:
         return float(max(1, sampled))
 
     async def _watch(self) -> None:
-        """End the run with a reason when nothing runs, nothing can start, and a policy still waits."""
-        await self.changed.wait_for(lambda: self._finished() or self.scheduler.is_starved(self.demand()) is not None)
-        if not self._finished():
+        """End the run with a reason when nothing runs, nothing can start, and a policy still waits; or when a policy's
+        first units all lack a reward."""
+        await self.changed.wait_for(
+            lambda: (
+                self._finished()
+                or self._unrewarded_policy() is not None
+                or self.scheduler.is_starved(self.demand()) is not None
+            )
+        )
+        if self._finished():
+            return
+        if policy := self._unrewarded_policy():
+            seats = self.buffer.unrewarded[policy]
+            raise CheckFailedError(
+                f"seat {seats.most_common(1)[0][0]!r} of the trained policy {policy} got no reward in the first "
+                f"{plural(seats.total(), 'episode')}, so all of them were dropped (no_reward). "
+                "Call agent.reward(…) for it on every path through run(), set truncated_reward if limits end the "
+                "episodes, or let a frozen, remote or bot policy hold the seat"
+            )
+        if self.scheduler.is_starved(self.demand()) is not None:
             raise CheckFailedError(
                 f"policy {self.scheduler.is_starved(self.demand())} will get no more units: its seats never act, or "
                 f"are never rewarded. Last dropped episode: {self.dispatcher.worker.last_failure or 'none'}"
             )
+
+    def _unrewarded_policy(self) -> str | None:
+        """Return a policy whose units, two steps' worth at least, were all dropped because a seat had no reward."""
+        unrewarded = self.buffer.unrewarded.items()
+        return next((name for name, seats in unrewarded if seats.total() >= 2 * self.plan.step_size[name]), None)
 
     def _skip(self, policy: str, taken: Sequence[ReadyUnit], error: NonFiniteError) -> None:
         """Drop the units of a step whose gradient is not finite; `SKIPPED_IN_A_ROW` such steps end the run."""

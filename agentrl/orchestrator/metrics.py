@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.core.records import REWARD, EpisodeHeader, EpisodeSpec, TrajectoryHeader
 from agentrl.observe.alarms import LENGTH_STEPS
-from agentrl.observe.metrics import BROKEN_FORMAT, FRONTIER, GATE_PASSED, GATE_REFUSED, PASS_RATES
+from agentrl.observe.metrics import (
+    BROKEN_FORMAT,
+    FRONTIER,
+    GATE_PASSED,
+    GATE_REFUSED,
+    PASS_RATES,
+    find_registered_metric,
+)
 
 if TYPE_CHECKING:
     from agentrl.core.ports import PolicyCounts
@@ -99,6 +106,7 @@ class EpisodeTotals:
                 self._add("reward", sum(rewards), form, policy)
             for name, value in metrics.items():
                 self._add("metric", value, name, policy)
+                self._add("episodes with metric", 1.0, name, policy)
 
     def count_proposal(self, *, is_repeated: bool) -> None:
         """Count a remembered proposal."""
@@ -186,7 +194,9 @@ class EpisodeTotals:
             metrics[f"format/reward_{form}"] = self.of("reward", form, policy) / episodes
         for name, value in self.each("metric", policy).items():
             if not name.startswith("gate/") and len(metrics) < MAX_METRICS:
-                metrics.setdefault(name, value / committed)
+                is_own = find_registered_metric(name) is None
+                episodes = self.of("episodes with metric", name, policy) if is_own else committed
+                metrics.setdefault(name, value / episodes)
         return metrics
 
 

@@ -28,7 +28,8 @@ What could not be measured is left out.
 | `sinks = ["tensorboard"]` | also to tensorboard, `trackio` or `wandb`; each is an extra of its name |
 
 `ctx.metric(name, value)` in an environment adds a name of its own: the sum within an episode, the mean over the
-episodes with the policy that were committed since its last step. An environment that reads free text counts what it
+episodes with the policy that set it and were committed since its last step. In an evaluation it is
+`evaluation/metric/<name>`. An environment that reads free text counts what it
 cannot read as `ctx.metric("turns/illegal", 1)`, so that the alarms know. That, cut turns and tool calls are counted for
 the agent that acted last and for nobody else, so no policy is blamed for another.
 

@@ -152,6 +152,38 @@ def test_a_policy_that_can_get_no_units_ends_the_run(simulated_loop: SeededSimul
     simulated_loop.run(main)
 
 
+class Unrewarded(Duel):
+    """The guesser acts and gets no reward."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("asker").act(agentrl.user("Ask."))
+        await ctx.agent("guesser").act(agentrl.user("Guess."))
+        ctx.agent("asker").reward(1.0)
+
+
+def test_a_trained_seat_without_a_reward_ends_the_run_by_name(simulated_loop: SeededSimulation) -> None:
+    async def main() -> None:
+        run = SmallRun(config=config_for(policies=policies(asker=8, guesser=8)), environment=Unrewarded)
+        with pytest.raises(CheckFailedError, match="seat 'guesser' of the trained policy guesser got no reward"):
+            await run.run()
+
+    simulated_loop.run(main)
+
+
+def test_policies_are_evaluated_at_the_same_steps(simulated_loop: SeededSimulation) -> None:
+    async def main() -> dict[str, list[int]]:
+        config = config_for(policies=policies(asker=8, guesser=8), evaluation={"tasks": 2, "every": 2}, steps=8, seed=3)
+        run = SmallRun(config=config, environment=Duel, held_out=TASKS[:2])
+        await run.run()
+        rows = [row for row in run.journal.records if isinstance(row, MetricRow) and "evaluation/turns" in row.values]
+        steps = {name: [row.step for row in rows if row.policy == name] for name in ("asker", "guesser")}
+        return steps
+
+    for steps in simulated_loop.run(main):
+        assert steps["asker"] == steps["guesser"]
+        assert len(steps["asker"]) > 2
+
+
 def test_a_policy_nobody_holds_is_refused(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         config = config_for(policies=policies(asker=8, guesser=8, spare=8))

@@ -6,6 +6,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,7 +62,15 @@ def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
 
 
 def evaluation(rewards: dict[str, float]) -> Evaluation:
-    same: Any = {"parent_id": None, "task": {}, "stop_reason": "done", "detail": "", "turns": 1, "tokens": 1}
+    same: Any = {
+        "parent_id": None,
+        "task": {},
+        "stop_reason": "done",
+        "detail": "",
+        "turns": 1,
+        "tokens": 1,
+        "metrics": {},
+    }
     episodes = [
         EvaluatedEpisode(id=f"v{number}", task_id=task, reward=reward, conversations={}, **same)
         for number, (task, reward) in enumerate(rewards.items())
@@ -78,3 +87,24 @@ def test_a_paired_difference_leaves_out_how_hard_the_tasks_are() -> None:
     assert (found["difference/better"], found["difference/worse"], found["difference/tasks"]) == (20.0, 0.0, 20.0)
     with pytest.raises(InputError, match="different tasks"):
         evaluation(better).compared_with(evaluation({"other": 1.0}))
+
+
+def test_an_attempt_is_solved_if_each_rewarded_agent_has_1() -> None:
+    def seats_earn(number: int, *rewards: float | None) -> EpisodeHeader:
+        header = make_episode_header(make_spec(f"v{number}", purpose="evaluate"))
+        (one,) = header.trajectories
+        seats = (replace(one, seat=f"s{n}", reward=reward) for n, reward in enumerate(rewards))
+        return replace(header, trajectories=tuple(seats))
+
+    found = evaluation_metrics(
+        [seats_earn(0, 0.5, 0.5), seats_earn(1, 1.0, 1.0), seats_earn(2, 1.0, None), seats_earn(3, 2.0, 0.0)], None
+    )
+    assert found["evaluation/pass_at/1"] == 0.5
+
+
+def test_an_environments_metric_is_averaged_over_the_episodes_that_set_it() -> None:
+    recorded = {"v0": {"kind_4": 1.0}, "v1": {"kind_4": 0.0, "turns/length": 1.0}, "v2": {}}
+    found = evaluation_metrics(headers([[1.0], [0.0], [0.0]]), None, 1, (), recorded)
+    assert found["evaluation/metric/kind_4"] == 0.5
+    assert found["evaluation/metric_error/kind_4"] == pytest.approx(confidence_half_width([1.0, 0.0]))
+    assert "evaluation/metric/turns/length" not in found, "agentrl's own counts have metrics of their own"

@@ -265,6 +265,8 @@ def test_the_engine_is_named_where_it_is_the_bottleneck_and_where_it_starves() -
     status = RunSnapshot(phase="training", in_flight=8)
     assert "engine saturated" in with_engine_share(status, 0.97).waits[0]
     assert "engine waits for tools" in with_engine_share(status, 0.2).waits[0]
+    held = RunSnapshot(phase="training", in_flight=8, waits=("admission waits for max_staleness of p",))
+    assert with_engine_share(held, 0.2).waits[1] == "engine waits for admission: busy 20% of the time"
     assert with_engine_share(status, 0.7).waits == ()
     assert with_engine_share(RunSnapshot(phase="training"), 0.0).waits == ()
 
@@ -274,7 +276,7 @@ def test_the_engine_is_named_where_it_is_the_bottleneck_and_where_it_starves() -
     [
         (0.95, 0.3, (), "engines (engines 95% busy, trainer 30%)"),
         (0.4, 0.93, (), "trainer (engines 40% busy, trainer 93%)"),
-        (0.4, 0.3, ("admission is open",), "tools and environments (engines 40% busy, trainer 30%)"),
+        (0.4, 0.3, ("admission is open",), "environments or other processes (engines 40% busy, trainer 30%)"),
         (0.4, 0.3, ("admission waits for max_staleness of p",), "max_staleness of p (engines 40% busy, trainer 30%)"),
     ],
 )
@@ -286,6 +288,8 @@ def test_the_bottleneck_is_what_is_busy_or_what_holds_work_back(
     assert bottleneck(state, status) == ""
     state.record("p", 1, {"engine/busy_share": 1.0, "trainer/busy_share": trainer})
     assert bottleneck(state, status) == found
+    state.record("p", 2, {"trainer/busy_share": trainer, "tool/ok": 1.0})
+    assert bottleneck(state, status) == found.replace("environments or other processes", "tools and environments")
 
 
 def test_the_view_shows_what_each_node_does(tmp_path: Path) -> None:
