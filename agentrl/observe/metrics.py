@@ -64,7 +64,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "evaluation/metric/<name>", "", "an environment's `ctx.metric`: mean over the episodes that set it, by task"
     ),
-    Metric("evaluation/metric_error/<name>", "", "half the width of the 95 % interval of that value, over tasks"),
+    Metric("evaluation/metric_error/<name>", "value", "half the width of the 95 % interval of that value, over tasks"),
     Metric("evaluation/split_reward/<split>", "reward", "`evaluation/reward` on one of several splits"),
     Metric(
         "evaluation/split_reward_error/<split>",
