@@ -62,7 +62,9 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("evaluation/pass_at_error/<k>", "fraction", "half the width of the 95 % interval of that value, over tasks"),
     Metric(
-        "evaluation/metric/<name>", "", "an environment's `ctx.metric`: mean over the episodes that set it, by task"
+        "evaluation/metric/<name>",
+        "value",
+        "an environment's `ctx.metric`: mean over the episodes that set it, by task",
     ),
     Metric("evaluation/metric_error/<name>", "value", "half the width of the 95 % interval of that value, over tasks"),
     Metric("evaluation/split_reward/<split>", "reward", "`evaluation/reward` on one of several splits"),

@@ -132,11 +132,11 @@ class EpisodeBuffer:
         self.selection_bias = dict(selection_bias or {})
         self._drops_no_signal = drops_no_signal
         self.without_signal: Counter[str] = Counter()
+        """Units of each policy dropped as `no_signal` or `too_few_members` since a unit of it last became ready."""
         self.unrewarded: dict[str, Counter[str]] = {}
         """Episodes dropped for a missing reward, by policy and seat, of policies without a rewarded unit so far."""
         self._rewarded: set[str] = set()
         """Policies with a rewarded unit."""
-        """Units of each policy dropped as `no_signal` or `too_few_members` since a unit of it last became ready."""
         self.on_group: Callable[[EpisodeSpec, Sequence[EpisodeHeader]], None] = lambda spec, headers: None
         """Callback for a complete group, with the spec of the member that ended last and all headers."""
         self._groups: dict[str, OpenGroup] = {}
