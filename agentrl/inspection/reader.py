@@ -533,25 +533,25 @@ class RunReader:
         """Return the names of the recorded metrics."""
         return [name for (name,) in self.log.rows("SELECT DISTINCT name FROM metrics ORDER BY name")]
 
-    def counts(self) -> dict[str, int]:
-        """Return the number of training episodes by status, counting the newest attempt of each."""
-        statement = (
-            f"SELECT {STATUS} AS status, count(*){EPISODES} WHERE a.purpose = 'train' AND {NEWEST} GROUP BY status"
-        )
-        return {str(status): int(count) for status, count in self.log.rows(statement)}
-
-    def drop_reasons(self) -> dict[str, int]:
-        """Return the number of dropped training episodes by reason, the most frequent first, counting the newest
-        attempt of each."""
+    def counts(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Count training episodes by status, and the dropped ones by reason, the most frequent first. Only the newest
+        attempt of each counts."""
         reason = (
             "coalesce(e.drop_reason, (SELECT min(d.reason) FROM unit_drops d"
             " WHERE d.episode = a.episode AND d.attempt = a.attempt))"
         )
         statement = (
-            f"SELECT {reason} AS reason, count(*) AS many{EPISODES} WHERE a.purpose = 'train' AND {NEWEST}"
-            f" AND {STATUS} = 'dropped' GROUP BY reason ORDER BY many DESC, reason"
+            f"SELECT status, iif(status = 'dropped', reason, NULL) AS reason, count(*) AS many FROM"
+            f" (SELECT {STATUS} AS status, {reason} AS reason{EPISODES} WHERE a.purpose = 'train' AND {NEWEST})"
+            " GROUP BY 1, 2 ORDER BY many DESC, reason"
         )
-        return {str(reason): int(count) for reason, count in self.log.rows(statement)}
+        statuses: dict[str, int] = {}
+        reasons: dict[str, int] = {}
+        for status, why, count in self.log.rows(statement):
+            statuses[str(status)] = statuses.get(str(status), 0) + int(count)
+            if status == "dropped":
+                reasons[str(why)] = int(count)
+        return statuses, reasons
 
     def ledger(self, on_read: Callable[[int, int], None] = lambda read, of: None) -> RunLedger:
         """Account for every episode and unit of the run; see `run_ledger`."""

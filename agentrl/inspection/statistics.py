@@ -255,13 +255,13 @@ def run_state(reader: RunReader) -> RunState:
     if not is_running:
         status = replace(status, waits=(), processes=(), mirrors={})
     try:
-        counts = reader.counts()
+        counts, dropped = reader.counts()
         state.status = replace(
             status,
             in_flight=counts.get("in_flight", 0) if is_running else 0,
             ready=counts.get("ready", 0),
             trained=counts.get("trained", 0),
-            dropped=reader.drop_reasons(),
+            dropped=dropped,
         )
     except StorageError as error:
         state.status, state.problem = status, str(error)

@@ -23,7 +23,7 @@ def test_it_holds_one_of_everything(sample_run: Path) -> None:
     assert {line.status for line in reader.episodes(limit=10_000)} >= {"trained", "dropped", "finished"}
     assert reader.count("attempt > 0") > 0, "an episode was begun again"
     assert reader.count("parent != null and purpose = 'evaluate'") > 0
-    assert "environment_error" in reader.drop_reasons()
+    assert "environment_error" in reader.counts()[1]
     assert len(reader.curve()) == 16
     log = SqliteRunLog(sample_run / "journal")
     lineages = log.rows("SELECT DISTINCT lineage FROM versions WHERE policy = 'solver' ORDER BY lineage")

@@ -96,12 +96,12 @@ def as_json(value: Any) -> bytes:
 
 def run_summary(reader: RunReader, statuses: Mapping[str, int]) -> RunSummary:
     """Make the run's summary, with the given numbers of episodes."""
-    line = reader.line()
+    info = reader.info()
     status = read_run_snapshot(reader.path) if reader.standing() == "running" else None
     return RunSummary(
-        name=line.name,
-        path=line.path,
-        purpose=line.purpose,
+        name=name if isinstance(name := info.get("name"), str) else reader.path.name,
+        path=str(reader.path),
+        purpose="evaluate" if "evaluated" in info else "train",
         columns={name: column.kind for name, column in COLUMNS.items()},
         statuses=dict(statuses),
         processes=[] if status is None else list(status.processes),
