@@ -115,7 +115,7 @@ async def _engines_of_base(
     """Make the engines of a base model by its number, on the GPUs of the whole run's plan."""
     if config.engine.kind == "vllm":
         check_vllm_usable(config)
-    program = _engine_program(config, base)
+    program = engine_program(config, base)
     if not config.engine_in_process:
         return await _in_child_processes(config, number, program, versions, tell, log)
     from agentrl.engines.embedded.engine import EmbeddedEngine
@@ -125,12 +125,14 @@ async def _engines_of_base(
     return [await asyncio.to_thread(EmbeddedEngine.load, versions=versions, device=device, **program.arguments)]
 
 
-def _engine_program(config: RunConfig, base: RunConfig) -> ChildProgram:
+def engine_program(config: RunConfig, base: RunConfig) -> ChildProgram:
     """Return the program of a base model's engine in a process of its own."""
     arguments = {**_engine_arguments(base), "capture_mask": bool(config.filtered), "threads": config.threads}
+    full = any(policy.lora is None for policy in base.trained.values())
+    sent = sum(file.stat().st_size for file in Path(base.model.path).glob("*.safetensors")) if full else 0
     if config.engine.kind == "vllm":
-        return ChildProgram(VLLM, arguments, VLLM_MODULE)
-    return ChildProgram(EMBEDDED, arguments)
+        return ChildProgram(VLLM, arguments, VLLM_MODULE, weight_bytes=sent)
+    return ChildProgram(EMBEDDED, arguments, weight_bytes=sent)
 
 
 def _engine_arguments(config: RunConfig) -> dict[str, Any]:
@@ -288,7 +290,7 @@ def growing_engine(
     from agentrl.cluster.engine_actors import RayPlacement
 
     base, fleet = config.bases[number], router.fleets[number]
-    program, devices, address = _engine_program(config, base), config.engine.devices, config.ray_address
+    program, devices, address = engine_program(config, base), config.engine.devices, config.ray_address
     silence_s = engine_silence_s(config)
     base_versions = {name: version for name, version in versions.items() if name in base.policies}
 

@@ -46,7 +46,10 @@ _MARK = "made_for_a_child"
 _SHARED_MEMORY = Path("/dev/shm")
 _ROOM = 1 << 30
 """Bytes that should be free in shared memory for a child, to which adapters are copied. Docker's default is 64 MiB."""
-MAKE_ROOM = "make room there; a process that finds less than 1 GiB free in /dev/shm has its files under TMPDIR"
+MAKE_ROOM = (
+    "make room there; a process that finds less than 1 GiB and the size of its full weights free in /dev/shm has its "
+    "files under TMPDIR"
+)
 _PR_SET_PDEATHSIG = 1
 SILENCE_S = 300.0
 """Seconds of silence after which a child process counts as hung."""
@@ -65,6 +68,8 @@ class ChildProgram:
     """Arguments of the factory, plain values."""
     module: str = "agentrl.engines.remote.server"
     """Module that the process runs."""
+    weight_bytes: int = 0
+    """Size of a full set of weights that the process receives as files; 0: it receives adapters at most."""
 
 
 class ChildProcessHandle(Protocol):
@@ -179,7 +184,7 @@ class LocalPlacement:
             return await self._start(program, connection, errors)
 
     async def _start(self, program: ChildProgram, connection: socket.socket, errors: int | None) -> EngineProcess:
-        files = PrivateDirectory()
+        files = PrivateDirectory(program.weight_bytes)
         command = [sys.executable, "-m", program.module, str(connection.fileno()), str(os.getpid())]
         # the child must import the same modules as this process, and none from the working directory alone
         paths = os.pathsep.join(map(os.path.abspath, sys.path))
@@ -282,11 +287,14 @@ class PrivateDirectory:
     """The private directory of one child, locked by this process, so that others see that it is in use.
 
     Making one removes the directories that dead processes left behind.
+
+    Args:
+        size: bytes of full weights that it has to hold.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 0) -> None:
         _remove_leftovers()
-        made = Path(tempfile.mkdtemp(prefix=f"new-{_PREFIX}", dir=_root()))
+        made = Path(tempfile.mkdtemp(prefix=f"new-{_PREFIX}", dir=_root(size)))
         self._lock = os.open(made, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         (made / _MARK).touch()
@@ -302,8 +310,8 @@ class PrivateDirectory:
             self._lock = -1
 
 
-def _root() -> Path:
-    has_room = os.access(_SHARED_MEMORY, os.W_OK) and shutil.disk_usage(_SHARED_MEMORY).free >= _ROOM
+def _root(size: int) -> Path:
+    has_room = os.access(_SHARED_MEMORY, os.W_OK) and shutil.disk_usage(_SHARED_MEMORY).free >= _ROOM + size
     return _SHARED_MEMORY if has_room else _disk()
 
 

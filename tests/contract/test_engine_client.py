@@ -203,7 +203,7 @@ def test_a_process_without_a_private_place_has_no_door(monkeypatch: pytest.Monke
     """Where its path is longer than a Unix socket's may be."""
     deep = tmp_path / ("d" * 120)
     deep.mkdir()
-    monkeypatch.setattr("agentrl.engines.process._root", lambda: deep)
+    monkeypatch.setattr("agentrl.engines.process._root", lambda size: deep)
 
     async def main() -> None:
         engine = await ProcessEngine(SCRIPTED, START).ready()

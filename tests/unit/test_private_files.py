@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.app.engines import engine_program
+from agentrl.config.run import RunConfig
 from agentrl.engines import process
 from agentrl.engines.process import PrivateDirectory
 
@@ -78,6 +80,27 @@ def test_where_shared_memory_is_small_the_place_is_on_disk_and_goes_like_any_oth
     used = PrivateDirectory()
     assert (names(root), names(disk)) == ([used.path.name], [])
     used.remove()
+
+
+def test_weights_for_which_shared_memory_is_too_small_go_to_disk(
+    root: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = tmp_path_factory.mktemp("disk")
+    monkeypatch.setattr(tempfile, "tempdir", str(disk))
+    monkeypatch.setattr(process, "_ROOM", 0)
+    small, large = PrivateDirectory(1), PrivateDirectory(1 << 60)
+    assert (names(root), names(disk)) == ([small.path.name], [large.path.name])
+    small.remove()
+    large.remove()
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_an_engine_whose_policy_trains_all_weights_gets_a_place_for_them(full: bool, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"12345")
+    policy = {"learning_rate": 1e-5} | ({} if full else {"lora": {"rank": 2}})
+    sections = {"environment": {"id": "unused"}, "model": {"path": str(tmp_path)}, "engine": {"replicas": 1}}
+    config = RunConfig.model_validate({**sections, "policies": {"policy": policy}})
+    assert engine_program(config, config.bases[0]).weight_bytes == (5 if full else 0)
 
 
 @pytest.mark.parametrize("name", ["agentrl-runs", "agentrl-4242-session", "agentrl-child-of-mine"])

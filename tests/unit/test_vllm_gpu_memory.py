@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 
 from agentrl.app import engines as app_engines
 from agentrl.app.engines import slots
 from agentrl.config.run import RunConfig
 from agentrl.core.machine import Gpu, Memory
-from agentrl.engines.vllm.gpu_memory import batch_tokens, kv_bytes_beside_trainer
+from agentrl.engines.vllm.gpu_memory import batch_tokens, block_size, kv_bytes_beside_trainer
 from agentrl.engines.weights.files import EngineMemoryEstimate
 
 if TYPE_CHECKING:
@@ -75,3 +75,10 @@ def test_only_an_engine_on_a_rank_s_gpu_is_beside_a_trainer() -> None:
 
     assert planned(1, 1, 1, 1, 0).shares_gpu(0)
     assert not planned(1, 1, 1, 2, 0).shares_gpu(0)
+
+
+def test_vllm_chooses_the_block_size_for_latent_attention_on_a_gpu() -> None:
+    grouped = model(Qwen3Config(**SHAPE))
+    latent = model(DeepseekV3Config(**SHAPE | {"num_key_value_heads": 16}, kv_lora_rank=64, first_k_dense_replace=2))
+    assert block_size(latent, on_gpu=True) == {}
+    assert block_size(latent, on_gpu=False) == block_size(grouped, on_gpu=True) == {"block_size": 32}

@@ -25,6 +25,15 @@ SMALL_BATCH = 2048
 _GRAPHS = 1 << 30
 """Bytes of CUDA graphs and of the workspaces of libraries."""
 
+BLOCK = 32
+"""Number of tokens per KV block; vLLM's attention on CPU needs multiples of 32."""
+
+
+def block_size(shapes: PreTrainedModel, *, on_gpu: bool) -> dict[str, int]:
+    """Return vLLM's block size. On a GPU, vLLM chooses it for latent attention: FlashMLA needs blocks of 64 tokens."""
+    latent = getattr(shapes.config.get_text_config(), "kv_lora_rank", None) is not None
+    return {} if latent and on_gpu else {"block_size": BLOCK}
+
 
 def batch_tokens(total: int) -> int:
     """Return the most tokens of a pass on a GPU with `total` bytes of memory."""

@@ -26,7 +26,7 @@ from agentrl.core.machine import gpus, machine_memory
 from agentrl.engines.models import dtype_name, kv_bytes_per_token, model_dtype, read_meta_model
 from agentrl.engines.vllm.arguments import check_arguments
 from agentrl.engines.vllm.capture import top_k_without_filter
-from agentrl.engines.vllm.gpu_memory import batch_tokens, kv_bytes_beside_trainer, parts
+from agentrl.engines.vllm.gpu_memory import BLOCK, batch_tokens, block_size, kv_bytes_beside_trainer, parts
 from agentrl.engines.weights import vllm_worker
 from agentrl.engines.weights.files import predict_engine_memory
 
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
     from agentrl.core.ports import Refresh
 
-_BLOCK = 32
-"""Number of tokens per KV block; vLLM's attention on CPU needs multiples of 32."""
 _REASON = 600
 """Maximum number of characters of vLLM's error in a message."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -132,7 +130,7 @@ def engine_arguments(model_path: str, settings: VllmSettings, *, kv_memory: int 
         "dtype": dtype_name(shapes.config.dtype),  # type: ignore[arg-type] # "auto" would halve float32
         "max_model_len": settings.max_context,
         "max_num_seqs": settings.slots + 1,  # one more, so that a canary check need not wait for a call to end
-        "block_size": _BLOCK,
+        **block_size(shapes, on_gpu=torch.cuda.is_available()),
         "scheduling_policy": "priority",
         "logprobs_mode": "processed_logprobs",
         "enable_log_requests": False,
@@ -178,8 +176,8 @@ def _memory(model_path: str, shapes: PreTrainedModel, settings: VllmSettings, *,
     left to measure them, unless a trainer falsifies the measurement; see `gpu_memory.py`.
     """
     slots, max_context = settings.slots, settings.max_context
-    blocks = -(-max_context // _BLOCK)
-    block = _BLOCK * kv_bytes_per_token(shapes.config) // parts(settings.arguments)
+    blocks = -(-max_context // BLOCK)
+    block = BLOCK * kv_bytes_per_token(shapes.config) // parts(settings.arguments)
     on_gpu, (free, total) = torch.cuda.is_available(), machine_memory()
     gpu_total = min((gpu.memory.total for gpu in gpus()), default=0) if on_gpu else 0
     if gpu_total and settings.beside_trainer and not kv_memory:
