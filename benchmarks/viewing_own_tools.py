@@ -29,7 +29,7 @@ NAMES = tuple(f"{first} {last}" for first in FIRST for last in LAST)
 EXAMPLES = ("Ann Lee", "Tom Ray")
 QUESTION = "What is the phone extension of {}?"
 SETTINGS = (
-    *("steps=16", "policies.solver.lora.rank=8", "policies.solver.learning_rate=5e-4", "policies.solver.step_size=64"),
+    *("steps=10", "policies.solver.lora.rank=8", "policies.solver.learning_rate=5e-4", "policies.solver.step_size=64"),
     *("policies.solver.max_staleness=1", "credit.group_size=8", "sampling.max_tokens=48", "sampling.max_turns=3"),
     *("engine.slots=64", "engine.max_context=512", "evaluation.tasks=64", "model.dtype=float32"),
 )
