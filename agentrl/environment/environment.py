@@ -77,7 +77,7 @@ class Environment(ABC):
 
         A list, or a generator that receives the environment's answer to each reply. A reply is text, a tool call as
         `{"name": …, "arguments": {…}}`, or a list of calls. A demonstration with a parameter `seat` is called once for
-        each seat.
+        each seat; a parameter `first_message` receives the text that the agent reads before its first reply.
         """
         raise NotImplementedError(f"{cls.__name__} has no demonstrations: override `demonstrate`")
 

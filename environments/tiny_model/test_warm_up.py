@@ -126,6 +126,17 @@ def test_every_seat_is_demonstrated_on_its_own() -> None:
     assert second == [("user", "is it?"), ("assistant", "it is")]
 
 
+class Asked(Doubling):
+    @classmethod
+    def demonstrate(cls, task: agentrl.Task, random: Random, *, first_message: str) -> Iterator[Any]:
+        doubled = yield {"name": "twice", "arguments": {"number": int(first_message.rstrip("?"))}}
+        yield doubled
+
+
+def test_a_demonstration_may_read_the_first_message() -> None:
+    assert said(Asked, 2) == said(Shown, 2)
+
+
 def test_each_pass_asks_for_the_tasks_of_another_seed() -> None:
     played = iter(module._Played(config_of(Shown), Shown, 0.0))
     questions = [next(played).messages[0].content for _ in range(7)]

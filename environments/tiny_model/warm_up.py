@@ -144,11 +144,11 @@ class _Expert:
     def __init__(
         self, environment: type[Environment], task: Task, seat: str, index: int, seed: int, calls: int | None
     ) -> None:
-        takes_seat = "seat" in inspect.signature(environment.demonstrate).parameters
-        random = random_stream("demonstration", seed, task.id, seat, index)
-        made = environment.demonstrate(task, random, **({"seat": seat} if takes_seat else {}))
         self.messages: list[Message] = []
-        self._replies = made if isinstance(made, Generator) else iter(made)
+        self._environment = environment
+        self._seat = seat
+        self._random = random_stream("demonstration", seed, task.id, seat, index)
+        self._replies: Iterator[Reply] | None = None
         self._task = task
         self._calls = calls
         """Number of calls after which it answers with the last tool result; None: when the demonstration does."""
@@ -158,6 +158,8 @@ class _Expert:
         """Return the next reply, as the policy would write it."""
         self.messages += new
         told = "\n".join(message.content for message in new)
+        if self._replies is None:
+            self._replies = self._begin(told)
         try:
             if len(self.said) == self._calls:
                 reply: Reply = told
@@ -174,6 +176,14 @@ class _Expert:
         text = format_reply(reply)
         self.messages.append(Message(role="assistant", content=text))
         return text
+
+    def _begin(self, first_message: str) -> Iterator[Reply]:
+        """Call `demonstrate` with the optional parameters that its signature names."""
+        parameters = inspect.signature(self._environment.demonstrate).parameters
+        offered = {"seat": self._seat, "first_message": first_message}
+        optional = {name: value for name, value in offered.items() if name in parameters}
+        made = self._environment.demonstrate(self._task, self._random, **optional)
+        return made if isinstance(made, Generator) else iter(made)
 
 
 def format_reply(reply: Reply) -> str:
