@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from agentrl.orchestrator.loop import Orchestrator
-from agentrl.rollout import agent as asking
+from agentrl.rollout import turn_sampler as asking
 from agentrl.rollout.kv_budget import KVBudget
 from benchmarks.simulation.plan import SimulationPlan
 from benchmarks.simulation.run import Scenario, simulate_run

@@ -2,7 +2,7 @@
 
 A program makes its calls on branches (`ProgramBranch`): the root, and one for each coroutine of a `gather`. Every call
 passes through `CallJournal`: `open` gives the call its id and, if it is recorded, its entry; `reach` waits until it is
-due; `recall` compares a recorded call instead of performing it; `write` appends a performed one. To resume, fork or
+due; `recall` compares a recorded call instead of performing it; `record` appends a performed one. To resume, fork or
 replay an episode is to do this over a prefix of recorded entries (`RecordedCalls`).
 
 1. A call id belongs to a branch; a branch's calls are made by the task that owns it.
@@ -321,9 +321,9 @@ class CallJournal:
         turns = (entry.decode() for entry in self._recorded.answers_left())
         return [turn for turn in turns if isinstance(turn, TurnEntry) and turn.seat == seat]
 
-    def write_again(self, call: JournaledCall, body: TurnEntry) -> None:
-        """Append a turn of an earlier attempt to this one; raises as `write`."""
-        self.write(call, body)
+    def record_again(self, call: JournaledCall, body: TurnEntry) -> None:
+        """Append a turn of an earlier attempt to this one; raises as `record`."""
+        self.record(call, body)
 
     def check_new(self, call: JournaledCall, difference: str) -> None:
         """Check a named call before it is performed; a replay refuses it.
@@ -421,7 +421,7 @@ class CallJournal:
             self.refuse_for_time(call)
         self.cancel(call)
 
-    def write(self, call: JournaledCall, body: EntryBody) -> None:
+    def record(self, call: JournaledCall, body: EntryBody) -> None:
         """Append the entry of a call that was performed.
 
         Raises:
@@ -455,13 +455,13 @@ class CallJournal:
             self.mismatch(call.call_id, then, "the code now makes it")
 
     def reward(self, body: RewardEntry) -> RewardEntry:
-        """Write a reward, or recall it with its recorded weight; raises as `open` and `write`."""
+        """Write a reward, or recall it with its recorded weight; raises as `open` and `record`."""
         agent = encode((body.seat, body.index, body.turn))
         asked = request_hash(agent, struct.pack("<d", body.value), body.name.encode())
         call = self.open(asked, lambda: describe_entry(body))
         recorded = self.recall(call, RewardEntry)
         if recorded is None:
-            self.write(call, body)
+            self.record(call, body)
         return recorded or body
 
     # --- entries without a number ------------------------------------------------------------------------------------
@@ -475,7 +475,7 @@ class CallJournal:
             if self.written:
                 self.mismatch(BEGIN, "the journal holds entries of this attempt and not its beginning", "it is missing")
             begin = made
-            self.write(call, made)
+            self.record(call, made)
         self.code_hash, self.code_hash_then = made.code_hash, begin.code_hash
         self.own_random = begin.own_random
         return begin
@@ -485,7 +485,7 @@ class CallJournal:
         intent = self._unnumbered(f"{call.call_id}!")
         if self.recall(intent, EffectIntentEntry) is not None:
             return False
-        self.write(intent, EffectIntentEntry(name))
+        self.record(intent, EffectIntentEntry(name))
         return True
 
     def patched(self, name: str) -> bool:
@@ -495,7 +495,7 @@ class CallJournal:
             call = self._unnumbered(f"{branch.path}@{name}")
             known = self.recall(call, PatchMarkerEntry) is not None
             if not known and not self.holds(branch):
-                self.write(call, PatchMarkerEntry(name))
+                self.record(call, PatchMarkerEntry(name))
                 known = True
             branch.patches = {**branch.patches, name: known}
         return known
@@ -604,14 +604,14 @@ class CallJournal:
         entry = TimeLimitEntry(
             "time_limit", f"episode {self._episode_id} was too long without a turn (episode_timeout_s)"
         )
-        self.write(call, entry)
+        self.record(call, entry)
         raise _time_limit(entry)
 
     def settle(self) -> None:
         """Record the cancelled calls: the episode continues, so it cancelled them itself."""
         cancelled, self._cancelled = self._cancelled, ()
         for call in cancelled:
-            self.write(call, CancelEntry())
+            self.record(call, CancelEntry())
 
     def stop(self) -> None:
         """Record nothing more: the episode is about to be cancelled from outside, to be resumed later."""

@@ -124,7 +124,7 @@ class WorkerServices:
 
 
 class EpisodeAgent(Protocol):
-    """The interface of an episode's agents; see `agent.LiveAgent`."""
+    """The interface of an episode's agents; see `turn_recorder.TurnRecorder`."""
 
     seat: str
     policy: str

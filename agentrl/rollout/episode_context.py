@@ -80,6 +80,7 @@ from agentrl.rollout.call_journal import (
 )
 from agentrl.rollout.external.agent import open_endpoint
 from agentrl.rollout.gather import gather
+from agentrl.rollout.turn_recorder import TurnRecorder
 
 if TYPE_CHECKING:
     import random
@@ -124,7 +125,7 @@ class LiveEpisodeContext(EpisodeContext):
         """Number of child episodes of this attempt, keyed by class name."""
         self.task = episode.spec.task
         self.limits = episode.limits
-        episode.agents = self.agents = list[LiveAgent]()
+        episode.agents = self.agents = list[TurnRecorder]()
         """Agents in the order in which the program first requested them."""
         self.measured_against: dict[str, PolicyVersion] | None = None
         """See `EpisodeHeader.measured_against`; None until there are children."""
@@ -134,7 +135,7 @@ class LiveEpisodeContext(EpisodeContext):
         self.stop_reason: StopReason | None = None
         self.resources: tuple[JournaledResource, ...] = ()
 
-    def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> LiveAgent:
+    def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> TurnRecorder:
         """The handle of a seat's conversation."""
         found = next((agent for agent in self.agents if agent.seat == seat and agent.index == index), None)
         if found is None:
@@ -179,7 +180,7 @@ class LiveEpisodeContext(EpisodeContext):
         if opened.recorded is None:
             seconds = clock.monotonic() - started
             entry = ToolEntry(name, asked, observation, outcome, external, seconds)
-            journal.write(opened, entry)
+            journal.record(opened, entry)
             return self._observed(opened, entry)
         await journal.reach(opened)  # the tool may have made journaled calls
         recorded = journal.recall(opened, ToolEntry)
@@ -270,7 +271,7 @@ class LiveEpisodeContext(EpisodeContext):
         for child, episode_id in zip(children, group.episode_ids, strict=True):
             child.episode_id = episode_id
         if recorded is None:
-            self._journal.write(opened, SpawnEntry(name, group.group_id, group.episode_ids))
+            self._journal.record(opened, SpawnEntry(name, group.group_id, group.episode_ids))
         return children
 
     def _check_fan_out(self, environment: type[Environment], n: int) -> None:
@@ -313,7 +314,7 @@ class LiveEpisodeContext(EpisodeContext):
         if recorded is not None:
             return float(recorded.value)
         value = self._services.clock.wall()
-        self._journal.write(opened, NondeterministicValueEntry("now", value))
+        self._journal.record(opened, NondeterministicValueEntry("now", value))
         return value
 
     def uuid(self) -> str:
@@ -327,7 +328,7 @@ class LiveEpisodeContext(EpisodeContext):
         if self._journal.recall(opened, NondeterministicValueEntry) is None:
             with CallExecution(self._journal, opened):
                 await self._services.clock.sleep(seconds)
-            self._journal.write(opened, NondeterministicValueEntry("sleep", seconds))
+            self._journal.record(opened, NondeterministicValueEntry("sleep", seconds))
 
     def metric(self, name: str, value: float) -> None:
         """Add to a metric of the episode; a format error counts for the agent that acted last."""
@@ -421,7 +422,7 @@ class LiveChildEpisode(ChildEpisode):
         with CallExecution(journal, opened, limit=self._parent.limit):
             result = await asyncio.shield(self._result)
         at = {policy: (version.lineage, version.step) for policy, version in result.versions.items()}
-        journal.write(opened, ChildResultEntry(result.episode_id, result.drop_reason, dict(result.rewards), at))
+        journal.record(opened, ChildResultEntry(result.episode_id, result.drop_reason, dict(result.rewards), at))
         return self._noted(result)
 
     def _noted(self, result: ChildResult) -> ChildResult:
@@ -491,7 +492,7 @@ async def perform_effect(
             )
         entry = EffectEntry(name, guarantee, value, error, episode.services.clock.monotonic() - started)
         if not again or journal.recall(call, EffectEntry) is None:
-            journal.write(call, entry)
+            journal.record(call, entry)
     if entry.error is not None:
         raise EffectError(f"effect {name!r} failed", error=entry.error)
     result: T = entry.value
@@ -512,7 +513,7 @@ async def remember_proposal(episode: LiveEpisode, key: str, structure: str) -> P
     with CallExecution(journal, call):  # also during replay: the run may have died before it had stored it
         found = await episode.services.host.remember(episode.spec, call.call_id, digest, structure)
     if entry is None:
-        journal.write(call, EffectEntry("remember", "idempotent", list(found), None, 0.0))
+        journal.record(call, EffectEntry("remember", "idempotent", list(found), None, 0.0))
         return found
     try:
         times, share = entry.value
@@ -709,7 +710,7 @@ class JournaledResource(Resource):
         seconds = clock.monotonic() - started
         recorded = journal.recall(call, ResourceCallEntry)
         if recorded is None:
-            journal.write(
+            journal.record(
                 call,
                 ResourceCallEntry(
                     self.name, self._level, method, value, seconds, to_journal_data(list(arguments)), problem, state

@@ -43,7 +43,7 @@ async def gather(journal: CallJournal, awaitables: Sequence[Awaitable[Any]]) -> 
         raise gathering.error
     await journal.reach(call, cancelled=cancelled)
     if journal.recall(call, GatherOrderEntry) is None:
-        journal.write(call, GatherOrderEntry(tuple(gathering.finished)))
+        journal.record(call, GatherOrderEntry(tuple(gathering.finished)))
     if gathering.error is not None:
         raise gathering.error
     return [task.result() for task in gathering.tasks]

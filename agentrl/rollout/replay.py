@@ -106,12 +106,12 @@ class ReplayJournal(CallJournal):
         if call.recorded is None:
             self._end_at(call, "a call of its own")
 
-    def write(self, call: JournaledCall, body: EntryBody) -> None:
+    def record(self, call: JournaledCall, body: EntryBody) -> None:
         """End the replay at this call: it was not recorded."""
         self._end_at(call, describe_entry(body))
 
-    def write_again(self, call: JournaledCall, body: TurnEntry) -> None:
-        """See `CallJournal.write_again`; nothing is written."""
+    def record_again(self, call: JournaledCall, body: TurnEntry) -> None:
+        """See `CallJournal.record_again`; nothing is written."""
         self._came_back(call.call_id, body)
 
     def check_new(self, call: JournaledCall, difference: str) -> None:

@@ -1,7 +1,7 @@
 """A seat held by an external agent: every request to the gateway is a turn of the seat.
 
-`HarnessAgent.reply` finds the row of tokens a request continues (`token_tree.py`), samples the reply or recalls it, and
-writes the turn. Calls run concurrently, each row with its own engine session.
+`ExternalAgent.reply` finds the row of tokens a request continues (`token_tree.py`), samples the reply or recalls it,
+and records the turn. Calls run concurrently, each row with its own engine session.
 
 Invariants
 1. The seat is one agent with one reward, however many rows its client's conversations become: they are one unit.
@@ -37,24 +37,26 @@ from agentrl.core.errors import (
     describe_user_code_error,
 )
 from agentrl.core.ids import stable_hash64
-from agentrl.core.records import Completion, Message, SamplingMask, Turn, VersionSpan
+from agentrl.core.records import Completion, Message, SamplingMask, VersionSpan
 from agentrl.core.reply_formats import UNWRITTEN_ID, parse_json_value
 from agentrl.core.text import plural
 from agentrl.environment.context import Endpoint, LimitReachedError
 from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError, bounded_repr
 from agentrl.journal.entries import ExternalRequestParameters, TurnEntry, encode_body, request_hash
-from agentrl.rollout.agent import CHARACTERS_PER_TOKEN, LiveAgent, TurnSampler
+from agentrl.rollout.agent import CHARACTERS_PER_TOKEN
 from agentrl.rollout.branches import describe_entry, shortened_repr
 from agentrl.rollout.chat.byte_formats import JsonChatFormat
 from agentrl.rollout.chat.template_checks import common_prefix_length
 from agentrl.rollout.external.token_tree import TokenTree, tools_text
 from agentrl.rollout.turn_entries import completion_from_entry, encode_message, slice_completion
+from agentrl.rollout.turn_recorder import TurnRecorder
+from agentrl.rollout.turn_sampler import TurnSampler
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from agentrl.core.ports import ChatFormat, SamplingParams
-    from agentrl.core.records import Int32Array, PolicyVersion, ToolSpec
+    from agentrl.core.records import Int32Array, ToolSpec
     from agentrl.environment.context import EpisodeLimits
     from agentrl.gateway.server import AttemptEndpoint
     from agentrl.journal.entries import JournalEntry
@@ -85,21 +87,7 @@ BYTES_PER_TOKEN = 4
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
-class HarnessRowSampler(TurnSampler):
-    """Samples the turns of one row."""
-
-    __slots__ = ("_row",)
-
-    def __init__(self, episode: LiveEpisode, seat: str, row: int) -> None:
-        super().__init__(episode, seat, 0)
-        self._row = row
-
-    @property
-    def _name(self) -> str:
-        return f"{super()._name}.{self._row}"
-
-
-class HarnessAgent(LiveAgent):
+class ExternalAgent(TurnRecorder):
     """The agent of a seat whose turns an external agent requests.
 
     Args:
@@ -114,7 +102,7 @@ class HarnessAgent(LiveAgent):
         "_asked",
         "_ignored",
         "_in_progress",
-        "_samplers",
+        "_row_samplers",
         "_tree",
         "difference",
         "limit_reached",
@@ -123,13 +111,13 @@ class HarnessAgent(LiveAgent):
     def __init__(
         self, episode: LiveEpisode, seat: str, volatile: Sequence[re.Pattern[str]], ignored: Collection[str]
     ) -> None:
-        super().__init__(episode, seat, 0, ())
+        super().__init__(episode, seat, 0)
         if self._settings.chat_format.forks:
             raise EnvironmentDefinitionError(
                 f"seat {seat!r} is held by an external agent, which sends its own history: set model.history = 'keep'"
             )
         self._tree = TokenTree(self._settings.chat_format, volatile)
-        self._samplers: dict[int, HarnessRowSampler] = {}
+        self._row_samplers: dict[int, TurnSampler] = {}
         self._asked: Counter[bytes] = Counter()
         self._ignored = ignored
         self._in_progress = 0
@@ -147,13 +135,11 @@ class HarnessAgent(LiveAgent):
         reply: str | None = None,
         state: str | None = None,
     ) -> NoReturn:
-        """Refuse: the gateway requests the turns of the seat."""
         raise EnvironmentDefinitionError(
             f"the turns of seat {self.seat!r} are requested through ctx.endpoint(); act() is not available"
         )
 
     def restart(self, *messages: Message) -> NoReturn:
-        """Refuse; see `act`."""
         raise EnvironmentDefinitionError(
             f"the rows of seat {self.seat!r} are determined by its client through ctx.endpoint(); restart() is not "
             "available"
@@ -191,9 +177,9 @@ class HarnessAgent(LiveAgent):
         return reply
 
     async def _wait_for_inherited(self, call: JournaledCall) -> None:
-        """Wait until the turns that a fork inherits and that come before a call were asked for.
+        """Wait until the turns that a fork inherits and that precede a call were requested.
 
-        Parallel requests come in another order than they did. After `ORDER_S` nobody asks for them.
+        Parallel requests may arrive in a different order on replay; stop waiting after `ORDER_S`.
         """
         journal, recorded = self._episode.journal, call.recorded
         with suppress(TimeoutError):
@@ -228,7 +214,7 @@ class HarnessAgent(LiveAgent):
             messages=tuple(encode_message(message) for message in _new(request, placed)),
             request=_request_entry(request, placed, sampling),
         )
-        self._episode.journal.write_again(call, entry)
+        self._episode.journal.record_again(call, entry)
         self._episode.partials.turn_recorded(call)
         self._episode.metric("replies/recalled", 1.0, self)
         return self._replied(request, call, placed, completion_from_entry(recorded), recorded.started)
@@ -255,9 +241,10 @@ class HarnessAgent(LiveAgent):
         """Sample a reply and write its turn."""
         clock = self._episode.services.clock
         placed = self._find_row(request)
-        sampler = self._samplers.get(placed.row.number)
+        sampler = self._row_samplers.get(placed.row.number)
         if sampler is None:
-            sampler = self._samplers[placed.row.number] = HarnessRowSampler(self._episode, self.seat, placed.row.number)
+            sampler = TurnSampler(self._episode, self.seat, f"{self.seat}.0.{placed.row.number}")
+            self._row_samplers[placed.row.number] = sampler
         started = clock.monotonic()
         try:
             self._note_difference(call, request, placed, sampling)
@@ -265,7 +252,7 @@ class HarnessAgent(LiveAgent):
                 self._refuse_context(len(placed.row.tokens))
             with self._episode.time_limit_paused():
                 completion = await self._completion(sampler, call, placed, sampling, request.stop)
-            entry = self.entry(
+            entry = self._entry(
                 _new(request, placed),
                 placed.row.number,
                 placed.context_ids,
@@ -275,7 +262,7 @@ class HarnessAgent(LiveAgent):
                 sampler.pauses,
             )
             entry = msgspec.structs.replace(entry, request=_request_entry(request, placed, sampling))
-            self._write(call, entry)
+            self._record(call, entry)
         except EngineError as error:
             self._episode.journal.fail(error)
             raise
@@ -286,19 +273,20 @@ class HarnessAgent(LiveAgent):
 
     async def _completion(
         self,
-        sampler: HarnessRowSampler,
+        sampler: TurnSampler,
         call: JournaledCall,
         placed: RequestPlacement,
         sampling: SamplingParams,
         stops: Sequence[str],
     ) -> Completion:
         """Sample a reply, or return the one with which a fork replaces it."""
+        sample = partial(sampler.sample, call, placed.context(), placed.opening(), sampled_before=self._sampled)
         edits = self._episode.journal.edits_at(call.call_id)
         if not edits:
-            return self._cut(await sampler.sample(call, placed.context(), placed.opening(), sampling), stops)
+            return self._cut(await sample(sampling=sampling), stops)
         one = dataclasses.replace(sampling, max_tokens=1)  # one sampled token reveals which version plays the seat
-        sampled = await sampler.sample(call, placed.context(), placed.opening(), one)
-        return _said_instead(str(edits[-1]["content"]), sampled, self._settings.chat_format)
+        sampled = await sample(sampling=one)
+        return _completion_of_text(str(edits[-1]["content"]), sampled, self._settings.chat_format)
 
     def _note_difference(
         self, call: JournaledCall, request: ChatRequest, placed: RequestPlacement, sampling: SamplingParams
@@ -355,12 +343,7 @@ class HarnessAgent(LiveAgent):
             self._episode.metric("turns/length", 1.0, self)
         if self._episode.limit is not None:
             self._episode.limit.restart()
-        self._sampled += completion_tokens
-        new = _new(request, placed)
-        self._note_state(None, new)
-        self._messages.extend(new)
-        self._messages.append(message)
-        self._turns.append(Turn(text=message.content, message=message, completion=completion))
+        self._append(_new(request, placed), message, completion)
         self._answered_one.set()
         if refused is not None:
             self._refuse(refused)
@@ -502,25 +485,14 @@ class HarnessAgent(LiveAgent):
             letters += _LETTERS[at]
         return letters
 
-    def versions(self) -> Iterator[PolicyVersion]:
-        yield from super().versions()
-        for sampler in self._samplers.values():
-            yield from sampler.running_versions()
-
-    def suspend(self) -> None:
-        for sampler in self._samplers.values():
-            sampler.suspend()
-
-    def close(self) -> None:
-        super().close()
-        for sampler in self._samplers.values():
-            sampler.close()
+    def _samplers(self) -> Iterable[TurnSampler]:
+        return self._row_samplers.values()
 
 
 @asynccontextmanager
 async def open_endpoint(
     episode: LiveEpisode,
-    agents: list[LiveAgent],
+    agents: list[TurnRecorder],
     aliases: Mapping[str, str],
     volatile: Sequence[str],
     ignored_fields: Collection[str],
@@ -558,7 +530,7 @@ async def open_endpoint(
         raise EnvironmentDefinitionError(f"aliases name {strangers[0]!r}, which is not a seat of {spec.environment}")
     if not recall:
         journal.forget_answers()
-    seats = {seat: HarnessAgent(episode, seat, patterns, ignored_fields) for seat in spec.seats}
+    seats = {seat: ExternalAgent(episode, seat, patterns, ignored_fields) for seat in spec.seats}
     agents.extend(seats.values())
     async with episode.services.gateway.open(seats, aliases) as opened:
         again = partial(perform, episode, again=is_replay)
@@ -579,7 +551,7 @@ class LiveEndpoint(Endpoint):
     def __init__(
         self,
         opened: AttemptEndpoint,
-        agents: Sequence[HarnessAgent],
+        agents: Sequence[ExternalAgent],
         perform: Callable[..., Awaitable[Any]],
         fail: Callable[[InfrastructureError], None],
     ) -> None:
@@ -657,7 +629,7 @@ def _two_values(was: object, came: object) -> str:
     return f"{shortened_repr(first[at:])}, now {shortened_repr(second[at:])}"
 
 
-def _said_instead(text: str, sampled: Completion, chat_format: ChatFormat) -> Completion:
+def _completion_of_text(text: str, sampled: Completion, chat_format: ChatFormat) -> Completion:
     """Make a completion of other text, under the version that began the replaced one."""
     if isinstance(chat_format, JsonChatFormat):
         given = parse_json_value(text)

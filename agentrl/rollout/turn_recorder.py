@@ -1,0 +1,260 @@
+"""The record of one agent, whether the program or an external agent asks for its turns."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from agentrl.core.errors import RewardError
+from agentrl.core.records import REWARD, Completion, Message, PolicyVersion, TrajectoryHeader, Turn
+from agentrl.environment.context import Agent
+from agentrl.environment.rewards import check_reward_name, finite_reward
+from agentrl.journal.entries import RewardEntry, TurnEntry, TurnPause, TurnVersionSpan, gigpo_state_hash
+from agentrl.observe.metrics import GATE_PASSED, GATE_REFUSED
+from agentrl.rollout.chat.byte_formats import JsonChatFormat
+from agentrl.rollout.turn_entries import encode_message
+
+if TYPE_CHECKING:
+    from agentrl.core.ports import SamplingParams
+    from agentrl.rollout.call_journal import JournaledCall
+    from agentrl.rollout.episode import LiveEpisode
+    from agentrl.rollout.turn_sampler import TurnSampler
+
+
+class TurnRecorder(Agent):
+    """One agent's turns and rewards as the journal holds them, and its part of the episode's header.
+
+    Subclasses decide where the turns come from: `LiveAgent` from the program, `ExternalAgent` from the gateway.
+
+    Args:
+        episode: the running attempt.
+        seat: seat that the agent holds.
+        index: number of the agent within its seat.
+    """
+
+    __slots__ = (
+        "_episode",
+        "_messages",
+        "_named_rewards",
+        "_sampled",
+        "_settings",
+        "_turn_rewards",
+        "_turn_states",
+        "_turns",
+        "_weights_of",
+        "counts",
+        "index",
+        "policy",
+        "rewards",
+        "seat",
+    )
+
+    def __init__(self, episode: LiveEpisode, seat: str, index: int) -> None:
+        self.seat = seat
+        self.index = index
+        binding = episode.spec.seats[seat]
+        self.policy = binding.policy
+        self._weights_of = binding.policy if binding.pin is None else binding.pin.policy
+        self._episode = episode
+        self._settings = episode.policy_settings(seat)
+        self.rewards: tuple[float, ...] = ()
+        self.counts: dict[str, float] = {}
+        self._turns: list[Turn] = []
+        self._messages: list[Message] = []
+        self._sampled = 0
+        """Number of tokens sampled so far."""
+        self._turn_rewards: dict[int, float] | None = None
+        self._turn_states = b""
+        """See `TrajectoryHeader.turn_states`."""
+        self._named_rewards: dict[str, float] | None = None
+
+    @abstractmethod
+    def _samplers(self) -> Iterable[TurnSampler]:
+        """The samplers of the agent's conversations."""
+
+    @property
+    def turns(self) -> Sequence[Turn]:
+        """The agent's turns so far."""
+        return self._turns
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """The conversation so far."""
+        return self._messages
+
+    def reward(self, value: float | Mapping[str, float], turn: int | None = None, *, name: str = REWARD) -> None:
+        """Journal a reward with the weight of its name."""
+        where = f"episode {self._episode.spec.episode_id}, seat {self.seat!r}"
+        if isinstance(value, Mapping):
+            for each, part in value.items():
+                self.reward(part, turn, name=each)
+            return
+        number = finite_reward(value, where if name == REWARD else f"{where}, {name!r}")
+        if turn is not None and turn not in range(len(self._turns)):
+            raise RewardError(
+                f"{where}: a reward for turn {turn!r}, but there are {len(self._turns)} turns, counted from 0"
+            )
+        weight = self._weight(name, where)
+        given = self._episode.journal.reward(RewardEntry(self.seat, self.index, number, turn, name, weight))
+        self.rewards = (*self.rewards, given.weighted)
+        if turn is not None:
+            turns = self._turn_rewards = self._turn_rewards or {}
+            turns[turn] = finite_reward(turns.get(turn, 0.0) + given.weighted, where)
+        named = self._named_rewards = self._named_rewards or {}
+        named[name] = finite_reward(named.get(name, 0.0) + number, where)
+
+    def _weight(self, name: str, where: str) -> float:
+        """Return the weight of a named reward; raise `RewardError` if the configuration gives weights to others but not
+        to this one."""
+        check_reward_name(name, where)
+        weights = self._episode.services.settings.reward_weights
+        if weights and name not in weights:
+            raise RewardError(
+                f"{where}: the reward {name!r} has no weight; add it to credit.reward_weights, which has "
+                f"{', '.join(sorted(weights))}"
+            )
+        return weights.get(name, 1.0)
+
+    def gate(self, accepted: bool, *, penalty: float) -> bool:
+        """Count the decision; on a refusal, journal the penalty as a reward."""
+        self._episode.metric(GATE_PASSED if accepted else GATE_REFUSED, 1.0, self)
+        if not accepted:
+            self.reward(penalty)
+        return accepted
+
+    def _sampling(self, max_tokens: int | None) -> SamplingParams:
+        """Return the policy's sampling parameters, limited to `max_tokens`."""
+        sampling = self._settings.sampling
+        if max_tokens is None or max_tokens >= sampling.max_tokens:
+            return sampling
+        return dataclasses.replace(sampling, max_tokens=max_tokens)
+
+    def _entry(
+        self,
+        messages: Sequence[Message],
+        row: int,
+        context: bytes,
+        before: int,
+        completion: Completion,
+        seconds: float,
+        pauses: tuple[TurnPause, ...],
+        state: str | None = None,
+    ) -> TurnEntry:
+        """Make the journal entry of the agent's next turn.
+
+        Args:
+            messages: new messages.
+            row: number of the agent's row that the turn continues.
+            context: the new context tokens, as `int32`.
+            before: number of tokens of the row before these.
+            completion: the sampled completion.
+            seconds: duration of the turn.
+            pauses: pauses of the turn.
+            state: the environment's state before the turn, if the program named it.
+        """
+        chat_format, sampled = self._settings.chat_format, completion.token_ids.tolist()
+        drift = chat_format.drift(sampled)
+        if drift is not None:
+            self._episode.metric(f"drift/{drift}", 1.0, self)
+        routing, mask = completion.expert_routing, completion.sampling_mask
+        return TurnEntry(
+            seat=self.seat,
+            index=self.index,
+            policy=self.policy,
+            row=row,
+            turn=len(self._turns),
+            context_ids=context,
+            token_ids=completion.token_ids.tobytes(),
+            logprobs=completion.logprobs.tobytes(),
+            finish_reason=completion.finish_reason,
+            spans=tuple(
+                [TurnVersionSpan(s.start, s.stop, s.version.lineage, s.version.step) for s in completion.spans]
+            ),
+            text=chat_format.decode(sampled),
+            messages=tuple([encode_message(message) for message in messages]),
+            temperature=self._settings.sampling.temperature,
+            seconds=seconds,
+            started=self._episode.services.clock.wall() - seconds,
+            expert_routing=None if routing is None else routing.tobytes(),
+            routing_shape=() if routing is None else routing.shape,
+            routing_start=completion.routing_start,
+            mask_counts=None if mask is None else mask.counts.tobytes(),
+            mask_ids=None if mask is None else mask.token_ids.tobytes(),
+            drift=drift,
+            cached_tokens=completion.cached_tokens,
+            parent_context=before,
+            routing_breaks=completion.routing_breaks,
+            weights_of="" if self._weights_of == self.policy else self._weights_of,
+            pauses=pauses,
+            state=state,
+        )
+
+    def _record(self, call: JournaledCall, entry: TurnEntry) -> None:
+        """Append the entry of a turn to the journal, and remove its partials."""
+        self._episode.journal.record(call, entry)
+        self._episode.partials.turn_recorded(call)
+
+    def _append(
+        self, messages: Sequence[Message], message: Message, completion: Completion, state: str | None = None
+    ) -> Turn:
+        """Append a turn that is in the journal: the new messages, and the policy's answer.
+
+        `state` is the environment's state before the turn, if the program named it.
+        """
+        self._sampled += self._tokens_of(completion)
+        if self._episode.services.settings.compares_turns:
+            self._turn_states += gigpo_state_hash(state, messages)
+        self._messages.extend(messages)
+        self._messages.append(message)
+        turn = Turn(text=message.content, message=message, completion=completion)
+        self._turns.append(turn)
+        return turn
+
+    def _tokens_of(self, completion: Completion) -> int:
+        """Return the number of sampled tokens; for a remote endpoint its own count, else the bytes of its line."""
+        chat_format, own = self._settings.chat_format, len(completion.token_ids)
+        if not isinstance(chat_format, JsonChatFormat):
+            return own
+        return chat_format.usage(completion.token_ids.tolist()).get("completion_tokens", own)
+
+    def versions(self) -> Iterator[PolicyVersion]:
+        """Yield the versions that sampled the agent's tokens, including returned calls of turns in progress."""
+        for turn in self._turns:
+            for span in turn.completion.spans:
+                yield span.version
+        for sampler in self._samplers():
+            yield from sampler.running_versions()
+
+    def header(self) -> TrajectoryHeader:
+        """Make the agent's part of the episode's header."""
+        oldest = min(self.versions(), key=_age, default=None)
+        named = self._named_rewards or {}
+        return TrajectoryHeader(
+            seat=self.seat,
+            index=self.index,
+            policy=self.policy,
+            reward=math.fsum(self.rewards) if self.rewards else None,
+            tokens=self._sampled,
+            oldest_step=oldest.step if oldest else 0,
+            lineage=oldest.lineage if oldest else 0,
+            turn_rewards=tuple(sorted(self._turn_rewards.items())) if self._turn_rewards else (),
+            named_rewards=tuple(sorted(named.items())) if named.keys() - {REWARD} else (),
+            turn_states=self._turn_states,
+        )
+
+    def suspend(self) -> None:
+        """Cut the calls in flight, and release the engine's resources, because the episode is parked."""
+        for sampler in self._samplers():
+            sampler.suspend()
+
+    def close(self) -> None:
+        """Release the engine's resources. Idempotent."""
+        for sampler in self._samplers():
+            sampler.close()
+
+
+def _age(version: PolicyVersion) -> tuple[int, int]:
+    return version.lineage, version.step

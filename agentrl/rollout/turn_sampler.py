@@ -1,0 +1,299 @@
+"""The engine calls of one conversation.
+
+Each interruption of a turn costs one more engine call: an abort, a park, the loss of the engine, the death of the
+previous process.
+
+Invariants
+1. All engine calls of a turn share one seed and continue its token count, so an interrupted turn has the same tokens
+   as an uninterrupted one.
+2. No engine session is held after the engine's loss or while the episode is parked. A call begins once its
+   conversation holds a reservation in the KV-cache budget (`kv_budget.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from agentrl.core.clock import RetryBudget
+from agentrl.core.errors import VERSION_GONE, EngineLostError, EpisodeError, VersionNotServedError
+from agentrl.core.ids import stable_hash64
+from agentrl.core.ports import GenerateRequest, SamplingParams
+from agentrl.core.records import Completion, PolicyVersion
+from agentrl.journal.entries import TurnPause
+
+if TYPE_CHECKING:
+    from agentrl.core.ports import EngineSession
+    from agentrl.core.records import EpisodeSpec, Int32Array
+    from agentrl.rollout.call_journal import JournaledCall
+    from agentrl.rollout.episode import LiveEpisode
+    from agentrl.rollout.kv_budget import Reservation
+    from agentrl.rollout.turn_entries import PartialTurn
+
+LOST_IN_A_ROW = 8
+"""Number of times in a row that a call may lose the engine, without a token in between, before it raises the error:
+about two minutes in all."""
+
+MAX_PRIORITY_TOKENS = (1 << 20) - 1
+"""Largest number of sampled tokens that the priority of a call distinguishes."""
+MAX_PRIORITY_DEPTH = 3
+"""Largest depth of a child episode that the priority of a call distinguishes."""
+
+
+class TurnSampler:
+    """Samples whole turns of one conversation: owns its engine session, its KV reservation, and the turn in progress.
+
+    Args:
+        episode: the running attempt.
+        seat: seat whose policy samples.
+        conversation: the conversation among those of the episode, for session ids and messages.
+    """
+
+    __slots__ = (
+        "_episode",
+        "_in_flight",
+        "_kept_version",
+        "_name",
+        "_partial",
+        "_pin",
+        "_reservation",
+        "_session",
+        "pauses",
+        "weights_of",
+    )
+
+    def __init__(self, episode: LiveEpisode, seat: str, conversation: str) -> None:
+        self._episode = episode
+        self._name = f"{episode.name}:{conversation}"
+        binding = episode.spec.seats[seat]
+        self._pin = binding.pin
+        self.weights_of = binding.policy if binding.pin is None else binding.pin.policy
+        """Policy whose versions sample; it differs from the seat's policy if a past version of another is pinned."""
+        kv_budget = episode.services.kv_budget
+        self._reservation: Reservation | None = None
+        """KV reservation; None if the engine reports no KV budget, or if another engine than the run's samples."""
+        if kv_budget.is_bounded and not episode.policy_settings(seat).is_external:
+            kind = (episode.spec.environment, seat)
+            self._reservation = kv_budget.reservation(kind, weights=(binding.policy, binding.pin))
+        self._session: EngineSession | None = None
+        self._kept_version: PolicyVersion | None = None
+        """Version to which the next session is pinned, for a policy whose conversations keep their version."""
+        self._in_flight: str | None = None
+        """Request id of the running engine call."""
+        self._partial: PartialTurn | None = None
+        """Turn in progress."""
+        self.pauses: tuple[TurnPause, ...] = ()
+        """Pauses of the turn in progress, or of the last turn."""
+
+    async def sample(
+        self, call: JournaledCall, context: Int32Array, opening: int, sampling: SamplingParams, sampled_before: int
+    ) -> Completion:
+        """Sample one whole turn.
+
+        Args:
+            call: the turn's call.
+            context: the conversation, `[T]`.
+            opening: see `GenerateRequest`.
+            sampling: sampling parameters of the turn.
+            sampled_before: number of tokens that the agent has sampled in earlier turns, for the priority of the call.
+
+        Raises:
+            EngineLostError: the engine was gone for too long.
+            EpisodeError: the engine returned a logprob that is not finite, or does not serve the version.
+        """
+        episode, services, reservation = self._episode, self._episode.services, self._reservation
+        priority = call_priority(episode.spec, sampled_before)
+        capabilities = services.engine.capabilities
+        masked, routed = capabilities.sampling_mask and sampling.is_filtered, capabilities.expert_routing
+        turn = self._partial = episode.partials.turn(call, self.weights_of, masked=masked)
+        self.pauses = ()
+        budget: RetryBudget | None = None
+        completion = turn.completion(sampling, routed=routed) if turn.pieces else None
+        try:
+            while completion is None:
+                if episode.spec.episode_id in services.parking.waiting:
+                    await self._wait_while_parked(turn, call)
+                if reservation is not None and not reservation.reserve(len(context) + turn.sampled, context):
+                    await self._wait_for_kv(turn, reservation, priority)
+                    continue  # the episode may have been parked in the meantime
+                try:
+                    request = self._request(turn, call, context, opening, sampling, priority)
+                    self._in_flight = request.request_id
+                    sampled = await self._open().generate(request, turn.on_delta)
+                    self._keep_version(sampled)
+                    if turn.pieces or sampled.finish_reason == "abort":
+                        turn.call_returned(sampled)
+                        completion = turn.completion(sampling, routed=routed)
+                    else:
+                        completion = sampled
+                except VersionNotServedError as error:
+                    raise self._version_gone(error) from error
+                except EngineLostError as error:
+                    self._in_flight = None
+                    budget = await self._lost(error, turn, budget)
+                finally:
+                    self._in_flight = None
+        except BaseException:
+            self.release_kv()
+            raise
+        if reservation is not None:
+            reservation.idle(len(context) + len(completion.token_ids))
+        self._partial = None
+        if len(turn.pieces) > 1:
+            episode.metric("turns/interrupted", 1.0)
+        self._check_finite(completion, call)
+        return completion
+
+    def _check_finite(self, completion: Completion, call: JournaledCall) -> None:
+        """Refuse logprobs that are not finite.
+
+        Raises:
+            EpisodeError: a logprob is NaN or infinite.
+        """
+        logprobs = completion.logprobs
+        # The dot product is five times faster than `isfinite`.
+        if not (math.isfinite(logprobs.dot(logprobs)) or np.isfinite(logprobs).all()):
+            raise EpisodeError(
+                f"the engine returned a non-finite logprob for {self._name}, call {call.call_id}",
+                reason="nonfinite_logprob",
+            )
+
+    async def _wait_for_kv(self, turn: PartialTurn, reservation: Reservation, priority: int) -> None:
+        with self._episode.time_limit_paused(), self._pausing(turn, "no_room"):
+            await reservation.wait(priority)
+        self._episode.metric("no_room_s", self.pauses[-1].seconds)
+
+    async def _lost(self, error: EngineLostError, turn: PartialTurn, budget: RetryBudget | None) -> RetryBudget:
+        """Wait before the next call, after a call lost the engine.
+
+        Raises:
+            EngineLostError: `error`, if the engine was lost too often.
+        """
+        self._session = None
+        self.release_kv()
+        budget = budget or RetryBudget(LOST_IN_A_ROW)
+        if turn.lost():
+            self._keep_version(turn.pieces[-1])
+            budget.achieved()
+        wait = budget.lost()
+        if wait is None:
+            raise error
+        with self._episode.time_limit_paused(), self._pausing(turn, "engine_lost"):
+            await self._episode.services.clock.sleep(wait)
+        return budget
+
+    @contextmanager
+    def _pausing(self, turn: PartialTurn, why: str) -> Iterator[None]:
+        """Record a pause of the turn, with its reason, around a wait."""
+        clock = self._episode.services.clock
+        since = clock.monotonic()
+        yield
+        self.pauses = (*self.pauses, TurnPause(turn.sampled, clock.monotonic() - since, why))
+
+    def release_kv(self) -> None:
+        """Give back the KV reservation: the conversation's context is no longer worth keeping."""
+        if self._reservation is not None:
+            self._reservation.release()
+
+    async def _wait_while_parked(self, turn: PartialTurn, call: JournaledCall) -> None:
+        """Release the engine's resources, flush the sampled tokens, and wait until the episode is unparked."""
+        with self._pausing(turn, "parked"):
+            self.close()
+            await self._episode.partials.flush()
+            await self._episode.services.parking.wait_while_parked(self._episode.spec.episode_id, call.call_id)
+
+    def _request(
+        self,
+        turn: PartialTurn,
+        call: JournaledCall,
+        context: Int32Array,
+        opening: int,
+        sampling: SamplingParams,
+        priority: int,
+    ) -> GenerateRequest:
+        """Make the engine call for the tokens that the turn still lacks."""
+        sampled = turn.sampled
+        if sampled:
+            context = np.concatenate([context, *(piece.token_ids for piece in turn.pieces)])
+            sampling = dataclasses.replace(sampling, max_tokens=sampling.max_tokens - sampled)
+        spec = self._episode.spec
+        return GenerateRequest(
+            request_id=f"{spec.episode_id}.{spec.attempt}.{call.call_id}",
+            token_ids=context,
+            sampling=sampling,
+            seed=stable_hash64(
+                spec.seed, spec.attempt, call.call_id
+            ),  # the same seed on every execution of the attempt
+            sampled_before=sampled,
+            priority=priority,
+            opening=opening,
+        )
+
+    def _version_gone(self, error: VersionNotServedError) -> EpisodeError:
+        """End an episode that needs a version which the engine no longer serves; returns its error.
+
+        The episode restarts if only this conversation was held to the version. If its spec names the version
+        (evaluations, opponents, deterministic runs), every attempt needs it, and the episode is dropped.
+        """
+        why = f"its episode is pinned to {self._pin}"
+        if self._pin is None:
+            why = f"it was sampled by {self._kept_version} and must stay on it (engine.refresh = 'episode')"
+        gone = EpisodeError(
+            f"the conversation of {self._name} cannot continue: {why}, which the engine has lost ({error})",
+            reason=VERSION_GONE,
+            begin_again=self._pin is None,
+        )
+        self._episode.journal.fail(gone)  # a program that catches the error must not turn it into a reward
+        return gone
+
+    def _open(self) -> EngineSession:
+        if self._session is None:
+            engine = self._episode.services.engine
+            pin = self._pin or self._kept_version
+            self._session = engine.open(self._name, self.weights_of, pin=pin)
+        return self._session
+
+    def _keep_version(self, sampled: Completion) -> None:
+        """Note the version of the conversation, if its policy keeps versions. Recorded turns do not count: no version
+        of an earlier attempt of the run is served."""
+        keeps_version = self._episode.services.engine.capabilities.keeps_version
+        if self._kept_version is None and sampled.spans and self.weights_of in keeps_version:
+            self._kept_version = sampled.spans[0].version
+
+    def suspend(self) -> None:
+        """Release the engine's resources because the episode is parked. A call in flight is cut, and releases them when
+        it returns."""
+        if self._in_flight is not None:
+            self._episode.services.engine.abort(self._in_flight)
+        else:
+            self.close()
+
+    def close(self) -> None:
+        """Release KV, slot and lease. Idempotent."""
+        self.release_kv()
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def running_versions(self) -> Iterator[PolicyVersion]:
+        """Yield the versions that sampled the turn in progress, as far as its calls have returned."""
+        for piece in () if self._partial is None else self._partial.pieces:
+            for span in piece.spans:
+                yield span.version
+
+
+def call_priority(spec: EpisodeSpec, sampled: int) -> int:
+    """Return the scheduling priority of an agent's call; lower runs first.
+
+    The order is by deadline; then by depth, parents that still have children to spawn before children; then by tokens
+    sampled so far, most first: if lengths are heavy-tailed, the episode that has sampled most has most left. Siblings
+    are ordered like unrelated episodes.
+    """
+    depth = min(spec.episode_id.count("~"), MAX_PRIORITY_DEPTH)
+    tokens_left = MAX_PRIORITY_TOKENS - min(sampled, MAX_PRIORITY_TOKENS)
+    return (spec.deadline * (MAX_PRIORITY_DEPTH + 1) + depth) * (MAX_PRIORITY_TOKENS + 1) + tokens_left
