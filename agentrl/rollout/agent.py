@@ -21,9 +21,10 @@ from agentrl.core.text import agent_name, plural, valid_unicode
 from agentrl.environment.context import LimitReachedError
 from agentrl.journal.entries import TurnEntry, request_hash
 from agentrl.observe.metrics import DEMONSTRATED
-from agentrl.rollout.branches import shortened_repr
-from agentrl.rollout.call_journal import CallExecution, encode, encode_arguments
+from agentrl.rollout.call_journal import CallExecution
 from agentrl.rollout.chat.template_checks import applicable_rewrite_causes
+from agentrl.rollout.journal_data import encode, encode_arguments
+from agentrl.rollout.mismatch import shortened_repr
 from agentrl.rollout.turn_entries import completion_from_entry, decode_message
 from agentrl.rollout.turn_recorder import TurnRecorder
 from agentrl.rollout.turn_sampler import TurnSampler

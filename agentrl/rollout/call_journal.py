@@ -1,13 +1,21 @@
 """The journal of one attempt of an episode, through which all its calls pass.
 
 A program makes its calls on branches (`ProgramBranch`): the root, and one for each coroutine of a `gather`. Every call
-passes through `CallJournal`: `open` gives the call its id and, if it is recorded, its entry; `reach` waits until it is
-due; `recall` compares a recorded call instead of performing it; `record` appends a performed one. To resume, fork or
-replay an episode is to do this over a prefix of recorded entries (`RecordedCalls`).
+passes through `CallJournal`:
+
+* `open` names the call and finds its recorded entry; `reach` waits until the call is due (`ReplayOrder`);
+* `recall` returns the recorded entry, which must be of the same kind (`RecordedCalls`);
+* `record` appends the entry of a call that was performed.
+
+To resume, fork or replay an episode is to do this over a prefix of recorded entries.
 
 1. A call id belongs to a branch; a branch's calls are made by the task that owns it.
-2. Recorded calls return in the order in which they were appended (`ReplayOrder`); new ones begin after the last.
-3. A cancellation is recorded when the episode continues after it: at its next call, or at its normal end. Code that
+2. Recorded calls return in the order in which they were appended, whatever the schedule, so that state shared by
+   branches evolves as before; new ones begin after the last. A recorded call always becomes due: everything that led to
+   it was appended before it.
+3. A branch waits at one call at a time. With only one open branch, no call waits. If every branch waits and none is
+   due, the code no longer makes the next call: a mismatch that names the call.
+4. A cancellation is recorded when the episode continues after it: at its next call, or at its normal end. Code that
    stops an episode from outside calls `stop`, after which nothing is recorded.
 """
 
@@ -16,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -26,13 +35,11 @@ import msgspec
 from agentrl.core import ids
 from agentrl.core.errors import (
     AgentRLError,
-    EpisodeError,
     GlobalRandomError,
     InfrastructureError,
     ReplayMismatchError,
     UnstructuredConcurrencyError,
 )
-from agentrl.core.text import valid_unicode
 from agentrl.environment.containment import CoroutineStepGuard, GlobalRandomState, GuardedAwaitable, RandomDrawDetector
 from agentrl.environment.context import LimitReachedError
 from agentrl.journal.entries import (
@@ -49,90 +56,24 @@ from agentrl.journal.entries import (
     extend_digest,
     request_hash,
 )
-from agentrl.rollout.branches import (
-    BEGIN,
-    NOTHING_RECORDED,
-    ProgramBranch,
-    RecordedCalls,
-    ReplayOrder,
-    describe_entry,
-    printable_excerpt,
-    replay_mismatch,
-)
+from agentrl.rollout.journal_data import encode
+from agentrl.rollout.mismatch import describe_entry, printable_excerpt, replay_mismatch
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     from agentrl.journal.port import TurnLog
 
+
 Body = TypeVar("Body")
 
+StreamKey = tuple[int, int]
+"""Seed and attempt of the episode that made a call."""
 
-_branch: ContextVar[ProgramBranch] = ContextVar("agentrl_branch")
-
-
-def current_branch() -> ProgramBranch:
-    """The calling task's branch.
-
-    Raises:
-        UnstructuredConcurrencyError: the task was not started through the context.
-    """
-    branch = _branch.get(None)
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:  # raised in a tool's thread
-        task = None
-    if branch is None or branch.owner is not task:
-        who = "a callback" if task is None else f"the task {getattr(task.get_coro(), '__qualname__', task.get_name())}"
-        raise UnstructuredConcurrencyError(
-            f"ctx or an agent was used by {who}, outside run(). Act and reward before run() returns, in run() itself; "
-            "start concurrent work with `await ctx.gather(...)`"
-        )
-    return branch
-
-
-def running_branch() -> ProgramBranch | None:
-    """Return the branch whose code is running, or None outside episodes; for observers."""
-    return _branch.get(None)
-
-
-def begin_branch(branch: ProgramBranch) -> None:
-    """Make the running task the owner of a branch."""
-    branch.owner = asyncio.current_task()
-    _branch.set(branch)
-
-
-@contextlib.contextmanager
-def mark_memoised_code(branch: ProgramBranch, name: str | None) -> Iterator[None]:
-    """Mark code in the context that is not run again on re-execution, by `name`; None: the code is run again."""
-    if name is None:
-        yield
-        return
-    _begin_memoised(branch, name)
-    try:
-        yield
-    finally:
-        _end_memoised(branch)
-
-
-def _begin_memoised(branch: ProgramBranch, name: str) -> None:
-    """Begin memoised code, which is not run again on re-execution.
-
-    Its draws from global random generators do not count for the branch, because re-execution does not repeat them.
-
-    Raises:
-        CancelledError: the branch has already drawn from them.
-    """
-    if branch.steps is not None:
-        branch.steps.suspend_guard()
-    branch.memoised = name
-
-
-def _end_memoised(branch: ProgramBranch) -> None:
-    branch.memoised = None
-    if branch.steps is not None:
-        branch.steps.resume_guard()
+BEGIN = "begin"
+"""Call id of an attempt's first entry."""
 
 
 class JournaledCall(msgspec.Struct, frozen=True):
@@ -740,45 +681,423 @@ class CallExecution:
             self._journal.fail(error)
 
 
-encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder().decode
+_NONE: dict[Any, Any] = {}
+"""Shared empty dict of most episodes; never added to."""
+
+_NO_PATCHES: Mapping[str, bool] = MappingProxyType({})
 
 
-def to_journal_data(arguments: Any) -> Any:
-    """Convert arguments to data that the journal can hold; anything else (such as an integer of 80 bits) becomes
-    text.
-    """
-    return to_journal_data_and_bytes(arguments)[0]
+class ProgramBranch:
+    """A sequence of calls: the root's, or those of one coroutine of a `gather`."""
+
+    __slots__ = (
+        "_key",
+        "_rng",
+        "awaits_cancellation",
+        "calls",
+        "children",
+        "is_blocked",
+        "is_dismissed",
+        "is_open",
+        "memoised",
+        "owner",
+        "patches",
+        "path",
+        "resources",
+        "speaker",
+        "steps",
+        "task",
+    )
+
+    def __init__(self, path: str, key: StreamKey = (0, 0)) -> None:
+        self.path = path
+        self.owner: asyncio.Task[object] | None = None
+        self.is_open = True
+        """Whether the branch has not ended; True also before it begins."""
+        self.calls = 0
+        self.resources = 0
+        self.memoised: str | None = None
+        """Name of the effect or external tool that runs on the branch, which may make no calls meanwhile."""
+        self.is_blocked = False
+        """Whether only another branch of the episode can wake this one."""
+        self.awaits_cancellation = False
+        """Whether the branch waits at a call that is recorded as cancelled."""
+        self.is_dismissed = False
+        """Whether the branch's gather has cancelled it: it ends where the journal records its end, else now."""
+        self.children: Sequence[ProgramBranch] = ()
+        """Branches of the gather that this branch awaits, unless that gather is recorded."""
+        self.task: asyncio.Task[object] | None = None
+        """Task that runs the branch, also before the branch has begun."""
+        self.steps: GuardedAwaitable | None = None
+        """Running steps of the branch's code."""
+        self.patches: Mapping[str, bool] = _NO_PATCHES
+        self.speaker: int | None = None
+        """Number of the agent that acted last on the branch, or on its parent before it began."""
+        self._key = key
+        self._rng: random.Random | None = None
+
+    @property
+    def key(self) -> StreamKey:
+        """Seed and attempt of the branch's randomness at this point."""
+        return self._key
+
+    @property
+    def rng(self) -> random.Random:
+        """The branch's own random stream."""
+        if self._rng is None:
+            self._rng = ids.random_stream(*self._key, self.path)
+        return self._rng
+
+    def use(self, key: StreamKey) -> None:
+        """Switch the random stream to `key`, also where the program holds a reference to it: a fork draws its own
+        numbers."""
+        if key != self._key:
+            self._key = key
+            if self._rng is not None:
+                self._rng.setstate(ids.random_stream(*key, self.path).getstate())
 
 
-def encode_arguments(arguments: Any) -> bytes:
-    """Encode arguments for hashing."""
-    return to_journal_data_and_bytes(arguments)[1]
+_branch: ContextVar[ProgramBranch] = ContextVar("agentrl_branch")
 
 
-def to_journal_data_and_bytes(arguments: Any) -> tuple[Any, bytes]:
-    """Compute `to_journal_data` and `encode_arguments` at once."""
-    data = dict(arguments) if type(arguments) is dict or isinstance(arguments, Mapping) else arguments
-    try:
-        return data, encode(data)
-    except (TypeError, ValueError, OverflowError, RecursionError):
-        text = valid_unicode(str(data)[:2000])
-        return text, encode(text)
-
-
-def after_journal_round_trip(value: Any, where: str) -> Any:
-    """Return a value as the journal returns it: the same on the first execution as on every other.
-
-    Tuples become lists, and the caller may change the result without changing the recorded value.
+def current_branch() -> ProgramBranch:
+    """The calling task's branch.
 
     Raises:
-        EpisodeError: the value cannot be journaled; `where` names its origin in the message.
+        UnstructuredConcurrencyError: the task was not started through the context.
     """
+    branch = _branch.get(None)
     try:
-        return decode(encode(value))
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        numpy = " (`.tolist()`, `float()`)" if type(value).__module__ == "numpy" else ""
-        raise EpisodeError(
-            f"{where} returned {type(value).__name__}, which cannot be journaled ({error}); return JSON data{numpy}",
-            reason="environment_error",
-        ) from error
+        task = asyncio.current_task()
+    except RuntimeError:  # raised in a tool's thread
+        task = None
+    if branch is None or branch.owner is not task:
+        who = "a callback" if task is None else f"the task {getattr(task.get_coro(), '__qualname__', task.get_name())}"
+        raise UnstructuredConcurrencyError(
+            f"ctx or an agent was used by {who}, outside run(). Act and reward before run() returns, in run() itself; "
+            "start concurrent work with `await ctx.gather(...)`"
+        )
+    return branch
+
+
+def running_branch() -> ProgramBranch | None:
+    """Return the branch whose code is running, or None outside episodes; for observers."""
+    return _branch.get(None)
+
+
+def begin_branch(branch: ProgramBranch) -> None:
+    """Make the running task the owner of a branch."""
+    branch.owner = asyncio.current_task()
+    _branch.set(branch)
+
+
+@contextlib.contextmanager
+def mark_memoised_code(branch: ProgramBranch, name: str | None) -> Iterator[None]:
+    """Mark code in the context that is not run again on re-execution, by `name`; None: the code is run again."""
+    if name is None:
+        yield
+        return
+    _begin_memoised(branch, name)
+    try:
+        yield
+    finally:
+        _end_memoised(branch)
+
+
+def _begin_memoised(branch: ProgramBranch, name: str) -> None:
+    """Begin memoised code, which is not run again on re-execution.
+
+    Its draws from global random generators do not count for the branch, because re-execution does not repeat them.
+
+    Raises:
+        CancelledError: the branch has already drawn from them.
+    """
+    if branch.steps is not None:
+        branch.steps.suspend_guard()
+    branch.memoised = name
+
+
+def _end_memoised(branch: ProgramBranch) -> None:
+    branch.memoised = None
+    if branch.steps is not None:
+        branch.steps.resume_guard()
+
+
+class RecordedCalls:
+    """The recorded calls of an attempt, keyed by id.
+
+    Args:
+        episode_id: id of the episode.
+        key: seed and attempt of the episode, for new calls.
+        own: the attempt's entries on disk.
+        inherited: for a fork, the entries before the fork point, including each ancestor's `begin`.
+        edits: for a fork, messages that replace the program's, keyed by call id.
+        answers: recorded calls that may be recalled at any time, in no order.
+    """
+
+    __slots__ = (
+        "_answers",
+        "_decoded",
+        "_entries",
+        "_episode_id",
+        "_keys",
+        "_newest",
+        "edits",
+        "forked_from",
+        "is_empty",
+        "key",
+    )
+
+    def __init__(
+        self,
+        episode_id: str,
+        key: StreamKey,
+        own: Iterable[JournalEntry],
+        inherited: Iterable[JournalEntry],
+        edits: Mapping[str, Sequence[Mapping[str, Any]]],
+        answers: Iterable[JournalEntry],
+    ) -> None:
+        self.key = key
+        keys: dict[str, StreamKey] = {}
+        entries: dict[str, JournalEntry] = {}
+        edits = dict(edits)
+        self._decoded: tuple[JournalEntry, EntryBody] | None = None
+        self.forked_from: BeginEntry | None = None
+        """First entry of the episode from which this one was forked."""
+        for entry in inherited:
+            if entry.call_id == BEGIN:
+                begin = entry.decode()
+                assert isinstance(begin, BeginEntry)
+                keys[entry.episode_id] = (begin.seed, entry.attempt)
+                edits |= {} if begin.fork is None else begin.fork.edits
+                self.forked_from = begin
+            else:
+                entries[entry.call_id] = entry
+        for entry in own:
+            entries[entry.call_id] = entry
+        self._keys: Mapping[str, StreamKey] = keys or _NONE
+        """Seed and attempt of each ancestor of a fork."""
+        self.edits: Mapping[str, Sequence[Mapping[str, Any]]] = edits or _NONE
+        """Messages that replace the program's, keyed by call id."""
+        self._entries = entries or _NONE
+        self._answers = {entry.call_id: entry for entry in answers} or _NONE
+        self._episode_id = episode_id
+        known = self._answers.values()
+        self._newest = max((entry.attempt for entry in known if entry.episode_id == episode_id), default=0)
+        self.is_empty = not (self._entries or self._answers or self.edits)
+
+    def numbered(self) -> Iterator[str]:
+        """Yield the ids of calls that return in order, in the order in which they were appended."""
+        return filter(ids.has_call_number, self._entries)
+
+    def get(self, call_id: str) -> JournalEntry | None:
+        """Return the entry of a call that has not returned yet; answers are left out."""
+        return self._entries.get(call_id)
+
+    def answer(self, call_id: str) -> JournalEntry | None:
+        """Return the recorded answer of the outside world to a call."""
+        return self._answers.get(call_id)
+
+    def answers_left(self) -> list[JournalEntry]:
+        """Return the answers that were not given yet, except those that only attempts before the newest one had."""
+        left = self._answers.values()
+        return [entry for entry in left if entry.episode_id != self._episode_id or entry.attempt == self._newest]
+
+    def has_turns(self, seat: str) -> bool:
+        """Whether a turn that the external agent of a seat asked for has not come back yet."""
+        return any(call_id.startswith(f"{seat}:") for call_id in self._entries)
+
+    def forget_answers(self) -> None:
+        """Forget the answers that were not given yet."""
+        self._answers = _NONE
+
+    def key_of(self, entry: JournalEntry | None) -> StreamKey:
+        """Seed and attempt under which a call was made; the episode's own for a new call."""
+        return self.key if entry is None else self._keys.get(entry.episode_id, self.key)
+
+    def body(self, entry: JournalEntry) -> EntryBody:
+        """Return the body of an entry, decoded once for both peeking and the call."""
+        if self._decoded is None or self._decoded[0] is not entry:
+            self._decoded = (entry, entry.decode())
+        return self._decoded[1]
+
+    def remove(self, call_id: str) -> bool:
+        """Remove a call that has returned; returns whether it was recorded."""
+        self._decoded = None
+        return self._entries.pop(call_id, None) is not None
+
+    def remove_answer(self, call_id: str) -> JournalEntry | None:
+        """Remove and return an answer; None if there is none."""
+        return self._answers.pop(call_id, None)
+
+
+NOTHING_RECORDED = RecordedCalls("", (0, 0), (), (), {}, ())
+"""Recorded calls of an attempt that starts from the beginning."""
+
+_NO_QUEUE: deque[str] = deque()
+"""Shared empty queue of orders without recorded calls, never added to; a separate one would take 760 bytes."""
+
+_NONE_LEFT: set[str] = set()
+
+_NOBODY: dict[ProgramBranch, tuple[int, asyncio.Future[None]]] = {}
+
+
+class ReplayOrder:
+    """Decides when a recorded call may return, and when the first new call may begin.
+
+    Args:
+        recorded: ids of the recorded calls, in the order in which they were appended.
+        stray: makes the error of a recorded call that the code no longer makes.
+    """
+
+    __slots__ = ("_dismissed", "_is_looking", "_left", "_queue", "_stray", "_waiting", "branches")
+
+    def __init__(self, recorded: Iterable[str], stray: Callable[[str], Exception]) -> None:
+        self._queue = deque(recorded) or _NO_QUEUE
+        self._left = set(self._queue) or _NONE_LEFT
+        self._stray: Callable[[str], Exception] = stray
+        self.branches: list[ProgramBranch] = []
+        """Open branches."""
+        self._dismissed: tuple[ProgramBranch, ...] = ()
+        self._waiting: dict[ProgramBranch, tuple[int, asyncio.Future[None]]] = _NOBODY
+        self._is_looking = False
+        """Whether `_release` is scheduled: one call covers all changes until it runs."""
+
+    @property
+    def next_id(self) -> str | None:
+        """Recorded call that returns next; None if all have returned."""
+        return self._queue[0] if self._queue else None
+
+    def has_under(self, path: str) -> bool:
+        """Whether a recorded call of a branch, or of branches it started, has not returned yet."""
+        return any(_is_under(call_id, path) for call_id in self._left)
+
+    def after(self, path: str, number: int) -> str | None:
+        """Return the next recorded call of a branch after call `number`; None if there is none left."""
+        if not self._queue:
+            return None
+        calls = (call_id.rpartition("#") for call_id in self._queue)
+        return next((f"{own}#{n}" for own, _, n in calls if own == path and int(n) > number), None)
+
+    def end_branch(self, branch: ProgramBranch) -> None:
+        """Remove a branch that has ended."""
+        branch.is_open = False
+        if branch in self.branches:
+            self.branches.remove(branch)
+        self.forget_dismissed(branch)
+        self.look()
+
+    def close(self) -> None:
+        """End all waits, and drop the references to tasks and to the journal."""
+        for branch in self.branches:
+            branch.owner = None
+        self._stray = ReplayMismatchError
+
+    def abandon(self) -> None:
+        """End the code of every open branch immediately; the owner of the root's task cancels that task."""
+        for branch in self.branches:
+            if branch.steps is not None:
+                branch.steps.abandon()
+            if branch.task is not None:
+                branch.task.cancel()
+
+    def dismiss(self, branch: ProgramBranch, *, now: bool = False) -> None:
+        """Cancel a branch, either now or once its recorded calls have returned."""
+        if not branch.is_open or (branch.is_dismissed and not now):
+            return
+        branch.is_dismissed = True
+        if now or branch.awaits_cancellation or not self.has_under(branch.path):
+            self._cancel(branch)
+        else:
+            self._dismissed = (*self._dismissed, branch)
+            for child in branch.children:
+                self.dismiss(child)
+
+    def returned(self, call_id: str) -> None:
+        """Record that a call has returned."""
+        if call_id in self._left:
+            self._left.discard(call_id)
+            while self._queue and self._queue[0] not in self._left:
+                self._queue.popleft()
+            for branch in [branch for branch in self._dismissed if not self.has_under(branch.path)]:
+                self._cancel(branch)
+            self.look()
+
+    def is_due(self, branch: ProgramBranch, number: int) -> bool:
+        """Whether call `number` of a branch may continue: the next recorded call is this one, or happened inside it, or
+        there is none."""
+        if not self._queue:
+            return True
+        path, call_id = branch.path, self._queue[0]
+        if not _is_under(call_id, path):
+            return False
+        rest = call_id[len(path) + 1 :]
+        return call_id[len(path)] == "#" or int(rest.partition(".")[0]) > number
+
+    def forget_dismissed(self, branch: ProgramBranch) -> None:
+        """Stop cancelling a branch that was cancelled where the journal records it."""
+        if self._dismissed:
+            self._dismissed = tuple(each for each in self._dismissed if each is not branch)
+
+    async def wait(self, branch: ProgramBranch, number: int) -> None:
+        """Wait until call `number` of a branch is due. Ready steps of other open branches run first.
+
+        Raises:
+            ReplayMismatchError: the call will never be due.
+        """
+        if len(self.branches) == 1:
+            if not self.is_due(branch, number):
+                raise self._stray(self._queue[0])
+            return
+        due: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._waiting is _NOBODY:
+            self._waiting = {}
+        self._waiting[branch] = (number, due)
+        # A task that is being cancelled will wake, so it is not blocked.
+        branch.is_blocked = branch.task is None or not branch.task.cancelling()
+        self.look()
+        try:
+            await due
+        finally:
+            self._waiting.pop(branch, None)
+            branch.is_blocked = False
+
+    def look(self) -> None:
+        """Schedule `_release`."""
+        if self._waiting and not self._is_looking:
+            self._is_looking = True
+            asyncio.get_running_loop().call_soon(self._release)
+
+    def _cancel(self, branch: ProgramBranch) -> None:
+        self.forget_dismissed(branch)
+        branch.is_blocked = False
+        if branch.task is not None:
+            branch.task.cancel()
+        self.look()
+
+    def _release(self) -> None:
+        """Wake the branches that are due, once all have begun: one at a time during replay, then all."""
+        self._is_looking = False
+        if not all(branch.owner or (branch.task and branch.task.cancelling()) for branch in self.branches):
+            return
+        due = [branch for branch, (number, _) in self._waiting.items() if self.is_due(branch, number)]
+        if self._queue and due:
+            due = [max(due, key=lambda branch: len(branch.path))]
+        for branch in due:
+            self._wake(branch, None)
+        if not due and self._waiting and all(branch.is_blocked for branch in self.branches):
+            self._wake(next(iter(self._waiting)), self._stray(self._queue[0]))
+
+    def _wake(self, branch: ProgramBranch, error: Exception | None) -> None:
+        _, due = self._waiting.pop(branch)
+        branch.is_blocked = False
+        if due.done():
+            return
+        if error is not None:
+            due.set_exception(error)
+        else:
+            due.set_result(None)
+
+
+def _is_under(call_id: str, path: str) -> bool:
+    return call_id.startswith(path) and call_id[len(path)] in "#/"

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from agentrl.environment.context import EpisodeLimits
     from agentrl.environment.environment import OnCodeChange
     from agentrl.gateway.server import Gateway
-    from agentrl.rollout.branches import ProgramBranch
-    from agentrl.rollout.call_journal import CallJournal
+    from agentrl.rollout.call_journal import CallJournal, ProgramBranch
     from agentrl.rollout.kv_budget import KVBudget
     from agentrl.rollout.turn_entries import EpisodePartialTurns
 

@@ -21,8 +21,7 @@ from agentrl.journal.entries import GatherOrderEntry, request_hash
 from agentrl.rollout.call_journal import begin_branch, current_branch
 
 if TYPE_CHECKING:
-    from agentrl.rollout.branches import ProgramBranch
-    from agentrl.rollout.call_journal import CallJournal, JournaledCall
+    from agentrl.rollout.call_journal import CallJournal, JournaledCall, ProgramBranch
 
 
 async def gather(journal: CallJournal, awaitables: Sequence[Awaitable[Any]]) -> list[Any]:

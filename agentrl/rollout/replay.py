@@ -14,8 +14,8 @@ from agentrl.core.errors import EngineError
 from agentrl.core.ports import SpawnedGroup
 from agentrl.core.records import ProposalNovelty
 from agentrl.journal.entries import RewardEntry, SpawnEntry
-from agentrl.rollout.branches import describe_entry
 from agentrl.rollout.call_journal import CallJournal, JournaledCall, current_branch
+from agentrl.rollout.mismatch import describe_entry
 from agentrl.rollout.runner import EpisodeRunner
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from agentrl.journal.entries import (
     decode_partial_turn,
     encode_partial_turn,
 )
-from agentrl.rollout.call_journal import to_journal_data
+from agentrl.rollout.journal_data import to_journal_data
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

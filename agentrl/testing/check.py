@@ -48,8 +48,8 @@ from agentrl.journal.entries import (
     TurnEntry,
 )
 from agentrl.observe.blocked_loop import watch_event_loop
-from agentrl.rollout.branches import REMEDY, describe_entry, shortened_repr
 from agentrl.rollout.external.agent import describe_request_difference, external_turns_with_context
+from agentrl.rollout.mismatch import REMEDY, describe_entry, shortened_repr
 from agentrl.testing.execution import POLICY, RESOURCE_LOST, ExecutedEpisode, execute_episode, random_policy
 from agentrl.testing.malformed_reply_check import TASKS as FORMAT_TASKS
 from agentrl.testing.malformed_reply_check import EpisodeFormatReward, find_format_reward_faults

@@ -55,7 +55,8 @@ if TYPE_CHECKING:
     from agentrl.environment.environment import Environment, OnCodeChange
     from agentrl.journal.entries import JournalEntry
     from agentrl.journal.port import JournalStore
-    from agentrl.rollout.episode_context import JournaledResource, LiveEpisodeContext
+    from agentrl.rollout.effects import JournaledResource
+    from agentrl.rollout.episode_context import LiveEpisodeContext
 
 POLICY = "random"
 PARTITION = "0"

@@ -44,10 +44,11 @@ from agentrl.environment.context import Endpoint, LimitReachedError
 from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError, bounded_repr
 from agentrl.journal.entries import ExternalRequestParameters, TurnEntry, encode_body, request_hash
 from agentrl.rollout.agent import CHARACTERS_PER_TOKEN
-from agentrl.rollout.branches import describe_entry, shortened_repr
 from agentrl.rollout.chat.byte_formats import JsonChatFormat
 from agentrl.rollout.chat.template_checks import common_prefix_length
+from agentrl.rollout.effects import perform_effect
 from agentrl.rollout.external.token_tree import TokenTree, tools_text
+from agentrl.rollout.mismatch import describe_entry, shortened_repr
 from agentrl.rollout.turn_entries import completion_from_entry, encode_message, slice_completion
 from agentrl.rollout.turn_recorder import TurnRecorder
 from agentrl.rollout.turn_sampler import TurnSampler
@@ -498,10 +499,8 @@ async def open_endpoint(
     ignored_fields: Collection[str],
     *,
     recall: bool,
-    perform: Callable[..., Awaitable[Any]],
 ) -> AsyncIterator[Endpoint]:
-    """Open the endpoint of `EpisodeContext.endpoint`; adds the agents of the seats to `agents`. `perform` is
-    `episode_context.perform_effect`."""
+    """Open the endpoint of `EpisodeContext.endpoint`; adds the agents of the seats to `agents`."""
     spec, journal = episode.spec, episode.journal
     is_replay = spec.purpose == "replay"
     if is_replay and not recall:
@@ -533,7 +532,7 @@ async def open_endpoint(
     seats = {seat: ExternalAgent(episode, seat, patterns, ignored_fields) for seat in spec.seats}
     agents.extend(seats.values())
     async with episode.services.gateway.open(seats, aliases) as opened:
-        again = partial(perform, episode, again=is_replay)
+        again = partial(perform_effect, episode, again=is_replay)
         yield LiveEndpoint(opened, tuple(seats.values()), again, journal.fail)
     for seat, agent in seats.items():
         if unasked := journal.unasked_turns(seat):

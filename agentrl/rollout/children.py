@@ -1,0 +1,83 @@
+"""A child episode in flight: its parent waits for its result, which the journal holds."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from agentrl.core.records import EpisodeHeader, PolicyVersion
+from agentrl.environment.context import (
+    ChildEpisode,
+    ChildResult,
+)
+from agentrl.journal.entries import (
+    ChildResultEntry,
+    request_hash,
+)
+from agentrl.rollout.call_journal import CallExecution
+
+if TYPE_CHECKING:
+    from agentrl.rollout.episode import LiveEpisode
+
+T = TypeVar("T")
+
+
+class LiveChildEpisode(ChildEpisode):
+    """A child episode in flight."""
+
+    __slots__ = ("_measured_against", "_parent", "_result", "episode_id")
+
+    def __init__(self, parent: LiveEpisode, measured_against: dict[str, PolicyVersion]) -> None:
+        """`measured_against` is the parent's dict; the child adds the versions behind the rewards that the parent
+        gets.
+        """
+        self._parent = parent
+        self._measured_against = measured_against
+        self._result: asyncio.Future[ChildResult] = asyncio.get_running_loop().create_future()
+        self.episode_id = ""
+
+    def end(self, header: EpisodeHeader) -> None:
+        """Receive the end of the child from the host."""
+        rewards: dict[str, float] = {}
+        versions: dict[str, PolicyVersion] = {}
+        for own in header.trajectories:
+            if own.reward is not None:
+                rewards[own.seat] = rewards.get(own.seat, 0.0) + own.reward
+            version = PolicyVersion(own.policy, own.lineage, own.oldest_step)
+            versions[own.policy] = min(versions.get(own.policy, version), version)
+        if not self._result.done():
+            self._result.set_result(
+                ChildResult(
+                    episode_id=header.episode_id, drop_reason=header.drop_reason, rewards=rewards, versions=versions
+                )
+            )
+
+    def __await__(self) -> Any:
+        return self._wait().__await__()
+
+    async def _wait(self) -> ChildResult:
+        journal = self._parent.journal
+        opened = journal.open(request_hash(self.episode_id.encode()), lambda: f"the wait for {self.episode_id}")
+        await journal.reach(opened)
+        recorded = journal.recall(opened, ChildResultEntry)
+        if recorded is not None:
+            versions = {policy: PolicyVersion(policy, *at) for policy, at in recorded.versions.items()}
+            return self._noted(
+                ChildResult(
+                    episode_id=recorded.child,
+                    drop_reason=recorded.drop_reason,
+                    rewards=recorded.rewards,
+                    versions=versions,
+                )
+            )
+        # The parent's time limit pauses, because the child has its own.
+        with CallExecution(journal, opened, limit=self._parent.limit):
+            result = await asyncio.shield(self._result)
+        at = {policy: (version.lineage, version.step) for policy, version in result.versions.items()}
+        journal.record(opened, ChildResultEntry(result.episode_id, result.drop_reason, dict(result.rewards), at))
+        return self._noted(result)
+
+    def _noted(self, result: ChildResult) -> ChildResult:
+        for policy, version in result.versions.items():
+            self._measured_against[policy] = min(self._measured_against.get(policy, version), version)
+        return result

@@ -1,0 +1,457 @@
+"""Acts on the outside world: effects, external tools and resources, each journaled once.
+
+Re-execution treats them by kind:
+
+* effects and external tools are performed once and remembered; an effect raises its error, a tool makes it an
+  observation. A `once` act leaves its intent on disk before it happens;
+* a resource declares how it comes back (`JournaledResource`): `replay` makes the recorded calls again and compares
+  them, `snapshot` restores the state after the last of them, and a `pinned` object died with its process, so the
+  episode restarts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor, Future
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from agentrl.core.clock import RetryBudget
+from agentrl.core.errors import (
+    AgentRLError,
+    EffectError,
+    EnvironmentDefinitionError,
+    EpisodeError,
+    InfrastructureError,
+    format_foreign_error,
+    infrastructure_failure,
+)
+from agentrl.core.ids import stable_hash64
+from agentrl.core.records import ProposalNovelty
+from agentrl.core.text import valid_unicode
+from agentrl.environment.containment import GlobalRandomState, call_with_random_state
+from agentrl.environment.context import (
+    Guarantee,
+    InvalidToolCallError,
+    LimitReachedError,
+    Reconcile,
+    Resource,
+    ResourceLevel,
+)
+from agentrl.journal.entries import (
+    EffectEntry,
+    ResourceCallEntry,
+    request_hash,
+)
+from agentrl.rollout.call_journal import CallExecution, JournaledCall, current_branch, mark_memoised_code
+from agentrl.rollout.journal_data import (
+    after_journal_round_trip,
+    decode,
+    encode,
+    encode_arguments,
+    to_journal_data,
+)
+from agentrl.rollout.mismatch import shortened_repr
+
+if TYPE_CHECKING:
+    from agentrl.rollout.episode import LiveEpisode
+
+T = TypeVar("T")
+
+_tool_limit: ContextVar[tuple[asyncio.Timeout | None, float]] = ContextVar("agentrl_tool_limit", default=(None, 0.0))
+"""Timer and time limit, in seconds, of the tool that runs."""
+
+
+LONGEST_STRUCTURE = 64
+"""Maximum length of a structure in characters; a longer one is remembered by its digest."""
+
+
+async def perform_effect(
+    episode: LiveEpisode,
+    name: str,
+    function: Callable[[], T | Awaitable[T]],
+    guarantee: Guarantee,
+    reconcile: Reconcile[T] | None = None,
+    *,
+    again: bool = False,
+) -> T:
+    """See `EpisodeContext.effect`. With `again`, a recorded effect is performed again, and its new outcome counts."""
+    journal = episode.journal
+    call = journal.open(request_hash(name.encode("utf-8", "replace")), lambda: f"the effect {name!r}")
+    await journal.reach(call)
+    entry = None if again else journal.recall(call, EffectEntry)
+    if entry is None:
+        started = episode.services.clock.monotonic()
+        with CallExecution(journal, call, f"the effect {name!r}"):
+            value, error = await retry_infrastructure(
+                episode, guarantee, lambda: _outcome(episode, call, name, function, guarantee, reconcile)
+            )
+        entry = EffectEntry(name, guarantee, value, error, episode.services.clock.monotonic() - started)
+        if not again or journal.recall(call, EffectEntry) is None:
+            journal.record(call, entry)
+    if entry.error is not None:
+        raise EffectError(f"effect {name!r} failed", error=entry.error)
+    result: T = entry.value
+    return result
+
+
+async def _outcome(
+    episode: LiveEpisode,
+    call: JournaledCall,
+    name: str,
+    function: Callable[[], T | Awaitable[T]],
+    guarantee: Guarantee,
+    reconcile: Reconcile[T] | None,
+) -> tuple[Any, str | None]:
+    """Return the journaled value, or the error's type and message."""
+    what = f"effect {name!r}"
+    happened, value = False, None
+    if not await may_perform_effect(episode, call, what, guarantee):
+        if reconcile is None:
+            raise_unknown_outcome(episode, call, what)
+        happened, value = await _awaited(reconcile())
+    try:
+        return after_journal_round_trip(value if happened else await _awaited(function()), what), None
+    except AgentRLError:  # includes InfrastructureError
+        raise  # errors of agentrl itself (storage, engine, unserializable result), not of the outside world
+    except Exception as error:  # foreign code: whatever it raises is what happened
+        if (failure := infrastructure_failure(error)) is not None:
+            raise failure from error
+        return None, error_text(error)
+
+
+async def retry_infrastructure(episode: LiveEpisode, guarantee: Guarantee, perform: Callable[[], Awaitable[T]]) -> T:
+    """Return the result of `perform`, retrying it when its infrastructure fails, unless it is a `once` effect.
+
+    The time limits of the episode, and of a tool that makes the call, leave out the waits and start again with each
+    try.
+
+    Raises:
+        InfrastructureError: `perform` failed and may not be tried again here.
+    """
+    budget = RetryBudget()
+    while True:
+        try:
+            return await perform()
+        except InfrastructureError:
+            is_last = guarantee == "once" or episode.journal.failure is not None
+            wait = None if is_last else budget.lost()
+            if wait is None:
+                raise
+        timer, limit_s = _tool_limit.get()
+        if timer is not None and not timer.expired():
+            timer.reschedule(None)
+        with episode.time_limit_paused():
+            await episode.services.clock.sleep(wait)
+        if timer is not None and not timer.expired():
+            timer.reschedule(asyncio.get_running_loop().time() + limit_s)
+        if episode.limit is not None:
+            episode.limit.restart()
+
+
+async def may_perform_effect(episode: LiveEpisode, call: JournaledCall, what: str, guarantee: Guarantee) -> bool:
+    """Whether an effect may be performed now; False for a `once` effect that an earlier execution began."""
+    if guarantee != "once":
+        return True
+    if not episode.journal.intend(call, what):
+        return False
+    await episode.journal.flush()
+    return True
+
+
+def raise_unknown_outcome(episode: LiveEpisode, call: JournaledCall, what: str) -> NoReturn:
+    """End the episode at a `once` effect that an earlier execution began, and whose outcome is unknown.
+
+    Raises:
+        EpisodeError: always.
+    """
+    error = EpisodeError(
+        f"episode {episode.spec.episode_id}, call {call.call_id}: {what} must happen at most once. It began, and "
+        "has no recorded result, so whether it happened is unknown. Give `reconcile=` a function that finds out, or "
+        "make the effect idempotent",
+        reason="unknown_outcome_error",
+    )
+    episode.journal.fail(error)
+    raise error
+
+
+def error_text(error: BaseException) -> str:
+    """Return the text of a foreign error, as recorded."""
+    return valid_unicode(format_foreign_error(error)[:2000])
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+async def remember_proposal(episode: LiveEpisode, key: str, structure: str) -> ProposalNovelty:
+    """See `EpisodeContext.remember`: an effect on the run itself."""
+    journal = episode.journal
+    if not (isinstance(key, str) and isinstance(structure, str)):
+        raise EnvironmentDefinitionError(f"ctx.remember takes text, not {key!r} and {structure!r}")
+    digest, structure = _digest(key), structure if len(structure) <= LONGEST_STRUCTURE else _digest(structure)
+    structure = structure.encode("utf-8", "replace").decode()
+    asked = request_hash(b"remember", digest.encode(), structure.encode())
+    call = journal.open(asked, lambda: f"whether a proposal of structure {structure!r} is remembered")
+    await journal.reach(call)
+    entry = journal.recall(call, EffectEntry)
+    with CallExecution(journal, call):  # also during replay: the run may have died before it had stored it
+        found = await episode.services.host.remember(episode.spec, call.call_id, digest, structure)
+    if entry is None:
+        journal.record(call, EffectEntry("remember", "idempotent", list(found), None, 0.0))
+        return found
+    try:
+        times, share = entry.value
+        return ProposalNovelty(int(times), float(share))
+    except (TypeError, ValueError):
+        journal.mismatch(call.call_id, f"the journal holds {str(entry.value)[:100]!r}", "what is remembered is asked")
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).hexdigest()
+
+
+async def observe_tool(
+    call: Callable[[], str | Awaitable[str]], own_s: float | None, default_s: float, *, external: bool
+) -> tuple[str, str]:
+    """Run a tool; return its observation and outcome. An exception of the tool becomes an observation, for the policy
+    to handle.
+
+    `own_s` is the tool's own time limit in seconds.
+    """
+    limit_s = default_s if own_s is None else own_s
+    timer: asyncio.Timeout | None = None
+    try:
+        if external and not inspect.iscoroutinefunction(call):
+            async with asyncio.timeout(limit_s) as timer:
+                result: Any = await in_thread(call)
+        else:
+            result = call()
+            if not isinstance(result, str) and inspect.isawaitable(result):
+                async with asyncio.timeout(limit_s) as timer:
+                    running = _tool_limit.set((timer, limit_s))
+                    try:
+                        result = await result
+                    finally:
+                        _tool_limit.reset(running)
+        return valid_unicode(str(result)), "ok"
+    except InvalidToolCallError as error:
+        return f"error: {error}", error.outcome
+    except EffectError as error:  # an effect inside the tool failed: treat it as an error of the tool
+        return f"error: {error.error}", "error"
+    except (EpisodeError, LimitReachedError, InfrastructureError):
+        raise
+    except Exception as error:  # a tool is foreign code, and its error is the policy's observation
+        if (failure := infrastructure_failure(error)) is not None:
+            raise failure from error
+        # A tool may itself raise TimeoutError.
+        if isinstance(error, TimeoutError) and timer is not None and timer.expired():
+            return f"error: timed out after {limit_s:g} s (its @tool(timeout_s=…))", "timeout"
+        return valid_unicode(f"error: {format_foreign_error(error)}"[:2000]), "error"
+
+
+class JournaledResource(Resource):
+    """A stateful object called through the journal; its declared level is recorded with each call.
+
+    The object has global random generators of its own, from its factory to its last call, as if it were alone in the
+    process. Draws of other code have no influence. A `snapshot` holds no state of them, so each call of such a resource
+    begins with generators that depend on the number of the call alone.
+    """
+
+    __slots__ = (
+        *("_calls", "_episode", "_level", "_object", "_random", "_random_key", "_restore", "_seed", "_state"),
+        "name",
+    )
+
+    def __init__(
+        self, episode: LiveEpisode, factory: Callable[[], object], name: str, level: ResourceLevel, seed: int | None
+    ) -> None:
+        self._episode = episode
+        self._level = level
+        self._seed = seed
+        self._calls = 0
+        self._state = b""
+        """Encoded state of a snapshot resource after its last call."""
+        self._restore: Any = None
+        """State to restore before the next call; None if there is none to restore."""
+        self.name = name
+        branch = current_branch()
+        self._random_key = branch.key
+        self._random = self._new_random()
+        try:
+            with mark_memoised_code(branch, self._memoised_name()), self._random.swapped_in():
+                self._object = factory()
+        except InfrastructureError as error:
+            episode.journal.fail(error)
+            raise
+        if level == "snapshot" and not (hasattr(self._object, "get_state") and hasattr(self._object, "set_state")):
+            raise EnvironmentDefinitionError(
+                f"{type(self._object).__qualname__} is a snapshot resource and needs get_state() and set_state(state)"
+            )
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method, or recall its recorded result."""
+        journal = self._episode.journal
+        where = f"{self.name}.{method}"
+        call = journal.open(
+            request_hash(*map(encode_arguments, (self.name, method, arguments, self._seed))),
+            lambda: f"{where}({shortened_repr(to_journal_data(arguments))})",
+        )
+        await journal.reach(call)
+        self._calls += 1
+        recorded = call.recorded
+        if isinstance(recorded, ResourceCallEntry):
+            if recorded.level != self._level:
+                journal.mismatch(call.call_id, f"{self.name} was {recorded.level}", f"the code now says {self._level}")
+            if self._level == "pinned":
+                self._lost(call)
+            if self._level == "snapshot":
+                return self._remembered(call, where)
+        return await self._performed(call, method, arguments)
+
+    def state(self) -> Any:
+        """Return the object's state for comparisons; None if it has no `get_state`.
+
+        For a `snapshot` resource it is the state after the last call, which a resume restores: an object that is closed
+        afterwards, or is not restored because nothing calls it again, has another one.
+        """
+        if self._level == "snapshot":
+            return decode(self._state) if self._state else None
+        get_state = getattr(self._object, "get_state", None)
+        return after_journal_round_trip(get_state(), f"{self.name}.get_state") if callable(get_state) else None
+
+    async def _performed(self, call: JournaledCall, method: str, arguments: tuple[Any, ...]) -> Any:
+        journal, clock, where = self._episode.journal, self._episode.services.clock, f"{self.name}.{method}"
+        started = clock.monotonic()
+        value, problem, state = None, None, None
+        cause: Exception | None = None
+        own = self._random_of(call)
+        with CallExecution(journal, call, self._memoised_name()):
+            try:
+                if self._restore is not None:
+                    with own.swapped_in():
+                        self._restored()
+                value = after_journal_round_trip(
+                    await call_with_random_state(own, getattr(self._object, method), *arguments), where
+                )
+            except AgentRLError:
+                raise
+            except Exception as error:  # foreign code: whatever it raises is what happened
+                if (failure := infrastructure_failure(error)) is not None:
+                    raise failure from error
+                problem, cause = error_text(error), error
+            if self._level == "snapshot":
+                state = self._new_state()
+        seconds = clock.monotonic() - started
+        recorded = journal.recall(call, ResourceCallEntry)
+        if recorded is None:
+            journal.record(
+                call,
+                ResourceCallEntry(
+                    self.name, self._level, method, value, seconds, to_journal_data(list(arguments)), problem, state
+                ),
+            )
+        elif recorded.value != value or _kind(recorded.error) != _kind(problem):
+            journal.mismatch(
+                call.call_id,
+                f"{where} returned {shortened_repr(recorded.error or recorded.value)} when it was recorded",
+                f"now {shortened_repr(problem or value)}; declare the resource `snapshot` or `pinned`",
+            )
+        if problem is not None:
+            raise EffectError(f"{where} failed", error=problem) from cause
+        return value
+
+    def _remembered(self, call: JournaledCall, where: str) -> Any:
+        recorded = self._episode.journal.recall(call, ResourceCallEntry)
+        assert recorded is not None
+        if recorded.state is not None:
+            self._restore, self._state = recorded.state, encode(recorded.state)
+        if recorded.error is not None:
+            raise EffectError(f"{where} failed", error=recorded.error)
+        return recorded.value
+
+    def _restored(self) -> None:
+        self._object.set_state(self._restore)  # type: ignore[attr-defined]
+        self._restore = None
+
+    def _new_state(self) -> Any:
+        """Return the state after a call; None if the call did not change it."""
+        state = after_journal_round_trip(self._object.get_state(), f"{self.name}.get_state")  # type: ignore[attr-defined]
+        if state is None:
+            raise EnvironmentDefinitionError(f"{type(self._object).__qualname__}.get_state() returned None")
+        encoded = encode(state)
+        if encoded == self._state:
+            return None
+        self._state = encoded
+        return state
+
+    def _lost(self, call: JournaledCall) -> NoReturn:
+        error = EpisodeError(
+            f"episode {self._episode.spec.episode_id}, call {call.call_id}: {self.name} is pinned and died with its "
+            "process, so the episode cannot be resumed from its journal",
+            reason="resource_lost",
+            begin_again=True,
+        )
+        self._episode.journal.fail(error)
+        raise error
+
+    def _memoised_name(self) -> str | None:
+        """Name of the resource if its calls are never repeated, else None."""
+        return None if self._level == "replay" else self.name
+
+    def _random_of(self, call: JournaledCall) -> GlobalRandomState:
+        """Return the generators for a call. Without a `seed`, those of a fork change at its first own call."""
+        assert call.branch is not None
+        if self._level == "snapshot" or (self._seed is None and call.branch.key != self._random_key):
+            self.close()
+            self._random_key = call.branch.key
+            self._random = self._new_random()
+        return self._random
+
+    def _new_random(self) -> GlobalRandomState:
+        seed = (*self._random_key, self.name) if self._seed is None else (self._seed,)
+        return GlobalRandomState(stable_hash64("resource", *seed, self._calls))
+
+    def close(self) -> None:
+        """Release the random generators."""
+        self._random.close()
+
+
+def _kind(error: str | None) -> str | None:
+    """Return the type of a recorded error; messages are not compared, because they may hold addresses and paths."""
+    return None if error is None else error.partition(":")[0]
+
+
+class _Threads(Executor):
+    """An executor with one daemon thread per call.
+
+    In a pool, a few hung tools would block all other tools and the end of the program. A thread costs about 0.1 ms, and
+    a call that never returns keeps only its thread.
+    """
+
+    def submit(self, call: Callable[..., T], /, *arguments: Any, **named: Any) -> Future[T]:
+        answer: Future[T] = Future()
+        answer.set_running_or_notify_cancel()  # a running call cannot be cancelled; it is only no longer awaited
+
+        def run() -> None:
+            try:
+                result = call(*arguments, **named)
+            except BaseException as error:  # noqa: BLE001 - handed over to the caller
+                answer.set_exception(error)
+            else:
+                answer.set_result(result)
+
+        threading.Thread(target=run, name="tool", daemon=True).start()
+        return answer
+
+
+_THREADS = _Threads()
+
+
+async def in_thread(call: Callable[[], T]) -> T:
+    """Run a blocking call in a thread; a cancelled caller stops waiting for it."""
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, call)

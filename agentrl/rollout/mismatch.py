@@ -1,0 +1,86 @@
+"""Messages about a re-execution that differs from the journal."""
+
+from __future__ import annotations
+
+from agentrl.core.errors import ReplayMismatchError
+from agentrl.core.records import REWARD
+from agentrl.core.text import agent_name, plural, valid_unicode
+from agentrl.journal.entries import (
+    ChildResultEntry,
+    EffectEntry,
+    EntryBody,
+    GatherOrderEntry,
+    NondeterministicValueEntry,
+    ResourceCallEntry,
+    RewardEntry,
+    SpawnEntry,
+    TimeLimitEntry,
+    ToolEntry,
+    TurnEntry,
+)
+
+CHARACTERS = 200
+
+REMEDY = (
+    "run() must do the same when it is run again: randomness through ctx.rng, time through ctx.now(), the outside "
+    "world through ctx.effect()"
+)
+
+
+def shortened_repr(value: object) -> str:
+    """Return the `repr` of a value, at most `CHARACTERS` long."""
+    text = valid_unicode(repr(value))
+    return text if len(text) <= CHARACTERS else f"{text[: CHARACTERS - 1]}…"
+
+
+def printable_excerpt(text: str) -> str:
+    """Escape unprintable characters of a text, and cut it to twice `CHARACTERS`."""
+    shown = valid_unicode(text)[: 2 * CHARACTERS]
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in shown)
+
+
+def describe_entry(body: EntryBody) -> str:
+    """Describe an entry in a few words, for messages."""
+    match body:
+        case TurnEntry():
+            asked = shortened_repr(" / ".join(_content(message) for message in body.messages))
+            return f"a turn of {agent_name(body.seat, body.index)} asked {asked}"
+        case ToolEntry():
+            return f"the tool call {body.name}({shortened_repr(body.arguments)})"
+        case EffectEntry():
+            return f"the effect {body.name!r}"
+        case ResourceCallEntry():
+            return f"the call {body.resource}.{body.method}({shortened_repr(body.arguments)})"
+        case ChildResultEntry():
+            return f"the wait for {body.child}"
+        case SpawnEntry():
+            return f"the start of {plural(len(body.children), 'child', 'children')} of {body.environment}"
+        case RewardEntry():
+            turn = "" if body.turn is None else f" for turn {body.turn}"
+            name = "" if body.name == REWARD else f" for {body.name}"
+            return f"a reward of {body.value} to {agent_name(body.seat, body.index)}{turn}{name}"
+        case NondeterministicValueEntry():
+            return f"{body.kind} = {shortened_repr(body.value)}"
+        case TimeLimitEntry():
+            return f"the end of the episode's time ({body.stop_reason})"
+        case GatherOrderEntry():
+            return f"the order in which {len(body.order)} branches ended"
+    return f"an entry of kind {type(body).__struct_config__.tag}"
+
+
+def replay_mismatch(
+    episode_id: str, call_id: str, then: str, now: str, *, code: tuple[str, str]
+) -> ReplayMismatchError:
+    """Make the error of a re-execution that differs from the journal at a call.
+
+    `then` and `now` are clauses, `code` holds the code's hashes then and now.
+    """
+    changed = code[0] != code[1]
+    why = f"The code has changed since ({code[0]} then, {code[1]} now)"
+    text = why if changed else f"The code is the same ({code[1]}): {REMEDY}"
+    message = f"episode {episode_id}, call {call_id}: {then}, {now}. {text}"
+    return ReplayMismatchError(message, code_changed=changed, call_id=call_id)
+
+
+def _content(message: dict[str, object]) -> str:
+    return str(message.get("content", ""))
