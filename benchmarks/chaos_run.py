@@ -241,7 +241,7 @@ REAL: Mapping[str, list[str]] = {
         *("engine.replicas=2", "cluster.address=auto"),
     ],
     "selected": [
-        *(*SMALL, *TWO_WORKERS, "credit.release=dynamic_sampling", "environment.selection={ retire_after = 1 }"),
+        *(*SMALL, *TWO_WORKERS, "credit.dynamic_sampling=true", "environment.selection={ retire_after = 1 }"),
         *("policies.solver.reference=agentrl.environments:calculator/model", "trainer.loss.kl=0.01"),
     ],
     "outside": [

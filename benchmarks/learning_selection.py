@@ -71,7 +71,7 @@ def figures(quick: bool) -> dict[str, float | None]:
         teacher = train(directory, "teacher")
         best = rewards(teacher)[STEPS]
         student = train(directory, "student", *DISTILLED, f"policies.player.reference={teacher.policies['player']}")
-        selected = train(directory, "dynamic_sampling", "credit.release=dynamic_sampling")
+        selected = train(directory, "dynamic_sampling", "credit.dynamic_sampling=true")
         for run in (teacher, student, selected):
             print(f"{run.path.name}: {rewards(run)}", flush=True)
         taught, learned = steps_to(teacher, REACHED * best), steps_to(student, REACHED * best)

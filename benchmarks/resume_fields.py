@@ -94,7 +94,8 @@ CHANGED: dict[str, Any] = {
     "sinks": ("tensorboard",),
     "freeze": [["second", 1], ["guesser", 1]],
     "best.metric": "reward/mean",
-    "best.stop": 1e9,
+    "best.stop_at": 1e9,
+    "best.stop_fall": 1e9,
     "steps": TRAINED + 1,
     "engine.max_context": 60,
     "engine.refresh": "lazy",
@@ -117,7 +118,8 @@ CHANGED: dict[str, Any] = {
 BESIDE: dict[str, dict[str, Any]] = {
     "policies.guesser.kind": {"policies.past.of": "second"},
     "best.window": {"best.metric": "reward/mean"},
-    "best.stop": {"best.metric": "reward/mean"},
+    "best.stop_at": {"best.metric": "reward/mean"},
+    "best.stop_fall": {"best.metric": "reward/mean"},
     "engine.vllm": {"sampling.top_p": 1.0},
     "cluster.min_nodes": {"cluster.address": "auto"},
 }

@@ -193,7 +193,7 @@ def seconds_to_goal(versions: Path, trace: Trace) -> float | None:
 
 def until(metric: str, value: float) -> list[str]:
     """When a run ends. (Its last planned steps would be fed what is left, the longest.)"""
-    return ["--steps=10000", f"--best.metric={metric}", "--best.window=1", f"--best.stop={value}"]
+    return ["--steps=10000", f"--best.metric={metric}", "--best.window=1", f"--best.stop_at={value}"]
 
 
 def run_apart(contestant: Contestant, *, seed: int, stop: Sequence[str], then: Then = "nothing") -> Trace:

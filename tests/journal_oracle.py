@@ -659,7 +659,7 @@ class _Judge:
                     json.loads(row["turn_advantages"] or "null"),
                 )
             )
-        if credit.get("release", "group") in ("group", "dynamic_sampling"):
+        if credit.get("release", "group") == "group":
             return self.whole_groups(committed, estimator, to_go=credit.get("turn_credit") == "to_go")
         return self.first_finishers(committed)
 

@@ -239,7 +239,7 @@ def _buffer(config: RunConfig, parts: RunParts) -> EpisodeBuffer:
 
 def _release(config: RunConfig, parts: RunParts) -> GroupReleasePolicy:
     credit, trainable = config.credit, config.trained
-    if credit.whole_groups:
+    if credit.release == "group":
         estimator = parts.estimator
         if estimator is None or estimator.mark.over == "step":
             function = REWARD_ESTIMATORS["none" if estimator is not None else credit.advantage.name]

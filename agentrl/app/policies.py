@@ -136,7 +136,7 @@ def split_group_warnings(config: RunConfig, demands: Sequence[GroupDemand]) -> I
     """
     for name, policy in config.trained.items():
         brought = {demand.units[name] for demand in demands if demand.units.get(name)}
-        if config.credit.whole_groups and any(policy.step_size % units for units in brought):
+        if config.credit.release == "group" and any(policy.step_size % units for units in brought):
             units = max(brought)
             fitting = max(round(policy.step_size / units), 1) * units
             yield (

@@ -535,7 +535,7 @@ def load_user_functions(config: RunConfig) -> UserLossAndAdvantage:
     estimator = make_advantage_estimator(advantage.name, advantage.options, user_function)
     at_end_of_group = {
         "credit.turn_credit = 'to_go' compares the turns of a group": credit.turn_credit != "sum",
-        "credit.release = 'dynamic_sampling' drops groups when they end": credit.dynamic_sampling,
+        "credit.dynamic_sampling = true drops groups when they end": credit.dynamic_sampling,
     }
     reasons = [reason for reason, is_asked in at_end_of_group.items() if is_asked]
     if reasons and estimator.mark.over == "step":

@@ -34,24 +34,14 @@ class LoraConfig(Section):
 
     rank: Fixed[Positive] = 16
     """Inner dimension of the adapter. A larger rank can express more, and makes published versions larger."""
-    alpha: Fixed[Rate | dict[Literal["rank_stabilized"], Rate]] = 32.0
-    """The adapter's output is scaled by alpha / rank; with `{ rank_stabilized = 32 }` by alpha / √rank, so that
-    gradients do not shrink as the rank grows (rsLoRA: Kalajdzievski, 2023, arXiv:2312.03732)."""
+    alpha: Fixed[Rate] = 32.0
+    """The adapter's output is scaled by alpha / rank."""
+    rank_stabilized: Fixed[bool] = False
+    """Whether the adapter's output is scaled by alpha / √rank instead, so that gradients do not shrink as the rank
+    grows (rsLoRA: Kalajdzievski, 2023, arXiv:2312.03732)."""
     target_modules: Fixed[tuple[str, ...]] = ()
     """Linear layers that get an adapter, by full name or its last part. Empty: all layers of the decoder that can be
     both trained and served. A run lists them, with their share of the weights, when it starts."""
-
-    @property
-    def scaling(self) -> tuple[float, bool]:
-        """Alpha, and whether the square root of the rank divides it."""
-        return (self.alpha["rank_stabilized"], True) if isinstance(self.alpha, dict) else (self.alpha, False)
-
-    @field_validator("alpha")
-    @classmethod
-    def _check_alpha(cls, alpha: float | dict[str, float]) -> float | dict[str, float]:
-        if alpha == {}:
-            raise ValueError("the table is empty: { rank_stabilized = 32 }, or a number")
-        return alpha
 
 
 class _Sampled(Section):

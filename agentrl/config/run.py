@@ -412,13 +412,13 @@ def _check_credit(config: RunConfig) -> None:
         )
     if credit.dynamic_sampling and advantage in ALONE:
         raise ValueError(
-            "credit.release = 'dynamic_sampling' drops groups whose rewards are all equal: set an advantage that "
-            "compares within the group, such as 'leave_one_out', or release = 'group'"
+            "credit.dynamic_sampling = true drops groups whose rewards are all equal: set an advantage that "
+            "compares within the group, such as 'leave_one_out', or dynamic_sampling = false"
         )
     if credit.dynamic_sampling and config.trainer.loss.name == "distillation":
         raise ValueError(
-            "credit.release = 'dynamic_sampling' would drop episodes from which distillation learns whatever their "
-            "rewards: set release = 'group' with trainer.loss.name = 'distillation'"
+            "credit.dynamic_sampling = true would drop episodes from which distillation learns whatever their "
+            "rewards: set dynamic_sampling = false with trainer.loss.name = 'distillation'"
         )
     if credit.group_size == 1 and advantage in ADVANTAGE_NAMES and advantage not in ALONE:
         raise ValueError(
@@ -450,7 +450,7 @@ def _check_gae(config: RunConfig) -> None:
 
 def _check_release(config: RunConfig) -> None:
     """Check that no credit of a released member depends on members of its group that are still running."""
-    if config.credit.whole_groups:
+    if config.credit.release == "group":
         return
     for what, reason in _not_with_release(config):
         raise ValueError(
@@ -469,6 +469,9 @@ _BIASED_IN_PARTS = {
 def _not_with_release(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield the settings that cannot be combined with groups released in parts, each with its reason and remedy."""
     credit, name = config.credit, config.credit.advantage.name
+    if credit.dynamic_sampling:
+        why = "members are trained before it is known whether their group has a signal"
+        yield "credit.dynamic_sampling = true", f"{why}. Set dynamic_sampling = false"
     advantage = f"credit.advantage = {name!r}"
     if name not in ("leave_one_out", "role_mean", "none", "gae"):
         why = _BIASED_IN_PARTS.get(
@@ -558,8 +561,8 @@ def _check_freeze(config: RunConfig) -> None:
 def _check_best(config: RunConfig) -> None:
     best, trained = config.best, config.trained
     policy = best.metric.removeprefix("-").partition("/")[0]
-    if not best.metric and best.stop is not None:
-        raise ValueError("best.stop ends a run by a metric: set best.metric")
+    if not best.metric and best.stops_early:
+        raise ValueError("best.stop_at and best.stop_fall end a run by a metric: set best.metric")
     if policy in config.policies and policy not in trained:
         raise ValueError(
             f"best.metric = {best.metric!r}: {policy!r} is not a trained policy; there are: "
@@ -591,7 +594,8 @@ def _check_deterministic(config: RunConfig) -> None:
         **{f"policies.{name}.kind = 'remote'": True for name in config.of_kind(RemotePolicy)},
         "freeze": bool(config.freeze),
         "steps as a table": isinstance(config.steps, dict),
-        "best.stop": config.best.stop is not None,
+        "best.stop_at": config.best.stop_at is not None,
+        "best.stop_fall": config.best.stop_fall is not None,
         **{f"seats.{seat} as a list": isinstance(held, tuple) for seat, held in config.seats.items()},
     }
     for what, asked in refused.items():

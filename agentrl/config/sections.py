@@ -182,8 +182,6 @@ class SamplingConfig(Section):
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
-_Weight = Annotated[float, Field(ge=0)]
-
 LOSS_NAMES = (
     *("truncated", "ppo", "reinforce", "cispo", "sapo", "gspo", "decoupled_ppo", "importance_sampling"),
     *("geometric_mask", "off_policy_mask", "m2po", "topr", "vespo", "clip_cov", "kl_cov", "distillation", "dpo"),
@@ -269,12 +267,13 @@ class CreditConfig(Section):
     """Weight of each named reward (`agent.reward(x, name=…)`) in the agent's reward, such as `{ correct = 1.0, format =
     0.2 }`; empty: each weighs 1. If one name has a weight, every name needs one. After a resume, earlier rewards keep
     the weight they were given with."""
-    release: Fixed[Literal["group", "dynamic_sampling", "episode", "late"]] = "group"
-    """Moment at which a group's episodes may be trained. `group`: when all of them have ended. `dynamic_sampling`:
-    likewise, but a group whose advantages are all 0 is dropped (`no_signal`), and another sampled in its place (DAPO,
-    arXiv:2503.14476; docs/selection.md). `late`: the first half together, each later one when it ends, with its full
-    reward and the first half as its baseline. `episode`: each when it ends, with earlier groups as its baseline
-    (docs/scheduling.md)."""
+    release: Fixed[Literal["group", "episode", "late"]] = "group"
+    """Moment at which a group's episodes may be trained. `group`: when all of them have ended. `late`: the first half
+    together, each later one when it ends, with its full reward and the first half as its baseline. `episode`: each when
+    it ends, with earlier groups as its baseline (docs/scheduling.md)."""
+    dynamic_sampling: Fixed[bool] = False
+    """Whether a group whose advantages are all 0 is dropped (`no_signal`), and another sampled in its place (DAPO,
+    arXiv:2503.14476; docs/selection.md). It needs `release = "group"`."""
     turn_credit: Free[Literal["sum", "to_go"]] = "sum"
     """Tokens credited with the reward of `agent.reward(x, turn=…)`. `sum`: the agent's whole trajectory. `to_go`: that
     turn and the turns before it; each turn is compared with what the rest of the group earned from that turn on."""
@@ -283,16 +282,6 @@ class CreditConfig(Section):
     def compares_turns(self) -> bool:
         """Whether the advantage may compare the states of turns: `gigpo`, and functions of the user's."""
         return self.advantage.name == "gigpo" or self.advantage.name not in ADVANTAGE_NAMES
-
-    @property
-    def dynamic_sampling(self) -> bool:
-        """Whether groups without a signal are dropped."""
-        return self.release == "dynamic_sampling"
-
-    @property
-    def whole_groups(self) -> bool:
-        """Whether a group is released when all of its episodes have ended."""
-        return self.release in ("group", "dynamic_sampling")
 
     @field_validator("advantage", mode="before")
     @classmethod
@@ -319,22 +308,10 @@ class LossConfig(FunctionConfig):
     tokens, and the step's by the number of conversations (GRPO, arXiv:2402.03300), so that long conversations weigh no
     more than short ones. A number: step_size × this number of tokens (Dr. GRPO, arXiv:2503.20783), the sampled tokens
     of a typical episode; required with `credit.release = "late"` or `"episode"`."""
-    kl: Free[Annotated[_Weight | dict[KLEstimator, _Weight], NumberUnit("per nat")]] = 0.0
-    """Weight of the KL divergence from the policy's reference (`policies.NAME.reference`), estimated by k3; 0: no
-    penalty. A table names another estimator of a token's divergence (Schulman 2020): `{ k1 = 0.05 }` or `{ k2 = 0.05
-    }`."""
-
-    @field_validator("kl")
-    @classmethod
-    def _check_one_estimator(cls, kl: float | dict[KLEstimator, float]) -> float | dict[KLEstimator, float]:
-        if isinstance(kl, dict) and len(kl) != 1:
-            raise ValueError(f"{len(kl)} estimators; write one with its weight, such as {{ k2 = 0.05 }}")
-        return kl
-
-    @property
-    def divergence(self) -> tuple[KLEstimator, float]:
-        """Estimator and weight of the KL divergence."""
-        return next(iter(self.kl.items())) if isinstance(self.kl, dict) else ("k3", self.kl)
+    kl: Free[Annotated[float, Field(ge=0), NumberUnit("per nat")]] = 0.0
+    """Weight of the KL divergence from the policy's reference (`policies.NAME.reference`); 0: no penalty."""
+    kl_estimator: Free[KLEstimator] = "k3"
+    """Estimator of a token's KL divergence (Schulman 2020; docs/algorithms.md)."""
 
     @property
     def tokens_per_unit(self) -> int:
@@ -434,26 +411,15 @@ class BestConfig(Section):
     measured of the first policy that learns, or of the one named before it: `solver/reward/mean`. Empty: none."""
     window: Free[Annotated[Positive, NumberUnit("measurements")]] = 5
     """Number of newest measurements in the running mean."""
-    stop: Free[float | dict[Literal["at", "fall"], float] | None] = None
-    """Early end of the run. A number: the running mean that is good enough. A table: that number as `at`, and as
-    `fall` a distance behind the best running mean, such as `{ at = 0.95, fall = 0.2 }`. Null: none."""
+    stop_at: Free[float | None] = None
+    """Running mean at which the run ends early, as good enough; null: none."""
+    stop_fall: Free[Annotated[float, Field(ge=0)] | None] = None
+    """Distance behind the best running mean at which the run ends early; null: none."""
 
     @property
-    def stop_at(self) -> float | None:
-        """Running mean at which the run ends, as good enough."""
-        return self.stop.get("at") if isinstance(self.stop, dict) else self.stop
-
-    @property
-    def stop_fall(self) -> float | None:
-        """Distance behind the best running mean at which the run ends."""
-        return self.stop.get("fall") if isinstance(self.stop, dict) else None
-
-    @field_validator("stop")
-    @classmethod
-    def _check_fall(cls, stop: Any) -> Any:
-        if isinstance(stop, dict) and stop.get("fall", 0.0) < 0:
-            raise ValueError(f"fall = {stop['fall']}: a distance, which is not negative, is expected")
-        return stop
+    def stops_early(self) -> bool:
+        """Whether the metric may end the run."""
+        return self.stop_at is not None or self.stop_fall is not None
 
     def measured(self, policies: Collection[str]) -> tuple[str, str]:
         """Return the policy whose metric it is, among those that learn, and the metric's name without the sign."""

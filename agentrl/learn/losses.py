@@ -468,18 +468,17 @@ def make_loss(section: TrainerConfig, code: FunctionCode | None = None) -> Loss:
         function = (code or find_function_code("loss", config.name, key="trainer.loss.name")).load()
         mark = declaration_of(function)
     check_options(function, config.options, "trainer.loss")
-    estimator, kl = config.divergence
     return Loss(
         name=config.name.rpartition(":")[2],
         reference=config.name,
         function=function,
         options=config.options,
         mark=mark,
-        skips_zeros=is_built_in and not (mark.reference or section.entropy_bonus or kl),
+        skips_zeros=is_built_in and not (mark.reference or section.entropy_bonus or config.kl),
         uses_entropy=not is_built_in or bool(section.entropy_bonus),
         entropy_bonus=section.entropy_bonus,
-        kl=kl,
-        kl_estimator=estimator,
+        kl=config.kl,
+        kl_estimator=config.kl_estimator,
     )
 
 

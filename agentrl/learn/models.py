@@ -623,11 +623,10 @@ def _add_adapter(
     targets: list[str],
     path: Path,
 ) -> peft.PeftModel:
-    alpha, rank_stabilized = lora.scaling
     config = peft.LoraConfig(
         r=lora.rank,
-        use_rslora=rank_stabilized,
-        lora_alpha=alpha,  # type: ignore[arg-type]  # PEFT divides it by the rank; fractions are fine
+        use_rslora=lora.rank_stabilized,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # PEFT divides it by the rank; fractions are fine
         target_modules=targets,
         lora_dropout=0.0,
         bias="none",

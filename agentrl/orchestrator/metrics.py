@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from agentrl.core.ports import PolicyCounts
 
 NO_SIGNAL = "no_signal"
-"""Drop reason of the units of a group without any advantage (`credit.release = "dynamic_sampling"`)."""
+"""Drop reason of the units of a group without any advantage (`credit.dynamic_sampling`)."""
 TOO_FEW_MEMBERS = "too_few_members"
 """Drop reason of the units of a group with too few members for the estimator, such as k or fewer for `pass_at_k`."""
 AS_TRAINED: tuple[str | None, ...] = (None, NO_SIGNAL)

@@ -33,7 +33,7 @@ def config(*, deterministic: bool = False, steps: int = 6) -> Any:
         steps=steps,
         deterministic=deterministic,
         policies={"guesser": policy},
-        credit={"group_size": 4, "release": "dynamic_sampling"},
+        credit={"group_size": 4, "dynamic_sampling": True},
         environment={"id": "unused", "selection": SELECTION},
     )
 
@@ -251,8 +251,8 @@ def test_solved_tasks_are_retired_and_hard_ones_replayed() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"credit": {"release": "dynamic_sampling", "advantage": "none"}}, "dynamic_sampling"),
-        ({"credit": {"release": "dynamic_sampling"}, "trainer": {"loss": {"name": "distillation"}}}, "distillation"),
+        ({"credit": {"dynamic_sampling": True, "advantage": "none"}}, "dynamic_sampling"),
+        ({"credit": {"dynamic_sampling": True}, "trainer": {"loss": {"name": "distillation"}}}, "distillation"),
         ({"environment": {"id": "x", "selection": {"lowest": 1}}}, "there is no such argument"),
         ({"environment": {"id": "x", "selection": {"low": 0.9, "high": 0.1}}}, "above high"),
     ],

@@ -352,8 +352,8 @@ CASES: dict[str, Case] = {
     "entropy bonus of a whole-step loss": training(entropy_bonus=0.01, loss=LossConfig(name="gspo")),
     "mean over sequences": training(loss=LossConfig(normalizer="sequences")),
     "divergence from the base": training(lora=True, loss=LossConfig(kl=0.1)),
-    "divergence k1": training(lora=True, loss=LossConfig(kl={"k1": 0.1})),
-    "divergence k2 from a reference": training(reference="model", loss=LossConfig(kl={"k2": 0.1})),
+    "divergence k1": training(lora=True, loss=LossConfig(kl=0.1, kl_estimator="k1")),
+    "divergence k2 from a reference": training(reference="model", loss=LossConfig(kl=0.1, kl_estimator="k2")),
     "distillation into an adapter": training(lora=True, reference="model", loss=LossConfig(name="distillation")),
     "distillation with reward": training(
         reference="model", loss=LossConfig(name="distillation", reward=0.5), masked=True

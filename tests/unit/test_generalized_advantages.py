@@ -394,7 +394,7 @@ BASE = {
         ),
         ({"trainer": {"loss": {"name": "distillation"}}}, "'distillation': that loss does not learn from advantages"),
         ({"trainer": {"loss": {"name": "dpo"}}}, "'dpo': that loss does not learn from advantages"),
-        ({"credit": {"advantage": GAE, "release": "dynamic_sampling"}}, "compares within the group"),
+        ({"credit": {"advantage": GAE, "dynamic_sampling": True}}, "compares within the group"),
         ({"credit": {"advantage": GAE, "release": "late"}}, r"Set release = 'episode'"),
         ({"credit": {"advantage": {"name": "gae", "discount": 1.5}}}, "gae, discount: .*less than or equal to 1"),
         ({"credit": {"advantage": {"name": "gae", "trace_decay": -0.1}}}, "gae, trace_decay: .*or equal to 0"),

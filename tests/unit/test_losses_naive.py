@@ -234,7 +234,7 @@ def test_entropy_and_divergence_are_added_with_their_weights() -> None:
     count = sum(LENGTHS)
     batch = flat(found, entropies=[1.0] * count, reference=[-1.0] * count)
     plain = evaluated(loss_named("ppo"), flat(found))
-    section = TrainerConfig(loss=LossConfig(name="ppo", kl={"k2": 0.1}), entropy_bonus=0.5)
+    section = TrainerConfig(loss=LossConfig(name="ppo", kl=0.1, kl_estimator="k2"), entropy_bonus=0.5)
     ours = evaluated(make_loss(section), batch)
     away = batch.logprobs.detach() + 1.0
     torch.testing.assert_close(ours.loss, plain.loss - 0.5 + 0.05 * away**2)

@@ -55,7 +55,7 @@ def test_the_check_at_start_finds_planted_errors(tmp_path: Path, name: str) -> N
 
 def test_rank_stabilised_adapters_are_trained_and_read_at_the_same_scale(tmp_path: Path) -> None:
     """alpha / √rank, in the trainer's model and in the file's configuration, which engines read."""
-    lora = LoraConfig(rank=4, alpha={"rank_stabilized": 6.0})
+    lora = LoraConfig(rank=4, alpha=6.0, rank_stabilized=True)
     run = long_run(write_family("Phi-3", tmp_path), policies={"policy": PolicyConfig(lora=lora)})
     policy = load_models(run, torch.device("cpu"))["policy"]
     layers = [module for module in policy.model.modules() if isinstance(module, LoraLayer)]
