@@ -60,7 +60,7 @@ def test_a_crash_changes_no_choice_and_loses_no_file_of_it() -> None:
 
 def test_a_run_ends_when_its_metric_is_good_enough(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
-        best = {"metric": "episodes/trained", "window": 1, "stop": 16}
+        best = {"metric": "episodes/trained", "window": 1, "stop_at": 16}
         run = SmallRun(config=config_for(steps=8, best=best))
         outcome = await run.run()
         assert len(run.trainer.batches) == 2
@@ -73,7 +73,7 @@ def test_a_run_ends_when_its_metric_is_good_enough(simulated_loop: SeededSimulat
 
 def test_a_run_ends_when_its_metric_has_fallen(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
-        best = {"metric": "-episodes/trained", "window": 2, "stop": {"fall": 8}}
+        best = {"metric": "-episodes/trained", "window": 2, "stop_fall": 8}
         run = SmallRun(config=config_for(steps=8, best=best))
         await run.run()
         assert len(run.trainer.batches) == 4, "the mean of steps 3 and 4 is 16 episodes above that of 1 and 2"

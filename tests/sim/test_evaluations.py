@@ -136,7 +136,9 @@ class Unreachable(Guess):
 def test_an_evaluation_of_which_every_episode_fails_is_a_warning(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         config = config_for(
-            evaluation={"tasks": 4, "every": 1}, steps=8, best={"metric": "evaluation/reward", "window": 1, "stop": 2.0}
+            evaluation={"tasks": 4, "every": 1},
+            steps=8,
+            best={"metric": "evaluation/reward", "window": 1, "stop_at": 2.0},
         )
         told: list[str] = []
         run = SmallRun(config=config, environment=Unreachable, held_out=HELD_OUT)

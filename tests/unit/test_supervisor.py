@@ -290,13 +290,13 @@ def test_a_run_gives_out_its_best_versions_whichever_life_made_them(tmp_path: Pa
 
 
 def test_a_run_that_its_metric_ended_is_over_when_it_is_resumed(tmp_path: Path) -> None:
-    best = {"metric": "episodes/trained", "window": 1, "stop": 16.0}
+    best = {"metric": "episodes/trained", "window": 1, "stop_at": 16.0}
     run = Lives([]).run(tmp_path, best=best)
     assert (run.summary["steps"], run.summary["ended_early"]) == (2, "episodes/trained reached 16")
     assert not run.interrupted
     again = Lives([])
     assert (again.run(tmp_path, best=best, resume=True).metrics, again.trainers[0].batches) == ([], [])
-    assert Lives([]).run(tmp_path, best={**best, "stop": None}, resume=True).summary["steps"] == 6
+    assert Lives([]).run(tmp_path, best={**best, "stop_at": None}, resume=True).summary["steps"] == 6
 
 
 def test_a_run_killed_before_its_journal_was_made_can_be_resumed_or_made_again(tmp_path: Path) -> None:
