@@ -463,7 +463,7 @@ class Supervisor:
                 await self._clock.sleep(wait)
         except AgentRLError as error:
             self._give_up(error)
-        except Exception as error:  # noqa: BLE001 - a bug of ours: whoever waits for the child must not wait for ever
+        except Exception as error:  # noqa: BLE001 - a bug of ours must not leave callers waiting for the child
             self._give_up(EngineError(f"{self._name} could not be kept running: {type(error).__name__}: {error}"))
         finally:
             self.kill()
@@ -512,7 +512,7 @@ class Supervisor:
         except AgentRLError as error:
             self._give_up(error)
             child.kill()
-        except Exception as error:  # noqa: BLE001 - a bug of ours: whoever waits for the child must not wait for ever
+        except Exception as error:  # noqa: BLE001 - a bug of ours must not leave callers waiting for the child
             self._give_up(EngineError(f"{self._name} could not be initialized: {type(error).__name__}: {error}"))
             child.kill()
 

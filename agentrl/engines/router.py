@@ -123,7 +123,7 @@ class Fleet:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """See `client.AddressableEngine`: addresses of replicas that are not fenced."""
+        """Addresses of the unfenced replicas."""
         engines = [replica.engine for replica in self._replicas if not replica.is_fenced]
         return tuple(each for engine in engines if isinstance(engine, AddressableEngine) for each in engine.addresses)
 
@@ -151,7 +151,7 @@ class Fleet:
         return not replica.is_fenced
 
     async def pick(self, policy: str, opening: int) -> Replica:
-        """See `client.ReplicaRouter.pick`; waits while all replicas are fenced."""
+        """Choose a replica; waits while all replicas are fenced."""
         available = await self._available()
         return available[pick_replica([replica.sessions for replica in available], policy, opening)]
 
@@ -163,7 +163,7 @@ class Fleet:
         return available
 
     def replica_lost(self, replica: Replica, error: EngineLostError | EngineFailedError) -> None:
-        """See `client.ReplicaRouter.replica_lost`: fences the replica until it answers again, or for good."""
+        """Fence a lost replica until it answers again, or permanently."""
         if isinstance(error, EngineFailedError):
             if replica.failure is None and not self._closed:
                 replica.failure, replica.is_fenced = error, False  # record the failure even if the replica was fenced
@@ -332,7 +332,7 @@ class Fleet:
         except (EngineLostError, EngineFailedError):
             replica.is_asked = False
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, who waits for these versions hears of it
+        except Exception as error:  # noqa: BLE001 - report any failure to the callers waiting for these versions
             replica.refusal = error
             return
         replica.versions.confirmed = replica.versions.confirmed.followed_by(wanted.current.values(), wanted.pinned)

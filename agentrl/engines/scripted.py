@@ -349,7 +349,7 @@ class ScriptedEngine:
             self._go_on(call)
 
     def abort(self, request_id: str) -> None:
-        """See `agentrl.core.ports.Engine.abort`; does nothing for a call that has ended."""
+        """Abort a call; does nothing if the call has ended."""
         call = self._calls.get(request_id)
         if call is not None and not call.future.done():
             call.reason = "abort"
@@ -376,7 +376,7 @@ class ScriptedEngine:
     async def score(
         self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
     ) -> Float32Array:
-        """See `agentrl.core.ports.Engine.score`: -1 for every token but the first."""
+        """Return -1 as the score of every token except the first."""
         scores = np.full(len(token_ids), -1.0, np.float32)
         scores[:1] = 0.0
         return scores

@@ -533,7 +533,7 @@ async def run_shielded(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _forget(task: asyncio.Task[Any]) -> None:
-    """Ignore the result of work whose caller is gone."""
+    """Ignore the result of work after its caller has left."""
     if not task.cancelled():
         task.exception()
 

@@ -121,7 +121,7 @@ class Learner:
     def load(self, directory: Path) -> LearnerProgress:
         """Load weights and optimizer state from a policy's folder in a checkpoint; see `load_checkpoint`.
 
-        A value head starts anew if the checkpoint was written with another advantage than `gae`.
+        The value head is reinitialized if the checkpoint was written with an advantage other than `gae`.
         """
         state = load_checkpoint(directory, self.model.parameters, self.optimizer)
         self.model.round_masters()

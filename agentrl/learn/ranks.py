@@ -48,7 +48,7 @@ TIMEOUT = timedelta(minutes=10)
 
 
 def equal_shares(count: int, ranks: int) -> list[range]:
-    """Split `count` items into contiguous ranges, one per rank, whose lengths differ by at most 1."""
+    """Split `count` items into contiguous ranges, one per rank, with lengths that differ by at most 1."""
     return [range(rank * count // ranks, (rank + 1) * count // ranks) for rank in range(ranks)]
 
 

@@ -4,7 +4,7 @@ They are written to `steps/<policy>/<lineage>.<step>.safetensors`:
   `offsets`           int64 [rows + 1], where each row's trained tokens begin in the columns below
   `position`          int64 [tokens], position of the token in its row
   `trainer_logprobs`  float32 [tokens], NaN where the token was not forwarded (no gradient could come from its row)
-  `entropy`           float32 [tokens], of the distribution the trainer computed, in nats; NaN likewise
+  `entropy`           float32 [tokens], of the distribution the trainer computed, in nats; NaN in the same places
   `behavior_logprobs` float32 [tokens], recorded by the engine
   `advantages`        float32 [tokens]; with `credit.advantage = "gae"` those that the trainer computed
   `lag`               int32 [tokens], steps from the weights that sampled the token to those the trainer computed with;

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hashlib import _Hash
 
 SYNC_BYTES = 1 << 28
-"""Bytes after which a file is synced while it is written, so that the disk works before the last byte is there."""
+"""Bytes after which a file is synced while it is written, so that disk writes start before the last byte arrives."""
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 _DTYPES = {
     torch.float64: "F64",

@@ -395,7 +395,7 @@ class JournalRetention:
                     f"checkpoints: {error.strerror or error}; {os_error_advice(error)}, then resume with --resume"
                 )
             )
-        except Exception as error:  # noqa: BLE001 - nobody awaits this task for its result
+        except Exception as error:  # noqa: BLE001 - no caller awaits this task's result
             fail(error)
 
     async def wait(self) -> None:

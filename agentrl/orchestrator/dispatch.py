@@ -499,7 +499,7 @@ class Dispatcher:
             self._end(spec, None, header)
 
     def _end(self, spec: EpisodeSpec, on_end: OnEnd | None, header: EpisodeHeader) -> None:
-        """Receive the header of an episode, and hand it to the buffer and to those who wait for it."""
+        """Receive the header of an episode, and hand it to the buffer and its waiters."""
         running = self._running.get(spec.episode_id)
         if running is None or running.attempt != header.attempt:
             self.buffer.counts.count_superseded()

@@ -169,7 +169,7 @@ class Orchestrator:
         self.changed.notify()
 
     def status(self) -> RunSnapshot:
-        """Return the state of the run between steps: counts, and who waits for what. Cheap: read every second."""
+        """Return the state of the run between steps: counts, and what each part waits for. Cheap: read every second."""
         ledger = self.buffer.ledger
         evaluated, total = self.dispatcher.evaluated()
         return RunSnapshot(

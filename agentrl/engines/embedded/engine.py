@@ -347,7 +347,7 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
         self._wake.set()
 
     async def ping(self) -> None:
-        """See `agentrl.core.ports.Engine.ping`: returns when a forward pass has ended."""
+        """Return at the end of a forward pass."""
         await self.on_worker(lambda: None)
 
     async def on_worker(self, work: Callable[[], None]) -> None:
@@ -384,7 +384,7 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
         self._wake.set()
 
     def abort(self, request_id: str) -> None:
-        """See `agentrl.core.ports.Engine.abort`; does nothing for a call that has ended."""
+        """Abort a call; does nothing if the call has ended."""
         call = self._calls.get(request_id)
         if call is not None:
             call.ending = True
@@ -424,7 +424,7 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
         return self._runner.stats.busy_seconds
 
     async def close(self) -> None:
-        """See `agentrl.core.ports.Engine.close`; calls in flight fail."""
+        """Close the engine; calls in flight fail."""
         if self._closed:
             return
         self._closed = True
@@ -509,7 +509,7 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
         return self.base.bank
 
     def settle(self, serving: EmbeddedVersion) -> None:
-        """See `VersionTable.settle`; base weights cost nothing to keep while their copy exists."""
+        """Settle a version; base weights cost nothing to keep while their copy exists."""
         self.wake()
         if serving.held or serving.calls or self.is_current(serving) or not self.is_live(serving):
             return
@@ -582,7 +582,7 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
             before = served.copied() if target is not None and canary is not None else None
             overwritten = {serving.version: serving for serving in self._servings_of(served)}
             for version in overwritten:
-                del self.live[version]  # from here on nobody can hold it
+                del self.live[version]  # from here on it cannot be held
             new = self._serving(weights, canary, served)
             await self._engine.on_worker(lambda: served.overwrite(read))
             try:
@@ -632,7 +632,7 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
             if place is None:
                 if not self._is_replaceable(weights):
                     return False
-                del self.live[old.version]  # from here on nobody can hold it
+                del self.live[old.version]  # from here on it cannot be held
                 place, replaced = old.adapter, bank.empty(old.adapter)
             filled = place
             new = self._serving(weights, canary, self.base, adapter=filled)

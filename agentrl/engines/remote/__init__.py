@@ -1,1 +1,1 @@
-"""Engines in processes of their own."""
+"""Engines in separate processes."""

@@ -294,7 +294,7 @@ class EngineServer:
         return True
 
     async def exit_process(self) -> None:
-        """End this process, whose engine is dead, after every call has sent its tokens."""
+        """Exit after an engine failure, once every call has sent its tokens."""
         if self._exiting:
             return
         self._exiting = True

@@ -140,7 +140,7 @@ def check_canary_answer(
         )
     if not own <= limits.tolerance:
         raise _too_far(weights, own, limits.tolerance, dtype)
-    if max(own, change) >= _ROUNDED.floor:  # who hardly changed and hardly rounded shows nothing
+    if max(own, change) >= _ROUNDED.floor:  # a small change with little rounding shows nothing
         seen.distance, seen.change = max(seen.distance, own), max(seen.change, change)
 
 

@@ -70,7 +70,7 @@ class IpcSender(IPCTrainerWeightTransferEngine):
 
 
 class NcclSender(NCCLTrainerWeightTransferEngine):
-    """Broadcasts from this rank's GPU to those of the engine's processes."""
+    """Broadcasts from this rank's GPU to the GPUs of the engine's processes."""
 
     @classmethod
     def trainer_init(
