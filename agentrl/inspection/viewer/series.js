@@ -46,6 +46,8 @@ export function metricSearch(metrics, choose) {
   const show = (text) => {
     const words = text.toLowerCase().split(/\s+/).filter(Boolean);
     const hits = words.length ? metrics.filter((metric) => words.every((word) => `${metric.name} ${metric.meaning ?? ""}`.toLowerCase().includes(word))) : [];
+    const rank = ({ name }) => (name === text.trim() ? 0 : name.startsWith(text.trim()) ? 1 : 2);
+    hits.sort((one, other) => rank(one) - rank(other));
     list.replaceChildren(...hits.slice(0, 12).map((metric) => element("li", {}, element("button", { type: "button", on: { click: () => choose(metric.name) } }, element("b", {}, metric.name), element("span", { class: "quiet" }, metric.meaning === "" ? "of the environment" : metric.meaning)))));
     if (words.length && !hits.length) list.append(element("li", { class: "quiet" }, "no metric has these words"));
   };
