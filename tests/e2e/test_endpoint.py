@@ -132,8 +132,12 @@ def evaluated(file: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -
 
 
 @pytest.mark.parametrize(
-    ("environment", "answer", "expected"),
-    [("Tools", plainly, 0.75), ("Loop", doubles, 0.75), ("Turns", lambda body: said("yes"), 1.0)],
+    ("environment", "answer", "reward", "solved"),
+    [
+        ("Tools", plainly, 0.75, 0.75),
+        ("Loop", doubles, 0.75, 0.75),
+        ("Turns", lambda body: said("yes"), 1.0, 0.0),  # two seats with 0.5 each
+    ],
 )
 def test_an_endpoint_is_tried_in_every_kind_of_environment(
     file: Path,
@@ -141,14 +145,15 @@ def test_an_endpoint_is_tried_in_every_kind_of_environment(
     capsys: pytest.CaptureFixture[str],
     environment: str,
     answer: Any,
-    expected: float,
+    reward: float,
+    solved: float,
 ) -> None:
     monkeypatch.setenv("A_KEY", KEY)
     with serving(ChatEndpoint(answer, key=KEY)) as endpoint:
         given = ["--model", endpoint.url, "--api-key-env", "A_KEY", f"--environment.id=envs.py:{environment}"]
         found = evaluated(file, capsys, *given)
-    assert found["evaluation/pass_at/1"] == expected
-    assert found["evaluation/reward"] == expected
+    assert found["evaluation/pass_at/1"] == solved
+    assert found["evaluation/reward"] == reward
     assert found["evaluation/tokens"] == found["evaluation/turns"] * 5, "as the endpoint counts them"
     assert all(body["model"] == "large" for body in endpoint.asked), "the only model that it lists"
     if environment != "Turns":
@@ -214,7 +219,7 @@ def test_people_read_the_rates_and_where_the_episodes_are(file: Path, capsys: py
     with serving(ChatEndpoint(plainly)) as endpoint:
         assert main(["evaluate", str(file), "--model", endpoint.url]) == 0
     output = capsys.readouterr().out
-    assert re.search(r"evaluation/pass_at/1 +0\.75\n", output)
+    assert re.search(r"evaluation/pass_at/1 +0\.75 ± ", output)
     assert "runs/tried-endpoint: view it with `agentrl episode list runs/tried-endpoint`" in output
 
 
