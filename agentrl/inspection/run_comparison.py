@@ -30,7 +30,7 @@ CURVES = ("reward/mean", "evaluation/reward")
 """Metrics whose curves a comparison has unless others are named."""
 ERRORS = {"evaluation/reward": "evaluation/reward_error"}
 """Metrics that are estimates, each with the metric that is half the width of its 95 % interval."""
-ERROR_GROUPS = ("evaluation/pass_at/", "evaluation/split_reward/")
+ERROR_GROUPS = ("evaluation/metric/", "evaluation/pass_at/", "evaluation/split_reward/")
 """Groups of estimates; the interval of `evaluation/pass_at/1` is `evaluation/pass_at_error/1`."""
 _UNCOMPARED = frozenset({"name", "directory"})
 _SEED = "seed"
