@@ -158,7 +158,7 @@ class Fleet:
     async def _available(self) -> list[Replica]:
         while not (available := [replica for replica in self._living() if not replica.is_fenced]):
             if not any(replica.following and not replica.following.done() for replica in self._replicas):
-                raise self._nobody()
+                raise self._all_replicas_lost()
             await self._change()
         return available
 
@@ -187,10 +187,10 @@ class Fleet:
             raise EngineError("the engine is closed")
         living = [replica for replica in self._replicas if replica.failure is None]
         if not living:
-            raise self._nobody()
+            raise self._all_replicas_lost()
         return living
 
-    def _nobody(self) -> EngineFailedError:
+    def _all_replicas_lost(self) -> EngineFailedError:
         reasons = [
             f"replica {replica.number}: {replica.failure or replica.refusal or 'behind'}" for replica in self._replicas
         ]

@@ -509,7 +509,7 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
         return self.base.bank
 
     def settle(self, serving: EmbeddedVersion) -> None:
-        """Settle a version; base weights cost nothing to keep while their copy exists."""
+        """Forget a version if nothing holds it. Base weights cost nothing to keep while their copy exists."""
         self.wake()
         if serving.held or serving.calls or self.is_current(serving) or not self.is_live(serving):
             return
