@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -131,7 +133,14 @@ def pids(tmp_path: Path) -> Iterator[Path]:
     file = tmp_path / "pids"
     yield file
     for line in file.read_text().split() if file.exists() else ():
-        assert not Path(f"/proc/{line}").exists() or "Z (zombie)" in Path(f"/proc/{line}/status").read_text(), line
+        with contextlib.suppress(ProcessLookupError):
+            process = os.pidfd_open(int(line))
+            try:
+                assert select.select([process], [], [], 10)[0], (
+                    f"{line} is still running"
+                )  # a killed one takes a moment
+            finally:
+                os.close(process)
 
 
 def script(directory: Path, text: str) -> list[str]:
