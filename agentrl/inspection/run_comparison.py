@@ -397,10 +397,7 @@ def _paired_difference(
         return None
     sides = [[statistics.fmean(run[key] for _, run in side) for key in common] for side in (ours, theirs)]
     differences = [one - other for one, other in zip(*sides, strict=True)]
-    variance = (confidence_half_width(differences) / 1.96) ** 2
-    for side in (ours, theirs):
-        means = [statistics.fmean(run[key] for key in common) for _, run in side]
-        variance += statistics.variance(means) / len(means) if len(means) > 1 else 0.0
+    means_of_runs = [[statistics.fmean(run[key] for key in common) for _, run in side] for side in (ours, theirs)]
     return PairedDifference(
         group=group,
         policy=policy,
@@ -409,7 +406,9 @@ def _paired_difference(
         reward=statistics.fmean(sides[0]),
         baseline=statistics.fmean(sides[1]),
         difference=statistics.fmean(differences),
-        error=1.96 * math.sqrt(variance),
+        error=math.hypot(
+            *map(confidence_half_width, (differences, *means_of_runs))
+        ),  # independent: over tasks and seeds
         better=sum(each > 0 for each in differences),
         worse=sum(each < 0 for each in differences),
     )
