@@ -55,7 +55,7 @@ class RunOverview(msgspec.Struct, frozen=True, kw_only=True):
     """The overview of a run."""
 
     state: str
-    """See `RunReader.standing`."""
+    """State of the run, as `RunReader.standing` returns it."""
     seconds: float | None
     """Seconds from the first admission to the last write."""
     episodes: int

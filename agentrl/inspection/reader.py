@@ -259,7 +259,7 @@ class RunLine(msgspec.Struct, frozen=True):
     rewards: dict[str, float]
     """Mean reward of each policy over its last five steps; if nothing was trained, over all episodes it acted in."""
     state: str = ""
-    """See `RunReader.standing`."""
+    """State of the run, as `RunReader.standing` returns it."""
     problem: str | None = None
 
 

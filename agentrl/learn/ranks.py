@@ -207,7 +207,7 @@ class SingleRankGroup:
     size = 1
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
-        """See `RankGroup.sum`: one rank has nothing to add."""
+        """Leave the tensors: one rank has nothing to add."""
 
     def gather(self, data: bytes) -> list[bytes]:
         return [data]
@@ -293,7 +293,7 @@ class DistributedRankGroup:
             return []
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
-        """See `RankGroup.sum`; sends a message for each bucket of tensors, whatever their device."""
+        """Add the tensors up over all ranks, with one message for each bucket of them, on any device."""
         for bucket in buckets(tensors):
             flat = torch.cat([tensor.reshape(-1).to(self._device) for tensor in bucket])
             dist.all_reduce(flat)

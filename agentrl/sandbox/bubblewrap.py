@@ -18,6 +18,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -219,16 +220,13 @@ def _memory_file(name: str, content: bytes) -> Iterator[int]:
         os.close(file)
 
 
+@dataclass(slots=True, eq=False)
 class _Request:
     """A request in flight."""
 
-    def __init__(
-        self,
-        future: asyncio.Future[dict[str, Any]],
-        on_socket: Callable[[socket.socket], None] | None,
-        on_file: Callable[[int], None] | None,
-    ) -> None:
-        self.future, self.on_socket, self.on_file = future, on_socket, on_file
+    future: asyncio.Future[dict[str, Any]]
+    on_socket: Callable[[socket.socket], None] | None = None
+    on_file: Callable[[int], None] | None = None
 
 
 class _KeeperClient:
@@ -261,7 +259,7 @@ class _KeeperClient:
             )
         client = cls(process, ours)
         ready: asyncio.Future[dict[str, Any]] = client._loop.create_future()
-        client._requests[0] = _Request(ready, None, None)
+        client._requests[0] = _Request(ready)
         try:
             await ready
         except BaseException:

@@ -67,7 +67,7 @@ class RunProgress(msgspec.Struct, frozen=True, kw_only=True):
     ended: bool
     """Whether the run has ended, according to its records."""
     state: str
-    """See `RunReader.standing`."""
+    """State of the run, as `RunReader.standing` returns it."""
     newest: float | None
     """Time of the last write; it changes with every write."""
 
