@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import importlib.util
 import itertools
-import json
 import os
 import shutil
 import socket
@@ -30,6 +28,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 GATEWAY_PORT = 8080
+LONGEST_ARGUMENT = (128 << 10) - 1
+"""Bytes of one argument; the kernel's limit."""
+LONGEST_COMMAND = 1 << 20
+"""Bytes of all arguments; the kernel allows a quarter of the stack for them and the environment."""
+CANNOT_START = 126
+"""Exit status of a command that cannot be started, as shells use it."""
 _CHUNK = 1 << 16
 
 
@@ -103,21 +107,26 @@ class BubblewrapLease:
     ) -> CommandResult:
         if (self.limits.network == "gateway") != (listener is not None):
             raise InputError("sandbox: give `listener` with network = 'gateway', and only then")
-        if not argv or any("\0" in text for text in (*argv, *(environment or {}), *(environment or {}).values())):
-            raise InputError("sandbox: a command needs a program, and neither it nor its environment may contain NUL")
-        if files:
-            await self.write(
-                {path if path.startswith("/") else f"{directory}/{path}": body for path, body in files.items()}
-            )
+        if not argv or any("\0" in text for pair in (environment or {}).items() for text in pair):
+            raise InputError("sandbox: a command needs a program, and its environment may not contain NUL")
+        if refusal := _unusable(argv):
+            return _not_started(refusal)
+        try:
+            if files:
+                await self.write(
+                    {path if path.startswith("/") else f"{directory}/{path}": body for path, body in files.items()}
+                )
+        except OSError as error:  # an earlier command may have filled the disk, or made a link of a directory
+            return _not_started(str(error))
         streams = [_Capture(self.limits.output_bytes) for _ in range(2)]
-        with _memory_file("stdin", stdin) as source:
+        with _memory_file(stdin) as source:
             try:
                 reply = await self._client.ask(
                     "run",
                     [source, *(stream.write_end for stream in streams)],
                     on_socket=listener,
                     lease=self._name,
-                    argv=list(argv),
+                    argv=[text.encode("utf-8", "replace").decode() for text in argv],
                     environment=dict(environment or {}),
                     directory=directory,
                     seconds=min(seconds or self.limits.seconds, self.limits.seconds),
@@ -142,17 +151,12 @@ class BubblewrapLease:
 
     async def write(self, files: Mapping[str, bytes]) -> None:
         entries = [(path, len(body), 0o644) for path, body in files.items()]
-        with _memory_file("files", b"".join(files.values())) as source:
+        with _memory_file(b"".join(files.values())) as source:
             await self._client.ask("write", [source], lease=self._name, entries=entries)
 
     async def read(self, path: str, *, limit: int = 1 << 20) -> bytes:
         received: list[int] = []
-        try:
-            await self._client.ask("open", on_file=received.append, lease=self._name, path=path)
-        except SandboxError as error:
-            if self._client.lost is None:
-                raise FileNotFoundError(errno.ENOENT, f"{path}: {error}") from error
-            raise
+        await self._client.ask("open", on_file=received.append, lease=self._name, path=path)
         [file] = received
         try:
             return os.pread(file, limit, 0)
@@ -164,6 +168,30 @@ class BubblewrapLease:
             self._is_closed = True
             if self._client.lost is None:
                 await self._client.ask("destroy", lease=self._name)
+
+
+def _unusable(argv: Sequence[str]) -> str:
+    """Return why the kernel would refuse a command line; empty if it would not."""
+    sizes = [len(text.encode("utf-8", "replace")) for text in argv]
+    if max(sizes) > LONGEST_ARGUMENT or sum(sizes) > LONGEST_COMMAND:
+        return (
+            f"the command line has {sum(sizes):,} bytes, and one argument {max(sizes):,}; at most {LONGEST_COMMAND:,} "
+            f"and {LONGEST_ARGUMENT:,} fit. Put large content in a file"
+        )
+    return "an argument contains NUL" if any("\0" in text for text in argv) else ""
+
+
+def _not_started(why: str) -> CommandResult:
+    """Return the result of a command that cannot be started, for a reason that lies with the command."""
+    return CommandResult(
+        status=CANNOT_START,
+        stdout=b"",
+        stderr=f"sandbox: {why}\n".encode("utf-8", "replace"),
+        killed="",
+        truncated=False,
+        seconds=0.0,
+        cpu_seconds=0.0,
+    )
 
 
 class _Capture:
@@ -207,14 +235,10 @@ class _Capture:
 
 
 @contextlib.contextmanager
-def _memory_file(name: str, content: bytes) -> Iterator[int]:
-    """A read-only file in memory with this content."""
-    file = os.memfd_create(name, os.MFD_CLOEXEC)
+def _memory_file(content: bytes) -> Iterator[int]:
+    """A file in memory with this content."""
+    file = keeper.memory_file(content)
     try:
-        view = memoryview(content)
-        while view:
-            view = view[os.write(file, view) :]
-        os.lseek(file, 0, os.SEEK_SET)
         yield file
     finally:
         os.close(file)
@@ -248,8 +272,8 @@ class _KeeperClient:
         bwrap = find_bwrap()
         program = seccomp.program()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * keeper.MESSAGE_BYTES)
-        with theirs, _memory_file("filter", program) as filter_file:
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        with theirs, _memory_file(program) as filter_file:
             arguments = [str(theirs.fileno()), str(os.getpid()), str(filter_file), bwrap]
             process = subprocess.Popen(  # noqa: ASYNC220 - it must be this thread's child; execve takes a millisecond
                 [sys.executable, "-I", "-S", keeper.__file__, *arguments],
@@ -284,16 +308,10 @@ class _KeeperClient:
         if self.lost is not None:
             raise self.lost
         number = next(self._numbers)
-        body = json.dumps({"number": number, "operation": operation, **fields}).encode()
-        if len(body) > keeper.MESSAGE_BYTES:
-            raise InputError(
-                f"sandbox: the {operation} request has {len(body):,} bytes, and {keeper.MESSAGE_BYTES:,} fit: "
-                "write large content to a file, or fewer files at once"
-            )
         request = _Request(self._loop.create_future(), on_socket, on_file)
         self._requests[number] = request
         try:
-            await self._send(body, files)
+            await self._send({"number": number, "operation": operation, **fields}, files)
             return await request.future
         except asyncio.CancelledError:
             if operation == "run" and self.lost is None:
@@ -303,16 +321,15 @@ class _KeeperClient:
             self._requests.pop(number, None)
 
     async def _kill(self, number: int, request: _Request) -> None:
-        body = json.dumps({"number": 0, "operation": "kill", "command": number}).encode()
         with contextlib.suppress(SandboxError):
-            await self._send(body, ())
+            await self._send({"number": 0, "operation": "kill", "command": number}, ())
             if not request.future.cancelled():
                 await request.future
 
-    async def _send(self, body: bytes, files: Sequence[int]) -> None:
+    async def _send(self, message: keeper.Fields, files: Sequence[int]) -> None:
         while True:
             try:
-                socket.send_fds(self._line, [body], list(files))
+                keeper.send(self._line, message, files)
                 return
             except BlockingIOError:
                 await asyncio.sleep(0.001)  # the keeper is behind
@@ -323,15 +340,14 @@ class _KeeperClient:
 
     def _on_readable(self) -> None:
         try:
-            data, files, _, _ = socket.recv_fds(self._line, keeper.MESSAGE_BYTES, 4)
+            reply, files = keeper.receive(self._line)
         except BlockingIOError:
             return
         except OSError:
-            data, files = b"", []
-        if not data:
+            reply, files = None, []
+        if reply is None:
             self._fail("the sandboxes' keeper ended")
             return
-        reply = json.loads(data)
         request = self._requests.get(reply.pop("number"))
         if request is None or request.future.done():
             for file in files:
@@ -339,6 +355,8 @@ class _KeeperClient:
         elif reply.pop("listening", False):
             assert request.on_socket is not None
             request.on_socket(socket.socket(fileno=files[0]))
+        elif "file_error" in reply:
+            request.future.set_exception(OSError(*reply["file_error"]))
         elif "error" in reply:
             request.future.set_exception(SandboxError(f"sandbox: {reply['error']}"))
         else:

@@ -120,14 +120,18 @@ class SandboxLease(Protocol):
         ...
 
     async def write(self, files: Mapping[str, bytes]) -> None:
-        """Write files by absolute path; parent directories are made, and links on the way are refused."""
+        """Write files by absolute path; parent directories are made.
+
+        Raises:
+            OSError: the disk is full, or a link or a file is on the way.
+        """
         ...
 
     async def read(self, path: str, *, limit: int = 1 << 20) -> bytes:
         """Return at most `limit` bytes of a plain file.
 
         Raises:
-            FileNotFoundError: there is no plain file, or a link is on the way.
+            OSError: there is no plain file, or a link is on the way.
         """
         ...
 

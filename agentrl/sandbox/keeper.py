@@ -30,13 +30,15 @@ import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 Fields = dict[str, Any]
 Answer = tuple[Fields | None, list[int]]
 """Fields of a reply and the files sent beside it; None: the reply comes later, or none is due."""
 
-MESSAGE_BYTES = 160_000
+_MESSAGE_BYTES = 100_000
+_SPILLED = b"@"
+"""Message whose content lies in the last file beside it."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _NEWNS, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x10000000, 0x20000000, 0x40000000
 _RDONLY, _NOSUID, _NODEV, _NOEXEC, _REMOUNT, _BIND, _REC, _PRIVATE, _DETACH = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18, 2
@@ -60,6 +62,50 @@ _ETC = {
 
 class KeeperError(Exception):
     """A request that cannot be served; its text is the answer."""
+
+
+class FileError(Exception):
+    """A failure to read or write a file of a sandbox, which its commands may cause: error number, message and path."""
+
+
+@contextlib.contextmanager
+def _in_file(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise FileError(error.errno, error.strerror, path) from error
+
+
+def memory_file(content: bytes) -> int:
+    """Return the descriptor of a file in memory."""
+    file = os.memfd_create("agentrl", os.MFD_CLOEXEC)
+    view = memoryview(content)
+    while view:
+        view = view[os.write(file, view) :]
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
+
+
+def send(line: socket.socket, message: Fields, files: Sequence[int] = ()) -> None:
+    """Send a message of any size; the files stay open here."""
+    body = json.dumps(message).encode()
+    if len(body) <= _MESSAGE_BYTES:
+        socket.send_fds(line, [body], list(files))
+        return
+    spilled = memory_file(body)
+    try:
+        socket.send_fds(line, [_SPILLED], [*files, spilled])
+    finally:
+        os.close(spilled)
+
+
+def receive(line: socket.socket) -> tuple[Fields | None, list[int]]:
+    """Return a message and the files beside it; None at the end of the line."""
+    data, files, _, _ = socket.recv_fds(line, _MESSAGE_BYTES, 8)
+    if data == _SPILLED:
+        with open(files.pop(), "rb") as file:
+            data = file.read()
+    return (json.loads(data) if data else None), files
 
 
 def _check(result: int) -> int:
@@ -89,7 +135,7 @@ def _open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
 def _parts(path: str) -> list[str]:
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if not path.startswith("/") or ".." in parts or not parts:
-        raise KeeperError(f"{path!r}: give an absolute path without '..'")
+        raise OSError(errno.EINVAL, "not an absolute path without '..'")
     return parts
 
 
@@ -187,7 +233,7 @@ class Lease:
             os.close(directory)
         if not stat.S_ISREG(os.fstat(file).st_mode):
             os.close(file)
-            raise KeeperError(f"{path}: not a plain file")
+            raise OSError(errno.EINVAL, "not a plain file")
         return file
 
 
@@ -258,15 +304,18 @@ class Keeper:
                 self.answer()
 
     def answer(self) -> None:
-        data, files, _, _ = socket.recv_fds(self.line, MESSAGE_BYTES, 8)
-        if not data:
+        request, files = receive(self.line)
+        if request is None:
             os._exit(0)  # the owner has closed its end
-        request = json.loads(data)
         number, operation = request.pop("number"), request.pop("operation")
         try:
             reply, sent = getattr(self, f"do_{operation}")(number, files, **request)
-        except (KeeperError, OSError) as error:
-            reply, sent = {"error": str(error) if isinstance(error, KeeperError) else f"{operation}: {error}"}, []
+        except KeeperError as error:
+            reply, sent = {"error": str(error)}, []
+        except FileError as error:
+            reply, sent = {"file_error": error.args}, []
+        except OSError as error:
+            reply, sent = {"error": f"{operation}: {error}"}, []
         for file in files:
             os.close(file)
         if reply is not None:
@@ -274,7 +323,7 @@ class Keeper:
 
     def reply(self, number: int, reply: Fields, files: Sequence[int] = ()) -> None:
         try:
-            socket.send_fds(self.line, [json.dumps({"number": number, **reply}).encode()], list(files))
+            send(self.line, {"number": number, **reply}, files)
         except OSError:
             os._exit(0)
         for file in files:
@@ -320,12 +369,15 @@ class Keeper:
         """Write files whose contents lie one after another in `files[0]`."""
         found, offset = self.lease(lease), 0
         for path, size, mode in entries:
-            found.write(path, os.pread(files[0], size, offset), mode)
+            with _in_file(path):
+                found.write(path, os.pread(files[0], size, offset), mode)
             offset += size
         return {}, []
 
     def do_open(self, number: int, files: list[int], lease: str, path: str) -> Answer:
-        file = self.lease(lease).open(path)
+        found = self.lease(lease)
+        with _in_file(path):
+            file = found.open(path)
         return {"size": os.fstat(file).st_size}, [file]
 
     def do_kill(self, number: int, files: list[int], command: int) -> Answer:
@@ -427,15 +479,16 @@ class Keeper:
 
     def start(self, lease: Lease, files: list[int], options: Fields) -> tuple[int, int, int | None]:
         """Start a command. Return bubblewrap's process, the sandbox's process 1, and the listening socket, if any."""
-        listener = None
-        namespace = None
+        listener = namespace = None
         if options["network"] == "gateway":
             listener, namespace = self.listen(options["port"])
         info_read, info_write = os.pipe()
         block_read, block_write = os.pipe()
         filter_file = os.open(f"/proc/self/fd/{self.filter_file}", os.O_RDONLY)
-        extra = ["--seccomp", str(filter_file), "--info-fd", str(info_write), "--block-fd", str(block_read), "--"]
-        argv = [self.bwrap, *self.arguments(lease, options), *extra, *options["argv"]]
+        extra = ["--seccomp", str(filter_file), "--info-fd", str(info_write), "--block-fd", str(block_read)]
+        # In a file, since other users of the machine can read a process's arguments, and these hold the environment.
+        arguments = memory_file(b"".join(os.fsencode(text) + b"\0" for text in self.arguments(lease, options) + extra))
+        argv = [self.bwrap, "--args", str(arguments), "--", *options["argv"]]
         keeper = os.getpid()
         process = os.fork()
         if process == 0:
@@ -447,7 +500,7 @@ class Keeper:
                 for target, file in enumerate(files[:3]):
                     os.dup2(file, target)
                 self.limit(lease, options)
-                keep = {0, 1, 2, info_write, block_read, filter_file}
+                keep = {0, 1, 2, info_write, block_read, filter_file, arguments}
                 for file in [int(name) for name in os.listdir("/proc/self/fd")]:
                     if file not in keep:
                         with contextlib.suppress(OSError):
@@ -458,7 +511,7 @@ class Keeper:
             except BaseException as error:
                 os.write(info_write, f"{type(error).__name__}: {error}".encode())
                 os._exit(127)
-        for file in (info_write, block_read, filter_file, *([namespace] if namespace is not None else [])):
+        for file in (info_write, block_read, filter_file, arguments, *([namespace] if namespace is not None else [])):
             os.close(file)
         try:
             init = self.sandbox_init(info_read)
