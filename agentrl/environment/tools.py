@@ -318,7 +318,9 @@ class ToolEnvironment(Environment):
             try:
                 while observations:
                     turn = await agent.act(*observations, state=self.anchor_state())
-                    observations = [await run_tool(ctx, self, tools, call) for call in turn.tool_calls]
+                    observations = []
+                    for call in turn.tool_calls:  # a comprehension would keep a cell for each name it uses
+                        observations.append(await run_tool(ctx, self, tools, call))
             except LimitReachedError as limit:
                 ctx.truncate(limit)
                 truncated = True

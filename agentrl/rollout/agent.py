@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from array import array
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
@@ -77,7 +78,7 @@ class LiveAgent(TurnRecorder):
         request = self._request(messages, max_tokens, reply, state)
         asked = self._digest(request)
         context = self._render(request, asked)
-        call = journal.open(asked, lambda: _described(agent_name(self.seat, self.index), request.messages))
+        call = journal.open(asked, partial(self._describe, request.messages))
         if call.waits:
             await journal.reach(call)
         recorded = journal.recall(call, TurnEntry)
@@ -87,6 +88,10 @@ class LiveAgent(TurnRecorder):
             completion, entry = await self._generate(call, request, context)
             self._record(call, entry)
         return self._answer(call, request, completion)
+
+    def _describe(self, messages: Sequence[Message]) -> str:
+        text = " / ".join(message.content for message in messages)
+        return f"a turn of {agent_name(self.seat, self.index)} asked {shortened_repr(text)}"
 
     def _request(
         self, messages: tuple[Message, ...], max_tokens: int | None, reply: str | None, state: object
@@ -328,10 +333,6 @@ class AgentTokenRows:
     def context(self) -> Int32Array:
         """The whole open row, as sent to the engine; shape [T]."""
         return np.frombuffer(self._row_tokens.tobytes(), dtype=np.int32)
-
-
-def _described(agent: str, messages: Sequence[Message]) -> str:
-    return f"a turn of {agent} asked {shortened_repr(' / '.join(message.content for message in messages))}"
 
 
 def _valid(message: object) -> Message:

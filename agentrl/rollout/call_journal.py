@@ -491,7 +491,7 @@ class CallJournal:
             guard = GlobalRandomState(ids.stable_hash64("branch", *branch.key, branch.path))
         elif self.detects_draws:
             guard = RandomDrawDetector()
-        branch.steps = GuardedAwaitable(guard, program, self.drew)
+        branch.steps = GuardedAwaitable(guard, program, None if guard is None else self.drew)
         return branch.steps
 
     def end_steps(self, branch: ProgramBranch) -> None:

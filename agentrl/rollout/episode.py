@@ -8,6 +8,7 @@ parked episodes; which episodes to park is the scheduler's decision.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,9 @@ AS_THE_RUN: Mapping[str, PolicySettings] = MappingProxyType({})
 
 GRACE_S = 5.0
 """Seconds that a cancelled program has to end before it is abandoned."""
+
+_TIMER_CONTEXT = contextvars.Context()
+"""Context of all time limits' timers, which would otherwise each copy the context of their task."""
 
 TOOL_TIMEOUT_S = 30.0
 """Time limit of tools that set none of their own."""
@@ -281,7 +285,7 @@ class TimeLimit:
         self._seconds = self._left = seconds
         self._pauses = 0
         self._deadline = self._loop.time() + seconds
-        self._timer: asyncio.TimerHandle | None = self._loop.call_at(self._deadline, self._look)
+        self._timer: asyncio.TimerHandle | None = self._loop.call_at(self._deadline, self._look, context=_TIMER_CONTEXT)
 
     @property
     def is_cancelled(self) -> bool:
@@ -341,14 +345,14 @@ class TimeLimit:
     def _set_deadline(self) -> None:
         self._deadline = self._loop.time() + self._left
         if self._timer is None:
-            self._timer = self._loop.call_at(self._deadline, self._look)
+            self._timer = self._loop.call_at(self._deadline, self._look, context=_TIMER_CONTEXT)
 
     def _look(self) -> None:
         self._timer = None
         if self._pauses:
             return
         if self._loop.time() < self._deadline:
-            self._timer = self._loop.call_at(self._deadline, self._look)
+            self._timer = self._loop.call_at(self._deadline, self._look, context=_TIMER_CONTEXT)
         else:
             self._expired()
 

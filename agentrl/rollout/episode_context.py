@@ -6,6 +6,7 @@ performed once, `agent.py` the turns, `gather.py` the branches.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import MappingProxyType
@@ -79,10 +80,7 @@ class LiveEpisodeContext(EpisodeContext):
 
     __slots__ = (
         "_fan_out",
-        "_journal",
-        "_services",
         "_spawned",
-        "_spec",
         "agents",
         "episode",
         "limits",
@@ -103,9 +101,6 @@ class LiveEpisodeContext(EpisodeContext):
         """Agents in the order in which the program first requested them."""
         self.measured_against: dict[str, PolicyVersion] | None = None
         """See `EpisodeHeader.measured_against`; None until there are children."""
-        self._spec = episode.spec
-        self._journal = episode.journal
-        self._services = episode.services
         self.stop_reason: StopReason | None = None
         self.resources: tuple[JournaledResource, ...] = ()
 
@@ -113,9 +108,11 @@ class LiveEpisodeContext(EpisodeContext):
         """The handle of a seat's conversation."""
         found = next((agent for agent in self.agents if agent.seat == seat and agent.index == index), None)
         if found is None:
-            if seat not in self._spec.seats:
-                known = ", ".join(repr(name) for name in self._spec.seats)
-                raise EnvironmentDefinitionError(f"{self._spec.environment} has no seat {seat!r}; its seats: {known}")
+            if seat not in self.episode.spec.seats:
+                known = ", ".join(repr(name) for name in self.episode.spec.seats)
+                raise EnvironmentDefinitionError(
+                    f"{self.episode.spec.environment} has no seat {seat!r}; its seats: {known}"
+                )
             found = LiveAgent(self.episode, seat, index, tools)
             self.agents.append(found)
         return found
@@ -131,7 +128,7 @@ class LiveEpisodeContext(EpisodeContext):
         guarantee: Guarantee = "idempotent",
     ) -> str:
         """Run a tool: its failures are observations, and its outcome is journaled."""
-        journal, clock = self._journal, self._services.clock
+        journal, clock = self.episode.journal, self.episode.services.clock
         asked, encoded = to_journal_data_and_bytes(arguments)
         opened = journal.open(
             request_hash(name.encode("utf-8", "replace"), encoded), lambda: f"{name}({shortened_repr(asked)})"
@@ -149,7 +146,7 @@ class LiveEpisodeContext(EpisodeContext):
             if external:
                 observation, outcome = await self._observe_external(call, timeout_s, guarantee)
             else:
-                default_s = self._services.settings.tool_timeout_s
+                default_s = self.episode.services.settings.tool_timeout_s
                 observation, outcome = await observe_tool(call, timeout_s, default_s, external=False)
         if opened.recorded is None:
             seconds = clock.monotonic() - started
@@ -201,7 +198,7 @@ class LiveEpisodeContext(EpisodeContext):
 
     def patched(self, id: str) -> bool:
         """Whether code that was added while episodes were in flight may run here."""
-        return self._journal.patched(id)
+        return self.episode.journal.patched(id)
 
     def spawn(
         self, environment: type[Environment], task: Task | Mapping[str, Any], *, n: int = 1
@@ -211,18 +208,18 @@ class LiveEpisodeContext(EpisodeContext):
         Raises:
             EpisodeError: the number exceeds the limit; none was admitted.
         """
-        if self._spec.episode_id.count("~") >= MAX_CHILD_DEPTH:
+        if self.episode.spec.episode_id.count("~") >= MAX_CHILD_DEPTH:
             raise EpisodeError(f"child episodes nest deeper than {MAX_CHILD_DEPTH}", reason="environment_error")
         name = name_of(environment)
         identity, data = ("", task) if not isinstance(task, Task) else (task.id, task.data)
-        opened = self._journal.open(
+        opened = self.episode.journal.open(
             # By class, as in `fan_out`: an edited copy of an environment's file has another module.
             request_hash(*map(encode_arguments, (environment.__name__, n, identity, data))),
             lambda: (
                 f"the start of {plural(n, 'child', 'children')} of {name} on {shortened_repr(to_journal_data(data))}"
             ),
         )
-        recorded = self._journal.recall(opened, SpawnEntry)
+        recorded = self.episode.journal.recall(opened, SpawnEntry)
         if recorded is None:  # recorded children were admitted before, whatever is declared now
             self._check_fan_out(environment, n)
         self._spawned = {**self._spawned, environment.__name__: self._spawned.get(environment.__name__, 0) + n}
@@ -232,18 +229,18 @@ class LiveEpisodeContext(EpisodeContext):
             self.measured_against = {}
         measured_against = self.measured_against
         children = tuple(LiveChildEpisode(self.episode, measured_against) for _ in range(n))
-        group = self._services.host.spawn(
-            self._spec,
+        group = self.episode.services.host.spawn(
+            self.episode.spec,
             name,
             [task] * n,
             opened.call_id,
             lambda index, header: children[index].end(header),
-            recorded.children if recorded is not None and self._spec.fork is not None else (),
+            recorded.children if recorded is not None and self.episode.spec.fork is not None else (),
         )
         for child, episode_id in zip(children, group.episode_ids, strict=True):
             child.episode_id = episode_id
         if recorded is None:
-            self._journal.record(opened, SpawnEntry(name, group.group_id, group.episode_ids))
+            self.episode.journal.record(opened, SpawnEntry(name, group.group_id, group.episode_ids))
         return children
 
     def _check_fan_out(self, environment: type[Environment], n: int) -> None:
@@ -253,7 +250,7 @@ class LiveEpisodeContext(EpisodeContext):
         spawned = self._spawned.get(name, 0)
         asked = spawned + n
         if asked > (MAX_UNDECLARED if declared is None else declared):
-            parent = self._spec.environment.rpartition(":")[2]
+            parent = self.episode.spec.environment.rpartition(":")[2]
             said = f"declares {declared}" if declared is not None else f"declares none (so at most {MAX_UNDECLARED})"
             before = f" after {spawned} before" if spawned else ""
             raise EpisodeError(
@@ -268,7 +265,7 @@ class LiveEpisodeContext(EpisodeContext):
 
     async def gather(self, *awaitables: Awaitable[Any]) -> list[Any]:
         """Await on branches; their ends, and the order of the ends, are journaled."""
-        return await gather(self._journal, awaitables)
+        return await gather(self.episode.journal, awaitables)
 
     def truncate(self, limit: LimitReachedError) -> None:
         """Mark the episode as truncated."""
@@ -281,12 +278,12 @@ class LiveEpisodeContext(EpisodeContext):
 
     def now(self) -> float:
         """Return the journaled wall-clock time."""
-        opened = self._journal.open(request_hash(b"now"), lambda: "the time")
-        recorded = self._journal.recall(opened, NondeterministicValueEntry)
+        opened = self.episode.journal.open(request_hash(b"now"), lambda: "the time")
+        recorded = self.episode.journal.recall(opened, NondeterministicValueEntry)
         if recorded is not None:
             return float(recorded.value)
-        value = self._services.clock.wall()
-        self._journal.record(opened, NondeterministicValueEntry("now", value))
+        value = self.episode.services.clock.wall()
+        self.episode.journal.record(opened, NondeterministicValueEntry("now", value))
         return value
 
     def uuid(self) -> str:
@@ -295,12 +292,12 @@ class LiveEpisodeContext(EpisodeContext):
 
     async def sleep(self, seconds: float) -> None:
         """Wait; a recorded wait is not repeated, however long the code now waits."""
-        opened = self._journal.open(request_hash(b"sleep"), lambda: f"a sleep of {seconds:g} s")
-        await self._journal.reach(opened)
-        if self._journal.recall(opened, NondeterministicValueEntry) is None:
-            with CallExecution(self._journal, opened):
-                await self._services.clock.sleep(seconds)
-            self._journal.record(opened, NondeterministicValueEntry("sleep", seconds))
+        opened = self.episode.journal.open(request_hash(b"sleep"), lambda: f"a sleep of {seconds:g} s")
+        await self.episode.journal.reach(opened)
+        if self.episode.journal.recall(opened, NondeterministicValueEntry) is None:
+            with CallExecution(self.episode.journal, opened):
+                await self.episode.services.clock.sleep(seconds)
+            self.episode.journal.record(opened, NondeterministicValueEntry("sleep", seconds))
 
     def metric(self, name: str, value: float) -> None:
         """Add to a metric of the episode; a format error counts for the agent that acted last."""
@@ -310,13 +307,13 @@ class LiveEpisodeContext(EpisodeContext):
         self, call: Callable[[], str | Awaitable[str]], own_s: float | None, guarantee: Guarantee
     ) -> tuple[str, str]:
         """Return observation and outcome of an external tool."""
-        default_s = self._services.settings.tool_timeout_s
+        default_s = self.episode.services.settings.tool_timeout_s
         return await retry_infrastructure(
             self.episode, guarantee, lambda: observe_tool(call, own_s, default_s, external=True)
         )
 
     def _observed(self, call: JournaledCall, entry: ToolEntry) -> str:
-        self.episode.metric(f"tool/{entry.outcome}", 1.0, self.episode.speaker(call.branch))
+        self.episode.metric(sys.intern(f"tool/{entry.outcome}"), 1.0, self.episode.speaker(call.branch))
         return entry.observation
 
     def counted(self) -> Mapping[str, PolicyCounts]:
@@ -335,7 +332,7 @@ class LiveEpisodeContext(EpisodeContext):
 
     def close(self) -> None:
         """Close the journal, and release the engine's resources of the agents."""
-        self._journal.end()
+        self.episode.journal.end()
         for agent in self.agents:
             agent.close()
         for resource in self.resources:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -55,10 +56,10 @@ class TurnSampler:
     """
 
     __slots__ = (
+        "_conversation",
         "_episode",
         "_in_flight",
         "_kept_version",
-        "_name",
         "_partial",
         "_pin",
         "_reservation",
@@ -69,7 +70,7 @@ class TurnSampler:
 
     def __init__(self, episode: LiveEpisode, seat: str, conversation: str) -> None:
         self._episode = episode
-        self._name = f"{episode.name}:{conversation}"
+        self._conversation = sys.intern(conversation)  # one string for all episodes
         binding = episode.spec.seats[seat]
         self._pin = binding.pin
         self.weights_of = binding.policy if binding.pin is None else binding.pin.policy
@@ -89,6 +90,11 @@ class TurnSampler:
         """Turn in progress."""
         self.pauses: tuple[TurnPause, ...] = ()
         """Pauses of the turn in progress, or of the last turn."""
+
+    @property
+    def _name(self) -> str:
+        """The conversation, for session ids and messages."""
+        return f"{self._episode.name}:{self._conversation}"
 
     async def sample(
         self, call: JournaledCall, context: Int32Array, opening: int, sampling: SamplingParams, sampled_before: int

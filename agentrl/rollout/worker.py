@@ -259,22 +259,20 @@ class AsyncioWorker:
         return environment
 
 
-class _Outages:
+class _Outages(RetryBudget):
     """Failures of an episode's infrastructure, counted since the episode last had more entries than ever before."""
 
+    __slots__ = ("_most_entries",)
+
     def __init__(self) -> None:
-        self._budget = RetryBudget()
+        super().__init__()
         self._most_entries = 0
 
     def note_progress(self, entries: int) -> None:
         """Note the number of entries with which an attempt resumes."""
         if entries > self._most_entries:
             self._most_entries = entries
-            self._budget.achieved()
-
-    def lost(self) -> float | None:
-        """Count a failure; return the seconds to wait, or None if the episode is given up."""
-        return self._budget.lost()
+            self.achieved()
 
 
 def _noted(error: Exception) -> str:
