@@ -92,8 +92,6 @@ class RunConnection:
         on_end: Callable[[int, EpisodeHeader], None],
         known: Sequence[str] = (),
     ) -> SpawnedGroup:
-        """See `EpisodeHost.spawn`. Mistakes of the program are raised here, where the program can see them. Forks never
-        run here, so `known` is not used."""
         child = resolve(environment)
         for seat in child.seats:
             self._policy_of(f"{child.__name__}.{seat}", 0)
@@ -130,7 +128,6 @@ class RunConnection:
     async def commit_episode(
         self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
     ) -> None:
-        """See `CommitLog`: the entries are on disk; the run commits them when it receives the end of the episode."""
         if header.committed:
             await self._log.flush()
         self._ends[spec.episode_id] = (digest, dict(metrics), detail)
@@ -138,7 +135,6 @@ class RunConnection:
     def record_episode_metrics(
         self, spec: EpisodeSpec, header: EpisodeHeader, counted: Mapping[str, PolicyCounts]
     ) -> None:
-        """See `EpisodeHost.record_episode_metrics`: sent with the end of the episode."""
         self._counted[spec.episode_id] = dict(counted)
 
     def ended(self, number: int, header: EpisodeHeader) -> None:

@@ -390,7 +390,7 @@ def test_it_can_be_trained_on() -> None:
 
 def test_the_right_answer_is_rewarded() -> None:
     played = play(ENVIRONMENT, TASK, [calculate(20, "+", 5), calculate(25, "-", 7), "18"])
-    assert played.told == ("20 + 5 - 7 =", "25", "18")
+    assert played.observations == ("20 + 5 - 7 =", "25", "18")
     assert played.reward == 1.0
 
 

@@ -186,7 +186,6 @@ class HeadOutput(NamedTuple):
     top_logprobs: Tensor | None = None
     """[n, k + 1]: log-probabilities of `top_ids`, then of all other tokens together. No gradient."""
     reference_kl: Tensor | None = None
-    """See `reference_divergence`; None without a reference."""
     values: Tensor | None = None
     """Values of the head; None without one."""
 

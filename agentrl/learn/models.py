@@ -86,7 +86,6 @@ class PolicyModel:
         replay: RoutingReplay | None = None,
         described: str = "",
     ) -> None:
-        """See `load_models`, which makes these."""
         self.model = model
         """Causal LM, with the adapters of all policies on its base injected."""
         self.base = base
@@ -149,7 +148,6 @@ class PolicyModel:
         reference: HeadOutput | None = None,
         value_head: nn.Module | None = None,
     ) -> HeadOutput:
-        """See `forward.token_logprobs`; uses the active adapter."""
         forward = self._sharded or partial(token_logprobs, self.model)
         return forward(
             batch,

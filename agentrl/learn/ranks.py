@@ -213,7 +213,7 @@ class SingleRankGroup:
         return [data]
 
     def mesh(self, shards: int) -> DeviceMesh | None:
-        """See `RankGroup.mesh`: there is no group."""
+        ...
 
 
 BUCKET = 256 << 20
@@ -301,7 +301,6 @@ class DistributedRankGroup:
                 tensor.copy_(part.view_as(tensor))
 
     def gather(self, data: bytes) -> list[bytes]:
-        """See `RankGroup.gather`; shorter messages are padded to the longest."""
         sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([len(data)], device=self._device))
         longest = max(1, *(int(size) for size in sizes))
@@ -311,7 +310,6 @@ class DistributedRankGroup:
         return [part[: int(size)].cpu().numpy().tobytes() for part, size in zip(received, sizes, strict=True)]
 
     def mesh(self, shards: int) -> DeviceMesh | None:
-        """See `RankGroup.mesh`; `shards` must divide the size."""
         if shards == self.size:
             return init_device_mesh(self._device.type, (self.size,))
         names = ("replicate", "shard")
@@ -389,7 +387,6 @@ class ShardedForward(nn.Module):
         self.model.load_state_dict(shards, strict=False, assign=True)
 
     def forward(self, *arguments: Any, **settings: Any) -> HeadOutput:
-        """See `forward.token_logprobs`; calls it with the model and these arguments."""
         # Clones, because FSDP attaches hooks to the returned tensors and cannot do so for views.
         return token_logprobs(self.model, *arguments, **settings).map(Tensor.clone)
 

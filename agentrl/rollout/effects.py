@@ -79,7 +79,6 @@ async def perform_effect(
     *,
     again: bool = False,
 ) -> T:
-    """See `EpisodeContext.effect`. With `again`, a recorded effect is performed again, and its new outcome counts."""
     journal = episode.journal
     call = journal.open(request_hash(name.encode("utf-8", "replace")), lambda: f"the effect {name!r}")
     await journal.reach(call)
@@ -189,7 +188,6 @@ async def _awaited(value: Any) -> Any:
 
 
 async def remember_proposal(episode: LiveEpisode, key: str, structure: str) -> ProposalNovelty:
-    """See `EpisodeContext.remember`: an effect on the run itself."""
     journal = episode.journal
     if not (isinstance(key, str) and isinstance(structure, str)):
         raise EnvironmentDefinitionError(f"ctx.remember takes text, not {key!r} and {structure!r}")

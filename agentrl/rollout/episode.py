@@ -159,7 +159,6 @@ class LiveEpisode:
     began_under: Mapping[str, PolicySettings] = field(default_factory=lambda: AS_THE_RUN)
     """Settings the episode began with, if they differ from the run's now, keyed by seat, and by "" for `ctx.limits`."""
     agents: Sequence[EpisodeAgent] = ()
-    """See `LiveEpisodeContext.agents`."""
     limit: TimeLimit | None = None
     """Time limit of the program, while it runs."""
     note: str = ""
@@ -410,7 +409,6 @@ class Parking:
         return tuple(sorted(self.waiting, key=lambda episode_id: (self.deadline(episode_id), episode_id)))
 
     def park(self, episode_id: str) -> bool:
-        """See `core.ports.Worker.park`; idempotent."""
         if episode_id not in self._in_flight:
             return False
         if episode_id not in self.waiting:
@@ -443,6 +441,5 @@ class Parking:
                 gate.set_result(None)
 
     def deadline(self, episode_id: str) -> float:
-        """See `LiveEpisode.deadline`; infinite while no attempt runs."""
         attempt = self._in_flight.get(episode_id)
         return float("inf") if attempt is None else attempt.deadline()

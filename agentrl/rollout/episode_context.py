@@ -100,7 +100,6 @@ class LiveEpisodeContext(EpisodeContext):
         episode.agents = self.agents = list[TurnRecorder]()
         """Agents in the order in which the program first requested them."""
         self.measured_against: dict[str, PolicyVersion] | None = None
-        """See `EpisodeHeader.measured_against`; None until there are children."""
         self.stop_reason: StopReason | None = None
         self.resources: tuple[JournaledResource, ...] = ()
 

@@ -88,7 +88,6 @@ class ReplayJournal(CallJournal):
         """Rewards that the code gave, if recorded rewards are ignored."""
 
     def open(self, asked: bytes, describe: Callable[[], str]) -> JournaledCall:
-        """See `CallJournal.open`; skips the numbers of recorded rewards if they are ignored."""
         self._skip_rewards()
         return super().open(asked, describe)
 
@@ -101,7 +100,6 @@ class ReplayJournal(CallJournal):
         return super().fork_edits()
 
     async def reach(self, call: JournaledCall, *, cancelled: bool = False) -> None:
-        """See `CallJournal.reach`; all recorded calls have returned when a new call is reached."""
         await super().reach(call, cancelled=cancelled)
         if call.recorded is None:
             self._end_at(call, "a call of its own")
@@ -111,22 +109,14 @@ class ReplayJournal(CallJournal):
         self._end_at(call, describe_entry(body))
 
     def record_again(self, call: JournaledCall, body: TurnEntry) -> None:
-        """See `CallJournal.record_again`; nothing is written."""
         self._came_back(call.call_id, body)
 
     def check_new(self, call: JournaledCall, difference: str) -> None:
-        """See `CallJournal.check_new`.
-
-        Raises:
-            ReplayMismatchError: the journal holds another request in place of the call.
-            CallNotRecordedError: the journal holds no more entries.
-        """
         if difference:
-            self.mismatch(call.call_id, "the external agent asks something else", difference)
+            self.mismatch(call.call_id, "the external agent sent a different request", difference)
         self._end_at(call, "a turn that it did not ask for then")
 
     def reward(self, body: RewardEntry) -> RewardEntry:
-        """See `CallJournal.reward`; if recorded rewards are ignored, does not compare."""
         if self.given is None:
             return super().reward(body)
         self.given.append(body)

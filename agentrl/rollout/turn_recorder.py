@@ -68,7 +68,6 @@ class TurnRecorder(Agent):
         """Number of tokens sampled so far."""
         self._turn_rewards: dict[int, float] | None = None
         self._turn_states = b""
-        """See `TrajectoryHeader.turn_states`."""
         self._named_rewards: dict[str, float] | None = None
 
     @abstractmethod

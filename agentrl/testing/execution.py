@@ -255,7 +255,7 @@ class PlayResult:
 
     reward: float
     """Sum of the rewards of all agents."""
-    told: tuple[str, ...]
+    observations: tuple[str, ...]
     """Text of the new messages before each turn of the policy."""
     stop_reason: str
 
@@ -305,7 +305,7 @@ def play(
     header = outcome.header
     turns = [body for entry in outcome.entries if isinstance(body := entry.decode(), TurnEntry)]
     prompts = tuple("\n".join(str(message["content"]) for message in turn.messages) for turn in turns)
-    return PlayResult(reward=header.reward or 0.0, told=prompts, stop_reason=header.stop_reason or "")
+    return PlayResult(reward=header.reward or 0.0, observations=prompts, stop_reason=header.stop_reason or "")
 
 
 def _text(reply: str | Mapping[str, Any]) -> str:

@@ -440,7 +440,7 @@ def test_code_that_goes_by_the_order_of_a_set_is_found_in_another_process(tmp_pa
         assert len(report.findings) == found
         if found:
             assert "the order of a set or on hash()" in report.findings[0]
-            assert "call r#0 asks something else" in report.findings[0]
+            assert "call r#0 differs after resuming" in report.findings[0]
 
 
 SEATS_OF_A_SET = """

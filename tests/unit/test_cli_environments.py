@@ -55,7 +55,7 @@ def test_the_variant_in_comments_works_when_it_is_uncommented(written: Path) -> 
     assert report.passed, report.text
     task = agentrl.Task(id="t", data={"question": "1 + 2 =", "answer": "3"})
     played = play(name, task, ["4", "3"])
-    assert (played.reward, played.told) == (1.0, ("1 + 2 =", "That is wrong. Try again."))
+    assert (played.reward, played.observations) == (1.0, ("1 + 2 =", "That is wrong. Try again."))
 
 
 @pytest.mark.parametrize(

@@ -37,4 +37,4 @@ def test_worked_examples_stand_before_the_question() -> None:
     call = {"name": "number", "arguments": {"name": "Bob"}}
     result = play(Book, Book.tasks("train")[0], [call, "9"])
     assert result.reward == 1.0
-    assert result.told[0].splitlines() == ["Look numbers up.", "Ann?", "", "7", "7", "Bob?"]
+    assert result.observations[0].splitlines() == ["Look numbers up.", "Ann?", "", "7", "7", "Bob?"]

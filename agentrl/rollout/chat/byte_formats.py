@@ -73,7 +73,6 @@ class PlainChatFormat:
     def rewritten(
         self, turns: Sequence[SampledTurn], messages: Sequence[Message], tools: Sequence[ToolSpec]
     ) -> list[int] | None:
-        """See `core.ports.ChatFormat.rewritten`: nothing is rewritten."""
         return None
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
@@ -140,21 +139,14 @@ class JsonChatFormat:
         return (self.encode(_line({"tools": described})) if described else []) + self.extend(messages, after="stop")
 
     def extend(self, messages: Sequence[Message], *, after: FinishReason) -> list[int]:
-        """See `core.ports.ChatFormat.extend`; a sampled turn is a whole line, however it ended."""
         return self.encode("".join(_line(_message_value(message)) for message in messages))
 
     def rewritten(
         self, turns: Sequence[SampledTurn], messages: Sequence[Message], tools: Sequence[ToolSpec]
     ) -> list[int] | None:
-        """See `core.ports.ChatFormat.rewritten`: nothing is rewritten."""
         return None
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
-        """See `core.ports.ChatFormat.parse`.
-
-        Raises:
-            LimitReachedError: the endpoint refused.
-        """
         text = self.decode(token_ids)
         try:
             line = json.loads(text)
@@ -185,7 +177,6 @@ class JsonChatFormat:
         return list(text.encode("utf-8", "replace"))
 
     def drift(self, token_ids: Sequence[int]) -> str | None:
-        """See `core.ports.ChatFormat.drift`: bytes are never merged."""
         return None
 
 

@@ -253,11 +253,6 @@ class TemplateChatFormat:
     def rewritten(
         self, turns: Sequence[SampledTurn], messages: Sequence[Message], tools: Sequence[ToolSpec]
     ) -> list[int] | None:
-        """See `core.ports.ChatFormat.rewritten`.
-
-        Raises:
-            ModelError: the template refuses the conversation.
-        """
         values, replies = list[dict[str, Any]](), list[_ReplyParts]()
         requests = [list(turn.messages) for turn in turns] + [list(messages)]
         if self._tools_in_system:
@@ -348,7 +343,6 @@ class TemplateChatFormat:
         return _ReplyParts(thinking, ids, ids[after:])
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[ToolSpec] = ()) -> Message:
-        """See `core.ports.ChatFormat.parse`; malformed calls are kept raw."""
         text = self._decode_reply(_as_list(token_ids))
         thinking, content, calls = self.reply_format.read(text, self._thinking, tools, is_open=self._opens_thinking)
         return Message(role="assistant", content=content, tool_calls=calls, thinking=thinking)

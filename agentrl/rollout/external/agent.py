@@ -147,7 +147,6 @@ class ExternalAgent(TurnRecorder):
         )
 
     def count_tokens(self, request: ChatRequest) -> int:
-        """See `gateway.calls.GatewaySeat.count_tokens`; an estimate for a remote policy."""
         self._check_length(request)
         length = self._rendered(self._tree.count_tokens, request)
         return length // BYTES_PER_TOKEN if self._settings.is_external else length
