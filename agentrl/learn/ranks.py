@@ -212,8 +212,7 @@ class SingleRankGroup:
     def gather(self, data: bytes) -> list[bytes]:
         return [data]
 
-    def mesh(self, shards: int) -> DeviceMesh | None:
-        ...
+    def mesh(self, shards: int) -> DeviceMesh | None: ...
 
 
 BUCKET = 256 << 20

@@ -553,8 +553,8 @@ def _differing_call(first: Sequence[JournalEntry], again: Sequence[JournalEntry]
         if call_id not in now or call_id not in then:
             return f"call {call_id} is {'missing' if call_id not in now else 'new'}"
         if then[call_id].asked != now[call_id].asked:
-            before, after = describe_entry(then[call_id].decode()), describe_entry(now[call_id].decode())
-            return f"call {call_id} differs after resuming ({before} → {after})"
+            recorded, resumed = describe_entry(then[call_id].decode()), describe_entry(now[call_id].decode())
+            return f"call {call_id} differs after resuming ({recorded} → {resumed})"
         before, after = _result(then[call_id]), _result(now[call_id])
         if before != after:
             return f"call {call_id} returned {shortened_repr(after)} instead of {shortened_repr(before)}"
