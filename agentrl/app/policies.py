@@ -200,7 +200,7 @@ def check_engine_capabilities(config: RunConfig, capabilities: EngineCapabilitie
 
 
 def _check_names(config: RunConfig, environment: type[Environment], known_names: list[str]) -> None:
-    """Check the names in `[seats]`: a misspelt seat would silently be held by another policy."""
+    """Check the names in `[seats]`: a misspelled seat would silently be held by another policy."""
     names = {*known_names, *(seat.rsplit(".", 1)[-1] for seat in known_names)}
     for seat in config.seats:
         if seat not in names:

@@ -42,7 +42,7 @@ LOST_AT = ("solver", 5)
 """Policy and step before which the trainer is lost, once."""
 PARK_EVERY_S = 0.15
 MODEL = "a script"
-"""Value of `model.path` in a sample run, by which `is_sample_run` recognises one."""
+"""Value of `model.path` in a sample run, by which `is_sample_run` recognizes one."""
 
 
 def write_sample_run(directory: str | Path = "runs", name: str = NAME) -> Run:

@@ -60,7 +60,7 @@ def loss(function: Any = None, *, per_token: bool = False, reference: bool = Fal
     """Mark a function of a `LossBatch` as a loss, for `train(config, loss=…)` or `trainer.loss.name`.
 
     The function returns the loss of each token, shape [n] as `batch.logprobs`; agentrl sums it and divides by the
-    normaliser. It is called once per step, with all tokens of the step, so its result cannot depend on how the step is
+    normalizer. It is called once per step, with all tokens of the step, so its result cannot depend on how the step is
     split into micro-batches or ranks. It must be pure. Further parameters are set by further keys of `trainer.loss`.
 
     Args:
@@ -95,7 +95,7 @@ def advantage(function: Any = None, *, over: Literal["group", "step"] = "group")
 
     Example:
         >>> @advantage
-        ... def centred(group):
+        ... def centered(group):
         ...     mean = sum(group.rewards) / len(group.rewards)
         ...     return [reward - mean for reward in group.rewards]
     """

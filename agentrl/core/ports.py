@@ -217,7 +217,7 @@ class Engine(Sampler, Protocol):
 
 
 class ChatFormat(Protocol):
-    """Converts between messages and tokens for one model. Never re-tokenises sampled tokens."""
+    """Converts between messages and tokens for one model. Never re-tokenizes sampled tokens."""
 
     stop_token_ids: tuple[int, ...]
     fingerprint: bytes
@@ -263,11 +263,11 @@ class ChatFormat(Protocol):
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of text, as the template tokenises it."""
+        """Token ids of text, as the template tokenizes it."""
         ...
 
     def drift(self, token_ids: Sequence[int]) -> str | None:
-        """Explain why the text of sampled tokens would be tokenised differently; None if it would not."""
+        """Explain why the text of sampled tokens would be tokenized differently; None if it would not."""
         ...
 
 

@@ -444,7 +444,7 @@ class GameTally(NamedTuple):
 
     @property
     def win_rate(self) -> float:
-        """Mean score, shrunk towards ½ by one win and one loss (Laplace); defined without any game."""
+        """Mean score, shrunk toward ½ by one win and one loss (Laplace); defined without any game."""
         return (self.score + 1.0) / (self.episodes + 2.0)
 
     def plus(self, score: float) -> GameTally:
@@ -499,7 +499,7 @@ class Proposal(NamedTuple):
     call_id: str
     environment: str
     key: str
-    """Digest of the key that equal proposals share, as the environment normalises it."""
+    """Digest of the key that equal proposals share, as the environment normalizes it."""
     structure: str
     """Structure that similar proposals share, as the environment defines it; empty if it defines none."""
 

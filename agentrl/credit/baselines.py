@@ -5,7 +5,7 @@ comparable: in a zero-sum game the seats differ (the first mover wins more often
 because the opponent changes. Its means change only when a step is taken. Those after each step are kept, and stored in
 the manifest: a resumed run continues with the same means, and a repeated step uses the same ones again.
 
-`RewardHistory` has the means of earlier groups, per task and per environment, towards which a group's baseline is
+`RewardHistory` has the means of earlier groups, per task and per environment, toward which a group's baseline is
 shrunk.
 """
 

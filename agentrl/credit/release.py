@@ -333,7 +333,7 @@ SHRINKAGE = 3.0
 
 
 def shrunk_advantage(reward: float, others: Sequence[float], earlier: float | None) -> Advantage:
-    """A = R - b with b = (Σ others + κ·V) / (n + κ), κ = 3: the noisy mean of a few siblings is shrunk towards the mean
+    """A = R - b with b = (Σ others + κ·V) / (n + κ), κ = 3: the noisy mean of a few siblings is shrunk toward the mean
     V of earlier groups (James & Stein 1961).
 
     V comes from earlier groups, so b stays independent of the member's samples. Without V, b is the mean of the

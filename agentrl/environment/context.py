@@ -180,7 +180,7 @@ class EpisodeContext(ABC):
         Args:
             aliases: additional model names, each mapped to a seat.
             volatile: regular expressions of text that is ignored when requests are compared.
-            ignored_fields: request fields that are ignored, instead of refused, if the run cannot honour them.
+            ignored_fields: request fields that are ignored, instead of refused, if the run cannot honor them.
             recall: whether a restarted attempt gets the replies of earlier attempts.
 
         Raises:
@@ -197,7 +197,7 @@ class EpisodeContext(ABC):
         nothing.
 
         Args:
-            key: equal for equal proposals. Normalise it: one more space makes another proposal.
+            key: equal for equal proposals. Normalize it: one more space makes another proposal.
             structure: equal for similar proposals, such as `"3 terms"`: coarse, and cheap to compute.
         """
 

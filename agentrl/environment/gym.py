@@ -240,7 +240,7 @@ def gym_environment(
 class TextGame(TypedDict):
     """The arguments of `gym_environment` that belong to one game.
 
-    The observations below are made from the game's state, not by `env.render()`: its text contains colour codes, and
+    The observations below are made from the game's state, not by `env.render()`: its text contains color codes, and
     Blackjack has no text.
     """
 

@@ -106,7 +106,7 @@ class HarnessEnvironment(Environment):
     """Regular expressions of text that differs between requests by nature; it is ignored when requests are compared
     with earlier ones."""
     ignored_fields: ClassVar[Sequence[str]] = ()
-    """Request fields that the run cannot honour (`temperature`, `tool_choice`) and that are ignored instead of
+    """Request fields that the run cannot honor (`temperature`, `tool_choice`) and that are ignored instead of
     refused."""
     replay_stable: ClassVar[bool] = True
     """Whether the program may be run again from its beginning with the recorded replies. If not, an interrupted episode

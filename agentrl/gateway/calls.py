@@ -2,7 +2,7 @@
 
 A protocol module reads a request's body into a `ChatRequest` and writes a `ChatReply` in its own form. Sampling
 parameters that the run decides are passed on as `demands`: the seat compares them with the run's, and refuses those it
-cannot honour.
+cannot honor.
 """
 
 from __future__ import annotations

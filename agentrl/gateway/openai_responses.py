@@ -3,7 +3,7 @@
 The items of one reply (reasoning, text, calls) are one message of the model. A tool of type `custom` is offered to the
 model as a function with one argument, `input`; a tool NAME of a `namespace` SPACE as the function `SPACE.NAME`. An item
 `compaction_trigger` asks the model for a summary, which the client gets as an item `compaction`, in clear text, and
-sends back in place of the summarised items.
+sends back in place of the summarized items.
 """
 
 from __future__ import annotations

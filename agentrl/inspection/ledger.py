@@ -238,7 +238,7 @@ class _Counting:
     ) -> None:
         """Report the episodes with missing entries, unless they were pruned."""
         missing = {key: count for key, count in missing_entries.items() if count}
-        # Read afterwards: a run records what it prunes before pruning.
+        # Read afterward: a run records what it prunes before pruning.
         pruned = log.pruned({episode for episode, _ in missing})
         for (episode, attempt), count in missing.items():
             present = expected[episode, attempt] - count

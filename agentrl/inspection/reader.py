@@ -1,7 +1,7 @@
 """Reads a run: its episodes, the events of one, its rewards. Works while the run is written, and if it is damaged.
 
 Needs neither torch, ray, numpy nor the environment's code. Returns content unescaped: code that shows it calls
-`escape_text`. Every question about a run is a method of `RunReader`, or a function of a reader in a neighbouring
+`escape_text`. Every question about a run is a method of `RunReader`, or a function of a reader in a neighboring
 module; the answer is a record of plain data for any renderer and JSON. `COLUMNS` maps an episode's columns to SQL.
 
 Damage is found and named. SQLite stores any type in any column: queries trust the declared types, and rows are checked

@@ -183,7 +183,7 @@ def _event(act: Act) -> str:
 
 
 def tokens_page(view: EpisodeTokens, *, details: bool = False) -> TerminalPage:
-    """Make a page with an episode's tokens, coloured by the version that sampled them; with `details`, one per line."""
+    """Make a page with an episode's tokens, colored by the version that sampled them; with `details`, one per line."""
     page = TerminalPage()
     versions = dict.fromkeys(token.version for row in view.rows for token in row.tokens if token.version)
     colours = {version: _COLOURS[place % len(_COLOURS)] for place, version in enumerate(versions)}

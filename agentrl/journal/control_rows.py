@@ -120,7 +120,7 @@ def encode_records(records: Iterable[ControlRecord], now: float, learning: Colle
         learning: see `learning_policies`.
 
     Raises:
-        InputError: the data of a task cannot be serialised.
+        InputError: the data of a task cannot be serialized.
     """
     return [row for record in records for row in _encode_record(record, now, learning)]
 
@@ -161,7 +161,7 @@ def encode_admission_row(spec: EpisodeSpec, now: float) -> Sequence[Any]:
     """Return the `ADMISSION_COLUMNS` of a spec.
 
     Raises:
-        InputError: the task's data or the seed cannot be serialised.
+        InputError: the task's data or the seed cannot be serialized.
     """
     try:
         encoded = _ENCODER.encode(spec)
@@ -172,7 +172,7 @@ def encode_admission_row(spec: EpisodeSpec, now: float) -> Sequence[Any]:
 
 
 def unserialisable_task_error(episode_id: str, task: Task, error: Exception) -> InputError:
-    """Make the error of a task that cannot be serialised."""
+    """Make the error of a task that cannot be serialized."""
     return InputError(
         f"episode {episode_id}: task {task.id!r} cannot be written to the journal ({error}); give Task.data JSON "
         "values only: strings, numbers, booleans, lists and dictionaries"

@@ -304,7 +304,7 @@ class JournalStore(ABC):
         """Record the admission of episodes, atomically.
 
         Raises:
-            InputError: the data of a task cannot be serialised; none is admitted.
+            InputError: the data of a task cannot be serialized; none is admitted.
         """
         self.record(*[Admission(spec=spec) for spec in specs])
 

@@ -4,7 +4,7 @@
 outputs, as tensors. Ids are dense integers from 0, so that a mean over a conversation is one `index_add`.
 
 Owns: the columns, their exchange between ranks, means and sums over ids. Does not own: the formulas (`losses.py`), the
-forward pass, the normaliser.
+forward pass, the normalizer.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class TokenColumns:
         return TokenColumns(**columns, names=self.names, starts=np.array([0, len(tokens)]))
 
     def encode(self, computed: dict[str, NDArray[np.float32]]) -> bytes:
-        """Serialise the columns, with columns that the model computed, for the other ranks."""
+        """Serialize the columns, with columns that the model computed, for the other ranks."""
         columns = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "names"}
         named = np.frombuffer(json.dumps(self.names).encode(), np.uint8)
         return save({**columns, **{f"computed_{name}": value for name, value in computed.items()}, "names": named})

@@ -9,7 +9,7 @@ log-probability and each entropy, and the trainer sends those back through the m
 couples tokens (a sequence-level ratio, a user's function) sees the whole step at once, however the step is split.
 
 Owns: the formulas, the divergence from the reference, the metrics of the ratio. Does not own: the model (`forward.py`),
-the columns (`loss_batch.py`), the normaliser (`trainer.py`), advantages (`credit`).
+the columns (`loss_batch.py`), the normalizer (`trainer.py`), advantages (`credit`).
 
 The gradient of a token's loss with respect to its log pi is bounded by |A| times
 truncated   max_ratio, also far from mu: the weight is a constant, cut there
@@ -255,7 +255,7 @@ def clip_cov(batch: LossBatch, *, share: float = 2e-4, low: float = 1.0, high: f
 def kl_cov(batch: LossBatch, *, share: float = 2e-4, coefficient: float = 1.0) -> Tensor:
     """-w A, plus `coefficient` |log w| for the `share` of the step's tokens of largest covariance (arXiv:2505.22617).
 
-    Covariance as in `clip_cov`: KL-Cov penalises those tokens instead of leaving them out.
+    Covariance as in `clip_cov`: KL-Cov penalizes those tokens instead of leaving them out.
     """
     held = _largest(_covariance(batch), share)
     return -batch.ratio * batch.advantages + coefficient * batch.log_ratio.abs() * held
@@ -395,7 +395,7 @@ class Loss:
 
         Args:
             batch: batch whose `logprobs`, `entropies` and `reference_kl` are leaves that require a gradient.
-            weights: [n], factor on each token's loss, from the normaliser.
+            weights: [n], factor on each token's loss, from the normalizer.
 
         Raises:
             LossError: the function raised, or did not return a loss per token that depends on the batch.
@@ -487,7 +487,7 @@ def kl_divergence(logprobs: Tensor, reference: Tensor, *, estimator: KLEstimator
 
     With d = log pi - log ref: k1 = d, unbiased; k2 = d²/2, biased and of low variance; k3 = exp(-d) - 1 + d, unbiased
     and never negative. Their derivatives by log pi are 1, d and 1 - exp(-d): the expectation of k2's derivative is the
-    gradient of the divergence; that of k1's is 0, so k1 alone does not pull pi towards the reference.
+    gradient of the divergence; that of k1's is 0, so k1 alone does not pull pi toward the reference.
     """
     d = (logprobs - reference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     match estimator:

@@ -9,7 +9,7 @@ With a mesh of two dimensions, each row of the mesh holds the weights once (HSDP
 Owns: sums of gradients, exchange of step columns, the choice of the rank that writes files, the units and dtypes of
 gathering. Does not own: starting the processes (`cluster`), which parameters are trained (`models.py`).
 Invariant: every call is made by all ranks in the same order; nothing is pickled between them. Ranks meet at a TCPStore
-that rank 0 serves on one address of its machine: loopback, or the one towards the other nodes. On CPU the group is
+that rank 0 serves on one address of its machine: loopback, or the one toward the other nodes. On CPU the group is
 gloo, bound to the interface of that address. On GPUs it is nccl for what lies there; that path has not been run on a
 GPU yet.
 """

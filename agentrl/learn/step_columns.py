@@ -99,7 +99,7 @@ class StepColumns:
             self._logprobs[first + row], self._entropies[first + row] = logprobs[tokens], entropies[tokens]
 
     def encode(self) -> bytes:
-        """Serialise these rows for `merge`."""
+        """Serialize these rows for `merge`."""
         offsets = np.cumsum([0, *map(len, self._positions)], dtype=np.int64)
         columns: dict[str, NDArray[Any]] = {
             "offsets": offsets,

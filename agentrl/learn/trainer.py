@@ -1,7 +1,7 @@
 """The policy trainer: all policies of a run that learn, from units by reference to optimizer steps.
 
 One step of one policy: `forward_backward` reads the units of this rank's share, packs their rows, sums the token losses
-divided by the batch's constant normaliser and accumulates the gradient; `optim_step` adds the gradients of all ranks,
+divided by the batch's constant normalizer and accumulates the gradient; `optim_step` adds the gradients of all ranks,
 clips, and applies AdamW. Both are idempotent by step id.
 
 Owns: gradients, step reports and columns. Does not own: a policy's model and optimizer (`learner.py`), version ids, the

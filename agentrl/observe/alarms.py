@@ -67,7 +67,7 @@ MISMATCH_STEPS = (3, 20)
 DROPPED_SHARE = 0.25
 """Share of ended episodes dropped for one reason above which an alarm is raised."""
 TIME_SHARE, TIME_EPISODES = 0.01, 3
-"""Share and number of ended episodes lost to timeouts above which the trained episodes are biased towards fast ones."""
+"""Share and number of ended episodes lost to timeouts above which the trained episodes are biased toward fast ones."""
 MIN_EPISODES = 16
 """Minimum number of episodes for a meaningful share."""
 FORMAT_EPISODES = 64

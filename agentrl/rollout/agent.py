@@ -252,7 +252,7 @@ class AgentTokenRows:
     """Message ↔ token bookkeeping of one agent: its rows of tokens, the last of them open.
 
     1. A row's tokens are, turn by turn, `context_ids + token_ids`: exactly the engine's input and output, so the
-       trainer's row equals the engine's context token for token. Sampled tokens are never tokenised again.
+       trainer's row equals the engine's context token for token. Sampled tokens are never tokenized again.
     2. The tokens of new messages are a function of `question`: for a repeated question, they are known.
     """
 

@@ -482,7 +482,7 @@ class CallJournal:
         self._order.end_branch(branch)
 
     def begin_steps(self, branch: ProgramBranch, program: Callable[[], Awaitable[Any]]) -> GuardedAwaitable:
-        """Return the code of a branch, begun by `program`, as an awaitable; call `end_steps` afterwards.
+        """Return the code of a branch, begun by `program`, as an awaitable; call `end_steps` afterward.
 
         The code has its own global random generators, or must not draw from them; a detected draw fails the episode.
         """
@@ -1035,7 +1035,7 @@ class ReplayOrder:
         return call_id[len(path)] == "#" or int(rest.partition(".")[0]) > number
 
     def forget_dismissed(self, branch: ProgramBranch) -> None:
-        """Stop cancelling a branch that was cancelled where the journal records it."""
+        """Stop canceling a branch that was cancelled where the journal records it."""
         if self._dismissed:
             self._dismissed = tuple(each for each in self._dismissed if each is not branch)
 

@@ -315,7 +315,7 @@ class JournaledResource(Resource):
         """Return the object's state for comparisons; None if it has no `get_state`.
 
         For a `snapshot` resource it is the state after the last call, which a resume restores: an object that is closed
-        afterwards, or is not restored because nothing calls it again, has another one.
+        afterward, or is not restored because nothing calls it again, has another one.
         """
         if self._level == "snapshot":
             return decode(self._state) if self._state else None

@@ -171,7 +171,7 @@ class LiveEpisodeContext(EpisodeContext):
         guarantee: Guarantee = "idempotent",
         reconcile: Reconcile[T] | None = None,
     ) -> T:
-        """Perform an effect once, and recall it from the journal afterwards."""
+        """Perform an effect once, and recall it from the journal afterward."""
         return await perform_effect(self.episode, name, function, guarantee, reconcile)
 
     def resource(
@@ -259,7 +259,7 @@ class LiveEpisodeContext(EpisodeContext):
             )
 
     async def remember(self, key: str, structure: str = "") -> ProposalNovelty:
-        """Ask the run once, and recall the answer afterwards."""
+        """Ask the run once, and recall the answer afterward."""
         return await remember_proposal(self.episode, key, structure)
 
     async def gather(self, *awaitables: Awaitable[Any]) -> list[Any]:

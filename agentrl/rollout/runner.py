@@ -216,7 +216,7 @@ class EpisodeRunner:
         )
 
     def abandon(self, spec: EpisodeSpec) -> None:
-        """Give up an attempt whose program does not end: cancelling its task then ends it in any case."""
+        """Give up an attempt whose program does not end: canceling its task then ends it in any case."""
         context = self._running.get(spec.episode_id)
         if context is not None and context.episode.spec.attempt == spec.attempt:
             context.episode.journal.abandon()

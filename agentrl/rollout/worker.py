@@ -184,7 +184,7 @@ class AsyncioWorker:
         assert task is not None
         failures = 0
         recalls_from = 0  # see `EpisodeRunner.run`
-        counted_from = 0  # first attempt that counts towards `MAX_ATTEMPTS`
+        counted_from = 0  # first attempt that counts toward `MAX_ATTEMPTS`
         outages = _Outages()
         while True:
             begin_again = False

@@ -159,7 +159,7 @@ def check_environment(
     on_progress: Callable[[str], None] | None = None,
     hash_order: bool = False,
 ) -> EnvironmentReport:
-    """Check an environment; never raises because of the environment's behaviour.
+    """Check an environment; never raises because of the environment's behavior.
 
     Args:
         environment: class, registered name, `module:Class` or path.

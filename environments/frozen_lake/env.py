@@ -42,7 +42,7 @@ class FrozenLake(agentrl.GymEnvironment):
         return gymnasium.make("FrozenLake-v1", desc=list(self._map), is_slippery=False, disable_env_checker=True)
 
     def render(self, observation: Any, info: Mapping[str, Any], env: gymnasium.Env[Any, Any]) -> str:
-        """The position and its four neighbours; at first, the map before them."""
+        """The position and its four neighbors; at first, the map before them."""
         row, column = divmod(int(observation), SIZE)
         around = "".join(self._cell(row + down, column + right) for down, right in STEPS)
         opening = "" if self._is_shown else "\n".join(self._map) + "\n"

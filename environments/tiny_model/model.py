@@ -168,7 +168,7 @@ def format_corpus(template: ChatTemplate, demonstrations: Iterator[Demonstration
 
 
 def tokenise_demonstration(chat: TemplateChatFormat, shown: Demonstration) -> Row:
-    """Tokenise a demonstration as reinforcement learning will see it: ids, and a mask of the model's tokens."""
+    """Tokenize a demonstration as reinforcement learning will see it: ids, and a mask of the model's tokens."""
     ids: list[int] = []
     said: list[bool] = []
     told: list[Message] = []

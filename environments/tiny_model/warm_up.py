@@ -259,7 +259,7 @@ class _Played:
     """The environment's demonstrations on its training tasks, task after task.
 
     Each pass uses the tasks of another seed: if tasks are drawn, a model that sees each task once learns to copy, while
-    one that sees the same tasks repeatedly memorises them.
+    one that sees the same tasks repeatedly memorizes them.
     """
 
     def __init__(self, config: RunConfig, environment: type[Environment], early: float) -> None:

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation, from the values that the trainer's value head predicts."""
+"""Generalized advantage estimation, from the values that the trainer's value head predicts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def generalized_advantages(
     discount: float,
     trace_decay: float,
 ) -> AdvantagesAndReturns:
-    """A_t = δ_t + γλ A_{t+1}, δ_t = r_t + γ V_{t+1} - V_t (generalised advantage estimation, arXiv:1506.02438).
+    """A_t = δ_t + γλ A_{t+1}, δ_t = r_t + γ V_{t+1} - V_t (generalized advantage estimation, arXiv:1506.02438).
 
     t counts the trained tokens of an agent in order; those of prompts, tools and other agents do not count, as in verl.
     The reward of a turn is that of its last token, and V = 0 after the agent's last token. With λ = 1, A

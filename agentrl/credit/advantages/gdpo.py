@@ -1,4 +1,4 @@
-"""GDPO: each named reward is normalised separately."""
+"""GDPO: each named reward is normalized separately."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def gdpo(group: Group) -> list[float]:
     """A_i = (S_i - mean(S)) / (std(S) + 1e-4), S_i = Σ_k w_k (r_ik - mean_k) / (std_k + 1e-4) (GDPO, arXiv:2601.05242).
 
     mean_k and std_k are those of the rewards of name k in the agent's group, mean(S) and std(S) those over all units of
-    the step; std by n - 1. Each named reward is normalised separately, so that a reward with a large spread does not
+    the step; std by n - 1. Each named reward is normalized separately, so that a reward with a large spread does not
     drown the others, and combinations of rewards with equal sums get different advantages. w_k is
     `credit.reward_weights`.
     """

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 STEP_FILES = 4
-"""Number of steps whose columns are cached during an export; neighbouring episodes were mostly trained in neighbouring
+"""Number of steps whose columns are cached during an export; neighboring episodes were mostly trained in neighboring
 steps."""
 BATCH_BYTES = 16 << 20
 """Bytes of the table that are buffered before a write."""

@@ -86,7 +86,7 @@ class PlainChatFormat:
         return b"".join([_PIECES[token] for token in token_ids]).decode("utf-8", "replace")
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of text; literals of control tokens are recognised."""
+        """Return the token ids of text; literals of control tokens are recognized."""
         ids: list[int] = []
         for part in _CONTROL.split(text):
             control = _IDS.get(part)

@@ -5,7 +5,7 @@ Turns messages into the tokens that follow a sampled turn, and the tokens of a c
 
 Invariants
 1. Token in, token out: `extend` returns only the tokens that follow the sampled ones, which are never rendered or
-   tokenised again. If a template strips the thinking of earlier turns, the sampled thinking stays in the context.
+   tokenized again. If a template strips the thinking of earlier turns, the sampled thinking stays in the context.
 2. Content never becomes a control token: control tokens come from the template's frame alone.
 3. For benign content the tokens are those of the rendered text, encoded in one go (checked on probes at load).
 """
@@ -366,14 +366,14 @@ class TemplateChatFormat:
         return self.decode(ids).removesuffix(ending)  # the journal needs the decoded text anyway
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of text as the template would tokenise it; control tokens are recognised."""
+        """Return the token ids of text as the template would tokenize it; control tokens are recognized."""
         cached = self._encoded.get(text)
         if cached is None:
             cached = self._encoded.keep(text, self._tokenizer.encode(valid_unicode(text), add_special_tokens=False).ids)
         return list(cached)
 
     def drift(self, token_ids: Sequence[int]) -> DriftCause | None:
-        """Explain why the text of `token_ids` would be tokenised differently: invalid UTF-8, or other merges; None if
+        """Explain why the text of `token_ids` would be tokenized differently: invalid UTF-8, or other merges; None if
         it would not."""
         ids = _as_list(token_ids)
         text = self.decode(ids)

@@ -2,7 +2,7 @@
 
 Owns the reading of `tokenizer_config.json`, `chat_template.jinja`, `generation_config.json`; rendering in jinja2's
 immutable sandbox with the helpers that templates expect; `ControlTokens`, which splits rendered text into control
-tokens and plain text. Does not tokenise plain text.
+tokens and plain text. Does not tokenize plain text.
 
 Invariant: a control token's literal inside a message (such as `<|im_end|>` in a tool's output) survives rendering as
 plain text: it is escaped with private-use characters before rendering, and restored after the frame is split.

@@ -22,7 +22,7 @@ RewriteCause = Literal["thinking", "whitespace", "tool_results", "tools", "date"
 
 * `thinking`: it leaves the thinking of former turns out.
 * `whitespace`: it trims what was said.
-* `tool_results`: it merges the results of tools that follow each other, or writes them otherwise afterwards.
+* `tool_results`: it merges the results of tools that follow each other, or writes them otherwise afterward.
 * `tools`: the tools stand elsewhere when the conversation is longer.
 * `date`: it writes the day; agentrl renders every prompt on the same day.
 * `prompt`: a turn begins otherwise in the history than when it was asked for.

@@ -84,7 +84,7 @@ _REMEDY = "name what differs by nature in `volatile`, or set replay_stable = Fal
 ORDER_S = 10.0
 """Seconds that a fork waits for an inherited turn that came earlier when it was recorded."""
 BYTES_PER_TOKEN = 4
-"""Bytes of text per token, to estimate lengths where another program tokenises."""
+"""Bytes of text per token, to estimate lengths where another program tokenizes."""
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
@@ -95,7 +95,7 @@ class ExternalAgent(TurnRecorder):
         episode: the running attempt.
         seat: seat of the environment.
         volatile: patterns of text that differs between requests by nature; see `TokenTree`.
-        ignored: request fields that are neither honoured nor refused.
+        ignored: request fields that are neither honored nor refused.
     """
 
     __slots__ = (

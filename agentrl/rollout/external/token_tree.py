@@ -9,7 +9,7 @@ Invariants
 1. A turn's sampled tokens belong to one row, where they are trained. Rows that branch off after them hold the same
    tokens as context.
 2. A row's tokens are, turn by turn, context and sampled tokens, as the engine had them: sampled tokens with a known
-   history are never tokenised again.
+   history are never tokenized again.
 3. Nothing is guessed: if a history fits turns of different tokens, the request gets a row rendered from its messages.
 """
 
@@ -249,7 +249,7 @@ class TokenTree:
 
 
 def _arguments(arguments: object) -> str:
-    """Normalise the spelling of arguments."""
+    """Normalize the spelling of arguments."""
     value = arguments
     if isinstance(value, str):
         try:
