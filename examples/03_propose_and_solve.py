@@ -2,9 +2,9 @@
 
 python 03_propose_and_solve.py        (under two minutes on two CPU cores; needs no other file)
 
-The proposer's reward is largest for sums that half of the attempts solve, and 0 where all or none do, so it has to
-keep up with the solver. Both are adapters on one base model, each with its own optimizer and learning rate. The solver
-takes one step per two of the proposer, and stops when the proposer has a third of its steps left.
+The proposer's reward is largest for sums solved by half of the attempts, and 0 if all or none succeed, so it must keep
+up with the solver. Both are adapters on one base model, each with its own optimizer and learning rate. The solver takes
+one step per two of the proposer, and stops when the proposer has a third of its steps left.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SHOWN = {
 
 
 def examined(policies: Mapping[str, Path] | None = None) -> float:
-    """The share of 400 held-out sums of 2 to 6 terms, which no proposer may write, that the solver gets right."""
+    """Return the solver's accuracy on 400 held-out sums of 2 to 6 terms, which the proposer may not write."""
     config = CONFIG.model_copy(update={"evaluation": CONFIG.evaluation.model_copy(update={"tasks": 400})})
     return agentrl.evaluate(config, policies, environment=Solve)["evaluation/reward"]
 
@@ -63,7 +63,7 @@ class Frontier:
             return
         self._since.append(metrics)
         if step % 4 == 0:
-            values = [[each[name] for each in self._since if name in each] for name in SHOWN.values()]
+            values = [[metrics[name] for metrics in self._since if name in metrics] for name in SHOWN.values()]
             print(f"{step:>4}" + "".join(f"{sum(v) / max(len(v), 1):>15.2f}" for v in values), flush=True)
             self._since.clear()
 
@@ -77,7 +77,7 @@ def main() -> None:
     print("step" + "".join(f"{name:>15}" for name in SHOWN))
     run = agentrl.train(CONFIG, observers=[Frontier()], quiet=True)
     after = examined({"solver": run.policies["solver"]})
-    print(f"\nsums of 2 to 6 terms that the solver gets right: {before:.3f} before, {after:.3f} after")
+    print(f"\nsolver accuracy on sums of 2 to 6 terms: {before:.3f} before, {after:.3f} after")
     print(f"best share at the frontier: {run.summary['best']['value']:.2f}, kept in {run.path / 'best'}")
 
 

@@ -1,4 +1,4 @@
-"""Kill a training run with SIGKILL in the middle of its conversations, resume it, and count what was lost.
+"""Kill a training run with SIGKILL mid-conversation, resume it, and count the losses.
 
 python 04_crash_and_resume.py        (about a minute on two CPU cores; needs no other file)
 
@@ -50,15 +50,15 @@ def start(how: str) -> subprocess.Popen[str]:
 def follow(process: subprocess.Popen[str], until: str = "never") -> None:
     """Print a run's progress until it ends or prints a line that begins with `until`."""
     assert process.stderr is not None
-    said = []
+    lines = []
     for line in process.stderr:
-        said.append(line)
+        lines.append(line)
         if line.startswith(("step", "WARNING", "starting")):
             print("   ", line.rstrip()[:90])
         if line.startswith(until):
             return
     if process.wait() != 0:
-        sys.exit("".join(said[-20:]))
+        sys.exit("".join(lines[-20:]))
 
 
 def ask(query: str, database: str = "control.db") -> list[tuple]:
@@ -104,7 +104,7 @@ def main() -> None:
     )
     dropped = ask("SELECT episode FROM episodes WHERE drop_reason IS NOT NULL UNION SELECT episode FROM unit_drops")
     admitted = ask("SELECT DISTINCT episode FROM admissions WHERE purpose = 'train'")
-    print(f"It went on from step {lineages[1]}, as lineage 1, and took steps {lineages[1] + 1} to {STEPS}.\n")
+    print(f"It resumed from step {lineages[1]}, as lineage 1, and took steps {lineages[1] + 1} to {STEPS}.\n")
     print("committed episodes lost:      ", len(committed - set(ask(COMMITTED))))
     print("journal entries lost:         ", len(turns - set(entries)))
     print("turns sampled a second time:  ", len(entries) - len(set(entries)))

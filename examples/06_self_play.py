@@ -2,10 +2,9 @@
 
 python 06_self_play.py        (two minutes on two CPU cores; needs the extra `games` and no other file)
 
-The policy starts out playing legal moves at random and is never shown a good move. Half of the games are self-play, in
-which it learns from both sides. In the others its first version or one of its past versions, drawn for each group of
-games, holds a seat. The eight games of a group start from one position, a few random moves into the game, and their
-results are compared seat by seat.
+The policy starts with random legal moves and is never shown a good move. In half of the games it plays both sides and
+learns from both. In the others its first version, or a past version drawn per group, holds one seat. The eight games of
+a group start from one position, a few random moves into the game, and their results are compared seat by seat.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ CONFIG = agentrl.RunConfig(
 
 
 def score(opponent: dict[str, Any], weights: Path, games: int) -> float:
-    """The share of games from the empty board that the player wins, draws counting half; it plays half of the games
-    on each side."""
+    """Return the player's score from the empty board, counting draws as half; it plays half of the games on each
+    side."""
     config = agentrl.RunConfig(
         **SETTINGS,
         policies={"player": PLAYER, "opponent": opponent},

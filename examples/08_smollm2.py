@@ -1,7 +1,8 @@
-"""Word problems with numbers too large for a small model's head, and a calculator it may ask by name.
+"""Word problems with numbers too large for mental arithmetic, and a calculator called by name.
 
-The environment of 08_smollm2.toml. The model writes `calculate(37 * 412)`, is told the result, and answers with it.
-Two examples in the conversation show how; SmolLM2-135M-Instruct follows them in somewhat under half of its attempts.
+The environment of 08_smollm2.toml. The model writes `calculate(37 * 412)`, receives the result, and answers with it.
+Two examples in the conversation demonstrate this; SmolLM2-135M-Instruct follows them in slightly less than half of its
+attempts.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ SHOWN = (
 
 
 class WordProblems(agentrl.Environment):
-    """One operation on two numbers, in words. The reward is 1 for the right number as the answer, else 0."""
+    """One operation on two numbers, in words. The reward is 1 if the answer is the right number, else 0."""
 
     seats = ("solver",)
 
     async def run(self, ctx: agentrl.EpisodeContext) -> None:
-        """Act; where the reply is a call, act again on its result."""
+        """Act; if the reply is a call, act again on its result."""
         solver = ctx.agent("solver")
         turn = await solver.act(*SHOWN, agentrl.user(ctx.task.data["question"]))
         if call := CALL.fullmatch(turn.text.strip()):
@@ -54,7 +55,7 @@ class WordProblems(agentrl.Environment):
 
     @classmethod
     def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
-        """4,096 problems of either split; every first number of a training task is even, of a held-out one odd."""
+        """Return 4,096 problems per split; the first number is even in training tasks and odd in held-out ones."""
         return [_task(split, seed, index) for index in range(4096)]
 
 

@@ -1,10 +1,10 @@
-"""An agent written for the openai client learns to use a calculator: the loop is trained as it is.
+"""An agent written for the openai client learns to use a calculator, without changes to its loop.
 
 pip install 'agentrl[train,calculator,openai]'
 python 09_openai_client.py        (about two minutes on two CPU cores; needs no other file)
 
-`Solver.play` is the loop. What makes it an environment are the class around it, the address and the key of the client,
-and the reward. Every request is a turn that is sampled by the model in training and trained on its own tokens.
+`Solver.play` is the loop. The class around it, the client's address and key, and the reward make it an environment.
+The model in training samples every request as a turn, and is trained on its own tokens.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Solver(agentrl.HarnessEnvironment):
     seats = ("solver",)
 
     async def play(self, task: agentrl.Task, endpoint: agentrl.Endpoint) -> str:
-        """The agent: ask, call the tool, ask again; the first text is the answer."""
+        """Run the agent: send a request, call the tool, send its result; the first text is the answer."""
         client = CLIENT.with_options(base_url=endpoint.url, api_key=endpoint.key)
         messages: list[Any] = [{"role": "user", "content": task.data["question"]}]
         while True:
@@ -80,7 +80,7 @@ class Solver(agentrl.HarnessEnvironment):
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
     def reward(self, task: agentrl.Task, episode: agentrl.HarnessEpisode) -> float:
-        """1 for exactly the right number, else 0; also where the loop ran out of turns."""
+        """Return 1 for exactly the right number, else 0; also if the loop runs out of turns."""
         return float(str(episode.result or "").strip() == task.data["answer"])
 
     @classmethod
@@ -91,4 +91,5 @@ class Solver(agentrl.HarnessEnvironment):
 
 if __name__ == "__main__":
     run = agentrl.train(CONFIG)
-    print(f"right of 256 held-out questions: {run.summary['reward_start']:.2f}, then {run.summary['reward_end']:.2f}")
+    start, end = run.summary["reward_start"], run.summary["reward_end"]
+    print(f"accuracy on 256 held-out questions: {start:.2f} before, {end:.2f} after")

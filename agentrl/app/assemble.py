@@ -1,4 +1,4 @@
-"""Wires given parts into an `Orchestrator`, for a real run, a test under the simulated loop, or a benchmark."""
+"""Wires parts into an `Orchestrator`, for a real run, a test under the simulated loop, or a benchmark."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class RunParts:
     disk: Disk = LOCAL
     """The disk of published versions."""
     journal_size: Callable[[], int] = lambda: 0
-    """Returns the bytes that the run's journal and step columns take on disk; called in a thread."""
+    """Returns the disk usage of the run's journal and step columns, in bytes; called in a thread."""
     workers: WorkerPool | None = None
     """Worker processes that play the episodes; None: this process plays them."""
     tell: Callable[[str], None] = lambda line: None
@@ -244,8 +244,7 @@ def _release(config: RunConfig, parts: RunParts) -> GroupReleasePolicy:
         if estimator is None or estimator.mark.over == "step":
             function = REWARD_ESTIMATORS["none" if estimator is not None else credit.advantage.name]
             return WholeGroupRelease(trainable, function, to_go=credit.turn_credit == "to_go")
-        # A deterministic run must not depend on the order in which episodes end, and so not on the history that this
-        # gives.
+        # A deterministic run must not depend on the order in which episodes end, which determines this history.
         history = None if config.deterministic else parts.resume_state.history
         return WholeGroupRelease(
             trainable,
@@ -319,7 +318,8 @@ def _scheduler(
         board=board,
         steps={name: config.steps_of(name) for name in config.trained},
         cycle=[
-            FreezePhase(frozenset([held] if isinstance(held, str) else held), steps) for held, steps in config.freeze
+            FreezePhase(frozenset([policies] if isinstance(policies, str) else policies), steps)
+            for policies, steps in config.freeze
         ],
     )
     if not config.deterministic:

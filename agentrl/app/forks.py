@@ -174,7 +174,7 @@ def edit_fork_parent(parent: ForkParent, edit: str | Sequence[Mapping[str, Any]]
     messages = [dict(message) for message in parent.turns[-1].messages]
     if isinstance(edit, str):
         if not messages:
-            raise InputError("that turn has no new messages, so there is nothing to edit")
+            raise InputError("the turn has no new messages to edit")
         messages[-1]["content"] = edit
     else:
         messages = [dict(message) for message in edit]
@@ -187,15 +187,14 @@ def edit_fork_parent(parent: ForkParent, edit: str | Sequence[Mapping[str, Any]]
 
 
 def fork_policies(config: RunConfig, parent: ForkParent, requested: Sequence[str | Path] = ()) -> ForkPolicies:
-    """Return the policies of a fork: its parent's, with their weights as of the turn, unless `requested` names
-    others.
+    """Return the policies of a fork: its parent's, with their weights as of the turn, or those in `requested`.
 
     A policy has the same weights in all its seats, and in the children. Each item of `requested` is one of
 
         DIR                            weights for the policy that takes the turn, such as a run's `policies/NAME`
         POLICY@LINEAGE.STEP            a version of a policy of the run, in all its seats
         SEAT=POLICY                    another policy of the run in a seat of the episode
-        SEAT=POLICY@LINEAGE.STEP       likewise, at a version
+        SEAT=POLICY@LINEAGE.STEP       the same, at a version
         SEAT=DIR                       weights for the policy that holds the seat
 
     Raises:

@@ -32,7 +32,7 @@ MAX_CONTEXT = 1 << 15
 FALLBACK_CONTEXT = 1 << 11
 """Context, and micro-batch, of a run whose memory cannot be predicted, in tokens."""
 MAX_CHOSEN = 10**8
-"""Largest number in a run's files that this module can have chosen."""
+"""Largest number in a run's files that may come from this module."""
 MAX_MICRO_BATCH = 1 << 14
 """Size in tokens beyond which a larger micro-batch is hardly faster."""
 _CONTEXTS = "fewer engine.slots, or a smaller engine.max_context"
@@ -246,15 +246,16 @@ def _fitting_sizes(config: RunConfig, context: int, tokens: int) -> RunConfig:
     shortest = context or min(MIN_CONTEXT, _longest_context(config))
     length = context or _longest_context(config)
     plan = estimate_memory(_with_sizes(config, length, length))
-    while length > shortest and _held(plan) > _limit(plan):
+    while length > shortest and _needed_bytes(plan) > _limit(plan):
         # No part grows faster than the square of the context, so no context between the two fits.
-        fitting = int(length * math.sqrt(_limit(plan) / _held(plan)))
+        fitting = int(length * math.sqrt(_limit(plan) / _needed_bytes(plan)))
         length = max(shortest, 1 << (max(fitting, 1).bit_length() - 1))
         plan = estimate_memory(_with_sizes(config, length, length))
-    if not context and _held(plan) > _limit(plan):
+    if not context and _needed_bytes(plan) > _limit(plan):
         raise ConfigError(
-            f"not enough memory: with contexts of {length} tokens the run would need {_held(plan) >> 20:,} MiB, and it "
-            f"may take {_limit(plan) >> 20:,}, which is {USED_SHARE:.0%} of what is free. Set "
+            f"not enough memory: with contexts of {length} tokens the run would need "
+            f"{_needed_bytes(plan) >> 20:,} MiB, and it may take {_limit(plan) >> 20:,}, {USED_SHARE:.0%} of the free "
+            "memory. Set "
             f"{', or '.join(plan.settings_to_turn())}"
         )
     if not tokens and config.trained:
@@ -271,11 +272,11 @@ def _fitting_tokens(plan: MemoryEstimate, context: int) -> int:
     """
     rows = [part for part in plan.parts if part.name.startswith((_ACTIVATIONS, _GAPS))]
     per_token = sum(part.bytes * part.processes for part in rows) / context
-    fitting = context + int((_limit(plan) - _held(plan)) / max(per_token, 1.0))
+    fitting = context + int((_limit(plan) - _needed_bytes(plan)) / max(per_token, 1.0))
     return max(context, min(MAX_MICRO_BATCH, 1 << (max(fitting, 1).bit_length() - 1)))
 
 
-def _held(plan: MemoryEstimate) -> int:
+def _needed_bytes(plan: MemoryEstimate) -> int:
     """Return the bytes of all processes except vLLM on a GPU, which sizes itself to its reserved share."""
     return sum(part.bytes * part.processes for part in plan.parts if not part.name.startswith(_VLLM))
 
@@ -313,7 +314,7 @@ def _trainer(config: RunConfig, *, on_gpu: bool) -> list[MemoryPart]:
         part(name=f"{_ACTIVATIONS} of {prediction.tokens:,} tokens", bytes=prediction.activations, setting=tokens),
     ]
     if (copies := prediction.copies - prediction.activations) > 0:
-        name = "more than activations, while gradients are summed or weights are sent"
+        name = "in addition to activations, while gradients are summed or weights are sent"
         parts.append(part(name=name, bytes=copies, setting=", ".join(fewer)))
     if prediction.shards > 1:
         parts.append(part(name="layers that are whole while they compute", bytes=prediction.gathered, setting=_DTYPE))

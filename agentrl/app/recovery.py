@@ -70,7 +70,7 @@ class StartPoint:
     record: RunStart
     """Record of the start, written to the journal before the first version is published."""
     sentences: Sequence[str]
-    """Sentences for the user: the state taken over, and the changes."""
+    """Sentences for the user: the restored state, and the changes."""
 
 
 async def find_start_point(
@@ -241,7 +241,7 @@ class ResumeCheckpoint:
         )
 
 
-# --- what the journal says is left ------------------------------------------------------------------------------------
+# --- remaining work in the journal ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -367,7 +367,7 @@ def check_tokens_not_pruned(log: RunLog, ready: Sequence[tuple[EpisodeSpec, Epis
         )
 
 
-# --- what a start records and says ------------------------------------------------------------------------------------
+# --- the record of a start --------------------------------------------------------------------------------------------
 
 
 def describe_start(
@@ -406,7 +406,7 @@ def describe_start(
         checkpoint="" if recovery.manifest is None else recovery.manifest.directory.name,
         steps=steps,
         again={name: newest[name] for name, step in steps.items() if newest.get(name, 0) > step},
-        changed=tuple(SettingChange(each.path, each.before, each.now) for each in changed),
+        changed=tuple(SettingChange(change.path, change.before, change.now) for change in changed),
         code=dict(code.digests),
         code_changed=tuple(sorted(changed_code)),
     )
@@ -423,14 +423,14 @@ def describe_start(
             f"unfinished episodes that will continue from their recorded entries: {len(resume_state.unfinished)}"
         )
     for change in changed:
-        kept = "; unfinished episodes keep what they began with" if change.rule.rule == "per episode" else ""
+        kept = "; unfinished episodes keep the old value" if change.rule.rule == "per episode" else ""
         sentences.append(f"setting {change}{kept}")
     for function in sorted(changed_code & code.functions.keys()):
         sentences.append(f"the {code.functions[function]} changed: later steps use the new code")
     if files := sorted(changed_code - code.functions.keys()):
         sentences.append(
-            f"the code changed in {', '.join(files)}; `on_code_change` of its environment says what becomes of "
-            "unfinished episodes"
+            f"the code changed in {', '.join(files)}; `on_code_change` of its environment decides how unfinished "
+            "episodes continue"
         )
     if count := sum(map(len, stale.values())):
         condition = shlex.quote(f"(status = ready or status = trained) and committed_at < {start.began_at:.0f}")
@@ -438,8 +438,8 @@ def describe_start(
         chosen = config.environment.id
         option = f" --environment {shlex.quote(chosen)}" if isinstance(chosen, str) and ".py" in chosen else ""
         sentences.append(
-            f"{plural(count, 'committed episode')} will be trained with the rewards that the old code gave; to see "
-            f"what the new code gives: `agentrl episode rescore {run} --where {condition}{option}`"
+            f"{plural(count, 'committed episode')} will be trained with rewards from the old code; to see "
+            f"the new code's: `agentrl episode rescore {run} --where {condition}{option}`"
         )
     return start, sentences
 
@@ -497,7 +497,7 @@ class UserCodeDigests(NamedTuple):
                 program = load_function(bot.id, f"policies.{name}.id")
                 digests[_file_of(program)] = code_digest(inspect.getsource(inspect.getmodule(program) or program))
             except (OSError, TypeError):
-                continue  # its code is in no file, such as one that was typed in
+                continue  # its code is in no file, for example typed in a shell
         named = {code.reference: f"{kind} {code.name}" for kind, code in functions.codes.items()}
         return UserCodeDigests(digests, environments, named)
 
@@ -553,7 +553,7 @@ def _file_of(definition: Any) -> str:
         return f"{definition.__module__}:{definition.__qualname__}"
 
 
-# --- versions that play besides the newest ----------------------------------------------------------------------------
+# --- older versions that are served -----------------------------------------------------------------------------------
 
 
 async def serve_opponents_and_pins(

@@ -1,12 +1,12 @@
 """`replay` and `rescore`: re-execution of recorded episodes, without sampling, acting or writing.
 
-A replay reports whether the program still does what its journal says, and if not, the call at which it departs. A
-rescore recomputes the rewards, by the same or another program, over the same conversation; children first, because
-rewards of parents may depend on theirs.
+A replay reports whether the program still matches its journal, or the first call that differs. A rescore recomputes
+the rewards, with the same or another program, over the same conversation; children come first, because parents' rewards
+may depend on theirs.
 
-`replay_step` builds the rows of a recorded optimizer step again from its episodes, with the trainer's own code, and
-compares them bit for bit with those that were trained, by digest; it needs no torch. `recompute_step_loss` has the
-trainer compute their loss and gradient norm, if the weights that the step started from are still on disk.
+`replay_step` rebuilds the rows of a recorded optimizer step from its episodes, with the trainer's own code, and
+compares their digest with the recorded one; it needs no torch. `recompute_step_loss` has the trainer compute their loss
+and gradient norm, if the step's initial weights are still on disk.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, request:
         [entry for entry in part if not is_external_turn(entry)] for part in (own_entries, inherited)
     )
     if not own_entries:
-        return msgspec.structs.replace(result, text="nothing of it was recorded: it was dropped before its first act")
+        return msgspec.structs.replace(result, text="it was dropped before its first act, so nothing was recorded")
     if request.until is not None and request.until not in {
         entry.call_id for entry in [*inherited, *own_entries, *turns]
     }:
@@ -219,7 +219,7 @@ async def _run(
         return "stopped", runner.until, str(stopped), None
     except CallNotRecordedError as ended:
         if line.stop_reason is None:
-            text = f"it does what was recorded, which ends before call {ended.call_id}"
+            text = f"all recorded calls match; the recording ends before call {ended.call_id}"
             return "identical", ended.call_id, text, None
         return "departed", ended.call_id, f"the episode had ended, and the code now makes {ended.what}", None
     except ReplayMismatchError as mismatch:
@@ -235,7 +235,7 @@ async def _run(
     except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is the finding
         return _failed("environment_error", describe_user_code_error(error), line)
     if line.drop_reason is not None:
-        return "departed", None, f"it was dropped as {line.drop_reason}, and ends well now", None
+        return "departed", None, f"it was dropped as {line.drop_reason}, but now ends normally", None
     return "identical", None, "", header
 
 
@@ -243,9 +243,9 @@ def _failed(reason: str, text: str, line: EpisodeLine) -> tuple[Outcome, str | N
     if (
         line.drop_reason == reason or line.status == "repeated"
     ):  # the failure of an attempt that was started over is not recorded
-        return "identical", None, f"it fails as it failed then: {text}", None
+        return "identical", None, f"it fails with the recorded error: {text}", None
     then = line.drop_reason or line.stop_reason or "still running"
-    return "departed", None, f"it fails now ({text}), and was {then} then", None
+    return "departed", None, f"it now fails ({text}), but was {then}", None
 
 
 def _compared(
@@ -260,7 +260,7 @@ def _compared(
     }
     for part, (then, now) in pairs.items():
         if then != now:
-            return "departed", f"every call is the same, and the {part} differ: {then} then, {now} now"
+            return "departed", f"every call is the same, but the {part} differ: recorded {then}, now {now}"
     return "identical", ""
 
 
@@ -340,7 +340,7 @@ def _how_to_name(name: str, recorded: Mapping[str, str], code_hash: str, command
         location = next((r.rpartition(":")[0] for n, r in recorded.items() if n.startswith("__main__:")), location)
     elif name in recorded:
         location, _, qualname = recorded[name][:MAX_SHOWN].rpartition(":")
-    because = f"the episode was played by {name!r}, and a journal does not decide what code is run here"
+    because = f"the episode was played by {name!r}, and a journal may not choose the code that runs here"
     example = f"{command} --environment path/to/env.py:Class"
     if "<locals>" in qualname:
         return (
@@ -348,15 +348,15 @@ def _how_to_name(name: str, recorded: Mapping[str, str], code_hash: str, command
         )
     if location in ("", "__main__"):
         origin = "registered under that name by the program that trained" if not location else "typed into a notebook"
-        return f"{because}; it was {origin}. Name the file it is in:\n  {example}"
+        return f"{because}; it was {origin}. Name its file:\n  {example}"
     if not location.endswith(".py"):
         reference = shlex.quote(f"{location}:{qualname}")
-        return f"{because}. Where Python finds that module (here, or on PYTHONPATH), say so:\n  {command} " + (
+        return f"{because}. Where Python finds that module (here, or on PYTHONPATH), run:\n  {command} " + (
             f"--environment {reference}"
         )
     if not os.path.isfile(location):
         return (
-            f"{because}, nor is there a file {location} any more. Name the place it has now:\n  {command} "
+            f"{because}, and {location} no longer exists. Give its new location:\n  {command} "
             f"--environment NEW/{Path(location).name}:{qualname}"
         )
     text = "".join(linecache.getlines(location))
@@ -364,8 +364,8 @@ def _how_to_name(name: str, recorded: Mapping[str, str], code_hash: str, command
     if hashlib.blake2b(text.encode(), digest_size=8).hexdigest() != code_hash:
         notes += "\nIt was edited since, so the episode may depart."
     if name.startswith("__main__:") and "__name__" not in text:
-        notes += "\nFirst put what that script does under `if __name__ == '__main__':`, or it is done again."
-    return f"{because}. If you trust that file, say so:\n  {command} --environment " + (
+        notes += "\nFirst guard the script's own code with `if __name__ == '__main__':`, or it runs again."
+    return f"{because}. If you trust that file, run:\n  {command} --environment " + (
         f"{shlex.quote(f'{location}:{qualname}')}{notes}"
     )
 

@@ -150,7 +150,7 @@ def watch_joining_nodes(
     clock: Clock,
     tell: Callable[[str], None],
 ) -> JoiningNodeWatcher:
-    """Use the nodes that join the cluster of a run from now on; see `JoiningNodeWatcher`.
+    """Start using nodes that join the run's cluster; see `JoiningNodeWatcher`.
 
     Args:
         config: of the run.
@@ -159,7 +159,7 @@ def watch_joining_nodes(
         trainer: the run's trainer, which sends weights to the new replicas too.
         versions: version of each policy with which an engine starts.
         workers: the worker processes of the run; None: it has none.
-        clock: times the looks at the cluster.
+        clock: times the polling of the cluster.
         tell: prints a line for people.
     """
     from agentrl.cluster.elastic import JoiningNodeWatcher, ScalableProcessKind
@@ -224,7 +224,7 @@ def _sources_of(environment: type[Environment]) -> dict[str, str]:
     modules.
 
     Raises:
-        InputError: a file cannot be read any more.
+        InputError: a file can no longer be read.
     """
     files = {reference.rpartition(":")[0] for reference in environment_code_references(environment).values()}
     try:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from agentrl.journal.port import TurnLog, WorkerTurnLog
 
 PARK_S = 10.0
-"""Longest time in which a worker that leaves parks what it samples: machines on loan are given 30 s and more."""
+"""Maximum seconds for a leaving worker to park its turns: spot machines get 30 s or more of notice."""
 ALIVE_S = 1.0
 """Seconds between heartbeats to the run."""
 PROGRESS_S = 0.2
@@ -81,7 +81,7 @@ class RunConnection:
         """Send the run a message; never waits."""
         self._connection.send(message)
 
-    # --- what episodes ask --------------------------------------------------------------------------------------------
+    # --- requests of episodes -----------------------------------------------------------------------------------------
 
     def spawn(
         self,
@@ -123,7 +123,7 @@ class RunConnection:
     def readmit(self, spec: EpisodeSpec) -> None:
         self.tell(wire.AttemptStarted(number=self.numbers[spec.episode_id], attempt=spec.attempt))
 
-    # --- how they end -------------------------------------------------------------------------------------------------
+    # --- ends of episodes ---------------------------------------------------------------------------------------------
 
     async def commit_episode(
         self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
@@ -156,7 +156,7 @@ class RunConnection:
         for key in [key for key in self._children if key[0] == number]:
             del self._children[key]
 
-    # --- what the run says --------------------------------------------------------------------------------------------
+    # --- messages from the run ----------------------------------------------------------------------------------------
 
     def child_ended(self, message: wire.ChildEpisodeEnded) -> None:
         """Call the callback that waits for a child, if there is one."""

@@ -76,7 +76,7 @@ class RoleMeans:
         self, means: Mapping[SeatRole, Sequence[MeanAtStep]] | None = None, *, decay: float = ROLE_DECAY
     ) -> None:
         self._decay = decay
-        self._means = {role: list(known) for role, known in (means or {}).items()}
+        self._means = {role: list(means_by_step) for role, means_by_step in (means or {}).items()}
         self._next: dict[str, dict[SeatRole, list[MeanAtStep]]] = {}
 
     @property
@@ -101,21 +101,21 @@ class RoleMeans:
             for credit in unit.credits:
                 of_role = rewards.setdefault(SeatRole(policy, environment, credit.seat), {})
                 of_role.setdefault(unit.episode_id, []).append(credit.reward)
-        found = []
+        credited_units = []
         for environment, unit, trajectories in units:
-            began = {(own.seat, own.index): own.oldest_step for own in trajectories}
+            began = {(trajectory.seat, trajectory.index): trajectory.oldest_step for trajectory in trajectories}
             credits = []
             for credit in unit.credits:
                 role = SeatRole(policy, environment, credit.seat)
                 if role in self._means:
                     mean = self._mean(role, began[credit.seat, credit.index])
                 else:
-                    mean = _mean_of(own for name, own in rewards[role].items() if name != unit.episode_id)
+                    mean = _mean_of(values for name, values in rewards[role].items() if name != unit.episode_id)
                 baseline = mean.total / mean.weight if mean.weight else credit.reward
                 credits.append(dataclasses.replace(credit, advantage=credit.reward - baseline, baseline=baseline))
-            found.append(dataclasses.replace(unit, credits=tuple(credits)))
+            credited_units.append(dataclasses.replace(unit, credits=tuple(credits)))
         self._next[policy] = {role: self._after(role, step, of_episodes) for role, of_episodes in rewards.items()}
-        return found
+        return credited_units
 
     def commit_step(self, policy: str) -> None:
         """Add the means after the step credited last, once it has been taken."""
@@ -124,23 +124,23 @@ class RoleMeans:
 
     def _mean(self, role: SeatRole, step: int) -> DecayingMean:
         """Return the newest mean at a step, else the first."""
-        known = self._means[role]
-        return known[max(bisect_right(known, step, key=lambda each: each.step) - 1, 0)].mean
+        means = self._means[role]
+        return means[max(bisect_right(means, step, key=lambda entry: entry.step) - 1, 0)].mean
 
     def _after(self, role: SeatRole, step: int, rewards: Mapping[str, list[float]]) -> list[MeanAtStep]:
         """Return the means that a step adds; rewards enter in the order of admission."""
-        known = self._means.get(role)
-        mean = known[-1].mean if known else DecayingMean()
+        means = self._means.get(role)
+        mean = means[-1].mean if means else DecayingMean()
         for name in sorted(rewards, key=ids.episode_sort_key):
             for reward in rewards[name]:
                 mean = mean.with_reward(reward, self._decay)
-        start = [] if known else [MeanAtStep(0, _mean_of(list(rewards.values())[:-1]))]
+        start = [] if means else [MeanAtStep(0, _mean_of(list(rewards.values())[:-1]))]
         return [*start, MeanAtStep(step, mean)]
 
 
 def _mean_of(episodes: Iterable[Sequence[float]]) -> DecayingMean:
     """Return the plain mean over rewards of some episodes."""
-    rewards = [reward for own in episodes for reward in own]
+    rewards = [reward for member_rewards in episodes for reward in member_rewards]
     return DecayingMean(math.fsum(rewards), float(len(rewards)))
 
 
@@ -179,8 +179,8 @@ class RewardHistory:
             role: the policy, environment and seat.
             task: id of the root episode's task; None if unknown.
         """
-        found = self._by_task.get(role, OrderedDict()).get(task or "") or self._by_role.get(role)
-        return None if found is None else found.total / found.weight
+        mean = self._by_task.get(role, OrderedDict()).get(task or "") or self._by_role.get(role)
+        return None if mean is None else mean.total / mean.weight
 
     def add(self, task: str | None, group: Iterable[RewardInRole]) -> None:
         """Add the rewards of a group that has ended."""

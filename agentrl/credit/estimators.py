@@ -60,18 +60,18 @@ class AdvantageEstimator:
             InputError: the function raised, or did not return one advantage per agent or per turn.
         """
         try:
-            given = list(self.function(group, **self.options))
+            returned = list(self.function(group, **self.options))
         except GroupTooSmallError:
             raise
         except Exception as error:
             raise InputError(f"the advantage {self.name} raised {type(error).__name__}: {error}") from error
-        if len(given) != len(group.rewards):
+        if len(returned) != len(group.rewards):
             raise InputError(
-                f"the advantage {self.name} returned {len(given)} advantages for a group of {len(group.rewards)} "
+                f"the advantage {self.name} returned {len(returned)} advantages for a group of {len(group.rewards)} "
                 "rewards; it must return one per reward, in their order"
             )
-        found = []
-        for value, reward in zip(given, group.rewards, strict=True):
+        credits = []
+        for value, reward in zip(returned, group.rewards, strict=True):
             turns = tuple(value) if isinstance(value, list | tuple) else ()
             numbers = turns or (value,)
             for number in numbers:
@@ -81,35 +81,35 @@ class AdvantageEstimator:
                         "numbers, or for each agent a list of them, one per turn"
                     )
             first = float(numbers[0])
-            found.append(AgentCredit(first, reward - first, tuple(map(float, turns))))
-        return found
+            credits.append(AgentCredit(first, reward - first, tuple(map(float, turns))))
+        return credits
 
     def to_go(self, group: Group) -> list[AgentCredit]:
         """Return the credit of each agent per turn, from the rewards to go; see `advantages_to_go`."""
 
         def of_rewards(rewards: Sequence[float], _: Sequence[Hashable]) -> list[Advantage]:
-            return [Advantage(each.value, each.baseline) for each in self(replace(group, rewards=tuple(rewards)))]
+            return [Advantage(credit.value, credit.baseline) for credit in self(replace(group, rewards=tuple(rewards)))]
 
         by_turn = advantages_to_go(of_rewards, group.rewards, group.turn_rewards, group.episodes)
-        return [each._replace(by_turn=turns) for each, turns in zip(self(group), by_turn, strict=True)]
+        return [credit._replace(by_turn=turns) for credit, turns in zip(self(group), by_turn, strict=True)]
 
 
 def make_advantage_estimator(
-    name: str, options: Mapping[str, Any], given: Callable[..., Any] | None = None
+    name: str, options: Mapping[str, Any], user_function: Callable[..., Any] | None = None
 ) -> AdvantageEstimator:
     """Make the estimator that `credit.advantage` names, if it is not one of `REWARD_ESTIMATORS`.
 
     Args:
         name: name of the estimator.
         options: its arguments in `credit.advantage`.
-        given: the user's function of this name, if it is already loaded.
+        user_function: the user's function of this name, if it is already loaded.
 
     Raises:
         ConfigError: there is no such estimator, or its options do not fit.
     """
     function, mark = GROUP_ESTIMATORS.get(name, (None, None))
     if function is None or mark is None:
-        function = given or find_function("advantage", name, key="credit.advantage")[1]
+        function = user_function or find_function("advantage", name, key="credit.advantage")[1]
         mark = declaration_of(function)
     check_options(function, options, "credit.advantage")
     return AdvantageEstimator(name=name.rpartition(":")[2], function=function, mark=mark, options=options)

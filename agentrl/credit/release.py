@@ -159,12 +159,12 @@ class WholeGroupRelease:
                 history=earlier.get((policy, seat)),
             )
             try:
-                found = self._credited(whole)
+                credits = self._credited(whole)
             except GroupTooSmallError:
                 if len(set(whole.episodes)) >= group.size:
                     raise  # nothing was lost, so every such group would be too small
-                found = ()
-            for (episode_id, t), credited in zip(members, found, strict=bool(found)):
+                credits = ()
+            for (episode_id, t), credited in zip(members, credits, strict=bool(credits)):
                 credit = TrajectoryCredit(t.seat, t.index, t.reward or 0.0, *credited, t.named_rewards)
                 credits[episode_id, t.seat, t.index] = credit
             if self._history is not None:
@@ -181,7 +181,7 @@ class WholeGroupRelease:
         if to_go:
             by_turn = advantages_to_go(self._advantage, group.rewards, group.turn_rewards, group.episodes)
         advantages = self._advantage(group.rewards, group.episodes)
-        return [AgentCredit(*found, turns) for found, turns in zip(advantages, by_turn, strict=True)]
+        return [AgentCredit(*advantage, turns) for advantage, turns in zip(advantages, by_turn, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,15 +273,19 @@ class FirstFinishersRelease:
         """Compute `OpenGroup.squares` for a complete group."""
         compared: dict[tuple[str, str], list[tuple[str, TrajectoryHeader]]] = {}
         for header in members:
-            for own in rewarded_trajectories(header, self._trainable):
-                compared.setdefault((own.policy, own.seat), []).append((header.episode_id, own))
+            for trajectory in rewarded_trajectories(header, self._trainable):
+                compared.setdefault((trajectory.policy, trajectory.seat), []).append((header.episode_id, trajectory))
         squares: dict[str, tuple[float, float]] = {}
-        for (policy, _), found in compared.items():
-            whole = leave_one_out([own.reward or 0.0 for _, own in found], [episode_id for episode_id, _ in found])
-            given = (credits[episode_id, own.seat, own.index].advantage for episode_id, own in found)
+        for (policy, _), members in compared.items():
+            whole = leave_one_out(
+                [trajectory.reward or 0.0 for _, trajectory in members], [episode_id for episode_id, _ in members]
+            )
+            given_advantages = (
+                credits[episode_id, trajectory.seat, trajectory.index].advantage for episode_id, trajectory in members
+            )
             before = squares.get(policy, (0.0, 0.0))
             squares[policy] = (
-                before[0] + math.fsum(value**2 for value in given),
+                before[0] + math.fsum(value**2 for value in given_advantages),
                 before[1] + math.fsum(advantage.value**2 for advantage in whole),
             )
         return squares
@@ -293,25 +297,25 @@ class FirstFinishersRelease:
         by_episode = {header.episode_id: header for header in first}
         for header in released:
             others = [by_episode[name] for name in baseline_members(frozen.finishers, header.episode_id)]
-            for own in rewarded_trajectories(header, self._trainable):
-                key = (own.policy, own.seat)
+            for trajectory in rewarded_trajectories(header, self._trainable):
+                key = (trajectory.policy, trajectory.seat)
                 rewards = [
                     t.reward or 0.0
                     for other in others
-                    for t in rewarded_trajectories(other, {own.policy})
-                    if t.seat == own.seat
+                    for t in rewarded_trajectories(other, {trajectory.policy})
+                    if t.seat == trajectory.seat
                 ]
-                reward = own.reward or 0.0
+                reward = trajectory.reward or 0.0
                 value, baseline = (
                     shrunk_advantage(reward, rewards, earlier.get(key)) if self.compares else Advantage(reward, 0.0)
                 )
-                credit = TrajectoryCredit(own.seat, own.index, reward, value, baseline)
-                yield (header.episode_id, own.seat, own.index), credit
+                credit = TrajectoryCredit(trajectory.seat, trajectory.index, reward, value, baseline)
+                yield (header.episode_id, trajectory.seat, trajectory.index), credit
 
     def _rewarded(self, environment: str, headers: Iterable[EpisodeHeader]) -> Iterator[RewardInRole]:
         for header in headers:
-            for own in rewarded_trajectories(header, self._trainable):
-                yield RewardInRole(SeatRole(own.policy, environment, own.seat), own.reward or 0.0)
+            for trajectory in rewarded_trajectories(header, self._trainable):
+                yield RewardInRole(SeatRole(trajectory.policy, environment, trajectory.seat), trajectory.reward or 0.0)
 
 
 def baseline_members(first: Sequence[E], member: E) -> list[E]:
@@ -370,7 +374,11 @@ def _earlier_means(
 
 def rewarded_trajectories(header: EpisodeHeader, policies: frozenset[str] | set[str]) -> Iterator[TrajectoryHeader]:
     """Yield the trajectories of some policies that have a reward."""
-    return (own for own in header.trajectories if own.policy in policies and own.reward is not None)
+    return (
+        trajectory
+        for trajectory in header.trajectories
+        if trajectory.policy in policies and trajectory.reward is not None
+    )
 
 
 def reward_history_from_journal(
@@ -391,8 +399,10 @@ def reward_history_from_journal(
             continue
         # Removing and adding again keeps groups in the order in which they ended.
         rewards = groups.pop(spec.group_id, [])
-        for own in rewarded_trajectories(header, {own.policy for own in header.trajectories}):
-            rewards.append(RewardInRole(SeatRole(own.policy, spec.environment, own.seat), own.reward or 0.0))
+        for trajectory in rewarded_trajectories(header, {trajectory.policy for trajectory in header.trajectories}):
+            rewards.append(
+                RewardInRole(SeatRole(trajectory.policy, spec.environment, trajectory.seat), trajectory.reward or 0.0)
+            )
         groups[spec.group_id] = rewards
         parents[spec.group_id] = spec.episode_id.partition("~")[0]
     history = RewardHistory()

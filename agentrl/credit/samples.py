@@ -43,11 +43,11 @@ def unit_samples(unit: Unit, trajectories: Sequence[Trajectory]) -> list[Trainin
     Raises:
         EntriesError: the journal lacks a trajectory the unit has a credit for.
     """
-    found = {(item.seat, item.index): item for item in trajectories if item.policy == unit.policy}
+    by_agent = {(item.seat, item.index): item for item in trajectories if item.policy == unit.policy}
     result: list[TrainingSample] = []
     row_index = 0
     for credit in sorted(unit.credits, key=lambda item: (item.seat, item.index)):
-        trajectory = found.get((credit.seat, credit.index))
+        trajectory = by_agent.get((credit.seat, credit.index))
         if trajectory is None:
             raise EntriesError(
                 f"episode {unit.episode_id} (attempt {unit.attempt}) has a unit of policy {unit.policy!r} with agent "
@@ -71,16 +71,16 @@ def read_samples(units: Sequence[Unit], read: ReadUnits) -> list[list[TrainingSa
     try:
         return [unit_samples(unit, episode) for unit, episode in zip(units, read(units), strict=True)]
     except EntriesError:
-        found: list[list[TrainingSample]] = []
+        samples: list[list[TrainingSample]] = []
         untrainable = []
         for unit in units:
             try:
-                found.append(unit_samples(unit, read([unit])[0]))
+                samples.append(unit_samples(unit, read([unit])[0]))
             except EntriesError as error:
                 untrainable.append((unit.episode_id, unit.attempt, str(error)))
         if untrainable:
             raise UntrainableUnitsError(untrainable) from None
-        return found
+        return samples
 
 
 def _samples(
@@ -93,15 +93,15 @@ def _samples(
     if row.sampling_mask is not None:
         loss_mask = loss_mask & (row.sampling_mask.counts != SamplingMaskStatus.MISSING)
     for span in row.routing or (None,):
-        own = loss_mask
+        trained = loss_mask
         if span is not None and len(row.routing) > 1:
-            own = np.zeros_like(loss_mask)
-            own[span.start : span.stop] = loss_mask[span.start : span.stop]
+            trained = np.zeros_like(loss_mask)
+            trained[span.start : span.stop] = loss_mask[span.start : span.stop]
         yield TrainingSample(
             token_ids=row.token_ids,
-            loss_mask=own,
+            loss_mask=trained,
             behavior_logprobs=row.behavior_logprobs,
-            advantages=np.where(own, advantages, np.float32(0)),
+            advantages=np.where(trained, advantages, np.float32(0)),
             temperature=row.temperature,
             spans=row.spans,
             expert_routing=None if span is None else span.experts,

@@ -57,4 +57,6 @@ class OptimizerStepCreditAssigner:
                 credits[at][number] = replace(
                     credits[at][number], advantage=value, baseline=baseline, turn_advantages=turns
                 )
-        return [replace(unit, credits=tuple(own)) for (_, unit), own in zip(units, credits, strict=True)]
+        return [
+            replace(unit, credits=tuple(unit_credits)) for (_, unit), unit_credits in zip(units, credits, strict=True)
+        ]

@@ -37,10 +37,10 @@ def advantages_to_go(
         >>> advantages_to_go(leave_one_out, [1.0, 0.0], [[(0, 1.0)], []], ["e0", "e1"])
         [(1.0, 0.0), (-1.0, 0.0)]
     """
-    last = max((turn + 1 for given in turn_rewards for turn, _ in given), default=0)
+    last = max((turn + 1 for agent_rewards in turn_rewards for turn, _ in agent_rewards), default=0)
     by_turn = []
     for now in range(last + 1):
-        before = [math.fsum(value for turn, value in given if turn < now) for given in turn_rewards]
+        before = [math.fsum(value for turn, value in agent_rewards if turn < now) for agent_rewards in turn_rewards]
         to_go = [reward - paid for reward, paid in zip(rewards, before, strict=True)]
-        by_turn.append([found.value for found in advantage(to_go, episodes)])
+        by_turn.append([entry.value for entry in advantage(to_go, episodes)])
     return list(zip(*by_turn, strict=True))

@@ -34,8 +34,8 @@ FORMAT = 0
 """Journal format; 0 until the first release. Another value is refused by name."""
 
 REQUEST_VERSION = 1
-"""Version of what `JournalEntry.asked` covers. An unfinished episode of another version starts over: its calls cannot
-be compared. 1: a request names the agent that acts, and the turn of a reward."""
+"""Version of the fields that `JournalEntry.request_hash` covers. An unfinished episode of another version starts over,
+because its calls cannot be compared. 1: a request names the agent that acts, and the turn of a reward."""
 
 
 class TurnVersionSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -304,8 +304,8 @@ class JournalEntry(msgspec.Struct, frozen=True):
     episode_id: str
     attempt: int
     call_id: str
-    asked: bytes
-    """Hash of the new question, 8 bytes of blake2b; empty if the call has none."""
+    request_hash: bytes
+    """Hash of the new request, 8 bytes of BLAKE2b; empty if the call has none. Column `asked` on disk."""
     body: bytes
     """Encoded body: `encode_body` of one of the kinds."""
 

@@ -594,8 +594,8 @@ def write_turn_rows(connection: sqlite3.Connection, table: str, items: list[Jour
     removed = {item for item in items if isinstance(item, tuple)}
     rows = [
         (
-            *(item.episode_id, item.attempt, item.call_id, item.asked, item.body),
-            entry_checksum(item.episode_id, item.attempt, item.call_id, item.asked, item.body),
+            *(item.episode_id, item.attempt, item.call_id, item.request_hash, item.body),
+            entry_checksum(item.episode_id, item.attempt, item.call_id, item.request_hash, item.body),
         )
         for item in items
         if not isinstance(item, tuple) and (item.episode_id, item.attempt, item.call_id) not in removed

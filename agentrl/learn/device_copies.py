@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _ALIGNMENT = 16
-"""Bytes at whose multiples an array begins in a transfer."""
+"""Alignment of arrays in a transfer, in bytes."""
 
 
 def device_tensors(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, Tensor]:

@@ -122,9 +122,7 @@ def _model_inputs(batch: MicroBatch, device: torch.device) -> dict[str, Tensor]:
 def _replayed(
     replay: RoutingReplay | None, inputs: Mapping[str, Tensor], tokens: Tensor | None
 ) -> AbstractContextManager[None]:
-    """Replay the routing recorded for `tokens`, in the order in which the model sees them; None: for the whole
-    batch.
-    """
+    """Replay the recorded routing of `tokens`, in the model's order; None: of the whole batch."""
     experts = inputs.get("expert_routing")
     if replay is None or experts is None:
         return nullcontext()
@@ -190,14 +188,14 @@ class HeadOutput(NamedTuple):
     """Values of the head; None without one."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> HeadOutput:
-        """Apply a function to every column that is there."""
+        """Apply a function to every column that is not None."""
         columns: list[Any] = [None if column is None else function(column) for column in self]
         return HeadOutput(*columns)
 
     @staticmethod
     def join(pieces: Sequence[HeadOutput]) -> HeadOutput:
         """Join the results of consecutive tokens."""
-        columns: list[Any] = [None if each[0] is None else torch.cat(each) for each in zip(*pieces, strict=True)]
+        columns: list[Any] = [None if column[0] is None else torch.cat(column) for column in zip(*pieces, strict=True)]
         return HeadOutput(*columns)
 
     def slice(self, start: int, stop: int) -> HeadOutput:
@@ -217,7 +215,7 @@ class KeptVocabularySets(NamedTuple):
         """Return a boolean mask [stop - start, vocabulary] of the tokens [start, stop)."""
         kept = self.unmasked[start:stop].unsqueeze(1).expand(-1, vocabulary).clone()
         ids = slice(*self.starts[[start, stop]].tolist())
-        # In place of an assignment of True, which would be copied to the device.
+        # Assigning True would copy it to the device.
         return kept.index_put_((self.rows[ids] - start, self.token_ids[ids]), self.unmasked.new_ones(()))
 
 
@@ -308,14 +306,14 @@ def reference_divergence(log_softmax: Tensor, logprob: Tensor, targets: Tensor, 
     """
     assert reference.top_ids is not None
     assert reference.top_logprobs is not None
-    # Tokens that only the reference has, padding of its embeddings, are the last column: pi cannot sample them.
+    # The last column holds the reference's extra tokens (padding of its embeddings), which pi cannot sample.
     ids, padded = reference.top_ids.clamp(max=log_softmax.shape[1]), F.pad(log_softmax, (0, 1), value=_FLOOR)
-    own = torch.cat([padded.gather(1, ids).clamp(min=_FLOOR), _others(padded, ids)], dim=1)
-    kl = (own.exp() * (own - reference.top_logprobs)).sum(dim=1)
+    logprobs = torch.cat([padded.gather(1, ids).clamp(min=_FLOOR), _others(padded, ids)], dim=1)
+    kl = (logprobs.exp() * (logprobs - reference.top_logprobs)).sum(dim=1)
     with torch.no_grad():
         inside = (reference.top_ids == targets.unsqueeze(1)).any(dim=1)
         theirs = reference.logprob.clamp(min=_FLOOR) - reference.top_logprobs[:, -1]
-        residual = (logprob - own[:, -1] - theirs).masked_fill(inside, 0.0)
+        residual = (logprob - logprobs[:, -1] - theirs).masked_fill(inside, 0.0)
     return kl + residual * (1.0 + logprob - logprob.detach())
 
 
@@ -433,7 +431,7 @@ class _Chunk:
     stop: int
     keys: slice | Tensor
     is_causal: bool = False
-    """Whether queries and keys are one row from its first token, which needs no mask."""
+    """Whether queries and keys form one row from its first token, so that no mask is needed."""
     mask: Tensor | None = None
     """Attention mask of the chunk; None if it is not kept."""
 
@@ -462,11 +460,13 @@ class TreeAttentionMask:
     def _make_chunks(self, window: int | None) -> Iterator[_Chunk]:
         until, position, starts = self._batch.visible_until, self._batch.position_ids, self._batch.starts
         count, at = len(until), 0
-        fewest, most = _CHUNK
-        size = min(most, max(fewest, count // len(starts)))
+        fewest, largest = _CHUNK
+        size = min(largest, max(fewest, count // len(starts)))
         ends = dict(zip(starts.tolist(), [*starts[1:].tolist(), count], strict=True))
         whole = {
-            start: end for start, end in ends.items() if window is None and position[start] == 0 and end - start >= most
+            start: end
+            for start, end in ends.items()
+            if window is None and position[start] == 0 and end - start >= largest
         }
         following = np.array([*sorted(whole), count])
         while at < count:
@@ -586,7 +586,7 @@ class _ChunkedAttention(torch.autograd.Function):
         query, key, value, output, *normalisers = ctx.saved_tensors
         of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         for chunk, normaliser in zip(ctx.tree.chunks(ctx.window), normalisers, strict=True):
-            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 gradient[:, :, chunk.start : chunk.stop],
                 query[:, :, chunk.start : chunk.stop],
                 key[:, :, chunk.keys],
@@ -598,8 +598,8 @@ class _ChunkedAttention(torch.autograd.Function):
                 attn_mask=ctx.tree.mask(chunk, ctx.window, query.dtype),
                 scale=ctx.scale,
             )
-            of_query[:, :, chunk.start : chunk.stop] = found[0]
-            for total, part in ((of_key, found[1]), (of_value, found[2])):
+            of_query[:, :, chunk.start : chunk.stop] = gradients[0]
+            for total, part in ((of_key, gradients[1]), (of_value, gradients[2])):
                 if isinstance(chunk.keys, slice):
                     total[:, :, chunk.keys] += part
                 else:
@@ -630,7 +630,7 @@ def flex_tree_attention(
 
 
 _LARGE_SHARED_MEMORY = 160 << 10
-"""Bytes of shared memory per block from which torch's own sizes of flex_attention's kernels fit: A100, H100, B200."""
+"""Shared memory per block, in bytes, that fits torch's own kernel sizes for flex_attention: A100, H100, B200."""
 
 
 def flex_options(width: int, dtype: torch.dtype, shared_memory: int) -> dict[str, int] | None:
@@ -686,7 +686,7 @@ def tree_attention(  # noqa: PLR0913
         other: further arguments from the model.
 
     Raises:
-        ModelError: the model asks attention for something else than a causal softmax.
+        ModelError: the model requests attention other than a causal softmax.
     """
     strange = [name for name in ("s_aux", "softcap", "position_bias") if other.get(name) is not None]
     if tree is None or strange or dropout or query.shape[-1] != value.shape[-1]:
@@ -784,14 +784,14 @@ class _ForcedTopK(TorchFunctionMode):
         self, function: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         named: Mapping[str, Any] = kwargs or {}
-        found = function(*args, **named)
+        result = function(*args, **named)
         if function not in _TOP_K:
-            return found
+            return result
         self.calls += 1
         if self._experts is None:
-            return found
+            return result
         scores: Tensor = args[0] if args else named["input"]
-        chosen = torch.where(self._experts >= 0, self._experts, found[1])
+        chosen = torch.where(self._experts >= 0, self._experts, result[1])
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))
 
 
@@ -807,15 +807,15 @@ def _check(forward: Callable[..., Any], name: str, model: PreTrainedModel) -> in
     inputs = torch.linspace(-1.0, 1.0, 4 * width, device=device, dtype=next(router.parameters()).dtype).view(4, width)
     try:
         with torch.no_grad(), _ForcedTopK(None) as watched:
-            own = chosen_experts(forward(inputs))
-        count = own.shape[1]
-        wanted = own.max().new_tensor(range(count)).expand_as(own).contiguous()
-        with torch.no_grad(), _ForcedTopK(wanted):
-            found = chosen_experts(forward(inputs))
-        known = watched.calls == 1 and torch.equal(found, wanted)
+            chosen = chosen_experts(forward(inputs))
+        count = chosen.shape[1]
+        forced = chosen.max().new_tensor(range(count)).expand_as(chosen).contiguous()
+        with torch.no_grad(), _ForcedTopK(forced):
+            replayed = chosen_experts(forward(inputs))
+        is_forced = watched.calls == 1 and torch.equal(replayed, forced)
     except (TypeError, RuntimeError, AttributeError, StopIteration) as error:
         raise _unknown(name, model, str(error)) from error
-    if not known:
+    if not is_forced:
         raise _unknown(name, model, f"{watched.calls} top-k selections")
     return count
 

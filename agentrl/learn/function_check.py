@@ -47,7 +47,7 @@ class FunctionReport:
         """Text of the report, one line per result."""
         lines = [self.title]
         for word, those in (("ok", self.passed), ("hint", self.hints), ("FAILED", self.findings)):
-            lines += [f"  {word:<7}{each}" for each in those]
+            lines += [f"  {word:<7}{line}" for line in those]
         return "\n".join(lines)
 
 
@@ -66,7 +66,7 @@ class _SampleStep:
         """Return the step with these tokens alone, in this order."""
         at = np.asarray(tokens, np.int64)
         columns = (self.logprobs, self.reference, self.entropies, self.divergence)
-        tensors = (each[torch.from_numpy(at)] for each in columns)
+        tensors = (tensor[torch.from_numpy(at)] for tensor in columns)
         return _SampleStep(self.name, self.columns.take(at), *tensors)
 
     def batch(self, mark: FunctionDeclaration, dtype: torch.dtype = torch.float64) -> LossBatch:
@@ -113,7 +113,7 @@ def _steps() -> Iterator[_SampleStep]:
         }
         reference = np.minimum(logprobs + 0.1 * generator.normal(size=count), -1e-3)
         computed = (logprobs, reference, generator.random(count), generator.random(count))
-        yield _SampleStep(name, TokenColumns(**columns), *(torch.from_numpy(each) for each in computed))
+        yield _SampleStep(name, TokenColumns(**columns), *(torch.from_numpy(array) for array in computed))
 
 
 def check_loss(reference: str, *, title: str = "") -> FunctionReport:
@@ -131,16 +131,16 @@ def check_loss(reference: str, *, title: str = "") -> FunctionReport:
     loose = 0
     for step in _steps():
         try:
-            found = _evaluated(loss, step)
+            gradients = _evaluated(loss, step)
         except AgentRLError as error:
             report.findings.append(f"{step.name}: {error}{_undeclared(loss, step)}")
             return report
         try:
-            _check_values(step, found, report)
+            _check_values(step, gradients, report)
             if report.findings:
                 return report
-            _check_purity(loss, step, found, report)
-            loose += _check_order(loss, step, found, report)
+            _check_purity(loss, step, gradients, report)
+            loose += _check_order(loss, step, gradients, report)
             batch = step.batch(loss.mark, torch.float32)
             _check_values(step, loss.evaluate(batch, torch.ones(len(step.columns))), report)
         except AgentRLError as error:
@@ -164,7 +164,7 @@ def _evaluated(loss: Loss, step: _SampleStep, batch: LossBatch | None = None) ->
 
 
 def _undeclared(loss: Loss, step: _SampleStep) -> str:
-    """Return the declaration with which a loss that raised would not raise; "" if there is none."""
+    """Suggest the declaration that a failing loss is missing; "" if there is none."""
     for column, option in (("reference_logprobs", "reference"), ("reference_kl", "divergence")):
         mark = loss.mark._replace(reference=True, divergence=option == "divergence")
         with contextlib.suppress(AgentRLError):
@@ -173,32 +173,32 @@ def _undeclared(loss: Loss, step: _SampleStep) -> str:
     return ""
 
 
-def _check_values(step: _SampleStep, found: TokenGradients, report: FunctionReport) -> None:
-    for what, values in (
-        ("loss", found.loss),
-        ("derivative by the log-probability", found.by_logprob),
-        ("derivative by the entropy", found.by_entropy),
-        ("derivative by the divergence", found.by_reference_kl),
+def _check_values(step: _SampleStep, gradients: TokenGradients, report: FunctionReport) -> None:
+    for part, values in (
+        ("loss", gradients.loss),
+        ("derivative by the log-probability", gradients.by_logprob),
+        ("derivative by the entropy", gradients.by_entropy),
+        ("derivative by the divergence", gradients.by_reference_kl),
     ):
         wrong = (~values.isfinite()).nonzero()
         if len(wrong):
             at = int(wrong[0])
             report.findings.append(
-                f"{step.name}: the {what} of a token is {float(values[at])} where log pi = "
+                f"{step.name}: the {part} of a token is {float(values[at])} where log pi = "
                 f"{float(step.logprobs[at]):.3g}, log mu = {float(step.columns.behavior_logprobs[at]):.3g}, A = "
                 f"{float(step.columns.advantages[at]):.3g}: a step with such a loss is skipped"
             )
             return
-    derivatives = (found.by_logprob, found.by_entropy, found.by_reference_kl)
-    if step.name == "nearly on policy" and not any(bool(each.any()) for each in derivatives):
-        report.findings.append(f"{step.name}: every derivative is 0, so nothing would be learned")
+    derivatives = (gradients.by_logprob, gradients.by_entropy, gradients.by_reference_kl)
+    if step.name == "nearly on policy" and not any(bool(derivative.any()) for derivative in derivatives):
+        report.findings.append(f"{step.name}: every derivative is 0, so the policy would not learn")
 
 
-def _check_purity(loss: Loss, step: _SampleStep, found: TokenGradients, report: FunctionReport) -> None:
+def _check_purity(loss: Loss, step: _SampleStep, gradients: TokenGradients, report: FunctionReport) -> None:
     states = torch.random.get_rng_state(), random.getstate(), np.random.get_state()
     batch = step.batch(loss.mark)
     again = _evaluated(loss, step, batch)
-    if not all(torch.equal(a, b) for a, b in zip(found, again, strict=True)):
+    if not all(torch.equal(a, b) for a, b in zip(gradients, again, strict=True)):
         report.findings.append(f"{step.name}: two calls with the same batch gave two results")
     now = torch.random.get_rng_state(), random.getstate(), np.random.get_state()
     if not torch.equal(states[0], now[0]) or states[1] != now[1] or repr(states[2]) != repr(now[2]):
@@ -220,16 +220,16 @@ def _check_purity(loss: Loss, step: _SampleStep, found: TokenGradients, report: 
             report.findings.append(f"{step.name}: it changed batch.{name}, which other parts of the step read")
 
 
-def _check_order(loss: Loss, step: _SampleStep, found: TokenGradients, report: FunctionReport) -> bool:
+def _check_order(loss: Loss, step: _SampleStep, gradients: TokenGradients, report: FunctionReport) -> bool:
     """Compare with the step in another order and in parts; returns whether tokens of other parts changed the result."""
     count = len(step.columns)
     rows = np.random.default_rng(1).permutation(int(step.columns.row.max()) + 1)
     order = np.concatenate([np.flatnonzero(step.columns.row == row) for row in rows])
     turned = step.take(order)
     numbers = {name: np.unique(getattr(turned.columns, name), return_inverse=True)[1][:count] for name in IDS}
-    renumbered: Any = {name: int(each.max()) - each for name, each in numbers.items() if name not in ("seat", "group")}
+    renumbered: Any = {name: int(ids.max()) - ids for name, ids in numbers.items() if name not in ("seat", "group")}
     other = _evaluated(loss, replace(turned, columns=replace(turned.columns, **renumbered)))
-    if problem := _difference(found, other, order):
+    if problem := _difference(gradients, other, order):
         report.findings.append(
             f"{step.name}: with its rows in another order {problem}: use ids (batch.mean(…, 'agent')), not positions"
         )
@@ -237,8 +237,8 @@ def _check_order(loss: Loss, step: _SampleStep, found: TokenGradients, report: F
     if count < 2 or not all(len(half) for half in halves):
         return False
     parts = [_evaluated(loss, step.take(half)) for half in halves]
-    joined = TokenGradients(*(torch.cat(each) for each in zip(*parts, strict=True)))
-    problem = _difference(found, joined, np.concatenate(halves))
+    joined = TokenGradients(*(torch.cat(values) for values in zip(*parts, strict=True)))
+    problem = _difference(gradients, joined, np.concatenate(halves))
     if problem and loss.mark.per_token:
         report.findings.append(
             f"{step.name}: @agentrl.loss(per_token=True) promises that a token's loss depends on that token alone, and "
@@ -247,12 +247,12 @@ def _check_order(loss: Loss, step: _SampleStep, found: TokenGradients, report: F
     return bool(problem)
 
 
-def _difference(found: TokenGradients, other: TokenGradients, order: np.ndarray[Any, Any]) -> str:
+def _difference(gradients: TokenGradients, other: TokenGradients, order: np.ndarray[Any, Any]) -> str:
     """Describe the largest difference; "" if it is a rounding error."""
-    for what, ours, theirs in zip(("loss", *["derivative"] * 3), found, other, strict=False):
+    for part, ours, theirs in zip(("loss", *["derivative"] * 3), gradients, other, strict=False):
         away = (ours[torch.from_numpy(order)] - theirs).abs().max()
         if float(away) > TOLERANCE * max(1.0, float(ours.abs().max())):
-            return f"the {what} of a token is off by {float(away):.3g}"
+            return f"the {part} of a token is off by {float(away):.3g}"
     return ""
 
 
@@ -271,7 +271,7 @@ def check_advantage(reference: str, *, title: str = "") -> FunctionReport:
     for name, group in _groups(estimator.mark.over == "step"):
         state = random.getstate()
         try:
-            found, again = (_values(estimator, group) for _ in range(2))
+            advantages, again = (_values(estimator, group) for _ in range(2))
             order = random.Random(1).sample(range(len(group.rewards)), len(group.rewards))
             turned = _values(estimator, _reordered(group, order))
         except GroupTooSmallError:
@@ -279,14 +279,14 @@ def check_advantage(reference: str, *, title: str = "") -> FunctionReport:
         except AgentRLError as error:
             report.findings.append(f"{name} {_shortened(group.rewards)}: {error}")
             return report
-        if found != again:
-            report.findings.append(f"{name}: two calls with the same group gave {found} and {again}")
+        if advantages != again:
+            report.findings.append(f"{name}: two calls with the same group gave {advantages} and {again}")
         if random.getstate() != state:
             report.findings.append(f"{name}: it draws random numbers, so a step could not be rebuilt")
         if any(
             not math.isclose(a, b, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
             for at, theirs in zip(order, turned, strict=True)
-            for a, b in zip(found[at], theirs, strict=False)
+            for a, b in zip(advantages[at], theirs, strict=False)
         ):
             report.findings.append(f"{name}: an agent's advantage depends on its place in the group")
         if report.findings:
@@ -299,7 +299,7 @@ def check_advantage(reference: str, *, title: str = "") -> FunctionReport:
 
 
 def _values(estimator: AdvantageEstimator, group: Group) -> list[tuple[float, ...]]:
-    return [each.by_turn or (each.value,) for each in estimator(group)]
+    return [credit.by_turn or (credit.value,) for credit in estimator(group)]
 
 
 def _groups(over_step: bool) -> Iterator[tuple[str, Group]]:
@@ -330,8 +330,8 @@ def _groups(over_step: bool) -> Iterator[tuple[str, Group]]:
 
 def _reordered(group: Group, order: Sequence[int]) -> Group:
     columns = ("rewards", "episodes", "groups", "named_rewards", "turn_rewards", "turn_states", "tokens")
-    given = {name: values for name in columns if (values := getattr(group, name))}
-    turned: Any = {name: tuple(values[at] for at in order) for name, values in given.items()}
+    filled = {name: values for name in columns if (values := getattr(group, name))}
+    turned: Any = {name: tuple(values[at] for at in order) for name, values in filled.items()}
     return replace(group, **turned)
 
 

@@ -1,9 +1,9 @@
 """One policy that learns: its model, optimizer and schedule, and with `credit.advantage = "gae"` its value head.
 
-A `ValueHead` predicts from the policy's last hidden state at a token what the conversation will still earn. The hidden
-state is detached, so the head changes no gradient of the policy. The head has an optimizer of its own with a constant
-learning rate; its gradient is summed over the ranks, but neither counted in the gradient norm nor clipped, and every
-rank holds it whole. No engine reads it: it is in checkpoints, and not in published versions.
+A `ValueHead` predicts a conversation's remaining reward from the policy's last hidden state at a token. The hidden
+state is detached, so the head changes no gradient of the policy. The head has its own optimizer with a constant
+learning rate. Its gradient is summed over the ranks, but neither counted in the gradient norm nor clipped, and every
+rank holds the whole head. Engines do not read it: it is in checkpoints, not in published versions.
 
 Owns: the optimizers, the schedule, the head. Does not own: losses and gradients (`trainer.py`), the formula of the
 advantages (`credit.advantages`), the layout of checkpoints (`storage.py`).
@@ -139,8 +139,8 @@ class Learner:
     def apply(self, rate: float, grad_norm: float) -> None:
         """Take an optimizer step with the accumulated gradient, of norm `grad_norm` over all ranks.
 
-        Where the gradient is exactly 0, weights and optimizer state stay as they are: momentum alone moves nothing. The
-        policy and its value head are judged separately.
+        If the gradient is exactly 0, weights and optimizer state stay unchanged, despite momentum. This applies to the
+        policy and its value head separately.
         """
         if grad_norm > 0.0:
             for group in self.optimizer.param_groups:

@@ -79,7 +79,7 @@ class TokenColumns:
         # Sorted, so that the ids of an agent's turns ascend in time: a row may hold later turns than the next.
         keys_of = {name: sorted(set(names[name])) if name == "turn" else dict.fromkeys(names[name]) for name in IDS}
         numbers = {name: {key: index for index, key in enumerate(keys_of[name])} for name in IDS}
-        own = {name: np.array([numbers[name][key] for key in names[name]], np.int64) for name in IDS}
+        id_columns = {name: np.array([numbers[name][key] for key in names[name]], np.int64) for name in IDS}
 
         def taken(columns: Sequence[NDArray[Any]], kind: Any) -> NDArray[Any]:
             parts = [column[at] for column, at in zip(columns, positions, strict=True)]
@@ -92,7 +92,7 @@ class TokenColumns:
             lags=taken([token_lags(sample, version) for sample in samples], np.int32),
             names={name: [str(key[0]) for key in numbers[name]] for name in _SHARED},
             starts=np.cumsum([0, *counts], dtype=np.int64),
-            **own,
+            **id_columns,
         )
 
     def __len__(self) -> int:
@@ -122,14 +122,14 @@ class TokenColumns:
         columns = {name: np.concatenate([part[name] for part in decoded]) for name in decoded[0] if name != "names"}
         merged: dict[str, list[str]] = {}
         for kind in _SHARED:
-            merged[kind] = list(dict.fromkeys(name for each in names for name in each[kind]))
+            merged[kind] = list(dict.fromkeys(name for table in names for name in table[kind]))
             number = {name: index for index, name in enumerate(merged[kind])}
-            found = [
-                np.array([number[name] for name in each[kind]], np.int64)[part[kind]]
-                for part, each in zip(decoded, names, strict=True)
+            id_columns = [
+                np.array([number[name] for name in table[kind]], np.int64)[part[kind]]
+                for part, table in zip(decoded, names, strict=True)
                 if len(part[kind])
             ]
-            columns[kind] = np.concatenate([np.empty(0, np.int64), *found])
+            columns[kind] = np.concatenate([np.empty(0, np.int64), *id_columns])
         for kind in IDS:
             if kind not in _SHARED:
                 sizes = [int(part[kind].max()) + 1 if len(part[kind]) else 0 for part in decoded]

@@ -4,9 +4,9 @@ Symbols: pi = exp(logprobs), mu = exp(behavior_logprobs), A = advantages, w = pi
 corrects against the *recorded* log-probabilities, so one episode may mix policy versions. docs/algorithms.md lists them
 with their names in TRL and verl, and says when to use which.
 
-A loss is evaluated on columns that are leaves, apart from the model: `evaluate` gives the derivative of the sum by each
-log-probability and each entropy, and the trainer sends those back through the model in micro-batches. So a loss that
-couples tokens (a sequence-level ratio, a user's function) sees the whole step at once, however the step is split.
+A loss is evaluated on leaf columns, detached from the model: `evaluate` gives the derivative of the sum by each
+log-probability and entropy, and the trainer propagates these through the model in micro-batches. A loss that couples
+tokens (a sequence-level ratio, a user's function) therefore sees the whole step at once, however the step is split.
 
 Owns: the formulas, the divergence from the reference, the metrics of the ratio. Does not own: the model (`forward.py`),
 the columns (`loss_batch.py`), the normalizer (`trainer.py`), advantages (`credit`).
@@ -15,7 +15,7 @@ The gradient of a token's loss with respect to its log pi is bounded by |A| time
 truncated   max_ratio, also far from mu: the weight is a constant, cut there
 ppo         max(1 + clip_high, dual_clip): the former where A > 0, the latter where A < 0
 reinforce   1
-and those of the others as docs/off_policy.md says; of gspo, decoupled_ppo, clip_cov and kl_cov by the ratio alone.
+The other bounds are in docs/off_policy.md; gspo, decoupled_ppo, clip_cov and kl_cov are bounded only by the ratio.
 """
 
 from __future__ import annotations
@@ -257,8 +257,8 @@ def kl_cov(batch: LossBatch, *, share: float = 2e-4, coefficient: float = 1.0) -
 
     Covariance as in `clip_cov`: KL-Cov penalizes those tokens instead of leaving them out.
     """
-    held = _largest(_covariance(batch), share)
-    return -batch.ratio * batch.advantages + coefficient * batch.log_ratio.abs() * held
+    penalized = _largest(_covariance(batch), share)
+    return -batch.ratio * batch.advantages + coefficient * batch.log_ratio.abs() * penalized
 
 
 def distillation(batch: LossBatch, *, max_ratio: float = 5.0, reward: float = 0.0) -> Tensor:
@@ -332,9 +332,9 @@ def _level(level: str) -> Id:
     return "turn" if level == "turn" else "agent"
 
 
-def _check_one_of(option: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ValueError(f"{option} = {value!r}: expected {', '.join(known)}")
+def _check_one_of(option: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{option} = {value!r}: expected {', '.join(allowed)}")
 
 
 BUILT_IN: dict[str, tuple[LossFunction, FunctionDeclaration]] = {
@@ -382,8 +382,8 @@ class Loss:
     @property
     def how_to_inspect(self) -> str:
         """Advice for a step whose loss or gradient is not finite."""
-        own = f", and run `agentrl env check --loss {shlex.quote(self.reference)}`"
-        return f"inspect the episode's recorded logprobs and reward{'' if self.reference in BUILT_IN else own}"
+        check = f", and run `agentrl env check --loss {shlex.quote(self.reference)}`"
+        return f"inspect the episode's recorded logprobs and reward{'' if self.reference in BUILT_IN else check}"
 
     @property
     def needs_reference(self) -> bool:
@@ -422,14 +422,14 @@ class Loss:
         if batch.reference_kl is not None:
             leaves.append(batch.reference_kl)
         try:
-            found = torch.autograd.grad(loss.sum(), leaves, allow_unused=True)
+            gradients = torch.autograd.grad(loss.sum(), leaves, allow_unused=True)
         except RuntimeError as error:
             raise LossError(
-                f"the loss {self.name} gave no gradient: {error}. A loss builds its result from the batch it is given, "
-                "keeps no tensor between calls and calls no backward()"
+                f"the loss {self.name} gave no gradient: {error}. A loss must compute its result from its batch, "
+                "keep no tensor between calls and not call backward()"
             ) from error
-        by_logprob, by_entropy, *rest = (zeros if each is None else each for each in found)
-        return by_logprob, by_entropy, rest[0] if rest else zeros
+        by_logprob, by_entropy, *optional = (zeros if gradient is None else gradient for gradient in gradients)
+        return by_logprob, by_entropy, optional[0] if optional else zeros
 
     def _checked(self, batch: LossBatch) -> Tensor:
         """Call the function and check its result; raises as `evaluate`."""
@@ -441,12 +441,12 @@ class Loss:
         if shape != tuple(batch.logprobs.shape):
             raise LossError(
                 f"the loss {self.name} returned {shape}; it must be a tensor with the loss of each token, of shape "
-                f"{tuple(batch.logprobs.shape)} as batch.logprobs. agentrl sums and normalises it"
+                f"{tuple(batch.logprobs.shape)} as batch.logprobs. agentrl sums and normalizes it"
             )
         if not loss.requires_grad and len(batch):
             raise LossError(
                 f"the loss {self.name} does not depend on batch.logprobs, batch.entropies or batch.reference_kl, so "
-                "nothing would be learned: was it detached?"
+                "the policy would not learn: was it detached?"
             )
         return loss
 

@@ -76,7 +76,7 @@ def predict_trainer_memory(config: RunConfig) -> TrainerMemory:
     """
     models = load_models(config, torch.device("meta"))
     shards = shard_count(config, config.trainer.ranks)
-    weights, trained = _held(config, models)
+    weights, trained = _weight_sizes(config, models)
     if shards > 1:  # if all weights are trained, the float32 shards are the masters
         weights -= sum(_bytes(model.model.parameters()) for model in models.values() if model.has_masters)
     return TrainerMemory(
@@ -104,7 +104,7 @@ def shard_count(config: RunConfig, ranks: int) -> int:
         return sharding
     if sharding == "auto":
         try:
-            held = _held(config, load_models(config, torch.device("meta")))
+            sizes = _weight_sizes(config, load_models(config, torch.device("meta")))
         except InputError:
             raise
         except Exception as error:  # noqa: BLE001 - no failed prediction may stop a run
@@ -115,16 +115,25 @@ def shard_count(config: RunConfig, ranks: int) -> int:
             )
             return ranks
         memory, on_gpu = device_memory()
-        if sum(held) <= memory.total / (2 if on_gpu else 2 * ranks):
+        if sum(sizes) <= memory.total / (2 if on_gpu else 2 * ranks):
             return 1
     return ranks
 
 
 def _copies(config: RunConfig, models: Mapping[str, PolicyModel]) -> int:
     """Return `TrainerMemory.copies`."""
-    gradients = [each.numel() * torch.float32.itemsize for each in _trained(models)] if config.trainer.ranks > 1 else []
-    sent = [each.nbytes for model in models.values() if model.kind != "adapter" for each in model.model.parameters()]
-    return max((min(sum(each), max(BUCKET, *each)) for each in (gradients, sent) if each), default=0)
+    gradients = (
+        [parameter.numel() * torch.float32.itemsize for parameter in _trained(models)]
+        if config.trainer.ranks > 1
+        else []
+    )
+    sent = [
+        parameter.nbytes
+        for model in models.values()
+        if model.kind != "adapter"
+        for parameter in model.model.parameters()
+    ]
+    return max((min(sum(sizes), max(BUCKET, *sizes)) for sizes in (gradients, sent) if sizes), default=0)
 
 
 def _trained(models: Mapping[str, PolicyModel]) -> set[nn.Parameter]:
@@ -135,7 +144,7 @@ def _gathered(model: PolicyModel) -> int:
     """Return `TrainerMemory.gathered` of a model. The next layer is gathered while one computes, and its gradients are
     added up in float32 if all weights are trained."""
     module: nn.Module = model.model
-    layers = sorted(sum(each.nbytes for each in layer.parameters()) for layer in outermost_layers(module))
+    layers = sorted(sum(parameter.nbytes for parameter in layer.parameters()) for layer in outermost_layers(module))
     outside = _bytes(module.parameters()) - sum(layers)
     largest = layers[-1] if layers else 0
     if model.kind == "adapter":
@@ -143,7 +152,7 @@ def _gathered(model: PolicyModel) -> int:
     return 2 * outside + 3 * largest + largest * torch.float32.itemsize // model.model.dtype.itemsize
 
 
-def _held(config: RunConfig, models: Mapping[str, PolicyModel]) -> tuple[int, int]:
+def _weight_sizes(config: RunConfig, models: Mapping[str, PolicyModel]) -> tuple[int, int]:
     """Return the bytes of `TrainerMemory.weights` and `TrainerMemory.trained`, on one rank."""
     references = load_references(config, models, torch.device("meta"))
     trained = _trained(models)
@@ -246,8 +255,8 @@ def _step(config: RunConfig, policy: str, model: PolicyModel, length: int, limit
     module: nn.Module = model.model
     model.activate()
     # Gradients are held from the first micro-batch of a step on; the plan counts them beside the weights.
-    held = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    for parameter in held:
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
     loss = config.trainer.loss.name
     mark = (
@@ -258,7 +267,7 @@ def _step(config: RunConfig, policy: str, model: PolicyModel, length: int, limit
     value_head = None
     if config.credit.advantage.gae is not None:
         value_head = ValueHead(model, model.model.device)
-    gradients = [parameter.grad for parameter in held if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
     with AllocationCounter([*module.parameters(), *module.buffers(), *gradients]) as counted:
         reference = _reference_output(batch, model.model.device) if mark.divergence else None
         with _Limit(counted, limit):
@@ -318,7 +327,7 @@ class AllocationCounter(TorchDispatchMode):
         known: tensors whose storages are not counted.
     """
 
-    def __init__(self, known: Sequence[Tensor] = ()) -> None:
+    def __init__(self, ignored: Sequence[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         """Number of bytes allocated and not yet released."""
@@ -326,7 +335,7 @@ class AllocationCounter(TorchDispatchMode):
         """Largest value of `live` so far."""
         self.operations = 0
         self._counted: dict[int, int] = {}
-        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._known = {tensor.untyped_storage()._cdata for tensor in ignored}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

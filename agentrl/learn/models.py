@@ -8,7 +8,7 @@ no network, no remote code.
 
 Owns: loading, the check that the trainer's forward pass reproduces the model's own, the parameters of each policy, the
 active adapter, the content of a published version. Invariants: the shared base never requires a gradient; a policy's
-start does not depend on the others'.
+initial weights do not depend on the other policies.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _REASON_LENGTH = 300
 """Maximum number of characters of an error that is shown as a reason."""
 
 _FORWARD_ERRORS = (ModelError, TypeError, ValueError, LookupError, AttributeError, RuntimeError, AssertionError)
-"""Errors that a model raises in a forward pass that it does not support."""
+"""Errors raised by models in unsupported forward passes."""
 
 SHARING_TOLERANCE = 2e-3
 """Largest difference in log-probabilities between the model's own forward pass and the trainer's, in nats."""
@@ -164,8 +164,8 @@ class PolicyModel:
         self.activate()
         mark = None if self._adapter is None else f".{self._adapter}."
         named = self.model.named_parameters()
-        own = {name: parameter for name, parameter in named if mark is None or mark in name}
-        for name, parameter in own.items():
+        trained = {name: parameter for name, parameter in named if mark is None or mark in name}
+        for name, parameter in trained.items():
             parameter.requires_grad_(True)
             exact = parameter.detach()
             if self.kind == "adapter" and not self.sharded:  # PEFT makes float32 adapters; products are slow in it
@@ -219,7 +219,9 @@ class PolicyModel:
         """Return the tensors that make up a version, those with large elements first; not copies."""
         if self._adapter is not None:  # PEFT's own method would touch the adapters of all policies
             mark = f".{self._adapter}."
-            return {f"base_model.model.{name.replace(mark, '.')}": each for name, each in self.parameters.items()}
+            return {
+                f"base_model.model.{name.replace(mark, '.')}": parameter for name, parameter in self.parameters.items()
+            }
         state: dict[str, Tensor] = {}
         seen: set[int] = set()
         for name, tensor in self.model.state_dict(keep_vars=True).items():
@@ -243,7 +245,7 @@ class PolicyModel:
             for name in tensors:
                 pieces.setdefault(part_of(name), []).append(name)
             converted = [self._converted(self._without_data(tensors, piece)) for piece in pieces.values()]
-            if _shapes(chain.from_iterable(each.items() for each in converted)) == expected:
+            if _shapes(chain.from_iterable(tensors.items() for tensors in converted)) == expected:
                 break
         return list(pieces.values())
 
@@ -300,8 +302,8 @@ def _shapes(tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dic
 
 def _layer(name: str) -> str:
     """Return the layer of a parameter: its name up to the first number."""
-    found = re.match(r".*?\.\d+\.", name)
-    return found[0] if found else ""
+    match = re.match(r".*?\.\d+\.", name)
+    return match[0] if match else ""
 
 
 def load_models(config: RunConfig, device: torch.device, mesh: DeviceMesh | None = None) -> dict[str, PolicyModel]:
@@ -341,27 +343,27 @@ def load_references(
         ModelError: the directory holds no model that can compute the policy's micro-batches.
     """
     loaded: dict[str, PolicyModel] = {}
-    found: dict[str, PolicyModel] = {}
+    references: dict[str, PolicyModel] = {}
     for name, policy in config.trained.items():
         if not policy.reference:
             continue
         key = f"{Path(policy.reference).resolve()} {models[name].base.resolve()}"
         if key not in loaded:
             loaded[key] = _load_reference(config, Path(policy.reference), models[name].base, device, mesh)
-        found[name] = loaded[key]
-        size, needed = (each.model.config.get_text_config().vocab_size for each in (found[name], models[name]))
-        if found[name].shared_prefixes < models[name].shared_prefixes:
+        references[name] = loaded[key]
+        size, needed = (policy.model.config.get_text_config().vocab_size for policy in (references[name], models[name]))
+        if references[name].shared_prefixes < models[name].shared_prefixes:
             raise ModelError(
-                f"policies.{name}.reference: {type(found[name].model).__name__} cannot compute rows packed by their "
-                f"shared prefixes ({found[name].unshared}), as {type(models[name].model).__name__} does; choose a "
-                "reference of its architecture"
+                f"policies.{name}.reference: {type(references[name].model).__name__} cannot compute rows packed by "
+                f"their shared prefixes ({references[name].unshared}), as {type(models[name].model).__name__} does; "
+                "choose a reference of its architecture"
             )
         if size < needed and not (Path(policy.reference) / "tokenizer.json").is_file():
             raise ModelError(
                 f"policies.{name}.reference: {policy.reference} has {size} tokens and the policy's base {needed}: a "
                 "reference scores the policy's own tokens, so both need one tokenizer"
             )
-    return found
+    return references
 
 
 def _load_reference(
@@ -384,10 +386,10 @@ def _load_reference(
         model = merged
     model.requires_grad_(False)
     unshared = why_unshared(model, config.engine.max_context)
-    found = PolicyModel(model=model, base=directory, peft_model=None, adapter=None, unshared=unshared)
+    reference = PolicyModel(model=model, base=directory, peft_model=None, adapter=None, unshared=unshared)
     if mesh is not None:
-        found.shard(ShardedForward(model, mesh, masters=False, offload=offload))
-    return found
+        reference.shard(ShardedForward(model, mesh, masters=False, offload=offload))
+    return reference
 
 
 def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | None) -> dict[str, PolicyModel]:
@@ -524,7 +526,7 @@ def _matrices(model: PreTrainedModel) -> dict[str, int]:
     """Return the sizes of the weights between embeddings and output projection, by module; norms and biases are left
     out. Modules that share a weight, as in Zamba2, count it each, because each has an adapter."""
     ends = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    tables = {id(each.weight) for each in (*ends, model.get_output_embeddings()) if each is not None}
+    tables = {id(module.weight) for module in (*ends, model.get_output_embeddings()) if module is not None}
     named = model.named_parameters(remove_duplicate=False)
     return {
         name.removesuffix(".weight"): parameter.numel()
@@ -542,20 +544,20 @@ def _adaptable(model: PreTrainedModel) -> list[str]:
     mistaken: dict[str, bool] = {}
     try:
         with computing_in_float32(model, _widened):  # shards are gathered in float32
-            found = adaptable_layers(model)
+            layers = adaptable_layers(model)
     except _FORWARD_ERRORS as error:
         if model.device.type == "meta":
             raise
         raise ModelError(f"{type(model).__name__} cannot be forwarded as a causal LM: {error!r}") from error
-    for last in {_last(name) for name in found}:
-        asked = peft.LoraConfig(target_modules=[last])
+    for last in {_last(name) for name in layers}:
+        adapter = peft.LoraConfig(target_modules=[last])
         try:
-            convert_peft_config_for_transformers(asked, model, None)
-        except ValueError:  # PEFT tried to adapt the experts' tensors, or did not find the other names
+            convert_peft_config_for_transformers(adapter, model, None)
+        except ValueError:  # PEFT tried to adapt the experts' tensors, or did not find some names
             mistaken[last] = True
         else:
-            mistaken[last] = set(asked.target_modules or ()) != {last}
-    return [name for name in found if not (mistaken[_last(name)] or _read_by_kernel(model, name))]
+            mistaken[last] = set(adapter.target_modules or ()) != {last}
+    return [name for name in layers if not (mistaken[_last(name)] or _read_by_kernel(model, name))]
 
 
 def _read_by_kernel(model: PreTrainedModel, name: str) -> bool:
@@ -570,26 +572,28 @@ def _targets(key: str, lora: LoraConfig, can: Sequence[str], model: PreTrainedMo
     Raises:
         ConfigError: there are none, or a named layer cannot be trained and served; the message lists those that can.
     """
-    kind, known = type(model).__name__, [name for name, _ in model.named_modules()]
+    kind, names = type(model).__name__, [name for name, _ in model.named_modules()]
     if not can:
         raise ConfigError(
             f"{key}: {kind} has no linear layers on which an adapter can be trained and served. Remove the section to "
             "train all weights"
         )
-    wanted = {
-        target: [name for name in known if name == target or name.endswith(f".{target}")]
+    matches = {
+        target: [name for name in names if name == target or name.endswith(f".{target}")]
         for target in lora.target_modules
     }
-    for target, found in wanted.items():
-        strange = [name for name in found if name not in can]
-        if strange or not found:
-            what = f"is {strange[0]}, on which no adapter can be both trained and served" if found else "is not a layer"
+    for target, layers in matches.items():
+        strange = [name for name in layers if name not in can]
+        if strange or not layers:
+            problem = (
+                f"is {strange[0]}, on which no adapter can be both trained and served" if layers else "is not a layer"
+            )
             raise ConfigError(
-                f"{key}.target_modules: {target!r} {what} of {kind}; those that can: "
+                f"{key}.target_modules: {target!r} {problem} of {kind}; those that can: "
                 f"{', '.join(dict.fromkeys(map(_last, can)))}. Remove target_modules to adapt all of them"
             )
-    chosen = {name for found in wanted.values() for name in found}
-    if not wanted:
+    chosen = {name for layers in matches.values() for name in layers}
+    if not matches:
         chosen = {name for name in can if not _ROUTERS.intersection(name.split("."))}
     return [name for name in can if name in chosen]
 
@@ -664,30 +668,32 @@ def why_unshared(model: PreTrainedModel, max_context: int) -> str:
     if model.device.type == "meta":
         model.set_attn_implementation(ATTENTION)
         return ""
-    own = own_attention(model)
+    attention = own_attention(model)
     special = context_length_thresholds(model.config, max_context)
     around = [row for length in special for row in (length - 1, min(length + 5, max_context))]
     rows = _check_rows(model, [12, 13, 15, *around])  # several lengths, so that padding and masks are tested
     differences: dict[bool, float] = {}
     reason = ""
     with torch.no_grad(), computing_in_float32(model, _widened):
-        model.set_attn_implementation(own)
+        model.set_attn_implementation(attention)
         try:
             expected = [_own_logprobs(model, row) for row in rows]
         except _FORWARD_ERRORS as error:
             raise ModelError(f"{type(model).__name__} cannot be forwarded as a causal LM: {error!r}") from error
         for shared in (True, False):
             (batch,) = pack(rows, max_tokens=1 << 30, share=shared)
-            model.set_attn_implementation(ATTENTION if shared else own)
+            model.set_attn_implementation(ATTENTION if shared else attention)
             try:
-                found = token_logprobs(model, batch, shared=shared).logprob
+                logprobs = token_logprobs(model, batch, shared=shared).logprob
             except Exception as error:
                 if shared:  # of the architecture, or of the attention kernel's compiler; the run's start names it
                     reason = f"{type(error).__name__}: {' '.join(str(error).split())[:_REASON_LENGTH]}"
                     continue
                 raise ModelError(f"{type(model).__name__} cannot be forwarded by the trainer: {error!r}") from error
-            wanted = [expected[row][at] for row, at in zip(batch.sample.tolist(), batch.position.tolist(), strict=True)]
-            differences[shared] = float((found - torch.tensor(wanted, device=found.device)).abs().max())
+            reference = [
+                expected[row][at] for row, at in zip(batch.sample.tolist(), batch.position.tolist(), strict=True)
+            ]
+            differences[shared] = float((logprobs - torch.tensor(reference, device=logprobs.device)).abs().max())
             if differences[shared] <= SHARING_TOLERANCE:
                 return "" if shared else reason
             reason = f"log-probabilities differ by {differences[shared]:.2g} with shared prefixes"

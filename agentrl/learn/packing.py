@@ -131,7 +131,7 @@ def _micro_batch(members: Sequence[_PackedRow], borrowed: Sequence[int]) -> Micr
             starts.append(tokens)
         paths.append(np.concatenate([paths[-1][:common], new]) if common else new)
         tokens += len(new)
-    own = list(zip(members, borrowed, strict=True))
+    rows = list(zip(members, borrowed, strict=True))
     samples = [row.sample for row in members]
     positions = [row.positions for row in members]
     counts = [len(at) for at in positions]
@@ -143,8 +143,8 @@ def _micro_batch(members: Sequence[_PackedRow], borrowed: Sequence[int]) -> Micr
         return typed
 
     return MicroBatch(
-        token_ids=np.concatenate([row.sample.token_ids[at : row.length] for row, at in own]).astype(np.int64),
-        position_ids=np.concatenate([np.arange(at, row.length, dtype=np.int64) for row, at in own]),
+        token_ids=np.concatenate([row.sample.token_ids[at : row.length] for row, at in rows]).astype(np.int64),
+        position_ids=np.concatenate([np.arange(at, row.length, dtype=np.int64) for row, at in rows]),
         visible_until=visible_until,
         starts=np.array(starts, np.int64),
         hidden_index=np.concatenate([path[at - 1] for path, at in zip(paths, positions, strict=True)]),
@@ -156,17 +156,17 @@ def _micro_batch(members: Sequence[_PackedRow], borrowed: Sequence[int]) -> Micr
         position=np.concatenate(positions),
         kept_counts=kept_counts,
         kept_ids=kept_ids,
-        expert_routing=_routing(own),
+        expert_routing=_routing(rows),
     )
 
 
-def _routing(own: Sequence[tuple[_PackedRow, int]]) -> NDArray[np.int16] | None:
+def _routing(rows: Sequence[tuple[_PackedRow, int]]) -> NDArray[np.int16] | None:
     """Return the recorded experts of the tokens that each row owns, -1 for rows without; None if no row has any."""
-    recorded = [row.sample.expert_routing for row, _ in own if row.sample.expert_routing is not None]
+    recorded = [row.sample.expert_routing for row, _ in rows if row.sample.expert_routing is not None]
     if not recorded:
         return None
     parts = []
-    for row, common in own:
+    for row, common in rows:
         part = np.full((row.length - common, *recorded[0].shape[1:]), -1, np.int16)
         if row.sample.expert_routing is not None:
             part[:] = row.sample.expert_routing[common : row.length]

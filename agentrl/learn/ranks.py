@@ -110,11 +110,11 @@ def local_shard(tensor: Tensor) -> Tensor:
 def shard_tensor(tensor: Tensor, mesh: DeviceMesh, device: torch.device) -> DTensor:
     """This rank's shard of a tensor, on a device: a part of its rows, as FSDP2 divides them; no rank is asked."""
     dimension = mesh.ndim - 1
-    own = tensor.detach()[_rows_of(len(tensor), mesh.get_local_rank(dimension), mesh.size(dimension))]
+    shard = tensor.detach()[_rows_of(len(tensor), mesh.get_local_rank(dimension), mesh.size(dimension))]
     placements = [*[Replicate()] * dimension, Shard(0)]
-    own = own.to(device, copy=True)
+    shard = shard.to(device, copy=True)
     return DTensor.from_local(
-        own,
+        shard,
         mesh,
         placements,
         run_check=False,
@@ -207,7 +207,7 @@ class SingleRankGroup:
     size = 1
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
-        """Leave the tensors: one rank has nothing to add."""
+        """Leave the tensors unchanged: there is only one rank."""
 
     def gather(self, data: bytes) -> list[bytes]:
         return [data]
@@ -222,13 +222,13 @@ BUCKET = 256 << 20
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Split tensors, in their order, into lists of at most `BUCKET` bytes; a larger tensor is a list of its own."""
     bucket: list[Tensor] = []
-    held = 0
+    size = 0
     for tensor in tensors:
-        if bucket and held + tensor.nbytes > BUCKET:
+        if bucket and size + tensor.nbytes > BUCKET:
             yield bucket
-            bucket, held = [], 0
+            bucket, size = [], 0
         bucket.append(tensor)
-        held += tensor.nbytes
+        size += tensor.nbytes
     if bucket:
         yield bucket
 
@@ -266,7 +266,7 @@ class DistributedRankGroup:
         os.environ.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
         # Offloaded shards are gathered in main memory, so a CPU backend is needed too.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        present = [f"present/{each}" for each in range(size)]
+        present = [f"present/{rank_number}" for rank_number in range(size)]
         try:
             if store is None:
                 store = TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=JOIN_TIMEOUT)
@@ -280,7 +280,7 @@ class DistributedRankGroup:
                 raise TrainerLostError(
                     f"trainer rank {rank} on node {addresses[rank]} could not join the group: {error}"
                 ) from error
-            names = ", ".join(f"{each} on node {addresses[each]}" for each in absent)
+            names = ", ".join(f"{rank_number} on node {addresses[rank_number]}" for rank_number in absent)
             raise TrainerLostError(f"trainer rank {names} did not join the group within {seconds:g} s") from error
         self._store = store
 
@@ -288,7 +288,7 @@ class DistributedRankGroup:
     def _absent(store: TCPStore | None, present: Sequence[str]) -> list[int]:
         try:
             return [rank for rank, key in enumerate(present) if store is not None and not store.check([key])]
-        except RuntimeError:  # the store may be gone as well
+        except RuntimeError:  # the store may have failed too
             return []
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
@@ -402,7 +402,7 @@ def _without_data(model: nn.Module) -> dict[str, nn.Parameter]:
     """Replace parameters that are shards already, which FSDP does not take, by ones without data; return the shards by
     name."""
     named = model.named_parameters(remove_duplicate=False)
-    shards: dict[str, nn.Parameter] = {name: each for name, each in named if isinstance(each, DTensor)}
+    shards: dict[str, nn.Parameter] = {name: parameter for name, parameter in named if isinstance(parameter, DTensor)}
     empty = {
         parameter: nn.Parameter(
             torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), requires_grad=parameter.requires_grad

@@ -149,7 +149,7 @@ class MergedRankColumns:
         """
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         with converting_write_errors(path):
-            # Only these two, so that a run that was moved is not created again.
+            # Create only these two directories: a moved run must not be recreated at its old path.
             for folder in (path.parent.parent, path.parent):
                 folder.mkdir(exist_ok=True)
             try:

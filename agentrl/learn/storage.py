@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from hashlib import _Hash
 
 SYNC_BYTES = 1 << 28
-"""Bytes after which a file is synced while it is written, so that disk writes start before the last byte arrives."""
+"""Number of bytes between syncs while a file is written, so that disk writes start before the last byte."""
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 _DTYPES = {
     torch.float64: "F64",
@@ -139,15 +139,15 @@ def load_checkpoint(
             if optimizer is not None and moments.keys():
                 made = {parameter: _no_moments(parameter) for parameter in parameters.values()}
             named = zip(parameters, made.values(), strict=False)
-            found = {f"{name}|{moment}": each for name, own in named for moment, each in own.items()}
-            if _shapes(weights) != _shapes(parameters) or (made and _shapes(moments) != _shapes(found)):
+            states = {f"{name}|{moment}": tensor for name, moments_of in named for moment, tensor in moments_of.items()}
+            if _shapes(weights) != _shapes(parameters) or (made and _shapes(moments) != _shapes(states)):
                 raise TrainerError(
                     f"the checkpoint in {directory} contains other weights than the configuration trains; resume with "
                     "the model and policy sections that the run was started with"
                 )
             for name, parameter in parameters.items():
                 _read_into(parameter, weights, name)
-            for name, tensor in found.items():
+            for name, tensor in states.items():
                 _read_into(tensor, moments, name)
     except (OSError, SafetensorError, ValueError) as error:
         raise TrainerError(f"checkpoint {directory} cannot be read: {error}; resume from an older one") from error
@@ -174,11 +174,11 @@ def _no_moments(parameter: nn.Parameter) -> dict[str, Tensor]:
 @torch.no_grad()
 def _read_into(tensor: Tensor, file: Any, name: str) -> None:
     """Copy a tensor of an open file, or the rows of it that this rank holds, into `tensor`."""
-    own = local_shard(tensor)
+    shard = local_shard(tensor)
     if not tensor.ndim:
-        own.copy_(file.get_tensor(name))
-    elif own.numel():
-        own.copy_(file.get_slice(name)[local_row_slice(tensor)])
+        shard.copy_(file.get_tensor(name))
+    elif shard.numel():
+        shard.copy_(file.get_slice(name)[local_row_slice(tensor)])
 
 
 def _moments(parameters: Parameters, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
@@ -227,17 +227,17 @@ def write_tensors(
             if digest is not None:
                 unfinished[-1].append(hasher.submit(digest.update, data))
             if len(unfinished) > 2:
-                for each in unfinished.popleft():
-                    each.result()
+                for future in unfinished.popleft():
+                    future.result()
 
         add(memoryview(len(text).to_bytes(8, "little") + text))
         for name, expected in layout.items():
-            found, tensor = next(tensors)
-            assert (name, expected.shape, expected.dtype) == (found, tensor.shape, tensor.dtype)
+            tensor_name, tensor = next(tensors)
+            assert (name, expected.shape, expected.dtype) == (tensor_name, tensor.shape, tensor.dtype)
             add(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             del tensor  # free it before the next tensor is gathered
-        for each in chain.from_iterable(unfinished):
-            each.result()
+        for future in chain.from_iterable(unfinished):
+            future.result()
 
 
 def _write_and_sync(file: FileIO, data: memoryview) -> None:

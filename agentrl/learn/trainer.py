@@ -6,10 +6,9 @@ clips, and applies AdamW. Both are idempotent by step id.
 
 Owns: gradients, step reports and columns. Does not own: a policy's model and optimizer (`learner.py`), version ids, the
 choice of units (the orchestrator), processes (`cluster`). Invariants: a step that is refused leaves the weights
-bit-identical; so does a step without signal, whose gradient is exactly 0 (no unit has an advantage, and nothing else
-such as a divergence or an entropy bonus has a gradient): it leaves the optimizer's state too, its version has the
-weights of the one before, and it is counted (`zero_gradient`). Frozen policies are not here; any number of ranks,
-sharded or not, of micro-batches or of rows per unit gives the same update.
+bit-identical. A step with a gradient of exactly 0 (no advantages, divergence or entropy bonus) also leaves the
+optimizer state; its version has the previous weights, and the metric `zero_gradient` counts it. Frozen policies are not
+trained here. The update does not depend on the number of ranks, sharding, micro-batches or rows per unit.
 """
 
 from __future__ import annotations
@@ -211,19 +210,25 @@ class PolicyTrainer:
         """
         rank, size = self._ranks.rank, self._ranks.size
         places = equal_shares(len(units), size)[rank]
-        found: dict[int, list[TrainingSample]] = {}
+        samples_by_place: dict[int, list[TrainingSample]] = {}
         counted = b""
         try:
-            found.update(zip(places, read_samples([units[place] for place in places], self._read), strict=True))
-            counted = json.dumps([sum(map(self._forwarded_tokens, found[place])) for place in places]).encode()
+            samples_by_place.update(
+                zip(places, read_samples([units[place] for place in places], self._read), strict=True)
+            )
+            counted = json.dumps(
+                [sum(map(self._forwarded_tokens, samples_by_place[place])) for place in places]
+            ).encode()
         finally:  # the other ranks are waiting, even after an error
             every = self._ranks.gather(counted)
         if not all(every):
             return None
-        places = balanced_shares([tokens for each in every for tokens in json.loads(each)], size)[rank]
-        missing = [place for place in places if place not in found]
-        found.update(zip(missing, read_samples([units[place] for place in missing], self._read), strict=True))
-        return [sample for place in places for sample in found[place]]
+        places = balanced_shares([tokens for message in every for tokens in json.loads(message)], size)[rank]
+        missing = [place for place in places if place not in samples_by_place]
+        samples_by_place.update(
+            zip(missing, read_samples([units[place] for place in missing], self._read), strict=True)
+        )
+        return [sample for place in places for sample in samples_by_place[place]]
 
     def _is_forwarded(self, sample: TrainingSample) -> bool:
         """Whether a row can have a gradient; a row whose advantages are all 0 still counts as consumed. With `gae` the
@@ -254,28 +259,28 @@ class PolicyTrainer:
         totals["samples"] += len(samples)
         totals["tokens"] += len(columns)
         learner.model.activate()
-        # Of all tokens, if they depend on what the model computes for other tokens.
-        known: TokenGradients | None = None
+        # Covers all tokens if a token's derivative depends on the model's outputs for other tokens.
+        gradients: TokenGradients | None = None
         by_value: Tensor | None = None
         if not self._loss.mark.per_token or self._gae is not None:
-            known, by_value = self._evaluate_whole_step(learner, step, samples, columns, weights)
-            derivatives = (*known.derivatives, *([] if by_value is None else [by_value]))
+            gradients, by_value = self._evaluate_whole_step(learner, step, samples, columns, weights)
+            derivatives = (*gradients.derivatives, *([] if by_value is None else [by_value]))
             used = [
                 index
                 for index, (start, stop) in enumerate(pairwise(columns.starts.tolist()))
-                if any(bool(each[start:stop].any()) for each in derivatives)
+                if any(bool(derivative[start:stop].any()) for derivative in derivatives)
             ]
         else:
             used = [index for index, sample in enumerate(samples) if self._is_forwarded(sample)]
         totals["skipped_samples"] += len(samples) - len(used)
-        compared = self._loss.needs_reference if known is None else self._loss.mark.divergence
+        compared = self._loss.needs_reference if gradients is None else self._loss.mark.divergence
         outputs = _StepOutputs(len(columns))
         for packed in self._packed(learner, samples, used, backward=True, reference=compared):
             tokens = columns.tokens_of(_members(packed, used))
             reference = self._reference(learner, packed) if compared else None
             head = self._forward(learner, packed, reference, entropy_gradient=self._loss.uses_entropy)
             differentiated = [head.logprob, head.entropy, head.reference_kl, head.values]
-            if known is None:
+            if gradients is None:
                 batch = LossBatch.of(columns.take(tokens), head, reference, weights[tokens])
                 assert batch.weights is not None
                 gradients = self._loss.evaluate(batch, batch.weights)
@@ -284,14 +289,18 @@ class PolicyTrainer:
                 outputs.add_sums(token_metric_sums(batch, gradients, batch.weights))
                 self._count_forward(step, packed, samples, used)
             else:
-                chosen = [*known.derivatives, *([] if by_value is None else [by_value])]
+                chosen = [*gradients.derivatives, *([] if by_value is None else [by_value])]
                 arrays = {str(index): column.numpy()[tokens] for index, column in enumerate(chosen)}
                 by_output = [*device_tensors(arrays, head.logprob.device).values()]
                 by_output += [None] * (len(differentiated) - len(by_output))
             pairs = zip(differentiated, by_output, strict=True)
-            live = [(each, by) for each, by in pairs if each is not None and each.requires_grad and by is not None]
+            live = [
+                (output, by) for output, by in pairs if output is not None and output.requires_grad and by is not None
+            ]
             torch.autograd.backward([output for output, _ in live], [by for _, by in live])
-        token_losses = self._add_outputs(step, outputs, columns, used, first) if known is None else known.loss.numpy()
+        token_losses = (
+            self._add_outputs(step, outputs, columns, used, first) if gradients is None else gradients.loss.numpy()
+        )
         if step.suspect is None and not np.isfinite(token_losses).all():
             wrong = int(np.flatnonzero(~np.isfinite(token_losses))[0])
             step.suspect = samples[int(np.searchsorted(columns.starts, wrong, side="right")) - 1].episode_id
@@ -304,7 +313,7 @@ class PolicyTrainer:
         gathered = outputs.gather(4)
         logprobs, entropies = gathered[:2]
         token_losses: NDArray[np.float32] = gathered[2]
-        sums = [each.sum(dtype=np.float64) for each in (token_losses, entropies, gathered[3])]
+        sums = [column.sum(dtype=np.float64) for column in (token_losses, entropies, gathered[3])]
         for name, value in zip(_MEASURED, [*sums, *outputs.gather_sums()], strict=True):
             step.totals[name] += float(value)
         step.columns.record(first, columns.starts, used, logprobs, entropies)
@@ -345,7 +354,7 @@ class PolicyTrainer:
                 head = self._forward(learner, packed, reference, entropy_gradient=False)
             theirs = None if reference is None else reference.logprob
             parts = (head.kept_mass, head.logprob, head.entropy, theirs, head.reference_kl, head.values)
-            outputs.add(tokens, [each for each in parts if each is not None])
+            outputs.add(tokens, [column for column in parts if column is not None])
             self._count_forward(step, packed, samples, everyone)
         kept, *gathered = outputs.gather(1 + len(names) + (self._gae is not None))
         computed = dict(zip(names, gathered, strict=False))
@@ -356,10 +365,10 @@ class PolicyTrainer:
         if self._gae is not None:
             columns, by_value = self._estimate_advantages(self._gae, step, columns, gathered[-1], weights)
             step.columns.record_advantages(len(step.columns) - len(samples), columns.starts, columns.advantages)
-        merged, values, own = columns, computed | {"weights": weights}, slice(len(columns))
+        merged, values, tokens_here = columns, computed | {"weights": weights}, slice(len(columns))
         if not self._loss.mark.per_token:  # else the other ranks' tokens change nothing for these
             merged, values = TokenColumns.merge(self._ranks.gather(columns.encode(values)))
-            own = slice(*self._own_tokens(len(columns)))
+            tokens_here = slice(*self._own_tokens(len(columns)))
         every = {name: torch.from_numpy(values[name]) for name in (*names, "weights")}
         batch = LossBatch(
             merged,
@@ -368,19 +377,23 @@ class PolicyTrainer:
             reference_logprobs=every.get("reference_logprobs"),
             reference_kl=every["reference_kl"].requires_grad_() if diverges else None,
         )
-        found = self._loss.evaluate(batch, every["weights"])
-        known = TokenGradients(*(column[own] for column in found))
+        all_gradients = self._loss.evaluate(batch, every["weights"])
+        gradients = TokenGradients(*(column[tokens_here] for column in all_gradients))
         mine = LossBatch(
             columns,
             logprobs=torch.from_numpy(computed["logprobs"]),
             entropies=torch.from_numpy(computed["entropies"]),
-            reference_logprobs=None if "reference_logprobs" not in computed else every["reference_logprobs"][own],
+            reference_logprobs=None
+            if "reference_logprobs" not in computed
+            else every["reference_logprobs"][tokens_here],
         )
-        step.totals["loss"] += float(known.loss.sum())
+        step.totals["loss"] += float(gradients.loss.sum())
         step.totals["entropy"] += float(computed["entropies"].sum())
-        for name, value in zip(SUMS, token_metric_sums(mine, known, torch.from_numpy(weights)).tolist(), strict=True):
+        for name, value in zip(
+            SUMS, token_metric_sums(mine, gradients, torch.from_numpy(weights)).tolist(), strict=True
+        ):
             step.totals[name] += value
-        return known, by_value
+        return gradients, by_value
 
     @staticmethod
     def _estimate_advantages(
@@ -395,7 +408,7 @@ class PolicyTrainer:
         Also returns the derivative of the value loss, 0.5 (V - (A + sg(V)))² per token, by V: it is -A times the
         token's weight.
         """
-        found = generalized_advantages(
+        estimated = generalized_advantages(
             columns.advantages.tolist(),
             values.tolist(),
             columns.agent.tolist(),
@@ -403,7 +416,7 @@ class PolicyTrainer:
             discount=gae.discount,
             trace_decay=gae.trace_decay,
         )
-        advantages, returns = np.array(found.advantages), np.array(found.returns)
+        advantages, returns = np.array(estimated.advantages), np.array(estimated.returns)
         residuals, taught = returns - values, len(np.unique(columns.episode[advantages != 0.0]))
         loss = 0.5 * (weights * advantages**2).sum()
         sums = (loss, taught, residuals.sum(), (residuals**2).sum(), returns.sum(), (returns**2).sum())
@@ -414,7 +427,7 @@ class PolicyTrainer:
 
     def _own_tokens(self, count: int) -> tuple[int, int]:
         """Return start and stop of this rank's tokens among those of all ranks."""
-        counts = [int.from_bytes(each, "little") for each in self._ranks.gather(count.to_bytes(8, "little"))]
+        counts = [int.from_bytes(reply, "little") for reply in self._ranks.gather(count.to_bytes(8, "little"))]
         before = sum(counts[: self._ranks.rank])
         return before, before + count
 
@@ -443,10 +456,10 @@ class PolicyTrainer:
         if not learner.model.sharded:
             yield from batches
             return
-        own = list(batches)
-        every = [int(count) for count in self._ranks.gather(str(len(own)).encode())]
-        yield from own
-        for _ in range(max(every) - len(own)):
+        batches_here = list(batches)
+        every = [int(count) for count in self._ranks.gather(str(len(batches_here)).encode())]
+        yield from batches_here
+        for _ in range(max(every) - len(batches_here)):
             (blank,) = pack([_BLANK], max_tokens=limit, share=shared)
             compared = self._reference(learner, blank) if reference else None
             with torch.set_grad_enabled(backward):
@@ -654,9 +667,9 @@ class PolicyTrainer:
             learner.apply(rate, grad_norm)
             learner.discard()
             learner.step = earlier.step_id
-        found = self._loss_and_norm(learner, batch)
+        result = self._loss_and_norm(learner, batch)
         learner.discard()
-        return found
+        return result
 
     def _loss_and_norm(self, learner: Learner, batch: TrainBatch) -> tuple[float, float]:
         """Accumulate a batch; return its loss and gradient norm. The clipped gradient stays on the parameters."""
@@ -685,8 +698,8 @@ class PolicyTrainer:
     def _learner(self, policy: str) -> Learner:
         learner = self._learners.get(policy)
         if learner is None:
-            known = ", ".join(sorted(self._learners)) or "none before start"
-            raise TrainerError(f"no trained policy {policy!r}; there are: {known}")
+            names = ", ".join(sorted(self._learners)) or "none before start"
+            raise TrainerError(f"no trained policy {policy!r}; there are: {names}")
         return learner
 
 
@@ -724,7 +737,7 @@ class _StepOutputs:
 def _sharing(model: PolicyModel) -> str:
     """Say whether rows share their prefixes, and why not."""
     if model.shared_prefixes:
-        return "prefixes that rows share are computed once"
+        return "shared prefixes are computed once"
     return f"every row is computed whole, and prefixes are not shared, because of {model.unshared}"
 
 
@@ -757,10 +770,10 @@ def loss_metrics(total: Mapping[str, float], loss: Loss) -> Mapping[str, float]:
     if not count:
         return {}
     compared = total["reference_tokens"]
-    found = {"reference_kl": total["reference_kl"] / compared} if compared else {}
+    metrics = {"reference_kl": total["reference_kl"] / compared} if compared else {}
     if not loss.mark.reference:
-        found |= {f"{name}_fraction": total[name] / count for name in ("masked", "truncated")}
-    return found | {
+        metrics |= {f"{name}_fraction": total[name] / count for name in ("masked", "truncated")}
+    return metrics | {
         "k3": total["k3"] / count,
         "abs_logprob_difference": total["abs_logprob_difference"] / count,
         "mean_ratio": total["ratio"] / count,
@@ -793,7 +806,7 @@ _BLANK = TrainingSample(
     behavior_logprobs=np.zeros(2, np.float32),
     advantages=np.zeros(2, np.float32),
 )
-"""Row without anything to learn."""
+"""Row without trained tokens."""
 
 
 class InProcessTrainer:

@@ -76,9 +76,9 @@ class LiveAgent(TurnRecorder):
         """Take one turn: render its context, open its call, recall or generate the completion, record and parse it."""
         journal = self._episode.journal
         request = self._request(messages, max_tokens, reply, state)
-        asked = self._digest(request)
-        context = self._render(request, asked)
-        call = journal.open(asked, partial(self._describe, request.messages))
+        digest = self._digest(request)
+        context = self._render(request, digest)
+        call = journal.open(digest, partial(self._describe, request.messages))
         if call.waits:
             await journal.reach(call)
         recorded = journal.recall(call, TurnEntry)
@@ -129,14 +129,14 @@ class LiveAgent(TurnRecorder):
             *(() if request.state is None else (b"state", request.state.encode())),
         )
 
-    def _render(self, request: TurnRequest, asked: bytes) -> bytes:
+    def _render(self, request: TurnRequest, digest: bytes) -> bytes:
         """Append the messages to the conversation's tokens, and return the new ones as `int32`.
 
         A recorded turn brings its tokens along. Only a new turn must fit the context: the limit may have been lowered
         since.
         """
         journal = self._episode.journal
-        recorded = None if journal.is_new else journal.peek(asked)
+        recorded = None if journal.is_new else journal.peek(digest)
         if isinstance(recorded, TurnEntry):
             self._rows.ask_again(recorded.context_ids, request.messages, recorded.row)
             return recorded.context_ids
@@ -256,14 +256,14 @@ class AgentTokenRows:
     2. The tokens of new messages are a function of `question`: for a repeated question, they are known.
     """
 
-    __slots__ = ("_after", "_asked", "_format", "_row_tokens", "_turns", "before", "opening", "row", "tools")
+    __slots__ = ("_after", "_format", "_row_tokens", "_turns", "_unanswered", "before", "opening", "row", "tools")
 
     def __init__(self, chat_format: ChatFormat, tools: Sequence[ToolSpec]) -> None:
         self._format = chat_format
         self.tools = tools
         self._row_tokens = array("i")
         self._after: FinishReason | None = None
-        self._asked: Sequence[Message] = ()
+        self._unanswered: Sequence[Message] = ()
         self._turns: tuple[SampledTurn, ...] = ()
         """Sampled turns of the conversation, if the template may rewrite its history."""
         self.row = 0
@@ -311,7 +311,7 @@ class AgentTokenRows:
         if row != self.row:
             self._row_tokens = array("i")
             self.row = row
-        self._asked, self.before = messages if self._format.forks else (), len(self._row_tokens)
+        self._unanswered, self.before = messages if self._format.forks else (), len(self._row_tokens)
         self._row_tokens.frombytes(context)
         self.opening = self.opening or opening_digest(context)
 
@@ -320,7 +320,7 @@ class AgentTokenRows:
         self._row_tokens.frombytes(completion.token_ids.astype(np.intc, copy=False).tobytes())
         self._after = completion.finish_reason
         if self._format.forks:
-            self._turns = (*self._turns, SampledTurn(self._asked, completion.token_ids.tolist()))
+            self._turns = (*self._turns, SampledTurn(self._unanswered, completion.token_ids.tolist()))
 
     def restart(self) -> None:
         """Begin a new row."""

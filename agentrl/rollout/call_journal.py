@@ -80,7 +80,7 @@ class JournaledCall(msgspec.Struct, frozen=True):
     """A call that is about to happen, or that is recorded."""
 
     call_id: str
-    asked: bytes
+    request_hash: bytes
     recorded: EntryBody | None
     branch: ProgramBranch | None = None
     number: int = 0
@@ -160,27 +160,27 @@ class CallJournal:
         self.detects_draws = True
         """Whether the episode fails if its code draws from global random generators that are not its own."""
         self.written = 0
-        own, inherited, answers = list(recorded), list(inherited), list(answers)
+        recorded_here, inherited, answers = list(recorded), list(inherited), list(answers)
         self._seed = seed
         self._recorded = NOTHING_RECORDED
-        if own or inherited or edits or answers:
-            self._recorded = RecordedCalls(episode_id, (seed, attempt), own, inherited, edits, answers)
-        self.is_resumed = bool(own)
+        if recorded_here or inherited or edits or answers:
+            self._recorded = RecordedCalls(episode_id, (seed, attempt), recorded_here, inherited, edits, answers)
+        self.is_resumed = bool(recorded_here)
         """Whether an earlier execution of the attempt left entries."""
         self.is_new = self._recorded.is_empty
         """Whether every call is new: nothing was recorded before."""
         stray = ReplayMismatchError if self.is_new else self._stray  # a new attempt has nothing recorded to depart from
         self._order = ReplayOrder(self._recorded.numbered(), stray)
-        for entry in own:
+        for entry in recorded_here:
             self._count(entry)
 
     # --- an act, in order ---------------------------------------------------------------------------------------------
 
-    def open(self, asked: bytes, describe: Callable[[], str]) -> JournaledCall:
+    def open(self, digest: bytes, describe: Callable[[], str]) -> JournaledCall:
         """Open the next call of the calling branch.
 
         Args:
-            asked: hash of the request: of everything that says who does what.
+            digest: hash of the request: of everything that says who does what.
             describe: returns the request in words, for the message of a mismatch.
 
         Raises:
@@ -208,20 +208,20 @@ class CallJournal:
         branch.calls = number + 1
         call_id = ids.call_id(branch.path, number)
         if self.is_new:
-            return JournaledCall(call_id, asked, None, branch, number, len(self._order.branches) > 1)
+            return JournaledCall(call_id, digest, None, branch, number, len(self._order.branches) > 1)
         entry = self._recorded.get(call_id)
         branch.use(self._recorded.key_of(entry))
         if entry is None:
             entry = self._recorded.answer(call_id)
         if entry is None:
-            return JournaledCall(call_id, asked, None, branch, number)
+            return JournaledCall(call_id, digest, None, branch, number)
         body = self._recorded.body(entry)
-        if entry.asked != asked:
+        if entry.request_hash != digest:
             now = f"the code now asks {printable_excerpt(describe())}"
             self.mismatch(call_id, f"the journal holds {describe_entry(body)}", now)
-        return JournaledCall(call_id, asked, body, branch, number)
+        return JournaledCall(call_id, digest, body, branch, number)
 
-    def open_named(self, call_id: str, asked: bytes) -> JournaledCall:
+    def open_named(self, call_id: str, digest: bytes) -> JournaledCall:
         """Open a call named by its content, on no branch and in no order: a request to the gateway.
 
         An answer of an earlier attempt is removed from `answers`, and the caller writes it again; an entry that a fork
@@ -239,10 +239,10 @@ class CallJournal:
             raise asyncio.CancelledError
         inherited = self._recorded.get(call_id)
         if inherited is not None:
-            return JournaledCall(call_id, asked, inherited.decode(), waits=False, is_inherited=True)
+            return JournaledCall(call_id, digest, inherited.decode(), waits=False, is_inherited=True)
         answer = self._recorded.remove_answer(call_id)
-        recorded = None if answer is None or answer.asked != asked else answer.decode()
-        return JournaledCall(call_id, asked, recorded, waits=False)
+        recorded = None if answer is None or answer.request_hash != digest else answer.decode()
+        return JournaledCall(call_id, digest, recorded, waits=False)
 
     def take_inherited(self, call: JournaledCall) -> None:
         """A call that a fork inherits has come back."""
@@ -278,12 +278,12 @@ class CallJournal:
         """Return the messages with which a fork replaces those of a call; usually none."""
         return self._recorded.edits.get(call_id, ())
 
-    def peek(self, asked: bytes) -> EntryBody | None:
+    def peek(self, digest: bytes) -> EntryBody | None:
         """Return the recorded body of the calling branch's next call if it has the same question, without making the
         call."""
         branch = current_branch()
         entry = self._recorded.get(ids.call_id(branch.path, branch.calls))
-        return self._recorded.body(entry) if entry is not None and entry.asked == asked else None
+        return self._recorded.body(entry) if entry is not None and entry.request_hash == digest else None
 
     def fork_edits(self) -> Sequence[Mapping[str, Any]]:
         """Return the messages with which a fork replaces those of the calling branch's next call; usually none."""
@@ -380,7 +380,7 @@ class CallJournal:
             self.settle()
         if not self.is_new:
             self._check_no_later(call, body)
-        entry = JournalEntry(self._episode_id, self._attempt, call.call_id, call.asked, encode_body(body))
+        entry = JournalEntry(self._episode_id, self._attempt, call.call_id, call.request_hash, encode_body(body))
         self._log.append(entry)
         self._count(entry)
 
@@ -398,8 +398,8 @@ class CallJournal:
     def reward(self, body: RewardEntry) -> RewardEntry:
         """Write a reward, or recall it with its recorded weight; raises as `open` and `record`."""
         agent = encode((body.seat, body.index, body.turn))
-        asked = request_hash(agent, struct.pack("<d", body.value), body.name.encode())
-        call = self.open(asked, lambda: describe_entry(body))
+        digest = request_hash(agent, struct.pack("<d", body.value), body.name.encode())
+        call = self.open(digest, lambda: describe_entry(body))
         recorded = self.recall(call, RewardEntry)
         if recorded is None:
             self.record(call, body)
@@ -431,15 +431,15 @@ class CallJournal:
 
     def patched(self, name: str) -> bool:
         branch = current_branch()
-        known = branch.patches.get(name)
-        if known is None:
+        is_patched = branch.patches.get(name)
+        if is_patched is None:
             call = self._unnumbered(f"{branch.path}@{name}")
-            known = self.recall(call, PatchMarkerEntry) is not None
-            if not known and not self.holds(branch):
+            is_patched = self.recall(call, PatchMarkerEntry) is not None
+            if not is_patched and not self.holds(branch):
                 self.record(call, PatchMarkerEntry(name))
-                known = True
-            branch.patches = {**branch.patches, name: known}
-        return known
+                is_patched = True
+            branch.patches = {**branch.patches, name: is_patched}
+        return is_patched
 
     @property
     def forked_from(self) -> BeginEntry | None:
@@ -852,7 +852,7 @@ class RecordedCalls:
         self,
         episode_id: str,
         key: StreamKey,
-        own: Iterable[JournalEntry],
+        own_entries: Iterable[JournalEntry],
         inherited: Iterable[JournalEntry],
         edits: Mapping[str, Sequence[Mapping[str, Any]]],
         answers: Iterable[JournalEntry],
@@ -873,7 +873,7 @@ class RecordedCalls:
                 self.forked_from = begin
             else:
                 entries[entry.call_id] = entry
-        for entry in own:
+        for entry in own_entries:
             entries[entry.call_id] = entry
         self._keys: Mapping[str, StreamKey] = keys or _NONE
         """Seed and attempt of each ancestor of a fork."""
@@ -882,8 +882,8 @@ class RecordedCalls:
         self._entries = entries or _NONE
         self._answers = {entry.call_id: entry for entry in answers} or _NONE
         self._episode_id = episode_id
-        known = self._answers.values()
-        self._newest = max((entry.attempt for entry in known if entry.episode_id == episode_id), default=0)
+        answers_by_call = self._answers.values()
+        self._newest = max((entry.attempt for entry in answers_by_call if entry.episode_id == episode_id), default=0)
         self.is_empty = not (self._entries or self._answers or self.edits)
 
     def numbered(self) -> Iterator[str]:
@@ -977,7 +977,9 @@ class ReplayOrder:
         if not self._queue:
             return None
         calls = (call_id.rpartition("#") for call_id in self._queue)
-        return next((f"{own}#{n}" for own, _, n in calls if own == path and int(n) > number), None)
+        return next(
+            (f"{branch_path}#{n}" for branch_path, _, n in calls if branch_path == path and int(n) > number), None
+        )
 
     def end_branch(self, branch: ProgramBranch) -> None:
         """Remove a branch that has ended."""
@@ -1031,13 +1033,13 @@ class ReplayOrder:
         path, call_id = branch.path, self._queue[0]
         if not _is_under(call_id, path):
             return False
-        rest = call_id[len(path) + 1 :]
-        return call_id[len(path)] == "#" or int(rest.partition(".")[0]) > number
+        suffix = call_id[len(path) + 1 :]
+        return call_id[len(path)] == "#" or int(suffix.partition(".")[0]) > number
 
     def forget_dismissed(self, branch: ProgramBranch) -> None:
         """Stop canceling a branch that was cancelled where the journal records it."""
         if self._dismissed:
-            self._dismissed = tuple(each for each in self._dismissed if each is not branch)
+            self._dismissed = tuple(dismissed for dismissed in self._dismissed if dismissed is not branch)
 
     async def wait(self, branch: ProgramBranch, number: int) -> None:
         """Wait until call `number` of a branch is due. Ready steps of other open branches run first.

@@ -40,11 +40,11 @@ class LiveChildEpisode(ChildEpisode):
         """Receive the end of the child from the host."""
         rewards: dict[str, float] = {}
         versions: dict[str, PolicyVersion] = {}
-        for own in header.trajectories:
-            if own.reward is not None:
-                rewards[own.seat] = rewards.get(own.seat, 0.0) + own.reward
-            version = PolicyVersion(own.policy, own.lineage, own.oldest_step)
-            versions[own.policy] = min(versions.get(own.policy, version), version)
+        for trajectory in header.trajectories:
+            if trajectory.reward is not None:
+                rewards[trajectory.seat] = rewards.get(trajectory.seat, 0.0) + trajectory.reward
+            version = PolicyVersion(trajectory.policy, trajectory.lineage, trajectory.oldest_step)
+            versions[trajectory.policy] = min(versions.get(trajectory.policy, version), version)
         if not self._result.done():
             self._result.set_result(
                 ChildResult(

@@ -107,14 +107,14 @@ async def _outcome(
     reconcile: Reconcile[T] | None,
 ) -> tuple[Any, str | None]:
     """Return the journaled value, or the error's type and message."""
-    what = f"effect {name!r}"
+    act_name = f"effect {name!r}"
     happened, value = False, None
-    if not await may_perform_effect(episode, call, what, guarantee):
+    if not await may_perform_effect(episode, call, act_name, guarantee):
         if reconcile is None:
-            raise_unknown_outcome(episode, call, what)
+            raise_unknown_outcome(episode, call, act_name)
         happened, value = await _awaited(reconcile())
     try:
-        return after_journal_round_trip(value if happened else await _awaited(function()), what), None
+        return after_journal_round_trip(value if happened else await _awaited(function()), act_name), None
     except AgentRLError:  # includes InfrastructureError
         raise  # errors of agentrl itself (storage, engine, unserializable result), not of the outside world
     except Exception as error:  # foreign code: whatever it raises is what happened
@@ -152,24 +152,24 @@ async def retry_infrastructure(episode: LiveEpisode, guarantee: Guarantee, perfo
             episode.limit.restart()
 
 
-async def may_perform_effect(episode: LiveEpisode, call: JournaledCall, what: str, guarantee: Guarantee) -> bool:
+async def may_perform_effect(episode: LiveEpisode, call: JournaledCall, act_name: str, guarantee: Guarantee) -> bool:
     """Whether an effect may be performed now; False for a `once` effect that an earlier execution began."""
     if guarantee != "once":
         return True
-    if not episode.journal.intend(call, what):
+    if not episode.journal.intend(call, act_name):
         return False
     await episode.journal.flush()
     return True
 
 
-def raise_unknown_outcome(episode: LiveEpisode, call: JournaledCall, what: str) -> NoReturn:
+def raise_unknown_outcome(episode: LiveEpisode, call: JournaledCall, act_name: str) -> NoReturn:
     """End the episode at a `once` effect that an earlier execution began, and whose outcome is unknown.
 
     Raises:
         EpisodeError: always.
     """
     error = EpisodeError(
-        f"episode {episode.spec.episode_id}, call {call.call_id}: {what} must happen at most once. It began, and "
+        f"episode {episode.spec.episode_id}, call {call.call_id}: {act_name} must happen at most once. It began, and "
         "has no recorded result, so whether it happened is unknown. Give `reconcile=` a function that finds out, or "
         "make the effect idempotent",
         reason="unknown_outcome_error",
@@ -193,15 +193,15 @@ async def remember_proposal(episode: LiveEpisode, key: str, structure: str) -> P
         raise EnvironmentDefinitionError(f"ctx.remember takes text, not {key!r} and {structure!r}")
     digest, structure = _digest(key), structure if len(structure) <= LONGEST_STRUCTURE else _digest(structure)
     structure = structure.encode("utf-8", "replace").decode()
-    asked = request_hash(b"remember", digest.encode(), structure.encode())
-    call = journal.open(asked, lambda: f"whether a proposal of structure {structure!r} is remembered")
+    digest_of_call = request_hash(b"remember", digest.encode(), structure.encode())
+    call = journal.open(digest_of_call, lambda: f"whether a proposal of structure {structure!r} is remembered")
     await journal.reach(call)
     entry = journal.recall(call, EffectEntry)
     with CallExecution(journal, call):  # also during replay: the run may have died before it had stored it
-        found = await episode.services.host.remember(episode.spec, call.call_id, digest, structure)
+        recollection = await episode.services.host.remember(episode.spec, call.call_id, digest, structure)
     if entry is None:
-        journal.record(call, EffectEntry("remember", "idempotent", list(found), None, 0.0))
-        return found
+        journal.record(call, EffectEntry("remember", "idempotent", list(recollection), None, 0.0))
+        return recollection
     try:
         times, share = entry.value
         return ProposalNovelty(int(times), float(share))
@@ -327,14 +327,14 @@ class JournaledResource(Resource):
         started = clock.monotonic()
         value, problem, state = None, None, None
         cause: Exception | None = None
-        own = self._random_of(call)
+        generators = self._random_of(call)
         with CallExecution(journal, call, self._memoised_name()):
             try:
                 if self._restore is not None:
-                    with own.swapped_in():
+                    with generators.swapped_in():
                         self._restored()
                 value = after_journal_round_trip(
-                    await call_with_random_state(own, getattr(self._object, method), *arguments), where
+                    await call_with_random_state(generators, getattr(self._object, method), *arguments), where
                 )
             except AgentRLError:
                 raise

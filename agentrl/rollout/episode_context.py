@@ -105,16 +105,16 @@ class LiveEpisodeContext(EpisodeContext):
 
     def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> TurnRecorder:
         """The handle of a seat's conversation."""
-        found = next((agent for agent in self.agents if agent.seat == seat and agent.index == index), None)
-        if found is None:
+        agent_found = next((agent for agent in self.agents if agent.seat == seat and agent.index == index), None)
+        if agent_found is None:
             if seat not in self.episode.spec.seats:
-                known = ", ".join(repr(name) for name in self.episode.spec.seats)
+                seats = ", ".join(repr(name) for name in self.episode.spec.seats)
                 raise EnvironmentDefinitionError(
-                    f"{self.episode.spec.environment} has no seat {seat!r}; its seats: {known}"
+                    f"{self.episode.spec.environment} has no seat {seat!r}; its seats: {seats}"
                 )
-            found = LiveAgent(self.episode, seat, index, tools)
-            self.agents.append(found)
-        return found
+            agent_found = LiveAgent(self.episode, seat, index, tools)
+            self.agents.append(agent_found)
+        return agent_found
 
     async def call_tool(
         self,
@@ -128,20 +128,20 @@ class LiveEpisodeContext(EpisodeContext):
     ) -> str:
         """Run a tool: its failures are observations, and its outcome is journaled."""
         journal, clock = self.episode.journal, self.episode.services.clock
-        asked, encoded = to_journal_data_and_bytes(arguments)
+        call_arguments, encoded = to_journal_data_and_bytes(arguments)
         opened = journal.open(
-            request_hash(name.encode("utf-8", "replace"), encoded), lambda: f"{name}({shortened_repr(asked)})"
+            request_hash(name.encode("utf-8", "replace"), encoded), lambda: f"{name}({shortened_repr(call_arguments)})"
         )
         if opened.waits:
             await journal.reach(opened)
         # Other tools are run again, because they may change `self`; one that timed out would take its time again.
         if isinstance(opened.recorded, ToolEntry) and (external or opened.recorded.outcome == "timeout"):
             return self._observed(opened, journal.recall(opened, ToolEntry) or opened.recorded)
-        what = f"tool {name!r}"
+        act_name = f"tool {name!r}"
         started = clock.monotonic()
-        with CallExecution(journal, opened, what if external else None):
-            if external and not await may_perform_effect(self.episode, opened, what, guarantee):
-                raise_unknown_outcome(self.episode, opened, what)
+        with CallExecution(journal, opened, act_name if external else None):
+            if external and not await may_perform_effect(self.episode, opened, act_name, guarantee):
+                raise_unknown_outcome(self.episode, opened, act_name)
             if external:
                 observation, outcome = await self._observe_external(call, timeout_s, guarantee)
             else:
@@ -149,7 +149,7 @@ class LiveEpisodeContext(EpisodeContext):
                 observation, outcome = await observe_tool(call, timeout_s, default_s, external=False)
         if opened.recorded is None:
             seconds = clock.monotonic() - started
-            entry = ToolEntry(name, asked, observation, outcome, external, seconds)
+            entry = ToolEntry(name, call_arguments, observation, outcome, external, seconds)
             journal.record(opened, entry)
             return self._observed(opened, entry)
         await journal.reach(opened)  # the tool may have made journaled calls
@@ -247,14 +247,16 @@ class LiveEpisodeContext(EpisodeContext):
         name = environment.__name__
         declared = self._fan_out.get(name)
         spawned = self._spawned.get(name, 0)
-        asked = spawned + n
-        if asked > (MAX_UNDECLARED if declared is None else declared):
+        requested = spawned + n
+        if requested > (MAX_UNDECLARED if declared is None else declared):
             parent = self.episode.spec.environment.rpartition(":")[2]
-            said = f"declares {declared}" if declared is not None else f"declares none (so at most {MAX_UNDECLARED})"
+            declaration = (
+                f"declares {declared}" if declared is not None else f"declares none (so at most {MAX_UNDECLARED})"
+            )
             before = f" after {spawned} before" if spawned else ""
             raise EpisodeError(
-                f"{parent} {said} of {name} in fan_out, but ctx.spawn asked for {n}{before}: none of them was started. "
-                f"Declare the total that one episode starts: fan_out = {{{name!r}: {asked}}}",
+                f"{parent} {declaration} of {name} in fan_out, but ctx.spawn asked for {n}{before}: none was "
+                f"started. Declare the total that one episode starts: fan_out = {{{name!r}: {requested}}}",
                 reason="fan_out",
             )
 
@@ -318,11 +320,11 @@ class LiveEpisodeContext(EpisodeContext):
     def counted(self) -> Mapping[str, PolicyCounts]:
         """Return turns and metrics of each policy that acted: its own metrics, and those of no particular agent."""
         acted = [agent for agent in self.agents if agent.turns]
-        own = {name for agent in acted for name in agent.counts}
+        agent_metrics = {name for agent in acted for name in agent.counts}
         counted: dict[str, PolicyCounts] = {}
         everything = self.episode.metrics
         for agent in acted:
-            shared = {name: value for name, value in everything.items() if name not in own}
+            shared = {name: value for name, value in everything.items() if name not in agent_metrics}
             turns, metrics = counted.get(agent.policy, PolicyCounts(0, shared))
             for name, value in agent.counts.items():
                 metrics[name] = metrics.get(name, 0.0) + value

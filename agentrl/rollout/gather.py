@@ -67,14 +67,14 @@ class _Gathering:
         self._branches = [
             journal.enter(ids.child_branch(branch.path, call.number, index)) for index in range(len(awaitables))
         ]
-        for own in self._branches:
-            own.speaker = branch.speaker
+        for child in self._branches:
+            child.speaker = branch.speaker
         self.tasks = [
             loop.create_task(self._run(index, awaitable), context=contextvars.copy_context())
             for index, awaitable in enumerate(awaitables)
         ]
-        for own, task in zip(self._branches, self.tasks, strict=True):
-            own.task = task
+        for child, task in zip(self._branches, self.tasks, strict=True):
+            child.task = task
         if not isinstance(call.recorded, GatherOrderEntry):
             branch.children = self._branches
             if branch.is_dismissed:
@@ -110,22 +110,22 @@ class _Gathering:
     def _end(self) -> None:
         self._branch.is_blocked = False
         self._branch.children = ()
-        for own, task, awaitable in zip(self._branches, self.tasks, self._awaitables, strict=True):
-            self._journal.end_branch(own)
-            if own.owner is None and inspect.iscoroutine(awaitable):
+        for child, task, awaitable in zip(self._branches, self.tasks, self._awaitables, strict=True):
+            self._journal.end_branch(child)
+            if child.owner is None and inspect.iscoroutine(awaitable):
                 awaitable.close()
             if not task.cancelled():
                 task.exception()  # mark as retrieved: only the first error is raised
 
     async def _run(self, index: int, awaitable: Awaitable[Any]) -> Any:
-        own = self._branches[index]
-        begin_branch(own)
+        child = self._branches[index]
+        begin_branch(child)
         self._journal.look()
         try:
             try:
-                value = await self._journal.begin_steps(own, lambda: awaitable)
+                value = await self._journal.begin_steps(child, lambda: awaitable)
             finally:
-                self._journal.end_steps(own)
+                self._journal.end_steps(child)
                 if isinstance(self._journal.failure, GlobalRandomError):
                     raise self._journal.failure
             self.finished.append(index)
@@ -133,11 +133,11 @@ class _Gathering:
         except asyncio.CancelledError:
             raise
         except BaseException as raised:  # noqa: BLE001 - foreign code: raised again below
-            error = as_episode_error(raised, own.task)
+            error = as_episode_error(raised, child.task)
             if self.error is None:
                 self.error = error
             raise error  # noqa: B904 - it is the same one, or has it as its cause
         finally:
-            self._journal.end_branch(own)
+            self._journal.end_branch(child)
             if not any(branch.is_open for branch in self._branches) or (self.error and not self._is_ending):
                 self._branch.is_blocked = False

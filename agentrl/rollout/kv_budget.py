@@ -288,9 +288,9 @@ class _Tokens:
             self.reserved += tokens - reservation.tokens
             self.pinned += tokens - reservation.tokens
         else:
-            own = tokens - reservation.common
-            self.reserved += own
-            self.pinned += own
+            unshared = tokens - reservation.common
+            self.reserved += unshared
+            self.pinned += unshared
             for key, count in reservation.parts:
                 if not self._is_pinned(key):
                     self.pinned += count
@@ -317,9 +317,9 @@ class _Tokens:
 
     def evict(self, reservation: Reservation) -> None:
         """Remove a pinned reservation."""
-        own = reservation.tokens - reservation.common
-        self.reserved -= own
-        self.pinned -= own
+        unshared = reservation.tokens - reservation.common
+        self.reserved -= unshared
+        self.pinned -= unshared
         for key, count in reservation.parts:
             self._holders[key] -= 1
             if not self._is_pinned(key):

@@ -43,8 +43,8 @@ def describe_entry(body: EntryBody) -> str:
     """Describe an entry in a few words, for messages."""
     match body:
         case TurnEntry():
-            asked = shortened_repr(" / ".join(_content(message) for message in body.messages))
-            return f"a turn of {agent_name(body.seat, body.index)} asked {asked}"
+            request = shortened_repr(" / ".join(_content(message) for message in body.messages))
+            return f"a turn of {agent_name(body.seat, body.index)} asked {request}"
         case ToolEntry():
             return f"the tool call {body.name}({shortened_repr(body.arguments)})"
         case EffectEntry():

@@ -30,10 +30,10 @@ OnCall = Callable[[str, str], None]
 class CallNotRecordedError(EngineError):
     """The code makes a call that the journal does not hold."""
 
-    def __init__(self, call_id: str, what: str) -> None:
-        super().__init__(f"call {call_id} is not in the journal: the code now makes {what}")
+    def __init__(self, call_id: str, act: str) -> None:
+        super().__init__(f"call {call_id} is not in the journal: the code now makes {act}")
         self.call_id = call_id
-        self.what = what
+        self.act = act
 
 
 class ReplayStoppedError(EngineError):
@@ -84,16 +84,16 @@ class ReplayJournal(CallJournal):
         self._until = until
         self.reached = 0
         """Number of numbered calls that have returned."""
-        self.given: list[RewardEntry] | None = [] if rescoring else None
+        self.new_rewards: list[RewardEntry] | None = [] if rescoring else None
         """Rewards that the code gave, if recorded rewards are ignored."""
 
-    def open(self, asked: bytes, describe: Callable[[], str]) -> JournaledCall:
+    def open(self, digest: bytes, describe: Callable[[], str]) -> JournaledCall:
         self._skip_rewards()
-        return super().open(asked, describe)
+        return super().open(digest, describe)
 
-    def peek(self, asked: bytes) -> EntryBody | None:
+    def peek(self, digest: bytes) -> EntryBody | None:
         self._skip_rewards()
-        return super().peek(asked)
+        return super().peek(digest)
 
     def fork_edits(self) -> Sequence[Mapping[str, Any]]:
         self._skip_rewards()
@@ -117,9 +117,9 @@ class ReplayJournal(CallJournal):
         self._end_at(call, "a turn that it did not ask for then")
 
     def reward(self, body: RewardEntry) -> RewardEntry:
-        if self.given is None:
+        if self.new_rewards is None:
             return super().reward(body)
-        self.given.append(body)
+        self.new_rewards.append(body)
         return body
 
     def _returned(self, call_id: str) -> None:
@@ -142,8 +142,8 @@ class ReplayJournal(CallJournal):
             while ids.call_id(branch.path, branch.calls) in self._rewards:
                 branch.calls += 1
 
-    def _end_at(self, call: JournaledCall, what: str) -> NoReturn:
-        ended = CallNotRecordedError(call.call_id, what)
+    def _end_at(self, call: JournaledCall, act: str) -> NoReturn:
+        ended = CallNotRecordedError(call.call_id, act)
         self.fail(ended)
         raise ended
 

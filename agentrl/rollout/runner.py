@@ -93,7 +93,7 @@ class EpisodeRunner:
         """Number of new episodes that were checked for draws, by environment."""
         self._run_settings = {"": self._services.policy_settings("").recorded}
         """Settings of the run in the form of `BeginEntry.settings`, shared by all episodes without overrides."""
-        self._own_settings = {policy: own.recorded for policy, own in settings.policies.items()}
+        self._own_settings = {policy: policy_settings.recorded for policy, policy_settings in settings.policies.items()}
         self._running: dict[str, LiveEpisodeContext] = {}
         """Context of the newest attempt, keyed by episode."""
 
@@ -258,7 +258,7 @@ class EpisodeRunner:
 
         The first value is the first attempt whose turns are returned: `since`, or a later attempt that sets it.
         """
-        found: dict[str, JournalEntry] = {}
+        turns: dict[str, JournalEntry] = {}
         if since < spec.attempt:
             await self._log.flush()
         for attempt in range(since, spec.attempt):
@@ -268,9 +268,9 @@ class EpisodeRunner:
                 continue  # damaged entries are not reused; their turns are sampled again
             begin = entries[0].decode() if entries else None
             if isinstance(begin, BeginEntry) and begin.recalls_from > since:
-                since, found = begin.recalls_from, {}
-            found.update({entry.call_id: entry for entry in external_turns_with_context(entries)})
-        return since, tuple(found.values())
+                since, turns = begin.recalls_from, {}
+            turns.update({entry.call_id: entry for entry in external_turns_with_context(entries)})
+        return since, tuple(turns.values())
 
     def forget(self, spec: EpisodeSpec) -> None:
         """Discard the partial turns of a failed attempt."""
@@ -342,11 +342,11 @@ class EpisodeRunner:
 
     def _settings(self, spec: EpisodeSpec) -> dict[str, SeatSettings]:
         """Return the run's settings for `BeginEntry.settings`: one shared dict if no policy has overrides."""
-        own = self._own_settings
-        if not own:
+        overrides = self._own_settings
+        if not overrides:
             return self._run_settings
         return self._run_settings | {
-            seat: own[binding.policy] for seat, binding in spec.seats.items() if binding.policy in own
+            seat: overrides[binding.policy] for seat, binding in spec.seats.items() if binding.policy in overrides
         }
 
     def _began_under(self, spec: EpisodeSpec, began: BeginEntry) -> Mapping[str, PolicySettings]:
@@ -357,13 +357,13 @@ class EpisodeRunner:
         """
         services, settings = self._services, began.settings
         run = settings.get("")
-        found = {} if run is None else {"": services.policy_settings("").as_recorded(run)}
+        overrides = {} if run is None else {"": services.policy_settings("").as_recorded(run)}
         for seat, binding in spec.seats.items():
             recorded = settings.get(seat, run)
             if recorded is None:
                 continue
-            found[seat] = own = services.policy_settings(binding.policy).as_recorded(recorded)
-            needs_masks = own.sampling.is_filtered and not own.is_external and spec.purpose == "train"
+            overrides[seat] = settings = services.policy_settings(binding.policy).as_recorded(recorded)
+            needs_masks = settings.sampling.is_filtered and not settings.is_external and spec.purpose == "train"
             if needs_masks and not services.engine.capabilities.sampling_mask:
                 raise EpisodeError(
                     f"episode {spec.episode_id} was sampled with top_k, top_p or min_p, and the run's engine does not "
@@ -371,7 +371,7 @@ class EpisodeRunner:
                     reason="settings_changed",
                     begin_again=True,
                 )
-        return found
+        return overrides
 
     def _reward_truncated(self, context: LiveEpisodeContext, environment: type[Environment]) -> None:
         value = environment.truncated_reward

@@ -122,7 +122,7 @@ FIRST_SECONDS = 0.2
 
 _NO_PIECES: list[Completion] = []
 """Shared empty list of turns in their first call; never added to."""
-_NONE_FOUND: dict[str, list[JournalEntry]] = {}
+_NONE_RECORDED: dict[str, list[JournalEntry]] = {}
 
 
 class EpisodePartialTurns:
@@ -137,7 +137,7 @@ class EpisodePartialTurns:
         resumed: whether an earlier process may have left partials.
     """
 
-    __slots__ = ("_attempt", "_clock", "_episode_id", "_found", "_kept", "_log", "_on_disk")
+    __slots__ = ("_attempt", "_clock", "_episode_id", "_kept", "_log", "_on_disk", "_recorded")
 
     def __init__(self, log: TurnLog, episode_id: str, attempt: int, *, clock: Clock, kept: bool, resumed: bool) -> None:
         self._log = log
@@ -145,10 +145,10 @@ class EpisodePartialTurns:
         self._attempt = attempt
         self._clock = clock
         self._kept = kept
-        self._found: dict[str, list[JournalEntry]] = {} if resumed else _NONE_FOUND
+        self._recorded: dict[str, list[JournalEntry]] = {} if resumed else _NONE_RECORDED
         for entry in log.read_partials(episode_id, attempt) if resumed else ():
-            self._found.setdefault(entry.call_id, []).append(entry)
-        self._on_disk = tuple(self._found)
+            self._recorded.setdefault(entry.call_id, []).append(entry)
+        self._on_disk = tuple(self._recorded)
 
     def turn(self, call: JournaledCall, policy: str, *, masked: bool) -> PartialTurn:
         """Make a turn to be sampled, with the tokens that an earlier process sampled.
@@ -159,9 +159,9 @@ class EpisodePartialTurns:
             masked: whether the tokens have kept sets; those read from disk have none.
         """
         turn = PartialTurn(self, call, self._clock, masked=masked)
-        found = self._found.pop(call.call_id, None)
-        if found is not None:
-            turn.recall(_contiguous(found, call.asked, policy))
+        entries = self._recorded.pop(call.call_id, None)
+        if entries is not None:
+            turn.recall(_contiguous(entries, call.request_hash, policy))
         return turn
 
     def append(self, call: JournaledCall, start: int, piece: Completion) -> None:
@@ -178,12 +178,12 @@ class EpisodePartialTurns:
         )
         if call.call_id not in self._on_disk:
             self._on_disk = (*self._on_disk, call.call_id)
-        self._log.append_partial(JournalEntry(self._episode_id, self._attempt, call.call_id, call.asked, body))
+        self._log.append_partial(JournalEntry(self._episode_id, self._attempt, call.call_id, call.request_hash, body))
 
     def turn_recorded(self, call: JournaledCall) -> None:
         """Remove the partials of a turn whose journal entry is written."""
         if call.call_id in self._on_disk:
-            self._on_disk = tuple(each for each in self._on_disk if each != call.call_id)
+            self._on_disk = tuple(call_id for call_id in self._on_disk if call_id != call.call_id)
             self._log.remove_partials(self._episode_id, self._attempt, call.call_id)
 
     def forget(self) -> None:
@@ -375,7 +375,7 @@ def slice_completion(piece: Completion, start: int, stop: int) -> Completion:
     )
 
 
-def _contiguous(entries: Iterable[JournalEntry], asked: bytes, policy: str) -> list[Completion]:
+def _contiguous(entries: Iterable[JournalEntry], digest: bytes, policy: str) -> list[Completion]:
     """Return the partials read from disk, up to the first that is damaged, leaves a gap or has another question."""
     pieces: list[Completion] = []
     reached = 0
@@ -392,7 +392,7 @@ def _contiguous(entries: Iterable[JournalEntry], asked: bytes, policy: str) -> l
             )
         except (msgspec.MsgspecError, ValueError):
             break
-        if entry.asked != asked or partial.start != reached:
+        if entry.request_hash != digest or partial.start != reached:
             break
         pieces.append(piece)
         reached += len(piece.token_ids)

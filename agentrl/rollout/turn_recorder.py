@@ -88,8 +88,8 @@ class TurnRecorder(Agent):
         """Journal a reward with the weight of its name."""
         where = f"episode {self._episode.spec.episode_id}, seat {self.seat!r}"
         if isinstance(value, Mapping):
-            for each, part in value.items():
-                self.reward(part, turn, name=each)
+            for reward_name, part in value.items():
+                self.reward(part, turn, name=reward_name)
             return
         number = finite_reward(value, where if name == REWARD else f"{where}, {name!r}")
         if turn is not None and turn not in range(len(self._turns)):
@@ -97,11 +97,11 @@ class TurnRecorder(Agent):
                 f"{where}: a reward for turn {turn!r}, but there are {len(self._turns)} turns, counted from 0"
             )
         weight = self._weight(name, where)
-        given = self._episode.journal.reward(RewardEntry(self.seat, self.index, number, turn, name, weight))
-        self.rewards = (*self.rewards, given.weighted)
+        recorded = self._episode.journal.reward(RewardEntry(self.seat, self.index, number, turn, name, weight))
+        self.rewards = (*self.rewards, recorded.weighted)
         if turn is not None:
             turns = self._turn_rewards = self._turn_rewards or {}
-            turns[turn] = finite_reward(turns.get(turn, 0.0) + given.weighted, where)
+            turns[turn] = finite_reward(turns.get(turn, 0.0) + recorded.weighted, where)
         named = self._named_rewards = self._named_rewards or {}
         named[name] = finite_reward(named.get(name, 0.0) + number, where)
 
@@ -214,10 +214,10 @@ class TurnRecorder(Agent):
 
     def _tokens_of(self, completion: Completion) -> int:
         """Return the number of sampled tokens; for a remote endpoint its own count, else the bytes of its line."""
-        chat_format, own = self._settings.chat_format, len(completion.token_ids)
+        chat_format, sampled = self._settings.chat_format, len(completion.token_ids)
         if not isinstance(chat_format, JsonChatFormat):
-            return own
-        return chat_format.usage(completion.token_ids.tolist()).get("completion_tokens", own)
+            return sampled
+        return chat_format.usage(completion.token_ids.tolist()).get("completion_tokens", sampled)
 
     def versions(self) -> Iterator[PolicyVersion]:
         """Yield the versions that sampled the agent's tokens, including returned calls of turns in progress."""

@@ -129,14 +129,14 @@ class AsyncioWorker:
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         """Handle the end of an episode's task: resume it if others cancelled it, or report its failure."""
         self._runner.parking.forget(task.get_name())
-        known = self._tasks.pop(task, None)
-        if known is None:
+        attempt = self._tasks.pop(task, None)
+        if attempt is None:
             task.cancelled() or task.exception()  # mark as retrieved: the task was abandoned
         elif task.cancelled():
             # When all tasks are cancelled, the event loop ends and would not run a task that is started now. Listing
             # many tasks takes long, so `cancel`, which ends thousands, skips the check.
             if not self._is_cancelling and not all(other.cancelling() for other in asyncio.all_tasks()):
-                spec, on_end = known
+                spec, on_end = attempt
                 self._start(spec, on_end, self._resume_stray(spec, on_end))
         elif (error := task.exception()) is not None:
             self._on_failure(error)

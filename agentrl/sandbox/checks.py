@@ -76,8 +76,8 @@ async def check_sandboxes() -> list[SandboxCheck]:
             lease = await driver.create(_SMALL)
             ran = await lease.run(["sh", "-c", promise.script], seconds=promise.seconds)
             holds = promise.holds(ran)
-            said = (ran.stderr or ran.stdout).decode("utf-8", "replace").strip()
-            checks.append(SandboxCheck(promise.name, holds, promise.found if holds else f"not held: {said[:200]}"))
+            output = (ran.stderr or ran.stdout).decode("utf-8", "replace").strip()
+            checks.append(SandboxCheck(promise.name, holds, promise.found if holds else f"not held: {output[:200]}"))
             await lease.close()
         return checks
     finally:

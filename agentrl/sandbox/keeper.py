@@ -354,30 +354,30 @@ class Keeper:
         return {}, []
 
     def do_destroy(self, number: int, files: list[int], lease: str) -> Answer:
-        found = self.lease(lease)
+        sandbox = self.lease(lease)
         for key, command in list(self.commands.items()):
-            if command.lease is found:
+            if command.lease is sandbox:
                 command.kill("closed")
                 self.finish(key)
-        found.close()
+        sandbox.close()
         del self.leases[lease]
-        if found.slot is not None:
-            self.free_uids.append(found.slot)
+        if sandbox.slot is not None:
+            self.free_uids.append(sandbox.slot)
         return {}, []
 
     def do_write(self, number: int, files: list[int], lease: str, entries: list[tuple[str, int, int]]) -> Answer:
         """Write files whose contents lie one after another in `files[0]`."""
-        found, offset = self.lease(lease), 0
+        sandbox, offset = self.lease(lease), 0
         for path, size, mode in entries:
             with _in_file(path):
-                found.write(path, os.pread(files[0], size, offset), mode)
+                sandbox.write(path, os.pread(files[0], size, offset), mode)
             offset += size
         return {}, []
 
     def do_open(self, number: int, files: list[int], lease: str, path: str) -> Answer:
-        found = self.lease(lease)
+        sandbox = self.lease(lease)
         with _in_file(path):
-            file = found.open(path)
+            file = sandbox.open(path)
         return {"size": os.fstat(file).st_size}, [file]
 
     def do_kill(self, number: int, files: list[int], command: int) -> Answer:
@@ -386,10 +386,10 @@ class Keeper:
         return None, []
 
     def do_run(self, number: int, files: list[int], lease: str, **options: Any) -> Answer:
-        found = self.lease(lease)
-        process, init, listener = self.start(found, files, options)
+        sandbox = self.lease(lease)
+        process, init, listener = self.start(sandbox, files, options)
         deadline = time.monotonic() + options["seconds"]
-        command = Command(found, process, init, deadline, options["memory_mb"] << 20)
+        command = Command(sandbox, process, init, deadline, options["memory_mb"] << 20)
         self.commands[number] = command
         self.poller.register(command.pidfd, select.POLLIN)
         if listener is not None:
@@ -539,8 +539,8 @@ class Keeper:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 return int(json.loads(data)["child-pid"])
             if not part:
-                said = data.decode("utf-8", "replace").strip()
-                raise KeeperError(f"bubblewrap did not start the command{': ' + said if said else ''}")
+                message = data.decode("utf-8", "replace").strip()
+                raise KeeperError(f"bubblewrap did not start the command{': ' + message if message else ''}")
 
     def limit(self, lease: Lease, options: Fields) -> None:
         """Set the limits that a process inherits, and become the lease's user."""

@@ -404,7 +404,7 @@ async def _check_episode(
     ):
         first = await execute_episode(environment, spec, script)
     report.findings += [f"task {task.id!r}: {text}" for text in side_effects.findings.values()]
-    if side_effects.asked_model:
+    if side_effects.request_hash_model:
         loop_problems.clear()  # the blocking call was the model's own answer, which must be replaced, not awaited
     if isinstance(first, str):
         asks = (
@@ -552,7 +552,7 @@ def _differing_call(first: Sequence[JournalEntry], again: Sequence[JournalEntry]
     for call_id in sorted(then.keys() | now.keys()):
         if call_id not in now or call_id not in then:
             return f"call {call_id} is {'missing' if call_id not in now else 'new'}"
-        if then[call_id].asked != now[call_id].asked:
+        if then[call_id].request_hash != now[call_id].request_hash:
             recorded, resumed = describe_entry(then[call_id].decode()), describe_entry(now[call_id].decode())
             return f"call {call_id} differs after resuming ({recorded} → {resumed})"
         before, after = _result(then[call_id]), _result(now[call_id])

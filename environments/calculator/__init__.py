@@ -1,4 +1,4 @@
-"""Arithmetic with a calculator that does one operation a call: the environment of the main example."""
+"""Arithmetic with a calculator for single operations: the environment of the main example."""
 
 from agentrl.environments.calculator.env import Calculator
 

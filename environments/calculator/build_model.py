@@ -1,8 +1,8 @@
-"""Builds the tiny model beside this file: tokenizer, random weights, and a supervised warm-up that teaches the form.
+"""Builds the tiny model in this directory: tokenizer, random weights, and a supervised warm-up on the format.
 
 `python -m agentrl.environments.calculator.build_model [--seed 0] [--steps 800] [--output DIR]` takes about three
 minutes on one core. The result is an ordinary Hugging Face directory (Qwen3 architecture, byte-level BPE, chat template
-with tools); nothing in it knows the skill that reinforcement learning has to teach (see demonstrations.py).
+with tools). The skill itself is left to reinforcement learning (see demonstrations.py).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def conversation(task: Task, random: Random) -> list[Message]:
     question = task.data["question"]
     shown = demonstrate(question, random)
     messages = [Message(role="user", content=question)]
-    for text, observation in zip_longest(shown.said, shown.observed):
+    for text, observation in zip_longest(shown.replies, shown.observed):
         messages.append(Message(role="assistant", content=text))
         if observation is not None:
             messages.append(Message(role="tool", content=observation))

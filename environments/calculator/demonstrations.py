@@ -1,9 +1,9 @@
-"""What the warm-up shows the model: the form of a conversation, with mistakes in about half of them.
+"""Demonstrations for the warm-up: conversations in the right format, about half of them with mistakes.
 
-A demonstration calls the calculator from left to right and carries its results on. How long it keeps going, and now and
-then an operand, an operator or the answer, is left to chance; a few calls are malformed and mended. So the model learns
-how to call and to copy, how to go on after an error, and that an episode ends with a bare number. That it pays to go on
-to the end, and to be exact, is left to learn by reward.
+A demonstration calls the calculator from left to right and passes on its results. Its length is random, and so are some
+operands, operators and answers; a few calls are malformed and then corrected. The model learns to call the tool, to
+copy results, to recover from an error, and to end an episode with a bare number. Reinforcement learning teaches it to
+finish the calculation and to be exact.
 """
 
 from __future__ import annotations
@@ -20,55 +20,55 @@ if TYPE_CHECKING:
     from random import Random
 
 FINISH = {2: 0.6, 3: 0.5, 4: 0.45}
-"""Chance that a demonstration does all operations, by number of terms."""
+"""Probability that a demonstration performs all operations, by number of terms."""
 MISTAKE = 0.01
-"""Chance that a call has a wrong operand or operator."""
+"""Probability of a wrong operand or operator in a call."""
 SLIP = 0.01
-"""Chance that the answer is not the number the demonstration arrived at."""
+"""Probability that the answer differs from the computed number."""
 BROKEN = 0.02
-"""Chance that a call is preceded by a malformed one, which shows how to go on after an error."""
+"""Probability of a malformed call before a correct one, which demonstrates recovery from an error."""
 
 _PIECE = r'</?tool_call>|\{"name":"calculate","arguments":\{"a":|,"op":"[+-]","b":|\d+|.'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """A conversation after the question: what the assistant says, and what the calculator answers in between."""
+    """A conversation after the question: the assistant's replies, and the calculator's observations."""
 
-    said: tuple[str, ...]
-    """One more than there are observations; the last one is the answer."""
+    replies: tuple[str, ...]
+    """Replies, one more than the observations; the last one is the answer."""
     observed: tuple[str, ...]
 
 
 def demonstrate(question: str, random: Random) -> Demonstration:
-    """A demonstration for a `chain_sum` question."""
+    """Return a demonstration for a `chain_sum` question."""
     terms = [int(term) for term in re.findall(r"\d+", question)]
     operators = re.findall(r" ([+-]) ", question)
     operations = len(operators)
     if random.random() >= FINISH[len(terms)]:
         operations = random.randrange(1, operations) if operations > 1 else 0
-    value, said = str(terms[0]), []
+    value, replies = str(terms[0]), []
     observed: list[str] = []
     for op, term in list(zip(operators, terms[1:], strict=True))[:operations]:
         call = call_text(*_with_mistake(int(value), op, term, random))
         if random.random() < BROKEN:
-            said.append(_broken(call, random))
-            observed.append(observation(said[-1]))
-        said.append(call)
+            replies.append(_broken(call, random))
+            observed.append(observation(replies[-1]))
+        replies.append(call)
         value = observation(call)
         observed.append(value)
-    said.append(str(_other(int(value), random)) if random.random() < SLIP else value)
-    return Demonstration(said=tuple(said), observed=tuple(observed))
+    replies.append(str(_other(int(value), random)) if random.random() < SLIP else value)
+    return Demonstration(replies=tuple(replies), observed=tuple(observed))
 
 
 def call_text(a: int, op: str, b: int) -> str:
-    """A call of the calculator as the model writes it."""
+    """Return a calculator call in the model's format."""
     call = {"name": "calculate", "arguments": {"a": a, "op": op, "b": b}}
     return f"<tool_call>{json.dumps(call, separators=(',', ':'))}</tool_call>"
 
 
 def observation(text: str) -> str:
-    """What the environment answers to one call."""
+    """Return the environment's answer to a call."""
     call = parse_hermes(text)[1][0]
     bound = Calculator.tool_table()["calculate"]
     try:
@@ -85,7 +85,7 @@ def _with_mistake(a: int, op: str, b: int, random: Random) -> tuple[int, str, in
 
 
 def _broken(call: str, random: Random) -> str:
-    """`call` with a piece missing or written twice, so that it is no call any more."""
+    """Return `call` with a piece missing or repeated, so that it no longer parses."""
     pieces = re.findall(_PIECE, call)
     at = random.randrange(1, len(pieces) - 1)
     pieces[at] = "" if pieces[at].isdigit() else random.choice(["", pieces[at] * 2])
@@ -93,7 +93,7 @@ def _broken(call: str, random: Random) -> str:
 
 
 def _other(number: int, random: Random) -> int:
-    """A number of as many digits, one of them changed."""
+    """Return a number with the same digits except for one."""
     digits = list(str(abs(number)))
     digits[random.randrange(len(digits))] = random.choice("123456789")
     return int("".join(digits)) * (-1 if number < 0 else 1)

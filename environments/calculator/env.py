@@ -1,4 +1,4 @@
-"""The environment: a question, a calculator, a reward for the right answer."""
+"""The environment: a question, a calculator, and a reward for the right answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Calculator(agentrl.ToolEnvironment):
-    """Sums and differences of a few terms, with a calculator that does one operation a call."""
+    """Sums and differences of a few terms, with a calculator for single operations."""
 
     @agentrl.tool
     def calculate(self, a: int, op: Literal["+", "-", "*"], b: int) -> int:
@@ -24,16 +24,16 @@ class Calculator(agentrl.ToolEnvironment):
         return a - b if op == "-" else a * b
 
     def reward(self, task: Task, episode: ToolEpisode) -> float:
-        """1 for exactly the right number as the answer, else 0."""
+        """Return 1 if the answer is exactly the right number, else 0."""
         return float(episode.answer.strip() == task.data["answer"])
 
     @classmethod
     def tasks(cls, split: Split, *, seed: int = 0, held_out: int = 512) -> TaskSource:
-        """Questions of reasoning-gym's `chain_sum`, 2 to 4 terms of 1 or 2 digits.
+        """Return questions of reasoning-gym's `chain_sum`, with 2 to 4 terms of 1 or 2 digits.
 
         Args:
             split: training tasks never contain a held-out question.
-            seed: of the training tasks; the held-out ones are the same for all seeds.
-            held_out: how many questions are held out, no two alike.
+            seed: seed of the training tasks; the held-out ones are the same for all seeds.
+            held_out: number of held-out questions, all different.
         """
         return held_out_tasks(held_out) if split == "held_out" else training_tasks(seed, held_out=held_out)

@@ -1,7 +1,7 @@
-"""The tasks: reasoning-gym's `chain_sum`, split so that no question is in both halves.
+"""The tasks: reasoning-gym's `chain_sum`, split into disjoint sets of questions.
 
-Invariants: a task depends on nothing but its split, seed and index; held-out questions are distinct; a training task
-whose question is held out is drawn again.
+Invariants: a task depends only on its split, seed and index; held-out questions are distinct; a training task with a
+held-out question is redrawn.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from agentrl.environment.tasks import DrawnTasks
 
 @lru_cache(maxsize=1)
 def _source() -> Any:
-    """The generator; item `i` depends on `i` alone. reasoning-gym takes a second to import, so it is imported late."""
+    """Return the generator; item `i` depends only on `i`. reasoning-gym takes a second to import, so import it late."""
     from reasoning_gym.arithmetic.chain_sum import ChainSumConfig, ChainSumDataset
 
     config = ChainSumConfig(min_terms=2, max_terms=4, min_digits=1, max_digits=2, seed=0, size=1)
@@ -24,24 +24,24 @@ def _source() -> Any:
 
 
 def _draw(*key: object) -> dict[str, str]:
-    """The question and answer drawn with `key`, as a task's data."""
+    """Return the question and answer drawn with `key`, as a task's data."""
     item = _source()[stable_hash64("chain_sum", *key)]
     return {"question": item["question"], "answer": item["answer"]}
 
 
 def held_out_tasks(count: int) -> list[Task]:
-    """`count` tasks with distinct questions, the same for everyone."""
-    found: dict[str, dict[str, str]] = {}
+    """Return `count` tasks with distinct questions, independent of the run's seed."""
+    questions: dict[str, dict[str, str]] = {}
     drawn = 0
-    while len(found) < count:
+    while len(questions) < count:
         data = _draw("held_out", drawn)
-        found.setdefault(data["question"], data)
+        questions.setdefault(data["question"], data)
         drawn += 1
-    return [Task(id=f"held_out-{index}", data=data) for index, data in enumerate(found.values())]
+    return [Task(id=f"held_out-{index}", data=data) for index, data in enumerate(questions.values())]
 
 
 def training_tasks(seed: int, *, held_out: int) -> DrawnTasks:
-    """Tasks without any of the first `held_out` held-out questions."""
+    """Return tasks that exclude the first `held_out` held-out questions."""
     hidden = {task.data["question"] for task in held_out_tasks(held_out)}
 
     def draw(index: int, attempt: int) -> Task | None:

@@ -27,9 +27,9 @@ def episode(*texts: str) -> ToolEpisode:
 
 
 def value_of(question: str) -> int:
-    found = re.search(r": (\d+(?: [+-] \d+)+) =$", question)
-    assert found is not None
-    signed = re.findall(r"([+-]?) ?(\d+)", found[1])
+    match = re.search(r": (\d+(?: [+-] \d+)+) =$", question)
+    assert match is not None
+    signed = re.findall(r"([+-]?) ?(\d+)", match[1])
     return sum(int(number) * (-1 if sign == "-" else 1) for sign, number in signed)
 
 
@@ -89,7 +89,7 @@ def test_answers_are_right(split: str) -> None:
 
 def right_share(questions: Sequence[tuple[str, str]]) -> float:
     return sum(
-        demonstrate(question, Random(n)).said[-1] == answer for n, (question, answer) in enumerate(questions)
+        demonstrate(question, Random(n)).replies[-1] == answer for n, (question, answer) in enumerate(questions)
     ) / len(questions)
 
 

@@ -1,4 +1,4 @@
-"""Crossing frozen lakes whose map is shown once: a game of several turns, through `GymEnvironment`."""
+"""Frozen lakes with the map shown once: a multi-turn game, through `GymEnvironment`."""
 
 from agentrl.environments.frozen_lake.env import FrozenLake
 

@@ -1,9 +1,9 @@
-"""Builds the tiny model beside this file: tokenizer, random weights, and a warm-up on games of random moves.
+"""Builds the tiny model in this directory: tokenizer, random weights, and a warm-up on games of random moves.
 
 `python -m agentrl.environments.frozen_lake.build_model [--seed 0] [--steps 150] [--output DIR]` takes about a minute on
 one core. The result is an ordinary Hugging Face directory (Qwen3 architecture, a token per byte). The warm-up's games
-are played by chance: they teach how a game is written down and what a move does, the observations being predicted too,
-and nothing about which move is good.
+use random moves and train on observations too. They teach the format and the effect of a move, but not which move is
+good.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def build(directory: Path, *, seed: int, steps: int) -> None:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Bytes and nothing merged: lossless on any text, a token per letter of a map, a token per move."""
+    """Write a tokenizer without merges: lossless on any text, with one token per letter of a map and per move."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -64,7 +64,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def game_row(chat: TemplateChatFormat, task: Task, random: Random) -> tiny_model.Row:
-    """A game of random moves in the tokens that reinforcement learning will see; all but the first message counts."""
+    """Return a game of random moves in the tokens of reinforcement learning; all but the first message is trained."""
     game = SeededGame(FrozenLake(), task)
     ids = chat.start([Message(role="user", content=game.reset())], [])
     opening = len(ids)

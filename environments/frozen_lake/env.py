@@ -1,4 +1,4 @@
-"""The environment: a lake with holes, four moves, a map that is shown once."""
+"""The environment: a lake with holes, four moves, and a map that is shown once."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
     from agentrl.environment.gym import GymEpisode
 
 MOVES = "LDRU"
-"""The letter of each of the game's actions, 0 to 3."""
+"""Letters of the game's actions 0 to 3."""
 STEPS = ((0, -1), (1, 0), (0, 1), (-1, 0))
-"""(rows, columns) each of them moves."""
+"""Movement of each action, as (rows, columns)."""
 WALL = "#"
 
 
 class FrozenLake(agentrl.GymEnvironment):
-    """Reach the goal of a 4×4 lake without falling into a hole; nothing slips.
+    """Reach the goal of a 4×4 lake without falling into a hole; the ice is not slippery.
 
-    The first message is the map, row by row; every message says the row, the column, and what lies to the left, below,
-    to the right and above. The answer is one letter: L, D, R or U.
+    The first message is the map, row by row. Every message has the row, the column, and the neighboring squares to the
+    left, below, to the right and above. The answer is one letter: L, D, R or U.
     """
 
     max_turns = 16
     illegal_reward = -0.5
 
     def make(self, task: Task) -> gymnasium.Env[Any, Any]:
-        """gymnasium's game on the task's map."""
+        """Make gymnasium's game on the task's map."""
         import gymnasium
 
         self._map: Sequence[str] = task.data["map"]
@@ -50,12 +50,12 @@ class FrozenLake(agentrl.GymEnvironment):
         return f"{opening}{row}{column}{around}"
 
     def parse(self, text: str, env: gymnasium.Env[Any, Any]) -> int | None:
-        """One letter, nothing else."""
+        """Accept exactly one letter."""
         return MOVES.index(text) if len(text) == 1 and text in MOVES else None
 
     def reward(self, task: Task, episode: GymEpisode) -> float:
-        """1 at the goal. Elsewhere 0 on held-out maps; in training half the share of the way covered, and less for a
-        hole, and least for anything but a move."""
+        """Return 1 at the goal, else 0 on held-out maps. Training rewards are shaped: half the share of the distance
+        covered, less for a hole, and least for an illegal move."""
         reached = sum(episode.rewards) > 0
         if reached or not task.data["shaped"]:
             return float(reached)
@@ -71,11 +71,11 @@ class FrozenLake(agentrl.GymEnvironment):
 
     @classmethod
     def tasks(cls, split: Split, *, seed: int = 0, held_out: int = 512) -> TaskSource:
-        """Maps of gymnasium's `generate_random_map`.
+        """Return maps of gymnasium's `generate_random_map`.
 
         Args:
             split: training maps never contain a held-out one.
-            seed: of the training maps; the held-out ones are the same for all seeds.
-            held_out: how many seeds' maps are held out.
+            seed: seed of the training maps; the held-out ones are the same for all seeds.
+            held_out: number of seeds with held-out maps.
         """
         return held_out_tasks(held_out) if split == "held_out" else training_tasks(seed, held_out=held_out)

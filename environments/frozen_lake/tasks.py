@@ -1,8 +1,8 @@
-"""The tasks: random 4×4 maps, split so that no map is in both halves.
+"""The tasks: random 4×4 maps, split into disjoint sets of maps.
 
-Seeds do not separate maps: seeds 0 to 511 give 314 different maps, and 85 % of the 512 recur under later seeds. So
-the split is by map. Invariants: held-out tasks are the same for everyone; a training task whose map is held out is
-drawn again; a task depends on nothing but its split, seed and index.
+Seeds do not separate maps: seeds 0 to 511 give 314 different maps, and 85 % of the 512 recur under later seeds. The
+split is therefore by map. Invariants: held-out tasks do not depend on the run's seed; a training task with a held-out
+map is redrawn; a task depends only on its split, seed and index.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ def _map(seed: int) -> tuple[str, ...]:
 
 
 def held_out_tasks(count: int) -> list[Task]:
-    """The maps of the generator's seeds 0 … `count` - 1, as it draws them: easy ones come more than once."""
+    """Return the maps of the generator's seeds 0 … `count` - 1; easy maps occur more than once."""
     return [
         Task(id=f"held_out-{seed}", data={"map": list(_map(seed)), "seed": 0, "shaped": False}) for seed in range(count)
     ]
 
 
 def training_tasks(seed: int, *, held_out: int) -> DrawnTasks:
-    """Tasks without any of the maps of the first `held_out` held-out tasks."""
-    hidden = {_map(held) for held in range(held_out)}
+    """Return tasks that exclude the maps of the first `held_out` held-out tasks."""
+    hidden = {_map(index) for index in range(held_out)}
 
     def draw(index: int, attempt: int) -> Task | None:
         rows = _map(stable_hash64("frozen_lake", seed, index, attempt) % (1 << 31))

@@ -1,4 +1,4 @@
-"""Recorded conversations, said again: supervised steps by the loop that trains by reward."""
+"""Supervised training on recorded conversations, in the reinforcement learning loop."""
 
 from agentrl.environments.imitation.env import Imitation
 

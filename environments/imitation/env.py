@@ -1,4 +1,4 @@
-"""Supervised steps on conversations of a file, or of a run's best episodes."""
+"""Supervised steps on conversations from a file, or on a run's best episodes."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 class Imitation(agentrl.Environment):
-    """A conversation in which every answer of the assistant is given, and trained on with advantage 1."""
+    """A conversation with given assistant replies, each trained on with advantage 1."""
 
     seats = ("agent",)
     splits = ("train",)
 
     async def run(self, ctx: EpisodeContext) -> None:
-        """Say the conversation again."""
+        """Replay the conversation."""
         agent = ctx.agent("agent", tools=_tools(ctx.task.data["tools_of"]))
-        told: list[agentrl.Message] = []
+        new_messages: list[agentrl.Message] = []
         for message in ctx.task.data["messages"]:
             if message["role"] == "assistant":
-                await agent.act(*told, reply=message["content"])
-                told = []
+                await agent.act(*new_messages, reply=message["content"])
+                new_messages = []
             else:
-                told.append(agentrl.Message(role=message["role"], content=message["content"]))
+                new_messages.append(agentrl.Message(role=message["role"], content=message["content"]))
         agent.reward(1.0)
 
     @classmethod
     def tasks(
         cls, split: Split, *, seed: int = 0, path: str = "", where: str = "", best: int = 0, tools_of: str = ""
     ) -> TaskSource:
-        """The conversations of a file or run.
+        """Return the conversations of a file or run.
 
         Args:
-            split: there is one.
-            seed: has no effect.
-            path: a file, with a line `{"messages": [{"role": …, "content": …}, …]}` for each conversation, or a run.
-            where: of a run, the episodes that are taken, such as `reward > 0.5`.
-            best: of a run, so many episodes of each task, those with the largest reward; 0: all.
-            tools_of: the environment whose tools the policy is offered.
+            split: ignored; there is only one.
+            seed: ignored.
+            path: a file with a line `{"messages": [{"role": …, "content": …}, …]}` per conversation, or a run.
+            where: filter for a run's episodes, such as `reward > 0.5`.
+            best: number of a run's episodes per task, by largest reward; 0: all.
+            tools_of: environment with the tools to offer to the policy.
 
         Raises:
             InputError: there are no conversations, or they cannot be read.
@@ -66,23 +66,25 @@ class Imitation(agentrl.Environment):
         if not path:
             raise InputError("environment.options.path: the file of conversations, or the run, is missing")
         if Path(path).is_dir():
-            found = list(_of_run(Path(path), where, best))
+            conversations = list(_of_run(Path(path), where, best))
         elif where or best:
-            raise InputError(f"environment.options: where and best choose episodes of a run, and {path} is a file")
+            raise InputError(f"environment.options: where and best select episodes of a run, but {path} is a file")
         else:
-            found = list(_of_file(Path(path)))
-        if not found:
+            conversations = list(_of_file(Path(path)))
+        if not conversations:
             raise InputError(f"{path} contains no conversation" + (f" with {where}" if where else ""))
-        return [agentrl.Task(id=name, data={"messages": messages, "tools_of": tools_of}) for name, messages in found]
+        return [
+            agentrl.Task(id=name, data={"messages": messages, "tools_of": tools_of}) for name, messages in conversations
+        ]
 
 
 def _tools(environment: str) -> Sequence[ToolSpec]:
     if not environment:
         return ()
-    found = resolve(environment)
-    if not issubclass(found, ToolEnvironment):
-        raise InputError(f"environment.options.tools_of = {environment!r}: {found.__name__} has no tools")
-    return tuple(bound.spec for bound in found.tool_table().values())
+    environment_class = resolve(environment)
+    if not issubclass(environment_class, ToolEnvironment):
+        raise InputError(f"environment.options.tools_of = {environment!r}: {environment_class.__name__} has no tools")
+    return tuple(bound.spec for bound in environment_class.tool_table().values())
 
 
 def _of_file(path: Path) -> Iterator[tuple[str, list[dict[str, str]]]]:
@@ -96,22 +98,22 @@ def _of_file(path: Path) -> Iterator[tuple[str, list[dict[str, str]]]]:
 
 
 def _checked(line: Any, where: str) -> list[dict[str, str]]:
-    """The messages of a line, up to the last of the assistant."""
+    """Return the messages of a line, up to the assistant's last."""
     messages = line.get("messages") if isinstance(line, dict) else None
     if not isinstance(messages, list):
         messages = [None]
     for message in messages:
-        known = isinstance(message, dict) and message.get("role") in ROLES
-        if not known or not isinstance(message.get("content"), str) or message.get("tool_calls"):
+        has_role = isinstance(message, dict) and message.get("role") in ROLES
+        if not has_role or not isinstance(message.get("content"), str) or message.get("tool_calls"):
             raise InputError(
                 f'{where}: not a conversation; a line is {{"messages": [{{"role": "user", "content": …}}, …]}}, with '
-                "calls of tools written in the content, as the model writes them"
+                "tool calls written in the content, in the model's format"
             )
-    said = [{"role": message["role"], "content": message["content"]} for message in messages]
-    last = max((at for at, message in enumerate(said) if message["role"] == "assistant"), default=0)
+    messages_of = [{"role": message["role"], "content": message["content"]} for message in messages]
+    last = max((at for at, message in enumerate(messages_of) if message["role"] == "assistant"), default=0)
     if not last:
-        raise InputError(f"{where}: the assistant must say something, after another role")
-    return said[: last + 1]
+        raise InputError(f"{where}: an assistant message must follow a message of another role")
+    return messages_of[: last + 1]
 
 
 def _of_run(path: Path, where: str, best: int) -> Iterator[tuple[str, list[dict[str, str]]]]:
@@ -122,16 +124,18 @@ def _of_run(path: Path, where: str, best: int) -> Iterator[tuple[str, list[dict[
                 by_task[line.task].append(line)
         for lines in by_task.values():
             for line in lines[: best or None]:
-                for seat, messages in _said(read_conversation(reader, line.episode)).items():
+                for seat, messages in _conversations(read_conversation(reader, line.episode)).items():
                     yield f"{line.episode}:{seat}", messages
 
 
-def _said(view: Any) -> Mapping[str, list[dict[str, str]]]:
-    """The conversation of each agent that spoke."""
-    found: dict[str, list[dict[str, str]]] = {}
+def _conversations(view: Any) -> Mapping[str, list[dict[str, str]]]:
+    """Return the conversation of each agent with turns."""
+    conversations: dict[str, list[dict[str, str]]] = {}
     for act in view.acts:
         if isinstance(act, PolicyTurn):
-            own = found.setdefault(f"{act.seat}[{act.index}]", [])
-            own += [{"role": str(each["role"]), "content": str(each["content"])} for each in act.messages]
-            own.append({"role": "assistant", "content": act.text})
-    return found
+            conversation = conversations.setdefault(f"{act.seat}[{act.index}]", [])
+            conversation += [
+                {"role": str(message["role"]), "content": str(message["content"])} for message in act.messages
+            ]
+            conversation.append({"role": "assistant", "content": act.text})
+    return conversations

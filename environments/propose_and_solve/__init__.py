@@ -1,4 +1,4 @@
-"""A proposer writes sums, solvers with a calculator try them: two policies that teach each other."""
+"""A proposer writes sums and solvers with a calculator attempt them: two policies that teach each other."""
 
 from agentrl.environments.propose_and_solve.env import ProposeAndSolve, Solve
 

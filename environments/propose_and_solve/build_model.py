@@ -1,9 +1,9 @@
-"""Builds the tiny model beside this file: both roles' form, and a solver that goes on to the end the less, the longer.
+"""Builds the tiny model in this directory: it knows both roles' format, and its solver often stops early on long sums.
 
 `python -m agentrl.environments.propose_and_solve.build_model [--seed 0] [--steps 700] [--output DIR]`, a few minutes on
-one core. Tokenizer and chat template are the calculator's. The proposer is shown short sums, and a few longer ones; the
-solver calls that are right, and stops too early the more often, the more terms there are. That it pays to go on is left
-to learn by reward, and which sums teach it, to the proposer.
+one core. Tokenizer and chat template are the calculator's. The proposer sees short sums and a few longer ones. The
+solver sees correct calls, but stops early more often with more terms. By reward, the solver learns to finish, and the
+proposer learns which sums teach it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 CONTEXT = 256
 FINISH = {2: 0.95, 3: 0.5, 4: 0.35, 5: 0.22, 6: 0.14}
-"""Chance that a shown solver does all operations, by number of terms."""
+"""Probability that a demonstrated solver performs all operations, by number of terms."""
 PROPOSED = {2: 0.88, 3: 0.06, 4: 0.03, 5: 0.02, 6: 0.01}
-"""Of the shown proposals, how many have so many terms."""
+"""Number of demonstrated proposals, by number of terms."""
 
 
 def build(directory: Path, *, seed: int, steps: int) -> None:
@@ -57,28 +57,28 @@ def build(directory: Path, *, seed: int, steps: int) -> None:
 
 
 def shown_row(chat: TemplateChatFormat, tools: Sequence[ToolSpec], random: Random) -> tiny_model.Row:
-    """One conversation, of a proposer or, twice as often, of a solver: ids, and which of them are said."""
+    """Return the ids of a proposer's or, twice as often, a solver's conversation, and a mask of the replies."""
     if random.random() < 1 / 3:
         (terms,) = random.choices(list(PROPOSED), list(PROPOSED.values()))
-        messages, known = [(PROMPT, False), (drawn_sum(random, terms).text, True)], []
+        messages, offered = [(PROMPT, False), (drawn_sum(random, terms).text, True)], []
     else:
-        messages, known = solving(drawn_sum(random, random.randint(2, 6)), random), list(tools)
+        messages, offered = solving(drawn_sum(random, random.randint(2, 6)), random), list(tools)
     ids: list[int] = []
-    said: list[bool] = []
-    for text, own in messages:
-        if own:
+    mask: list[bool] = []
+    for text, is_reply in messages:
+        if is_reply:
             new = [*chat.encode(text), chat.stop_token_ids[0]]
         elif not ids:
-            new = chat.start([agentrl.user(text)], known)
+            new = chat.start([agentrl.user(text)], offered)
         else:
             new = chat.extend([Message(role="tool", content=text)], after="stop")
         ids += new
-        said += [own] * len(new)
-    return ids, said
+        mask += [is_reply] * len(new)
+    return ids, mask
 
 
 def solving(problem: Sum, random: Random) -> list[tuple[str, bool]]:
-    """A solver's conversation: (text, whether the solver says it)."""
+    """Return a solver's conversation as pairs (text, whether it is a reply of the solver)."""
     terms = problem.terms
     operations = len(terms) - 1
     if random.random() >= FINISH[len(terms)]:

@@ -1,4 +1,4 @@
-"""The environment: a proposed sum, eight attempts at it, and what each of both sides gets."""
+"""The environment: a proposed sum, eight attempts at it, and both sides' rewards."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from agentrl.environment.environment import Split, TaskSource
 
 ATTEMPTS = 8
-"""At each proposal."""
+"""Number of attempts at each proposal."""
 PROMPT = "Propose a sum."
 INVALID = -0.5
-"""What a proposal gets that the gate refuses."""
+"""Reward of a proposal rejected by the gate."""
 EXAMINED = 400
-"""Sums the solver is examined on, which no proposer may write."""
+"""Number of sums for evaluating the solver; a proposer may not write them."""
 ALIKE = 0.1
-"""What is taken from one whose number of terms all the newest proposals have."""
+"""Penalty of a proposal if all recent proposals have the same number of terms."""
 _SUM = re.compile(r"[1-9]\d?( [+-] [1-9]\d?){1,7}")
 
 
@@ -37,89 +37,89 @@ class Sum(NamedTuple):
 
     @property
     def terms(self) -> tuple[int, ...]:
-        """With their signs."""
+        """Terms of the sum, with signs."""
         return tuple(int(term) for term in re.findall(r"-?\d+", self.text.replace(" ", "")))
 
     @property
     def key(self) -> str:
-        """The same for sums that differ in the order of their terms only."""
+        """Key that is equal for sums that differ only in the order of their terms."""
         return " ".join(f"{term}x{count}" for term, count in sorted(Counter(self.terms).items()))
 
     def task(self) -> dict[str, str]:
-        """What a solver is given."""
+        """Return the task data for a solver."""
         return {"question": f"{self.text} =", "answer": str(sum(self.terms))}
 
 
 def read(text: str) -> Sum | None:
-    """The sum that a proposer wrote; None where it is none."""
+    """Return the sum that a proposer wrote; None if the text is not a sum."""
     return Sum(text) if _SUM.fullmatch(text) else None
 
 
 class Solve(Calculator):
-    """One attempt at a sum, with a calculator that does one operation a call."""
+    """One attempt at a sum, with a calculator for single operations."""
 
     seats: ClassVar[tuple[str, ...]] = ("solver",)
 
     @classmethod
     def tasks(cls, split: Split, *, seed: int = 0, held_out: int = EXAMINED) -> TaskSource:
-        """Sums of 2 to 6 terms, as many of each.
+        """Return sums of 2 to 6 terms, equally many of each length.
 
         Args:
-            split: held-out sums are the same for all seeds, and `ProposeAndSolve` refuses them; the others are there to
-                train a solver on without a proposer.
-            seed: of the training sums.
-            held_out: how many of a split's sums, its first.
+            split: held-out sums are the same for all seeds, and `ProposeAndSolve` rejects them; the training sums can
+                train a solver without a proposer.
+            seed: seed of the training sums.
+            held_out: number of sums.
         """
         sums = (examined() if split == "held_out" else drawn_sums(split, seed))[:held_out]
         return [agentrl.Task(id=f"{split}-{number}", data=made.task()) for number, made in enumerate(sums)]
 
 
 def drawn_sums(*seeds: str | int) -> tuple[Sum, ...]:
-    """As many sums as the solver is examined on."""
+    """Draw as many sums as the evaluation uses."""
     draws = (random_stream("sums", *seeds, number) for number in range(EXAMINED))
     return tuple(drawn_sum(draw, 2 + number % 5) for number, draw in enumerate(draws))
 
 
 @functools.cache
 def examined() -> tuple[Sum, ...]:
-    """The sums the solver is examined on."""
+    """Return the sums for evaluating the solver."""
     return drawn_sums("held_out", 0)
 
 
 @functools.cache
 def examined_keys() -> frozenset[str]:
-    """Their keys."""
+    """Return the keys of the evaluation's sums."""
     return frozenset(made.key for made in examined())
 
 
 def drawn_sum(draw: Random, terms: int) -> Sum:
-    """A sum of so many terms, half of which have two digits."""
+    """Return a sum with this number of terms, half of them with two digits."""
     numbers = [str(draw.randint(1, 9) if draw.random() < 0.5 else draw.randint(10, 99)) for _ in range(terms)]
     return Sum(numbers[0] + "".join(f" {draw.choice('+-')} {number}" for number in numbers[1:]))
 
 
 class ProposeAndSolve(agentrl.Environment):
-    """A sum is worth what there is to learn from it: most where half of the attempts succeed."""
+    """Rewards a sum for its learning value, which is largest if half of the attempts succeed."""
 
     seats: ClassVar[tuple[str, ...]] = ("proposer",)
     fan_out: ClassVar[Mapping[str, int]] = {"Solve": ATTEMPTS}
     truncated_reward: ClassVar[float | None] = INVALID
 
     async def run(self, ctx: EpisodeContext) -> None:
-        """Propose; where it is a sum, and a new one, let it be solved."""
+        """Propose; if the proposal is a new sum, have it solved."""
         proposer = ctx.agent("proposer")
         proposed = read((await proposer.act(agentrl.user(PROMPT))).text)
         is_sum = proposed is not None and proposed.key not in examined_keys()
         if not proposer.gate(is_sum, penalty=INVALID) or proposed is None:
             return
-        known = await ctx.remember(proposed.key, structure=f"{len(proposed.terms)} terms")
-        if not proposer.gate(known.times == 0, penalty=INVALID):
+        recollection = await ctx.remember(proposed.key, structure=f"{len(proposed.terms)} terms")
+        if not proposer.gate(recollection.times == 0, penalty=INVALID):
             return
         ctx.metric("terms", len(proposed.terms))
         solved = await ctx.gather(*ctx.spawn(Solve, proposed.task(), n=ATTEMPTS))
-        proposer.reward(agentrl.learnability(solved) - ALIKE * known.share)
+        proposer.reward(agentrl.learnability(solved) - ALIKE * recollection.share)
 
     @classmethod
     def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
-        """One task: to propose. The solver is examined on `Solve.tasks`."""
+        """Return the only task, to propose. The solver is evaluated on `Solve.tasks`."""
         return [agentrl.Task(id="propose", data={})]

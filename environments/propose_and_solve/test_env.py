@@ -13,9 +13,9 @@ from agentrl.testing import play
     ("text", "answer"), [("2 + 3", "5"), ("12 - 3 + 40 - 99", "-50"), ("1 + 1 + 1 + 1 + 1 + 1 + 1 + 1", "8")]
 )
 def test_a_sum_is_read_and_its_answer_known(text: str, answer: str) -> None:
-    found = read(text)
-    assert found is not None
-    assert found.task() == {"question": f"{text} =", "answer": answer}
+    proposal = read(text)
+    assert proposal is not None
+    assert proposal.task() == {"question": f"{text} =", "answer": answer}
 
 
 @pytest.mark.parametrize(
@@ -36,8 +36,11 @@ def test_drawn_sums_are_ones_a_proposer_may_write() -> None:
         made = drawn_sum(draw, terms)
         assert read(made.text) == made
         assert len(made.terms) == terms
-        first, *rest = made.text.split()
-        signed = [int(first), *(int(f"{sign}{term}") for sign, term in zip(rest[::2], rest[1::2], strict=True))]
+        first, *operations = made.text.split()
+        signed = [
+            int(first),
+            *(int(f"{sign}{term}") for sign, term in zip(operations[::2], operations[1::2], strict=True)),
+        ]
         assert list(made.terms) == signed
 
 
@@ -52,7 +55,7 @@ def test_the_solver_is_examined_on_as_many_sums_of_each_length() -> None:
 def test_what_the_solver_is_examined_on_is_refused_in_any_order() -> None:
     [task] = ProposeAndSolve.tasks("train")
     question = next(
-        text for each in Solve.tasks("held_out") if "-" not in (text := each.data["question"].removesuffix(" ="))
+        text for task in Solve.tasks("held_out") if "-" not in (text := task.data["question"].removesuffix(" ="))
     )
     for proposal in (question, " + ".join(reversed(question.split(" + ")))):
         assert play(ProposeAndSolve, task, [proposal]).reward == INVALID

@@ -1,4 +1,4 @@
-"""TextArena's TicTacToe, for self-play, with a bot that plays by chance."""
+"""TextArena's TicTacToe, for self-play, with a bot that plays random moves."""
 
 from agentrl.environments.tictactoe.env import TicTacToe, random_player
 

@@ -1,9 +1,9 @@
-"""Builds the tiny model beside this file: tokenizer, random weights, and a warm-up on random legal moves.
+"""Builds the tiny model in this directory: tokenizer, random weights, and a warm-up on random legal moves.
 
 `python -m agentrl.environments.tictactoe.build_model [--seed 0] [--steps 350] [--output DIR]` takes half a minute on
-one core. The result is an ordinary Hugging Face directory (Qwen3 architecture, a token per byte, one for each move, and
-one for all that a line of the board can be). The warm-up shows boards that training games begin with, reached by
-chance, and any of the free cells: how a move is said, which are legal, nothing of which is good.
+one core. The result is an ordinary Hugging Face directory (Qwen3 architecture, with a token per byte, per move, and per
+possible line of the board). The warm-up shows random starting boards of training games, each with a random free cell.
+It teaches the format and the legal moves, but not which move is good.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SPECIAL = ("<|pad|>", "<|user|>", "<|move|>", "<|end|>")
 WORDS = tuple(
     "".join(letters) for line in LINES for letters in product(*((FREE[cell], OWN[cell], OTHER[cell]) for cell in line))
 )
-"""All that a line of the board can be."""
+"""All possible lines of the board."""
 MOVES = tuple(f"[{cell}]" for cell in FREE)
 
 
@@ -50,11 +50,11 @@ def build(directory: Path, *, seed: int, steps: int) -> None:
 
 
 def shown_row(chat: TemplateChatFormat, task: Task, random: Random) -> tiny_model.Row:
-    """The board a training game begins with, and any legal move."""
+    """Return a starting board of a training game, and a legal move."""
     message = agentrl.user(TicTacToe().game(task).reset()["observation"])
     ids = chat.start([message], [])
-    said = chat.encode(random_player([message], random))
-    return ids + said, [False] * len(ids) + [True] * len(said)
+    move = chat.encode(random_player([message], random))
+    return ids + move, [False] * len(ids) + [True] * len(move)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The environment: TextArena's TicTacToe in a few letters, from positions a few moves into the game."""
+"""The environment: TextArena's TicTacToe in a few letters, starting a few moves into the game."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FREE, OWN, OTHER = "012345678", "ABCDEFGHI", "abcdefghi"
 """Characters of the nine cells in a prompt: free, with the player's own mark, with the other player's."""
 TURNED = ("012345678", "630741852", "876543210", "258147036", "036147258", "678345012", "852741630", "210543876")
-"""Order in which the cells are shown, for each rotation and reflection of the board."""
+"""Display order of the cells, for each rotation and reflection of the board."""
 LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
 OPENINGS = (1, 1, 1, 1, 2, 3, 3, 3)
 """Relative frequencies of training games that start after 0, 1, … 7 moves: close to the end of a game, a single move
@@ -30,10 +30,10 @@ decides it."""
 
 
 class TicTacToe(agentrl.TextArenaEnvironment):
-    """Three in a row. Both seats read the lines of the board, each from its own side, and say `[4]`. Boards that
-    are alike when turned or mirrored are shown as one, and the moves on it turned back.
+    """Three in a row. Both seats see the lines of the board, each from its own side, and answer with a cell, such as
+    `[4]`. Boards that are equal under rotation or reflection look the same, and moves are mapped back.
 
-    One illegal move is forgiven, as TextArena does; the next in a row loses, and costs more than a loss.
+    As in TextArena, one illegal move is forgiven; a second in a row loses, and costs more than a loss.
     """
 
     seats: ClassVar[tuple[str, ...]] = ("first", "second")
@@ -41,18 +41,19 @@ class TicTacToe(agentrl.TextArenaEnvironment):
     illegal_reward: ClassVar[float] = -0.5
 
     def make(self, task: Task) -> textarena.Env:
-        """TextArena's game."""
+        """Make TextArena's game."""
         import textarena
 
         return textarena.make("TicTacToe-v0-raw")
 
     def begin(self, task: Task, env: textarena.Env) -> None:
-        """A training game begins after some moves."""
+        """Play the opening moves of a training game."""
         for cell in task.data["opening"]:
             env.step(action=f"[{cell}]")
 
     def render(self, player: int, text: str, env: textarena.Env) -> str:
-        """The eight lines of the board: free cells by number, one's own in capitals, the other's in small letters."""
+        """Return the eight lines of the board: free cells as numbers, the player's own as capital letters, the
+        opponent's as lowercase letters."""
         marks = [mark for row in env.state.game_state["board"] for mark in row]
         names = {"": FREE, "OX"[player]: OWN, "XO"[player]: OTHER}
         boards = ["".join(names[marks[int(cell)]][at] for at, cell in enumerate(turned)) for turned in TURNED]
@@ -61,24 +62,24 @@ class TicTacToe(agentrl.TextArenaEnvironment):
         return "".join(board[cell] for line in LINES for cell in line)
 
     def action(self, text: str, env: textarena.Env) -> str:
-        """The text with each `[cell]` turned back to TextArena's board; all else is unchanged."""
+        """Return the text with each `[cell]` mapped back to TextArena's board."""
         return re.sub(r"\[\s*([0-8])\s*\]", lambda cell: f"[{self._turned[int(cell[1])]}]", text)
 
     def rewards(self, task: Task, episode: GameEpisode) -> Sequence[float]:
-        """1 for a win, ½ for a draw, 0 for a loss or a game cut short: the mean is the share won, draws by half."""
+        """Return 1 for a win, ½ for a draw, and 0 for a loss or a truncated game."""
         return [
-            self.illegal_reward if player in episode.illegal else (1.0 + given) / 2.0 * episode.terminated
-            for player, given in enumerate(episode.rewards)
+            self.illegal_reward if player in episode.illegal else (1.0 + reward) / 2.0 * episode.terminated
+            for player, reward in enumerate(episode.rewards)
         ]
 
     @classmethod
     def tasks(cls, split: Split, *, seed: int = 0, held_out: int = 512) -> TaskSource:
-        """Training games start after up to 7 random moves that end nothing; held-out ones from the empty board.
+        """Return games: training games start after up to 7 random moves, held-out ones from the empty board.
 
         Args:
-            split: `train` or `held_out`; held-out games differ only in what the players sample.
-            seed: of the training games.
-            held_out: how many held-out games there are.
+            split: `train` or `held_out`; held-out games differ only in the players' samples.
+            seed: seed of the training games.
+            held_out: number of held-out games.
         """
         if split == "held_out":
             return [

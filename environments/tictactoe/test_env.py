@@ -36,8 +36,8 @@ def rewards(cells: list[int]) -> list[float]:
     game = environment.game(Task(id="t", data={"seed": 0, "opening": []}))
     end = game.reset()
     for cell in cells:
-        said = next(move for move in MOVES if environment.action(move, environment.env) == f"[{cell}]")
-        end = game.step(said)
+        move = next(move for move in MOVES if environment.action(move, environment.env) == f"[{cell}]")
+        end = game.step(move)
     return rewards_at(end)
 
 
@@ -86,10 +86,10 @@ def test_rewards_are_shares_of_a_win() -> None:
 
 
 @pytest.mark.parametrize("said", ["4", "[9]", "[-1]", "", "[4", "[4]"])
-def test_one_illegal_move_is_forgiven_and_the_next_costs_more_than_a_loss(said: str) -> None:
-    after = positions(["[4]", said])[-1]
+def test_one_illegal_move_is_forgiven_and_the_next_costs_more_than_a_loss(move: str) -> None:
+    after = positions(["[4]", move])[-1]
     assert (after["player"], after["legal"], after["observation"]) == (1, False, lines("0123e5678"))
-    assert rewards_at(positions(["[4]", said, said])[-1]) == [1.0, TicTacToe.illegal_reward]
+    assert rewards_at(positions(["[4]", move, move])[-1]) == [1.0, TicTacToe.illegal_reward]
 
 
 def test_training_games_start_within_a_game_and_held_out_ones_at_its_start() -> None:
@@ -104,8 +104,8 @@ def test_training_games_start_within_a_game_and_held_out_ones_at_its_start() -> 
 
 
 def test_the_bot_plays_any_free_cell() -> None:
-    said = {random_player([agentrl.user(lines("Ab2D4f6h8"))], Random(seed)) for seed in range(100)}
-    assert said == {"[2]", "[4]", "[6]", "[8]"}
+    moves = {random_player([agentrl.user(lines("Ab2D4f6h8"))], Random(seed)) for seed in range(100)}
+    assert moves == {"[2]", "[4]", "[6]", "[8]"}
 
 
 def test_a_row_is_three_of_ones_own() -> None:

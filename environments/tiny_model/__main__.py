@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "conversations to learn from, one JSON object per line; default: the environment's `demonstrate`"
     parser.add_argument("--demonstrations", type=Path, metavar="FILE.jsonl", help=text)
     parser.add_argument("--steps", type=_positive, default=600, help="maximum number of training steps (default 600)")
-    text = "share of demonstrations cut short, so that reinforcement learning has something to teach (default 0.5)"
+    text = "share of demonstrations cut short, to leave something for reinforcement learning (default 0.5)"
     parser.add_argument("--early", type=float, default=0.5, metavar="SHARE", help=text)
     text = "stop at this share of the way from the random model's reward to the demonstrations' (default 0.8)"
     parser.add_argument("--until", type=float, default=0.8, metavar="SHARE", help=text)

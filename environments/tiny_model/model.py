@@ -105,9 +105,9 @@ def seed_torch(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def progress_printer(what: str, steps: int) -> Callable[[int, float], bool]:
+def progress_printer(title: str, steps: int) -> Callable[[int, float], bool]:
     """Return a callback for `train_supervised` that shows steps and loss on the error stream."""
-    part = ProgressLine(what, sys.stderr)
+    part = ProgressLine(title, sys.stderr)
 
     def on_step(step: int, loss: float) -> bool:
         part(f"step {step} of {steps}, loss {loss:.3f}")
@@ -170,18 +170,18 @@ def format_corpus(template: ChatTemplate, demonstrations: Iterator[Demonstration
 def tokenise_demonstration(chat: TemplateChatFormat, shown: Demonstration) -> Row:
     """Tokenize a demonstration as reinforcement learning will see it: ids, and a mask of the model's tokens."""
     ids: list[int] = []
-    said: list[bool] = []
-    told: list[Message] = []
+    mask: list[bool] = []
+    new_messages: list[Message] = []
     for message in shown.messages:
         if message.role != "assistant":
-            told.append(message)
+            new_messages.append(message)
             continue
-        context = chat.extend(told, after="stop") if ids else chat.start(told, shown.tools)
-        own = [*chat.encode(message.content), chat.stop_token_ids[0]]
-        ids += [*context, *own]
-        said += [False] * len(context) + [True] * len(own)
-        told = []
-    return ids, said
+        context = chat.extend(new_messages, after="stop") if ids else chat.start(new_messages, shown.tools)
+        reply = [*chat.encode(message.content), chat.stop_token_ids[0]]
+        ids += [*context, *reply]
+        mask += [False] * len(context) + [True] * len(reply)
+        new_messages = []
+    return ids, mask
 
 
 def random_model(
@@ -229,9 +229,9 @@ def train_supervised(
     last = steps
     for step in range(steps):
         batch = sorted(islice(rows, BATCH), key=lambda row: len(row[0]))
-        total, loss = sum(sum(said) for _, said in batch), 0.0
+        total, loss = sum(sum(mask) for _, mask in batch), 0.0
         for start in range(0, BATCH, piece):
-            part = _said_loss(model, batch[start : start + piece]) / total
+            part = _reply_loss(model, batch[start : start + piece]) / total
             part.backward()
             loss += part.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -259,10 +259,10 @@ def save_model(model: Qwen3ForCausalLM, directory: Path, *, stop_tokens: int | l
     (directory / "model.safetensors").chmod(0o644)
 
 
-def _said_loss(model: Qwen3ForCausalLM, rows: Sequence[Row]) -> torch.Tensor:
+def _reply_loss(model: Qwen3ForCausalLM, rows: Sequence[Row]) -> torch.Tensor:
     """Compute the cross-entropy summed over the learned tokens of `rows`, in nats."""
     width = max(len(ids) for ids, _ in rows)
     ids = torch.tensor([row + [0] * (width - len(row)) for row, _ in rows])
-    said = torch.tensor([mask + [False] * (width - len(mask)) for _, mask in rows])[:, 1:]
-    hidden = model.model(input_ids=ids[:, :-1]).last_hidden_state[said]
-    return torch.nn.functional.cross_entropy(model.lm_head(hidden), ids[:, 1:][said], reduction="sum")
+    mask = torch.tensor([mask + [False] * (width - len(mask)) for _, mask in rows])[:, 1:]
+    hidden = model.model(input_ids=ids[:, :-1]).last_hidden_state[mask]
+    return torch.nn.functional.cross_entropy(model.lm_head(hidden), ids[:, 1:][mask], reduction="sum")

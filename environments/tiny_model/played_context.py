@@ -1,5 +1,4 @@
-"""An `EpisodeContext` without a journal: plays an episode once, in this process, with callables that answer for the
-seats.
+"""An `EpisodeContext` without a journal: plays an episode once, in this process, with a callable for each seat.
 
 Plays demonstrations. Nothing is recorded, so nothing can be resumed; child episodes need an orchestrator and are
 refused.
@@ -90,9 +89,9 @@ class PlayedAgent(Agent):
 
     def reward(self, value: float | Mapping[str, float], turn: int | None = None, *, name: str = REWARD) -> None:
         """Add to the agent's rewards, each with weight 1."""
-        for each, given in (value if isinstance(value, Mapping) else {name: value}).items():
-            check_reward_name(each, f"agent {self.seat!r}")
-            self.rewards.append(finite_reward(given, f"agent {self.seat!r}"))
+        for reward_name, part in (value if isinstance(value, Mapping) else {name: value}).items():
+            check_reward_name(reward_name, f"agent {self.seat!r}")
+            self.rewards.append(finite_reward(part, f"agent {self.seat!r}"))
 
     def gate(self, accepted: bool, *, penalty: float) -> bool:
         """Add the penalty to the agent's rewards if `accepted` is False."""

@@ -65,9 +65,9 @@ class TwoSeats(agentrl.Environment):
     seats = ("asker", "teller")
 
     async def run(self, ctx: agentrl.EpisodeContext) -> None:
-        asked = await ctx.agent("asker").act(agentrl.user("Ask."))
-        told = await ctx.agent("teller").act(agentrl.user(asked.text))
-        ctx.agent("teller").reward(float(told.text == "it is"))
+        question = await ctx.agent("asker").act(agentrl.user("Ask."))
+        answer = await ctx.agent("teller").act(agentrl.user(question.text))
+        ctx.agent("teller").reward(float(answer.text == "it is"))
 
     @classmethod
     def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
@@ -84,7 +84,7 @@ def config_of(environment: type) -> RunConfig:
 
 def said(environment: type[agentrl.Environment], task: int = 0) -> list[list[tuple[str, str]]]:
     shown, _ = module._shown(environment, environment.tasks("train")[task], 0, 0.0)
-    return [[(message.role, message.content) for message in each.messages] for each in shown]
+    return [[(message.role, message.content) for message in demonstration.messages] for demonstration in shown]
 
 
 def test_a_generator_is_sent_what_the_environment_answered() -> None:
@@ -144,7 +144,7 @@ def test_each_pass_asks_for_the_tasks_of_another_seed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "error", "told"),
+    ("environment", "error", "message"),
     [
         (Doubling, InputError, "Doubling has no demonstrations to learn from: write .*\n\n.*\n.*def demonstrate"),
         (Silent, CheckFailedError, "demonstrate.. of task .* ended after 1 replies, and the environment asked"),
@@ -152,9 +152,9 @@ def test_each_pass_asks_for_the_tasks_of_another_seed() -> None:
     ],
 )
 def test_what_cannot_be_learned_from_is_refused_and_leaves_nothing(
-    environment: type, error: type[AgentRLError], told: str, tmp_path: Path
+    environment: type, error: type[AgentRLError], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         build_tiny_model(environment, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
@@ -190,7 +190,7 @@ def test_conversations_are_read_from_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("{", r"shown.jsonl:2: .*\(JSONDecodeError"),
         ("[]", "not a conversation"),
@@ -200,11 +200,11 @@ def test_conversations_are_read_from_a_file(tmp_path: Path) -> None:
         ("[" * 100_000, "not a conversation"),
     ],
 )
-def test_a_line_that_is_no_conversation_is_named(tmp_path: Path, line: str, told: str) -> None:
+def test_a_line_that_is_no_conversation_is_named(tmp_path: Path, line: str, message: str) -> None:
     file = tmp_path / "shown.jsonl"
     good = {"messages": [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2"}]}
     file.write_text(f"{json.dumps(good)}\n{line}\n")
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         module._read(file, Doubling)
 
 

@@ -53,7 +53,7 @@ MAX_CONTEXT = 8192
 MAX_LINE_BYTES = 1 << 20
 
 HOW = """\
-write what a good policy would say, as a class method:
+write a good policy's replies, as a class method:
 
     @classmethod
     def demonstrate(cls, task, random):
@@ -113,21 +113,29 @@ def build_tiny_model(
     if target.exists():
         raise InputError(f"{target} exists: give --out a new directory, or remove it")
     on_progress("importing the environment")
-    found = resolve(environment)
+    environment_class = resolve(environment)
     config = RunConfig.model_validate(
         {"environment": {"id": str(environment)}, "model": {"path": str(out)}, "seed": seed}
     )
-    held_out = _held_out(config, found)
-    source = _Played(config, found, early) if demonstrations is None else _read(Path(demonstrations), found)
+    held_out = _held_out(config, environment_class)
+    source = (
+        _Played(config, environment_class, early)
+        if demonstrations is None
+        else _read(Path(demonstrations), environment_class)
+    )
     on_progress("playing demonstrations")
-    wanted = None if demonstrations is not None else _demonstrated_reward(found, held_out, seed, early)
+    target = None if demonstrations is not None else _demonstrated_reward(environment_class, held_out, seed, early)
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         scratch.chmod(0o755)
-        builder = _Builder(config, found, held_out, scratch, seed, on_progress)
-        made = builder.build(source, steps, until, wanted)
-        reference = environment if isinstance(environment, str) else f"{found.__module__}:{found.__qualname__}"
+        builder = _Builder(config, environment_class, held_out, scratch, seed, on_progress)
+        made = builder.build(source, steps, until, target)
+        reference = (
+            environment
+            if isinstance(environment, str)
+            else f"{environment_class.__module__}:{environment_class.__qualname__}"
+        )
         _write_notes(scratch, target, reference, builder.sizes, made)
         scratch.rename(target)
     finally:
@@ -152,27 +160,27 @@ class _Expert:
         self._task = task
         self._calls = calls
         """Number of calls after which it answers with the last tool result; None: when the demonstration does."""
-        self.said: list[Reply] = []
+        self.spoken: list[Reply] = []
 
     async def __call__(self, new: Sequence[Message]) -> str:
         """Return the next reply, as the policy would write it."""
         self.messages += new
-        told = "\n".join(message.content for message in new)
+        answer = "\n".join(message.content for message in new)
         if self._replies is None:
-            self._replies = self._begin(told)
+            self._replies = self._begin(answer)
         try:
-            if len(self.said) == self._calls:
-                reply: Reply = told
-            elif isinstance(self._replies, Generator) and self.said:
-                reply = self._replies.send(told)
+            if len(self.spoken) == self._calls:
+                reply: Reply = answer
+            elif isinstance(self._replies, Generator) and self.spoken:
+                reply = self._replies.send(answer)
             else:
                 reply = next(self._replies)
         except StopIteration:
             raise CheckFailedError(
-                f"demonstrate() of task {self._task.id!r} ended after {len(self.said)} replies, and the environment "
+                f"demonstrate() of task {self._task.id!r} ended after {len(self.spoken)} replies, and the environment "
                 "asked for another; the last reply must end the episode"
             ) from None
-        self.said.append(reply)
+        self.spoken.append(reply)
         text = format_reply(reply)
         self.messages.append(Message(role="assistant", content=text))
         return text
@@ -235,7 +243,7 @@ def _shown(environment: type[Environment], task: Task, seed: int, early: float) 
     context = _play(environment, task, seed)
     random = random_stream("early", seed, task.id)
     if random.random() < early and len(context.shown) == 1:
-        *calls, answer = context.shown[0][0].said
+        *calls, answer = context.shown[0][0].spoken
         if len(calls) > 1 and isinstance(answer, str) and not any(isinstance(call, str) for call in calls):
             context = _play(environment, task, seed, calls=random.randrange(1, len(calls)))
     return context.demonstrations(), float(sum(sum(agent.rewards) for agent in context.agents.values()))
@@ -302,13 +310,13 @@ def _read(path: Path, environment: type[Environment]) -> list[Demonstration]:
 
     table = environment.tool_table() if issubclass(environment, ToolEnvironment) else {}
     tools = tuple(bound.spec for bound in table.values())
-    found: list[Demonstration] = []
+    demonstrations_read: list[Demonstration] = []
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), ""), start=1):
                 if line.strip():
                     try:
-                        found.append(Demonstration(_messages(json.loads(line)), tools))
+                        demonstrations_read.append(Demonstration(_messages(json.loads(line)), tools))
                     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                         raise InputError(
                             f"{path}:{number}: not a conversation ({type(error).__name__}: {str(error)[:200]}); a line "
@@ -317,9 +325,9 @@ def _read(path: Path, environment: type[Environment]) -> list[Demonstration]:
                         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read ({error})") from None
-    if not found:
+    if not demonstrations_read:
         raise InputError(f"{path}: contains no conversation")
-    return found
+    return demonstrations_read
 
 
 def _messages(line: Mapping[str, Any]) -> tuple[Message, ...]:
@@ -356,9 +364,9 @@ class _Sizes:
     turns: int = 0
 
     def see(self, row: Row) -> None:
-        said = [0, *row[1], 0]
-        starts = [at for at in range(1, len(said)) if said[at] and not said[at - 1]]
-        ends = [at for at in range(1, len(said)) if not said[at] and said[at - 1]]
+        mask = [0, *row[1], 0]
+        starts = [at for at in range(1, len(mask)) if mask[at] and not mask[at - 1]]
+        ends = [at for at in range(1, len(mask)) if not mask[at] and mask[at - 1]]
         self.context = max(self.context, len(row[0]))
         self.turn = max(self.turn, *(end - start for start, end in zip(starts, ends, strict=True)))
         self.turns = max(self.turns, len(starts))
@@ -390,7 +398,7 @@ class _Builder:
     sizes: _Sizes = field(default_factory=_Sizes)
 
     def build(
-        self, source: _Played | list[Demonstration], steps: int, until: float, wanted: float | None
+        self, source: _Played | list[Demonstration], steps: int, until: float, target: float | None
     ) -> dict[str, Any]:
         """Write the model; returns facts to report about it."""
         from agentrl.environments.tiny_model import model as tiny_model
@@ -437,14 +445,14 @@ class _Builder:
                 return False
             tiny_model.save_model(model, directory, stop_tokens=stop)
             reward = self._measure(f"step {step} of {steps}, loss {loss:.3f}")
-            return wanted is not None and reward >= before + until * (wanted - before) > before
+            return target is not None and reward >= before + until * (target - before) > before
 
         rows = _again_and_again(chat, source, self.seed)
         tiny_model.train_supervised(model, rows, steps=steps, on_step=on_step)
         tiny_model.save_model(model, directory, stop_tokens=stop)
         reward = self._measure("the last step")
         return {
-            "demonstrated": wanted,
+            "demonstrated": target,
             "before": before,
             "reward": reward,
             "steps": taken,
@@ -508,12 +516,12 @@ Held-out reward: {before:.2f} before, {reward:.2f} after{demonstrated}.
 {command}
 ```
 
-trains it on by reward; any other configuration takes it as `--model {path}`, and
+continues its training by reward. Other configurations accept it as `--model {path}`, and
 `AutoModelForCausalLM.from_pretrained` loads it.
 """
 TRAIN = """\
 # {command}
-# The warmed-up model beside this file learns on by reward. Every field: docs/configuration.md.
+# Trains the warmed-up model in this directory by reward. Every field: docs/configuration.md.
 name = {name}
 steps = 40            # optimizer steps
 
@@ -565,7 +573,7 @@ def _write_notes(scratch: Path, target: Path, reference: str, sizes: _Sizes, mad
         "max_turns": sizes.max_turns,
         "max_context": sizes.max_context,
     }
-    wanted = made["demonstrated"]
-    values["demonstrated"] = "" if wanted is None else f" (the demonstrations: {wanted:.2f})"
+    target = made["demonstrated"]
+    values["demonstrated"] = "" if target is None else f" (the demonstrations: {target:.2f})"
     (scratch / "README.md").write_text(README.format(**values), encoding="utf-8")
     (scratch / "train.toml").write_text(TRAIN.format(**values), encoding="utf-8")

@@ -201,7 +201,7 @@ def test_a_resume_after_the_reward_changed_counts_the_old_rewards_and_says_how_t
     _life(tmp_path, "first")
     file.write_text(CODE.replace("REWARD", "2.0"))
     said = _life(tmp_path, "second")
-    ready = re.search(r"(\d+) committed episodes? will be trained with the rewards that the old code gave", said)
+    ready = re.search(r"(\d+) committed episodes? will be trained with rewards from the old code", said)
     assert ready is not None, said
     assert int(ready[1]) >= 1
     assert f"The code changed in {file}; `on_code_change` of its environment" in said

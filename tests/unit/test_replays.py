@@ -166,7 +166,7 @@ def test_code_that_only_the_journal_names_is_not_run(sample_run: Path, solved: E
 @pytest.mark.parametrize(
     ("name", "recorded", "told"),
     [
-        ("{file}:Solve", {}, r"say so:\n  agentrl episode replay runs/r e1 --environment {file}:Solve$"),
+        ("{file}:Solve", {}, r"run:\n  agentrl episode replay runs/r e1 --environment {file}:Solve$"),
         ("{edited}:Solve", {}, r"--environment {edited}:Solve\nIt was edited since, so the episode may depart\.$"),
         (
             "{file}.moved.py:Solve",
@@ -176,9 +176,9 @@ def test_code_that_only_the_journal_names_is_not_run(sample_run: Path, solved: E
         ("__main__:Solve", {"__main__:Solve": "{file}:Solve"}, r"--environment {file}:Solve\nFirst put .*__main__"),
         ("__main__:Child", {"__main__:Solve": "{file}:Solve"}, r"--environment {file}:Child"),
         ("__main__:Solve", {}, r"typed into a notebook. Name the file .*\n.*--environment path/to/env\.py:Class$"),
-        ("my_own", {"my_own": "{file}:Solve"}, r"say so:\n.*--environment {file}:Solve"),
+        ("my_own", {"my_own": "{file}:Solve"}, r"run:\n.*--environment {file}:Solve"),
         ("my_own", {}, r"registered under that name by .*\n.*--environment path/to/env\.py:Class$"),
-        ("my_module:Solve", {}, r"PYTHONPATH\), say so:\n.*--environment my_module:Solve$"),
+        ("my_module:Solve", {}, r"PYTHONPATH\), run:\n.*--environment my_module:Solve$"),
         ("m:make.<locals>.Solve", {}, r"inside a function: move it to the top level"),
         ("/x y/$(a).py:C", {"/x y/$(a).py:C": "{file}:C; touch x"}, r"--environment '{file}:C; touch x'"),
     ],

@@ -18,5 +18,5 @@ def best_of_n(group: Group) -> list[float]:
     if not group.has_signal:
         return [0.0] * len(group.rewards)
     best = max(group.rewards)
-    each = len(group.rewards) / sum(reward == best for reward in group.rewards)
-    return [each if reward == best else 0.0 for reward in group.rewards]
+    share = len(group.rewards) / sum(reward == best for reward in group.rewards)
+    return [share if reward == best else 0.0 for reward in group.rewards]

@@ -42,17 +42,17 @@ def generalized_advantages(
         >>> generalized_advantages([1.0, 1.0], [0.5, 0.75], [0, 0], [0, 1], discount=1.0, trace_decay=0.5)
         AdvantagesAndReturns(advantages=[0.375, 0.25], returns=[1.0, 1.0])
     """
-    found = AdvantagesAndReturns([0.0] * len(returns), [0.0] * len(returns))
+    result = AdvantagesAndReturns([0.0] * len(returns), [0.0] * len(returns))
     order = sorted(range(len(returns)), key=lambda at: (agents[at], turns[at]))
     later: int | None = None
     for at in reversed(order):
         if later is None or agents[later] != agents[at]:
-            found.returns[at] = returns[at]
-            found.advantages[at] = returns[at] - values[at]
+            result.returns[at] = returns[at]
+            result.advantages[at] = returns[at] - values[at]
         else:
             reward = returns[at] - returns[later]
-            found.returns[at] = reward + discount * found.returns[later]
+            result.returns[at] = reward + discount * result.returns[later]
             delta = reward + discount * values[later] - values[at]
-            found.advantages[at] = delta + discount * trace_decay * found.advantages[later]
+            result.advantages[at] = delta + discount * trace_decay * result.advantages[later]
         later = at
-    return found
+    return result

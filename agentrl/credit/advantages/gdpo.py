@@ -19,8 +19,8 @@ def gdpo(group: Group) -> list[float]:
     for name, rewards in group.by_name().items():
         weight = group.weights.get(name, 1.0)
         members: dict[str, list[int]] = defaultdict(list)
-        for at, own in enumerate(group.groups):
-            members[own].append(at)
+        for at, group_id in enumerate(group.groups):
+            members[group_id].append(at)
         for places in members.values():
             scores = standardised([rewards[at] for at in places], epsilon=1e-4, correction=1)
             for at, score in zip(places, scores, strict=True):

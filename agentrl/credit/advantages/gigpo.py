@@ -39,26 +39,26 @@ def gigpo(
         raise ValueError(f"discount = {discount}: it must be from 0 to 1")
     compare = group_std if divide_by_std else group_mean
     states = group.turn_states or ((),) * len(group.rewards)
-    given = group.turn_rewards or ((),) * len(group.rewards)
+    turn_rewards = group.turn_rewards or ((),) * len(group.rewards)
     returns = [
-        _discounted(reward, turns, len(own), discount)
-        for reward, turns, own in zip(group.rewards, given, states, strict=True)
+        _discounted(reward, turns, len(hashes), discount)
+        for reward, turns, hashes in zip(group.rewards, turn_rewards, states, strict=True)
     ]
     met: dict[bytes, list[tuple[int, int]]] = defaultdict(list)
-    for agent, own in enumerate(states):
-        for turn, state in enumerate(own):
+    for agent, hashes in enumerate(states):
+        for turn, state in enumerate(hashes):
             met[state].append((agent, turn))
     of_episodes = compare(group.rewards, group.episodes)
-    found = [[own.value] * max(1, len(turns)) for own, turns in zip(of_episodes, states, strict=True)]
+    advantages = [[credit.value] * max(1, len(turns)) for credit, turns in zip(of_episodes, states, strict=True)]
     for places in met.values():
         for (agent, turn), step in zip(places, compare([returns[a][t] for a, t in places]), strict=True):
-            found[agent][turn] += step_weight * step.value
-    return found
+            advantages[agent][turn] += step_weight * step.value
+    return advantages
 
 
-def _discounted(reward: float, given: Sequence[tuple[int, float]], turns: int, discount: float) -> list[float]:
+def _discounted(reward: float, turn_rewards: Sequence[tuple[int, float]], turns: int, discount: float) -> list[float]:
     """Return the discounted return of each turn of an agent with this total reward, of which `given` was for turns."""
-    left = dict(given)
+    left = dict(turn_rewards)
     if turns:
         left[turns - 1] = left.get(turns - 1, 0.0) + reward - math.fsum(left.values())
     returns, following = [], 0.0

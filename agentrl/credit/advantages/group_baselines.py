@@ -29,11 +29,11 @@ def leave_one_out(rewards: Sequence[float], episodes: Sequence[Hashable] | None 
     episodes = range(len(rewards)) if episodes is None else episodes
     if nothing_to_compare(rewards, episodes):
         return [Advantage(0.0, reward) for reward in rewards]
-    own: dict[Hashable, list[float]] = defaultdict(list)
+    by_episode: dict[Hashable, list[float]] = defaultdict(list)
     for episode, reward in zip(episodes, rewards, strict=True):
-        own[episode].append(reward)
+        by_episode[episode].append(reward)
     total, count = math.fsum(rewards), len(rewards)
-    baseline = {key: (total - math.fsum(values)) / (count - len(values)) for key, values in own.items()}
+    baseline = {key: (total - math.fsum(values)) / (count - len(values)) for key, values in by_episode.items()}
     return [Advantage(r - baseline[e], baseline[e]) for e, r in zip(episodes, rewards, strict=True)]
 
 

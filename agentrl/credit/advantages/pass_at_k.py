@@ -28,34 +28,36 @@ def pass_at_k(group: Group, *, k: int = 4, threshold: float = 0.5) -> list[float
     """
     if k < 1:
         raise ValueError(f"k = {k}: it must be at least 1")
-    own: dict[str, list[bool]] = defaultdict(list)
+    passes: dict[str, list[bool]] = defaultdict(list)
     for episode, reward in zip(group.episodes, group.rewards, strict=True):
-        own[episode].append(reward > threshold)
-    if len(own) <= k:
+        passes[episode].append(reward > threshold)
+    if len(passes) <= k:
         raise GroupTooSmallError(
-            f"credit.advantage: k = {k} attempts are drawn from the other {len(own) - 1} episodes of a group: choose k "
-            f"below {len(own)}"
+            f"credit.advantage: k = {k} attempts are drawn from the other {len(passes) - 1} episodes of a group: "
+            f"choose k below {len(passes)}"
         )
-    found = {}
-    for episode in own:
-        others = [passed for name, passed in own.items() if name != episode]
-        attempts, failures = _choices(map(len, others), k), _choices((each.count(False) for each in others), k)
-        found[episode] = [
+    advantages = {}
+    for episode in passes:
+        others = [passed for name, passed in passes.items() if name != episode]
+        attempts, failures = _choices(map(len, others), k), _choices((results.count(False) for results in others), k)
+        advantages[episode] = [
             k * (failures[k] / attempts[k] - failures[k - 1] / attempts[k - 1] * (not passed))
             for passed in (False, True)
         ]
-    return [found[episode][reward > threshold] for episode, reward in zip(group.episodes, group.rewards, strict=True)]
+    return [
+        advantages[episode][reward > threshold] for episode, reward in zip(group.episodes, group.rewards, strict=True)
+    ]
 
 
-def _choices(agents: Iterable[int], most: int) -> list[int]:
-    """Return in how many ways 0, 1, …, `most` agents of different episodes can be chosen.
+def _choices(agents: Iterable[int], largest: int) -> list[int]:
+    """Return in how many ways 0, 1, …, `largest` agents of different episodes can be chosen.
 
     Args:
         agents: number of agents of each episode to choose from.
-        most: the largest number to choose.
+        largest: the largest number to choose.
     """
-    ways = [1] + [0] * most
+    ways = [1] + [0] * largest
     for count in agents:
-        for chosen in range(most, 0, -1):
+        for chosen in range(largest, 0, -1):
             ways[chosen] += count * ways[chosen - 1]
     return ways

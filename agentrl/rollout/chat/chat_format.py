@@ -296,7 +296,7 @@ class TemplateChatFormat:
     def _answers(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Convert messages to the template's values; a tool's message without the id of a call has a stand-in's."""
         values = self._values(messages)
-        for number, value in enumerate(each for each in values if each["role"] == "tool"):
+        for number, value in enumerate(message for message in values if message["role"] == "tool"):
             value["tool_call_id"] = value.get("tool_call_id") or f"call{number:05}"
         return values
 
@@ -769,7 +769,7 @@ class TokenizedTextCache:
 
     def __init__(self, characters: int) -> None:
         self._kept: dict[str, array[int]] = {}
-        self._left = self._most = characters
+        self._left = self._limit = characters
 
     def get(self, text: str) -> Sequence[int] | None:
         """Return the tokens of a text; None if they are not in the cache."""
@@ -777,7 +777,7 @@ class TokenizedTextCache:
 
     def keep(self, text: str, token_ids: Sequence[int]) -> Sequence[int]:
         """Cache the tokens of a text, unless it is too long; returns them."""
-        if len(text) <= self._most // 4:
+        if len(text) <= self._limit // 4:
             self._kept[text] = array("i", token_ids)
             self._left -= len(text)
             while self._left < 0:

@@ -73,7 +73,9 @@ def applicable_rewrite_causes(
         return
     for cause in rewrites:
         if cause == "thinking":
-            applies = any(each.thinking for each in replies) and any(each.role == "user" for each in messages)
+            applies = any(message.thinking for message in replies) and any(
+                message.role == "user" for message in messages
+            )
         elif cause == "whitespace":
             applies = replies[-1].content != replies[-1].content.strip()
         else:

@@ -119,7 +119,7 @@ class ExternalAgent(TurnRecorder):
             )
         self._tree = TokenTree(self._settings.chat_format, volatile)
         self._row_samplers: dict[int, TurnSampler] = {}
-        self._asked: Counter[bytes] = Counter()
+        self._request_counts: Counter[bytes] = Counter()
         self._ignored = ignored
         self._in_progress = 0
         self.limit_reached: LimitReachedError | None = None
@@ -161,10 +161,10 @@ class ExternalAgent(TurnRecorder):
         self._check_limits(self._settings.limits)
         self._check_length(request)
         path = self._tree.identity(request.messages, request.tools)
-        asked = request_hash(path, sampling.max_tokens.to_bytes(4, "little"), *map(_encoded, request.stop))
-        call_id = f"{self.seat}:{asked.hex()}.{self._asked[asked]}"
-        self._asked[asked] += 1
-        call = self._episode.journal.open_named(call_id, asked)
+        digest = request_hash(path, sampling.max_tokens.to_bytes(4, "little"), *map(_encoded, request.stop))
+        call_id = f"{self.seat}:{digest.hex()}.{self._asked[digest]}"
+        self._request_counts[digest] += 1
+        call = self._episode.journal.open_named(call_id, digest)
         self._in_progress += 1
         try:
             await self._wait_for_inherited(call)
@@ -295,8 +295,8 @@ class ExternalAgent(TurnRecorder):
         journal = self._episode.journal
         if not self.difference and (unasked := journal.unasked_turns(self.seat)):
             messages = [encode_message(message) for message in _new(request, placed)]
-            asked = _request_entry(request, placed, sampling, with_tools=True)
-            self.difference = describe_request_difference(unasked, messages, asked)
+            request_parameters = _request_entry(request, placed, sampling, with_tools=True)
+            self.difference = describe_request_difference(unasked, messages, request_parameters)
         journal.check_new(call, self.difference)
 
     def _replied(
@@ -326,12 +326,12 @@ class ExternalAgent(TurnRecorder):
             text = message.content
             prompt_tokens = chat_format.usage(sampled).get("prompt_tokens", prompt_tokens)
         else:
-            written = Counter(each.id for each in calls)
+            written = Counter(tool_call.id for tool_call in calls)
             calls = tuple(
-                each
-                if written[each.id] == 1 and not each.id.startswith(UNWRITTEN_ID)
-                else dataclasses.replace(each, id=self._tool_call_id(call.call_id, n))
-                for n, each in enumerate(calls)
+                tool_call
+                if written[tool_call.id] == 1 and not tool_call.id.startswith(UNWRITTEN_ID)
+                else dataclasses.replace(tool_call, id=self._tool_call_id(call.call_id, n))
+                for n, tool_call in enumerate(calls)
             )
         stop_text = next((stop for stop in request.stop if stop in text), None)
         content = message.content if stop_text is None else message.content.partition(stop_text)[0]
@@ -403,14 +403,14 @@ class ExternalAgent(TurnRecorder):
             RequestRefusedError: the request has such a field.
         """
         sampling = self._settings.sampling
-        own: dict[str, tuple[Any, ...]] = {
+        run_values: dict[str, tuple[Any, ...]] = {
             "temperature": (sampling.temperature,),
             "top_p": (sampling.top_p,),
             "top_k": (sampling.top_k, *(() if sampling.top_k else (-1,))),
             "min_p": (sampling.min_p,),
         }
         for name, value in request.demands.items():
-            honoured = own.get(name) or _OFF.get(name, ())
+            honoured = run_values.get(name) or _OFF.get(name, ())
             if name in self._ignored or value in honoured or (name == "tool_choice" and not request.tools):
                 continue
             has = f"the run uses {bounded_repr(honoured[0])}" if honoured else "no run supports it"
@@ -434,13 +434,13 @@ class ExternalAgent(TurnRecorder):
         if self._episode.journal.is_over_time:
             self._refuse(LimitReachedError("the episode has used its time", stop_reason="time_limit"))
         if len(self._turns) + self._in_progress + replies > limits.max_turns:
-            what = f"seat {self.seat!r} has used its {plural(limits.max_turns, 'turn')}"
-            self._refuse(LimitReachedError(what, stop_reason="max_turns"))
+            message = f"seat {self.seat!r} has used its {plural(limits.max_turns, 'turn')}"
+            self._refuse(LimitReachedError(message, stop_reason="max_turns"))
 
     def _refuse_context(self, tokens: int) -> NoReturn:
         limit = self._settings.limits.max_context
-        what = f"the conversation has at least {tokens} tokens, and the maximum context length is {limit}"
-        self._refuse(LimitReachedError(what, stop_reason="context_length"))
+        message = f"the conversation has at least {tokens} tokens, and the maximum context length is {limit}"
+        self._refuse(LimitReachedError(message, stop_reason="context_length"))
 
     def _refuse(self, limit: LimitReachedError) -> NoReturn:
         self.limit_reached = self.limit_reached or limit
@@ -593,26 +593,26 @@ class LiveEndpoint(Endpoint):
 
 
 def describe_request_difference(
-    recorded: Sequence[TurnEntry], asked: Sequence[Mapping[str, Any]], request: ExternalRequestParameters
+    recorded: Sequence[TurnEntry], new_messages: Sequence[Mapping[str, Any]], request: ExternalRequestParameters
 ) -> str:
     """Name the part of a request that differs from the recorded one, with both values.
 
     Args:
         recorded: recorded turns; the one most similar to the request is compared.
-        asked: the request's new messages.
+        new_messages: the request's new messages.
         request: what else it asks for, with its tools.
     """
-    then = max(recorded, key=lambda turn: common_prefix_length(str(turn.messages), str(tuple(asked))))
+    then = max(recorded, key=lambda turn: common_prefix_length(str(turn.messages), str(tuple(new_messages))))
     where = f"turn {then.turn} of seat {then.seat!r}"
     before = then.request or request
     if before.tools is not None and before.tools != request.tools:
         return f"{where}, tools: {_two_values(before.tools, request.tools)}; {_REMEDY}"
-    for n, (was, came) in enumerate(zip(then.messages, asked, strict=False)):
+    for n, (was, came) in enumerate(zip(then.messages, new_messages, strict=False)):
         for field in sorted(was.keys() | came.keys()):
             if was.get(field) != came.get(field):
                 return f"{where}, new message {n}, {field}: {_two_values(was.get(field), came.get(field))}; {_REMEDY}"
-    if len(then.messages) != len(asked):
-        return f"{where}, number of new messages: {len(then.messages)}, now {len(asked)}; {_REMEDY}"
+    if len(then.messages) != len(new_messages):
+        return f"{where}, number of new messages: {len(then.messages)}, now {len(new_messages)}; {_REMEDY}"
     if before.max_tokens != request.max_tokens:
         return f"{where}, max_tokens: {before.max_tokens}, now {request.max_tokens}; {_REMEDY}"
     if before.stop != request.stop:
@@ -630,8 +630,8 @@ def _two_values(was: object, came: object) -> str:
 def _completion_of_text(text: str, sampled: Completion, chat_format: ChatFormat) -> Completion:
     """Make a completion of other text, under the version that began the replaced one."""
     if isinstance(chat_format, JsonChatFormat):
-        given = parse_json_value(text)
-        message = given if isinstance(given, dict) else {"role": "assistant", "content": text}
+        parsed = parse_json_value(text)
+        message = parsed if isinstance(parsed, dict) else {"role": "assistant", "content": text}
         text = json.dumps(message) + "\n"
     token_ids, stops = chat_format.encode(text), chat_format.stop_token_ids
     if stops and token_ids[-1:] not in ([stop] for stop in stops):

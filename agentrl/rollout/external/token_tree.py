@@ -122,7 +122,7 @@ class TokenTree:
         """Rows in the order of their numbers."""
         self._turns: dict[bytes, list[TurnEndPosition]] = {}
         """Turns, keyed by the digest of tools and conversation up to their reply."""
-        self._known: set[bytes] = set()
+        self._seen_paths: set[bytes] = set()
         """Digests of all prefixes of all conversations placed so far, without tools."""
         self._answered: set[bytes] = set()
         """Digests of all answered conversations, without reply and tools."""
@@ -135,9 +135,9 @@ class TokenTree:
         Raises:
             ModelError: the chat template refuses the conversation.
         """
-        said = [self._said(message) for message in messages]
-        paths, bare = _paths(_tools_digest(tools), said), _paths(b"", said)
-        cause: ForkCause | None = self._cause(messages, said, bare)
+        digests = [self._message_digest(message) for message in messages]
+        paths, bare = _paths(_tools_digest(tools), digests), _paths(b"", digests)
+        cause: ForkCause | None = self._cause(messages, digests, bare)
         turn, at, is_ambiguous = self._continued(paths)
         if turn is None:
             if is_ambiguous:
@@ -159,7 +159,7 @@ class TokenTree:
             cause = cause if self.rows else None
             self.rows.append(row)
         row.is_busy = True
-        self._known.update(bare)
+        self._seen_paths.update(bare)
         return RequestPlacement(
             row=row, before=before, new_messages=len(messages) - at, cause=cause, path=paths[-1], bare_path=bare[-1]
         )
@@ -168,9 +168,9 @@ class TokenTree:
         """Return the turn that a request continues, the number of its messages up to it, and whether several turns of
         different tokens qualify, so that none is taken; `paths` are the digests of the request's prefixes."""
         for at in range(len(paths) - 2, 0, -1):
-            if found := self._turns.get(paths[at]):
-                turn = next((each for each in found if each.is_open), found[0])
-                if any(each.history() != turn.history() for each in found):
+            if turns := self._turns.get(paths[at]):
+                turn = next((candidate for candidate in turns if candidate.is_open), turns[0])
+                if any(candidate.history() != turn.history() for candidate in turns):
                     return None, 0, True
                 return turn, at, False
         return None, 0, False
@@ -181,7 +181,9 @@ class TokenTree:
         Raises:
             ModelError: the chat template refuses the conversation.
         """
-        turn, at, _ = self._continued(_paths(_tools_digest(tools), [self._said(message) for message in messages]))
+        turn, at, _ = self._continued(
+            _paths(_tools_digest(tools), [self._message_digest(message) for message in messages])
+        )
         if turn is None:
             return len(self._format.start(messages, tools))
         return len(turn.history()) + len(self._format.extend(messages[at:], after=turn.after))
@@ -195,16 +197,16 @@ class TokenTree:
         row.tokens.extend(sampled)
         turn = row.last = TurnEndPosition(row, len(row.tokens), finish_reason)
         row.is_busy = False
-        said = self._said(reply)
-        self._replies.add(said)
+        digests = self._message_digest(reply)
+        self._replies.add(digests)
         self._answered.add(placement.bare_path)
-        self._known.add(_next(placement.bare_path, said))
-        self._turns.setdefault(_next(placement.path, said), []).append(turn)
+        self._seen_paths.add(_next(placement.bare_path, digests))
+        self._turns.setdefault(_next(placement.path, digests), []).append(turn)
         return turn
 
     def identity(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> bytes:
         """Return the digest of a request's tools and messages; equal for requests that get the same place."""
-        return _paths(_tools_digest(tools), [self._said(message) for message in messages])[-1]
+        return _paths(_tools_digest(tools), [self._message_digest(message) for message in messages])[-1]
 
     def restate(self, placement: RequestPlacement, context: Int32Array) -> RequestPlacement:
         """Give a request the context it had when its reply was recorded, instead of the one rendered now.
@@ -226,7 +228,7 @@ class TokenTree:
         del placement.row.tokens[placement.before :]
         placement.row.is_busy = False
 
-    def _said(self, message: Message) -> bytes:
+    def _message_digest(self, message: Message) -> bytes:
         """Return the digest of a message for comparisons. It ignores white space around the text of a reply, and the
         key order and spelling of arguments, because clients write them anew. A lone surrogate is a question mark, as
         in requests (`gateway.bodies.parse_json`)."""
@@ -237,11 +239,11 @@ class TokenTree:
         parts = json.dumps((message.role, message.tool_call_id, message.name, calls, content), ensure_ascii=False)
         return hashlib.blake2b(parts.encode("utf-8", "replace"), digest_size=16).digest()
 
-    def _cause(self, messages: Sequence[Message], said: Sequence[bytes], bare: Sequence[bytes]) -> ForkCause:
+    def _cause(self, messages: Sequence[Message], digests: Sequence[bytes], bare: Sequence[bytes]) -> ForkCause:
         """Return the reason why a request would begin a row; `said` and `bare` are digests of its messages and of its
         prefixes."""
-        shared = next((n for n in range(len(messages), -1, -1) if bare[n] in self._known), 0)
-        if self._replies.isdisjoint(said) and not (messages[shared:] and bare[shared] in self._answered):
+        shared = next((n for n in range(len(messages), -1, -1) if bare[n] in self._seen_paths), 0)
+        if self._replies.isdisjoint(digests) and not (messages[shared:] and bare[shared] in self._answered):
             return "conversation"
         if all(message.role != "assistant" for message in messages[shared:]):
             return "branch"
@@ -264,21 +266,21 @@ def _arguments(arguments: object) -> str:
 
 def tools_text(tools: Sequence[ToolSpec]) -> str:
     """Write tools as JSON text; equal for tools that get the same row."""
-    said = [(tool.name, tool.description, tool.parameters) for tool in tools]
-    return json.dumps(said, sort_keys=True, default=dict)
+    digests = [(tool.name, tool.description, tool.parameters) for tool in tools]
+    return json.dumps(digests, sort_keys=True, default=dict)
 
 
 def _tools_digest(tools: Sequence[ToolSpec]) -> bytes:
     return hashlib.blake2b(tools_text(tools).encode(), digest_size=16).digest()
 
 
-def _paths(start: bytes, said: Sequence[bytes]) -> list[bytes]:
+def _paths(start: bytes, digests: Sequence[bytes]) -> list[bytes]:
     """Return the digests of the first 0, 1, … messages after a start."""
     paths = [_next(b"", start)]
-    for each in said:
-        paths.append(_next(paths[-1], each))
+    for digest in digests:
+        paths.append(_next(paths[-1], digest))
     return paths
 
 
-def _next(path: bytes, said: bytes) -> bytes:
-    return hashlib.blake2b(path + said, digest_size=16).digest()
+def _next(path: bytes, digests: bytes) -> bytes:
+    return hashlib.blake2b(path + digests, digest_size=16).digest()
