@@ -93,7 +93,7 @@ class RunParts:
     workers: WorkerPool | None = None
     """Worker processes that play the episodes; None: this process plays them."""
     tell: Callable[[str], None] = lambda line: None
-    """Receives a line for people."""
+    """Receives a line for the user."""
     code_changes: int = 0
     """Number of resumes that found changed environment code."""
 

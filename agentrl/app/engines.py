@@ -54,7 +54,7 @@ async def make_engine(
     Args:
         config: configuration of the run.
         versions: first version of each policy.
-        tell: receives a line for people when an engine process dies.
+        tell: receives a line for the user when an engine process dies.
         log: file for the error streams of the engine's processes; None: this process's own.
     """
     external = external_policies(config) if config.of_kind(ExternalPolicyConfig) else {}
@@ -126,7 +126,7 @@ async def _engines_of_base(
 
 
 def engine_program(config: RunConfig, base: RunConfig) -> ChildProgram:
-    """Return the program of a base model's engine in a process of its own."""
+    """Return the program of a base model's engine in a separate process."""
     arguments = {**_engine_arguments(base), "capture_mask": bool(config.filtered), "threads": config.threads}
     full = any(policy.lora is None for policy in base.trained.values())
     sent = sum(file.stat().st_size for file in Path(base.model.path).glob("*.safetensors")) if full else 0
@@ -269,7 +269,7 @@ def check_ray_installed() -> None:
     """Refuse engines in Ray actors if Ray is not installed.
 
     Raises:
-        ConfigError: Ray is missing; the message says what to install.
+        ConfigError: Ray is missing; the message has the install command.
     """
     if installed_version("ray") is None:
         raise ConfigError(
@@ -318,7 +318,7 @@ def check_vllm_usable(config: RunConfig) -> None:
     does not accept the arguments of `[engine.vllm]`.
 
     Raises:
-        ConfigError: the message says what to install, or to change.
+        ConfigError: the message has the fix.
     """
     from agentrl.engines.vllm.arguments import check_arguments
 

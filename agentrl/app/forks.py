@@ -101,7 +101,7 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
         factories: factories of the engine and the chat format; default: as in the run's configuration.
 
     Returns:
-        Results of the forks. They lie in `RUN/forks`, which `agentrl episode show` reads like a run.
+        Results of the forks. They are in `RUN/forks`, which `agentrl episode show` reads like a run.
 
     Raises:
         InputError: there is no such episode or turn, or the weights are gone.

@@ -39,7 +39,7 @@ def with_downloaded_models(config: RunConfig, before: Mapping[str, Any], *, down
         download: whether files missing from the cache may be downloaded.
 
     Raises:
-        ModelError: a model is neither in the cache nor available; the message says what to download, and where to.
+        ModelError: a model is neither in the cache nor available; the message has the download command.
     """
 
     def local(key: str, path: str, began_with: object) -> str:

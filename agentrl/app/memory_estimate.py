@@ -60,7 +60,7 @@ class MemoryPart:
     setting: str = ""
     """Setting that reduces the size; empty: there is none."""
     offloaded: bool = False
-    """Whether it lies in main memory though the process computes on a GPU."""
+    """Whether it is in main memory although the process computes on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class MemoryEstimate:
     offloaded: MemoryEstimate | None = None
     """Main memory of a run that computes on GPUs with `trainer.sharding` "offload"; None: nothing is offloaded."""
     of_rank: tuple[MemoryPart, ...] = ()
-    """Those of `parts` that a trainer rank holds on its GPU; empty without GPUs."""
+    """The `parts` on a trainer rank's GPU; empty without GPUs."""
 
     @property
     def total(self) -> int:
@@ -180,7 +180,7 @@ def _of_base(part: MemoryPart, base: str) -> MemoryPart:
 
 
 def with_chosen_token_limits(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration with `engine.max_context` and `trainer.micro_batch_tokens` chosen where they are 0.
+    """Return the configuration with `engine.max_context` and `trainer.micro_batch_tokens` chosen if they are 0.
 
     Both are powers of two, or the bounds set by the model or each other, so that other programs on the machine hardly
     change them. A prediction that fails is a warning: both are then at most `FALLBACK_CONTEXT`, unless set.
@@ -302,7 +302,7 @@ def _trainer(config: RunConfig, *, on_gpu: bool) -> list[MemoryPart]:
         tokens = f"trainer.recompute = true, or {tokens}"
     optimized = "trained parameters, their gradients and AdamW's moments in float32"
     shard = f"1/{prediction.shards} of " if prediction.shards > 1 else ""
-    fewer = ["a smaller policies.NAME.lora.rank, or a lora where there is none"]
+    fewer = ["a smaller policies.NAME.lora.rank, or a lora if there is none"]
     if on_gpu and not offloads:
         fewer.insert(0, "trainer.sharding = 'offload'")
     if prediction.shards == 1 and config.trainer.ranks > 1:

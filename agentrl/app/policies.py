@@ -105,7 +105,8 @@ def units_per_root_group(config: RunConfig, environment: type[Environment]) -> S
             raise ConfigError(
                 f"the environments of a mixture must produce the same number of units per group, but {first.__name__} "
                 f"produces {demands[0].units} and {root.__name__} {units[0].units}. Bind their seats to the same "
-                "policies; an environment that spawns child episodes can only be mixed with others that spawn as many"
+                "policies; an environment that spawns child episodes can only be mixed with others that spawn the "
+                "same number"
             )
     _check_held(config, environment, policies, seats)
     for name, policy in trained.items():
@@ -175,7 +176,7 @@ def _check_held(config: RunConfig, environment: type[Environment], policies: Col
             )
     if not config.trained:
         raise ConfigError(
-            f"no seat of {environment.__name__} is held by a trained policy, so nothing would be learned: bind a "
+            f"no seat of {environment.__name__} is held by a trained policy, so no policy would learn: bind a "
             "policy with kind = 'trained' to one"
         )
 

@@ -6,7 +6,7 @@ this start and loads them into the engine. Only then do episodes run. `agentrl.a
 this path.
 
 Invariant: a version id never names other weights. A new lineage is larger than any in the journal, and than any on
-disk, where a start that died before it was recorded may have left files.
+disk, since a start that died before being recorded may have left files.
 """
 
 from __future__ import annotations
@@ -363,7 +363,7 @@ def check_tokens_not_pruned(log: RunLog, ready: Sequence[tuple[EpisodeSpec, Epis
             f"{plural(len(pruned_episodes), 'episode')} "
             f"({', '.join(pruned_episodes[:3])}{' …' if len(pruned_episodes) > 3 else ''}) would "
             "be trained again from this checkpoint, but their tokens were pruned after a newer one, which is missing: "
-            "restore what was removed from checkpoints/, or start a new run"
+            "restore the removed checkpoints, or start a new run"
         )
 
 
@@ -604,7 +604,7 @@ async def _serve_older_opponents(
     pool: OpponentPoolPolicy,
     drawn_from: Sequence[PolicyVersion],
 ) -> list[PolicyVersion]:
-    """Serve the opponents of one pool: those the checkpoint records, and those that unfinished episodes play.
+    """Serve the opponents of one pool: from the checkpoint, and from unfinished episodes.
 
     A pool that is new in the configuration gets the versions that would have joined it, as far as their files exist.
     """

@@ -221,7 +221,7 @@ async def _run(
         if line.stop_reason is None:
             text = f"all recorded calls match; the recording ends before call {ended.call_id}"
             return "identical", ended.call_id, text, None
-        return "departed", ended.call_id, f"the episode had ended, and the code now makes {ended.what}", None
+        return "departed", ended.call_id, f"the episode had ended, and the code now makes {ended.act}", None
     except ReplayMismatchError as mismatch:
         return "departed", mismatch.call_id, str(mismatch), None
     except EpisodeError as error:
@@ -232,7 +232,7 @@ async def _run(
         return _failed("infrastructure", str(error), line)
     except AgentRLError:
         raise
-    except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is the finding
+    except Exception as error:  # noqa: BLE001 - foreign code: any exception is a finding
         return _failed("environment_error", describe_user_code_error(error), line)
     if line.drop_reason is not None:
         return "departed", None, f"it was dropped as {line.drop_reason}, but now ends normally", None
@@ -308,8 +308,10 @@ def environment_to_run(
     """
     if chosen is not None:
         class_name = name.rpartition(":")[2].rpartition(".")[2]
-        beside = getattr(sys.modules.get(chosen.__module__), class_name, None)  # a child environment of the same module
-        return beside if isinstance(beside, type) and class_name != chosen.__name__ else chosen
+        sibling = getattr(
+            sys.modules.get(chosen.__module__), class_name, None
+        )  # a child environment of the same module
+        return sibling if isinstance(sibling, type) and class_name != chosen.__name__ else chosen
     loaded = loaded_environment(name)
     if loaded is not None:
         return loaded

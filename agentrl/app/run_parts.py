@@ -91,14 +91,14 @@ def make_workers(
     log: Path,
     clock: Clock,
 ) -> WorkerPool | None:
-    """Make the worker processes of a run if it asks for more than one; they are placed like engines.
+    """Make the worker processes of a run with more than one worker; they are placed like engines.
 
     Args:
         config: of the run.
         environment: class of root episodes.
         engine: the run's engine, which the processes call directly.
         journal: the directory of the run's journal.
-        tell: receives lines for people.
+        tell: receives lines for the user.
         log: file for the error streams of the processes.
         clock: times the waits before a restart.
 
@@ -160,7 +160,7 @@ def watch_joining_nodes(
         versions: version of each policy with which an engine starts.
         workers: the worker processes of the run; None: it has none.
         clock: times the polling of the cluster.
-        tell: prints a line for people.
+        tell: prints a line for the user.
     """
     from agentrl.cluster.elastic import JoiningNodeWatcher, ScalableProcessKind
     from agentrl.cluster.engine_actors import RayPlacement

@@ -184,7 +184,7 @@ def _fault(broken: BaseException, record: RunProcessRecord, directory: Path, run
         case asyncio.CancelledError():
             fault = "cancelled the tasks of the whole run"
         case KeyboardInterrupt() | SystemExit():
-            fault = f"raised {describe_user_code_error(broken)} in a task or callback of its own"
+            fault = f"raised {describe_user_code_error(broken)} in its own task or callback"
         case RuntimeError() if "Event loop stopped" in str(broken):
             fault = "stopped the event loop of the run"
         case _:
@@ -304,7 +304,7 @@ async def _drop_cut_evaluations(store: SqliteJournal) -> None:
 
 
 def _status(orchestrator: Orchestrator, parts: Sequence[object]) -> RunSnapshot:
-    """The status of the loop, with what the processes of the run's parts do."""
+    """The status of the loop, with the activity of the run's processes."""
     processes = [status for part in parts if isinstance(part, ProcessStatusSource) for status in part.statuses()]
     return replace(orchestrator.status(), processes=tuple(processes))
 

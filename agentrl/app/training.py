@@ -65,7 +65,7 @@ class Run:
     """Whether the run was stopped, by Ctrl-C or a signal."""
 
 
-def train(  # noqa: PLR0913 - what a run is given, all but the first by name
+def train(  # noqa: PLR0913 - a run's inputs, keyword-only except the first
     config: RunConfig | str | Path,
     *,
     environment: type | Mapping[type, float] | None = None,
@@ -232,7 +232,7 @@ def _concluded(
         near = difflib.get_close_matches(orchestrator.best.metric, metric_names, 1)
         observer.warn(
             f"best.metric: {orchestrator.best.metric!r} was never measured for {orchestrator.best.policy}"
-            + (f"; did you mean {near[0]!r}?" if near else "; docs/metrics.md lists what is")
+            + (f"; did you mean {near[0]!r}?" if near else "; docs/metrics.md lists all metrics")
         )
     observer.finish(summary)
     return Run(

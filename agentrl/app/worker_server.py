@@ -68,7 +68,7 @@ class RunConnection:
         self.numbers: dict[str, int] = {}
         """Numbers of the episodes in flight, keyed by id."""
         self.specs: dict[int, EpisodeSpec] = {}
-        """Specs in flight as they were handed out, keyed by number."""
+        """Specs of running episodes as received, keyed by number."""
         self._connection = connection
         self._log = log
         self._policy_of = policy_of

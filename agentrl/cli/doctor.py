@@ -140,7 +140,7 @@ def processor_checks() -> list[Check]:
 
 
 def memory_checks() -> list[Check]:
-    """Check the free memory, or what a container's limit leaves."""
+    """Check the free memory, within a container's limit."""
     free, total = (amount / GIB for amount in memory_here())
     check = f"{free:.1f} GiB free of {total:.1f}"
     if free < 2:
@@ -300,7 +300,7 @@ def placement_checks(config: RunConfig | None = None) -> list[Check]:
         checks.append(Check(name="trainer", found=f"in this process, on the {device}"))
     else:
         address = config.ray_address
-        session = f"the Ray cluster at {address}" if address else "a local Ray session of its own"
+        session = f"the Ray cluster at {address}" if address else "its own local Ray session"
         checks.append(Check(name="trainer", found=f"{config.trainer.ranks} process(es) in {session}, on the {device}"))
     checks += _nodes(config) if config.on_cluster else []
     temporary = tempfile.gettempdir()

@@ -70,7 +70,7 @@ def _described(spec: EnvironmentSpec) -> dict[str, Any]:
 
 
 def env_check(options: argparse.Namespace) -> int:
-    """`agentrl env check [ID] [--model DIR] [--loss NAME] [--advantage NAME]`; exit code 1 where a check failed."""
+    """`agentrl env check [ID] [--model DIR] [--loss NAME] [--advantage NAME]`; exit code 1 if a check failed."""
     from agentrl import check_environment
     from agentrl.observe.progress import ProgressLine
 
@@ -186,7 +186,7 @@ def _answer(call: Callable[[], Any], writing: int, life: int) -> NoReturn:
     encode = json.JSONEncoder().encode  # made before the code under test can patch `json`
     try:
         answer: tuple[Any, str] = (call(), "")
-    except BaseException as error:  # noqa: BLE001 - foreign code: whatever it raises is the answer
+    except BaseException as error:  # noqa: BLE001 - foreign code: any exception is the answer
         frame = traceback.extract_tb(error.__traceback__)[-1]
         message = f"{type(error).__name__}: {error}".removesuffix(": ")
         answer = (None, f"it was ended by {message} ({frame.filename}:{frame.lineno}, in {frame.name})")

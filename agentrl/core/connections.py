@@ -82,7 +82,7 @@ class BoundedServer:
             self._pending[connection] = asyncio.get_running_loop().time()
 
     def close(self) -> None:
-        """Close the port, and abort its connections: a client may never read what it was sent. Idempotent."""
+        """Close the port, and abort its connections: a client may never read its data. Idempotent."""
         for task in self._tasks:
             task.cancel()
         for listening in self._sockets:

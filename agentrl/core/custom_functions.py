@@ -394,7 +394,7 @@ def _check_live(part: _Slice, live: dict[str, Any], key: str) -> None:
         if is_monkeypatched(defined.get(name), live.get(name)):
             raise ConfigError(
                 f"{key}: {name} differs from what {part.location} defines: it was replaced in this process, or the "
-                "file was edited after the import. The file is what is recorded and shipped: make the change there"
+                "file was edited after the import. Only the file is recorded and shipped: make the change there"
             )
 
 

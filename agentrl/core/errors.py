@@ -136,7 +136,7 @@ class TrainerLostError(TrainerError):
 
 
 class SupersededVersionError(TrainerError):
-    """A trainer was asked for the weights of a version after it had made the next one."""
+    """A trainer was asked for a version's weights after it had made the next version."""
 
 
 class LossError(TrainerError):
@@ -247,7 +247,7 @@ def format_foreign_error(error: BaseException) -> str:
     """Format a foreign error as `Type: message`. Formatting runs foreign code, which may itself fail."""
     try:
         message = str(error)
-    except BaseException as second:  # noqa: BLE001 - whatever it raises, the first error is what happened
+    except BaseException as second:  # noqa: BLE001 - the first error takes precedence
         message = f"(its text cannot be made: {type(second).__name__})"
     return f"{type(error).__name__}: {message}"
 

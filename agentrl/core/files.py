@@ -133,7 +133,7 @@ def os_error_advice(error: OSError) -> str:
         case errno.EACCES | errno.EPERM | errno.EROFS:
             return "make it writable"
         case errno.ENOENT | errno.ENOTDIR:
-            return "put back what was moved or removed"
+            return "restore the moved or removed files"
         case errno.ENAMETOOLONG:
             return "choose a shorter name"
     return "check the disk"

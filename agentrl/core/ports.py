@@ -168,7 +168,7 @@ class Sampler(Protocol):
 
 
 class Engine(Sampler, Protocol):
-    """An inference engine: samples, and serves the versions that its owner asks for."""
+    """An inference engine: samples, and serves the requested versions."""
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
         """Serve these versions and no others; idempotent. Returns when they are served, or were superseded by a
@@ -282,12 +282,12 @@ class Trainer(Protocol):
         next.
 
         Returns:
-            Lines for the user about what is trained, such as the layers that an adapter modifies.
+            Lines for the user about the trained parameters, such as an adapter's layers.
         """
         ...
 
     async def forward_backward(self, batch: TrainBatch) -> None:
-        """Accumulate the gradient of a batch, whose token data lies at the locations in its units."""
+        """Accumulate the gradient of a batch, whose token data is at the locations in its units."""
         ...
 
     async def optim_step(self, policy: str, step_id: int) -> StepReport:

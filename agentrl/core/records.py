@@ -167,7 +167,7 @@ class SamplingMask:
 class ExpertRoutingRestart(NamedTuple):
     """A restart of routing positions: from `row` of a completion's routing on, positions count from `position` again.
 
-    It occurs where the context was recomputed (newer weights, a resume) through other experts. Earlier tokens keep the
+    It occurs if the context was recomputed (newer weights, a resume) through other experts. Earlier tokens keep the
     routing they were sampled with.
     """
 
@@ -486,7 +486,7 @@ def reported_token_usage(body: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-# --- what the run remembers of proposals and groups ------------------------------------------------------------------
+# --- memory of proposals and groups -----------------------------------------------------------------------------------
 
 
 class Proposal(NamedTuple):
@@ -535,7 +535,7 @@ class FrozenGroupBaselines(NamedTuple):
     earlier: tuple[RoleMeanAtAdmission, ...] = ()
 
 
-# --- what a trainer consumes and reports ------------------------------------------------------------------------------
+# --- inputs and reports of a trainer ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -620,7 +620,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessStatus:
-    """A process of a run: where it is and what it does now."""
+    """A process of a run: its location and current activity."""
 
     name: str
     """Kind and number, such as `worker 1`."""

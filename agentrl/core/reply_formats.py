@@ -5,7 +5,7 @@ around thinking. This module sees text, not tokens; the environment checks names
 parsers because a replay parses recorded tokens again: the result must not depend on whether vLLM is installed, or on
 its version. `tests/contract/test_reply_formats_vllm.py` compares the two.
 
-Invariants: parsing never raises, whatever the text; text that looks like a call but is not well-formed becomes a
+Invariants: parsing never raises; text that looks like a call but is not well-formed becomes a
 `ToolCall` whose `arguments` are the raw text, so that the environment can answer it; ids count from `call-0`; names,
 content and thinking are pieces of the text; the time is linear in its length.
 """

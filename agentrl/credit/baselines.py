@@ -55,10 +55,10 @@ class MeanAtStep(NamedTuple):
 class RoleMeans:
     """Role-conditioned advantage estimation (SPIRAL, arXiv:2506.24119): A = R - b_role, b_role ← d·b_role + (1 - d)·R.
 
-    A reward is compared with the mean of the role that was known when the agent sampled its first token: the mean over
-    the steps that made those weights. So neither what the agent did nor how long it took decides what it is compared
-    with, and E[score · baseline] = 0 in whatever order episodes end. The newest mean would not do: slow episodes are
-    trained after the fast ones of their time, and would meet other rewards.
+    A reward is compared with the role's mean when the agent sampled its first token: the mean over the steps that made
+    those weights. The agent's behavior and duration do not affect this baseline, so E[score · baseline] = 0 in any
+    order of completion. The newest mean would be biased: slow episodes are trained later than fast ones of the same
+    time, and would be compared with other rewards.
 
     Agents that began before the role had a mean are compared with each other: those of the role's first step with the
     other episodes of that step, all later ones with that step's episodes but for the last released. These are the first

@@ -1,4 +1,4 @@
-"""The advantage estimators by their names in `credit.advantage`, and those that users write."""
+"""The advantage estimators by their names in `credit.advantage`, and users' own."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GROUP_ESTIMATORS: dict[str, tuple[Callable[..., Sequence[float] | Sequence[Seque
     "reinforce_plus_plus_baseline": (reinforce_plus_plus_baseline, FunctionDeclaration("advantage", over="step")),
     "gdpo": (gdpo, FunctionDeclaration("advantage", over="step")),
 }
-"""Estimators that take a `Group`, like those of users."""
+"""Estimators that take a `Group`, like users' own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,7 +52,7 @@ class Group:
     turn_rewards: tuple[tuple[tuple[int, float], ...], ...] = ()
     """Part of each reward that was given for single turns: (turn, reward), in order."""
     named_rewards: tuple[tuple[tuple[str, float], ...], ...] = ()
-    """Named rewards of each agent, as (name, reward) pairs before weights; empty where an agent has none."""
+    """Named rewards of each agent, as (name, reward) pairs before weights; empty if an agent has none."""
     turn_states: tuple[tuple[bytes, ...], ...] = ()
     """Hashes of the anchor states of each agent's turns, in order; equal if the environment's states were (`state` of
     `Agent.act`, else the new messages). Empty over a step, and for an agent that was played while `credit.advantage`

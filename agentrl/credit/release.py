@@ -45,7 +45,7 @@ Credits = Mapping[tuple[str, str, int], TrajectoryCredit]
 
 @dataclass(slots=True)
 class OpenGroup:
-    """Episodes that are compared with each other: the number that still run, and the headers of those that ended."""
+    """Episodes that are compared with each other: the number still running, and the headers of finished ones."""
 
     running: int
     size: int = 0
@@ -159,12 +159,12 @@ class WholeGroupRelease:
                 history=earlier.get((policy, seat)),
             )
             try:
-                credits = self._credited(whole)
+                group_credits = self._credited(whole)
             except GroupTooSmallError:
                 if len(set(whole.episodes)) >= group.size:
                     raise  # nothing was lost, so every such group would be too small
-                credits = ()
-            for (episode_id, t), credited in zip(members, credits, strict=bool(credits)):
+                group_credits = ()
+            for (episode_id, t), credited in zip(members, group_credits, strict=bool(group_credits)):
                 credit = TrajectoryCredit(t.seat, t.index, t.reward or 0.0, *credited, t.named_rewards)
                 credits[episode_id, t.seat, t.index] = credit
             if self._history is not None:
@@ -276,12 +276,14 @@ class FirstFinishersRelease:
             for trajectory in rewarded_trajectories(header, self._trainable):
                 compared.setdefault((trajectory.policy, trajectory.seat), []).append((header.episode_id, trajectory))
         squares: dict[str, tuple[float, float]] = {}
-        for (policy, _), members in compared.items():
+        for (policy, _), trajectories in compared.items():
             whole = leave_one_out(
-                [trajectory.reward or 0.0 for _, trajectory in members], [episode_id for episode_id, _ in members]
+                [trajectory.reward or 0.0 for _, trajectory in trajectories],
+                [episode_id for episode_id, _ in trajectories],
             )
             given_advantages = (
-                credits[episode_id, trajectory.seat, trajectory.index].advantage for episode_id, trajectory in members
+                credits[episode_id, trajectory.seat, trajectory.index].advantage
+                for episode_id, trajectory in trajectories
             )
             before = squares.get(policy, (0.0, 0.0))
             squares[policy] = (

@@ -264,7 +264,7 @@ def _close(steps: Any) -> None:
     """Close a coroutine; keep one that ignores `GeneratorExit`, because deleting it would raise that again."""
     try:
         steps.close()
-    except BaseException:  # noqa: BLE001 - foreign code, whose end nobody waits for
+    except BaseException:  # noqa: BLE001 - foreign code, which is not awaited
         _abandoned.append(steps)
 
 
@@ -317,7 +317,7 @@ def stop_loop_in_forked_process() -> Iterator[None]:
     """Mark the running event loop as one that runs episodes, within the context; it stops in a process forked from this
     one.
 
-    Whoever runs the loop calls `exit_forked_process` when it has stopped.
+    The loop's owner calls `exit_forked_process` when it has stopped.
     """
     loop = asyncio.get_running_loop()
     _loops.add(loop)

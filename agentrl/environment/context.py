@@ -76,7 +76,7 @@ class EpisodeContext(ABC):
 
     @abstractmethod
     async def gather(self, *awaitables: Awaitable[Any]) -> list[Any]:
-        """Await several things at once, each on a branch of its own; returns the results in the given order."""
+        """Await several things at once, each on a separate branch; returns the results in the given order."""
 
     @abstractmethod
     async def effect(
@@ -113,9 +113,9 @@ class EpisodeContext(ABC):
         Args:
             factory: makes the object. The factory and all calls share global random generators (`random`,
                 `numpy.random`) that nothing else uses.
-            level: how the object comes back when `run` is executed again. `replay`: its calls are made again and their
+            level: recovery of the object when `run` is re-executed. `replay`: its calls are made again and their
                 results compared. `snapshot`: it has `get_state()` and `set_state(state)`, JSON data or bytes; the state
-                after the last recorded call is restored. `pinned`: it does not come back, and the episode begins again.
+                after the last recorded call is restored. `pinned`: it is lost, and the episode restarts.
             seed: seeds those generators; give one to share them between episodes. Default: the episode's seed.
         """
 
@@ -157,7 +157,7 @@ class EpisodeContext(ABC):
         timeout_s: float | None,
         guarantee: Guarantee = "idempotent",
     ) -> str:
-        """Run a tool and journal its observation, for environments with a tool loop of their own.
+        """Run a tool and journal its observation, for environments with their own tool loop.
 
         `guarantee` applies to external tools; see `effect`. `call` raises `InvalidToolCallError` if the call fits no
         tool, which counts as a format error.
@@ -185,7 +185,7 @@ class EpisodeContext(ABC):
 
         Raises:
             EnvironmentDefinitionError: a seat has acted, or a pattern is not a regular expression.
-            EpisodeError: an earlier execution left entries: the episode begins again.
+            EpisodeError: an earlier execution left entries: the episode restarts.
         """
 
     @abstractmethod
@@ -247,8 +247,8 @@ class Agent(ABC):
     def reward(self, value: float | Mapping[str, float], turn: int | None = None, *, name: str = REWARD) -> None:
         """Add a reward for the episode or, with `turn` (counted from 0), for one turn. An agent's rewards add up.
 
-        Rewards of several names, such as `agent.reward({"correct": 1.0, "format": 0.5})`, are shown apart; what counts
-        is their sum, each times its weight in `credit.reward_weights` (1 where that is empty).
+        Rewards of several names, such as `agent.reward({"correct": 1.0, "format": 0.5})`, are shown separately. The
+        total is their sum weighted by `credit.reward_weights` (1 if that is empty).
 
         By default every token of the agent is credited with the sum. With `credit.turn_credit = "to_go"`, the reward of
         a turn counts for the tokens of that turn and of the turns before it.
@@ -269,7 +269,7 @@ class Agent(ABC):
         reward.
 
         Call it before the expensive part of a reward: `if not proposer.gate(problem.valid, penalty=-0.5): return`. Be
-        strict: the policy learns to make whatever passes the gate. Returns `accepted`; the metric `gate/acceptance` is
+        strict: the policy learns to satisfy the gate. Returns `accepted`; the metric `gate/acceptance` is
         the share that passed.
 
         Raises:
@@ -355,12 +355,12 @@ class Endpoint(ABC):
 
         Raises:
             EffectError: the program failed.
-            AgentRLError: the episode cannot go on.
+            AgentRLError: the episode cannot continue.
         """
 
 
 class LimitReachedError(AgentRLError):
-    """An agent asked for more than `ctx.limits` allow. Uncaught, it ends the episode as truncated, not as failed."""
+    """An agent exceeded `ctx.limits`. Uncaught, it ends the episode as truncated, not as failed."""
 
     def __init__(self, message: str, *, stop_reason: StopReason) -> None:
         super().__init__(message)

@@ -1,6 +1,6 @@
 """The class that a user overrides: `Environment`, with its source of tasks. The handles to call are in `context.py`.
 
-An instance plays one episode and keeps its state on `self`, so that re-execution finds it as it was.
+An instance plays one episode and keeps its state on `self`, so that re-execution restores it.
 """
 
 from __future__ import annotations

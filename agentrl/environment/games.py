@@ -205,7 +205,7 @@ class PettingZooEnvironment(GameEnvironment):
 
     Seats are in the order of `possible_agents`. Only legal actions reach the game: those of its action mask, else of
     its action space. A player's reward is the sum of the rewards that `last()` returned. The players of a parallel game
-    are asked one after the other; none sees another's move.
+    act one after the other; none sees another's move.
 
     Example:
         class Noughts(agentrl.PettingZooEnvironment):

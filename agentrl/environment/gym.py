@@ -3,7 +3,7 @@
 Owns: `GymEnvironment`, the methods a user writes (`make`, `render`, `parse`), the game as a `replay` resource, and
 ready arguments of `gym_environment` for the toy-text games (`FROZEN_LAKE`, `CLIFF_WALKING`, `TAXI`, `BLACKJACK`).
 Invariants: the episode's start is a function of `task.data["seed"]` alone, so a group plays one start; every call on
-the game runs under a global random state of its own (`random` and `numpy.random`), swapped in and out; an episode that
+the game runs under its own global random state (`random` and `numpy.random`), swapped in and out; an episode that
 ends by an illegal action scores below every legal end, or the run stops with an error.
 """
 

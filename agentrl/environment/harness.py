@@ -330,7 +330,7 @@ class _Output:
                 await self._is_at_end.wait()
 
     def close(self) -> None:
-        """Read what the pipe still holds, and close it."""
+        """Drain the pipe, and close it."""
         self._loop.remove_reader(self._end)
         # In a busy process the time-out above can come before the first read: the output is there all the same.
         for _ in range(PIPE_BYTES // OUTPUT_BYTES):
@@ -339,7 +339,7 @@ class _Output:
         os.close(self._end)
 
     def _read(self) -> int:
-        """Read what is there; returns the number of bytes."""
+        """Read the available bytes; returns their number."""
         try:
             part = os.read(self._end, OUTPUT_BYTES)
         except BlockingIOError:
@@ -353,7 +353,7 @@ class _Output:
 
 
 def _remove_specials(directory: Path) -> None:
-    """Remove pipes, sockets, devices and links to them: a `reward` that reads one would wait for ever."""
+    """Remove pipes, sockets, devices and links to them: a `reward` that reads one would block forever."""
     for entry in _entries(directory):
         with contextlib.suppress(OSError):
             mode = os.stat(entry).st_mode

@@ -97,7 +97,7 @@ class IsolatedObject:
         self._ended = ""
         # The seed comes from the global random state, which belongs to the resource while it is made.
         self._first: Any = [name, list(arguments), random.getrandbits(64), memory_bytes]
-        # In a context of its own, since this does not count as an effect of the environment: it ends with the object.
+        # In a separate context: this is no effect of the environment, and ends with the object.
         self._line = contextvars.Context().run(lambda: _server_of(module).fork())
         self._end = weakref.finalize(self, self._line.close)  # the server ends when its connection closes
         self._one_at_a_time = asyncio.Lock()
@@ -243,7 +243,7 @@ class _ForkServer:
             self._module = load_module(module)
             with GlobalRandomState(0).swapped_in():  # imports numpy once, before children are forked
                 pass
-        except BaseException as error:  # noqa: BLE001 - foreign code: whatever it raises is told to whom it concerns
+        except BaseException as error:  # noqa: BLE001 - foreign code: any exception is reported to the caller
             self._problem = valid_unicode(f"{module} cannot be imported there: {type(error).__name__}: {error}")
 
     def serve(self) -> None:
@@ -288,7 +288,7 @@ class _ForkServer:
 
     def _reap(self, watch: int) -> None:
         child = self._children.pop(watch)
-        _kill(child.process)  # also kills what it left in its process group
+        _kill(child.process)  # also kills the rest of its process group
         _, status = os.waitpid(child.process, 0)
         self._poll.unregister(watch)
         os.close(watch)
@@ -358,7 +358,7 @@ def _answer(line: socket.socket, function: Any, arguments: list[Any], *, keep: b
     try:
         value = function(*arguments)
         message = encode_frame(("returned", None if keep else value))
-    except BaseException as error:  # noqa: BLE001 - foreign code: whatever it raises is the answer
+    except BaseException as error:  # noqa: BLE001 - foreign code: any exception is the answer
         value, message = None, encode_frame((type(error).__name__, valid_unicode(str(error))[:2000]))
     line.sendall(message)
     return value

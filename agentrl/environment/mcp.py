@@ -149,7 +149,7 @@ class MCPConnection:
         self._holding: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._ended = ""
-        """Reason why the server is not listened to any more; empty while it is."""
+        """Reason why the server is ignored; empty while it is in use."""
         self._written = 0
         """Bytes that it wrote."""
 
@@ -262,7 +262,7 @@ class MCPConnection:
                 opened.exception()
 
     async def _limit(self, response: Any) -> None:
-        """Bound what is read of an answer over HTTP: the library holds a whole one in memory."""
+        """Bound the size of an HTTP answer, since the library holds a whole one in memory."""
         import httpx2
 
         connection, is_stream = self, "text/event-stream" in response.headers.get("Content-Type", "")
@@ -441,7 +441,7 @@ def _checked_here(schema: Any) -> Any:
     """Return the part of a schema that is validated in this process: keywords that take bounded time and hold whatever
     their context.
 
-    The server validates the rest: patterns, references and unique items of a hostile schema could take for ever.
+    The server validates the rest: patterns, references and unique items of a hostile schema could take unbounded time.
     """
     if isinstance(schema, list):
         return [_checked_here(value) for value in schema]
@@ -452,7 +452,7 @@ def _checked_here(schema: Any) -> Any:
     if "properties" in schema:
         part["properties"] = {name: _checked_here(value) for name, value in schema["properties"].items()}
     if "patternProperties" in schema:
-        part.pop("additionalProperties", None)  # "additional" properties are those that no pattern matches
+        part.pop("additionalProperties", None)  # "additional" properties match no pattern
     return part
 
 

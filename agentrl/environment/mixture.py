@@ -21,7 +21,7 @@ MEMBER = ":"
 
 
 def with_task_id_prefix(task: Task, *names: str) -> Task:
-    """A task with names before its id, by which those of several sources stay apart."""
+    """A task with prefixes on its id, to distinguish tasks of several sources."""
     return Task(id=MEMBER.join((*names, task.id)), data=task.data)
 
 
@@ -156,7 +156,7 @@ def root_environment_of_task(environment: type[Environment], task: Task) -> type
 
 
 def all_environment_classes(environment: type[Environment]) -> Iterator[type[Environment]]:
-    """The classes of root episodes and those of the children that they declare."""
+    """The classes of root episodes and of their declared children."""
     for root in root_environments(environment):
         yield root
         yield from child_environments(root)

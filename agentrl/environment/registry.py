@@ -248,7 +248,7 @@ def _raised_at(error: BaseException) -> str:
 
 
 def _import(name: str) -> Any:
-    """Import a module, also from the working directory, where a user's own modules lie."""
+    """Import a module, also from the working directory, which contains a user's own modules."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -300,7 +300,7 @@ def _load_file(path: Path) -> Any:
     sys.modules[name] = module
     folder = str(path.resolve().parent)
     if folder not in sys.path:
-        sys.path.append(folder)  # a file may import modules beside it
+        sys.path.append(folder)  # a file may import modules in its directory
     try:
         module_spec.loader.exec_module(module)
     except BaseException:
@@ -313,7 +313,7 @@ def as_environment(candidate: object, *, where: str) -> type[Environment]:
     """Check a class, or adapt a TRL-style one.
 
     Raises:
-        EnvironmentDefinitionError: the class is malformed; the message says what is wrong and where.
+        EnvironmentDefinitionError: the class is malformed; the message has the fault and its location.
     """
     if not isinstance(candidate, type):
         raise EnvironmentDefinitionError(f"environment {where!r} is {type(candidate).__name__}, not a class")
@@ -361,7 +361,7 @@ def _malformed(candidate: type[Environment]) -> str:
     if needed:
         return (
             f".__init__ wants {', '.join(needed)}, but is called without arguments for each episode; options go to "
-            "`tasks`, and what a task needs into its data"
+            "`tasks`, and per-task values into the task's data"
         )
     return ""
 

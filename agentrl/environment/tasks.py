@@ -98,7 +98,7 @@ def learnability(solved: Iterable[ChildResult]) -> float:
     Raises:
         EpisodeError: fewer than two are left (`too_few_children`): there is no estimate, and the proposer's unit is
             dropped.
-        RewardError: a reward lies outside [0, 1].
+        RewardError: a reward is outside [0, 1].
 
     Example:
         >>> def attempt(reward):

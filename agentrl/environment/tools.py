@@ -288,7 +288,7 @@ class ToolEnvironment(Environment):
 
     def anchor_state(self) -> str | None:
         """Return the environment's state before a turn, as text, for advantages that compare turns in equal states; see
-        `Agent.act`. None: what was said since the agent's last turn."""
+        `Agent.act`. None: the messages since the agent's last turn."""
         return None
 
     @abstractmethod
@@ -335,7 +335,7 @@ class ToolEnvironment(Environment):
     async def _all_tools(
         self, ctx: EpisodeContext, connections: Sequence[MCPConnection]
     ) -> Mapping[str, BoundTool | MCPTool]:
-        """The class's tools, and those of its servers."""
+        """The tools of the class and its servers."""
         if not connections:
             return self.tool_table()
         tools: dict[str, BoundTool | MCPTool] = dict(self.tool_table())

@@ -28,7 +28,7 @@ MAX_BRACKETS = 1 << 18
 MAX_SEPARATORS = 1 << 20
 """Maximum number of commas in a body."""
 MAX_WINDOW_BITS = 23
-"""Base-2 logarithm of the largest window of a zstd body, in bytes: what RFC 9659 lets a sender ask for."""
+"""Base-2 logarithm of the largest window of a zstd body, in bytes: the limit of RFC 9659."""
 MAX_DEPTH = 64
 """Maximum nesting of objects and lists in a body."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -65,7 +65,7 @@ def decompress_body(body: bytes, encoding: str) -> bytes:
 
 
 def estimate_body_memory(body: bytes) -> int:
-    """Estimate the bytes that a body and what is parsed from it take."""
+    """Estimate the memory of a body and its parsed form, in bytes."""
     return 2 * len(body) + 256 * (body.count(b"[") + body.count(b"{")) + 64 * body.count(b",")
 
 

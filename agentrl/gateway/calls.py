@@ -57,7 +57,7 @@ class ChatRequest:
     messages: Sequence[Message]
     tools: Sequence[ToolSpec] = ()
     max_tokens: int | None = None
-    """Maximum number of tokens in the reply; None: as many as the run allows."""
+    """Maximum number of tokens in the reply; None: the run's maximum."""
     stop: tuple[str, ...] = ()
     """Texts that end a reply, which does not contain them."""
     n: int = 1
@@ -130,7 +130,7 @@ class ChatProtocol(Protocol):
         """Read the request in a body.
 
         Raises:
-            RequestRefusedError: the body is malformed, or asks for a feature that no run has.
+            RequestRefusedError: the body is malformed, or requests an unsupported feature.
         """
         ...
 

@@ -136,7 +136,7 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
 
 
 def _input_message(item: Mapping[str, Any], location: str, names: Mapping[str, str]) -> Message:
-    """Read an item that is no part of a message of the model; `names` are those of called tools, keyed by call."""
+    """Read an item outside the model's messages; `names` has the names of called tools, keyed by call."""
     match item.get("type", "message"):
         case "message":
             role = _ROLES.get(str(item.get("role")))
@@ -158,7 +158,7 @@ def _input_message(item: Mapping[str, Any], location: str, names: Mapping[str, s
 
 
 def _compacts(items: Any) -> bool:
-    """Whether a request asks for a summary."""
+    """Whether a request is for a summary."""
     return isinstance(items, list) and bool(items) and items[-1].get("type") == "compaction_trigger"
 
 

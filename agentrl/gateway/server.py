@@ -9,7 +9,7 @@ seats are open.
    are separate calls.
 2. A client sees latency, never an error, while its call waits for the engine: streams carry comments, other answers
    begin with white space.
-3. An invalid request gets a refusal in its protocol's form, whatever it contains.
+3. Any invalid request gets a refusal in its protocol's form.
 4. Nothing is sampled for an attempt that has ended.
 5. Clients of one attempt cannot block another attempt: one request is parsed at a time, and attempts take turns; the
    memory of an attempt's waiting requests and the number of its connections are bounded.
@@ -190,7 +190,7 @@ class Gateway:
             StorageError: the address cannot be used.
         """
         async with self._starting:
-            # In a context of its own, since the server is not part of the episode that starts it.
+            # In a separate context, since the server is not part of the episode that starts it.
             if self._runner is None:
                 await asyncio.get_running_loop().create_task(self._start(), context=contextvars.Context())
             self._listeners += 1

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 MAX_READ = 1 << 18
-"""Maximum length of a reply that is parsed, in characters; a longer one is shown as it was sampled."""
+"""Maximum length of a reply that is parsed, in characters; a longer one is shown as sampled."""
 
 
 class _Act(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):

@@ -37,7 +37,7 @@ _SEED = "seed"
 _LAST = 5
 """Number of newest steps over which a training metric is averaged."""
 _GRID = 200
-"""Number of places at which the curves of several seeds are averaged, if their points lie at different places."""
+"""Number of places at which the curves of several seeds are averaged, if their points differ."""
 
 
 class ComparedGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -281,7 +281,7 @@ def _places(run: _Run, policy: str, axis: str) -> Callable[[int], float | None]:
 def axis_places(axis: str, values: Sequence[tuple[int, float | None]]) -> dict[int, float]:
     """Return the place of each step on an axis: the tokens trained until then, or the seconds.
 
-    A resumed run counts its seconds anew; they are added to those before.
+    A resumed run restarts its count of seconds; it is added to the earlier count.
     """
     places, total, last = {0: 0.0}, 0.0, 0.0
     for step, value in values:

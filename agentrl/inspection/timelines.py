@@ -55,7 +55,7 @@ class TimelineLane(msgspec.Struct, frozen=True):
 
 
 class EpisodeTimeline(msgspec.Struct, frozen=True, kw_only=True):
-    """An episode over its seconds. Turns lie at their recorded times; other acts of a branch follow each other."""
+    """An episode over time. Turns are at their recorded times; other acts of a branch follow each other."""
 
     episode: str
     attempt: int

@@ -80,7 +80,7 @@ def read_step_row_columns(run: Path, name: Any) -> list[StepRowColumns]:
 
     Raises:
         PrunedDataError: the file was pruned.
-        JournalError: the file does not exist, lies outside the run, or is damaged.
+        JournalError: the file does not exist, is outside the run, or is damaged.
     """
     path = run / str(name)
     if not isinstance(name, str) or not path.resolve().is_relative_to(run.resolve()):

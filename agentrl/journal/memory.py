@@ -6,7 +6,7 @@ Records that are not flushed are invisible to readers and lost in a crash.
 
 1. `flush` and `commit_episode` yield to the loop before they take effect, so that interleavings exist.
 2. A commit puts the entries on disk before itself; one that names entries which were never appended is refused.
-3. Readers see only what is on disk.
+3. Readers see only data on disk.
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ class MemoryJournal(RunJournal):
         return max([highest, *(int(number) for number in numbers if number.isdecimal())])
 
     def published(self, version: PolicyVersion) -> WeightsRef | None:
-        """Return the weights of a version where they were recorded: there is no run directory to look in."""
+        """Return a version's weights at their recorded path: there is no run directory to search."""
         publications = (record for record in self.on_disk() if isinstance(record, VersionPublication))
         return next((record.weights for record in publications if record.weights.version == version), None)
 

@@ -255,7 +255,7 @@ class RunLog:
         yield from self._ended(self.rows(statement, *values))
 
     def members(self, group_ids: Collection[str] | None = None) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
-        """Yield committed training episodes of some groups, or all, in order of commit, whatever the fate of their
+        """Yield committed training episodes of some groups, or all, in order of commit, regardless of the fate of their
         units.
 
         A resumed run compares the rest of a group with all its members again.

@@ -461,7 +461,7 @@ class GroupCommitWriter:
         """
         self.check()
         if self._closing.is_set():
-            raise StorageError("the journal is closed; nothing can be written to it any more")
+            raise StorageError("the journal is closed and cannot be written to")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         self._queue.append(CommitWaiter(loop, future))
@@ -474,7 +474,7 @@ class GroupCommitWriter:
             raise self._error() from None
 
     async def close(self) -> None:
-        """Write what is queued, close the databases, end the thread. Idempotent.
+        """Write the queue, close the databases, end the thread. Idempotent.
 
         Raises:
             StorageError: the last round failed, and no caller was informed.
@@ -530,7 +530,7 @@ class GroupCommitWriter:
         except BaseException as error:
             self._failure = f"the journal's writer failed: {type(error).__name__}: {error}; this is a bug of agentrl"
             raise
-        finally:  # wake all waiters whatever happened
+        finally:  # wake all waiters, even after an error
             self._resolve(waiters)
 
     def _resolve(self, waiters: Sequence[CommitWaiter]) -> None:

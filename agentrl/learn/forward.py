@@ -71,7 +71,7 @@ def _body(model: PreTrainedModel) -> nn.Module:
 
 
 def _decoder(model: PreTrainedModel) -> nn.Module:
-    """Return the text layers of a model: its body, or the part of the body beside its image layers."""
+    """Return the text layers of a model: its body, or the body without its image layers."""
     decoder: nn.Module = model.get_decoder()
     return _body(model) if decoder is model else decoder
 
@@ -180,7 +180,7 @@ class HeadOutput(NamedTuple):
     kept_mass: Tensor
     """Probability of the kept set under the full tempered distribution; 1 if nothing was masked. No gradient."""
     top_ids: Tensor | None = None
-    """[n, k] int64, the likeliest tokens, if they were asked for. No gradient."""
+    """[n, k] int64, the likeliest tokens, if requested. No gradient."""
     top_logprobs: Tensor | None = None
     """[n, k + 1]: log-probabilities of `top_ids`, then of all other tokens together. No gradient."""
     reference_kl: Tensor | None = None
@@ -296,7 +296,7 @@ def reference_divergence(log_softmax: Tensor, logprob: Tensor, targets: Tensor, 
     The first two terms are computed. The sampled token y, if it lies in R, estimates the last by r = log(pi_|R(y) /
     ref_|R(y)), with r ∇ log pi(y) as its gradient. If pi sampled y, value and gradient are unbiased for every k: k = 0
     is on-policy distillation from sampled tokens alone (Lu and Thinking Machines Lab, 2025), and k = V the exact
-    divergence (GKD, arXiv:2306.13649). Memory is linear in k, apart from the piece of logits at hand.
+    divergence (GKD, arXiv:2306.13649). Memory is linear in k, plus one piece of logits.
 
     Args:
         log_softmax: [n, V], log pi.

@@ -293,7 +293,7 @@ def check_advantage(reference: str, *, title: str = "") -> FunctionReport:
             return report
     report.passed += [
         "returns a finite advantage per agent, also for equal rewards, one agent and large groups",
-        "is pure, and treats the agents of a group alike whatever their order",
+        "is pure, and treats the agents of a group alike in any order",
     ]
     return report
 

@@ -254,7 +254,7 @@ def _step(config: RunConfig, policy: str, model: PolicyModel, length: int, limit
     (batch,) = pack(rows, max_tokens=len(rows) * length, share=False)
     module: nn.Module = model.model
     model.activate()
-    # Gradients are held from the first micro-batch of a step on; the plan counts them beside the weights.
+    # Gradients exist from the first micro-batch of a step on; the plan counts them with the weights.
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)

@@ -160,7 +160,7 @@ class PolicyModel:
         )
 
     def train(self, *, offload: bool = False) -> None:
-        """Make this policy's parameters trainable; `offload`: their masters and gradients lie in main memory."""
+        """Make this policy's parameters trainable; `offload`: their masters and gradients are in main memory."""
         self.activate()
         mark = None if self._adapter is None else f".{self._adapter}."
         named = self.model.named_parameters()
@@ -589,7 +589,7 @@ def _targets(key: str, lora: LoraConfig, can: Sequence[str], model: PreTrainedMo
                 f"is {strange[0]}, on which no adapter can be both trained and served" if layers else "is not a layer"
             )
             raise ConfigError(
-                f"{key}.target_modules: {target!r} {problem} of {kind}; those that can: "
+                f"{key}.target_modules: {target!r} {problem} of {kind}; adaptable layers: "
                 f"{', '.join(dict.fromkeys(map(_last, can)))}. Remove target_modules to adapt all of them"
             )
     chosen = {name for layers in matches.values() for name in layers}
@@ -701,7 +701,7 @@ def why_unshared(model: PreTrainedModel, max_context: int) -> str:
         f"{type(model).__name__}: log-probabilities recomputed from hidden states, rows of "
         f"{', '.join(map(str, sorted({len(row.token_ids) for row in rows})))} tokens together, differ from the model's "
         f"own by {min(differences.values()):.2g} (allowed: {SHARING_TOLERANCE}), so it cannot be trained"
-        + (f"; set engine.max_context to at most {special[0]}, where it may be" if special else "")
+        + (f"; set engine.max_context to at most {special[0]}, where it may match" if special else "")
     )
 
 

@@ -3,8 +3,8 @@
 Rows of a step share long prefixes: the tool preamble, the task within a group, often the first sampled tokens too. Rows
 are sorted by their tokens; each then *owns* the tokens after its longest common prefix with the previous row and
 borrows the others, so a micro-batch holds every node of the prefix tree once. A token is trained from the hidden state
-of its predecessor, wherever that lies, so two rows may share a hidden state: the gradient is exactly that of separate
-rows.
+of its predecessor, which may be in another row, so two rows may share a hidden state. The gradient is exactly that of
+separate rows.
 
 Owns: order, sharing, splitting, which positions are trained. Does not own: tensors on a device, the forward pass
 (`forward.py`). Pure numpy. Invariant: the set of (row, trained token) does not depend on order, splitting or sharing.

@@ -52,7 +52,7 @@ _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "chat_templates/*")
 """File patterns of a model besides its weights: configuration, tokenizer, chat template."""
 
 _CONTEXTS = 1
-"""Number of contexts of a canary: one tells versions apart; each further one costs every publication a forward pass."""
+"""Number of contexts of a canary. One is enough to distinguish versions; each adds a forward pass per publication."""
 _TOKENS = 128
 """Number of next tokens tested after each context."""
 _LENGTH = 16

@@ -10,7 +10,7 @@ Owns: sums of gradients, exchange of step columns, the choice of the rank that w
 gathering. Does not own: starting the processes (`cluster`), which parameters are trained (`models.py`).
 Invariant: every call is made by all ranks in the same order; nothing is pickled between them. Ranks meet at a TCPStore
 that rank 0 serves on one address of its machine: loopback, or the one toward the other nodes. On CPU the group is
-gloo, bound to the interface of that address. On GPUs it is nccl for what lies there; that path has not been run on a
+gloo, bound to the interface of that address. On GPUs it is nccl for GPU tensors; that path has not been run on a
 GPU yet.
 """
 
@@ -108,7 +108,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def shard_tensor(tensor: Tensor, mesh: DeviceMesh, device: torch.device) -> DTensor:
-    """This rank's shard of a tensor, on a device: a part of its rows, as FSDP2 divides them; no rank is asked."""
+    """This rank's shard of a tensor, on a device: a part of its rows, as FSDP2 divides them; without communication."""
     dimension = mesh.ndim - 1
     shard = tensor.detach()[_rows_of(len(tensor), mesh.get_local_rank(dimension), mesh.size(dimension))]
     placements = [*[Replicate()] * dimension, Shard(0)]
@@ -138,7 +138,7 @@ def _sharded_dimension(tensor: DTensor) -> int:
 
 
 def _rows_of(length: int, rank: int, ranks: int) -> slice:
-    """Return the rows, of so many, that one of several ranks holds."""
+    """Return the range of `length` rows held by one of several ranks."""
     rows = -(-length // ranks)
     start = min(length, rows * rank)
     return slice(start, min(length, start + rows))
@@ -220,7 +220,7 @@ BUCKET = 256 << 20
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Split tensors, in their order, into lists of at most `BUCKET` bytes; a larger tensor is a list of its own."""
+    """Split tensors, in their order, into lists of at most `BUCKET` bytes; a larger tensor forms its own list."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:

@@ -309,7 +309,7 @@ class PolicyTrainer:
     def _add_outputs(
         step: StepAccumulator, outputs: _StepOutputs, columns: TokenColumns, used: Sequence[int], first: int
     ) -> NDArray[np.float32]:
-        """Add what the micro-batches computed to the step; returns the loss of each token."""
+        """Add the micro-batches' results to the step; returns the loss of each token."""
         gathered = outputs.gather(4)
         logprobs, entropies = gathered[:2]
         token_losses: NDArray[np.float32] = gathered[2]

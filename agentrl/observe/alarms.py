@@ -165,7 +165,7 @@ ADVICE_ON_DROPS = {
     "environment_error": "run `agentrl env check`; `agentrl episode show` of a dropped one gives the exception",
     "episode_timeout": "find out with `agentrl episode show` where `run()` hangs, and make that call a tool or an "
     "effect, so that the episode ends as truncated; or raise episode_timeout_s",
-    "fan_out": "declare in `fan_out` as many child episodes as an episode starts in all, or start fewer",
+    "fan_out": "declare in `fan_out` the total number of child episodes that an episode starts, or start fewer",
     "prompt_too_long": "raise engine.max_context or shorten the first prompt",
     "no_reward": "give every agent a reward on every path through `run()`, or set `truncated_reward`",
     "too_few_children": "find out with `agentrl episode list` why child episodes were dropped, or start more of them",

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from agentrl.rollout.episode import LiveEpisode
 
 CHARACTERS_PER_TOKEN = 64
-"""Maximum characters per token of context: longer messages are refused without tokenising, since no tokenizer packs
+"""Maximum characters per token of context: longer messages are refused without tokenizing, since no tokenizer packs
 more text than this into a token."""
 
 

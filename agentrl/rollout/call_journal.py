@@ -169,7 +169,7 @@ class CallJournal:
         """Whether an earlier execution of the attempt left entries."""
         self.is_new = self._recorded.is_empty
         """Whether every call is new: nothing was recorded before."""
-        stray = ReplayMismatchError if self.is_new else self._stray  # a new attempt has nothing recorded to depart from
+        stray = ReplayMismatchError if self.is_new else self._stray  # a new attempt has no recording to differ from
         self._order = ReplayOrder(self._recorded.numbered(), stray)
         for entry in recorded_here:
             self._count(entry)
@@ -186,7 +186,7 @@ class CallJournal:
         Raises:
             UnstructuredConcurrencyError: the call is made by another task, inside an effect, or after the episode's
                 end.
-            ReplayMismatchError: the journal holds another question under this id.
+            ReplayMismatchError: the journal holds another request under this id.
             asyncio.CancelledError: the episode was stopped.
         """
         branch = current_branch()
@@ -245,15 +245,15 @@ class CallJournal:
         return JournaledCall(call_id, digest, recorded, waits=False)
 
     def take_inherited(self, call: JournaledCall) -> None:
-        """A call that a fork inherits has come back."""
+        """Consume an inherited call."""
         self._recorded.remove(call.call_id)
 
     def inherits_turns(self, seat: str) -> bool:
-        """Whether the external agent of a seat has not asked yet for all that a fork inherits."""
+        """Whether inherited turns remain to be requested by a seat's external agent."""
         return self._recorded.has_turns(seat)
 
     def forget_answers(self) -> None:
-        """Forget recorded answers, so that later calls run anew."""
+        """Forget recorded answers, so that later calls are performed again."""
         self._recorded.forget_answers()
 
     def unasked_turns(self, seat: str) -> list[TurnEntry]:
@@ -271,7 +271,7 @@ class CallJournal:
 
         Args:
             call: a call that is not recorded.
-            difference: difference from a recorded call that was not made yet; empty if all were.
+            difference: difference from a recorded call that was not made yet; empty if there is none.
         """
 
     def edits_at(self, call_id: str) -> Sequence[Mapping[str, Any]]:
@@ -279,7 +279,7 @@ class CallJournal:
         return self._recorded.edits.get(call_id, ())
 
     def peek(self, digest: bytes) -> EntryBody | None:
-        """Return the recorded body of the calling branch's next call if it has the same question, without making the
+        """Return the recorded body of the calling branch's next call if it has the same request, without making the
         call."""
         branch = current_branch()
         entry = self._recorded.get(ids.call_id(branch.path, branch.calls))
@@ -318,7 +318,7 @@ class CallJournal:
             raise
 
     async def _reach_cancelled(self, call: JournaledCall, branch: ProgramBranch, *, cancelled: bool) -> NoReturn:
-        """Wait until a cancelled call is due, and for its canceller, in either order."""
+        """Wait for both: the call's place in the replay order, and the task that cancelled it."""
         while True:
             try:
                 await self._order.wait(branch, call.number)
@@ -899,16 +899,16 @@ class RecordedCalls:
         return self._answers.get(call_id)
 
     def answers_left(self) -> list[JournalEntry]:
-        """Return the answers that were not given yet, except those that only attempts before the newest one had."""
+        """Return unused answers, except answers found only in attempts before the newest one."""
         left = self._answers.values()
         return [entry for entry in left if entry.episode_id != self._episode_id or entry.attempt == self._newest]
 
     def has_turns(self, seat: str) -> bool:
-        """Whether a turn that the external agent of a seat asked for has not come back yet."""
+        """Whether an inherited turn of a seat's external agent has not been replayed yet."""
         return any(call_id.startswith(f"{seat}:") for call_id in self._entries)
 
     def forget_answers(self) -> None:
-        """Forget the answers that were not given yet."""
+        """Forget unused answers."""
         self._answers = _NONE
 
     def key_of(self, entry: JournalEntry | None) -> StreamKey:

@@ -4,7 +4,7 @@ Re-execution treats them by kind:
 
 * effects and external tools are performed once and remembered; an effect raises its error, a tool makes it an
   observation. A `once` act leaves its intent on disk before it happens;
-* a resource declares how it comes back (`JournaledResource`): `replay` makes the recorded calls again and compares
+* a resource declares its recovery (`JournaledResource`): `replay` repeats the recorded calls and compares
   them, `snapshot` restores the state after the last of them, and a `pinned` object died with its process, so the
   episode restarts.
 """
@@ -117,7 +117,7 @@ async def _outcome(
         return after_journal_round_trip(value if happened else await _awaited(function()), act_name), None
     except AgentRLError:  # includes InfrastructureError
         raise  # errors of agentrl itself (storage, engine, unserializable result), not of the outside world
-    except Exception as error:  # foreign code: whatever it raises is what happened
+    except Exception as error:  # foreign code: any exception is its result
         if (failure := infrastructure_failure(error)) is not None:
             raise failure from error
         return None, error_text(error)
@@ -206,7 +206,7 @@ async def remember_proposal(episode: LiveEpisode, key: str, structure: str) -> P
         times, share = entry.value
         return ProposalNovelty(int(times), float(share))
     except (TypeError, ValueError):
-        journal.mismatch(call.call_id, f"the journal holds {str(entry.value)[:100]!r}", "what is remembered is asked")
+        journal.mismatch(call.call_id, f"the journal holds {str(entry.value)[:100]!r}", "ctx.remember is called")
 
 
 def _digest(text: str) -> str:
@@ -255,7 +255,7 @@ async def observe_tool(
 class JournaledResource(Resource):
     """A stateful object called through the journal; its declared level is recorded with each call.
 
-    The object has global random generators of its own, from its factory to its last call, as if it were alone in the
+    The object has its own global random generators, from its factory to its last call, as if it were alone in the
     process. Draws of other code have no influence. A `snapshot` holds no state of them, so each call of such a resource
     begins with generators that depend on the number of the call alone.
     """
@@ -338,7 +338,7 @@ class JournaledResource(Resource):
                 )
             except AgentRLError:
                 raise
-            except Exception as error:  # foreign code: whatever it raises is what happened
+            except Exception as error:  # foreign code: any exception is its result
                 if (failure := infrastructure_failure(error)) is not None:
                     raise failure from error
                 problem, cause = error_text(error), error

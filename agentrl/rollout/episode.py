@@ -40,7 +40,7 @@ _TIMER_CONTEXT = contextvars.Context()
 """Context of all time limits' timers, which would otherwise each copy the context of their task."""
 
 TOOL_TIMEOUT_S = 30.0
-"""Time limit of tools that set none of their own."""
+"""Default time limit of tools."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +140,7 @@ class EpisodeAgent(Protocol):
         ...
 
     def suspend(self) -> None:
-        """Cut the call in flight and give back what the engine holds."""
+        """Cut the running call and release the engine's resources."""
         ...
 
     def versions(self) -> Iterable[PolicyVersion]:
@@ -300,7 +300,7 @@ class TimeLimit:
     def explanation(self) -> str:
         """Message of the error that ends a program that was given up."""
         turns = sum(len(agent.turns) for agent in self._episode.agents)
-        where = "in code of its own, where ctx cannot end it as truncated" if turns else "before any turn"
+        where = "outside ctx calls, so it cannot end as truncated" if turns else "before any turn"
         return f"the episode took longer than {self._seconds:g} s without a turn, {where}"
 
     def restart(self) -> None:
@@ -336,7 +336,7 @@ class TimeLimit:
             self._grace.cancel()
 
     def _stop(self) -> None:
-        """Never expire, whatever an abandoned program still does."""
+        """Never expire, even if an abandoned program continues."""
         self._pauses += 1
         if self._timer is not None:
             self._timer.cancel()

@@ -219,7 +219,7 @@ class LiveEpisodeContext(EpisodeContext):
             ),
         )
         recorded = self.episode.journal.recall(opened, SpawnEntry)
-        if recorded is None:  # recorded children were admitted before, whatever is declared now
+        if recorded is None:  # recorded children were already admitted under the fan-out of that time
             self._check_fan_out(environment, n)
         self._spawned = {**self._spawned, environment.__name__: self._spawned.get(environment.__name__, 0) + n}
         if not isinstance(task, Task):

@@ -5,7 +5,7 @@ conversation keeps its reservation. Does not know episodes or engines.
 
 A conversation reserves memory with its first call. Between two turns it is idle: keeping its n of M tokens for t
 seconds costs n/M of the engine's capacity in that time; recomputing them at p tokens per second costs the full capacity
-for n/p seconds. The costs are equal after M/p seconds, whatever n is. An idle reservation is therefore kept for that
+for n/p seconds. The costs are equal after M/p seconds, for any n. An idle reservation is therefore kept for that
 long (the break-even rule of the ski-rental problem), or not at all if, over the recent idle times of its kind, keeping
 has cost more than recomputing. After that it is evictable: a waiting call may take its memory.
 
@@ -343,7 +343,7 @@ class _KeepingCosts:
 
     def learn(self, kind: Hashable, seconds: float) -> None:
         """Record an idle time of a conversation, in seconds."""
-        # Used again in time, it cost the memory meanwhile; else the memory for `_most_s`, and the recomputation.
+        # A reservation reused in time cost its idle memory; otherwise the memory for `_most_s`, and the recomputation.
         cost = seconds / self._most_s if seconds < self._most_s else 2.0
         self._idles[kind] += 1
         before = self._means.get(kind, 0.0)

@@ -57,7 +57,7 @@ class ReplayJournal(CallJournal):
         rescoring: whether to ignore recorded rewards.
     """
 
-    __slots__ = ("_on_call", "_rewards", "_until", "given", "reached")
+    __slots__ = ("_on_call", "_rewards", "_until", "new_rewards", "reached")
 
     def __init__(  # noqa: PLR0913 (one keyword per setting)
         self,
@@ -102,7 +102,7 @@ class ReplayJournal(CallJournal):
     async def reach(self, call: JournaledCall, *, cancelled: bool = False) -> None:
         await super().reach(call, cancelled=cancelled)
         if call.recorded is None:
-            self._end_at(call, "a call of its own")
+            self._end_at(call, "a new call")
 
     def record(self, call: JournaledCall, body: EntryBody) -> None:
         """End the replay at this call: it was not recorded."""
@@ -114,7 +114,7 @@ class ReplayJournal(CallJournal):
     def check_new(self, call: JournaledCall, difference: str) -> None:
         if difference:
             self.mismatch(call.call_id, "the external agent sent a different request", difference)
-        self._end_at(call, "a turn that it did not ask for then")
+        self._end_at(call, "a turn that was not requested in the recording")
 
     def reward(self, body: RewardEntry) -> RewardEntry:
         if self.new_rewards is None:

@@ -326,7 +326,7 @@ class EpisodeRunner:
         if (journal.forked_from or began).request_version != REQUEST_VERSION:
             raise EpisodeError(
                 f"episode {spec.episode_id} was recorded by another version of agentrl, and its calls cannot be "
-                "compared with those that the code makes now",
+                "compared with the current ones",
                 reason="code_changed",
                 begin_again=True,
             )
@@ -362,8 +362,10 @@ class EpisodeRunner:
             recorded = settings.get(seat, run)
             if recorded is None:
                 continue
-            overrides[seat] = settings = services.policy_settings(binding.policy).as_recorded(recorded)
-            needs_masks = settings.sampling.is_filtered and not settings.is_external and spec.purpose == "train"
+            overrides[seat] = seat_settings = services.policy_settings(binding.policy).as_recorded(recorded)
+            needs_masks = (
+                seat_settings.sampling.is_filtered and not seat_settings.is_external and spec.purpose == "train"
+            )
             if needs_masks and not services.engine.capabilities.sampling_mask:
                 raise EpisodeError(
                     f"episode {spec.episode_id} was sampled with top_k, top_p or min_p, and the run's engine does not "

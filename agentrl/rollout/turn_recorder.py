@@ -1,4 +1,4 @@
-"""The record of one agent, whether the program or an external agent asks for its turns."""
+"""The record of one agent, driven by the program or by an external agent."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """An asyncio worker: runs episodes in this process's event loop, retries failed attempts, reports each end once.
 
-Foreign errors stop here (and in the cluster's supervision): whatever an environment raises becomes a retry or a drop
+Foreign errors stop here (and in the cluster's supervision): any exception of an environment becomes a retry or a drop
 with a reason, never a reward and never the end of the run.
 
 An episode whose environment raises is tried `DATA_ATTEMPTS` times. An episode whose infrastructure fails continues from
 its last entry after a wait, and is dropped when it makes no progress. So is an episode that keeps losing the engine,
-despite the waits of its turn (`agent.py`). A program that swallows its cancellation is abandoned: its coroutine is
-closed where it waits, and nothing it still does counts. Threads and tasks that it started itself keep running.
+despite the waits of its turn (`agent.py`). A program that ignores its cancellation is abandoned: its coroutine is
+closed at its current await, and its later actions are ignored. Threads and tasks that it started keep running.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from agentrl.rollout.runner import EpisodeRunner
 MAX_ATTEMPTS = 8
 """Maximum number of attempts of an episode over all restarts of a run, if they end through no fault of its environment:
 a resource died with its process, or the code changed. Attempts whose external agent died with its process do not
-count: it begins again with the same replies, and a process dies once."""
+count: it restarts with the same replies, and a process dies once."""
 
 MAX_STRAYS = 3
 """Number of cancellations of an episode's task by code that does not own it after which the episode is dropped."""
@@ -164,9 +164,7 @@ class AsyncioWorker:
         self._start(spec, on_end, self._drop_stuck(spec, on_end))
 
     async def _drop_stuck(self, spec: EpisodeSpec, on_end: OnEnd) -> None:
-        detail = (
-            f"run() was cancelled at its deadline, swallowed the cancellation, and was left behind {GRACE_S:g} s later"
-        )
+        detail = f"run() was cancelled at its deadline, ignored the cancellation, and was abandoned {GRACE_S:g} s later"
         self.last_failure = detail
         on_end(await self._runner.drop(spec, "episode_timeout", detail, 0.0))
 

@@ -182,7 +182,7 @@ def _unusable(argv: Sequence[str]) -> str:
 
 
 def _not_started(why: str) -> CommandResult:
-    """Return the result of a command that cannot be started, for a reason that lies with the command."""
+    """Return the result of a command that cannot be started because of the command itself."""
     return CommandResult(
         status=CANNOT_START,
         stdout=b"",
@@ -221,7 +221,7 @@ class _Capture:
         self.is_truncated = self.is_truncated or len(data) > room
 
     async def finish(self) -> bytes:
-        """Return what was kept, once every holder of the other end is gone."""
+        """Return the kept bytes after all holders have closed the other end."""
         os.close(self.write_end)
         self.write_end = -1
         await self._ended.wait()

@@ -1,4 +1,4 @@
-"""What this machine can isolate, each promise checked by a command that breaks it without a sandbox."""
+"""Checks of this machine's isolation: each runs a command that would break a promise without a sandbox."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Promise:
     found: str
     seconds: float = 10.0
     program: str = "sh"
-    """What the script needs; the check is left out without it."""
+    """Program that the script needs; the check is skipped without it."""
 
 
 def _fails(ran: CommandResult) -> bool:
@@ -49,7 +49,7 @@ def _is_silent(ran: CommandResult) -> bool:
 _PROMISES = (
     _Promise("files", "cat /etc/shadow /root/.bashrc; ls /home /root /var", _is_silent, "only /usr and its own"),
     _Promise("environment", "env | grep -vE '^(PATH|HOME|LANG|PWD|OLDPWD|SHLVL|_)='", _is_silent, "empty"),
-    _Promise("network", "grep : /proc/net/dev | grep -v lo:", _is_silent, "a loopback interface of its own"),
+    _Promise("network", "grep : /proc/net/dev | grep -v lo:", _is_silent, "a private loopback interface"),
     _Promise("other processes", "ls /proc | grep '^[0-9]' | sed -n '8,$p'", _is_silent, "invisible"),
     _Promise("memory", "head -c 200000000 /dev/zero | tail -c 190000000 | cut -c 1-9", _is_silent, "limited"),
     _Promise("process count", "for i in $(seq 20); do sleep 2 & done", _fails, "limited"),
@@ -62,7 +62,7 @@ _PROMISES = (
 
 
 async def check_sandboxes() -> list[SandboxCheck]:
-    """Check every promise on this machine; the first line says what isolates, or why nothing can."""
+    """Check every promise on this machine; the first line names the isolation, or the reason for its absence."""
     driver = BubblewrapDriver()
     try:
         try:

@@ -18,7 +18,7 @@ _FLOORS = {"memory_mb": 32, "seconds": 0.1, "disk_mb": 1, "inodes": 64, "process
 
 
 class SandboxError(InfrastructureError):
-    """A sandbox cannot be made or used, for a reason that lies with the machine and not with the command."""
+    """A sandbox cannot be made or used because of the machine, not the command."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class CommandResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """What a sandbox may see and use.
+    """Visible files and limits of a sandbox.
 
     Raises:
         InputError: a limit is out of its range.
@@ -60,7 +60,7 @@ class SandboxLimits:
     seconds: float = 60.0
     """Wall-clock time of a command."""
     disk_mb: int = 64
-    """Bytes of all files together, in MiB. They lie in memory."""
+    """Total size of all files, in MiB. They are in memory."""
     inodes: int = 20_000
     """Number of files and directories."""
     processes: int = 64
@@ -68,7 +68,7 @@ class SandboxLimits:
     """Bytes that are kept of each of the two output streams; the rest is discarded."""
     network: Network = "none"
     root: str | None = None
-    """Directory with a file system of its own, read-only below the sandbox's changes; None: this machine's /usr."""
+    """Directory with a complete file system, read-only below the sandbox's changes; None: this machine's /usr."""
     read: tuple[str, ...] = ()
     """Further paths of this machine that are visible, read-only."""
 
@@ -109,7 +109,7 @@ class SandboxLease(Protocol):
             argv: the program and its arguments.
             files: written before the command starts, by absolute path or path below `directory`.
             stdin: the standard input.
-            environment: variables beside PATH, HOME and LANG.
+            environment: variables in addition to PATH, HOME and LANG.
             directory: the working directory.
             seconds: a shorter time limit than the sandbox's.
             listener: receives the socket that listens at 127.0.0.1:8080 of the sandbox, with `network = "gateway"`.

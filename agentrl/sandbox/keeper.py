@@ -1,10 +1,10 @@
-"""The keeper: the process that owns a worker's sandboxes. A program of its own, started by `bubblewrap.py`.
+"""The keeper: the process that owns a worker's sandboxes. A separate program, started by `bubblewrap.py`.
 
-It runs as process 1 of a PID namespace, in a mount namespace of its own. All commands run below it, so the kernel ends
+It runs as process 1 of a PID namespace, in its own mount namespace. All commands run below it, so the kernel ends
 them when it ends, and its files are sized tmpfs mounts that end with its mount namespace: a killed worker leaves
 neither processes nor files behind. It uses the standard library only, and starts in about 20 ms.
 
-Requests arrive as JSON over a SOCK_SEQPACKET pair, with file descriptors beside them; replies carry the request's
+Requests arrive as JSON over a SOCK_SEQPACKET pair, with attached file descriptors; replies carry the request's
 number. Paths within a lease are opened beneath its directory and never follow a link, since a sandboxed command may
 have written anything there.
 
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 Fields = dict[str, Any]
 Answer = tuple[Fields | None, list[int]]
-"""Fields of a reply and the files sent beside it; None: the reply comes later, or none is due."""
+"""Fields of a reply and its attached files; None: the reply comes later, or none is due."""
 
 _MESSAGE_BYTES = 100_000
 _SPILLED = b"@"
-"""Message whose content lies in the last file beside it."""
+"""Message with its content in the last attached file."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _NEWNS, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x10000000, 0x20000000, 0x40000000
 _RDONLY, _NOSUID, _NODEV, _NOEXEC, _REMOUNT, _BIND, _REC, _PRIVATE, _DETACH = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18, 2
@@ -46,12 +46,12 @@ _SET_DEATH_SIGNAL = 1
 _OPENAT2 = 437
 _BENEATH = 1 | 2 | 4 | 8  # RESOLVE_NO_XDEV, NO_MAGICLINKS, NO_SYMLINKS, BENEATH
 _FIRST_UID, _UIDS = 2_000_000_000, 512
-"""As root, each lease has a user id of its own: limits on processes bind every user but the real root."""
+"""As root, each lease has its own user id: limits on processes bind every user but the real root."""
 _SAMPLE_S = 0.02
 _START_S = 10.0
 """Seconds within which bubblewrap has to set up a sandbox."""
 _HOST_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ssl/certs", "/etc/localtime")
-"""What a sandbox sees of the host's /etc, read-only."""
+"""Files of the host's /etc that a sandbox sees, read-only."""
 _ETC = {
     "passwd": "root:x:0:0::/box:/bin/sh\nuser:x:1000:1000::/box:/bin/sh\nnobody:x:65534:65534::/:/bin/false\n",
     "group": "root:x:0:\nuser:x:1000:\nnogroup:x:65534:\n",
@@ -100,7 +100,7 @@ def send(line: socket.socket, message: Fields, files: Sequence[int] = ()) -> Non
 
 
 def receive(line: socket.socket) -> tuple[Fields | None, list[int]]:
-    """Return a message and the files beside it; None at the end of the line."""
+    """Return a message and its attached files; None at the end of the line."""
     data, files, _, _ = socket.recv_fds(line, _MESSAGE_BYTES, 8)
     if data == _SPILLED:
         with open(files.pop(), "rb") as file:
@@ -140,7 +140,7 @@ def _parts(path: str) -> list[str]:
 
 
 class Lease:
-    """The files of one sandbox: a sized tmpfs, and with a root directory of its own an overlay over that."""
+    """The files of one sandbox: a sized tmpfs, and with its own root directory an overlay over that."""
 
     def __init__(self, path: str, uid: int | None, limits: Fields) -> None:
         self.path, self.uid, self.limits = path, uid, limits
@@ -187,7 +187,7 @@ class Lease:
         os.rmdir(self.path)
 
     def open_directory(self, parts: list[str], *, make: bool) -> int:
-        """Open a directory below the top, one step at a time; make those that are missing."""
+        """Open a directory below the top, one step at a time; create missing ones."""
         directory = os.open(self.top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         for part in parts:
             if make:
@@ -255,7 +255,7 @@ class Command:
                 os.kill(process, signal.SIGKILL)
 
     def private_memory(self) -> int:
-        """Bytes that the command's processes hold for themselves. What lies in tmpfs is limited there."""
+        """Private memory of the command's processes, in bytes. Files in tmpfs have their own limit."""
         total, processes = 0, [self.init]
         while processes:
             process = processes.pop()
@@ -276,7 +276,7 @@ class Keeper:
         self.line, self.filter_file, self.bwrap, self.is_root = line, filter_file, bwrap, is_root
         bases = [path for path in ("/srv", "/mnt", "/media", "/opt") if os.path.isdir(path)]
         if not bases:
-            raise KeeperError("none of /srv, /mnt, /media, /opt exists, where the keeper mounts its own files")
+            raise KeeperError("the keeper mounts its files on /srv, /mnt, /media or /opt, but none of them exists")
         self.base = bases[0]
         _mount("agentrl", self.base, "tmpfs", _NOSUID | _NODEV, "size=4m,mode=755")
         self.leases: dict[str, Lease] = {}
@@ -366,7 +366,7 @@ class Keeper:
         return {}, []
 
     def do_write(self, number: int, files: list[int], lease: str, entries: list[tuple[str, int, int]]) -> Answer:
-        """Write files whose contents lie one after another in `files[0]`."""
+        """Write files with contents stored one after another in `files[0]`."""
         sandbox, offset = self.lease(lease), 0
         for path, size, mode in entries:
             with _in_file(path):
@@ -580,7 +580,7 @@ class Keeper:
             raise KeeperError("the limit on processes cannot be set")
 
     def listen(self, port: int) -> list[int]:
-        """Return a socket that listens at 127.0.0.1:port in a network namespace of its own, and the namespace."""
+        """Return a socket that listens at 127.0.0.1:port in a new network namespace, and the namespace."""
         ours, theirs = socket.socketpair()
         helper = os.fork()
         if helper == 0:

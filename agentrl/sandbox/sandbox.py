@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Sandbox(SandboxLimits):
     """Isolation and limits for untrusted commands.
 
-    `run` makes a sandbox for one command, so no state survives it. Inside of `run()` of an environment, call it from a
+    `run` makes a sandbox for one command, so no state survives it. Inside `run()` of an environment, call it from a
     method that `ctx.effect` journals::
 
         passed = await ctx.effect("tests", lambda: self.passes(turn.text))
@@ -35,13 +35,13 @@ class Sandbox(SandboxLimits):
         environment: Mapping[str, str] | None = None,
         seconds: float | None = None,
     ) -> CommandResult:
-        """Run one command in a sandbox of its own.
+        """Run one command in a new sandbox.
 
         Args:
             argv: the program and its arguments; no shell reads them.
             files: written before the command starts, by path below /box.
             stdin: the standard input.
-            environment: variables beside PATH, HOME and LANG.
+            environment: variables in addition to PATH, HOME and LANG.
             seconds: a shorter time limit than the sandbox's.
 
         Raises:

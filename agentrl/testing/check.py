@@ -86,7 +86,7 @@ class EnvironmentReport:
 
     environment: str
     findings: list[str] = field(default_factory=list)
-    """Faults with their locations, for people."""
+    """Faults with their locations, for the user."""
     episodes: int = 0
     resumptions: int = 0
     """Number of re-executions of an episode from a prefix of its journal."""
@@ -130,7 +130,7 @@ class EnvironmentReport:
         requests = f"{plural(self.requests.total(), 'request')}, no tool call, " if self.requests else ""
         judges = ", ".join(seat for seat in self.unrewarded if seat not in self.rewarded)
         cuts = ", ".join(f"{place} ({plural(number, 'time')})" for place, number in self.cuts.items())
-        drawing = " It draws: each episode has global random generators of its own." if self.own_random else ""
+        drawing = " It draws: each episode has its own global random generators." if self.own_random else ""
         return (
             (
                 f"{self.environment}: passed. {plural(self.episodes, 'episode')} of a random policy "
@@ -364,7 +364,7 @@ def _tasks(environment: type[Environment], count: int, report: EnvironmentReport
         source, again = environment.tasks("train", seed=0), environment.tasks("train", seed=0)
         chosen = [source[index] for index in range(min(count, len(source)))]
         repeated = [again[index] for index in range(len(chosen))]
-    except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is the finding
+    except Exception as error:  # noqa: BLE001 - foreign code: any exception is a finding
         report.findings.append(f"tasks('train', seed=0) raised {describe_user_code_error(error)}")
         return []
     if not chosen:
@@ -376,9 +376,7 @@ def _tasks(environment: type[Environment], count: int, report: EnvironmentReport
             )
             return []
         if first != second:
-            report.findings.append(
-                f"task {first.id!r} differs when it is asked for again: draw it from the seed and index"
-            )
+            report.findings.append(f"task {first.id!r} differs on second access: draw it from the seed and index")
         try:
             msgspec.msgpack.encode(dict(first.data))
         except (TypeError, msgspec.ValidationError) as error:
@@ -404,7 +402,7 @@ async def _check_episode(
     ):
         first = await execute_episode(environment, spec, script)
     report.findings += [f"task {task.id!r}: {text}" for text in side_effects.findings.values()]
-    if side_effects.request_hash_model:
+    if side_effects.asked_model:
         loop_problems.clear()  # the blocking call was the model's own answer, which must be replaced, not awaited
     if isinstance(first, str):
         asks = (

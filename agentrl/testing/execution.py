@@ -152,7 +152,7 @@ async def execute_episode(
         return f"{RESOURCE_LOST if error.reason == 'resource_lost' else ''}{error}"
     except AgentRLError as error:
         return str(error)
-    except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is the finding
+    except Exception as error:  # noqa: BLE001 - foreign code: any exception is a finding
         return f"run() raised {describe_user_code_error(error)}"
     if failures:
         return f"a child episode failed: {failures[0]}"

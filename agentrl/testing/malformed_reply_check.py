@@ -24,7 +24,7 @@ CANDIDATES = (
     *(str(number) for number in range(10)),
     *("[0]", "[4]", "a", "b", "c", "hello world"),
 )
-"""Short actions that many games know; those that an environment counts as illegal are not played."""
+"""Short actions common in games; actions that an environment counts as illegal are not played."""
 TASKS = 16
 REPEATS = 4
 """Number of well-formed episodes per task."""
@@ -47,7 +47,7 @@ Play = Callable[[Task, int, Script], EpisodeFormatReward | str]
 def find_format_reward_faults(
     play: Play, tasks: Sequence[Task], random_policy: Script, *, has_tools: bool
 ) -> list[str]:
-    """Return faults in how an environment rewards the format, for people.
+    """Return faults in an environment's rewards for the format, for the user.
 
     Args:
         play: plays one episode.
@@ -86,7 +86,7 @@ def find_format_reward_faults(
     return [
         f"breaking the format pays: a policy whose every turn says {text!r} earns {_mean(rewards):.3f} on average, "
         f"well-formed chance {_mean(kept):.3f} ({len(rewards)} and {len(kept)} episodes), so the policy would learn to "
-        "break it; reward a broken format below every legal end (mind `truncated_reward`, where it runs into a limit)"
+        "break it; reward a broken format below every legal end (including `truncated_reward`, if it runs into a limit)"
     ]
 
 

@@ -264,7 +264,7 @@ class VirtualTimeEventLoop(asyncio.BaseEventLoop):
         answer = self.create_future()
         try:
             answer.set_result(func(*args))
-        except Exception as error:  # noqa: BLE001 - handed over to the caller, whatever it is
+        except Exception as error:  # noqa: BLE001 - passed to the caller
             answer.set_exception(error)
         return answer
 
@@ -287,7 +287,7 @@ def simulate(main: Callable[[], Coroutine[Any, Any, T]], *, seed: int, max_steps
         The result of `main`.
 
     Raises:
-        DeadlockError: no task can run any more.
+        DeadlockError: no task can run.
         StepLimitError: the budget is spent.
         SimulationError: the code used a thread, a socket or a process.
         BaseException: `main`, a callback, or a task that nothing awaited raised it. All errors carry a note with the
@@ -328,7 +328,7 @@ for _name, _reason in _PORTS.items():
     setattr(VirtualTimeEventLoop, _name, _refusal(_name, _reason))
 
 
-# --- who runs, and where it stands ------------------------------------------------------------------------------------
+# --- positions of tasks -----------------------------------------------------------------------------------------------
 
 
 def _stepped_task(handle: asyncio.Handle) -> _SimTask[Any] | None:

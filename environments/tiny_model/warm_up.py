@@ -124,13 +124,15 @@ def build_tiny_model(
         else _read(Path(demonstrations), environment_class)
     )
     on_progress("playing demonstrations")
-    target = None if demonstrations is not None else _demonstrated_reward(environment_class, held_out, seed, early)
+    demonstrated = (
+        None if demonstrations is not None else _demonstrated_reward(environment_class, held_out, seed, early)
+    )
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         scratch.chmod(0o755)
         builder = _Builder(config, environment_class, held_out, scratch, seed, on_progress)
-        made = builder.build(source, steps, until, target)
+        made = builder.build(source, steps, until, demonstrated)
         reference = (
             environment
             if isinstance(environment, str)
@@ -573,7 +575,7 @@ def _write_notes(scratch: Path, target: Path, reference: str, sizes: _Sizes, mad
         "max_turns": sizes.max_turns,
         "max_context": sizes.max_context,
     }
-    target = made["demonstrated"]
-    values["demonstrated"] = "" if target is None else f" (the demonstrations: {target:.2f})"
+    demonstrated = made["demonstrated"]
+    values["demonstrated"] = "" if demonstrated is None else f" (the demonstrations: {demonstrated:.2f})"
     (scratch / "README.md").write_text(README.format(**values), encoding="utf-8")
     (scratch / "train.toml").write_text(TRAIN.format(**values), encoding="utf-8")

@@ -315,7 +315,7 @@ def test_a_run_directory_that_goes_away_under_its_run_ends_it(tmp_path: Path, ho
         if how == "replaced":
             shutil.copytree(tmp_path / "kept", run)
 
-    with pytest.raises(StorageError, match=r"moved, removed or replaced while|put back what was moved or removed"):
+    with pytest.raises(StorageError, match=r"moved, removed or replaced while|restore the moved or removed files"):
         play(tmp_path, take_away)
     if how == "moved":
         (tmp_path / "kept").rename(run)

@@ -3,7 +3,7 @@
 Listens on 127.0.0.1 only. The page itself contains no data of the run. A question needs the token, which is new for
 each server and reaches the page behind the `#` of its address, so that browsers never transmit it; a request for
 another host name is refused, as from a foreign page whose name resolves to this machine (DNS rebinding). Reads only;
-one question at a time, in a thread with a reader of its own.
+one query at a time, in a thread with its own reader.
 """
 
 from __future__ import annotations

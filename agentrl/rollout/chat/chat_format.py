@@ -182,7 +182,7 @@ class TemplateChatFormat:
             history: treatment of earlier turns that the template rewrites. `keep`: the model sees them unchanged;
                 `fork`: the conversation continues in a new row.
             tools_in: where the model reads its tools. `template`: where the chat template writes them; `system`: in the
-                system message, with the Hermes call format, whatever the template does with tools.
+                system message, with the Hermes call format, regardless of the template's own tool support.
 
         Raises:
             ModelError: a file is missing or unusable, the tokenizer belongs to another model, the template closes no
@@ -801,7 +801,7 @@ def _endings(tokenizer: Tokenizer, silent: Collection[int]) -> dict[int, str]:
 
 
 def _without_control(tokenizer: Tokenizer, control: ControlTokens, *, anchor: bool) -> Tokenizer:
-    """Copy a tokenizer so that it reads control tokens' literals as plain text, with an anchor token of its own if
+    """Copy a tokenizer so that it reads control tokens' literals as plain text, with an extra anchor token if
     `anchor`."""
     description = json.loads(tokenizer.to_str())
     description["added_tokens"] = [t for t in description["added_tokens"] if t["content"] not in control.ids]

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 RewriteCause = Literal["thinking", "whitespace", "tool_results", "tools", "date", "prompt", "history"]
 """Ways in which a template rewrites earlier turns.
 
-* `thinking`: it leaves the thinking of former turns out.
-* `whitespace`: it trims what was said.
-* `tool_results`: it merges the results of tools that follow each other, or writes them otherwise afterward.
-* `tools`: the tools stand elsewhere when the conversation is longer.
-* `date`: it writes the day; agentrl renders every prompt on the same day.
-* `prompt`: a turn begins otherwise in the history than when it was asked for.
-* `history`: anything else.
+* `thinking`: it omits the thinking of earlier turns.
+* `whitespace`: it trims the text.
+* `tool_results`: it merges consecutive tool results, or later renders them differently.
+* `tools`: it moves the tools as the conversation grows.
+* `date`: it writes the date; agentrl renders every prompt with the same date.
+* `prompt`: a turn starts differently in the history than in its generation prompt.
+* `history`: other changes.
 """
 
 _TOOL = {

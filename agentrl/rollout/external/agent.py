@@ -6,10 +6,10 @@ and records the turn. Calls run concurrently, each row with its own engine sessi
 Invariants
 1. The seat is one agent with one reward, however many rows its client's conversations become: they are one unit.
 2. A call is named by its content, and by the number of equal calls before it in the attempt. So a restarted attempt
-   recalls the replies of earlier attempts in whatever order its client asks; replies that it does not request again are
-   not part of it.
+   recalls the replies of earlier attempts in any order of requests; replies that are not requested again
+   are not part of it.
 3. A recalled reply is written with the context it was sampled from, to the token.
-4. A client gets a reply after it is on disk: a reply that it has seen is never sampled again, whatever is killed.
+4. A client gets a reply after it is on disk: a reply that it has seen is never sampled again, despite any kills.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class ExternalAgent(TurnRecorder):
         self._check_length(request)
         path = self._tree.identity(request.messages, request.tools)
         digest = request_hash(path, sampling.max_tokens.to_bytes(4, "little"), *map(_encoded, request.stop))
-        call_id = f"{self.seat}:{digest.hex()}.{self._asked[digest]}"
+        call_id = f"{self.seat}:{digest.hex()}.{self._request_counts[digest]}"
         self._request_counts[digest] += 1
         call = self._episode.journal.open_named(call_id, digest)
         self._in_progress += 1
@@ -233,7 +233,7 @@ class ExternalAgent(TurnRecorder):
             self._episode.journal.mismatch(
                 call.call_id,
                 f"the journal holds turn {recorded.turn} of row {recorded.row}",
-                f"the program now asks it as turn {len(self._turns)} of row {placed.row.number}",
+                f"the program now requests it as turn {len(self._turns)} of row {placed.row.number}",
             )
         return self._tree.restate(placed, np.concatenate([placed.context()[: placed.before], context]))
 
@@ -537,7 +537,7 @@ async def open_endpoint(
         if unasked := journal.unasked_turns(seat):
             if is_replay:
                 then = f"the journal holds {describe_entry(unasked[0])}"
-                journal.mismatch(f"turn {unasked[0].turn}", then, "the external agent does not ask for it now")
+                journal.mismatch(f"turn {unasked[0].turn}", then, "the external agent no longer requests it")
             episode.note = episode.note or agent.difference
 
 
@@ -600,7 +600,7 @@ def describe_request_difference(
     Args:
         recorded: recorded turns; the one most similar to the request is compared.
         new_messages: the request's new messages.
-        request: what else it asks for, with its tools.
+        request: its other parameters, with its tools.
     """
     then = max(recorded, key=lambda turn: common_prefix_length(str(turn.messages), str(tuple(new_messages))))
     where = f"turn {then.turn} of seat {then.seat!r}"
@@ -621,7 +621,7 @@ def describe_request_difference(
 
 
 def _two_values(was: object, came: object) -> str:
-    """Quote two values, from shortly before the place where they begin to differ."""
+    """Quote two values, starting shortly before their first difference."""
     first, second = str(was), str(came)
     at = max(common_prefix_length(first, second) - 20, 0)
     return f"{shortened_repr(first[at:])}, now {shortened_repr(second[at:])}"
@@ -687,7 +687,7 @@ def _new(request: ChatRequest, placed: RequestPlacement) -> Sequence[Message]:
 def _request_entry(
     request: ChatRequest, placed: RequestPlacement, sampling: SamplingParams, *, with_tools: bool = False
 ) -> ExternalRequestParameters:
-    """Return what a request asks for besides messages; with its tools if `with_tools`, or if it begins a row."""
+    """Return a request's parameters besides messages; with its tools if `with_tools`, or if it begins a row."""
     tools = tools_text(request.tools) if with_tools or not placed.before else None
     return ExternalRequestParameters(max_tokens=sampling.max_tokens, stop=tuple(request.stop), tools=tools)
 

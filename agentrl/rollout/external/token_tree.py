@@ -82,7 +82,7 @@ class RequestPlacement:
 
     row: TreeRow
     before: int
-    """Number of tokens of the row before this request's; 0 for a new row, whatever it shares with another."""
+    """Number of tokens of the row before this request's; 0 for a new row, even if it shares a prefix with another."""
     new_messages: int
     """Number of messages at the end of the request that no turn of the row has seen."""
     cause: ForkCause | None
@@ -230,7 +230,7 @@ class TokenTree:
 
     def _message_digest(self, message: Message) -> bytes:
         """Return the digest of a message for comparisons. It ignores white space around the text of a reply, and the
-        key order and spelling of arguments, because clients write them anew. A lone surrogate is a question mark, as
+        key order and spelling of arguments, because clients rewrite them. A lone surrogate is a question mark, as
         in requests (`gateway.bodies.parse_json`)."""
         content = message.content.strip() if message.role == "assistant" else message.content
         for pattern in self._volatile:
