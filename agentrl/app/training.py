@@ -236,7 +236,7 @@ def _concluded(
         )
     observer.finish(summary)
     return Run(
-        path=directory.given,
+        path=directory.user_path,
         metrics=observer.steps,
         policies=policies,
         best=best,

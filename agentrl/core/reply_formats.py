@@ -606,8 +606,8 @@ _DEEPSEEK = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
 _DEEPSEEK_SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 
 REPLY_FORMATS: Mapping[str, ReplyFormat] = {
-    each.name: each
-    for each in (
+    reply_format.name: reply_format
+    for reply_format in (
         ReplyFormat("hermes", "Qwen2.5, Qwen3, SmolLM3, Granite 4, Hermes, ERNIE 4.5", parse_hermes, (OPEN, CLOSE)),
         _format("qwen3_coder", "Qwen3-Coder, Qwen3.5 and later, Nemotron 3", OPEN, CLOSE, _functions),
         _format("glm45", "GLM-4.5 and later", OPEN, CLOSE, _glm),

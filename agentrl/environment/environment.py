@@ -131,7 +131,7 @@ def child_environments(environment: type[Environment]) -> dict[type[Environment]
     Raises:
         EnvironmentDefinitionError: a name is not an environment of that module, or a count is below 1.
     """
-    found = {}
+    children = {}
     for name, count in environment.fan_out.items():
         child = getattr(sys.modules.get(environment.__module__), name, None)
         if not (isinstance(child, type) and issubclass(child, Environment)):
@@ -144,5 +144,5 @@ def child_environments(environment: type[Environment]) -> dict[type[Environment]
                 f"{environment.__qualname__}.fan_out[{name!r}] is {count}; it must be the number of such episodes that "
                 "one episode starts, 1 or more; remove the entry if there may be none"
             )
-        found[child] = count
-    return found
+        children[child] = count
+    return children

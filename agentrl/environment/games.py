@@ -409,13 +409,13 @@ class _TextArenaGame(Game):
             env = env.env
         self._inner = env
         self._environment.begin(self._task, env)
-        return self._asked()
+        return self._question()
 
     def step(self, text: str) -> GamePosition:
         """Send the action of `text` to the game."""
         over, _ = self._environment.env.step(action=self._environment.action(text, self._inner))
         if not over:
-            return self._asked(legal=not getattr(self._inner.state, "error_count", 0))
+            return self._question(legal=not getattr(self._inner.state, "error_count", 0))
         rewards, info = self._environment.env.close()
         players = range(len(self._environment.seats))
         illegal = [player for player in players if (info or {}).get(player, {}).get("invalid_move")]
@@ -428,7 +428,7 @@ class _TextArenaGame(Game):
             truncated=False,
         )
 
-    def _asked(self, *, legal: bool = True) -> GamePosition:
+    def _question(self, *, legal: bool = True) -> GamePosition:
         player, messages = self._inner.get_observation()
         text = messages if isinstance(messages, str) else self._as_text(player, messages)
         shown = self._environment.render(int(player), text, self._inner)

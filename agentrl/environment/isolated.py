@@ -74,10 +74,10 @@ def isolated(
         >>> make = isolated(Fraction, 1, timeout_s=5.0)
     """
     name = getattr(factory, "__qualname__", "")
-    found: Any = sys.modules.get(getattr(factory, "__module__", ""))
+    resolved: Any = sys.modules.get(getattr(factory, "__module__", ""))
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if found is not factory:
+        resolved = getattr(resolved, part, None)
+    if resolved is not factory:
         raise EnvironmentDefinitionError(
             f"isolated({name or factory!r}): give a function or class defined at the top level of a module, and pass "
             "what it needs as arguments"
@@ -123,7 +123,7 @@ class IsolatedObject:
             self._end()
             raise
 
-    async def _ask(self, message: Any, what: str, *, more_s: float = 0.0) -> Any:
+    async def _ask(self, message: Any, act: str, *, more_s: float = 0.0) -> Any:
         if self._ended:
             raise IsolatedObjectError(f"the process of {self._name} has ended: {self._ended}")
         try:
@@ -135,11 +135,11 @@ class IsolatedObject:
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             kind, answer = "ended", f"it can no longer be understood ({error})"
         except BaseException:
-            self._ended = f"{what} was cancelled"
+            self._ended = f"{act} was cancelled"
             self._end()
             raise
         if kind == "ended":
-            self._ended = f"{answer}, in {what}"
+            self._ended = f"{answer}, in {act}"
             self._end()
             raise IsolatedObjectError(f"the process of {self._name} ended: {self._ended}")
         if kind != "returned":
@@ -303,9 +303,9 @@ class _ForkServer:
 def _signals_received() -> socket.socket:
     """Return a socket that receives signal numbers. A handler that raised in the middle of `close` would leak
     children."""
-    arrived, told = socket.socketpair()
-    told.setblocking(False)
-    signal.set_wakeup_fd(told.detach(), warn_on_full_buffer=False)
+    arrived, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     return arrived
 

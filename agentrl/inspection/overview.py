@@ -88,7 +88,7 @@ def run_overview(reader: RunReader) -> RunOverview:
         state=state.standing,
         seconds=max(float(last) - float(first), 0.0) if first is not None and last else None,
         episodes=episodes,
-        policies=sorted({policy for each in series.values() for policy in each.policies}),
+        policies=sorted({policy for entry in series.values() for policy in entry.policies}),
         bottleneck=status.bottleneck if status is not None else "",
         waits=list(status.waits) if status is not None else [],
         alarms=[AlarmEntry(*alarm) for alarm in find_alarms(state)],
@@ -105,8 +105,8 @@ def run_overview(reader: RunReader) -> RunOverview:
 
 def metric_entry(name: str) -> MetricEntry:
     """Return a metric with its unit and meaning, as far as they are registered."""
-    known = find_registered_metric(name)
-    return MetricEntry(name, known.unit if known else "", known.meaning if known else "")
+    registered = find_registered_metric(name)
+    return MetricEntry(name, registered.unit if registered else "", registered.meaning if registered else "")
 
 
 def metric_series(reader: RunReader, names: list[str]) -> dict[str, MetricSeries]:
@@ -117,7 +117,7 @@ def metric_series(reader: RunReader, names: list[str]) -> dict[str, MetricSeries
     """
     intervals = {name: interval_metric(name) for name in names}
     values = reader.metrics([*names, *(name for name in intervals.values() if name is not None)])
-    found = {}
+    series = {}
     for name in names:
         if name not in values:
             raise InputError(f"{reader.path}: no metric {name!r} was recorded")
@@ -127,5 +127,5 @@ def metric_series(reader: RunReader, names: list[str]) -> dict[str, MetricSeries
             by_step = dict(errors.get(policy, []))
             policies[policy] = [(step, value, by_step.get(step)) for step, value in points]
         entry = metric_entry(name)
-        found[name] = MetricSeries(entry.unit, entry.meaning, bool(errors), policies)
-    return found
+        series[name] = MetricSeries(entry.unit, entry.meaning, bool(errors), policies)
+    return series

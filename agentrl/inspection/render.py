@@ -273,15 +273,17 @@ SIDE_BY_SIDE = ("reward/mean", "episodes/tokens", "entropy", "k3", "grad_norm", 
 """Metrics that a terminal shows side by side, with those of evaluations; `--json` has all of them."""
 
 
-def comparison_page(found: RunsComparison) -> TerminalPage:
+def comparison_page(comparison: RunsComparison) -> TerminalPage:
     """Make a page with a comparison of runs."""
-    page, names = TerminalPage(), [group.name for group in found.groups]
-    for group in found.groups:
+    page, names = TerminalPage(), [group.name for group in comparison.groups]
+    for group in comparison.groups:
         if len(group.runs) > 1:
             page.line((f"{group.name}: ", "bold"), ", ".join(group.runs))
     page.heading("settings that differ")
-    if found.settings:
-        rows = [[line.name, *("" if value is None else str(value) for value in line.values)] for line in found.settings]
+    if comparison.settings:
+        rows = [
+            [line.name, *("" if value is None else str(value) for value in line.values)] for line in comparison.settings
+        ]
         page.table(["setting", *names], rows)
     else:
         page.line("none")
@@ -291,17 +293,17 @@ def comparison_page(found: RunsComparison) -> TerminalPage:
             *(line.group, line.policy, format_number(line.baseline), format_number(line.reward)),
             *(f"{line.difference:+.3f} ± {line.error:.3f}", f"{line.better} / {line.worse} of {line.tasks}"),
         ]
-        for line in found.paired
+        for line in comparison.paired
     ]
     if rows:
         base = f"{names[0]}>"
         page.table(["run", "policy", base, "reward>", "difference, 95 %>", "tasks better / worse>"], rows)
-    for note in found.notes:
+    for note in comparison.notes:
         page.line(note)
-    several = len({line.policy for line in found.metrics}) > 1
+    several = len({line.policy for line in comparison.metrics}) > 1
     shown = [
         line
-        for line in found.metrics
+        for line in comparison.metrics
         if line.metric in SIDE_BY_SIDE or line.metric in {"evaluation/reward", "evaluation/pass_at/1"}
     ]
     if shown:
@@ -313,10 +315,10 @@ def comparison_page(found: RunsComparison) -> TerminalPage:
                 for line in shown
             ],
         )
-    for policy, metric in dict.fromkeys((curve.policy, curve.metric) for curve in found.curves):
-        curves = {c.group: c.points for c in found.curves if (c.policy, c.metric) == (policy, metric)}
+    for policy, metric in dict.fromkeys((curve.policy, curve.metric) for curve in comparison.curves):
+        curves = {c.group: c.points for c in comparison.curves if (c.policy, c.metric) == (policy, metric)}
         page.heading(f"{metric} of {policy}" if several else metric)
-        page.table([f"{found.axis}>", *(f"{name}>" for name in names)], _curve_rows(names, curves))
+        page.table([f"{comparison.axis}>", *(f"{name}>" for name in names)], _curve_rows(names, curves))
     return page
 
 

@@ -267,8 +267,8 @@ def timeline_page(line: EpisodeTimeline, *, width: int = 80) -> TerminalPage:
         for bar in lane.bars:
             start, stop = (_column(at * scale, width) for at in (bar.start, bar.stop))
             for place in range(start, max(stop, start + 1)):
-                cells[place] = _MARKS.get(bar.what, "?")
-        rows.append([lane.name, "".join(cells), str(sum(bar.what != "wait" for bar in lane.bars))])
+                cells[place] = _MARKS.get(bar.kind, "?")
+        rows.append([lane.name, "".join(cells), str(sum(bar.kind != "wait" for bar in lane.bars))])
     if line.updates:
         cells = [" "] * (width + 1)
         for at, _ in line.updates:

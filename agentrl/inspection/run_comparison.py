@@ -218,12 +218,12 @@ def _grouped(runs: Sequence[_Run]) -> dict[str, list[int]]:
 
 
 def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    names = sorted({name for each in settings for name in each})
-    return [name for name in names if any(each.get(name) != settings[0].get(name) for each in settings)]
+    names = sorted({name for values in settings for name in values})
+    return [name for name in names if any(values.get(name) != settings[0].get(name) for values in settings)]
 
 
 def _setting_differences(settings: Sequence[Mapping[str, Any]]) -> list[SettingDifference]:
-    return [SettingDifference(name, [each.get(name) for each in settings]) for name in _differing(settings)]
+    return [SettingDifference(name, [values.get(name) for values in settings]) for name in _differing(settings)]
 
 
 # --- metrics and curves -----------------------------------------------------------------------------------------------
@@ -233,29 +233,31 @@ def _metric_comparisons(groups: Sequence[Sequence[_Run]]) -> list[MetricComparis
     keys = sorted(
         {(policy, name) for runs in groups for run in runs for name in run.values for policy in run.values[name]}
     )
-    found = [MetricComparison(policy, name, [_latest(runs, name, policy) for runs in groups]) for policy, name in keys]
-    return [each for each in found if any(value is not None for value in each.values)]
+    comparisons = [
+        MetricComparison(policy, name, [_latest(runs, name, policy) for runs in groups]) for policy, name in keys
+    ]
+    return [comparison for comparison in comparisons if any(value is not None for value in comparison.values)]
 
 
 def _latest(runs: Sequence[_Run], metric: str, policy: str) -> float | None:
-    known = []
+    values = []
     for run in runs:
         values = [value for _, value in run.values.get(metric, {}).get(policy, []) if value is not None]
         if values:
             newest = values[-1:] if metric.startswith("evaluation/") else values[-_LAST:]
-            known.append(statistics.fmean(newest))
-    return statistics.fmean(known) if known else None
+            values.append(statistics.fmean(newest))
+    return statistics.fmean(values) if values else None
 
 
 def _curves(group: str, runs: Sequence[_Run], metric: str, axis: str) -> list[ComparedCurve]:
     policies = dict.fromkeys(policy for run in runs for policy in run.values.get(metric, {}))
-    found = []
+    curves = []
     for policy in policies:
         curves = [curve for run in runs if (curve := _curve(run, metric, policy, axis))]
         if curves:
             points = curves[0] if len(curves) == 1 else _band(curves)
-            found.append(ComparedCurve(group=group, policy=policy, metric=metric, points=points))
-    return found
+            curves.append(ComparedCurve(group=group, policy=policy, metric=metric, points=points))
+    return curves
 
 
 def _curve(run: _Run, metric: str, policy: str, axis: str) -> list[CurvePoint]:
@@ -274,8 +276,8 @@ def _places(run: _Run, policy: str, axis: str) -> Callable[[int], float | None]:
     """Return a function from a step to its place on the axis; None if unknown."""
     if axis == "step":
         return float
-    known = axis_places(axis, run.values.get(AXIS_METRICS[axis], {}).get(policy, []))
-    return known.get if len(known) > 1 else (lambda step: None)
+    places = axis_places(axis, run.values.get(AXIS_METRICS[axis], {}).get(policy, []))
+    return places.get if len(places) > 1 else (lambda step: None)
 
 
 def axis_places(axis: str, values: Sequence[tuple[int, float | None]]) -> dict[int, float]:
@@ -328,19 +330,19 @@ TaskRewards = dict[bytes, float]
 def _paired(groups: Mapping[str, Sequence[RunReader]]) -> tuple[list[PairedDifference], list[str]]:
     measured = {name: [_held_out(reader) for reader in readers] for name, readers in groups.items()}
     (base_name, base), *others = measured.items()
-    found, notes = [], []
+    lines, notes = [], []
     for name, runs in others:
         for policy in dict.fromkeys(policy for run in base for policy in run):
             ours = [run[policy] for run in runs if policy in run]
             theirs = [run[policy] for run in base if policy in run]
             line = _paired_difference(name, policy, ours, theirs) if ours else None
             if line is not None:
-                found.append(line)
+                lines.append(line)
             else:
                 notes.append(f"{policy}: {name} and {base_name} were not evaluated on the same held-out tasks")
         if not any(base):
             notes.append(f"{base_name} has no evaluation, so {name} is compared with it by training metrics alone")
-    return found, notes
+    return lines, notes
 
 
 def _held_out(reader: RunReader) -> dict[str, tuple[int, TaskRewards]]:
@@ -354,10 +356,10 @@ def _held_out(reader: RunReader) -> dict[str, tuple[int, TaskRewards]]:
     newest: dict[str, tuple[int, int]] = {}
     for policy, step, lineage, *_ in rows:
         newest[policy] = max(newest.get(policy, (-1, -1)), (step, lineage))
-    wanted = [row for row in rows if newest[row[0]] == (row[1], row[2])]
-    tasks = _task_keys(reader, [(row[3], row[4]) for row in wanted])
+    newest_rows = [row for row in rows if newest[row[0]] == (row[1], row[2])]
+    tasks = _task_keys(reader, [(row[3], row[4]) for row in newest_rows])
     rewards: dict[str, dict[bytes, list[float]]] = {}
-    for policy, _, _, episode, attempt, reward in wanted:
+    for policy, _, _, episode, attempt, reward in newest_rows:
         if (key := tasks.get((episode, attempt))) is not None:
             rewards.setdefault(policy, {}).setdefault(key, []).append(float(reward))
     return {
@@ -366,7 +368,7 @@ def _held_out(reader: RunReader) -> dict[str, tuple[int, TaskRewards]]:
     }
 
 
-def _task_keys(reader: RunReader, wanted: Sequence[tuple[Any, Any]]) -> dict[tuple[str, int], bytes]:
+def _task_keys(reader: RunReader, episodes: Sequence[tuple[Any, Any]]) -> dict[tuple[str, int], bytes]:
     """Return the key of the task of each episode; a child belongs to its root's task."""
     columns = ", ".join([*ADMISSION_COLUMNS.split(), "checksum"])
     specs: dict[tuple[str, int], EpisodeSpec] = {}
@@ -378,7 +380,7 @@ def _task_keys(reader: RunReader, wanted: Sequence[tuple[Any, Any]]) -> dict[tup
         specs[spec.episode_id, spec.attempt] = spec
     by_episode = {episode: spec for (episode, _), spec in specs.items()}
     keys = {}
-    for key in wanted:
+    for key in episodes:
         root = specs.get(key)
         for _ in range(len(by_episode)):
             if root is None or root.parent_id is None:
@@ -409,6 +411,6 @@ def _paired_difference(
         error=math.hypot(
             *map(confidence_half_width, (differences, *means_of_runs))
         ),  # independent: over tasks and seeds
-        better=sum(each > 0 for each in differences),
-        worse=sum(each < 0 for each in differences),
+        better=sum(difference > 0 for difference in differences),
+        worse=sum(difference < 0 for difference in differences),
     )

@@ -131,7 +131,7 @@ def step_view(reader: RunReader, step: int, policy: str | None = None, lineage: 
         raise InputError(f"{' and '.join(policies)} both have a step {step}; name one with --policy")
     if not lines:
         raise InputError(f"{reader.path}: there is no such step {step}; `agentrl step list {reader.path}` shows them")
-    line = max(lines, key=lambda found: found.lineage)
+    line = max(lines, key=lambda candidate: candidate.lineage)
     problems: list[str] = []
     key = (line.policy, line.lineage, line.step)
     (row,) = verified_control_rows(reader.log, "steps", "policy = ? AND lineage = ? AND step = ?", *key)

@@ -41,7 +41,7 @@ class TimelineBar(msgspec.Struct, frozen=True):
 
     start: float
     stop: float
-    what: str
+    kind: str
     """Kind of the span: `turn`, `tool`, `effect`, `wait`, `child`, `reward`, `step`."""
     label: str
     call: str = ""
@@ -108,7 +108,7 @@ def timeline_from_conversation(view: ConversationView) -> EpisodeTimeline:
     busy: dict[str, float] = {}
     for bars in lanes.values():
         for bar in bars:
-            busy[bar.what] = busy.get(bar.what, 0.0) + bar.stop - bar.start
+            busy[bar.kind] = busy.get(bar.kind, 0.0) + bar.stop - bar.start
     return EpisodeTimeline(
         episode=view.summary.episode,
         attempt=view.summary.attempt,
@@ -131,9 +131,9 @@ def _add_bars(act: Act, lanes: dict[str, list[TimelineBar]], ends: dict[str, flo
             lane.append(TimelineBar(act.at, act.at + act.seconds, "turn", f"turn {act.turn}", act.call))
             ends[branch] = act.at + act.seconds
         case ToolAct() | EffectAct():
-            what = "tool" if isinstance(act, ToolAct) else "effect"
-            lanes.setdefault("tools" if what == "tool" else "effects", []).append(
-                TimelineBar(now, now + act.seconds, what, act.name, act.call)
+            kind = "tool" if isinstance(act, ToolAct) else "effect"
+            lanes.setdefault("tools" if kind == "tool" else "effects", []).append(
+                TimelineBar(now, now + act.seconds, kind, act.name, act.call)
             )
             ends[branch] = now + act.seconds
         case SpawnAct() | ChildEpisodeResultAct():
@@ -177,17 +177,17 @@ def run_timeline(reader: RunReader, parts: int = 60) -> RunTimeline:
     versions = verified_control_rows(
         log, "versions", "published_at >= ? ORDER BY published_at", began, problems=problems
     )
-    at_work = {policy: span_occupancy(found, parts, part) for policy, found in trainers.items()}
+    at_work = {policy: span_occupancy(bars, parts, part) for policy, bars in trainers.items()}
     engine = _engine(reader, began, parts, part)
     idle = {f"trainer of {policy}": 1.0 - sum(shares) / parts for policy, shares in at_work.items()}
-    known = [share for share in engine if share is not None]
-    if known:
-        idle["engine"] = 1.0 - sum(known) / len(known)
+    known_shares = [share for share in engine if share is not None]
+    if known_shares:
+        idle["engine"] = 1.0 - sum(known_shares) / len(known_shares)
     return RunTimeline(
         began=began,
         seconds=seconds,
         part=part,
-        in_flight={name: span_occupancy(found, parts, part) for name, found in spans.items()},
+        in_flight={name: span_occupancy(bars, parts, part) for name, bars in spans.items()},
         committed=_ends(reader, "drop_reason IS NULL", began, parts, part),
         dropped=_ends(reader, "drop_reason IS NOT NULL", began, parts, part),
         trainers=at_work,

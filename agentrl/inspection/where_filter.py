@@ -134,7 +134,7 @@ class _Parser:
         kind, name = self._next()
         column = self._column(name) if kind == "word" else None
         if column is None:
-            names = [*self._columns, *(f"{each}.NAME" for each in self._objects)]
+            names = [*self._columns, *(f"{table}.NAME" for table in self._objects)]
             close = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(names)}"
             raise InputError(

@@ -150,11 +150,11 @@ class MemoryTurnLog:
 def fullest_partition(logs: Mapping[str, MemoryTurnLog], episode_id: str, attempt: int) -> MemoryTurnLog | None:
     """Return the partition with the most entries of an attempt; see `TurnLogReader.partition_of`."""
 
-    def held(log: MemoryTurnLog) -> tuple[int, int]:
+    def buffer_size(log: MemoryTurnLog) -> tuple[int, int]:
         return len(log.read(episode_id, attempt)), len(log.read_partials(episode_id, attempt))
 
-    best = max(logs.values(), key=held, default=None)
-    return best if best is not None and any(held(best)) else None
+    best = max(logs.values(), key=buffer_size, default=None)
+    return best if best is not None and any(buffer_size(best)) else None
 
 
 class MemoryJournal(RunJournal):

@@ -124,7 +124,7 @@ class TurnLogReader:
         Raises:
             JournalError: a partition cannot be read.
         """
-        best = max(self._held(episode_id, attempt), default=(0, 0, ""), key=lambda count: count[:2])
+        best = max(self._partitions_holding(episode_id, attempt), default=(0, 0, ""), key=lambda count: count[:2])
         return best[2] if best[0] or best[1] else None
 
     def progress(self, episode_id: str, attempt: int) -> tuple[int, int]:
@@ -133,10 +133,12 @@ class TurnLogReader:
         Raises:
             JournalError: a partition cannot be read.
         """
-        entries, partials, _ = max(self._held(episode_id, attempt), default=(0, 0, ""), key=lambda count: count[:2])
+        entries, partials, _ = max(
+            self._partitions_holding(episode_id, attempt), default=(0, 0, ""), key=lambda count: count[:2]
+        )
         return entries, partials
 
-    def _held(self, episode_id: str, attempt: int) -> list[tuple[int, int, str]]:
+    def _partitions_holding(self, episode_id: str, attempt: int) -> list[tuple[int, int, str]]:
         """Return the number of entries and of partials of an attempt in each partition, with the partition's name."""
         counts: list[tuple[int, int, str]] = []
         for name in sorted(path.name for path in self._directory.glob("turns-*.db")):

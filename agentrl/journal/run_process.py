@@ -34,7 +34,7 @@ LOCK_FILE = "run.lock"
 LOCK_WAIT_S = 30
 """Seconds that a process may take to release a partition: a worker that Ray started outlives a killed run by some
 seconds, in which it still writes."""
-_held: weakref.WeakSet[RunLock] = weakref.WeakSet()
+_open_locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 PROCESS_FILE = "process.json"
 MAX_RECORD_BYTES = 16 << 20
@@ -88,7 +88,7 @@ class RunLock:
             if file != descriptor:
                 os.close(file)
         self._descriptor = descriptor
-        _held.add(self)
+        _open_locks.add(self)
 
     def release(self) -> None:
         """Release the lock. Idempotent."""
@@ -161,7 +161,7 @@ async def retry_until_writer_exits(take: Callable[[], T], tell: Callable[[str], 
 
 def _forget_in_child() -> None:
     """Drop the locks in a forked child, which may outlive the run and would keep other processes out of it."""
-    for lock in list(_held):
+    for lock in list(_open_locks):
         lock.release()
 
 

@@ -172,7 +172,7 @@ class ProgressLine:
     """
 
     def __init__(self, title: str, stream: TextIO, clock: Clock | None = None) -> None:
-        self._what = title
+        self._title = title
         self._stream = stream
         self._clock = clock or SystemClock()
         self._shown_at = -LINE_INTERVAL_S
@@ -184,7 +184,7 @@ class ProgressLine:
         if not on_terminal and now - self._shown_at < LINE_INTERVAL_S:
             return
         self._shown_at = now
-        line = terminal_safe_line(f"{self._what}: {part}")
+        line = terminal_safe_line(f"{self._title}: {part}")
         if on_terminal:
             line = f"\r\x1b[2K{line[: max(shutil.get_terminal_size().columns - 1, 20)]}"
         self._write(line if on_terminal else f"{line} …\n")

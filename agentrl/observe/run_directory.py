@@ -45,7 +45,7 @@ class RunDirectory:
     """The files of one run."""
 
     def __init__(self, path: Path) -> None:
-        self.given = path
+        self.user_path = path
         """Path as the user gave it, for messages."""
         self.path = path = path.absolute()
         """Absolute path, valid in any working directory."""
@@ -149,7 +149,7 @@ class RunDirectory:
                     link.unlink()
             for name, published in weights.items():
                 (directory / name).symlink_to(os.path.relpath(published.path, directory))
-                links[name] = self.given / folder / name
+                links[name] = self.user_path / folder / name
         except OSError as error:
             raise StorageError(f"{directory}: cannot be written ({error.strerror}); {_FINISH}") from error
         return links

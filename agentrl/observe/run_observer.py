@@ -70,7 +70,7 @@ class RunObserver:
     ) -> None:
         self.steps: list[dict[str, float]] = []
         """Metrics of every optimizer step of this process, in order; `state` covers the whole run."""
-        self.state = RunState(plan=plan, path=str(directory.given), status=RunSnapshot(phase="starting"))
+        self.state = RunState(plan=plan, path=str(directory.user_path), status=RunSnapshot(phase="starting"))
         read_metrics(directory.metrics, self.state)
         self._directory = directory
         self._stream = EnduringStream(stream or sys.stderr)
@@ -180,7 +180,7 @@ class RunObserver:
             if self.steps or not planned
             else nothing
         )
-        self._stream.write(f"run directory: {escape_line(str(self._directory.given))}\n")
+        self._stream.write(f"run directory: {escape_line(str(self._directory.user_path))}\n")
         self._stream.flush()
 
     def closing(self, text: str) -> AbstractContextManager[object]:
@@ -283,14 +283,14 @@ class EnduringStream(io.TextIOBase, TextIO):
 
     def __init__(self, stream: TextIO) -> None:
         self._stream: TextIO | None = stream
-        self._own: TextIO | None = None
+        self._file: TextIO | None = None
         # A wrapper, or a replaced `write`, shows the lines in a notebook or a log.
         if type(stream) is not io.TextIOWrapper or "write" in vars(stream):
             return
         with contextlib.suppress(OSError, ValueError):  # it is closed
             stream.flush()
             number = fcntl.fcntl(stream.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
-            self._stream = self._own = open(  # noqa: SIM115 - closed by `close`
+            self._stream = self._file = open(  # noqa: SIM115 - closed by `close`
                 number, "w", buffering=1, encoding=stream.encoding, errors=stream.errors
             )
 
@@ -315,9 +315,9 @@ class EnduringStream(io.TextIOBase, TextIO):
         """Close the own descriptor. Idempotent."""
         self.flush()
         self._stream = None
-        if self._own is not None:
+        if self._file is not None:
             with contextlib.suppress(OSError):
-                self._own.close()
+                self._file.close()
 
     def isatty(self) -> bool:
         """Whether the stream is a terminal."""

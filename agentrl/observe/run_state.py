@@ -281,9 +281,13 @@ def bottleneck(state: RunState, status: RunSnapshot) -> str:
     shares = f"engines {engine:.0%} busy, trainer {trainer:.0%}"
     if max(engine, trainer) >= BUSY:
         return f"{'engines' if engine >= trainer else 'trainer'} ({shares})"
-    held = next((wait.removeprefix(_ADMISSION_WAITS) for wait in status.waits if wait.startswith(_ADMISSION_WAITS)), "")
+    admission_wait = next(
+        (wait.removeprefix(_ADMISSION_WAITS) for wait in status.waits if wait.startswith(_ADMISSION_WAITS)), ""
+    )
     has_tools = any(name.startswith("tool/") for values in steps for name in values)
-    return f"{held or ('tools and environments' if has_tools else 'environments or other processes')} ({shares})"
+    return (
+        f"{admission_wait or ('tools and environments' if has_tools else 'environments or other processes')} ({shares})"
+    )
 
 
 def display_settings_from_config(config: Mapping[str, Any]) -> RunDisplaySettings:

@@ -22,7 +22,7 @@ class SandboxCheck:
 
     name: str
     holds: bool
-    found: str
+    result: str
     fix: str = ""
 
 
@@ -32,7 +32,7 @@ class _Promise:
     script: str
     """For /bin/sh."""
     holds: Callable[[CommandResult], bool]
-    found: str
+    result: str
     seconds: float = 10.0
     program: str = "sh"
     """Program that the script needs; the check is skipped without it."""
@@ -77,7 +77,7 @@ async def check_sandboxes() -> list[SandboxCheck]:
             ran = await lease.run(["sh", "-c", promise.script], seconds=promise.seconds)
             holds = promise.holds(ran)
             output = (ran.stderr or ran.stdout).decode("utf-8", "replace").strip()
-            checks.append(SandboxCheck(promise.name, holds, promise.found if holds else f"not held: {output[:200]}"))
+            checks.append(SandboxCheck(promise.name, holds, promise.result if holds else f"not held: {output[:200]}"))
             await lease.close()
         return checks
     finally:

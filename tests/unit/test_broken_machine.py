@@ -103,7 +103,7 @@ def test_the_doctor_says_whether_ray_can_be_imported(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(metadata, "version", lambda name: "2.60.0")
     (check,) = doctor.ray_import_checks()
-    assert check.found == told
+    assert check.result == told
     assert (check.level == "missing") == told.startswith("no")
 
 
@@ -169,7 +169,7 @@ def test_a_vllm_that_is_too_old_is_refused_and_told(tmp_path: Path, monkeypatch:
     ):
         check_vllm_usable(RunConfig.model_validate({"environment": {"id": "unused"}, "model": {"path": "unused"}}))
     told = next(check for check in doctor.vllm_checks() if check.name == "vllm")
-    assert (told.level, told.found) == ("note", "0.31.2, older than 0.32.0")
+    assert (told.level, told.result) == ("note", "0.31.2, older than 0.32.0")
     assert told.fix == f"{install_command('vllm')} --upgrade"
 
 

@@ -23,11 +23,11 @@ def test_this_machine_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
     found = {check["name"]: check for checks in report["sections"].values() for check in checks}
     assert {"Python", "cores", "memory", "GPU", "disk for runs", "torch", "ray", "engine", "trainer"} <= set(found)
     assert found["torch works"]["level"] == "ok"
-    assert found["engine"]["found"].startswith("embedded, in this process, 1 thread")
-    assert found["trainer"]["found"].startswith("in this process")
-    on = "on the CPU" if found["torch works"]["found"].endswith("no GPU") else "on the GPU"
-    assert found["engine"]["found"].endswith(on)
-    assert found["trainer"]["found"].endswith(on)
+    assert found["engine"]["result"].startswith("embedded, in this process, 1 thread")
+    assert found["trainer"]["result"].startswith("in this process")
+    on = "on the CPU" if found["torch works"]["result"].endswith("no GPU") else "on the GPU"
+    assert found["engine"]["result"].endswith(on)
+    assert found["trainer"]["result"].endswith(on)
 
 
 def failing() -> list[Check]:
@@ -35,7 +35,7 @@ def failing() -> list[Check]:
 
 
 def missing() -> list[Check]:
-    return [Check(name="torch", found="not installed", level="missing", fix="pip install '.[train]'")]
+    return [Check(name="torch", result="not installed", level="missing", fix="pip install '.[train]'")]
 
 
 def test_a_probe_that_fails_hides_no_other_and_what_is_missing_is_exit_code_1(
@@ -72,16 +72,16 @@ def test_a_file_that_hides_a_library_is_named(
 
 def test_a_package_that_is_absent_or_old_is_told_with_its_command() -> None:
     absent = doctor.distribution_check("no-such-package-here", {}, extra="train", needed=True)
-    assert (absent.level, absent.found) == ("missing", "not installed")
+    assert (absent.level, absent.result) == ("missing", "not installed")
     assert absent.fix == install_command("train")
     optional = doctor.distribution_check("no-such-package-here", {}, extra="ray", needed=False)
-    assert (optional.level, optional.found) == (
+    assert (optional.level, optional.result) == (
         "note",
         "not installed; needed for several trainer ranks and for cluster.address",
     )
     old = doctor.distribution_check("numpy", {"numpy": "99.1"}, extra="train", needed=True)
     assert old.level == "missing"
-    assert "older than 99.1" in old.found
+    assert "older than 99.1" in old.result
     assert old.fix.endswith("--upgrade")
     assert doctor.distribution_check("numpy", {"numpy": "2.1"}, extra="train", needed=True).level == "ok"
 
@@ -107,7 +107,7 @@ def test_a_gpu_without_a_compiler_shares_no_prefixes(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     (without,) = doctor.prefix_checks()
-    assert (without.level, "compiler" in without.found) == ("note", True)
+    assert (without.level, "compiler" in without.result) == ("note", True)
     compiler = tmp_path / "gcc"
     compiler.write_text("#!/bin/sh\n")
     compiler.chmod(0o755)

@@ -116,7 +116,7 @@ def test_a_memory_that_nothing_fits_into_is_refused(
     file.write_text(f'[environment]\nid = "calculator"\n[model]\npath = "{repository}/environments/calculator/model"\n')
     assert main(["doctor", str(file), "--json"]) == 1
     report = json.loads(capsys.readouterr().out)["sections"]["memory"]
-    assert any("not enough memory" in check["found"] for check in report)
+    assert any("not enough memory" in check["result"] for check in report)
     assert main(["train", str(file), f"--directory={tmp_path}"]) == 2
     assert "not enough memory" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -179,7 +179,7 @@ def _steps(
         following = row.turns[place + 1].messages if place + 1 < len(row.turns) else ()
         answers = list(takewhile(lambda message: message.get("role") == "tool", following))
         context += decode_int32(turn.context_ids)
-        step = _said(turn, len(context))
+        step = _agent_step(turn, len(context))
         if has_prompts:
             step["metrics"]["prompt_token_ids"] = list(context)
         if _key(turn) in copied:
@@ -202,7 +202,7 @@ def _message_step(message: dict[str, Any]) -> dict[str, Any]:
     return step
 
 
-def _said(turn: TurnEntry, prompt_tokens: int) -> dict[str, Any]:
+def _agent_step(turn: TurnEntry, prompt_tokens: int) -> dict[str, Any]:
     whose = turn.weights_of or turn.policy
     versions = [(span.start, span.stop, f"{whose}@{span.lineage}.{span.step}") for span in turn.spans]
     ids, logprobs = list(decode_int32(turn.token_ids)), list(decode_float32(turn.logprobs))

@@ -75,7 +75,7 @@ def _page(blocks: tuple[str, ...], *, connect: str) -> ViewerPage:
         for number, block in enumerate(blocks)
     )
     parts = {"POLICY": policy, "STYLE": style, "DATA": data, "SCRIPT": script}
-    return ViewerPage(re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], html), policy)
+    return ViewerPage(re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], html), policy)
 
 
 @lru_cache(maxsize=1)
@@ -91,7 +91,7 @@ def _parts() -> tuple[str, str, str]:
 
 def _module(name: str, text: str) -> str:
     """Wrap a module in an immediately called function that returns its exports."""
-    exported = ", ".join(found[2] for found in _EXPORT.finditer(text))
+    exported = ", ".join(match[2] for match in _EXPORT.finditer(text))
     body = _EXPORT.sub(r"\1", _IMPORT.sub(r"const \1 = modules.\2;", text))
     return f"\n// --- {name}.js\n\nmodules.{name} = (() => {{\n{body}return {{ {exported} }};\n}})();\n"
 

@@ -118,8 +118,8 @@ def tokens_in_columns(row: TokenRow) -> dict[str, Any]:
             values = [None if value is None else round(value, 6) for value in values]
         if name != "position" and any(value is not None for value in values):
             columns[name] = values
-    told = {name: getattr(row, name) for name in row.__struct_fields__ if name != "tokens"}
-    return {**told, "count": len(row.tokens), "columns": columns}
+    row_fields = {name: getattr(row, name) for name in row.__struct_fields__ if name != "tokens"}
+    return {**row_fields, "count": len(row.tokens), "columns": columns}
 
 
 def answer_episode_queries(reader: RunReader, parameters: Parameters) -> dict[str, Any]:
@@ -174,8 +174,8 @@ def _conversation(reader: RunReader, parameters: Parameters) -> Any:
 
 def _tokens(reader: RunReader, parameters: Parameters) -> Any:
     with _located(reader, parameters) as (where, episode, attempt):
-        found = episode_tokens(where, episode, attempt)
-    return {"rows": [tokens_in_columns(row) for row in found.rows], "problems": found.problems}
+        tokens = episode_tokens(where, episode, attempt)
+    return {"rows": [tokens_in_columns(row) for row in tokens.rows], "problems": tokens.problems}
 
 
 def _reasons(reader: RunReader, parameters: Parameters) -> Any:

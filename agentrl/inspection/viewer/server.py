@@ -120,17 +120,17 @@ def _application(runs: ServedRuns, thread: ThreadPoolExecutor, token: str, serve
         return web.Response(text=page.html, content_type="text/html")
 
     async def ask(request: web.Request) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), f"Bearer {token}".encode()):
+        authorization = request.headers.get("Authorization", "")
+        if not hmac.compare_digest(authorization.encode("utf-8", "surrogateescape"), f"Bearer {token}".encode()):
             return _refusal(401, "the token is missing: open the address that `agentrl run serve` printed")
         if request.transport is not None:
             server.admit(request.transport)
         question, parameters = request.match_info["question"], dict(request.query)
         try:
-            found = await asyncio.get_running_loop().run_in_executor(thread, runs.answer, question, parameters)
+            answer = await asyncio.get_running_loop().run_in_executor(thread, runs.answer, question, parameters)
         except AgentRLError as error:
             return _refusal(400 if isinstance(error, InputError) else 500, str(error))
-        return web.Response(body=found, content_type="application/json")
+        return web.Response(body=answer, content_type="application/json")
 
     async def lead_back(_: web.Request) -> web.StreamResponse:
         return web.Response(status=404, text=_NOT_HERE, content_type="text/html")
@@ -145,9 +145,9 @@ def _application(runs: ServedRuns, thread: ThreadPoolExecutor, token: str, serve
 def _is_own(request: web.Request) -> bool:
     """Whether a request names this server as its host and, if it states one, as its origin."""
     sockname = request.transport.get_extra_info("sockname") if request.transport is not None else None
-    own = {f"{name}:{sockname[1]}" for name in (HOST, "localhost")} if sockname else set()
+    own_hosts = {f"{name}:{sockname[1]}" for name in (HOST, "localhost")} if sockname else set()
     origin = request.headers.get("Origin")
-    return request.host in own and (origin is None or origin in {f"http://{name}" for name in own})
+    return request.host in own_hosts and (origin is None or origin in {f"http://{name}" for name in own_hosts})
 
 
 def _refusal(status: int, reason: str) -> web.Response:

@@ -20,7 +20,7 @@ export function timelinePanel(line, episode) {
       element("div", { class: "track" }, marks.map((mark) => mark.cloneNode()), lane.bars.map((bar) => laneBar(bar, left, total, line, episode))),
     ),
   );
-  const kinds = [...new Set(line.lanes.flatMap((lane) => lane.bars.map((bar) => bar.what)))];
+  const kinds = [...new Set(line.lanes.flatMap((lane) => lane.bars.map((bar) => bar.kind)))];
   return element(
     "div",
     { class: "lanes" },
@@ -34,7 +34,7 @@ export function timelinePanel(line, episode) {
 function laneBar(bar, left, total, line, episode) {
   const label = `${bar.label}: ${bar.stop > bar.start ? `${seconds(bar.stop - bar.start)}, ` : ""}from ${seconds(bar.start)}`;
   const width = `${Math.max(((bar.stop - bar.start) / total) * 100, 0)}%`;
-  return element("a", { class: `bar ${KINDS[bar.what] ?? "hue5"} ${bar.stop > bar.start ? "" : "moment"}`, "data-item": true, href: episodeAddress(episode, line.attempt, null, { call: bar.call }), css: { "--left": left(bar.start), "--width": width }, title: label }, element("span", { class: "unseen" }, label));
+  return element("a", { class: `bar ${KINDS[bar.kind] ?? "hue5"} ${bar.stop > bar.start ? "" : "moment"}`, "data-item": true, href: episodeAddress(episode, line.attempt, null, { call: bar.call }), css: { "--left": left(bar.start), "--width": width }, title: label }, element("span", { class: "unseen" }, label));
 }
 
 function axis(total) {
