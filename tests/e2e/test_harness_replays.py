@@ -130,8 +130,8 @@ def test_a_replay_runs_the_program_again_and_samples_nothing(
     ("environment", "file", "change", "told"),
     [
         ("Loop", "envs.py", ("branch {branch}", "part {branch}"), r"content: '2 * 1, branch 0', now '2 * 1, part 0'"),
-        ("Loop", "envs.py", ("in range(2)", "in range(1)"), "the external agent does not ask for it now"),
-        ("Loop", "envs.py", ("in range(2)", "in range(3)"), "a turn that it did not ask for then"),
+        ("Loop", "envs.py", ("in range(2)", "in range(1)"), "the external agent no longer requests it"),
+        ("Loop", "envs.py", ("in range(2)", "in range(3)"), "a turn that was not requested in the recording"),
         ("Program", "program.py", ("And twice ", "And also "), "content: 'And twice 2?', now 'And also 2?'"),
         ("Program", "program.py", ('open("answer', 'sys.exit(3) # open("answer'), "the program failed: exit status 3"),
     ],

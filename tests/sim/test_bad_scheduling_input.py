@@ -215,4 +215,4 @@ def test_one_that_nobody_can_cancel_costs_its_episode() -> None:
     assert len(run.trainer.batches) == 4
     assert ends(run)["episode_timeout"] > 0
     details = {end.detail for end in run.journal.of_kind(EpisodeEnd) if end.header.drop_reason == "episode_timeout"}
-    assert all("swallowed the cancellation" in detail for detail in details)
+    assert all("ignored the cancellation" in detail for detail in details)

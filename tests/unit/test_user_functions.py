@@ -164,7 +164,7 @@ def test_options_reach_the_loss_and_are_checked(model: Path, tmp_path: Path) -> 
         ("raises", LossError, "raises raised ArithmeticError: as asked"),
         ("of_another_shape", LossError, r"returned \(\); it must be a tensor with the loss of each token"),
         ("detached", LossError, "does not depend on batch.logprobs"),
-        ("freed", LossError, "calls no backward"),
+        ("freed", LossError, "not call backward"),
         ("nan", NonFiniteError, "the loss nan is nan, .* `nonfinite_gradient`.*`agentrl env check --loss /.*:nan`"),
     ],
 )
@@ -386,7 +386,7 @@ def test_the_page_has_every_option_with_its_default() -> None:
         ("raises", "raised ArithmeticError: as asked"),
         ("of_another_shape", "returned ()"),
         ("detached", "was it detached?"),
-        ("freed", "calls no backward()"),
+        ("freed", "not call backward()"),
         ("nan", "the loss of a token is nan"),
         ("overflows", "of a token is inf"),
         ("noisy", "it draws random numbers"),
