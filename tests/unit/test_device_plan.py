@@ -108,7 +108,7 @@ def test_too_few_gpus_are_refused_by_name(
 
 def test_a_share_that_leaves_the_trainer_nothing_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"leaves 3% to trainer rank 0, which shares that GPU: lower engine\.memory_share"
+        ConfigError, match=r"97% of GPU 0, which leaves 3% to trainer rank 0: lower engine\.memory_share"
     ):
         plan_devices(configuration(memory_share=0.93), machine(1))
     assert plan_devices(configuration(memory_share=0.6), machine(1)).shares == (0.6,)
@@ -172,8 +172,9 @@ def test_each_base_model_has_engines_and_gpus_of_its_own() -> None:
     assert [plan.name_of_engine(number).split("/")[-1] for number in range(4)] == [*["unused"] * 2, *["other"] * 2]
     shared = plan_devices(of_two_bases(), machine(2))
     assert (shared.ranks, shared.engines, shared.shares) == ((0, 1), ((0,), (1,)), (0.45, 0.45))
-    with pytest.raises(ConfigError, match=r"engine\.replicas = 2 of 1 GPU each for each of 2 base models do not fit"):
-        plan_devices(of_two_bases(2), machine(3))
+    assert plan_devices(of_two_bases(2), machine(3)).engines == ((1,), (2,)) * 2, "three GPUs hold no four engines"
+    with pytest.raises(ConfigError, match=r"engine\.replicas = 4 of 1 GPU each for each of 2 base models do not fit"):
+        plan_devices(of_two_bases(4), machine(3))
 
 
 def test_embedded_engines_of_several_bases_share_gpus() -> None:
@@ -300,7 +301,19 @@ def test_each_policy_that_trains_all_weights_has_an_engine_of_its_own() -> None:
         "unused for policy0",
         "unused for policy1",
     ]
-    with pytest.raises(ConfigError, match=r"for each of 2 base models do not fit on 1 GPU"):
-        plan_devices(config, machine(1))
     embedded = of_two_full_policies(2, engine={"replicas": 1})
     assert len(embedded.bases) == 1, "an embedded engine holds several sets of weights"
+
+
+def test_engines_of_several_policies_share_one_gpu_with_their_trainer() -> None:
+    config = of_two_full_policies(2)
+    plan = plan_devices(config, machine(1))
+    assert (plan.ranks, plan.engines, plan.shares) == ((0,), ((0,), (0,)), (0.225, 0.225))
+    assert plan.share_of_rank(0) == pytest.approx(1 - 0.45 - 3 * CONTEXT / CARD.total)
+    assert [plan.transfer_to(number) for number in range(2)] == ["ipc", "ipc"]
+    assert plan.lines()[0].count("engine ") == 2
+    with pytest.raises(ConfigError, match=r"engines and CUDA contexts take 1\d\d% of GPU 0"):
+        plan_devices(of_two_full_policies(2, engine={"vllm": {}, "memory_share": 0.5}), machine(1))
+    half_free = [gpu._replace(memory=Memory(8 << 30, 24 << 30)) for gpu in machine(1)]
+    (told,) = plan_devices(config, half_free).taken()
+    assert re.search(r"GPU 0: engine 0 of .* and engine 1 of .* take 45% of its memory, 10\.8 GiB, and 8\.0 are", told)
