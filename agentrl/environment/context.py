@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from agentrl.core.records import ToolSpec
     from agentrl.environment.environment import Environment
+    from agentrl.sandbox.driver import CommandResult
+    from agentrl.sandbox.sandbox import Sandbox
 
 
 T = TypeVar("T")
@@ -118,6 +120,10 @@ class EpisodeContext(ABC):
                 after the last recorded call is restored. `pinned`: it does not come back, and the episode begins again.
             seed: seeds those generators; give one to share them between episodes. Default: the episode's seed.
         """
+
+    @abstractmethod
+    def sandbox(self, limits: Sandbox) -> EpisodeSandbox:
+        """A sandbox of this episode, which keeps its files until the episode ends."""
 
     @property
     @abstractmethod
@@ -324,6 +330,54 @@ class Resource(ABC):
 
         Raises:
             EffectError: the method raised; re-execution raises the same. agentrl's own errors pass through unchanged.
+        """
+
+
+class EpisodeSandbox(ABC):
+    """A sandbox that keeps its files from command to command. Its calls go through the journal.
+
+    Re-execution returns the recorded results and runs nothing; the first new command finds the files as they were.
+    Commands run one after another. With a network, the files die with the process, and the episode begins again.
+
+    Raises:
+        EpisodeError: what a command changed does not fit a journal entry, about 48 MiB (`too_large`).
+    """
+
+    @abstractmethod
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        files: Mapping[str, str | bytes] | None = None,
+        stdin: str | bytes = b"",
+        environment: Mapping[str, str] | None = None,
+        seconds: float | None = None,
+    ) -> CommandResult:
+        """Run one command; see `Sandbox.run`."""
+
+    @abstractmethod
+    async def write(self, files: Mapping[str, str | bytes]) -> None:
+        """Write files by absolute path.
+
+        Raises:
+            EffectError: the disk is full, or a link or a file is on the way.
+        """
+
+    @abstractmethod
+    async def read(self, path: str, *, limit: int = 1 << 20) -> bytes:
+        """Return at most `limit` bytes of the plain file at an absolute path.
+
+        Raises:
+            EffectError: there is no plain file, or a link is on the way.
+        """
+
+    @abstractmethod
+    def copy(self, *, only: Sequence[str] = ()) -> AbstractAsyncContextManager[EpisodeSandbox]:
+        """A fresh sandbox with copies of the files at or below the absolute paths `only`; default: of all files. A
+        judge works there, out of the reach of everything the policy started or left elsewhere.
+
+            async with box.copy(only=["/box/src"]) as judge:
+                passed = (await judge.run(["python3", "/box/test.py"], files={"test.py": tests})).ok
         """
 
 

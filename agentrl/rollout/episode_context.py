@@ -24,6 +24,7 @@ from agentrl.environment.context import (
     ChildEpisode,
     Endpoint,
     EpisodeContext,
+    EpisodeSandbox,
     Guarantee,
     LimitReachedError,
     Reconcile,
@@ -59,12 +60,15 @@ from agentrl.rollout.journal_data import (
     to_journal_data_and_bytes,
 )
 from agentrl.rollout.mismatch import shortened_repr
+from agentrl.rollout.sandbox import NAME as SANDBOX
+from agentrl.rollout.sandbox import JournaledSandbox
 from agentrl.rollout.turn_recorder import TurnRecorder
 
 if TYPE_CHECKING:
     import random
 
     from agentrl.rollout.episode import LiveEpisode
+    from agentrl.sandbox.sandbox import Sandbox
 
 T = TypeVar("T")
 
@@ -86,6 +90,7 @@ class LiveEpisodeContext(EpisodeContext):
         "limits",
         "measured_against",
         "resources",
+        "sandboxes",
         "stop_reason",
         "task",
     )
@@ -103,6 +108,7 @@ class LiveEpisodeContext(EpisodeContext):
         """See `EpisodeHeader.measured_against`; None until there are children."""
         self.stop_reason: StopReason | None = None
         self.resources: tuple[JournaledResource, ...] = ()
+        self.sandboxes: tuple[JournaledSandbox, ...] = ()
 
     def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> TurnRecorder:
         """The handle of a seat's conversation."""
@@ -184,6 +190,14 @@ class LiveEpisodeContext(EpisodeContext):
         resource = JournaledResource(self.episode, factory, f"resource {branch.path}.{branch.resources}", level, seed)
         self.resources = (*self.resources, resource)
         return resource
+
+    def sandbox(self, limits: Sandbox) -> EpisodeSandbox:
+        """Make a sandbox of this episode."""
+        branch = current_branch()
+        branch.resources += 1
+        sandbox = JournaledSandbox(self.episode, limits, f"{SANDBOX} {branch.path}.{branch.resources}")
+        self.sandboxes = (*self.sandboxes, sandbox)
+        return sandbox
 
     def endpoint(
         self,
@@ -337,3 +351,5 @@ class LiveEpisodeContext(EpisodeContext):
             agent.close()
         for resource in self.resources:
             resource.close()
+        for sandbox in self.sandboxes:
+            sandbox.close()

@@ -163,6 +163,18 @@ class BubblewrapLease:
         finally:
             os.close(file)
 
+    async def changes(self, *, everything: bool = False) -> tuple[list[keeper.FileRecord], list[str], bytes]:
+        received: list[int] = []
+        reply = await self._client.ask("changed", on_file=received.append, lease=self._name, everything=everything)
+        with open(received[0], "rb") as file:  # noqa: ASYNC230 - it lies in memory
+            file.seek(0)
+            contents = file.read()
+        return [keeper.FileRecord(*record) for record in reply["records"]], reply["gone"], contents
+
+    async def restore(self, records: Sequence[keeper.FileRecord], contents: bytes) -> None:
+        with _memory_file(contents) as source:
+            await self._client.ask("restore", [source], lease=self._name, records=list(records))
+
     async def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True

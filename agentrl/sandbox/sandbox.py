@@ -13,17 +13,14 @@ from agentrl.sandbox.driver import SandboxLimits
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from agentrl.sandbox.driver import CommandResult, SandboxDriver
+    from agentrl.sandbox.driver import CommandResult, SandboxDriver, SandboxLease
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sandbox(SandboxLimits):
     """Isolation and limits for untrusted commands.
 
-    `run` makes a sandbox for one command, so no state survives it. Inside of `run()` of an environment, call it from a
-    method that `ctx.effect` journals::
-
-        passed = await ctx.effect("tests", lambda: self.passes(turn.text))
+    `ctx.sandbox(...)` makes a sandbox that keeps its files for the episode. `run` makes one for a single command.
     """
 
     async def run(
@@ -48,17 +45,16 @@ class Sandbox(SandboxLimits):
             SandboxError: this machine cannot isolate the command.
             InputError: the command or a path cannot be used.
         """
-        lease = await _driver().create(self)
+        lease = await open_lease(self)
         try:
-            content = {path: _as_bytes(body) for path, body in (files or {}).items()}
-            return await lease.run(
-                argv, files=content, stdin=_as_bytes(stdin), environment=environment, seconds=seconds
-            )
+            content = {path: as_bytes(body) for path, body in (files or {}).items()}
+            return await lease.run(argv, files=content, stdin=as_bytes(stdin), environment=environment, seconds=seconds)
         finally:
             await lease.close()
 
 
-def _as_bytes(content: str | bytes) -> bytes:
+def as_bytes(content: str | bytes) -> bytes:
+    """Return text as UTF-8."""
     return content.encode() if isinstance(content, str) else content
 
 
@@ -66,8 +62,13 @@ _drivers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, SandboxDriver] = 
 """One driver, and so one keeper process, for each event loop; a worker has one loop."""
 
 
-def _driver() -> SandboxDriver:
+async def open_lease(limits: SandboxLimits) -> SandboxLease:
+    """Make an empty sandbox.
+
+    Raises:
+        SandboxError: this machine cannot isolate it.
+    """
     loop = asyncio.get_running_loop()
     if loop not in _drivers:
         _drivers[loop] = BubblewrapDriver()
-    return _drivers[loop]
+    return await _drivers[loop].create(limits)
