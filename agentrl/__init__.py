@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from agentrl.environment.harness import HarnessEnvironment, HarnessEpisode
     from agentrl.environment.mcp import MCPServer
     from agentrl.environment.registry import make, register, spec
+    from agentrl.environment.sandbox_tools import bash, edit_file, read_file, write_file
     from agentrl.environment.tasks import learnability
     from agentrl.environment.tools import ToolEnvironment, ToolEpisode, tool
     from agentrl.learn.loss_batch import LossBatch
@@ -74,19 +75,23 @@ _HOME = {
     "ToolEpisode": "environment.tools",
     "Turn": "core.records",
     "advantage": "core.custom_functions",
+    "bash": "environment.sandbox_tools",
     "check_environment": "testing.check",
+    "edit_file": "environment.sandbox_tools",
     "evaluate": "app.evaluation",
     "fork": "app.forks",
     "gym_environment": "environment.gym",
     "learnability": "environment.tasks",
     "loss": "core.custom_functions",
     "make": "environment.registry",
+    "read_file": "environment.sandbox_tools",
     "register": "environment.registry",
     "spec": "environment.registry",
     "system": "environment.context",
     "tool": "environment.tools",
     "train": "app.training",
     "user": "environment.context",
+    "write_file": "environment.sandbox_tools",
 }
 
 __all__ = [
@@ -117,19 +122,23 @@ __all__ = [
     "ToolEpisode",
     "Turn",
     "advantage",
+    "bash",
     "check_environment",
+    "edit_file",
     "evaluate",
     "fork",
     "gym_environment",
     "learnability",
     "loss",
     "make",
+    "read_file",
     "register",
     "spec",
     "system",
     "tool",
     "train",
     "user",
+    "write_file",
 ]
 
 

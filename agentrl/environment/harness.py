@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -35,6 +35,7 @@ from agentrl.core.errors import EffectError, EnvironmentDefinitionError, Episode
 from agentrl.core.records import Task, Turn
 from agentrl.environment.context import Endpoint, EpisodeContext
 from agentrl.environment.environment import Environment, Split, TaskSource
+from agentrl.environment.rewards import awaited_reward
 
 LONGEST_ARGUMENT = 30_000
 """Maximum length of a command's argument, in characters; Linux allows 128 KiB."""
@@ -58,6 +59,7 @@ VOLATILE = (
     r"x-anthropic-billing-header: [^\n]*",  # Claude Code writes this
 )
 """Patterns of dates, UUIDs, temporary paths, and text that single clients add."""
+HarnessReward = float | Mapping[str, float] | Mapping[str, Mapping[str, float]]
 _FIELD = re.compile(r"\{(task|endpoint)\.(\w+)\}")
 _PR_SET_PDEATHSIG = 1
 
@@ -120,11 +122,9 @@ class HarnessEnvironment(Environment):
         return await self._run_command(task, endpoint)
 
     @abstractmethod
-    def reward(
-        self, task: Task, episode: HarnessEpisode
-    ) -> float | Mapping[str, float] | Mapping[str, Mapping[str, float]]:
+    def reward(self, task: Task, episode: HarnessEpisode) -> HarnessReward | Awaitable[HarnessReward]:
         """Return a finite reward for all seats that acted, or rewards keyed by seat, each a number or numbers by reward
-        name. With a single seat, numbers by reward name suffice."""
+        name. With a single seat, numbers by reward name suffice. It may be `async`."""
 
     # --- machinery --------------------------------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ class HarnessEnvironment(Environment):
                         f"the program failed: {error}. Set failed_reward if the policy can cause this",
                         reason="environment_error",
                     )
-            value: float | Mapping[str, Any] | None = self.failed_reward
+            value: Any = self.failed_reward
             if error is None or limit is not None or value is None:
                 value = self.reward(
                     ctx.task,
@@ -186,9 +186,7 @@ class HarnessEnvironment(Environment):
                         turns=turns, result=result, error=error, directory=self._directory, truncated=limit is not None
                     ),
                 )
-            if value is None:
-                raise RewardError(f"{type(self).__name__}.reward returned None; return a number")
-            rewards = self._rewards_by_seat(value)
+            rewards = self._rewards_by_seat(await awaited_reward(type(self), value))
             for seat, acted in turns.items():
                 if acted and seat in rewards:
                     ctx.agent(seat).reward(rewards[seat])

@@ -150,7 +150,7 @@ class BubblewrapLease:
         )
 
     async def write(self, files: Mapping[str, bytes]) -> None:
-        entries = [(path, len(body), 0o644) for path, body in files.items()]
+        entries = [(path, len(body)) for path, body in files.items()]
         with _memory_file(b"".join(files.values())) as source:
             await self._client.ask("write", [source], lease=self._name, entries=entries)
 

@@ -122,7 +122,7 @@ class SandboxLease(Protocol):
         ...
 
     async def write(self, files: Mapping[str, bytes]) -> None:
-        """Write files by absolute path; parent directories are made.
+        """Write files by absolute path; parent directories are made, and a file that exists keeps its mode.
 
         Raises:
             OSError: the disk is full, or a link or a file is on the way.

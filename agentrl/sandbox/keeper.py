@@ -247,6 +247,15 @@ def _append(contents: int, directory: int, name: str, size: int) -> None:
         os.close(file)
 
 
+def _mode_of(directory: int, name: str) -> int:
+    """Return the mode of a plain file, or that of a new one."""
+    with contextlib.suppress(FileNotFoundError):
+        found = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        if stat.S_ISREG(found.st_mode):
+            return stat.S_IMODE(found.st_mode)
+    return 0o644
+
+
 def _is_opaque(directory: int, name: str) -> bool:
     file = _open_beneath(directory, name, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -337,10 +346,14 @@ class Lease:
             directory = deeper
         return directory
 
-    def write(self, path: str, content: bytes, mode: int, *, modified: int | None = None) -> None:
+    def write(self, path: str, content: bytes, mode: int | None = None, *, modified: int | None = None) -> None:
         *parents, name = _parts(path)
+        if not self.root and (not parents or parents[0] not in ("box", "tmp")):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         directory = self.open_directory(parents, make=True)
         try:
+            if mode is None:
+                mode = _mode_of(directory, name)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=directory)  # it may be a link, a pipe, or another file's second name
             file = os.open(
@@ -566,12 +579,12 @@ class Keeper:
             self.free_uids.append(found.slot)
         return {}, []
 
-    def do_write(self, number: int, files: list[int], lease: str, entries: list[tuple[str, int, int]]) -> Answer:
+    def do_write(self, number: int, files: list[int], lease: str, entries: list[tuple[str, int]]) -> Answer:
         """Write files whose contents lie one after another in `files[0]`."""
         found, offset = self.lease(lease), 0
-        for path, size, mode in entries:
+        for path, size in entries:
             with _in_file(path):
-                found.write(path, os.pread(files[0], size, offset), mode)
+                found.write(path, os.pread(files[0], size, offset))
             offset += size
         return {}, []
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.core.errors import InputError
 from agentrl.sandbox.bubblewrap import BubblewrapDriver
 from agentrl.sandbox.driver import SandboxLimits
 
@@ -51,6 +53,26 @@ class Sandbox(SandboxLimits):
             return await lease.run(argv, files=content, stdin=as_bytes(stdin), environment=environment, seconds=seconds)
         finally:
             await lease.close()
+
+
+def read_sources(files: Mapping[str, str | bytes | Path]) -> dict[str, str | bytes]:
+    """Read the files and directories of this machine among the contents of files.
+
+    Raises:
+        InputError: there is no such file or directory.
+    """
+    contents: dict[str, str | bytes] = {}
+    for path, source in files.items():
+        if not isinstance(source, Path):
+            contents[path] = source
+        elif source.is_dir():
+            found = sorted(inner for inner in source.rglob("*") if inner.is_file() and not inner.is_symlink())
+            contents |= {f"{path.rstrip('/')}/{inner.relative_to(source)}": inner.read_bytes() for inner in found}
+        elif source.is_file():
+            contents[path] = source.read_bytes()
+        else:
+            raise InputError(f"sandbox: {source} is no file and no directory, so it cannot be copied to {path}")
+    return contents
 
 
 def as_bytes(content: str | bytes) -> bytes:

@@ -178,13 +178,6 @@ class NotAsyncAgent(agentrl.HarnessEnvironment):
         return 0.0
 
 
-class AwaitedReward(Adder):
-    """`reward` is a coroutine."""
-
-    async def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:  # type: ignore[override]
-        return 1.0
-
-
 class WithLevel(Adder):
     """Wants an argument."""
 
@@ -416,7 +409,6 @@ def test_effects_are_not_repeated() -> None:
         ("no_such_environment", "no environment is called 'no_such_environment'; known: "),
         (NotAsync, "NotAsync.run must be `async def run(self, ctx)`"),
         (TasksOfAnInstance, "write @classmethod above"),
-        (AwaitedReward, "AwaitedReward.reward must be a plain `def"),
         (NotAsyncAgent, "NotAsyncAgent.play must be `async def play(self, task, endpoint)`"),
         (WithLevel, "__init__ wants level, but is called without arguments"),
         (WithoutQuestion, "task 't' has no 'question' in its data (it has 'prompt'): give it one, or override prompt"),
