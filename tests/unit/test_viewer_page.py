@@ -133,7 +133,7 @@ def test_questions_are_answered_for_episodes_and_forks(sample_run: Path) -> None
         )
     )
     assert len(found["lines"]) == 3 < found["total"]
-    assert json.loads(answer_viewer_query(reader, "run", {}))["statuses"]["dropped"] > 0
+    assert json.loads(answer_viewer_query(reader, "statuses", {}))["dropped"] > 0
     assert json.loads(answer_viewer_query(reader, "pulse", {}))["ended"]
     evaluations = json.loads(answer_viewer_query(reader, "evaluations", {}))
     assert next(each["step"] for each in evaluations if each["policy"] == "solver") == 0
