@@ -159,7 +159,9 @@ def test_code_that_only_the_journal_names_is_not_run(sample_run: Path, solved: E
         "m:f.<locals>.C",
     ):
         with pytest.raises(InputError, match="--environment"):
-            environment_to_run(name, None, recorded={}, code_hash="", command="agentrl episode replay runs/r e1")
+            environment_to_run(
+                name, None, run=tmp_path, recorded={}, code_hash="", command="agentrl episode replay runs/r e1"
+            )
     assert not (tmp_path / "ran").exists()
 
 
@@ -194,6 +196,7 @@ def test_a_refusal_has_the_command_that_names_the_code(
         environment_to_run(
             name.format(**places),
             None,
+            run=tmp_path,
             recorded={key: value.format(**places) for key, value in recorded.items()},
             code_hash=digest,
             command="agentrl episode replay runs/r e1",
