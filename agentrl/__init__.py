@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from agentrl.app.forks import fork
     from agentrl.app.training import Run, train
     from agentrl.config.run import RunConfig
-    from agentrl.core.custom_functions import advantage, loss
-    from agentrl.core.errors import AgentRLError, InfrastructureError
-    from agentrl.core.records import Message, Task, ToolCall, Turn
+    from agentrl.core.custom_functions import advantage, loss, scorer
+    from agentrl.core.errors import AgentRLError, InfrastructureError, Unscorable
+    from agentrl.core.records import Message, Scored, Task, ToolCall, Turn
     from agentrl.credit.group import Group
     from agentrl.environment.context import (
         Agent,
@@ -67,6 +67,7 @@ _HOME = {
     "Run": "app.training",
     "RunConfig": "config.run",
     "Sandbox": "sandbox.sandbox",
+    "Scored": "core.records",
     "Task": "core.records",
     "TaskSource": "environment.environment",
     "TextArenaEnvironment": "environment.games",
@@ -74,6 +75,7 @@ _HOME = {
     "ToolEnvironment": "environment.tools",
     "ToolEpisode": "environment.tools",
     "Turn": "core.records",
+    "Unscorable": "core.errors",
     "advantage": "core.custom_functions",
     "bash": "environment.sandbox_tools",
     "check_environment": "testing.check",
@@ -86,6 +88,7 @@ _HOME = {
     "make": "environment.registry",
     "read_file": "environment.sandbox_tools",
     "register": "environment.registry",
+    "scorer": "core.custom_functions",
     "spec": "environment.registry",
     "system": "environment.context",
     "tool": "environment.tools",
@@ -114,6 +117,7 @@ __all__ = [
     "Run",
     "RunConfig",
     "Sandbox",
+    "Scored",
     "Task",
     "TaskSource",
     "TextArenaEnvironment",
@@ -121,6 +125,7 @@ __all__ = [
     "ToolEnvironment",
     "ToolEpisode",
     "Turn",
+    "Unscorable",
     "advantage",
     "bash",
     "check_environment",
@@ -133,6 +138,7 @@ __all__ = [
     "make",
     "read_file",
     "register",
+    "scorer",
     "spec",
     "system",
     "tool",

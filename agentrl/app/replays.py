@@ -29,6 +29,7 @@ import msgspec
 from agentrl.app.policies import MAX_EXTERNAL_CONTEXT, rollout_settings
 from agentrl.app.remembered_code import remember_environment, remembered_environment
 from agentrl.app.run_parts import RunFactories
+from agentrl.app.scorers import RecordedScorer
 from agentrl.config.load import recorded_config
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import LOSS_NAMES
@@ -180,7 +181,10 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, request:
         clock=RunFactories().clock,
         settings=dataclasses.replace(
             rollout_settings(
-                request.config, request.chat_format, request.config.engine.max_context or MAX_EXTERNAL_CONTEXT
+                request.config,
+                request.chat_format,
+                request.config.engine.max_context or MAX_EXTERNAL_CONTEXT,
+                {name: RecordedScorer(name, scorer.per) for name, scorer in request.config.scorers.items()},
             ),
             on_code_change="try",
         ),

@@ -72,6 +72,7 @@ def train(  # noqa: PLR0913 - what a run is given, all but the first by name
     held_out: Sequence[Task] | None = None,
     loss: Callable[..., Any] | None = None,
     advantage: Callable[..., Any] | None = None,
+    scorers: Sequence[Callable[..., Any]] = (),
     resume: bool = False,
     quiet: bool = False,
     observers: Sequence[Observer] = (),
@@ -85,6 +86,8 @@ def train(  # noqa: PLR0913 - what a run is given, all but the first by name
         held_out: evaluation tasks that replace the environment's `held_out` split.
         loss: a function marked with `agentrl.loss` that replaces `config.trainer.loss.name`.
         advantage: a function marked with `agentrl.advantage` that replaces `config.credit.advantage`.
+        scorers: functions marked with `agentrl.scorer`; each adds `[scorers.NAME]` under its own name, or replaces the
+            function there.
         resume: continue from the newest checkpoint of the run directory.
         quiet: show no progress on the terminal.
         observers: called at every step and evaluation, in the event loop; they must return at once.
@@ -98,6 +101,10 @@ def train(  # noqa: PLR0913 - what a run is given, all but the first by name
         advantage=None
         if advantage is None
         else capture_function_code(advantage, "advantage", key="advantage").reference,
+        scorers={
+            function.__name__: capture_function_code(function, "scorer", key="scorers").reference
+            for function in scorers
+        },
     )
     chosen = environment_of(config, environment)
     units_per_root_group(config, chosen)  # refuse impossible settings before anything is loaded

@@ -125,6 +125,21 @@ class EpisodeContext(ABC):
     def sandbox(self, limits: Sandbox) -> EpisodeSandbox:
         """A sandbox of this episode, which keeps its files until the episode ends."""
 
+    @abstractmethod
+    def score(self, scorer: str, agent: Agent) -> Verdict:
+        """Ask a scorer of the run for the score of an agent's newest turn. It starts now; the next turn does not wait.
+
+        The score is a reward of that turn, like those that `run` gives, and the episode waits for it at its end. Await
+        the verdict only to decide by it.
+
+        Args:
+            scorer: name of the scorer, `NAME` of `[scorers.NAME]`.
+            agent: the agent, which has acted.
+
+        Raises:
+            EnvironmentDefinitionError: the run has no such scorer, or the scorer scores whole conversations.
+        """
+
     @property
     @abstractmethod
     def rng(self) -> random.Random:
@@ -301,6 +316,18 @@ class ChildEpisode(ABC):
     @abstractmethod
     def __await__(self) -> Any:
         """Wait for the child to end; returns its `ChildResult`."""
+
+
+class Verdict(ABC):
+    """A score in progress; await it for its value, which is None if the scorer says nothing."""
+
+    @abstractmethod
+    def __await__(self) -> Any:
+        """Wait for the score. It is journaled: re-execution returns the same."""
+
+    @abstractmethod
+    async def peek(self) -> float | None:
+        """Return the score if it has arrived, else None. Journaled, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from agentrl.core.ports import PolicyCounts
 from agentrl.core.records import PolicyVersion, ProposalNovelty, StopReason, Task, ToolSpec
 from agentrl.core.text import plural
 from agentrl.environment.context import (
+    Agent,
     ChildEpisode,
     Endpoint,
     EpisodeContext,
@@ -30,6 +31,7 @@ from agentrl.environment.context import (
     Reconcile,
     Resource,
     ResourceLevel,
+    Verdict,
 )
 from agentrl.environment.environment import Environment
 from agentrl.environment.registry import name_of
@@ -272,6 +274,15 @@ class LiveEpisodeContext(EpisodeContext):
                 f"Declare the total that one episode starts: fan_out = {{{name!r}: {asked}}}",
                 reason="fan_out",
             )
+
+    def score(self, scorer: str, agent: Agent) -> Verdict:
+        """Ask for the score of an agent's newest turn."""
+        current_branch()  # refuses tasks that are not the program's
+        if not (isinstance(agent, TurnRecorder) and agent in self.agents and agent.turns):
+            raise EnvironmentDefinitionError(f"ctx.score({scorer!r}, …) needs an agent of this episode that has acted")
+        if self.episode.scores is None:
+            raise EnvironmentDefinitionError(f"ctx.score({scorer!r}): the run has no scorers; add [scorers.{scorer}]")
+        return self.episode.scores.ask(scorer, agent)
 
     async def remember(self, key: str, structure: str = "") -> ProposalNovelty:
         """Ask the run once, and recall the answer afterwards."""

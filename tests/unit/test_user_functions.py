@@ -91,7 +91,7 @@ def test_the_recorded_digest_of_a_moved_file_is_found_by_its_name() -> None:
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (user_functions.unmarked, "put @agentrl.loss or @agentrl.advantage above it"),
+        (user_functions.unmarked, "put @agentrl.loss, @agentrl.advantage or @agentrl.scorer above it"),
         (user_functions.centred, "is marked as advantage"),
         (user_functions.closure(2.0), "is a closure"),
         (3, "is not a function"),
