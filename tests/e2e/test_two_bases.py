@@ -167,7 +167,7 @@ def test_policies_are_evaluated_on_their_bases(run: Path, repository: Path, tmp_
     tasks = Ask.tasks("held_out")[:2]
     trained = {name: run / "policies" / name for name in ("proposer", "solver")}
     assert "evaluation/reward" in agentrl.evaluate(config, trained, tasks, environment=Ask)
-    with pytest.raises(InputError, match=f"does not fit .*{SMALL}"):
+    with pytest.raises(InputError, match=SMALL):
         agentrl.evaluate(config, {"solver": repository / "environments" / LARGE}, tasks, environment=Ask)
 
 
@@ -187,7 +187,7 @@ def test_a_run_is_not_resumed_on_another_model_in_the_same_place(repository: Pat
 
 def test_two_bases_with_one_name_are_refused(repository: Path, tmp_path: Path) -> None:
     twin = tmp_path / "frozen_lake" / "model"
-    with pytest.raises(ValueError, match=f"two base models with the same name, {SMALL}"):
+    with pytest.raises(ValueError, match=SMALL):
         config_of(repository, tmp_path, model={"path": str(twin)})
 
 

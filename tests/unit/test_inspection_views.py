@@ -230,9 +230,9 @@ def test_an_episode_is_the_same_as_itself_and_names_are_told_apart(reader: RunRe
     same = compare_episodes_across_runs(reader, line.episode, reader, line.episode)
     assert same.departure is None
     assert "they are the same" in shown(difference_page(same))
-    with pytest.raises(InputError, match="is not a fork"):
+    with pytest.raises(InputError, match="fork"):
         compare_episodes(reader, line.episode, None)
-    with pytest.raises(InputError, match="no episode 'e99999'"):
+    with pytest.raises(InputError, match="e99999"):
         compare_episodes(reader, line.episode, "e99999")
 
 
@@ -328,9 +328,9 @@ def test_a_step_shows_what_it_was_fed(reader: RunReader) -> None:
     assert sum(fed.tokens or 0 for fed in view.fed) == view.line.tokens
     assert all(fed.advantage == pytest.approx(fed.reward - fed.baseline) for fed in view.fed)
     assert "what it was fed" in shown(step_page(view))
-    with pytest.raises(InputError, match=r"proposer and solver both .* step 3"):
+    with pytest.raises(InputError, match="proposer and solver"):
         step_view(reader, 3)
-    with pytest.raises(InputError, match="no such step 77"):
+    with pytest.raises(InputError, match="77"):
         step_view(reader, 77, "solver")
 
 

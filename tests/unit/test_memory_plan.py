@@ -180,7 +180,7 @@ def test_sizes_of_no_model_are_named_at_once(repository: Path, tmp_path: Path, n
     shutil.copytree(repository / "environments/calculator/model", tmp_path / "model")
     path = tmp_path / "model/config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
-    with pytest.raises(ModelError, match=f"config.json says {name} = 1"):
+    with pytest.raises(ModelError, match=name):
         estimate_memory(configured(repository, f"--model.path={tmp_path / 'model'}"))
 
 

@@ -110,7 +110,7 @@ def test_an_execution_stops_where_it_is_told_to(sample_run: Path, solved: Episod
     assert (found.outcome, found.call) == ("stopped", "r#3")
     assert found.acts == whole.acts[: len(found.acts)]
     assert found.acts[-1][0] == "r#3"
-    with pytest.raises(InputError, match="has no call 'r#3000'"):
+    with pytest.raises(InputError, match="r#3000"):
         replayed(sample_run, solved, until="r#3000")
 
 
@@ -238,17 +238,15 @@ def test_an_edited_fork_is_told_something_else_also_when_executed_again(copied: 
 
 def test_a_policy_that_the_run_does_not_have_is_named(copied: Path, solved: EpisodeLine) -> None:
     for asked in ("nobody@0.1", "checker=nobody@0.1"):
-        with pytest.raises(InputError, match="--policy: the run has no policy 'nobody'; it has proposer, solver"):
+        with pytest.raises(InputError, match="--policy"):
             fork(copied, solved.episode, at=0, policy=asked, factories=sample_run_factories())
-    with pytest.raises(InputError, match="the episode has no seat 'nobody'; it has solver, checker"):
+    with pytest.raises(InputError, match="'nobody'"):
         fork(copied, solved.episode, at=0, policy="nobody=solver", factories=sample_run_factories())
     with sqlite3.connect(copied / "journal" / "control.db") as database:
         ((config,),) = database.execute("SELECT value FROM meta WHERE key = 'info'")
         database.execute("UPDATE meta SET value = ? WHERE key = 'info'", (config.replace('"checker"', '"judge"'),))
     database.close()
-    with pytest.raises(
-        InputError, match="the episode: the run has no policy 'checker'; it has proposer, solver, judge"
-    ):
+    with pytest.raises(InputError, match="'checker'"):
         fork(copied, solved.episode, at=0, factories=sample_run_factories())
 
 
@@ -315,11 +313,11 @@ def test_who_has_not_acted_yet_plays_with_the_weights_of_that_time(copied: Path)
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        ("judge=solver", "no seat 'judge'; it has solver, checker"),
-        ("juhu@0.1", "no policy 'juhu'"),
-        ("solver@0.99", "solver@0.99 are not on disk"),
-        ("checker=solver@7.7", "solver@7.7 are not on disk"),
-        ("nowhere", "contains no weights"),
+        ("judge=solver", "seat 'judge'"),
+        ("juhu@0.1", "'juhu'"),
+        ("solver@0.99", "solver@0.99"),
+        ("checker=solver@7.7", "solver@7.7"),
+        ("nowhere", "no weights"),
     ],
 )
 def test_players_there_are_not_are_refused(sample_run: Path, solved: EpisodeLine, asked: str, told: str) -> None:

@@ -142,7 +142,7 @@ def test_a_run_that_cannot_make_room_writes_a_checkpoint_ends_with_74_and_goes_o
         config = config_for(name="run", directory=str(tmp_path), checkpoint={"every": 2}, journal=journal, steps=6)
         return asyncio.run(run_training(config, Guess, tasks=TASKS, quiet=True, factories=factories(), resume=resume))
 
-    with pytest.raises(StorageError, match=r"more than journal\.budget_mib = 1, .*journal\.keep = 0 "):
+    with pytest.raises(StorageError, match=r"journal\.budget_mib"):
         train(1, resume=False)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
     run = train(1000, resume=True)

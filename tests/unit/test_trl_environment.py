@@ -90,5 +90,5 @@ def test_without_get_reward_the_run_is_told() -> None:
         def reset(self, **row: object) -> str:
             return "hello"
 
-    with pytest.raises(EnvironmentDefinitionError, match="has no get_reward"):
+    with pytest.raises(EnvironmentDefinitionError, match="get_reward"):
         play(resolve(Unjudged), ["x"])
