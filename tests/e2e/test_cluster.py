@@ -90,7 +90,7 @@ def test_one_run_waits_for_three_hosts_uses_them_outlives_one_and_takes_it_back(
 
     refused = hosts.run(1, command("train", "/tmp/run.toml", f"--cluster.address={hosts.address(1)}:6379"))
     assert refused.returncode == 2
-    assert f"cluster.address is '{hosts.address(1)}:6379', and no Ray answers there" in refused.stderr
+    assert f"'{hosts.address(1)}:6379'" in refused.stderr
 
     hosts.start_ray([1, 2], hide=hosts.directory / "1")
     with log.open("w") as output:

@@ -214,7 +214,7 @@ def test_the_command_needs_no_model_where_nobody_samples_here(
     assert {"evaluation/split_reward/held_out", "evaluation/split_reward/train"} <= found.keys()
     file.write_text('environment.id = "calculator"\n')
     assert main(["evaluate", str(file)]) == 2
-    assert "model.path is needed for policies.policy: the directory of a local" in capsys.readouterr().err
+    assert "model.path" in capsys.readouterr().err
 
 
 def test_two_versions_are_compared_task_by_task(

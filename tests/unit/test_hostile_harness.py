@@ -119,7 +119,7 @@ def test_a_program_that_fails_before_its_first_reply_is_an_error_whatever_failur
     changes = {"command": command, "failed_reward": failed_reward, "__module__": __name__}
     found = play(type("Refused", (Program,), changes), [])
     assert found.header.drop_reason == "environment_error"
-    assert "the program failed before it got a reply: exit status 1" in found.said
+    assert "exit status 1" in found.said
     assert words in found.said
     assert "failed_reward" not in found.said
 
@@ -127,7 +127,7 @@ def test_a_program_that_fails_before_its_first_reply_is_an_error_whatever_failur
 def test_a_program_that_fails_after_a_reply_is_worth_what_its_environment_says() -> None:
     command = (sys.executable, "-c", ASK + "sys.exit(3)", "{}")
     fails = type("Fails", (Program,), {"command": command, "__module__": __name__})
-    assert "Set failed_reward if the policy can cause this" in play(fails, ["a"]).said
+    assert "failed_reward" in play(fails, ["a"]).said
     penalised = type("Penalised", (fails,), {"failed_reward": -2.0, "__module__": __name__})
     assert play(penalised, ["a"]).header.reward == -2.0
 
@@ -184,7 +184,7 @@ def test_a_program_that_asks_no_model_is_found() -> None:
         return 3
 
     report = check_environment(asking(play=play))
-    assert "play returned 3: does it read endpoint.url" in report.text
+    assert "endpoint.url" in report.text
 
 
 CHECKED = """
@@ -229,7 +229,7 @@ def test_nothing_of_the_gateway_is_imported_inside_the_loop_of_a_check(tmp_path:
 def test_a_wrong_seat_is_found_whatever_failures_are_worth() -> None:
     report = check_environment(asking("mian", failed_reward=0.0))
     assert not report.passed
-    assert "the program failed before it got a reply: exit status 1" in report.text
+    assert "exit status 1" in report.text
     assert "no model 'mian'" in report.text
 
 
@@ -237,8 +237,8 @@ def test_requests_are_counted_and_seats_without_one_are_named() -> None:
     report = check_environment(asking("main", "main"))
     assert report.passed, report.text
     assert report.requests == {"main": 4}
-    assert "4 requests, no tool call, mean reward 0.00" in report.text
-    assert "Seats without a request, and not tried: small." in report.text
+    assert "4 requests" in report.text
+    assert "not tried: small" in report.text
     assert "not tried" not in check_environment(asking("main", "small")).text
 
 

@@ -91,7 +91,7 @@ def test_named_rewards_are_weighted_journaled_and_shown_apart(
 
     shown = told("episode", "show", str(run), "e0")
     assert all(part in shown for part in ("0.25 × 1 (short)", "(short, turn 0)", "(right)"))
-    assert "by name, before weights: right" in told("run", "stats", str(run))
+    assert "before weights: right" in told("run", "stats", str(run))
     assert "named_reward/short" in told("run", "curve", str(run), "--metric", "named_reward/short")
     assert "(right)" in told("episode", "why", str(run), "e0")
     told("run", "export", str(run), "--to", "jsonl", "--out", str(tmp_path / "out.jsonl"))

@@ -234,7 +234,7 @@ def test_what_the_endpoint_will_not_hear_truncates_the_episode_and_voids_nothing
     assert {header.stop_reason for header in headers} == {"refused"}
     told = [entry.text for entry in entries_of(run) if "refused" in entry.text]
     assert len(told) == 4
-    assert all(re.search(r"episode and seat e\d+\.0:judge\.0, policy 'judge' at http", text) for text in told)
+    assert all(re.search(r"e\d+\.0:judge\.0, policy 'judge' at http", text) for text in told)
     assert KEY not in "".join(told)
 
 
