@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 import agentrl
 from agentrl.app.engines import make_engine
@@ -332,6 +333,11 @@ def test_doctor_plans_for_each_base(
     )
     for name, base in (("large", LARGE), ("small", SMALL)):
         shutil.copytree(repository / "environments" / base, tmp_path / name)
+        # One layer, since the memory of each is predicted.
+        model = AutoModelForCausalLM.from_pretrained(
+            tmp_path / name, num_hidden_layers=1, layer_types=["full_attention"]
+        )
+        model.save_pretrained(tmp_path / name)
     config = load(tmp_path / "train.toml")
     assert [base.model.path for base in config.bases] == [str(tmp_path / "large"), str(tmp_path / "small")]
     main(["doctor", str(tmp_path / "train.toml"), "--engine.replicas=1", "--json"])

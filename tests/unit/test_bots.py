@@ -113,7 +113,7 @@ def test_a_bot_may_wait() -> None:
     [("broken", "KeyError"), ("wordless", "7")],
 )
 def test_a_bot_that_fails_ends_the_episode_by_name(bot: str, told: str) -> None:
-    with pytest.raises(CheckFailedError, match=rf"episode and seat e\d+\.0:dealer\.0, policy 'dealer': {told}"):
+    with pytest.raises(CheckFailedError, match=rf"episode and seat e\d+\.0:dealer\.0, policy 'dealer': .*{told}"):
         played(bot)
 
 
