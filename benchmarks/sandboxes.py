@@ -13,6 +13,7 @@ Run as root, all but the costs are measured as root and as an ordinary user.
   `run_cpu_ms`, CPU time of a command in all processes but the keeper; `idle_kb_per_lease`, the keeper's memory per
   sandbox; `snapshot_ms`, median time to read what a command changed: 5 files of 200, with 1.4 MB in all; `at_once`,
   commands that succeed in as many sandboxes at once.
+* `gateway`: `gateway_request_ms`, median time of a sandboxed program's request to its gateway that samples nothing.
 * `resume`: `resumed_equal`, share of kills of an episode, one at each entry, after which another process finds the same
   files and ends with the same.
 """
@@ -26,7 +27,7 @@ FIGURES = (
     *("limits_held", "limits"),
     *("leaked", "leak_kills"),
     *("lease_ms", "run_ms", "run_cpu_ms", "idle_kb_per_lease", "snapshot_ms", "at_once"),
-    "resumed_equal",
+    *("gateway_request_ms", "resumed_equal"),
 )
 
 if __name__ == "__main__":

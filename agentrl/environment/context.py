@@ -18,6 +18,7 @@ from agentrl.core.records import REWARD, Message, PolicyVersion, ProposalNovelty
 
 if TYPE_CHECKING:
     import random
+    import socket
 
     from agentrl.core.records import ToolSpec
     from agentrl.environment.environment import Environment
@@ -422,8 +423,13 @@ class Endpoint(ABC):
     """API keys, keyed by seat; each key admits to its seat only."""
 
     @abstractmethod
-    def variables(self) -> dict[str, str]:
-        """Environment variables by which the usual clients find the endpoint and the key."""
+    def variables(self, url: str | None = None) -> dict[str, str]:
+        """Environment variables by which the usual clients find the endpoint and the key; `url` is another address of
+        the same endpoint. Clients of the Messages protocol add `/v1` themselves."""
+
+    @abstractmethod
+    def serve(self, listening: socket.socket) -> None:
+        """Serve the seats at a listening socket too, such as that of a sandbox's network. The endpoint closes it."""
 
     @abstractmethod
     def limit_reached(self) -> LimitReachedError | None:

@@ -29,7 +29,7 @@ class Sandbox(SandboxLimits):
         self,
         argv: Sequence[str],
         *,
-        files: Mapping[str, str | bytes] | None = None,
+        files: Mapping[str, str | bytes | Path] | None = None,
         stdin: str | bytes = b"",
         environment: Mapping[str, str] | None = None,
         seconds: float | None = None,
@@ -38,7 +38,8 @@ class Sandbox(SandboxLimits):
 
         Args:
             argv: the program and its arguments; no shell reads them.
-            files: written before the command starts, by path below /box.
+            files: written before the command starts, by path below /box. A `Path` is a file or a directory of this
+                machine, whose plain files are copied.
             stdin: the standard input.
             environment: variables beside PATH, HOME and LANG.
             seconds: a shorter time limit than the sandbox's.
@@ -49,7 +50,7 @@ class Sandbox(SandboxLimits):
         """
         lease = await open_lease(self)
         try:
-            content = {path: as_bytes(body) for path, body in (files or {}).items()}
+            content = {path: as_bytes(body) for path, body in read_sources(files or {}).items()}
             return await lease.run(argv, files=content, stdin=as_bytes(stdin), environment=environment, seconds=seconds)
         finally:
             await lease.close()
