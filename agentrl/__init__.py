@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from agentrl.app.forks import fork
     from agentrl.app.training import Run, train
     from agentrl.config.run import RunConfig
-    from agentrl.core.custom_functions import advantage, loss
-    from agentrl.core.errors import AgentRLError, InfrastructureError
-    from agentrl.core.records import Message, Task, ToolCall, Turn
+    from agentrl.core.custom_functions import advantage, loss, scorer
+    from agentrl.core.errors import AgentRLError, InfrastructureError, Unscorable
+    from agentrl.core.records import Message, Scored, Task, ToolCall, Turn
     from agentrl.credit.group import Group
     from agentrl.environment.context import (
         Agent,
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from agentrl.environment.harness import HarnessEnvironment, HarnessEpisode
     from agentrl.environment.mcp import MCPServer
     from agentrl.environment.registry import make, register, spec
+    from agentrl.environment.sandbox_tools import bash, edit_file, read_file, write_file
     from agentrl.environment.tasks import learnability
     from agentrl.environment.tools import ToolEnvironment, ToolEpisode, tool
     from agentrl.learn.loss_batch import LossBatch
@@ -66,6 +67,7 @@ _HOME = {
     "Run": "app.training",
     "RunConfig": "config.run",
     "Sandbox": "sandbox.sandbox",
+    "Scored": "core.records",
     "Task": "core.records",
     "TaskSource": "environment.environment",
     "TextArenaEnvironment": "environment.games",
@@ -73,20 +75,26 @@ _HOME = {
     "ToolEnvironment": "environment.tools",
     "ToolEpisode": "environment.tools",
     "Turn": "core.records",
+    "Unscorable": "core.errors",
     "advantage": "core.custom_functions",
+    "bash": "environment.sandbox_tools",
     "check_environment": "testing.check",
+    "edit_file": "environment.sandbox_tools",
     "evaluate": "app.evaluation",
     "fork": "app.forks",
     "gym_environment": "environment.gym",
     "learnability": "environment.tasks",
     "loss": "core.custom_functions",
     "make": "environment.registry",
+    "read_file": "environment.sandbox_tools",
     "register": "environment.registry",
+    "scorer": "core.custom_functions",
     "spec": "environment.registry",
     "system": "environment.context",
     "tool": "environment.tools",
     "train": "app.training",
     "user": "environment.context",
+    "write_file": "environment.sandbox_tools",
 }
 
 __all__ = [
@@ -109,6 +117,7 @@ __all__ = [
     "Run",
     "RunConfig",
     "Sandbox",
+    "Scored",
     "Task",
     "TaskSource",
     "TextArenaEnvironment",
@@ -116,20 +125,26 @@ __all__ = [
     "ToolEnvironment",
     "ToolEpisode",
     "Turn",
+    "Unscorable",
     "advantage",
+    "bash",
     "check_environment",
+    "edit_file",
     "evaluate",
     "fork",
     "gym_environment",
     "learnability",
     "loss",
     "make",
+    "read_file",
     "register",
+    "scorer",
     "spec",
     "system",
     "tool",
     "train",
     "user",
+    "write_file",
 ]
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -23,6 +26,10 @@ pytest_plugins = ["pytester"]
 
 # Ray gives its processes niceness 15, so beside anything else that runs they take minutes to start.
 os.environ.setdefault("RAY_worker_niceness", "0")
+
+# Environments that commands of tests name are remembered there instead of in the user's home directory.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="agentrl-state-")
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 OF_TESTS: set[Path] = set()
 """`tmp_path` of each test so far, whose runs are judged at its end."""

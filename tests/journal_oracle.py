@@ -103,6 +103,14 @@ class Recorded:
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 
+def sums(values: Iterable[tuple[Any, float]]) -> dict[Any, float]:
+    """Sums by key, each correctly rounded."""
+    parts: dict[Any, list[float]] = defaultdict(list)
+    for key, value in values:
+        parts[key].append(value)
+    return {key: math.fsum(each) for key, each in parts.items()}
+
+
 def packed(values: Sequence[Any]) -> bytes:
     """Values of a row as a msgpack array, each in its shortest form."""
     count = len(values)
@@ -260,8 +268,8 @@ class _Judge:
                 own.calls.add(call)
                 if content[0] == "turn":
                     self.read_turn(own, content, where)
-                elif content[0] == "reward":
-                    own.rewards.append((*content[1:5], *(content[5:] or ("reward", 1.0))))
+                elif content[0] in ("reward", "score"):
+                    own.rewards.append((*content[1:5], *(content[5:7] or ("reward", 1.0))))
 
     def read_turn(self, own: Recorded, body: list[Any], where: str) -> None:
         seat, index, policy, row, number, context, sampled, logprobs = body[1:9]
@@ -352,19 +360,14 @@ class _Judge:
         own_rewards: Sequence[tuple[float, int | None, str, float]],
     ) -> None:
         given = [(value * weight, turn) for value, turn, _, weight in own_rewards]
-        by_name: dict[str, float] = {}
-        for value, _, name, _ in own_rewards:
-            by_name[name] = by_name.get(name, 0.0) + value
+        by_name = sums((name, value) for value, _, name, _ in own_rewards)
         named = sorted(by_name.items()) if by_name.keys() - {"reward"} else []
         if json.loads(row["named_rewards"] or "[]") != [list(each) for each in named]:
             self.say("reward", f"{key}: {agent} has {row['named_rewards']} by name, and was given {named}")
         reward = math.fsum(value for value, _ in given) if given else None
         if row["reward"] != reward:
             self.say("reward", f"{key}: {agent} was given {reward}, and {row['reward']} is in `trajectories`")
-        by_turn: dict[int, float] = {}
-        for value, turn in given:
-            if turn is not None:
-                by_turn[turn] = by_turn.get(turn, 0.0) + value
+        by_turn = sums((turn, value) for value, turn in given if turn is not None)
         if dict(map(tuple, json.loads(row["turn_rewards"] or "[]"))) != by_turn:
             self.say("reward", f"{key}: {agent} has turn rewards {row['turn_rewards']}, and was given {by_turn}")
 

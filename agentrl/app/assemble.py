@@ -13,6 +13,7 @@ from agentrl.app.policies import (
     units_per_root_group,
 )
 from agentrl.app.recovery import ResumeState
+from agentrl.app.scorers import make_scorers
 from agentrl.cluster.worker_pool import WorkerPool
 from agentrl.config.policies import OpponentPoolPolicy
 from agentrl.config.run import RunConfig
@@ -388,7 +389,7 @@ def attach_local_worker(
         log=store.turn_log(TURN_LOG),
         host=dispatcher,
         clock=clock,
-        settings=rollout_settings(config, chat_format, engine.capabilities.max_context),
+        settings=rollout_settings(config, chat_format, engine.capabilities.max_context, make_scorers(config, clock)),
     )
     dispatcher.worker = AsyncioWorker(
         runner,

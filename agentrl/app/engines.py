@@ -171,7 +171,7 @@ async def _in_child_processes(
     engines = []
     for number in range(base * config.engine.count, (base + 1) * config.engine.count):
         if config.engine.kind == "vllm" and plan.engines:
-            resources = {"memory_share": plan.shares[number], "beside_trainer": plan.shares_gpu(number)}
+            resources = {"memory_share": plan.shares[number], "shares_gpu": plan.shares_gpu(number)}
             program = replace(program, arguments={**program.arguments, **resources})
         placement = _placement(config, log, plan, number)
         engines.append(ProcessEngine(program, versions, placement=placement, silence_s=silence_s, tell=tell))

@@ -32,7 +32,7 @@ from agentrl.core.files import refuse_links
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, SeatBinding, Task, WeightsRef
 from agentrl.core.text import plural
 from agentrl.environment.environment import Environment
-from agentrl.environment.registry import name_of, resolve
+from agentrl.environment.registry import name_of
 from agentrl.inspection.comparisons import FORKS
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import BeginEntry, JournalEntry, TurnEntry, decode_entries
@@ -118,7 +118,8 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
     config = recorded_config(recorded)
     chosen = environment_to_run(
         parent.begin.environment,
-        None if environment is None else resolve(environment),
+        environment,
+        run=path,
         recorded=recorded_environment_code(info),
         code_hash=parent.begin.code_hash,
         command=f"agentrl episode fork {shlex.quote(str(path))} {episode_id} --at {at}",

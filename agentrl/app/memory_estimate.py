@@ -16,7 +16,7 @@ from agentrl.app.engines import device_plan, slots
 from agentrl.app.policies import adapter_slots_needed, largest_lora_rank
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, InputError, PredictionError
-from agentrl.core.machine import machine_memory, process_anonymous_memory_bytes
+from agentrl.core.machine import GIB, Gpu, machine_memory, process_anonymous_memory_bytes
 
 if TYPE_CHECKING:
     from agentrl.config.devices import DevicePlan
@@ -61,21 +61,34 @@ class MemoryPart:
     """Setting that reduces the size; empty: there is none."""
     offloaded: bool = False
     """Whether it is in main memory although the process computes on a GPU."""
+    is_exact: bool = False
+    """Whether the size follows from shapes alone, so that the run cannot do with less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMemoryNeed:
-    """Minimum memory that a trainer rank or a vLLM needs on one GPU, and its share."""
+    """Memory that a trainer rank or a vLLM needs on one GPU, and what is there for it."""
 
     user: str
-    gpu: str
-    """Number of the GPU."""
+    gpu: Gpu
     needed: int
-    """Needed bytes."""
+    """Needed bytes, as predicted."""
+    least: int
+    """Those of the needed bytes that are certain."""
     allowed: int
-    """Bytes of the share in the device plan."""
+    """Bytes that the device plan and other processes leave."""
     setting: str
     """Settings that reduce the need."""
+
+    def __str__(self) -> str:
+        free, total, least, allowed = (
+            f"{size / GIB:.1f}" for size in (self.gpu.memory.free, self.gpu.memory.total, self.least, self.allowed)
+        )
+        missing = f"{(self.least - self.allowed) / GIB:.1f}"
+        return (
+            f"GPU {self.gpu.id} ({total} GiB, {free} free) is too small for {self.user}, which needs at least {least} "
+            f"GiB and may take {allowed}: {missing} GiB are missing. Set {self.setting}, or use a larger GPU"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +103,11 @@ class MemoryEstimate:
     """Main memory of a run that computes on GPUs with `trainer.sharding` "offload"; None: nothing is offloaded."""
     of_rank: tuple[MemoryPart, ...] = ()
     """The `parts` on a trainer rank's GPU; empty without GPUs."""
+
+    @property
+    def least(self) -> int:
+        """Bytes of all processes together that are certain."""
+        return sum(part.bytes * part.processes for part in self.parts if part.is_exact)
 
     @property
     def total(self) -> int:
@@ -149,29 +167,91 @@ def gpu_memory_needs(config: RunConfig, plan: MemoryEstimate) -> list[GpuMemoryN
     if not devices.gpus or not config.bases:
         return []
     needs = []
-    trainer = plan.of_rank
+    is_vllm = config.engine.kind == "vllm"
     for rank, at in enumerate(devices.ranks):
-        allowed = int(devices.share_of_rank(rank) * devices.gpus[at].memory.total)
-        settings = "; or ".join(part.setting for part in sorted(trainer, key=lambda part: -part.bytes))
-        user, needed = f"trainer rank {rank}", sum(part.bytes for part in trainer)
+        gpu = devices.gpus[at]
+        limit = 1.0 if config.engine_in_process else devices.share_of_rank(rank)
+        used = gpu.memory.total - gpu.memory.free if is_vllm else 0  # of what is left by the shares that vLLM reserves
+        settings = "; or ".join(part.setting for part in sorted(plan.of_rank, key=lambda part: -part.bytes))
         needs.append(
-            GpuMemoryNeed(user=user, gpu=devices.gpus[at].id, needed=needed, allowed=allowed, setting=settings)
+            GpuMemoryNeed(
+                user=f"trainer rank {rank}",
+                gpu=gpu,
+                needed=sum(part.bytes for part in plan.of_rank),
+                least=sum(part.bytes for part in plan.of_rank if part.is_exact),
+                allowed=int(limit * gpu.memory.total) - used,
+                setting=settings,
+            )
         )
-    if config.engine.kind != "vllm":
+    if not is_vllm:
         return needs
-    devices_each, replicas = config.engine.devices, config.engine.count
-    engine_needs = [_engine_memory(base) for base in config.bases]
-    least = [
-        (one.weights + one.adapters + one.keys_and_values // slots(config)) // devices_each for one in engine_needs
-    ]
     settings = "a larger tensor_parallel_size in [engine.vllm]; or a larger engine.memory_share"
-    for number, (engine, share) in enumerate(zip(devices.engines, devices.shares, strict=True)):
-        for at in engine:
+    for number, (held, share) in enumerate(zip(devices.engines, devices.shares, strict=True)):
+        total = min(devices.gpus[at].memory.total for at in held)
+        needed = _vllm_least(config.bases[number // config.engine.count], total, shared=devices.shares_gpu(number))
+        for at in held:
             gpu = devices.gpus[at]
-            allowed = int(share * gpu.memory.total)
-            user, needed = devices.name_of_engine(number), least[number // replicas]
-            needs.append(GpuMemoryNeed(user=user, gpu=gpu.id, needed=needed, allowed=allowed, setting=settings))
+            user, allowed = devices.name_of_engine(number), int(share * gpu.memory.total)
+            needs.append(
+                GpuMemoryNeed(user=user, gpu=gpu, needed=needed, least=needed, allowed=allowed, setting=settings)
+            )
     return needs
+
+
+def _vllm_least(base: RunConfig, total: int, *, shared: bool) -> int:
+    """Return the bytes without which a base model's vLLM does not start, on each of its GPUs.
+
+    Args:
+        base: one of `RunConfig.bases`.
+        total: memory of the smallest of its GPUs.
+        shared: whether other processes of the run compute there, so that agentrl chooses the size of the KV cache.
+    """
+    from agentrl.engines.vllm.gpu_memory import least_bytes_of_share
+
+    held, arguments = _engine_memory(base), base.engine.vllm or {}
+    if shared:
+        path, limit = Path(base.model.path).resolve(), base.engine.max_context
+        return least_bytes_of_share(
+            path, held, dtype=base.model.dtype, slots=slots(base), max_context=limit, total=total, arguments=arguments
+        )
+    return (held.weights + held.adapters + held.keys_and_values // slots(base)) // base.engine.devices
+
+
+def check_gpu_memory(config: RunConfig) -> list[str]:
+    """Refuse a run if a GPU is certainly too small for it, or too full; call it before anything is loaded.
+
+    Returns:
+        Warnings: predictions by which a GPU is too small. They stop no run.
+
+    Raises:
+        ConfigError: the message says what is needed, what is there, and what to change.
+    """
+    devices = device_plan(config)
+    if not devices.gpus or not config.bases:
+        return []
+    if config.engine.kind == "vllm" and (taken := devices.taken()):
+        raise ConfigError("\n  ".join(taken))
+    try:
+        plan = estimate_memory(config)
+        needs = gpu_memory_needs(config, plan)
+    except InputError:
+        raise
+    except Exception as error:  # noqa: BLE001 - no failed prediction may stop a run
+        return [f"whether the run fits its GPUs cannot be predicted ({error!r})"]
+    if too_small := [str(need) for need in needs if need.least > need.allowed]:
+        raise ConfigError("\n  ".join(too_small))
+    if plan.least > plan.free:
+        raise ConfigError(
+            f"the run needs at least {plan.least / GIB:.1f} GiB of its GPUs, and {plan.free / GIB:.1f} are free: "
+            f"{(plan.least - plan.free) / GIB:.1f} GiB are missing. Set {'; or '.join(plan.settings_to_turn())}, stop "
+            "what else computes there, or use a larger GPU"
+        )
+    return [
+        f"{need.user} may need {need.needed / GIB:.1f} GiB of GPU {need.gpu.id}, and may take "
+        f"{need.allowed / GIB:.1f}. If it runs out of memory, set {need.setting}"
+        for need in needs
+        if need.needed > need.allowed
+    ]
 
 
 def _of_base(part: MemoryPart, base: str) -> MemoryPart:
@@ -282,8 +362,9 @@ def _needed_bytes(plan: MemoryEstimate) -> int:
 
 
 def _limit(plan: MemoryEstimate) -> int:
-    """Return the bytes that may be filled, on all devices of the run."""
-    return int(USED_SHARE * plan.free)
+    """Return the bytes that may be filled, on all devices of the run, beside the shares that vLLM reserves."""
+    reserved = sum(part.bytes for part in plan.parts if part.name.startswith(_VLLM))
+    return int(USED_SHARE * (plan.free - reserved))
 
 
 def _trainer(config: RunConfig, *, on_gpu: bool) -> list[MemoryPart]:
@@ -308,9 +389,10 @@ def _trainer(config: RunConfig, *, on_gpu: bool) -> list[MemoryPart]:
     if prediction.shards == 1 and config.trainer.ranks > 1:
         fewer.insert(0, "trainer.sharding = 'full'")
     moved = offloads and prediction.shards > 1
+    exact = partial(part, is_exact=True)
     parts = [
-        part(name=f"{shard}weights in {prediction.dtype}", bytes=prediction.weights, setting=_DTYPE, offloaded=moved),
-        part(name=f"{shard}{optimized}", bytes=prediction.trained, setting=", ".join(fewer), offloaded=offloads),
+        exact(name=f"{shard}weights in {prediction.dtype}", bytes=prediction.weights, setting=_DTYPE, offloaded=moved),
+        exact(name=f"{shard}{optimized}", bytes=prediction.trained, setting=", ".join(fewer), offloaded=offloads),
         part(name=f"{_ACTIVATIONS} of {prediction.tokens:,} tokens", bytes=prediction.activations, setting=tokens),
     ]
     if (copies := prediction.copies - prediction.activations) > 0:
@@ -342,14 +424,15 @@ def _engine(config: RunConfig, devices: DevicePlan, first: int) -> list[MemoryPa
                     name=f"{_VLLM}: {share:.0%} of {count} for weights, keys and values",
                     bytes=sum(int(share * devices.gpus[at].memory.total) for at in gpus),
                     setting="a smaller engine.memory_share",
+                    is_exact=True,
                 )
             )
         return reserved
     adapters, needed = adapter_slots_needed(config), _engine_memory(config)
     contexts = f"keys and values of {slots(config)} contexts of {section.max_context:,} tokens"
     parts = [
-        part(name=f"weights in {needed.dtype}", bytes=needed.weights, setting=_DTYPE),
-        part(name=contexts, bytes=needed.keys_and_values, setting=_CONTEXTS),
+        part(name=f"weights in {needed.dtype}", bytes=needed.weights, setting=_DTYPE, is_exact=True),
+        part(name=contexts, bytes=needed.keys_and_values, setting=_CONTEXTS, is_exact=True),
         part(name="logits", bytes=needed.logits, setting=_CONTEXTS),
     ]
     if adapters:

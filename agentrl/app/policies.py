@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
+from agentrl.app.scorers import scored_policies
 from agentrl.config.fields import base_model_display_name
 from agentrl.config.policies import ExternalPolicyConfig, FrozenPolicy, OpponentPoolPolicy, PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import SamplingConfig
 from agentrl.core.errors import ConfigError, EngineError, InputError
 from agentrl.core.files import WEIGHT_FILES, sha256_of
-from agentrl.core.ports import ChatFormat, EngineCapabilities, SamplingParams
+from agentrl.core.ports import ChatFormat, EngineCapabilities, SamplingParams, Scorer
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.text import plural
 from agentrl.environment.context import EpisodeLimits
@@ -213,7 +214,9 @@ def _check_names(config: RunConfig, environment: type[Environment], known_names:
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
-def rollout_settings(config: RunConfig, chat_format: ChatFormat, max_context: int) -> RolloutSettings:
+def rollout_settings(
+    config: RunConfig, chat_format: ChatFormat, max_context: int, scorers: Mapping[str, Scorer]
+) -> RolloutSettings:
     """Make the settings of a worker's episodes, with an engine whose contexts hold `max_context` tokens."""
     run = policy_settings(config.sampling, chat_format, max_context)
     return RolloutSettings(
@@ -224,6 +227,8 @@ def rollout_settings(config: RunConfig, chat_format: ChatFormat, max_context: in
         max_staleness={name: policy.max_staleness for name, policy in config.trained.items()},
         reward_weights=config.credit.reward_weights,
         compares_turns=config.credit.compares_turns,
+        scorers=scorers,
+        scored=scored_policies(config),
     )
 
 

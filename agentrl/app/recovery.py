@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentrl.app.policies import SPARE, pinned_policy_step_lags
+from agentrl.app.scorers import find_scorer_codes
 from agentrl.config.load import SettingDifference
 from agentrl.config.policies import BotPolicy, OpponentPoolPolicy
 from agentrl.config.run import RunConfig
@@ -479,11 +480,11 @@ class UserCodeDigests(NamedTuple):
     environments: Mapping[str, tuple[str, str]]
     """File and digest of each environment, by name."""
     functions: Mapping[str, str]
-    """Kind and name of the user's loss and advantage, such as "loss sapo", by reference."""
+    """Kind and name of the user's functions, such as "loss sapo", by reference."""
 
     @staticmethod
-    def of(config: RunConfig, environment: type[Environment], functions: UserLossAndAdvantage) -> UserCodeDigests:
-        """Collect the code of the environment, its children, bots, and the user's loss and advantage."""
+    def of(config: RunConfig, environment: type[Environment], functions: UserFunctions) -> UserCodeDigests:
+        """Collect the code of the environment, its children, bots, and the user's functions."""
         environments = {}
         for environment_class in all_environment_classes(environment):
             environments[name_of(environment_class)] = (
@@ -491,47 +492,49 @@ class UserCodeDigests(NamedTuple):
                 code_digest(environment_class.source()),
             )
         digests = dict(environments.values())
-        digests |= {code.reference: code.digest for code in functions.codes.values()}
+        digests |= {code.reference: code.digest for _, code in functions.codes}
         for name, bot in config.of_kind(BotPolicy).items():
             try:
                 program = load_function(bot.id, f"policies.{name}.id")
                 digests[_file_of(program)] = code_digest(inspect.getsource(inspect.getmodule(program) or program))
             except (OSError, TypeError):
                 continue  # its code is in no file, for example typed in a shell
-        named = {code.reference: f"{kind} {code.name}" for kind, code in functions.codes.items()}
+        named = {code.reference: f"{kind} {code.name}" for kind, code in functions.codes}
         return UserCodeDigests(digests, environments, named)
 
 
-class UserLossAndAdvantage(NamedTuple):
-    """The user's loss and advantage, loaded once, so that the recorded code is the code that runs."""
+class UserFunctions(NamedTuple):
+    """The user's loss, advantage and scorers, loaded once, so that the recorded code is the code that runs."""
 
-    codes: Mapping[Kind, FunctionCode]
-    """Code of the functions that are not built in."""
+    codes: Sequence[tuple[Kind, FunctionCode]]
+    """Kind and code of the functions that are not built in."""
     estimator: AdvantageEstimator | None
     """Advantage estimator, if it takes a `Group`."""
 
 
-def load_user_functions(config: RunConfig) -> UserLossAndAdvantage:
-    """Load the user's loss and advantage, if the run has them, and check the options of any.
+def load_user_functions(config: RunConfig) -> UserFunctions:
+    """Load the user's loss, advantage and scorers, if the run has them, and check the options of any.
 
     Raises:
         ConfigError: there is no such function, or it cannot be recorded, or its options do not fit, or the advantage
             does not fit `credit.turn_credit`.
     """
-    codes: dict[Kind, FunctionCode] = {}
+    codes: list[tuple[Kind, FunctionCode]] = [("scorer", code) for code in find_scorer_codes(config).values()]
     loss, credit, advantage = config.trainer.loss, config.credit, config.credit.advantage
     if loss.name not in LOSS_NAMES:
-        codes["loss"], function = find_function("loss", loss.name, key="trainer.loss.name")
+        code, function = find_function("loss", loss.name, key="trainer.loss.name")
+        codes.append(("loss", code))
         check_options(function, loss.options, "trainer.loss")
     elif loss.options:
         from agentrl.learn.losses import make_loss
 
         make_loss(config.trainer)
     if advantage.name in REWARD_ESTIMATORS:
-        return UserLossAndAdvantage(codes, None)
+        return UserFunctions(codes, None)
     user_function = None
     if advantage.name not in ADVANTAGE_NAMES:
-        codes["advantage"], user_function = find_function("advantage", advantage.name, key="credit.advantage")
+        code, user_function = find_function("advantage", advantage.name, key="credit.advantage")
+        codes.append(("advantage", code))
     estimator = make_advantage_estimator(advantage.name, advantage.options, user_function)
     at_end_of_group = {
         "credit.turn_credit = 'to_go' compares the turns of a group": credit.turn_credit != "sum",
@@ -543,7 +546,7 @@ def load_user_functions(config: RunConfig) -> UserLossAndAdvantage:
             f"{reasons[0]}, and credit.advantage = {advantage.name!r} compares the agents of a step, so the two cannot "
             "be combined: remove the first, or choose an advantage over the group"
         )
-    return UserLossAndAdvantage(codes, estimator)
+    return UserFunctions(codes, estimator)
 
 
 def _file_of(definition: Any) -> str:

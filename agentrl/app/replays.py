@@ -27,7 +27,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentrl.app.policies import MAX_EXTERNAL_CONTEXT, rollout_settings
+from agentrl.app.remembered_code import remember_environment, remembered_environment
 from agentrl.app.run_parts import RunFactories
+from agentrl.app.scorers import RecordedScorer
 from agentrl.config.load import recorded_config
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import LOSS_NAMES
@@ -83,7 +85,7 @@ class _Asked:
 
     config: RunConfig
     chat_format: ChatFormat
-    environment: type[Environment] | None
+    environment: type | str | None
     until: str | None
     rescoring: bool
 
@@ -105,7 +107,7 @@ def replay(
         until: stop after this call.
         rescoring: whether to recompute the rewards instead of comparing them.
         environment: replaces the environment named in the journal. A journal cannot choose the code that runs: its
-            environment is used only if it is installed.
+            environment is used only if it is installed, or if the user named it for this run before.
         factories: factory of the chat format; default: that of the run's configuration.
 
     Raises:
@@ -118,7 +120,7 @@ def replay(
         request = _Asked(
             config=config,
             chat_format=(factories or RunFactories()).chat_format(config),
-            environment=None if environment is None else resolve(environment),
+            environment=environment,
             until=until,
             rescoring=rescoring,
         )
@@ -157,6 +159,7 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, request:
     environment = environment_to_run(
         spec.environment,
         request.environment,
+        run=reader.path,
         recorded=recorded_environment_code(reader.info()),
         code_hash=begin.code_hash if isinstance(begin, BeginEntry) else "",
         command=f"agentrl episode {verb} {shlex.quote(str(reader.path))} {line.episode}",
@@ -178,7 +181,10 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, request:
         clock=RunFactories().clock,
         settings=dataclasses.replace(
             rollout_settings(
-                request.config, request.chat_format, request.config.engine.max_context or MAX_EXTERNAL_CONTEXT
+                request.config,
+                request.chat_format,
+                request.config.engine.max_context or MAX_EXTERNAL_CONTEXT,
+                {name: RecordedScorer(name, scorer.per) for name, scorer in request.config.scorers.items()},
             ),
             on_code_change="try",
         ),
@@ -292,13 +298,15 @@ def _spec(reader: RunReader, line: EpisodeLine) -> EpisodeSpec:
 
 
 def environment_to_run(
-    name: str, chosen: type[Environment] | None, *, recorded: Mapping[str, str], code_hash: str, command: str
+    name: str, chosen: type | str | None, *, run: Path, recorded: Mapping[str, str], code_hash: str, command: str
 ) -> type[Environment]:
     """Choose the class to run for an episode of an environment.
 
     Args:
         name: name of the environment in the journal.
-        chosen: the class that the user named.
+        chosen: the class that the user named, or a reference to it. A reference to the file that played the episode is
+            remembered for the run.
+        run: the run's directory.
         recorded: references to the code of the run's environments, by name; see `environment_code_references`.
         code_hash: hash of the environment's module when the episode was played.
         command: the user's command without `--environment`, for the message.
@@ -307,20 +315,40 @@ def environment_to_run(
         InputError: only the journal names the code; the message has the command with which the user can name it.
     """
     if chosen is not None:
-        class_name = name.rpartition(":")[2].rpartition(".")[2]
-        sibling = getattr(
-            sys.modules.get(chosen.__module__), class_name, None
-        )  # a child environment of the same module
-        return sibling if isinstance(sibling, type) and class_name != chosen.__name__ else chosen
+        environment = _class_or_sibling(resolve(chosen), name)
+        if isinstance(chosen, str) and (file := _file_of(chosen)) and _source_hash(file) == code_hash:
+            remember_environment(run, name, os.path.abspath(file) + chosen.removeprefix(file))
+        return environment
     loaded = loaded_environment(name)
     if loaded is not None:
         return loaded
     if name not in {registered.id for registered in registered_environments()} and not name.startswith(OWN):
-        raise InputError(_how_to_name(name, recorded, code_hash, command))
+        remembered = remembered_environment(run, name)
+        if remembered is None or _source_hash(_file_of(remembered)) != code_hash:
+            raise InputError(_how_to_name(name, recorded, code_hash, command))
+        return _class_or_sibling(resolve(remembered), name)
     try:
         return resolve(name)
     except EnvironmentDefinitionError as error:
         raise InputError(f"{error}; name the code to run: {command} --environment path/to/env.py:Class") from error
+
+
+def _class_or_sibling(environment: type[Environment], name: str) -> type[Environment]:
+    """Return the class, or the one of its module that the journal names: its child environment."""
+    class_name = name.rpartition(":")[2].rpartition(".")[2]
+    sibling = getattr(sys.modules.get(environment.__module__), class_name, None)
+    return sibling if isinstance(sibling, type) and class_name != environment.__name__ else environment
+
+
+def _file_of(reference: str) -> str:
+    """Return the file of a reference; empty if it names a module."""
+    file = reference if reference.endswith(".py") else reference.rpartition(":")[0]
+    return file if file.endswith(".py") else ""
+
+
+def _source_hash(file: str) -> str:
+    """Return the hash that an episode records of the file that played it; of an empty file if there is none."""
+    return hashlib.blake2b("".join(linecache.getlines(file)).encode(), digest_size=8).hexdigest()
 
 
 def recorded_environment_code(info: Mapping[str, Any]) -> Mapping[str, str]:
@@ -361,11 +389,10 @@ def _how_to_name(name: str, recorded: Mapping[str, str], code_hash: str, command
             f"{because}, and {location} no longer exists. Give its new location:\n  {command} "
             f"--environment NEW/{Path(location).name}:{qualname}"
         )
-    text = "".join(linecache.getlines(location))
     notes = ""
-    if hashlib.blake2b(text.encode(), digest_size=8).hexdigest() != code_hash:
+    if _source_hash(location) != code_hash:
         notes += "\nIt was edited since, so the episode may depart."
-    if name.startswith("__main__:") and "__name__" not in text:
+    if name.startswith("__main__:") and "__name__" not in "".join(linecache.getlines(location)):
         notes += "\nFirst guard the script's own code with `if __name__ == '__main__':`, or it runs again."
     return f"{because}. If you trust that file, run:\n  {command} --environment " + (
         f"{shlex.quote(f'{location}:{qualname}')}{notes}"

@@ -22,6 +22,7 @@ from agentrl.app.engines import (
     growing_engine,
     make_engine,
 )
+from agentrl.app.scorers import find_scorer_codes
 from agentrl.cluster.journal_stream import JournalReceiver
 from agentrl.cluster.worker_pool import PoolSettings, WorkerPool
 from agentrl.cluster.worker_wire import WorkerSetup
@@ -122,6 +123,7 @@ def make_workers(
         sources=_sources_of(environment) if config.on_cluster else {},
         paths=tuple(map(os.path.abspath, sys.path)),
         capabilities=engine.capabilities.share(config.workers),
+        scorers=find_scorer_codes(config),
     )
     settings = PoolSettings(
         workers=config.workers,

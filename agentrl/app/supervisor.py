@@ -100,7 +100,7 @@ class RunSetup:
     observer: RunObserver
     code: UserCodeDigests
     estimator: AdvantageEstimator | None
-    """Advantage estimator; see `UserLossAndAdvantage`."""
+    """Advantage estimator; see `UserFunctions`."""
     changed: Sequence[SettingDifference]
     """Settings changed since the previous process."""
     began: list[RunStart] = field(default_factory=list)

@@ -14,7 +14,7 @@ import msgspec
 
 from agentrl.app.engines import check_ray_installed, check_vllm_usable, device_plan, make_engine
 from agentrl.app.hub import with_downloaded_models
-from agentrl.app.memory_estimate import with_chosen_token_limits
+from agentrl.app.memory_estimate import check_gpu_memory, with_chosen_token_limits
 from agentrl.app.policies import (
     base_model_chat_formats,
     base_models,
@@ -33,7 +33,6 @@ from agentrl.cluster.session import gpu_reservation
 from agentrl.config.load import SettingDifference, check_settings_unchanged
 from agentrl.config.run import RunConfig
 from agentrl.core.custom_functions import capture_function_code
-from agentrl.core.errors import ConfigError
 from agentrl.core.ports import Observer
 from agentrl.core.records import Task
 from agentrl.environment.environment import Environment, TaskSource
@@ -73,6 +72,7 @@ def train(  # noqa: PLR0913 - a run's inputs, keyword-only except the first
     held_out: Sequence[Task] | None = None,
     loss: Callable[..., Any] | None = None,
     advantage: Callable[..., Any] | None = None,
+    scorers: Sequence[Callable[..., Any]] = (),
     resume: bool = False,
     quiet: bool = False,
     observers: Sequence[Observer] = (),
@@ -86,6 +86,8 @@ def train(  # noqa: PLR0913 - a run's inputs, keyword-only except the first
         held_out: evaluation tasks that replace the environment's `held_out` split.
         loss: a function marked with `agentrl.loss` that replaces `config.trainer.loss.name`.
         advantage: a function marked with `agentrl.advantage` that replaces `config.credit.advantage`.
+        scorers: functions marked with `agentrl.scorer`; each adds `[scorers.NAME]` under its own name, or replaces the
+            function there.
         resume: continue from the newest checkpoint of the run directory.
         quiet: show no progress on the terminal.
         observers: called at every step and evaluation, in the event loop; they must return at once.
@@ -99,6 +101,10 @@ def train(  # noqa: PLR0913 - a run's inputs, keyword-only except the first
         advantage=None
         if advantage is None
         else capture_function_code(advantage, "advantage", key="advantage").reference,
+        scorers={
+            function.__name__: capture_function_code(function, "scorer", key="scorers").reference
+            for function in scorers
+        },
     )
     chosen = environment_of(config, environment)
     units_per_root_group(config, chosen)  # refuse impossible settings before anything is loaded
@@ -154,17 +160,11 @@ async def run_training(
         if factories.engine is make_engine:
             for line in await _device_lines(config, code, clock, observer.phase):
                 observer.say(line)
-            for line in device_plan(config).unlike():
+            for line in (*device_plan(config).unlike(), *await asyncio.to_thread(check_gpu_memory, config)):
                 observer.warn(line)
         if chat_format.rewrites:
             treatment = "each rewrite starts a new token row" if chat_format.forks else "the sampled text is kept"
             observer.say(f"the chat template rewrites earlier turns ({', '.join(chat_format.rewrites)}): {treatment}")
-        if (
-            config.engine.kind == "vllm"
-            and factories.engine is make_engine
-            and (used_gpus := device_plan(config).taken())
-        ):
-            raise ConfigError("\n  ".join(used_gpus))
         evaluated = sum(len(split.tasks) for split in held_out_splits)
         if evaluated < available:
             observer.say(f"evaluating on {evaluated:,} of {available:,} held-out tasks, drawn with seed {config.seed}")

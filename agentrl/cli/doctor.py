@@ -24,7 +24,7 @@ from agentrl.cli.output import print_json
 from agentrl.config.fields import shipped_example
 from agentrl.config.load import load
 from agentrl.core.errors import AgentRLError, InputError
-from agentrl.core.machine import finds_compiler, gpus, install_command, mismatched_torch_builds
+from agentrl.core.machine import GIB, finds_compiler, gpus, install_command, mismatched_torch_builds
 from agentrl.core.machine import machine_memory as memory_here
 from agentrl.core.text import escape_line
 from agentrl.observe.progress import spinner
@@ -41,7 +41,6 @@ Level = Literal["ok", "note", "unknown", "missing"]
 
 _DEMO = "the demo will use"
 _MARKS = {"ok": " ", "note": "·", "unknown": "?", "missing": "✗"}
-GIB = 1 << 30
 _FLOOR = re.compile(r"^([A-Za-z0-9._-]+)>=([0-9.]+)")
 _TRAIN = ("torch", "transformers", "peft", "safetensors", "tokenizers", "jinja2")
 _MODULES = ("agentrl", "gymnasium", "msgspec", "numpy", "pydantic", "ray", "reasoning_gym", "rich")
@@ -419,7 +418,7 @@ def _gpu_checks(config: RunConfig, plan: MemoryEstimate) -> list[Check]:
         checks += [Check(name="devices", result=line, level="missing") for line in devices.taken()]
     for need in gpu_memory_needs(config, plan):
         text = f"{_gibibytes(need.needed):>10}  needed of {_gibibytes(need.allowed)} allowed"
-        name = f"{need.user} on GPU {need.gpu}"
+        name = f"{need.user} on GPU {need.gpu.id}"
         if need.needed <= need.allowed:
             checks.append(Check(name=name, result=text))
         else:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from agentrl.core import rpc
+from agentrl.core.custom_functions import FunctionCode
 from agentrl.core.ports import EngineCapabilities, PolicyCounts
 from agentrl.core.records import (
     EpisodeDataLocation,
@@ -69,6 +70,8 @@ class WorkerSetup(rpc.Message, frozen=True):
     """Import paths of modules."""
     capabilities: EngineCapabilities
     """Capabilities of the engine, with this worker's share of its KV budget."""
+    scorers: dict[str, FunctionCode]
+    """Code of the scorers' functions, by the scorer's name."""
 
 
 class EngineAddresses(rpc.Message, frozen=True):

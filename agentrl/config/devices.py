@@ -3,8 +3,9 @@
 Trainer ranks take GPUs from the first, one each; engines take them from the last, as many each as the product of vLLM's
 parallel sizes; each base model has its own engines. Where there are fewer GPUs than both need, ranks and engines share
 GPUs in the middle: the engine takes a stated share of the memory when it starts, and the rank may not allocate more
-than the rest. So either may start first, and an engine can restart beside a loaded trainer. GPUs of a Ray cluster are
-never shared, and those of one engine are on one node.
+than the rest. So either may start first, and an engine can restart beside a loaded trainer. If the engines alone need
+more GPUs than there are, those of all base models share them. GPUs of a Ray cluster are never shared, and those of one
+engine are on one node.
 
 On a cluster, ranks take nodes from the run's own host onwards, engines from the last backwards, and workers take all in
 turn. Rank 0 is on the run's host: it writes versions, step columns and checkpoints.
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from agentrl.core.errors import ConfigError, TrainerLostError
-from agentrl.core.machine import Gpu, Memory
+from agentrl.core.machine import GIB, Gpu, Memory
 from agentrl.core.text import plural
 
 if TYPE_CHECKING:
@@ -62,8 +63,9 @@ class DevicePlan:
         return self.gpus[self.ranks[rank]] if self.ranks else None
 
     def shares_gpu(self, number: int) -> bool:
-        """Whether a trainer rank computes on a GPU of an engine."""
-        return not {*self.ranks}.isdisjoint(self.engines[number])
+        """Whether a trainer rank or another engine computes on a GPU of an engine."""
+        others = {at for other, held in enumerate(self.engines) if other != number for at in held}
+        return not {*self.ranks, *others}.isdisjoint(self.engines[number])
 
     def transfer_to(self, number: int) -> Transfer:
         """Choose the transport for full weights to an engine on the same machine: `ipc` if its only GPU is rank 0's,
@@ -88,18 +90,22 @@ class DevicePlan:
         return f"engine {number} of {self.bases[number]}" if self.bases else f"engine {number}"
 
     def taken(self) -> list[str]:
-        """Describe the GPUs whose free memory is smaller than the share of an engine; one message per GPU.
+        """Describe the GPUs whose free memory is smaller than the shares of their engines; one message per GPU.
 
         Call it before the run loads anything: until then, memory in use belongs to other processes.
         """
-        return [
-            f"GPU {gpu.id}: {self.name_of_engine(number)} takes {share:.0%} of its memory, "
-            f"{share * gpu.memory.total / (1 << 30):.1f} GiB, and {gpu.memory.free / (1 << 30):.1f} are free: stop "
-            "what else computes there, name other GPUs in CUDA_VISIBLE_DEVICES, or lower engine.memory_share"
-            for number, share in enumerate(self.shares)
-            for gpu in self.gpus_of_engine(number)
-            if share * gpu.memory.total > gpu.memory.free
-        ]
+        messages = []
+        for at, gpu in enumerate(self.gpus):
+            numbers = [number for number, held in enumerate(self.engines) if at in held]
+            share, (free, total) = sum(self.shares[number] for number in numbers), gpu.memory
+            if share * total > free:
+                names = " and ".join(map(self.name_of_engine, numbers))
+                messages.append(
+                    f"GPU {gpu.id}: {names} take{'s' * (len(numbers) == 1)} {share:.0%} of its memory, "
+                    f"{share * total / GIB:.1f} GiB, and {free / GIB:.1f} are free: stop what else computes "
+                    "there, name other GPUs in CUDA_VISIBLE_DEVICES, or lower engine.memory_share"
+                )
+        return messages
 
     def unlike(self) -> list[str]:
         """Describe the trainer and the engines whose GPUs differ; one message for each."""
@@ -107,9 +113,7 @@ class DevicePlan:
         users |= {"the trainer": self.ranks}
         messages = []
         for user, held in users.items():
-            cards = dict.fromkeys(
-                f"{self.gpus[at].name} ({self.gpus[at].memory.total / (1 << 30):.0f} GiB)" for at in held
-            )
+            cards = dict.fromkeys(f"{self.gpus[at].name} ({self.gpus[at].memory.total / GIB:.0f} GiB)" for at in held)
             if len(cards) > 1:
                 messages.append(
                     f"{user} computes on unlike GPUs, {' and '.join(cards)}: each is used only as far as the smallest. "
@@ -151,8 +155,9 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
     may_share = not any(gpu.node for gpu in gpus)
     count = config.trainer.ranks if ranks and config.trained else 0
     replicas, each = config.engine.count * len(bases), config.engine.devices
-    # Embedded engines reserve no memory: those of all base models share GPUs, where Ray does not give each its own.
-    sharing = len(bases) if bases and config.engine.kind == "embedded" and may_share else 1
+    # Embedded engines reserve no memory, so those of all base models share GPUs; vLLMs do where there are too few.
+    fits = config.engine.kind == "vllm" and replicas * each <= len(gpus)
+    sharing = len(bases) if bases and may_share and not fits else 1
     wanted = replicas // sharing
     free: dict[str, list[int]] = defaultdict(list)
     for at, gpu in enumerate(gpus):
@@ -184,9 +189,9 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
     for rank in range(count):
         if plan.share_of_rank(rank) < MIN_RANK_SHARE:
             raise ConfigError(
-                f"an engine that takes {1 - plan.share_of_rank(rank):.0%} of GPU {gpus[held[rank]].id} with the CUDA "
-                f"contexts leaves {plan.share_of_rank(rank):.0%} to trainer rank {rank}, which shares that GPU: lower "
-                "engine.memory_share, or use a larger GPU"
+                f"engines and CUDA contexts take {1 - plan.share_of_rank(rank):.0%} of GPU {gpus[held[rank]].id}, "
+                f"which leaves {plan.share_of_rank(rank):.0%} to trainer rank {rank}: lower engine.memory_share, or "
+                "use a larger GPU"
             )
     return plan
 

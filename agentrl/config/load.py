@@ -44,7 +44,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, endpoint: RemotePol
 
     Args:
         path: the file. A relative `model.path`, `policies.NAME.model`, `.reference` or `.path`, and the file of an
-            `environment.id`, `policies.NAME.id`, `trainer.loss.name` or `credit.advantage`, is looked up first beside
+            `environment.id`, `policies.NAME.id`, `trainer.loss.name`, `credit.advantage` or `scorers.NAME.function`, is
+            looked up first beside
             it, then in the working directory.
         overrides: `section.field=value`, with or without leading dashes; values are JSON, numbers and
             inline tables of TOML, or else text.
@@ -75,7 +76,11 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, endpoint: RemotePol
     update = {"model": model, "environment": environment, "evaluation": evaluation, "policies": policies}
     loss = _resolve_code(source, config.trainer.loss.name, key="trainer.loss.name")
     advantage = _resolve_code(source, config.credit.advantage.name, key="credit.advantage")
-    return config.model_copy(update=update).with_functions(loss=loss, advantage=advantage)
+    scorers = {
+        name: _resolve_code(source, scorer.function, key=f"scorers.{name}.function")
+        for name, scorer in config.scorers.items()
+    }
+    return config.model_copy(update=update).with_functions(loss=loss, advantage=advantage, scorers=scorers)
 
 
 def _put_behind(endpoint: RemotePolicy, data: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import ValidationError, field_validator, model_validator
@@ -33,6 +34,7 @@ from agentrl.config.policies import (
     PolicyConfig,
     RemotePolicy,
 )
+from agentrl.config.scorers import ScorerConfig
 from agentrl.config.sections import (
     ADVANTAGE_NAMES,
     ALONE,
@@ -52,6 +54,7 @@ from agentrl.config.sections import (
 from agentrl.core.custom_functions import Kind, installed_functions
 from agentrl.core.errors import ConfigError
 from agentrl.core.ids import is_safe_name
+from agentrl.core.records import REWARD
 
 if TYPE_CHECKING:
     from agentrl.core.ports import Refresh
@@ -110,6 +113,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     best: BestConfig = BestConfig()
     journal: JournalConfig = JournalConfig()
+    scorers: dict[str, ScorerConfig] = {}
 
     @field_validator("policies", mode="before")
     @classmethod
@@ -127,9 +131,15 @@ class RunConfig(Section):
         check_combinations(self)
         return self
 
-    def with_functions(self, *, loss: str | None = None, advantage: str | None = None) -> RunConfig:
-        """Return the configuration with other references to the loss and the advantage estimator; None leaves one
-        unchanged.
+    def with_functions(
+        self,
+        *,
+        loss: str | None = None,
+        advantage: str | None = None,
+        scorers: Mapping[str, str] = MappingProxyType({}),
+    ) -> RunConfig:
+        """Return the configuration with other references to the loss, the advantage estimator and scorers; None leaves
+        one unchanged, and a scorer that it does not have is added.
 
         Raises:
             ConfigError: a function does not fit the other settings.
@@ -139,7 +149,15 @@ class RunConfig(Section):
             trainer = trainer.model_copy(update={"loss": trainer.loss.model_copy(update={"name": loss})})
         if advantage is not None:
             credit = credit.model_copy(update={"advantage": credit.advantage.model_copy(update={"name": advantage})})
-        changed = self.model_copy(update={"trainer": trainer, "credit": credit})
+        functions = dict(self.scorers)
+        for name, function in scorers.items():
+            section = functions.get(name)
+            functions[name] = (
+                ScorerConfig(function=function)
+                if section is None
+                else section.model_copy(update={"function": function})
+            )
+        changed = self.model_copy(update={"trainer": trainer, "credit": credit, "scorers": functions})
         try:
             check_combinations(changed)
         except ValueError as error:
@@ -304,6 +322,7 @@ def check_combinations(config: RunConfig) -> None:
     _check_steps(config)
     _check_functions(config)
     _check_credit(config)
+    _check_scorers(config)
     _check_release(config)
     _check_seats(config)
     _check_model(config)
@@ -368,11 +387,13 @@ def _check_functions(config: RunConfig) -> None:
     named: tuple[tuple[Kind, str, str, Sequence[str]], ...] = (
         ("loss", "trainer.loss.name", config.trainer.loss.name, LOSS_NAMES),
         ("advantage", "credit.advantage", config.credit.advantage.name, ADVANTAGE_NAMES),
+        *(("scorer", f"scorers.{name}.function", scorer.function, ()) for name, scorer in config.scorers.items()),
     )
     for kind, key, name, built_in in named:
         if name not in built_in and ":" not in name and name not in (others := installed_functions(kind)):
+            known = f"; built in are {', '.join((*built_in, *others))}" if built_in else ""
             raise ValueError(
-                f"{key} = {name!r}: there is no such {kind}; built in are {', '.join((*built_in, *others))}. "
+                f"{key} = {name!r}: there is no such {kind}{known}. "
                 "One of your own is `module:function` or `path/to/file.py:function`"
             )
 
@@ -393,6 +414,30 @@ def _check_reward_weights(weights: Mapping[str, float]) -> None:
             f"credit.reward_weights: {told}: they sum to {total:g}, so raising every reward would earn nothing, or "
             "less. Express a penalty as a negative reward with a positive weight"
         )
+
+
+def _check_scorers(config: RunConfig) -> None:
+    """Check the names of scorers, which are names of rewards, and who answers when one fails."""
+    weights = config.credit.reward_weights
+    for name in config.scorers:
+        if not (name.isascii() and name.isidentifier()) or name == REWARD:
+            raise ValueError(
+                f"scorers.{name}: it becomes the name of a reward: give a Python identifier other than `reward`"
+            )
+        if weights and name not in weights:
+            raise ValueError(
+                f"credit.reward_weights has no weight for the scores of {name}: add {name} = 1.0, or another weight"
+            )
+        chain = [name]
+        while (other := config.scorers[chain[-1]].on_failure) != "drop":
+            if other not in config.scorers:
+                known = ", ".join(["drop", *sorted(config.scorers.keys() - {name})])
+                raise ValueError(f"scorers.{chain[-1]}.on_failure = {other!r}: there is no such scorer; give {known}")
+            if other in chain:
+                raise ValueError(
+                    f"scorers.{chain[-1]}.on_failure = {other!r}: {' → '.join([*chain, other])} is a circle"
+                )
+            chain.append(other)
 
 
 def _check_credit(config: RunConfig) -> None:

@@ -126,8 +126,9 @@ class EngineConfig(Section):
     """Whether to record the experts that each position used, and train through them (mixture-of-experts models)."""
     memory_share: Free[Annotated[float, Field(ge=0, le=0.97)]] = 0.0
     """Share of a GPU's memory that an engine may take for weights, KV and everything else. 0: 0.9 of a GPU that it has
-    to itself, 0.45 of one that it shares with a trainer rank, which gets the rest (docs/engines.md). On CPUs it applies
-    to vLLM only: the share of the machine's memory for weights and KV; 0: enough for `slots` contexts."""
+    to itself, 0.45 of one that it shares with a trainer rank, which gets the rest; engines that share a GPU divide this
+    (docs/engines.md). On CPUs it applies to vLLM only: the share of the machine's memory for weights and KV; 0: enough
+    for `slots` contexts."""
 
     @field_validator("vllm")
     @classmethod

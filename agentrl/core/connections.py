@@ -8,6 +8,7 @@ is: the protocol calls `admit` when it has seen one.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import resource
 import socket
@@ -69,6 +70,24 @@ class BoundedServer:
         self._tasks = [loop.create_task(self._accept(make, listening)) for listening in self._sockets]
         self._tasks.append(loop.create_task(self._close_old()))
         return int(self._sockets[0].getsockname()[1])
+
+    def accept_from(self, make: Callable[[], asyncio.BaseProtocol], listening: socket.socket) -> Callable[[], None]:
+        """Accept from a further listening socket, which this server owns from now on. Returns what closes it."""
+        listening.setblocking(False)
+        # In a context of its own, since the server is not part of the code that calls this.
+        accepting = self._accept(make, listening)
+        task = asyncio.get_running_loop().create_task(accepting, context=contextvars.Context())
+        self._sockets.append(listening)
+        self._tasks.append(task)
+
+        def close() -> None:
+            task.cancel()
+            listening.close()
+            if listening in self._sockets:
+                self._sockets.remove(listening)
+                self._tasks.remove(task)
+
+        return close
 
     def admit(self, connection: asyncio.BaseTransport) -> None:
         """Note that the client of a connection is known."""

@@ -1,4 +1,4 @@
-"""A user's losses and advantage estimators: marked, found, identified by their code, and shipped to other processes.
+"""A user's losses, advantage estimators and scorers: marked, found, identified by their code, shipped to processes.
 
 A process runs a *slice* of the function's file: the function, and the imports, definitions and constants of its module
 that it refers to. So a script that calls `agentrl.train` can be shipped to other processes without starting a run
@@ -30,10 +30,14 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 from agentrl.core.errors import ConfigError
 
-Kind = Literal["loss", "advantage"]
+Kind = Literal["loss", "advantage", "scorer"]
 F = TypeVar("F", bound=Callable[..., Any])
 
-ENTRY_POINTS: dict[Kind, str] = {"loss": "agentrl.losses", "advantage": "agentrl.advantages"}
+ENTRY_POINTS: dict[Kind, str] = {
+    "loss": "agentrl.losses",
+    "advantage": "agentrl.advantages",
+    "scorer": "agentrl.scorers",
+}
 """Entry-point groups in which installed packages name their functions."""
 _MARK = "__agentrl_mark__"
 
@@ -103,6 +107,21 @@ def advantage(function: Any = None, *, over: Literal["group", "step"] = "group")
     return _marked(function, mark) if function is not None else lambda decorated: _marked(decorated, mark)
 
 
+def scorer(function: F) -> F:
+    """Mark a function of a `Scored` as a scorer, for `train(config, scorers=[…])` or `scorers.NAME.function`.
+
+    The function returns the score of one turn, or None to say nothing, which is not a zero. It may be a coroutine
+    function. It runs beside the episode, so it can use neither `ctx` nor an agent; an exception is retried
+    (`scorers.NAME.attempts`). Further parameters are set by `scorers.NAME.options`.
+
+    Example:
+        >>> @scorer
+        ... def short(scored):
+        ...     return 1.0 - len(scored.turn.text.split()) / 100
+    """
+    return _marked(function, FunctionDeclaration("scorer"))
+
+
 def _marked(function: F, mark: FunctionDeclaration) -> F:
     setattr(function, _MARK, mark)
     return function
@@ -118,7 +137,7 @@ def declaration_of(function: Callable[..., Any]) -> FunctionDeclaration:
     if not isinstance(mark, FunctionDeclaration):
         name = getattr(function, "__qualname__", repr(function))
         raise ConfigError(
-            f"{name} is neither a loss nor an advantage: put @agentrl.loss or @agentrl.advantage above it"
+            f"{name} is no loss, advantage or scorer: put @agentrl.loss, @agentrl.advantage or @agentrl.scorer above it"
         )
     return mark
 

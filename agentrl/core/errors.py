@@ -210,6 +210,14 @@ class RewardError(EpisodeError):
         super().__init__(message, reason="bad_reward")
 
 
+class ScorerError(InputError):
+    """A scorer answered something that is not a score: the run stops, because no episode is at fault."""
+
+
+class Unscorable(AgentRLError):
+    """Raised by a scorer: the content cannot be judged, whoever tries. It gets `scorers.NAME.unscorable`."""
+
+
 class ReplayMismatchError(EpisodeError):
     """Re-execution departed from the journal. The message names the call, both values, and the code then and now.
 

@@ -3,8 +3,9 @@
 Root episode `k` is `e<k>` (evaluation: `v<k>`, fork: `f<k>`). A child's id is (parent, attempt, spawn call, index). A
 call id belongs to a logical branch of an episode, never to a global order: `branch#n`, where the root branch is `r` and
 the k-th coroutine of the gather at call `r#3` is the branch `r/3.k`. A turn that an external agent requests is
-`seat:hash.n`: the hash of the request, and the number of equal requests before it. Random streams are keyed, so that
-one branch's draws cannot shift another's.
+`seat:hash.n`: the hash of the request, and the number of equal requests before it. A score is `seat.index.turn?scorer`,
+or `seat.index?scorer` for a whole conversation. Random streams are keyed, so that one branch's draws cannot shift
+another's.
 """
 
 from __future__ import annotations
@@ -55,6 +56,16 @@ def call_id(branch: str, number: int) -> str:
 def has_call_number(call_id: str) -> bool:
     """Whether a call has a number on its branch; notes between calls have none."""
     return call_id.rpartition("#")[2].isdecimal()
+
+
+def score_call_id(seat: str, index: int, turn: int | None, scorer: str) -> str:
+    """The id of a score of an agent's turn, or of its whole conversation (None)."""
+    return f"{seat}.{index}{'' if turn is None else f'.{turn}'}?{scorer}"
+
+
+def is_score(call_id: str) -> bool:
+    """Whether a call id is that of a score."""
+    return "?" in call_id
 
 
 def child_branch(branch: str, number: int, index: int) -> str:

@@ -31,6 +31,9 @@ GC_THRESHOLD = 50_000
 """Threshold of the garbage collector's youngest generation within `rare_collections` (Python's default: 700)."""
 
 
+GIB = 1 << 30
+
+
 class Memory(NamedTuple):
     """Total and free memory, in bytes."""
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
         ProcessStatus,
         ProposalNovelty,
         SampledTurn,
+        Score,
+        ScoreRequest,
         StepReport,
         Task,
         ToolSpec,
@@ -314,6 +316,33 @@ class Trainer(Protocol):
 
 
 # --- workers ----------------------------------------------------------------------------------------------------------
+
+
+ScoreOf = Literal["turn", "episode", "request"]
+"""What a scorer scores: every turn, whole conversations, or the turns for which `ctx.score` asks."""
+
+
+class Scorer(Protocol):
+    """Gives turns or conversations a reward of its name."""
+
+    @property
+    def name(self) -> str:
+        """Name of the scorer, and of the reward that it gives."""
+        ...
+
+    @property
+    def per(self) -> ScoreOf:
+        """What it scores."""
+        ...
+
+    async def score(self, request: ScoreRequest) -> Score:
+        """Return a score.
+
+        Raises:
+            EpisodeError: the scorer failed, and no other one is named for that case.
+            ScorerError: the scorer returned something that is not a score.
+        """
+        ...
 
 
 class EpisodeHost(Protocol):

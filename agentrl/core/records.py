@@ -221,6 +221,45 @@ class Turn:
         return self.message.tool_calls
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """What a scorer sees: a turn of an agent, and the conversation up to it."""
+
+    task: Task
+    seat: str
+    turn: Turn
+    """The turn; the agent's last one if the whole conversation is scored."""
+    number: int
+    """Number of the turn among the agent's turns, from 0."""
+    messages: tuple[Message, ...]
+    """The conversation up to the turn's reply."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRequest:
+    """A request for one score."""
+
+    call_id: str
+    """Id of the score in the journal."""
+    where: str
+    """Episode and score, for messages."""
+    seed: int
+    """Seed of a scorer that samples; the same on every execution of the attempt."""
+    scored: Scored
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A scorer's answer."""
+
+    value: float | None
+    """The score; None: the scorer says nothing."""
+    note: str = ""
+    """Explanation for readers."""
+    queued: float = 0.0
+    """Seconds that the request waited for its turn."""
+
+
 REWARD = "reward"
 """Name of rewards given without a name."""
 

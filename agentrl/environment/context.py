@@ -18,9 +18,12 @@ from agentrl.core.records import REWARD, Message, PolicyVersion, ProposalNovelty
 
 if TYPE_CHECKING:
     import random
+    import socket
 
     from agentrl.core.records import ToolSpec
     from agentrl.environment.environment import Environment
+    from agentrl.sandbox.driver import CommandResult
+    from agentrl.sandbox.sandbox import Sandbox
 
 
 T = TypeVar("T")
@@ -117,6 +120,25 @@ class EpisodeContext(ABC):
                 results compared. `snapshot`: it has `get_state()` and `set_state(state)`, JSON data or bytes; the state
                 after the last recorded call is restored. `pinned`: it is lost, and the episode restarts.
             seed: seeds those generators; give one to share them between episodes. Default: the episode's seed.
+        """
+
+    @abstractmethod
+    def sandbox(self, limits: Sandbox) -> EpisodeSandbox:
+        """A sandbox of this episode, which keeps its files until the episode ends."""
+
+    @abstractmethod
+    def score(self, scorer: str, agent: Agent) -> Verdict:
+        """Ask a scorer of the run for the score of an agent's newest turn. It starts now; the next turn does not wait.
+
+        The score is a reward of that turn, like those that `run` gives, and the episode waits for it at its end. Await
+        the verdict only to decide by it.
+
+        Args:
+            scorer: name of the scorer, `NAME` of `[scorers.NAME]`.
+            agent: the agent, which has acted.
+
+        Raises:
+            EnvironmentDefinitionError: the run has no such scorer, or the scorer scores whole conversations.
         """
 
     @property
@@ -297,6 +319,18 @@ class ChildEpisode(ABC):
         """Wait for the child to end; returns its `ChildResult`."""
 
 
+class Verdict(ABC):
+    """A score in progress; await it for its value, which is None if the scorer says nothing."""
+
+    @abstractmethod
+    def __await__(self) -> Any:
+        """Wait for the score. It is journaled: re-execution returns the same."""
+
+    @abstractmethod
+    async def peek(self) -> float | None:
+        """Return the score if it has arrived, else None. Journaled, too."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildResult:
     """The result of a child episode."""
@@ -327,6 +361,54 @@ class Resource(ABC):
         """
 
 
+class EpisodeSandbox(ABC):
+    """A sandbox that keeps its files from command to command. Its calls go through the journal.
+
+    Re-execution returns the recorded results and runs nothing; the first new command finds the files as they were.
+    Commands run one after another. With a network, the files die with the process, and the episode begins again.
+
+    Raises:
+        EpisodeError: what a command changed does not fit a journal entry, about 48 MiB (`too_large`).
+    """
+
+    @abstractmethod
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        files: Mapping[str, str | bytes] | None = None,
+        stdin: str | bytes = b"",
+        environment: Mapping[str, str] | None = None,
+        seconds: float | None = None,
+    ) -> CommandResult:
+        """Run one command; see `Sandbox.run`."""
+
+    @abstractmethod
+    async def write(self, files: Mapping[str, str | bytes]) -> None:
+        """Write files by absolute path.
+
+        Raises:
+            EffectError: the disk is full, or a link or a file is on the way.
+        """
+
+    @abstractmethod
+    async def read(self, path: str, *, limit: int = 1 << 20) -> bytes:
+        """Return at most `limit` bytes of the plain file at an absolute path.
+
+        Raises:
+            EffectError: there is no plain file, or a link is on the way.
+        """
+
+    @abstractmethod
+    def copy(self, *, only: Sequence[str] = ()) -> AbstractAsyncContextManager[EpisodeSandbox]:
+        """A fresh sandbox with copies of the files at or below the absolute paths `only`; default: of all files. A
+        judge works there, out of the reach of everything the policy started or left elsewhere.
+
+            async with box.copy(only=["/box/src"]) as judge:
+                passed = (await judge.run(["python3", "/box/test.py"], files={"test.py": tests})).ok
+        """
+
+
 class Endpoint(ABC):
     """A model endpoint on this machine whose models are an episode's seats; see `EpisodeContext.endpoint`.
 
@@ -341,8 +423,13 @@ class Endpoint(ABC):
     """API keys, keyed by seat; each key admits to its seat only."""
 
     @abstractmethod
-    def variables(self) -> dict[str, str]:
-        """Environment variables by which the usual clients find the endpoint and the key."""
+    def variables(self, url: str | None = None) -> dict[str, str]:
+        """Environment variables by which the usual clients find the endpoint and the key; `url` is another address of
+        the same endpoint. Clients of the Messages protocol add `/v1` themselves."""
+
+    @abstractmethod
+    def serve(self, listening: socket.socket) -> None:
+        """Serve the seats at a listening socket too, such as that of a sandbox's network. The endpoint closes it."""
 
     @abstractmethod
     def limit_reached(self) -> LimitReachedError | None:

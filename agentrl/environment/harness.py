@@ -1,7 +1,8 @@
 """Environments whose agent is an existing program: a loop over a model client, a graph, a command line.
 
 `HarnessEnvironment` starts the program, gives it the address and the keys of a model endpoint, and rewards the outcome.
-Each request of the program is a turn of a seat. The program runs with the rights of this user (docs/security.md).
+Each request of the program is a turn of a seat. The program has the rights of this user (docs/security.md), unless it
+is given a sandbox.
 
 A program that is restarted, because it or this process was killed, begins in its initial state: an empty working
 directory. It gets the recorded replies as long as its requests are the same as before, and new ones after that.
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -35,6 +36,10 @@ from agentrl.core.errors import EffectError, EnvironmentDefinitionError, Episode
 from agentrl.core.records import Task, Turn
 from agentrl.environment.context import Endpoint, EpisodeContext
 from agentrl.environment.environment import Environment, Split, TaskSource
+from agentrl.environment.rewards import awaited_reward
+from agentrl.sandbox.bubblewrap import GATEWAY_PORT
+from agentrl.sandbox.sandbox import Sandbox, as_bytes, open_lease, read_sources
+from agentrl.sandbox.state import HashedFile, hashed_files
 
 LONGEST_ARGUMENT = 30_000
 """Maximum length of a command's argument, in characters; Linux allows 128 KiB."""
@@ -58,6 +63,7 @@ VOLATILE = (
     r"x-anthropic-billing-header: [^\n]*",  # Claude Code writes this
 )
 """Patterns of dates, UUIDs, temporary paths, and text that single clients add."""
+HarnessReward = float | Mapping[str, float] | Mapping[str, Mapping[str, float]]
 _FIELD = re.compile(r"\{(task|endpoint)\.(\w+)\}")
 _PR_SET_PDEATHSIG = 1
 
@@ -115,16 +121,22 @@ class HarnessEnvironment(Environment):
     """Reward of an episode whose program fails after it got a reply; `reward` is then not called. None: the failure is
     an error of the environment and is retried, as is every failure before the first reply."""
 
+    sandbox: ClassVar[Sandbox | None] = None
+    """Sandbox in which `command` runs, in /box, with `network="gateway"`: it then reaches nothing but the endpoint. Its
+    `seconds` include the waits for replies. None: the command has the rights of this user."""
+
+    def files(self, task: Task) -> Mapping[str, str | bytes | Path]:
+        """Return what lies in the sandbox at the start; see `ToolEnvironment.files`."""
+        return {}
+
     async def play(self, task: Task, endpoint: Endpoint) -> Any:
         """Run the agent; returns JSON data. By default it runs `command`."""
         return await self._run_command(task, endpoint)
 
     @abstractmethod
-    def reward(
-        self, task: Task, episode: HarnessEpisode
-    ) -> float | Mapping[str, float] | Mapping[str, Mapping[str, float]]:
+    def reward(self, task: Task, episode: HarnessEpisode) -> HarnessReward | Awaitable[HarnessReward]:
         """Return a finite reward for all seats that acted, or rewards keyed by seat, each a number or numbers by reward
-        name. With a single seat, numbers by reward name suffice."""
+        name. With a single seat, numbers by reward name suffice. It may be `async`."""
 
     # --- machinery --------------------------------------------------------------------------------------------------
 
@@ -178,7 +190,7 @@ class HarnessEnvironment(Environment):
                         f"the program failed: {error}. Set failed_reward if the policy can cause this",
                         reason="environment_error",
                     )
-            value: float | Mapping[str, Any] | None = self.failed_reward
+            value: Any = self.failed_reward
             if error is None or limit is not None or value is None:
                 value = self.reward(
                     ctx.task,
@@ -186,9 +198,7 @@ class HarnessEnvironment(Environment):
                         turns=turns, result=result, error=error, directory=self._directory, truncated=limit is not None
                     ),
                 )
-            if value is None:
-                raise RewardError(f"{type(self).__name__}.reward returned None; return a number")
-            rewards = self._rewards_by_seat(value)
+            rewards = self._rewards_by_seat(await awaited_reward(type(self), value))
             for seat, acted in turns.items():
                 if acted and seat in rewards:
                     ctx.agent(seat).reward(rewards[seat])
@@ -224,7 +234,10 @@ class HarnessEnvironment(Environment):
         """
         if not self.command:
             raise EnvironmentDefinitionError(f"{type(self).__qualname__} must define `command`, or override `play`")
-        arguments = [_filled(argument, task, endpoint) for argument in self.command]
+        url = endpoint.url
+        if self.sandbox is not None and self.sandbox.network == "gateway":
+            url = f"http://127.0.0.1:{GATEWAY_PORT}/v1"
+        arguments = [_filled(argument, task, url, endpoint.key) for argument in self.command]
         if any("\0" in argument or len(argument) > LONGEST_ARGUMENT for argument in arguments):
             raise EpisodeError(
                 f"task {task.id!r} gives the command an argument that contains a NUL character, or is longer than "
@@ -235,6 +248,8 @@ class HarnessEnvironment(Environment):
         self._directory = Path(tempfile.mkdtemp(prefix=PREFIX))
         self._lock = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        if self.sandbox is not None:
+            return await self._run_in_sandbox(self.sandbox, task, endpoint, arguments, url)
         with contextlib.closing(_Output()) as output:
             try:
                 process = await asyncio.create_subprocess_exec(
@@ -272,6 +287,47 @@ class HarnessEnvironment(Environment):
         failure = None if status == 0 else f"exit status {status}: {written[-500:].strip()}"
         return {"output": written, "error": failure}
 
+    async def _run_in_sandbox(
+        self, sandbox: Sandbox, task: Task, endpoint: Endpoint, arguments: Sequence[str], url: str
+    ) -> dict[str, Any]:
+        """Run a command in a sandbox, and copy the plain files it leaves in /box to the working directory."""
+        assert self._directory is not None
+        lease = await open_lease(sandbox)
+        try:
+            sources = await asyncio.to_thread(read_sources, self.files(task))
+            await lease.write({path: as_bytes(content) for path, content in sources.items()})
+            ran = await lease.run(
+                arguments,
+                environment=endpoint.variables(url),
+                listener=endpoint.serve if sandbox.network == "gateway" else None,
+            )
+            records, _, contents = await lease.changes(everything=True)
+        finally:
+            await lease.close()
+        await asyncio.to_thread(_copy_out, hashed_files(records, contents), self._directory)
+        written = (ran.stdout + ran.stderr)[-OUTPUT_BYTES:].decode("utf-8", "replace")
+        failure = None
+        if ran.killed:
+            failure = f"ended by the sandbox's limit on {ran.killed}"
+        elif ran.status:
+            failure = f"exit status {ran.status}: {written[-500:].strip()}"
+        return {"output": written, "error": failure}
+
+
+def _copy_out(files: Sequence[HashedFile], directory: Path) -> None:
+    """Write the plain files and directories of /box, without links, to an empty directory."""
+    contents: dict[str, bytes] = {}
+    for record, _, content in files:
+        top, _, path = record.path.partition("/")
+        contents[record.path] = content if record.kind == "file" else contents.get(record.target, b"")
+        if top != "box" or not path:
+            continue
+        if record.kind == "directory":
+            (directory / path).mkdir(parents=True, exist_ok=True)
+        elif record.kind in ("file", "same"):
+            (directory / path).parent.mkdir(parents=True, exist_ok=True)
+            (directory / path).write_bytes(contents[record.path])
+
 
 def _task(line: str, number: int, path: Path) -> tuple[Task, str]:
     """Parse a line of the task file into a task and its split."""
@@ -296,12 +352,12 @@ def _without_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def _filled(argument: str, task: Task, endpoint: Endpoint) -> str:
+def _filled(argument: str, task: Task, url: str, key: str) -> str:
     """Fill the fields of a command's argument."""
 
     def value(placeholder: re.Match[str]) -> str:
         source, name = placeholder.groups()
-        values = {"id": task.id, **task.data} if source == "task" else {"url": endpoint.url, "key": endpoint.key}
+        values = {"id": task.id, **task.data} if source == "task" else {"url": url, "key": key}
         if name not in values:
             raise EnvironmentDefinitionError(
                 f"command: {placeholder[0]} is not a known value; there are: {', '.join(values)}"

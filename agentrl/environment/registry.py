@@ -351,8 +351,12 @@ def _malformed(candidate: type[Environment]) -> str:
             ".play must be `async def play(self, task, endpoint)`; one that is not asynchronous goes into a thread: "
             "`return await asyncio.to_thread(agent, …)`"
         )
-    if issubclass(candidate, ToolEnvironment | HarnessEnvironment) and inspect.iscoroutinefunction(candidate.reward):
-        return ".reward must be a plain `def reward(self, task, episode)`; to await something, override `run`"
+    if (
+        issubclass(candidate, HarnessEnvironment)
+        and candidate.sandbox is not None
+        and candidate.sandbox.network == "none"
+    ):
+        return '.sandbox has no network, so its program cannot ask the model: write agentrl.Sandbox(network="gateway")'
     worst = getattr(candidate, "illegal_reward", 0.0)  # for games: comparisons with NaN would always be false
     if not (isinstance(worst, int | float) and math.isfinite(worst)):
         return f".illegal_reward is {worst!r}; it must be a finite number, below the reward of every legal end"

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import reprlib
 import sys
+from collections.abc import Awaitable
 from numbers import Real
+from typing import TypeVar
 
 from agentrl.core.errors import RewardError
+
+T = TypeVar("T")
 
 LARGEST_REWARD = 1e6
 """A larger reward, positive or negative, is refused as a mistake."""
@@ -56,3 +61,15 @@ def check_reward_name(name: object, where: str) -> None:
             f"{where}: {reprlib.repr(name)} is not a valid name for a reward; give a Python identifier of at most "
             f"{LONGEST_REWARD_NAME} characters, such as 'correct'"
         )
+
+
+async def awaited_reward(environment: type, value: T | Awaitable[T] | None) -> T:
+    """Return what the `reward` of an environment returned, which may be `async`.
+
+    Raises:
+        RewardError: it returned None.
+    """
+    reward: T | None = await value if inspect.isawaitable(value) else value
+    if reward is None:
+        raise RewardError(f"{environment.__name__}.reward returned None; return a number")
+    return reward

@@ -11,17 +11,27 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_type_hints, overload
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError
 
-from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, RewardError
+from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError
 from agentrl.core.records import Message, Task, ToolCall, ToolSpec, Turn
-from agentrl.environment.context import EpisodeContext, Guarantee, InvalidToolCallError, LimitReachedError, user
+from agentrl.environment.context import (
+    EpisodeContext,
+    EpisodeSandbox,
+    Guarantee,
+    InvalidToolCallError,
+    LimitReachedError,
+    user,
+)
 from agentrl.environment.environment import Environment
 from agentrl.environment.mcp import MCPConnection, MCPServer, MCPTool, mcp_tools_by_name
+from agentrl.environment.rewards import awaited_reward
+from agentrl.sandbox.sandbox import Sandbox, read_sources
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -286,18 +296,44 @@ class ToolEnvironment(Environment):
             )
         return str(task.data["question"])
 
+    sandbox: ClassVar[Sandbox | None] = None
+    """Limits of the episode's sandbox, `self.box`; None: there is none."""
+
+    def files(self, task: Task) -> Mapping[str, str | bytes | Path]:
+        """Return what lies in the sandbox at the start: contents by absolute path. A `Path` is a file or a directory of
+        this machine, whose plain files are copied."""
+        return {}
+
     def anchor_state(self) -> str | None:
         """Return the environment's state before a turn, as text, for advantages that compare turns in equal states; see
         `Agent.act`. None: the messages since the agent's last turn."""
         return None
 
     @abstractmethod
-    def reward(self, task: Task, episode: ToolEpisode) -> float | Mapping[str, float]:
-        """Return a finite reward for the whole episode, or named rewards, which `credit.reward_weights` weights."""
+    def reward(
+        self, task: Task, episode: ToolEpisode
+    ) -> float | Mapping[str, float] | Awaitable[float | Mapping[str, float]]:
+        """Return a finite reward for the whole episode, or named rewards, which `credit.reward_weights` weights. It may
+        be `async`, to run tests in a copy of the sandbox."""
 
     # --- machinery --------------------------------------------------------------------------------------------------
 
     _tools: ClassVar[dict[str, BoundTool] | None] = None
+    _box: EpisodeSandbox | None = None
+
+    @property
+    def box(self) -> EpisodeSandbox:
+        """The episode's sandbox.
+
+        Raises:
+            EpisodeError: the class has none.
+        """
+        if self._box is None:
+            raise EpisodeError(
+                f"{type(self).__qualname__} has no sandbox; write `sandbox = agentrl.Sandbox()` in the class",
+                reason="environment_error",
+            )
+        return self._box
 
     @classmethod
     def tool_table(cls) -> dict[str, BoundTool]:
@@ -309,6 +345,10 @@ class ToolEnvironment(Environment):
     async def run(self, ctx: EpisodeContext) -> None:
         """Act and answer tool calls until the policy answers in plain text or a limit is reached."""
         truncated = False
+        if self.sandbox is not None:
+            self._box = ctx.sandbox(self.sandbox)
+            if files := self.files(ctx.task):
+                await self._box.write(read_sources(files))
         connections = tuple(map(MCPConnection, self.mcp_servers))
         try:
             tools = await self._all_tools(ctx, connections)
@@ -328,9 +368,7 @@ class ToolEnvironment(Environment):
             for connection in connections:
                 await connection.close()
         value = self.reward(ctx.task, ToolEpisode(turns=agent.turns, messages=agent.messages, truncated=truncated))
-        if value is None:
-            raise RewardError(f"{type(self).__name__}.reward returned None; return a number")
-        agent.reward(value)
+        agent.reward(await awaited_reward(type(self), value))
 
     async def _all_tools(
         self, ctx: EpisodeContext, connections: Sequence[MCPConnection]

@@ -24,6 +24,7 @@ import hashlib
 import json
 import re
 import secrets
+import socket
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -105,16 +106,13 @@ class AttemptEndpoint:
     by_idempotency_key: dict[tuple[bytes, str], _PendingReply] = field(default_factory=dict)
     """Calls, keyed by digest of the request and its `Idempotency-Key`."""
     running: set[asyncio.Task[Any]] = field(default_factory=set)
+    sockets: list[Callable[[], None]] = field(default_factory=list)
+    """What closes the attempt's own listening sockets."""
     connections: weakref.WeakSet[asyncio.BaseTransport] = field(default_factory=weakref.WeakSet)
     """Connections whose last request had a key of the attempt."""
     budget: RequestMemoryBudget = field(default_factory=RequestMemoryBudget)
     is_closed: bool = False
     """Whether the attempt has ended: a request that was sent before and is read only now samples nothing."""
-
-    @property
-    def root_url(self) -> str:
-        """Base URL for clients of the Messages protocol, which add `/v1` themselves."""
-        return self.url.removesuffix("/v1")
 
 
 @dataclass(eq=False, slots=True)
@@ -174,6 +172,8 @@ class Gateway:
                 yield opened
             finally:
                 opened.is_closed = True
+                for close in opened.sockets:
+                    close()
                 for key in (opened.key, *opened.keys.values()):
                     del self._admitted[_digest(key)]
                 for task in opened.running:
@@ -181,6 +181,12 @@ class Gateway:
                 await asyncio.gather(*opened.running, return_exceptions=True)
                 opened.failure.cancel()
                 asyncio.get_running_loop().call_later(KEEPALIVE_S, _abort_all, opened.connections)
+
+    def serve(self, opened: AttemptEndpoint, listening: socket.socket) -> None:
+        """Serve an attempt's seats at a socket of its own too, until they are closed: that of a sandbox's network."""
+        assert self._runner is not None
+        assert self._runner.server is not None
+        opened.sockets.append(self._server.accept_from(self._runner.server, listening))
 
     @asynccontextmanager
     async def _listen(self) -> AsyncIterator[str]:
@@ -325,7 +331,8 @@ class Gateway:
 
     def _check_own(self, request: web.Request) -> None:
         """Refuse browsers: a page whose name resolves to this machine could use a key that it guessed or saw."""
-        hosts = (f"{self._host}:{self._port}", f"localhost:{self._port}")
+        port = _connection(request).get_extra_info("sockname")[1]  # a sandbox has one of its own
+        hosts = (f"{self._host}:{port}", f"localhost:{port}")
         if (self._host == HOST and request.host not in hosts) or "Origin" in request.headers:
             raise RequestRefusedError(
                 "the gateway answers only programs on this machine that use its own address", "forbidden"

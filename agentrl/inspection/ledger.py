@@ -22,7 +22,7 @@ from agentrl.core.errors import JournalError
 from agentrl.core.files import open_regular, read_at_most
 from agentrl.core.records import PolicyVersion, reported_token_usage
 from agentrl.core.text import agent_name, plural
-from agentrl.journal.entries import EntryBody, RewardEntry, TurnEntry, decode_entries
+from agentrl.journal.entries import EntryBody, RewardEntry, TurnEntry, decode_entries, sum_by_key
 from agentrl.journal.reader import read_whole_partition
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ MAX_MANIFEST_BYTES = 64 << 20
 
 _TURN = b"\xa4turn"
 """Encoded kind of a turn, after the three bytes with which an array of 16 or more elements begins."""
-_REWARD = b"\xa6reward"
-"""Encoded kind of a reward, after the one byte with which a shorter array begins."""
+_REWARD, _SCORE = b"\xa6reward", b"\xa5score"
+"""Encoded kinds of rewards, after the one byte with which a shorter array begins."""
 
 Key = tuple[str, int]
 """Episode id and attempt."""
@@ -203,7 +203,7 @@ class _Counting:
             if key not in missing:
                 continue
             missing[key] -= 1
-            if entry.body[3:8] == _TURN or entry.body[1:8] == _REWARD:
+            if entry.body[3:8] == _TURN or entry.body[1:8] == _REWARD or entry.body[1:7] == _SCORE:
                 (body,) = decode_entries([entry])
                 acted.setdefault(key, _AgentTotals()).add(body)
                 for fault in versions.faults(body) if isinstance(body, TurnEntry) else ():
@@ -351,10 +351,7 @@ class _AgentTotals:
     def described(self, agent: Agent) -> str:
         """Describe an agent's part in the words of `_described`."""
         rewards = self._rewards.get(agent, [])
-        by_turn: dict[int, float] = {}
-        for reward in rewards:
-            if reward.turn is not None:
-                by_turn[reward.turn] = by_turn.get(reward.turn, 0.0) + reward.weighted
+        by_turn = sum_by_key((reward.turn, reward.weighted) for reward in rewards if reward.turn is not None)
         total = math.fsum(reward.weighted for reward in rewards) if rewards else None
         return _described(
             self._tokens[agent], total, msgspec.json.encode(sorted(by_turn.items())).decode() if by_turn else None

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from agentrl.core.records import Message
+
+Key = TypeVar("Key", int, str)
 
 FORMAT = 0
 """Journal format; 0 until the first release. Another value is refused by name."""
@@ -245,6 +248,18 @@ class RewardEntry(msgspec.Struct, frozen=True, array_like=True, tag="reward"):
         return self.value * self.weight
 
 
+class ScoreEntry(RewardEntry, frozen=True, array_like=True, tag="score"):
+    """A reward that a scorer gave. Its call id is the score's (`ids.score_call_id`), on no branch and in no order: it
+    is written when it arrives. `name` is the scorer's."""
+
+    seconds: float = 0.0
+    """Time from the request to the arrival of the score."""
+    queued: float = 0.0
+    """Part of `seconds` in which the request waited for its turn."""
+    note: str = ""
+    """Explanation for readers, such as a judge's reply."""
+
+
 class GatherOrderEntry(msgspec.Struct, frozen=True, array_like=True, tag="order"):
     """The order in which the coroutines of a `gather` ended; not all of them, if one raised."""
 
@@ -291,6 +306,7 @@ EntryBody = (
     | ChildResultEntry
     | NondeterministicValueEntry
     | RewardEntry
+    | ScoreEntry
     | GatherOrderEntry
     | CancelEntry
     | TimeLimitEntry
@@ -357,6 +373,15 @@ def decode_partial_turn(body: bytes) -> PartialTurnTokens:
         msgspec.MsgspecError: the bytes do not have this format.
     """
     return _PARTIAL.decode(body)
+
+
+def sum_by_key(values: Iterable[tuple[Key, float]]) -> dict[Key, float]:
+    """Sum values by their keys, in order of keys; correctly rounded, so that the order of the values does not
+    matter: that in which scores arrive may differ between executions."""
+    parts: dict[Key, list[float]] = {}
+    for key, value in values:
+        parts.setdefault(key, []).append(value)
+    return {key: math.fsum(parts[key]) for key in sorted(parts)}
 
 
 # --- hashes and checksums ---------------------------------------------------------------------------------------------

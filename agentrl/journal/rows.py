@@ -6,6 +6,7 @@ version, the routing and the kept set it was sampled with; context tokens carry 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from agentrl.core.errors import EntriesError
@@ -18,7 +19,7 @@ from agentrl.core.records import (
     TrajectoryRow,
     VersionSpan,
 )
-from agentrl.journal.entries import BeginEntry, JournalEntry, RewardEntry, TurnEntry, decode_entries
+from agentrl.journal.entries import BeginEntry, JournalEntry, RewardEntry, TurnEntry, decode_entries, sum_by_key
 from agentrl.journal.reader import AttemptLocation, TurnLogReader
 
 if TYPE_CHECKING:
@@ -77,18 +78,16 @@ def assemble_trajectories(entries: Iterable[JournalEntry], policy: str | None = 
     answer = []
     for key in dict.fromkeys([*turns, *rewards]):
         seat_turns = turns.get(key, [])
-        turn_rewards: dict[int, float] = {}
-        for reward in rewards.get(key, []):
-            if reward.turn is not None:
-                turn_rewards[reward.turn] = turn_rewards.get(reward.turn, 0.0) + reward.weighted
+        agent_rewards = rewards.get(key, [])
+        by_turn = ((reward.turn, reward.weighted) for reward in agent_rewards if reward.turn is not None)
         answer.append(
             Trajectory(
                 seat=key[0],
                 index=key[1],
                 policy=seat_turns[0].policy if seat_turns else begin.seats.get(key[0], ""),
                 rows=_rows(seat_turns),
-                reward=sum(reward.weighted for reward in rewards[key]) if key in rewards else None,
-                turn_rewards=turn_rewards,
+                reward=math.fsum(reward.weighted for reward in agent_rewards) if agent_rewards else None,
+                turn_rewards=sum_by_key(by_turn),
             )
         )
     return tuple(answer)

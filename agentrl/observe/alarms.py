@@ -172,6 +172,8 @@ ADVICE_ON_DROPS = {
     "too_few_members": "find out with `agentrl episode list` why members of groups were dropped, or choose a smaller k "
     "or larger groups",
     "bad_reward": "return a finite number from `reward`; give turn rewards only for turns that have been taken",
+    "scorer_failed": "`agentrl episode show` of a dropped one names the scorer and its error; raise "
+    "scorers.NAME.timeout_s or attempts, or name another scorer in on_failure",
     "nondeterminism": "run `agentrl env check`: randomness, time or the outside world bypasses `ctx`",
     "untrainable": "`agentrl episode show` of a dropped one names the entries that are damaged or inconsistent",
     "version_gone": "the engine was restarted and could not load an older version again: restore its files in "

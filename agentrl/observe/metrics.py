@@ -17,6 +17,8 @@ class Metric(NamedTuple):
     meaning: str
 
 
+SCORES_EXPOSED = "scores/exposed_s"
+
 METRICS: tuple[Metric, ...] = (
     Metric("reward/mean", "reward", "mean reward of the units the step consumed"),
     Metric("reward/<seat>", "reward", "`reward/mean` of the agents of one seat, if there are several seats"),
@@ -163,6 +165,12 @@ METRICS: tuple[Metric, ...] = (
         "turns/interrupted",
         "turns",
         "turns per episode that were interrupted and therefore took more than one engine call",
+    ),
+    Metric(
+        SCORES_EXPOSED,
+        "s",
+        "seconds per episode between the end of its program and its last score: the part of scoring that sampling does "
+        "not hide (docs/scores.md)",
     ),
     Metric("parked", "times", "number of times that an episode was parked, per episode"),
     Metric(

@@ -405,6 +405,23 @@ class CallJournal:
             self.record(call, body)
         return recorded or body
 
+    # --- scores -------------------------------------------------------------------------------------------------------
+
+    def recorded_scores(self) -> dict[str, EntryBody]:
+        """Return the recorded scores, keyed by call id: a `ScoreEntry`, or the value None of a scorer that said
+        nothing."""
+        return self._recorded.scores()
+
+    def record_score(self, call_id: str, body: EntryBody) -> None:
+        """Append a score when it arrives, unless the episode has ended or will continue elsewhere.
+
+        Unlike `record`, this does not settle cancelled calls: the scorer's task says nothing about the program.
+        """
+        if not (self._ended or self._stopped):
+            entry = JournalEntry(self._episode_id, self._attempt, call_id, b"", encode_body(body))
+            self._log.append(entry)
+            self._count(entry)
+
     # --- entries without a number ------------------------------------------------------------------------------------
 
     def begin(self, make: Callable[[], BeginEntry]) -> BeginEntry:
@@ -889,6 +906,10 @@ class RecordedCalls:
     def numbered(self) -> Iterator[str]:
         """Yield the ids of calls that return in order, in the order in which they were appended."""
         return filter(ids.has_call_number, self._entries)
+
+    def scores(self) -> dict[str, EntryBody]:
+        """Return the bodies of recorded scores, keyed by call id."""
+        return {call_id: entry.decode() for call_id, entry in self._entries.items() if ids.is_score(call_id)}
 
     def get(self, call_id: str) -> JournalEntry | None:
         """Return the entry of a call that has not returned yet; answers are left out."""

@@ -178,6 +178,22 @@ def raise_unknown_outcome(episode: LiveEpisode, call: JournaledCall, act_name: s
     raise error
 
 
+def raise_resource_lost(episode: LiveEpisode, call: JournaledCall, name: str) -> NoReturn:
+    """End the attempt at a recorded call of a resource that died with its process.
+
+    Raises:
+        EpisodeError: always.
+    """
+    error = EpisodeError(
+        f"episode {episode.spec.episode_id}, call {call.call_id}: {name} is pinned and died with its process, so the "
+        "episode cannot be resumed from its journal",
+        reason="resource_lost",
+        begin_again=True,
+    )
+    episode.journal.fail(error)
+    raise error
+
+
 def error_text(error: BaseException) -> str:
     """Return the text of a foreign error, as recorded."""
     return valid_unicode(format_foreign_error(error)[:2000])
@@ -306,7 +322,7 @@ class JournaledResource(Resource):
             if recorded.level != self._level:
                 journal.mismatch(call.call_id, f"{self.name} was {recorded.level}", f"the code now says {self._level}")
             if self._level == "pinned":
-                self._lost(call)
+                raise_resource_lost(self._episode, call, self.name)
             if self._level == "snapshot":
                 return self._remembered(call, where)
         return await self._performed(call, method, arguments)
@@ -386,16 +402,6 @@ class JournaledResource(Resource):
             return None
         self._state = encoded
         return state
-
-    def _lost(self, call: JournaledCall) -> NoReturn:
-        error = EpisodeError(
-            f"episode {self._episode.spec.episode_id}, call {call.call_id}: {self.name} is pinned and died with its "
-            "process, so the episode cannot be resumed from its journal",
-            reason="resource_lost",
-            begin_again=True,
-        )
-        self._episode.journal.fail(error)
-        raise error
 
     def _memoised_name(self) -> str | None:
         """Name of the resource if its calls are never repeated, else None."""

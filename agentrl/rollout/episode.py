@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -20,9 +20,9 @@ from agentrl.rollout.call_journal import current_branch
 
 if TYPE_CHECKING:
     from agentrl.core.clock import Clock
-    from agentrl.core.ports import ChatFormat, EpisodeHost, Sampler, SamplingParams
+    from agentrl.core.ports import ChatFormat, EpisodeHost, Sampler, SamplingParams, Scorer
     from agentrl.core.records import EpisodeSpec, PolicyVersion, Turn
-    from agentrl.environment.context import EpisodeLimits
+    from agentrl.environment.context import EpisodeLimits, Verdict
     from agentrl.environment.environment import OnCodeChange
     from agentrl.gateway.server import Gateway
     from agentrl.rollout.call_journal import CallJournal, ProgramBranch
@@ -105,6 +105,12 @@ class RolloutSettings:
     """Weight of each named reward; if empty, each weighs 1."""
     compares_turns: bool = False
     """Whether the headers of episodes have the states of their turns."""
+    scorers: Mapping[str, Scorer] = field(default_factory=dict)
+    """Scorers, keyed by name."""
+    scored: Collection[str] = ()
+    """Policies whose turns and episodes are scored without being asked for."""
+    missing_scorer: Callable[[str], Scorer] | None = None
+    """Makes a scorer for a name that is not among `scorers`, for checks of environments without a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +136,7 @@ class EpisodeAgent(Protocol):
     """The interface of an episode's agents; see `turn_recorder.TurnRecorder`."""
 
     seat: str
+    index: int
     policy: str
     counts: dict[str, float]
     """Share of the episode's `metrics` that belongs to the agent."""
@@ -147,6 +154,30 @@ class EpisodeAgent(Protocol):
         """The versions that sampled the agent's tokens."""
         ...
 
+    def close(self) -> None:
+        """Give back what the engine holds. Idempotent."""
+        ...
+
+
+class EpisodeScores(Protocol):
+    """The interface of an attempt's scores; see `scores.LiveScores`."""
+
+    def start_per_turn(self, agent: Any) -> None:
+        """Ask for the scores of an agent's newest turn."""
+        ...
+
+    def ask(self, scorer: str, agent: Any) -> Verdict:
+        """Ask a scorer for the score of an agent's newest turn."""
+        ...
+
+    async def settle(self) -> None:
+        """Wait for all scores, and credit the agents with them."""
+        ...
+
+    def close(self) -> None:
+        """Give up the requests in flight. Idempotent."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class LiveEpisode:
@@ -161,6 +192,8 @@ class LiveEpisode:
     agents: Sequence[EpisodeAgent] = ()
     limit: TimeLimit | None = None
     """Time limit of the program, while it runs."""
+    scores: EpisodeScores | None = None
+    """Scores of the attempt; None if there are no scorers, and no scores in its journal."""
     note: str = ""
     """Note on a successful episode: how its external agent departed from an earlier attempt."""
     _counts: dict[str, float] | None = None
@@ -209,6 +242,9 @@ class LiveEpisode:
         """Keep the agents' counts and drop the agents, which refer to the episode, at the end of the attempt."""
         self._counts = self.metrics
         self.agents = ()
+        if self.scores is not None:
+            self.scores.close()
+            self.scores = None
 
     def speaker(self, branch: ProgramBranch | None = None) -> EpisodeAgent | None:
         """Return the agent that acted last on a branch; default: the calling branch."""

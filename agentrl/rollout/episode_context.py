@@ -21,14 +21,17 @@ from agentrl.core.ports import PolicyCounts
 from agentrl.core.records import PolicyVersion, ProposalNovelty, StopReason, Task, ToolSpec
 from agentrl.core.text import plural
 from agentrl.environment.context import (
+    Agent,
     ChildEpisode,
     Endpoint,
     EpisodeContext,
+    EpisodeSandbox,
     Guarantee,
     LimitReachedError,
     Reconcile,
     Resource,
     ResourceLevel,
+    Verdict,
 )
 from agentrl.environment.environment import Environment
 from agentrl.environment.registry import name_of
@@ -59,12 +62,15 @@ from agentrl.rollout.journal_data import (
     to_journal_data_and_bytes,
 )
 from agentrl.rollout.mismatch import shortened_repr
+from agentrl.rollout.sandbox import NAME as SANDBOX
+from agentrl.rollout.sandbox import JournaledSandbox
 from agentrl.rollout.turn_recorder import TurnRecorder
 
 if TYPE_CHECKING:
     import random
 
     from agentrl.rollout.episode import LiveEpisode
+    from agentrl.sandbox.sandbox import Sandbox
 
 T = TypeVar("T")
 
@@ -86,6 +92,7 @@ class LiveEpisodeContext(EpisodeContext):
         "limits",
         "measured_against",
         "resources",
+        "sandboxes",
         "stop_reason",
         "task",
     )
@@ -102,6 +109,7 @@ class LiveEpisodeContext(EpisodeContext):
         self.measured_against: dict[str, PolicyVersion] | None = None
         self.stop_reason: StopReason | None = None
         self.resources: tuple[JournaledResource, ...] = ()
+        self.sandboxes: tuple[JournaledSandbox, ...] = ()
 
     def agent(self, seat: str, index: int = 0, *, tools: Sequence[ToolSpec] = ()) -> TurnRecorder:
         """The handle of a seat's conversation."""
@@ -184,6 +192,14 @@ class LiveEpisodeContext(EpisodeContext):
         self.resources = (*self.resources, resource)
         return resource
 
+    def sandbox(self, limits: Sandbox) -> EpisodeSandbox:
+        """Make a sandbox of this episode."""
+        branch = current_branch()
+        branch.resources += 1
+        sandbox = JournaledSandbox(self.episode, limits, f"{SANDBOX} {branch.path}.{branch.resources}")
+        self.sandboxes = (*self.sandboxes, sandbox)
+        return sandbox
+
     def endpoint(
         self,
         *,
@@ -259,6 +275,15 @@ class LiveEpisodeContext(EpisodeContext):
                 f"started. Declare the total that one episode starts: fan_out = {{{name!r}: {requested}}}",
                 reason="fan_out",
             )
+
+    def score(self, scorer: str, agent: Agent) -> Verdict:
+        """Ask for the score of an agent's newest turn."""
+        current_branch()  # refuses tasks that are not the program's
+        if not (isinstance(agent, TurnRecorder) and agent in self.agents and agent.turns):
+            raise EnvironmentDefinitionError(f"ctx.score({scorer!r}, …) needs an agent of this episode that has acted")
+        if self.episode.scores is None:
+            raise EnvironmentDefinitionError(f"ctx.score({scorer!r}): the run has no scorers; add [scorers.{scorer}]")
+        return self.episode.scores.ask(scorer, agent)
 
     async def remember(self, key: str, structure: str = "") -> ProposalNovelty:
         """Ask the run once, and recall the answer afterward."""
@@ -338,3 +363,5 @@ class LiveEpisodeContext(EpisodeContext):
             agent.close()
         for resource in self.resources:
             resource.close()
+        for sandbox in self.sandboxes:
+            sandbox.close()

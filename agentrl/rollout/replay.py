@@ -54,7 +54,7 @@ class ReplayJournal(CallJournal):
         on_call: called for each recorded call that has returned.
         until: id of the call after which to stop.
         answers: see `CallJournal`.
-        rescoring: whether to ignore recorded rewards.
+        rescoring: whether to ignore recorded rewards; the scorers' scores stay.
     """
 
     __slots__ = ("_on_call", "_rewards", "_until", "new_rewards", "reached")
@@ -76,7 +76,11 @@ class ReplayJournal(CallJournal):
     ) -> None:
         self._rewards: set[str] = set()
         if rescoring:
-            self._rewards = {e.call_id for e in (*inherited, *recorded) if isinstance(e.decode(), RewardEntry)}
+            self._rewards = {
+                entry.call_id
+                for entry in (*inherited, *recorded)
+                if isinstance(entry.decode(), RewardEntry) and not ids.is_score(entry.call_id)
+            }
         kept = [entry for entry in recorded if entry.call_id not in self._rewards]
         before = [entry for entry in inherited if entry.call_id not in self._rewards]
         super().__init__(log, episode_id, attempt, kept, seed=seed, inherited=before, edits=edits, answers=answers)

@@ -49,6 +49,7 @@ from agentrl.rollout.episode import (
 from agentrl.rollout.episode_context import LiveEpisodeContext
 from agentrl.rollout.external.agent import external_turns_with_context
 from agentrl.rollout.kv_budget import kv_budget_of
+from agentrl.rollout.scores import LiveScores
 from agentrl.rollout.turn_entries import EpisodePartialTurns
 
 CHECKED_EPISODES = 32
@@ -154,6 +155,8 @@ class EpisodeRunner:
             if stop_reason != "completed":
                 self._reward_truncated(context, environment)
             journal.finish()
+            if episode.scores is not None:
+                await episode.scores.settle()
             self.finished(context)
         except Exception as error:
             error.add_note(episode.location)
@@ -191,6 +194,9 @@ class EpisodeRunner:
             self._log, spec.episode_id, spec.attempt, clock=self.clock, kept=spec.purpose == "train", resumed=resumed
         )
         episode = LiveEpisode(spec, journal, self._services, partials, began_under)
+        settings = self._services.settings
+        if settings.scorers or settings.missing_scorer is not None or journal.recorded_scores():
+            episode.scores = LiveScores(episode)
         self._running[spec.episode_id] = context = LiveEpisodeContext(episode, environment)
         return context
 

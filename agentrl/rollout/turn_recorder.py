@@ -12,7 +12,7 @@ from agentrl.core.errors import RewardError
 from agentrl.core.records import REWARD, Completion, Message, PolicyVersion, TrajectoryHeader, Turn
 from agentrl.environment.context import Agent
 from agentrl.environment.rewards import check_reward_name, finite_reward
-from agentrl.journal.entries import RewardEntry, TurnEntry, TurnPause, TurnVersionSpan, gigpo_state_hash
+from agentrl.journal.entries import RewardEntry, TurnEntry, TurnPause, TurnVersionSpan, gigpo_state_hash, sum_by_key
 from agentrl.observe.metrics import GATE_PASSED, GATE_REFUSED
 from agentrl.rollout.chat.byte_formats import JsonChatFormat
 from agentrl.rollout.turn_entries import encode_message
@@ -38,10 +38,8 @@ class TurnRecorder(Agent):
     __slots__ = (
         "_episode",
         "_messages",
-        "_named_rewards",
         "_sampled",
         "_settings",
-        "_turn_rewards",
         "_turn_states",
         "_turns",
         "_weights_of",
@@ -60,15 +58,14 @@ class TurnRecorder(Agent):
         self._weights_of = binding.policy if binding.pin is None else binding.pin.policy
         self._episode = episode
         self._settings = episode.policy_settings(seat)
-        self.rewards: tuple[float, ...] = ()
+        self.rewards: tuple[RewardEntry, ...] = ()
+        """Rewards so far, in the order in which they were given."""
         self.counts: dict[str, float] = {}
         self._turns: list[Turn] = []
         self._messages: list[Message] = []
         self._sampled = 0
         """Number of tokens sampled so far."""
-        self._turn_rewards: dict[int, float] | None = None
         self._turn_states = b""
-        self._named_rewards: dict[str, float] | None = None
 
     @abstractmethod
     def _samplers(self) -> Iterable[TurnSampler]:
@@ -96,16 +93,11 @@ class TurnRecorder(Agent):
             raise RewardError(
                 f"{where}: a reward for turn {turn!r}, but there are {len(self._turns)} turns, counted from 0"
             )
-        weight = self._weight(name, where)
+        weight = self.weight_of(name, where)
         recorded = self._episode.journal.reward(RewardEntry(self.seat, self.index, number, turn, name, weight))
-        self.rewards = (*self.rewards, recorded.weighted)
-        if turn is not None:
-            turns = self._turn_rewards = self._turn_rewards or {}
-            turns[turn] = finite_reward(turns.get(turn, 0.0) + recorded.weighted, where)
-        named = self._named_rewards = self._named_rewards or {}
-        named[name] = finite_reward(named.get(name, 0.0) + number, where)
+        self.rewards = (*self.rewards, recorded)
 
-    def _weight(self, name: str, where: str) -> float:
+    def weight_of(self, name: str, where: str) -> float:
         """Return the weight of a named reward; raise `RewardError` if the configuration gives weights to others but not
         to this one."""
         check_reward_name(name, where)
@@ -210,6 +202,8 @@ class TurnRecorder(Agent):
         self._messages.append(message)
         turn = Turn(text=message.content, message=message, completion=completion)
         self._turns.append(turn)
+        if self._episode.scores is not None:
+            self._episode.scores.start_per_turn(self)
         return turn
 
     def _tokens_of(self, completion: Completion) -> int:
@@ -228,19 +222,27 @@ class TurnRecorder(Agent):
             yield from sampler.running_versions()
 
     def header(self) -> TrajectoryHeader:
-        """Make the agent's part of the episode's header."""
+        """Make the agent's part of the episode's header.
+
+        Raises:
+            RewardError: rewards of one name, or of one turn, are too large together.
+        """
         oldest = min(self.versions(), key=_age, default=None)
-        named = self._named_rewards or {}
+        rewards = self.rewards
+        named = sum_by_key((given.name, given.value) for given in rewards)
+        by_turn = sum_by_key((given.turn, given.weighted) for given in rewards if given.turn is not None)
+        for total in (*named.values(), *by_turn.values()):
+            finite_reward(total, f"episode {self._episode.spec.episode_id}, seat {self.seat!r}")
         return TrajectoryHeader(
             seat=self.seat,
             index=self.index,
             policy=self.policy,
-            reward=math.fsum(self.rewards) if self.rewards else None,
+            reward=math.fsum(given.weighted for given in rewards) if rewards else None,
             tokens=self._sampled,
             oldest_step=oldest.step if oldest else 0,
             lineage=oldest.lineage if oldest else 0,
-            turn_rewards=tuple(sorted(self._turn_rewards.items())) if self._turn_rewards else (),
-            named_rewards=tuple(sorted(named.items())) if named.keys() - {REWARD} else (),
+            turn_rewards=tuple(by_turn.items()),
+            named_rewards=tuple(named.items()) if named.keys() - {REWARD} else (),
             turn_states=self._turn_states,
         )
 

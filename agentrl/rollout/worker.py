@@ -23,6 +23,7 @@ from agentrl.core.errors import (
     EnvironmentDefinitionError,
     EpisodeError,
     InfrastructureError,
+    ScorerError,
     StorageError,
     describe_raise_location,
     describe_user_code_error,
@@ -191,7 +192,7 @@ class AsyncioWorker:
                 break
             except EngineLostError as error:
                 reason, detail = "engine_lost", str(error)
-            except (StorageError, EngineError, EnvironmentDefinitionError):
+            except (StorageError, EngineError, EnvironmentDefinitionError, ScorerError):
                 raise
             except EpisodeError as error:
                 reason, begin_again = error.reason, error.begin_again

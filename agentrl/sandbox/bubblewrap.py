@@ -150,7 +150,7 @@ class BubblewrapLease:
         )
 
     async def write(self, files: Mapping[str, bytes]) -> None:
-        entries = [(path, len(body), 0o644) for path, body in files.items()]
+        entries = [(path, len(body)) for path, body in files.items()]
         with _memory_file(b"".join(files.values())) as source:
             await self._client.ask("write", [source], lease=self._name, entries=entries)
 
@@ -162,6 +162,18 @@ class BubblewrapLease:
             return os.pread(file, limit, 0)
         finally:
             os.close(file)
+
+    async def changes(self, *, everything: bool = False) -> tuple[list[keeper.FileRecord], list[str], bytes]:
+        received: list[int] = []
+        reply = await self._client.ask("changed", on_file=received.append, lease=self._name, everything=everything)
+        with open(received[0], "rb") as file:  # noqa: ASYNC230 - it lies in memory
+            file.seek(0)
+            contents = file.read()
+        return [keeper.FileRecord(*record) for record in reply["records"]], reply["gone"], contents
+
+    async def restore(self, records: Sequence[keeper.FileRecord], contents: bytes) -> None:
+        with _memory_file(contents) as source:
+            await self._client.ask("restore", [source], lease=self._name, records=list(records))
 
     async def close(self) -> None:
         if not self._is_closed:

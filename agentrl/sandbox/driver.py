@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Mapping, Sequence
 
+    from agentrl.sandbox.keeper import FileRecord
+
 Network = Literal["none", "gateway", "open"]
 """`gateway`: only a port that the sandbox's owner serves; `open`: the machine's own network."""
 _FLOORS = {"memory_mb": 32, "seconds": 0.1, "disk_mb": 1, "inodes": 64, "processes": 4, "output_bytes": 1}
@@ -120,7 +122,7 @@ class SandboxLease(Protocol):
         ...
 
     async def write(self, files: Mapping[str, bytes]) -> None:
-        """Write files by absolute path; parent directories are made.
+        """Write files by absolute path; parent directories are made, and a file that exists keeps its mode.
 
         Raises:
             OSError: the disk is full, or a link or a file is on the way.
@@ -133,6 +135,22 @@ class SandboxLease(Protocol):
         Raises:
             OSError: there is no plain file, or a link is on the way.
         """
+        ...
+
+    async def changes(self, *, everything: bool = False) -> tuple[list[FileRecord], list[str], bytes]:
+        """Return the files that changed since the last call, the paths that are gone, and the contents of the plain
+        files among the first, one after another. No command may run meanwhile.
+
+        Args:
+            everything: return all files; the next call does not notice.
+
+        Raises:
+            OSError: too much changed, or a path is too long.
+        """
+        ...
+
+    async def restore(self, records: Sequence[FileRecord], contents: bytes) -> None:
+        """Make files as `changes` returned them, parents first, in a sandbox that has run nothing yet."""
         ...
 
     async def close(self) -> None:

@@ -27,7 +27,7 @@ import stat
 import struct
 import sys
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -47,6 +47,10 @@ _OPENAT2 = 437
 _BENEATH = 1 | 2 | 4 | 8  # RESOLVE_NO_XDEV, NO_MAGICLINKS, NO_SYMLINKS, BENEATH
 _FIRST_UID, _UIDS = 2_000_000_000, 512
 """As root, each lease has its own user id: limits on processes bind every user but the real root."""
+MAX_CHANGED_BYTES = 48 << 20
+"""Maximum size of the files changed by one command, if its changes are kept: they must fit a journal entry."""
+_TICK_NS = 50_000_000
+"""Upper bound of the resolution of file times."""
 _SAMPLE_S = 0.02
 _START_S = 10.0
 """Seconds within which bubblewrap has to set up a sandbox."""
@@ -139,12 +143,152 @@ def _parts(path: str) -> list[str]:
     return parts
 
 
+class FileRecord(NamedTuple):
+    """A file of a sandbox, without its content."""
+
+    path: str
+    """Path below the sandbox's root, without the first slash."""
+    kind: str
+    """Kind: `file`, `directory`, `link`, `pipe`, `same` (another name of a file) or `none` (removed from the root)."""
+    mode: int
+    modified: int
+    """Time of the last modification in nanoseconds, since build tools compare it; 0 unless it is a plain file."""
+    size: int
+    target: str
+    """Target of a link, or of `same`; `opaque` for a directory that hides the root's."""
+
+
+class FileChanges:
+    """The files of a sandbox that differ from their signatures of an earlier walk.
+
+    A signature holds the time of a file's last change, which nothing in a sandbox can set. A clock tick may hide a
+    second change, so a file that changed just before the earlier walk, or after it, differs.
+
+    Args:
+        earlier: signatures of the earlier walk, by path.
+        settled: time before which a change was seen by the earlier walk.
+    """
+
+    def __init__(self, earlier: dict[str, tuple[int, ...]], settled: int) -> None:
+        self.signatures: dict[str, tuple[int, ...]] = {}
+        self.records: list[FileRecord] = []
+        """Records, parents first."""
+        self.contents = os.memfd_create("agentrl", os.MFD_CLOEXEC)
+        """Contents of the plain files among them, one after another."""
+        self._earlier, self._settled = earlier, settled
+        self._room = MAX_CHANGED_BYTES
+        self._first: dict[int, str] = {}
+        """First path of each file with several names, by inode."""
+
+    def walk(self, top: str, path: str) -> None:
+        """Visit everything below `path`, which is relative to `top`."""
+        base = os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        waiting = [path]
+        try:
+            while waiting:
+                parent = waiting.pop()
+                with _in_file(parent):
+                    directory = _open_beneath(base, parent or ".", os.O_RDONLY | os.O_DIRECTORY)
+                    try:
+                        for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
+                            path = f"{parent}/{entry.name}" if parent else entry.name
+                            if self._visit(directory, entry.name, path, entry.stat(follow_symlinks=False)):
+                                waiting.append(path)
+                    finally:
+                        os.close(directory)
+        finally:
+            os.close(base)
+
+    def _visit(self, directory: int, name: str, path: str, found: os.stat_result) -> bool:
+        """Compare a file with its earlier signature; return whether it is a directory."""
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode))
+        if kind is None:  # a socket: nothing listens behind it any more
+            return False
+        record = FileRecord(path, kind, stat.S_IMODE(found.st_mode), 0, 0, "")
+        if kind == "directory":
+            if _is_opaque(directory, name):
+                record = record._replace(target="opaque")
+            self.signatures[path] = (found.st_mode, len(record.target))
+            if self._earlier.get(path) != self.signatures[path]:
+                self.records.append(record)
+            return True
+        signature = self.signatures[path] = (found.st_mode, found.st_ino, found.st_size, found.st_ctime_ns)
+        if found.st_nlink > 1 and (first := self._first.setdefault(found.st_ino, path)) != path:
+            self.records.append(record._replace(kind="same", target=first))
+        elif self._earlier.get(path) != signature or found.st_ctime_ns >= self._settled:
+            if kind == "file":
+                self._room -= found.st_size
+                if self._room < 0:
+                    raise OSError(errno.EFBIG, f"more than {MAX_CHANGED_BYTES >> 20} MiB changed")
+                _append(self.contents, directory, name, found.st_size)
+                record = record._replace(modified=found.st_mtime_ns, size=found.st_size)
+            elif kind == "link":
+                record = record._replace(target=os.readlink(name, dir_fd=directory))
+            self.records.append(record)
+        return False
+
+
+_KINDS = {
+    stat.S_IFREG: "file",
+    stat.S_IFDIR: "directory",
+    stat.S_IFLNK: "link",
+    stat.S_IFIFO: "pipe",
+    stat.S_IFCHR: "none",  # an overlay's mark; nothing in a sandbox can make a device
+}
+
+
+def _append(contents: int, directory: int, name: str, size: int) -> None:
+    """Append a file of this size to `contents`."""
+    file = _open_beneath(directory, name, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        while size and (copied := os.sendfile(contents, file, None, size)):
+            size -= copied
+    finally:
+        os.close(file)
+
+
+def _mode_of(directory: int, name: str) -> int:
+    """Return the mode of a plain file, or that of a new one."""
+    with contextlib.suppress(FileNotFoundError):
+        found = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        if stat.S_ISREG(found.st_mode):
+            return stat.S_IMODE(found.st_mode)
+    return 0o644
+
+
+def _is_opaque(directory: int, name: str) -> bool:
+    file = _open_beneath(directory, name, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        return any(attribute.endswith(".overlay.opaque") for attribute in os.listxattr(file))
+    finally:
+        os.close(file)
+
+
+def _remove(directory: int, name: str) -> None:
+    """Remove a file, or a directory with all it holds."""
+    try:
+        os.unlink(name, dir_fd=directory)
+    except FileNotFoundError:
+        return
+    except IsADirectoryError:
+        inner = _open_beneath(directory, name, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            for entry in os.listdir(inner):
+                _remove(inner, entry)
+        finally:
+            os.close(inner)
+        os.rmdir(name, dir_fd=directory)
+
+
 class Lease:
     """The files of one sandbox: a sized tmpfs, and with its own root directory an overlay over that."""
 
     def __init__(self, path: str, uid: int | None, limits: Fields) -> None:
         self.path, self.uid, self.limits = path, uid, limits
         self.slot: int | None = None
+        self.signatures: dict[str, tuple[int, ...]] = {}
+        """What `changed` saw of each file when it was last called, at `scanned`."""
+        self.scanned = 0
         self.root: str | None = limits["root"]
         os.mkdir(path, 0o700)
         options = f"size={limits['disk_mb']}m,nr_inodes={limits['inodes']},mode=755"
@@ -202,10 +346,14 @@ class Lease:
             directory = deeper
         return directory
 
-    def write(self, path: str, content: bytes, mode: int) -> None:
+    def write(self, path: str, content: bytes, mode: int | None = None, *, modified: int | None = None) -> None:
         *parents, name = _parts(path)
+        if not self.root and (not parents or parents[0] not in ("box", "tmp")):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         directory = self.open_directory(parents, make=True)
         try:
+            if mode is None:
+                mode = _mode_of(directory, name)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=directory)  # it may be a link, a pipe, or another file's second name
             file = os.open(
@@ -218,10 +366,76 @@ class Lease:
                 os.fchmod(file, mode)
                 if self.uid is not None:
                     os.fchown(file, self.uid, self.uid)
+                if modified is not None:
+                    os.utime(file, ns=(modified, modified))
             finally:
                 os.close(file)
         finally:
             os.close(directory)
+
+    def changed(self, *, everything: bool) -> tuple[list[FileRecord], list[str], int]:
+        """Return the files that changed since the last call, the paths that are gone, and a file with the contents.
+
+        No command may run meanwhile. With `everything`, all files are returned, and the next call does not notice.
+        """
+        started = time.time_ns()
+        changes = FileChanges({} if everything else self.signatures, self.scanned - _TICK_NS)
+        try:
+            if self.root:
+                changes.walk(f"{self.path}/upper", "")
+            else:
+                changes.walk(self.path, "box")
+                changes.walk(self.path, "tmp")
+        except BaseException:
+            os.close(changes.contents)
+            raise
+        gone = [path for path in self.signatures if path not in changes.signatures]
+        if not everything:
+            self.signatures, self.scanned = changes.signatures, started
+        return changes.records, gone, changes.contents
+
+    def restore(self, records: Sequence[FileRecord], contents: int) -> None:
+        """Make files as `changed` returned them, parents first, in a sandbox that has run nothing yet."""
+        offset = 0
+        for record in records:
+            with _in_file(record.path):
+                *parents, name = _parts(f"/{record.path}")
+                directory = self.open_directory(parents, make=True)
+                try:
+                    if record.kind != "directory" or record.target == "opaque":
+                        _remove(directory, name)
+                    if record.kind == "file":
+                        content = os.pread(contents, record.size, offset)
+                        self.write(f"/{record.path}", content, record.mode, modified=record.modified)
+                        offset += record.size
+                    elif record.kind != "none":
+                        self._make(record, directory, name)
+                finally:
+                    os.close(directory)
+        for record in reversed(records):  # last, since a directory may be closed to its owner
+            if record.kind == "directory":
+                directory = self.open_directory(_parts(f"/{record.path}"), make=False)
+                os.fchmod(directory, record.mode)
+                os.close(directory)
+        self.signatures = {record.path: () for record in records}
+
+    def _make(self, record: FileRecord, directory: int, name: str) -> None:
+        if record.kind == "directory":
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o755, dir_fd=directory)
+        elif record.kind == "link":
+            os.symlink(record.target, name, dir_fd=directory)
+        elif record.kind == "pipe":
+            os.mkfifo(name, record.mode, dir_fd=directory)
+        elif record.kind == "same":
+            *parents, first = _parts(f"/{record.target}")
+            source = self.open_directory(parents, make=False)
+            try:
+                os.link(first, name, src_dir_fd=source, dst_dir_fd=directory, follow_symlinks=False)
+            finally:
+                os.close(source)
+        if self.uid is not None:
+            os.chown(name, self.uid, self.uid, dir_fd=directory, follow_symlinks=False)
 
     def open(self, path: str) -> int:
         """Open a plain file for reading."""
@@ -365,12 +579,12 @@ class Keeper:
             self.free_uids.append(sandbox.slot)
         return {}, []
 
-    def do_write(self, number: int, files: list[int], lease: str, entries: list[tuple[str, int, int]]) -> Answer:
+    def do_write(self, number: int, files: list[int], lease: str, entries: list[tuple[str, int]]) -> Answer:
         """Write files with contents stored one after another in `files[0]`."""
         sandbox, offset = self.lease(lease), 0
-        for path, size, mode in entries:
+        for path, size in entries:
             with _in_file(path):
-                sandbox.write(path, os.pread(files[0], size, offset), mode)
+                sandbox.write(path, os.pread(files[0], size, offset))
             offset += size
         return {}, []
 
@@ -379,6 +593,14 @@ class Keeper:
         with _in_file(path):
             file = sandbox.open(path)
         return {"size": os.fstat(file).st_size}, [file]
+
+    def do_changed(self, number: int, files: list[int], lease: str, everything: bool) -> Answer:
+        records, gone, contents = self.lease(lease).changed(everything=everything)
+        return {"records": records, "gone": gone}, [contents]
+
+    def do_restore(self, number: int, files: list[int], lease: str, records: list[list[Any]]) -> Answer:
+        self.lease(lease).restore([FileRecord(*record) for record in records], files[0])
+        return {}, []
 
     def do_kill(self, number: int, files: list[int], command: int) -> Answer:
         if command in self.commands:

@@ -5,32 +5,31 @@ from __future__ import annotations
 import asyncio
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from agentrl.core.errors import InputError
 from agentrl.sandbox.bubblewrap import BubblewrapDriver
 from agentrl.sandbox.driver import SandboxLimits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from agentrl.sandbox.driver import CommandResult, SandboxDriver
+    from agentrl.sandbox.driver import CommandResult, SandboxDriver, SandboxLease
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sandbox(SandboxLimits):
     """Isolation and limits for untrusted commands.
 
-    `run` makes a sandbox for one command, so no state survives it. Inside `run()` of an environment, call it from a
-    method that `ctx.effect` journals::
-
-        passed = await ctx.effect("tests", lambda: self.passes(turn.text))
+    `ctx.sandbox(...)` makes a sandbox that keeps its files for the episode. `run` makes one for a single command.
     """
 
     async def run(
         self,
         argv: Sequence[str],
         *,
-        files: Mapping[str, str | bytes] | None = None,
+        files: Mapping[str, str | bytes | Path] | None = None,
         stdin: str | bytes = b"",
         environment: Mapping[str, str] | None = None,
         seconds: float | None = None,
@@ -39,7 +38,8 @@ class Sandbox(SandboxLimits):
 
         Args:
             argv: the program and its arguments; no shell reads them.
-            files: written before the command starts, by path below /box.
+            files: written before the command starts, by path below /box. A `Path` is a file or a directory of this
+                machine, whose plain files are copied.
             stdin: the standard input.
             environment: variables in addition to PATH, HOME and LANG.
             seconds: a shorter time limit than the sandbox's.
@@ -48,17 +48,36 @@ class Sandbox(SandboxLimits):
             SandboxError: this machine cannot isolate the command.
             InputError: the command or a path cannot be used.
         """
-        lease = await _driver().create(self)
+        lease = await open_lease(self)
         try:
-            content = {path: _as_bytes(body) for path, body in (files or {}).items()}
-            return await lease.run(
-                argv, files=content, stdin=_as_bytes(stdin), environment=environment, seconds=seconds
-            )
+            content = {path: as_bytes(body) for path, body in read_sources(files or {}).items()}
+            return await lease.run(argv, files=content, stdin=as_bytes(stdin), environment=environment, seconds=seconds)
         finally:
             await lease.close()
 
 
-def _as_bytes(content: str | bytes) -> bytes:
+def read_sources(files: Mapping[str, str | bytes | Path]) -> dict[str, str | bytes]:
+    """Read the files and directories of this machine among the contents of files.
+
+    Raises:
+        InputError: there is no such file or directory.
+    """
+    contents: dict[str, str | bytes] = {}
+    for path, source in files.items():
+        if not isinstance(source, Path):
+            contents[path] = source
+        elif source.is_dir():
+            found = sorted(inner for inner in source.rglob("*") if inner.is_file() and not inner.is_symlink())
+            contents |= {f"{path.rstrip('/')}/{inner.relative_to(source)}": inner.read_bytes() for inner in found}
+        elif source.is_file():
+            contents[path] = source.read_bytes()
+        else:
+            raise InputError(f"sandbox: {source} is no file and no directory, so it cannot be copied to {path}")
+    return contents
+
+
+def as_bytes(content: str | bytes) -> bytes:
+    """Return text as UTF-8."""
     return content.encode() if isinstance(content, str) else content
 
 
@@ -66,8 +85,13 @@ _drivers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, SandboxDriver] = 
 """One driver, and so one keeper process, for each event loop; a worker has one loop."""
 
 
-def _driver() -> SandboxDriver:
+async def open_lease(limits: SandboxLimits) -> SandboxLease:
+    """Make an empty sandbox.
+
+    Raises:
+        SandboxError: this machine cannot isolate it.
+    """
     loop = asyncio.get_running_loop()
     if loop not in _drivers:
         _drivers[loop] = BubblewrapDriver()
-    return _drivers[loop]
+    return await _drivers[loop].create(limits)

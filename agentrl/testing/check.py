@@ -50,6 +50,7 @@ from agentrl.journal.entries import (
 from agentrl.observe.blocked_loop import watch_event_loop
 from agentrl.rollout.external.agent import describe_request_difference, external_turns_with_context
 from agentrl.rollout.mismatch import REMEDY, describe_entry, shortened_repr
+from agentrl.rollout.sandbox import NAME as SANDBOX
 from agentrl.testing.execution import POLICY, RESOURCE_LOST, ExecutedEpisode, execute_episode, random_policy
 from agentrl.testing.malformed_reply_check import TASKS as FORMAT_TASKS
 from agentrl.testing.malformed_reply_check import EpisodeFormatReward, find_format_reward_faults
@@ -579,6 +580,8 @@ def _result(entry: JournalEntry) -> object:
 
 def _is_external(entry: JournalEntry) -> bool:
     body = entry.decode()
+    if isinstance(body, ResourceCallEntry):  # a command may print the time
+        return body.level == "snapshot" and body.resource.startswith(SANDBOX)
     return isinstance(body, EffectEntry | NondeterministicValueEntry) or (isinstance(body, ToolEntry) and body.external)
 
 

@@ -24,8 +24,8 @@ from agentrl.core.errors import (
     describe_user_code_error,
 )
 from agentrl.core.ids import random_stream
-from agentrl.core.ports import SamplingParams
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding
+from agentrl.core.ports import SamplingParams, ScoreOf
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Score, ScoreRequest, SeatBinding
 from agentrl.core.text import plural
 from agentrl.credit.estimators import REWARD_ESTIMATORS
 from agentrl.credit.release import WholeGroupRelease
@@ -201,7 +201,19 @@ def plain_rollout_settings(
         tool_timeout_s=tool_timeout_s,
         episode_timeout_s=episode_timeout_s,
         on_code_change=on_code_change,
+        missing_scorer=StandInScorer,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class StandInScorer:
+    """Stands in for the scorers of a run: a score from 0 to 1 that depends on the request alone."""
+
+    name: str
+    per: ScoreOf = "turn"
+
+    async def score(self, request: ScoreRequest) -> Score:
+        return Score(random_stream(request.seed).random())
 
 
 def wire_dispatcher(

@@ -34,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demonstrated = "" if result.demonstrated is None else f"; demonstrations: {result.demonstrated:.3f}"
     print(f"{result.path}: {result.parameters:,} parameters, {result.vocabulary} tokens, {result.steps} training steps")
     print(f"held-out reward: {result.before:.3f} before, {result.reward:.3f} after{demonstrated}")
+    if result.explanation:
+        print(f"the held-out reward did not rise: {result.explanation}")
     print(f"next: agentrl train {result.path}/train.toml")
     return 0
 

@@ -77,6 +77,17 @@ TEMPLATE = """\
 """Chat template. It lists each tool on a line, `name(argument: type) description`, to spend few tokens on constant
 text."""
 
+PIECES = (
+    r'\{"name":"\w+","arguments":\{',  # the head of a tool call
+    r'"?,?"\w+":"?',  # the name of an argument
+    r"[0-9]",
+    r" ?\p{L}+",
+    r" ?[^\s\p{L}0-9]+",
+    r"\s",
+)
+"""Text that one token may contain at most. A token that spanned words would split a held-out combination of known words
+into tokens that the model never saw."""
+
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
@@ -131,19 +142,21 @@ def write_tokenizer(directory: Path, tokenizer: Tokenizer, *, special: Sequence[
     tokenizer.save(str(directory / "tokenizer.json"))
 
 
-def train_tokenizer(corpus: Iterator[str], *, vocabulary: int, min_frequency: int = 15) -> Tokenizer:
+def train_tokenizer(
+    corpus: Iterator[str], *, vocabulary: int, min_frequency: int = 15, pieces: Sequence[str] = PIECES
+) -> Tokenizer:
     """Train a byte-level BPE tokenizer: lossless on any text, with single digits and few tokens for frequent text.
 
     Args:
         corpus: plain text, without control tokens.
         vocabulary: maximum number of tokens, including control tokens.
         min_frequency: number of occurrences a pair needs to become a token.
+        pieces: regular expressions of the text that one token may contain at most.
     """
     tokenizer = Tokenizer(models.BPE())
-    lines = pre_tokenizers.Split(Regex(r"\n"), behavior="merged_with_previous")
-    digits = pre_tokenizers.Split(Regex(r"[0-9]"), behavior="isolated")
+    split = pre_tokenizers.Split(Regex("|".join(pieces)), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([lines, digits, byte_level])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary - len(SPECIAL) - len(MARKUP),

@@ -15,6 +15,7 @@ from agentrl.config.run import RunConfig
 from agentrl.core.errors import AgentRLError, CheckFailedError, InputError
 from agentrl.environments.tiny_model import warm_up as module
 from agentrl.environments.tiny_model.__main__ import main
+from agentrl.environments.tiny_model.model import train_tokenizer
 from agentrl.environments.tiny_model.warm_up import build_tiny_model, format_reply
 
 
@@ -164,6 +165,42 @@ def test_a_directory_that_exists_is_not_touched(tmp_path: Path, capsys: pytest.C
     assert main(["calculator", "--out", str(tmp_path)]) == 2
     assert "exists: give --out a new directory" in capsys.readouterr().err
     assert (tmp_path / "kept").read_text() == "mine"
+
+
+def test_a_token_never_spans_two_words() -> None:
+    pairs = [(hue, beast) for hue in ("red", "blue", "green") for beast in ("dog", "cat", "cow")]
+    texts = [f" : secret {hue} {beast} . hint ?" for hue, beast in pairs] * 20
+    call = '{"name":"paint","arguments":{"hue":"red","beast":"dog"}}'
+    tokenizer = train_tokenizer(iter([*texts, *[call] * 20]), vocabulary=1024)
+    tokens = [text.replace("Ġ", " ") for text in tokenizer.encode(texts[0]).tokens]
+    assert tokens == [" :", " secret", " red", " dog", " .", " hint", " ?"]
+    assert tokenizer.encode(call).tokens == [
+        *('{"name":"paint","arguments":{', '"hue":"', "red", '","beast":"', "dog", '"}}')
+    ]
+    odd = "Ünïcode – 12 €\n\t x_y"
+    assert tokenizer.decode(tokenizer.encode(odd).ids) == odd
+
+
+@pytest.mark.parametrize(
+    ("demonstrated", "on_training_tasks", "explanation"),
+    [
+        (0.0, 0.0, "the demonstrations earn 0.000, no more than random weights"),
+        (1.0, 0.9, "it memorized them: there are 12"),
+        (1.0, 0.1, "it has not learned the demonstrations: raise --steps"),
+        (None, 0.9, "it memorized them"),
+    ],
+)
+def test_a_flat_held_out_reward_is_explained(
+    demonstrated: float | None, on_training_tasks: float, explanation: str
+) -> None:
+    text = module.explain_flat_reward(0.0, 0.0, demonstrated, on_training_tasks=on_training_tasks, tasks=12)
+    assert explanation in text
+
+
+def test_a_warm_up_that_taught_nothing_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "shown.py").write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    assert main([f"{tmp_path / 'shown.py'}:TwoSeats", "--out", str(tmp_path / "out"), "--steps=1"]) == 0
+    assert "did not rise: on training tasks it earns 0.000, so it has not learned" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("reply", [{"name": "f"}, {"arguments": {}}, 7, [{"name": "f", "arguments": 3}], [7]])

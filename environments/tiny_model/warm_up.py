@@ -79,6 +79,8 @@ class TinyModelResult:
     steps: int
     parameters: int
     vocabulary: int
+    explanation: str
+    """Why the held-out reward did not rise, and what to change; empty if it rose."""
 
 
 def build_tiny_model(
@@ -454,6 +456,7 @@ class _Builder:
         tiny_model.save_model(model, directory, stop_tokens=stop)
         reward = self._measure("the last step")
         return {
+            "explanation": self._explain(before, reward, target),
             "demonstrated": target,
             "before": before,
             "reward": reward,
@@ -462,9 +465,20 @@ class _Builder:
             "vocabulary": tokenizer.get_vocab_size(),
         }
 
-    def _measure(self, part: str) -> float:
-        """Return the mean reward of the model on disk, sampled as in training."""
-        self.on_progress(f"{part}: playing {len(self.held_out)} held-out tasks")
+    def _explain(self, before: float, reward: float, demonstrated: float | None) -> str:
+        """Explain a held-out reward that did not rise, with the reward on training tasks; empty if it rose."""
+        if has_risen(before, reward, demonstrated):
+            return ""
+        tasks = task_source(self.config, self.environment, "train")
+        trained = [tasks[number] for number in range(min(MEASURED, len(tasks)))]
+        return explain_flat_reward(
+            before, reward, demonstrated, on_training_tasks=self._measure("training tasks", trained), tasks=len(tasks)
+        )
+
+    def _measure(self, part: str, tasks: Sequence[Task] = ()) -> float:
+        """Return the mean reward of the model on disk on held-out or given tasks, sampled as in training."""
+        tasks = tasks or self.held_out
+        self.on_progress(f"{part}: playing {len(tasks)} tasks")
         sizes = self.sizes
         config = RunConfig.model_validate(
             {
@@ -475,7 +489,41 @@ class _Builder:
                 "engine": {"slots": MEASURED, "max_context": sizes.max_context},
             }
         )
-        return evaluate(config, tasks=self.held_out, environment=self.environment)["evaluation/reward"]
+        return evaluate(config, tasks=tasks, environment=self.environment)["evaluation/reward"]
+
+
+def has_risen(before: float, reward: float, demonstrated: float | None) -> bool:
+    """Whether a reward has risen by a fifth of the way to that of the demonstrations, or at all if that is unknown."""
+    way = 0.0 if demonstrated is None else max(demonstrated - before, 0.0)
+    return reward > before + way / 5
+
+
+def explain_flat_reward(
+    before: float, reward: float, demonstrated: float | None, *, on_training_tasks: float, tasks: int
+) -> str:
+    """Explain why a held-out reward did not rise.
+
+    Args:
+        before: held-out reward of the random weights.
+        reward: held-out reward of the model.
+        demonstrated: reward of the demonstrations, if known.
+        on_training_tasks: reward of the model on the tasks whose demonstrations it learned.
+        tasks: number of training tasks of one seed.
+    """
+    if demonstrated is not None and demonstrated <= before:
+        return (
+            f"the demonstrations earn {demonstrated:.3f}, no more than random weights: check `demonstrate` and `reward`"
+        )
+    if has_risen(before, on_training_tasks, demonstrated):
+        return (
+            f"on training tasks it earns {on_training_tasks:.3f}, so it memorized them: there are {tasks}, or held-out "
+            "tasks contain words that no training task contains. Draw more training tasks from `seed`, and hold out "
+            "other combinations of the same words"
+        )
+    return (
+        f"on training tasks it earns {on_training_tasks:.3f}, so it has not learned the demonstrations: raise --steps, "
+        "shorten the messages, or make the replies follow from the messages alone"
+    )
 
 
 def _again_and_again(chat: Any, source: _Played | list[Demonstration], seed: int) -> Iterator[Row]:

@@ -11,7 +11,6 @@ import agentrl
 def test_public_names_are_those_of_the_snapshot() -> None:
     snapshot = Path(__file__).with_name("public_names.txt").read_text(encoding="utf-8").split()
     assert sorted(agentrl.__all__) == sorted(snapshot)
-    assert len(agentrl.__all__) <= 40
 
 
 def test_every_public_name_can_be_imported_and_explains_itself() -> None:

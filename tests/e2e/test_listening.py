@@ -70,7 +70,7 @@ def ran(request: pytest.FixtureRequest, repository: Path, tmp_path_factory: pyte
         critic = {"critic": {"kind": "remote", "url": url, "model": "any"}}
         ray = {"trainer": {"ranks": 2}, "cluster": {"address": "local"}}
         config = config_of(
-            base, judge, directory, steps=6, policies=critic, engine={**VLLM, "replicas": request.param}, **ray
+            base, judge, directory, steps=4, policies=critic, engine={**VLLM, "replicas": request.param}, **ray
         )
         command = [sys.executable, "-c", _RUN, config.model_dump_json()]
         run = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)

@@ -54,10 +54,19 @@ def test_the_command_that_a_refusal_names_works(tmp_path: Path) -> None:
     file = tmp_path / "sevens.py"
     file.write_text(SCRIPT)
     subprocess.run([sys.executable, "sevens.py"], cwd=tmp_path, check=True)
+    command = ["episode", "replay", "runs/sevens", "e1"]
+    refused = agentrl(tmp_path, *command)
+    done = agentrl(tmp_path, *named(refused))
+    assert done.returncode == 0, refused.stderr + done.stderr
     for verb in (["replay"], ["rescore"], ["fork", "--at", "0"]):
-        refused = agentrl(tmp_path, "episode", verb[0], "runs/sevens", "e1", *verb[1:])
-        done = agentrl(tmp_path, *named(refused))
-        assert done.returncode == 0, refused.stderr + done.stderr
+        again = agentrl(tmp_path, "episode", verb[0], "runs/sevens", "e1", *verb[1:])
+        assert again.returncode == 0, "the environment is named once per run: " + again.stderr
+    (tmp_path / "runs" / "sevens").rename(tmp_path / "runs" / "received")
+    assert agentrl(tmp_path, "episode", "replay", "runs/received", "e1").returncode == 2, "the run carries no trust"
+    (tmp_path / "runs" / "received").rename(tmp_path / "runs" / "sevens")
+    file.write_text(SCRIPT + "\n# edited\n")
+    assert "edited since" in agentrl(tmp_path, *command).stderr
+    file.write_text(SCRIPT)
     moved = tmp_path / "elsewhere.py"
     file.rename(moved)
     moved_command = named(agentrl(tmp_path, "episode", "replay", "runs/sevens", "e1"))
@@ -66,5 +75,5 @@ def test_the_command_that_a_refusal_names_works(tmp_path: Path) -> None:
     moved.write_text(SCRIPT.replace("Sevens", "Numbers"))
     renamed = agentrl(tmp_path, *moved_command[:-1], "elsewhere.py:Sevens")
     assert renamed.returncode == 2
-    assert "has no 'Sevens'; the environments it defines: Numbers" in renamed.stderr
+    assert "'Sevens'" in renamed.stderr
     assert agentrl(tmp_path, *moved_command[:-1], "elsewhere.py:Numbers").returncode == 0

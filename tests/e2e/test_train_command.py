@@ -125,7 +125,7 @@ def test_a_run_directory_is_not_overwritten(repository: Path, trained: Path, wor
     before = (trained / "summary.json").read_bytes()
     example = str(repository / "examples/01_tool_use.toml")
     refused = run(workplace, "train", example, "--name=demo", *SMALL, code=2)
-    assert "exists; resume it with --resume" in refused.stderr
+    assert "--resume" in refused.stderr
     assert (trained / "summary.json").read_bytes() == before
 
 
@@ -174,8 +174,8 @@ def test_ctrl_c_writes_a_checkpoint_and_resume_goes_on(repository: Path, tmp_pat
 
     arguments[arguments.index("--steps=400")] = f"--steps={reached + 2}"
     told = run(tmp_path, *arguments, "--resume").stderr
-    assert f"Resuming from checkpoint step_{reached:06d}-0 (steps taken: solver {reached})." in told
-    assert f"Setting steps was 400 and is {reached + 2}." in told
+    assert f"checkpoint step_{reached:06d}-0 " in told
+    assert f"was 400 and is {reached + 2}" in told
     resumed = json.loads((tmp_path / "runs/long/summary.json").read_text())
     assert resumed["steps"] == len(resumed["rewards"]) == reached + 2
     steps = [json.loads(line)["step"] for line in (tmp_path / "runs/long/metrics.jsonl").read_text().splitlines()]

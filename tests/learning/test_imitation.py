@@ -75,11 +75,11 @@ def reader_acts(reader: RunReader, episode: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "contains no conversation"),
-        ("{", "cannot be read"),
-        ('{"messages": [{"role": "assistant", "content": "x"}]}', "must follow a message of another role"),
-        ('{"messages": [{"role": "user", "content": 3}]}', "not a conversation; a line is"),
-        ('{"messages": "x"}', "not a conversation; a line is"),
+        ("", "conversation"),
+        ("{", "read"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "role"),
+        ('{"messages": [{"role": "user", "content": 3}]}', "not a conversation"),
+        ('{"messages": "x"}', "not a conversation"),
     ],
 )
 def test_what_is_no_conversation_is_refused_by_line(tmp_path: Path, text: str, reason: str) -> None:
@@ -92,8 +92,8 @@ def test_what_is_no_conversation_is_refused_by_line(tmp_path: Path, text: str, r
 def test_options_that_choose_nothing_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
         Imitation.tasks("train", path=str(tmp_path / "absent"))
-    with pytest.raises(InputError, match="where and best select episodes of a run"):
+    with pytest.raises(InputError, match="where and best"):
         Imitation.tasks("train", path=str(tmp_path / "absent"), best=1)
-    with pytest.raises(InputError, match="FrozenLake has no tools"):
+    with pytest.raises(InputError, match="FrozenLake"):
         Imitation.tasks("train", path=str(tmp_path), tools_of="agentrl.environments.frozen_lake:FrozenLake")
     assert resolve("agentrl.environments.imitation:Imitation") is Imitation

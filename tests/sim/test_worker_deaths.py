@@ -159,7 +159,14 @@ class Machine:
         self._spawned: dict[str, EpisodeHeader | None] = {}
         self._waiting: dict[str, Callable[[int, EpisodeHeader], None]] = {}
         work = wire.WorkerSetup(
-            number=0, config={}, journal="", environments={}, sources={}, paths=(), capabilities=CAPABILITIES
+            number=0,
+            config={},
+            journal="",
+            environments={},
+            sources={},
+            paths=(),
+            capabilities=CAPABILITIES,
+            scorers={},
         )
         settings = PoolSettings(workers=workers, work=work, max_in_flight=in_flight, attempts=attempts, silence_s=1e6)
         self.pool = WorkerPool(

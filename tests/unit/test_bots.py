@@ -89,7 +89,7 @@ def test_a_bot_is_told_its_seats_conversation_and_what_it_says_is_recorded() -> 
         unit = run.trainer.batches[0].units[0]
         spec = next(spec for spec, _ in run.journal.members({"g0"}) if spec.episode_id == unit.episode_id)
         entries = run.journal.turn_log("0").read(spec.episode_id, 0)
-        with pytest.raises(JournalError, match="ended twice"):  # it came to its end again
+        with pytest.raises(JournalError, match="twice"):  # it came to its end again
             await run.orchestrator.dispatcher.worker._runner.run(spec, Cards, entries)  # type: ignore[attr-defined]
         assert len(ASKED) == before, "a replay asked the bot again"
 
@@ -110,20 +110,20 @@ def test_a_bot_may_wait() -> None:
 
 @pytest.mark.parametrize(
     ("bot", "told"),
-    [("broken", r"the bot raised KeyError: 'A card\.'"), ("wordless", "the bot returned 7;")],
+    [("broken", "KeyError"), ("wordless", "7")],
 )
 def test_a_bot_that_fails_ends_the_episode_by_name(bot: str, told: str) -> None:
-    with pytest.raises(CheckFailedError, match=rf"episode and seat e\d+\.0:dealer\.0, policy 'dealer': {told}"):
+    with pytest.raises(CheckFailedError, match=rf"episode and seat e\d+\.0:dealer\.0, policy 'dealer': .*{told}"):
         played(bot)
 
 
 @pytest.mark.parametrize(
     ("reference", "told"),
     [
-        ("no_module_of_mine:play", r"policies\.dealer\.id: cannot import no_module_of_mine: ModuleNotFoundError"),
-        (f"{__name__}:missing", "has no function 'missing'"),
-        (f"{__name__}:ASKED", "has no function 'ASKED'"),
-        ("dealer", "give `module:function` or `path/to/file.py:function`"),
+        ("no_module_of_mine:play", r"policies\.dealer\.id: .*no_module_of_mine"),
+        (f"{__name__}:missing", "'missing'"),
+        (f"{__name__}:ASKED", "'ASKED'"),
+        ("dealer", "module:function"),
     ],
 )
 def test_a_bot_that_is_not_there_is_named(reference: str, told: str) -> None:

@@ -395,9 +395,9 @@ def test_the_first_matching_template_of_several_is_the_one_for_tools(tmp_path: P
 
 
 def test_a_name_of_the_hub_is_answered_with_the_command_that_brings_the_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"`hf download Qwen/Qwen3-0\.6B --local-dir DIR`"):
+    with pytest.raises(ModelError, match=r"hf download Qwen/Qwen3-0\.6B"):
         TemplateChatFormat.load("Qwen/Qwen3-0.6B")
-    with pytest.raises(ModelError, match=r"there is no model directory .*nowhere, and agentrl downloads nothing"):
+    with pytest.raises(ModelError, match="nowhere"):
         TemplateChatFormat.load(tmp_path / "nowhere")
 
 

@@ -178,13 +178,6 @@ class NotAsyncAgent(agentrl.HarnessEnvironment):
         return 0.0
 
 
-class AwaitedReward(Adder):
-    """`reward` is a coroutine."""
-
-    async def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:  # type: ignore[override]
-        return 1.0
-
-
 class WithLevel(Adder):
     """Wants an argument."""
 
@@ -416,7 +409,6 @@ def test_effects_are_not_repeated() -> None:
         ("no_such_environment", "no environment is called 'no_such_environment'; known: "),
         (NotAsync, "NotAsync.run must be `async def run(self, ctx)`"),
         (TasksOfAnInstance, "write @classmethod above"),
-        (AwaitedReward, "AwaitedReward.reward must be a plain `def"),
         (NotAsyncAgent, "NotAsyncAgent.play must be `async def play(self, task, endpoint)`"),
         (WithLevel, "__init__ wants level, but is called without arguments"),
         (WithoutQuestion, "task 't' has no 'question' in its data (it has 'prompt'): give it one, or override prompt"),
@@ -439,8 +431,8 @@ def test_code_that_goes_by_the_order_of_a_set_is_found_in_another_process(tmp_pa
         report = check_environment(f"{tmp_path / 'hashing.py'}:{name}", hash_order=True)
         assert len(report.findings) == found
         if found:
-            assert "the order of a set or on hash()" in report.findings[0]
-            assert "call r#0 differs after resuming" in report.findings[0]
+            assert "hash()" in report.findings[0]
+            assert "call r#0" in report.findings[0]
 
 
 SEATS_OF_A_SET = """
@@ -481,7 +473,7 @@ def test_seats_in_the_order_of_a_set_are_found_whatever_order_the_checking_proce
             check=True,
         ).stdout
         first.add(told.split()[0])
-        assert "the order of a set or on hash()" in told
+        assert "hash()" in told
         assert "a turn of bob" in told
     assert first == {"alice", "bob"}
 

@@ -23,7 +23,7 @@ def test_this_machine_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
     found = {check["name"]: check for checks in report["sections"].values() for check in checks}
     assert {"Python", "cores", "memory", "GPU", "disk for runs", "torch", "ray", "engine", "trainer"} <= set(found)
     assert found["torch works"]["level"] == "ok"
-    assert found["engine"]["result"].startswith("embedded, in this process, 1 thread")
+    assert found["engine"]["result"].startswith("embedded")
     assert found["trainer"]["result"].startswith("in this process")
     on = "on the CPU" if found["torch works"]["result"].endswith("no GPU") else "on the GPU"
     assert found["engine"]["result"].endswith(on)
@@ -45,7 +45,7 @@ def test_a_probe_that_fails_hides_no_other_and_what_is_missing_is_exit_code_1(
     assert main(["doctor"]) == 1
     said = capsys.readouterr().out
     assert "failing" in said
-    assert "unknown (PermissionError: /proc/meminfo is hidden)" in said
+    assert "/proc/meminfo is hidden" in said
     assert "→ pip install '.[train]'" in said
     assert "Python" in said
     assert "not ready: 1 problem(s)" in said
@@ -67,7 +67,7 @@ def test_a_file_that_hides_a_library_is_named(
         ("ray.py", "mv ray.py my_ray.py"),
     ]
     assert main(["doctor"]) == 0
-    assert "this file hides the library ray from Python programs started here" in capsys.readouterr().out
+    assert "hides the library ray" in capsys.readouterr().out
 
 
 def test_a_package_that_is_absent_or_old_is_told_with_its_command() -> None:

@@ -61,15 +61,15 @@ def test_the_variant_in_comments_works_when_it_is_uncommented(written: Path) -> 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("Word", "lower-case letters"),
-        ("../word", "lower-case letters"),
-        ("word-game", "lower-case letters"),
-        ("", "lower-case letters"),
-        ("class", "reserved word"),
-        ("match", "reserved word"),
-        ("random", "choose another name, such as my_random"),
-        ("numpy", "'numpy' is already"),
-        ("calculator", "'calculator' is already"),
+        ("Word", "letters"),
+        ("../word", "letters"),
+        ("word-game", "letters"),
+        ("", "letters"),
+        ("class", "reserved"),
+        ("match", "reserved"),
+        ("random", "my_random"),
+        ("numpy", "'numpy'"),
+        ("calculator", "'calculator'"),
     ],
 )
 def test_unsafe_names_are_refused(tmp_path: Path, name: str, words: str) -> None:
@@ -80,7 +80,7 @@ def test_unsafe_names_are_refused(tmp_path: Path, name: str, words: str) -> None
 
 def test_what_exists_is_not_touched(written: Path) -> None:
     before = {file.name: file.read_text() for file in written.iterdir()}
-    with pytest.raises(InputError, match="exists; choose another name"):
+    with pytest.raises(InputError, match="exists"):
         write_environment("word_sums", written.parent)
     assert {file.name: file.read_text() for file in written.iterdir()} == before
 
@@ -107,14 +107,14 @@ def test_an_environment_that_cannot_be_imported_hides_no_other(
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["env", "list"]) == 0
     said = capsys.readouterr().out
-    assert "cannot be used: environment 'broken': cannot import broken_environment: ZeroDivisionError" in said
+    assert "broken_environment: ZeroDivisionError" in said
     assert "Sums and differences" in said
 
 
 def test_a_play_that_needs_more_replies_says_so(written: Path) -> None:
     task = agentrl.Task(id="t", data={"question": "1 + 2 =", "answer": "3"})
     call = {"name": "calculate", "arguments": {"a": 1, "op": "+", "b": 2}}
-    with pytest.raises(CheckFailedError, match="asked for reply 2, but only 1"):
+    with pytest.raises(CheckFailedError, match="reply 2"):
         play(f"{written / 'env.py'}:WordSums", task, [call])
 
 

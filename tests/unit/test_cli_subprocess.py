@@ -76,7 +76,7 @@ def test_code_that_never_ends_is_ended_and_its_place_told() -> None:
     namespace: dict[str, Any] = {}
     exec(code, namespace)
     _, problem = run_in_forked_child(namespace["spin"], longest_s=0.5)
-    assert problem.startswith("it did not end within 0.5 s; it was at /somewhere/env.py:")
+    assert "/somewhere/env.py:" in problem
     assert problem.endswith(", in spin")
 
 

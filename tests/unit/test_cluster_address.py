@@ -12,16 +12,14 @@ from agentrl.core.errors import InputError
 
 @pytest.mark.parametrize("address", ["local", ":", "\n", "127.0.0.1:-1", "h:1e5"])
 def test_an_address_that_is_none_is_refused_before_ray_gets_it(address: str) -> None:
-    with pytest.raises(InputError, match="give 'auto', or HOST:PORT"):
+    with pytest.raises(InputError, match="HOST:PORT"):
         check_cluster_reachable(address)
 
 
 def test_nobody_at_an_address_is_told_with_what_to_do() -> None:
     with socket.create_server(("127.0.0.1", 0)) as bound:
         port = bound.getsockname()[1]  # free once this is closed
-    with pytest.raises(
-        InputError, match=rf"'127.0.0.1:{port}', and no Ray answers there .* start one with `ray start`"
-    ):
+    with pytest.raises(InputError, match=rf"127\.0\.0\.1:{port}.*ray start"):
         check_cluster_reachable(f"127.0.0.1:{port}")
 
 
@@ -34,7 +32,7 @@ def test_a_cluster_that_refuses_the_connection_is_told_with_its_token(monkeypatc
     monkeypatch.setattr(ray, "init", refuse)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         session = RaySession(f"127.0.0.1:{listening.getsockname()[1]}")
-        with pytest.raises(InputError, match=r"unauthenticated; if it asks for a token, .*RAY_AUTH_TOKEN"):
+        with pytest.raises(InputError, match="RAY_AUTH_TOKEN"):
             session.start()
 
 

@@ -142,19 +142,19 @@ def test_with_gpus_ranks_and_engines_go_where_they_are() -> None:
 
 def test_a_run_s_host_without_a_gpu_and_a_cluster_with_too_few_are_refused() -> None:
     nodes = [NODES[0], *(replace(node, gpus=1) for node in NODES[1:])]
-    with pytest.raises(ConfigError, match=r"the run's host, 10.0.0.1, which has no free GPU"):
+    with pytest.raises(ConfigError, match=r"10\.0\.0\.1"):
         plan_nodes(configuration(engine={"vllm": {}}), nodes)
-    with pytest.raises(ConfigError, match=r"the 2 free GPUs of the Ray cluster, .* 4 are needed, 2 more than are free"):
+    with pytest.raises(ConfigError, match=r"2 free GPUs .*4"):
         plan_nodes(configuration(engine={"vllm": {}, "replicas": 3}), nodes)
     one_each = [replace(node, gpus=1) for node in NODES]
-    with pytest.raises(ConfigError, match=r"3 would be enough, if those of one engine were on one node"):
+    with pytest.raises(ConfigError, match="one node"):
         plan_nodes(configuration(engine={"vllm": {"tensor_parallel_size": 2}}), one_each)
 
 
 def test_gpus_that_other_programs_hold_are_counted_out_loud() -> None:
-    with pytest.raises(ConfigError, match=r"1 more than are free.* other programs of the Ray cluster hold 3 GPUs"):
+    with pytest.raises(ConfigError, match="hold 3 GPUs"):
         plan_nodes(configuration(engine={"vllm": {}}), [replace(NODES[0], gpus=1, held=3)])
-    with pytest.raises(ConfigError, match=r"no GPU is free: other programs of the Ray cluster hold 4 GPUs"):
+    with pytest.raises(ConfigError, match="hold 4 GPUs"):
         plan_nodes(configuration(engine={"vllm": {}}), [replace(NODES[0], held=4)])
 
 
@@ -171,7 +171,7 @@ def test_a_rank_whose_node_was_lost_takes_a_free_gpu_and_the_others_stay() -> No
     same = reassign_lost_ranks(plan, config, held)
     assert same.ranks[0] == same.nodes[0], "rank 0 is on the run's host, whatever GPUs are free there"
     assert same.lines() == plan.lines()
-    with pytest.raises(TrainerLostError, match=r"node 10.0.0.2 of trainer rank 1 was lost, and no other node has a"):
+    with pytest.raises(TrainerLostError, match=r"10\.0\.0\.2"):
         reassign_lost_ranks(plan, config, [held[0], held[2]])
     joined = Node("id4", "10.0.0.4", 1)
     moved = reassign_lost_ranks(plan, config.model_copy(update={"workers": 4}), [held[0], held[2], joined])

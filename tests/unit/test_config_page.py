@@ -85,5 +85,5 @@ def test_an_environment_file_is_looked_for_beside_the_configuration(tmp_path: Pa
 
 def test_examples_are_found_by_name(repository: Path) -> None:
     assert tomllib.loads(shipped_example("01_tool_use").read_text())["environment"]["id"] == "calculator"
-    with pytest.raises(InputError, match="there are: 01_tool_use"):
+    with pytest.raises(InputError, match="01_tool_use"):
         shipped_example("tool_use")

@@ -54,7 +54,7 @@ def _http(number: int, path: str, header: str) -> Port:
 @asynccontextmanager
 async def gateway(_: Path) -> AsyncIterator[Port]:
     async with Gateway().open({"main": HeldSeat()}, {}) as opened:
-        yield _http(int(opened.root_url.rpartition(":")[2]), "/v1/models", f"x-api-key: {opened.key}")
+        yield _http(int(opened.url.removesuffix("/v1").rpartition(":")[2]), "/v1/models", f"x-api-key: {opened.key}")
 
 
 @asynccontextmanager

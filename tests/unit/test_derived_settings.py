@@ -110,7 +110,7 @@ def test_a_memory_that_nothing_fits_into_is_refused(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     free(monkeypatch, 1 << 20)
-    with pytest.raises(ConfigError, match=r"not enough memory: .*256 tokens.*MiB.*engine.slots"):
+    with pytest.raises(ConfigError, match=r"engine\.slots"):
         with_chosen_token_limits(configured(repository), {})
     file = tmp_path / "train.toml"
     file.write_text(f'[environment]\nid = "calculator"\n[model]\npath = "{repository}/environments/calculator/model"\n')

@@ -42,7 +42,7 @@ def test_registered_classes_have_their_name() -> None:
     assert resolve("mine") is Mine
     assert name_of(Mine) == "mine"
     assert "mine" in [entry.id for entry in registered_environments()]
-    with pytest.raises(EnvironmentDefinitionError, match="already registered"):
+    with pytest.raises(EnvironmentDefinitionError, match="registered"):
         register("mine", Calculator)
 
 
@@ -60,11 +60,11 @@ def test_a_module_and_a_file_are_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reference", "words"),
     [
-        ("calculater", "did you mean 'calculator'"),
-        ("environments.calculator:Nothing", "has no 'Nothing'"),
-        ("no.such.module:X", "cannot import no.such.module"),
+        ("calculater", "'calculator'"),
+        ("environments.calculator:Nothing", "'Nothing'"),
+        ("no.such.module:X", "import no.such.module"),
         ("nowhere/env.py", "does not exist"),
-        ("agentrl.core.records:Task", "is not an agentrl.Environment"),
+        ("agentrl.core.records:Task", "agentrl.Environment"),
         ("agentrl.core.ids:call_id", "not a class"),
     ],
 )
@@ -81,7 +81,7 @@ def test_seats_must_be_distinct_names() -> None:
         seats = "solver"  # type: ignore[assignment]
 
     for wrong in (Twice, Letters):
-        with pytest.raises(EnvironmentDefinitionError, match="seats must be a tuple of distinct names"):
+        with pytest.raises(EnvironmentDefinitionError, match="seats"):
             resolve(wrong)
 
 
@@ -89,5 +89,5 @@ def test_an_abstract_environment_names_what_it_lacks() -> None:
     class Half(agentrl.ToolEnvironment):
         """No reward."""
 
-    with pytest.raises(EnvironmentDefinitionError, match="does not define reward"):
+    with pytest.raises(EnvironmentDefinitionError, match="reward"):
         resolve(Half)

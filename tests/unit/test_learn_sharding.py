@@ -199,16 +199,16 @@ def test_a_tensor_is_cut_before_the_next_is_read(root: Path) -> None:
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight, "tied"
 
 
-@pytest.mark.parametrize("fault", ["are missing", "have a wrong shape"])
+@pytest.mark.parametrize("fault", ["missing", "shape"])
 def test_shards_of_a_damaged_checkpoint_are_not_made_up(root: Path, tmp_path: Path, fault: str) -> None:
     shutil.copytree(root / "qwen3", tmp_path / "model")
     file = tmp_path / "model/model.safetensors"
     tensors, name = load_file(file), "model.layers.1.mlp.up_proj.weight"
     tensors[name] = tensors[name][:-1].clone()
-    if fault == "are missing":
+    if fault == "missing":
         del tensors[name]
     save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(ModelError, match=rf"1 weights {fault} \('{name}'\)"):
+    with pytest.raises(ModelError, match=rf"{fault} .*{name}"):
         read_model(tmp_path / "model", dtype=torch.bfloat16, max_context=64, to_sample=False, keep=half)
 
 

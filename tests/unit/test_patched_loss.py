@@ -36,5 +36,5 @@ def test_a_replacement_is_refused_under_ray(
     where: object, name: str, value: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(where, name, value)
-    with pytest.raises(ConfigError, match=r"was replaced in this process.*trainer\.ranks = 1, no cluster\.address"):
+    with pytest.raises(ConfigError, match=r"trainer\.ranks"):
         RayTrainerPool(config_for(), tmp_path)

@@ -72,7 +72,7 @@ def test_auto_is_the_dtype_of_the_checkpoint(rounded: Path, tmp_path: Path) -> N
 
 def test_a_dtype_the_device_lacks_is_refused(rounded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
-    with pytest.raises(ModelError, match=r"bfloat16.*cuda.*set model\.dtype = 'float32'"):
+    with pytest.raises(ModelError, match=r"model\.dtype"):
         model_dtype(rounded, "auto", torch.device("cuda"))
 
 

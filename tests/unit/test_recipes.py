@@ -29,10 +29,10 @@ def test_the_parameters_of_a_stored_model_are_counted(tmp_path: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     embedding = config["vocab_size"] * config["hidden_size"]
     assert embedding < count_parameters(model) < 1e6
-    with pytest.raises(ModelError, match="no weights"):
+    with pytest.raises(ModelError, match="weights"):
         count_parameters(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
-    with pytest.raises(ModelError, match="cannot be read"):
+    with pytest.raises(ModelError, match="read"):
         count_parameters(tmp_path)
 
 

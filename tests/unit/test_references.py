@@ -174,12 +174,12 @@ def test_a_teacher_with_another_tokenizer_is_refused(models: tuple[Path, Path], 
     vocabulary = content["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     file.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match="'a' is 1 there and 0 here"):
+    with pytest.raises(ConfigError, match="'a'"):
         check_reference_models(config_of(student, teacher))
-    with pytest.raises(InputError, match="there is no directory"):
+    with pytest.raises(InputError, match="directory"):
         check_reference_models(config_of(student, tmp_path / "absent"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match="has no weights"):
+    with pytest.raises(InputError, match="weights"):
         check_reference_models(config_of(student, tmp_path / "empty"))
 
 
@@ -189,7 +189,7 @@ def test_a_reference_of_fewer_tokens_is_refused(models: tuple[Path, Path], tmp_p
     model = AutoModelForCausalLM.from_pretrained(models[0])
     model.resize_token_embeddings(32)
     model.save_pretrained(tmp_path / "small")
-    with pytest.raises(ModelError, match="has 32 tokens"):
+    with pytest.raises(ModelError, match="32 tokens"):
         steps(config_of(models[0], tmp_path / "small"), tmp_path / "run")
 
 

@@ -61,7 +61,7 @@ def test_a_budget_that_will_not_do_is_said_once_and_in_time() -> None:
         full = [await retention.check_step(100 - step) for step in range(6)]
         assert not any(full)
         assert len(told) == 2
-        assert told[0].startswith("journal and step columns take 14 MiB of journal.budget_mib = 100, ")
+        assert told[0].startswith("journal and step columns take 14 MiB")
         assert all(part in told[0] for part in ("about 43 steps", " 98 left"))
         assert "take 95 MiB" in told[1]
 
@@ -142,7 +142,7 @@ def test_a_run_that_cannot_make_room_writes_a_checkpoint_ends_with_74_and_goes_o
         config = config_for(name="run", directory=str(tmp_path), checkpoint={"every": 2}, journal=journal, steps=6)
         return asyncio.run(run_training(config, Guess, tasks=TASKS, quiet=True, factories=factories(), resume=resume))
 
-    with pytest.raises(StorageError, match=r"more than journal\.budget_mib = 1, .*journal\.keep = 0 "):
+    with pytest.raises(StorageError, match=r"journal\.budget_mib"):
         train(1, resume=False)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
     run = train(1000, resume=True)

@@ -191,7 +191,7 @@ def test_adapters_are_trained_through_the_recorded_experts(tmp_path: Path) -> No
 
 
 def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"capture_routing: Qwen3ForCausalLM has no router"):
+    with pytest.raises(ModelError, match="router"):
         loaded(tmp_path / "dense", "qwen3")
     grouped = transformers.DeepseekV3Config(
         vocab_size=48, hidden_size=32, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2,
@@ -199,13 +199,13 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
         topk_group=2, first_k_dense_replace=0, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8, v_head_dim=8,
         qk_nope_head_dim=8,
     )  # fmt: skip
-    with pytest.raises(ModelError, match=r"one top-k \(3 top-k selections\)"):
+    with pytest.raises(ModelError, match="3 top-k"):
         RoutingReplay(transformers.DeepseekV3ForCausalLM(grouped))
     model = loaded(tmp_path / "moe")
     (sample, _) = routed_samples(2)
     assert sample.expert_routing is not None
     (batch,) = pack([replace(sample, expert_routing=sample.expert_routing[:, :1])], max_tokens=1000)
-    with pytest.raises(ModelError, match="has 1 layers of 2 experts per token, the model 2 of 2"):
+    with pytest.raises(ModelError, match=r"1 layers .*2"):
         token_logprobs(model.model, batch, replay=model.replay)
 
 

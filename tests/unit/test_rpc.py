@@ -196,9 +196,9 @@ def test_an_invalid_message_or_the_end_fails_unanswered_calls(sent: bytes) -> No
         _, writer = await asyncio.open_connection(sock=theirs)
         writer.write(sent)
         writer.write_eof()
-        with pytest.raises(EngineLostError, match="the peer is gone"):
+        with pytest.raises(EngineLostError, match="peer"):
             await call
-        with pytest.raises(EngineLostError, match="the peer is gone"):
+        with pytest.raises(EngineLostError, match="peer"):
             await client.ask(2, Add(call=2, terms=[]))
         writer.close()
 
@@ -220,7 +220,7 @@ def test_a_thread_without_an_event_loop_can_ask() -> None:
     thread.start()
     with ours:
         assert rpc.ask_blocking(ours, Add(call=0, terms=[1, 2]), DECODER).value == 3
-        with pytest.raises(EngineError, match="no terms"):
+        with pytest.raises(EngineError, match="terms"):
             rpc.ask_blocking(ours, Add(call=0, terms=[]), DECODER)
         thread.join()
         with pytest.raises(OSError, match=r"closed|pipe|reset"):

@@ -95,9 +95,9 @@ def test_other_tasks_are_not_compared_and_the_reader_is_told(tmp_path: Path) -> 
 
 def test_an_unknown_metric_or_axis_is_refused(pair: tuple[Path, Path]) -> None:
     readers = [RunReader(run) for run in pair]
-    with pytest.raises(InputError, match="no run recorded the metric 'rewrd'"):
+    with pytest.raises(InputError, match="'rewrd'"):
         compare_runs(readers, metrics=["rewrd"])
-    with pytest.raises(InputError, match="one of step, tokens, seconds"):
+    with pytest.raises(InputError, match="step, tokens, seconds"):
         compare_runs(readers, axis="hours")
     for reader in readers:
         reader.close()

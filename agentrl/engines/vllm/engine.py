@@ -243,7 +243,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
         threads: int = 1,
         dtype: str = "auto",
         memory_share: float = 0.0,
-        beside_trainer: bool = False,
+        shares_gpu: bool = False,
         arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> VllmEngine:
         """Start vLLM on a model directory, measure its prefill rate, and serve the model.
@@ -266,8 +266,8 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             threads: torch threads of vLLM's worker on CPU.
             dtype: dtype of computation: `float32`, `bfloat16`, or `auto`: the checkpoint's.
             memory_share: share of the device's memory; see `engine.memory_share` of the configuration.
-            beside_trainer: whether a trainer computes on one of the engine's GPUs, so that the KV cache is computed
-                instead of measured.
+            shares_gpu: whether a trainer or another engine computes on one of the engine's GPUs, so that the size of
+                the KV cache is computed instead of measured.
             arguments: further engine arguments by vLLM's names; see `[engine.vllm]` of the configuration.
 
         Raises:
@@ -289,7 +289,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             max_staleness=max_staleness,
             dtype=dtype,
             memory_share=memory_share,
-            beside_trainer=beside_trainer,
+            shares_gpu=shares_gpu,
             arguments=arguments,
         )
         llm = start_vllm(model_path, settings, kv_memory=kv_memory, threads=threads)

@@ -1,7 +1,8 @@
-"""Sizes of a vLLM on GPUs: tokens per pass, and the bytes of its KV cache where a trainer uses the same GPU.
+"""Sizes of a vLLM on GPUs: tokens per pass, and the bytes that it needs besides its KV cache.
 
-vLLM sizes its KV cache by measuring the whole GPU while it starts. A trainer that allocates or frees memory in the
-meantime falsifies the measurement, or makes vLLM stop. So beside a trainer the cache is computed here.
+vLLM sizes its KV cache by measuring the whole GPU while it starts. A process that allocates or frees memory in the
+meantime falsifies the measurement, or makes vLLM stop. So on a GPU that a trainer or another vLLM uses, the cache is
+the engine's share of the memory without what is computed here.
 The figures are estimates that no GPU has confirmed yet.
 """
 
@@ -10,10 +11,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from agentrl.core.machine import LARGE_GPU
+from agentrl.engines.models import model_dtype, read_meta_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from transformers import PreTrainedModel
 
@@ -45,20 +50,14 @@ def parts(arguments: Mapping[str, Any]) -> int:
     return math.prod(arguments.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size"))
 
 
-def kv_bytes_beside_trainer(
-    shapes: PreTrainedModel,
-    held: EngineMemoryEstimate,
-    *,
-    share: float,
-    total: int,
-    arguments: Mapping[str, Any],
+def bytes_besides_cache(
+    shapes: PreTrainedModel, held: EngineMemoryEstimate, *, total: int, arguments: Mapping[str, Any]
 ) -> int:
-    """Return the bytes of the KV cache on each of an engine's GPUs: its share of the memory without everything else.
+    """Return the bytes that an engine needs on each of its GPUs for everything but its KV cache.
 
     Args:
         shapes: the model without its weights.
         held: memory of the whole engine.
-        share: share of a GPU's memory that the engine takes.
         total: memory of the smallest of its GPUs, in bytes.
         arguments: arguments of vLLM, with its parallel sizes.
     """
@@ -68,4 +67,33 @@ def kv_bytes_beside_trainer(
     width: int = 4 * config.hidden_size + 3 * max(getattr(config, "intermediate_size", None) or 0, routed)
     tokens = arguments.get("max_num_batched_tokens", batch_tokens(total))
     activations: int = int(tokens) * width * shapes.dtype.itemsize
-    return int(share * total) - (held.weights + held.adapters) // parts(arguments) - held.logits - activations - _GRAPHS
+    return (held.weights + held.adapters) // parts(arguments) + held.logits + activations + _GRAPHS
+
+
+def least_bytes_of_share(
+    path: Path,
+    held: EngineMemoryEstimate,
+    *,
+    dtype: str,
+    slots: int,
+    max_context: int,
+    total: int,
+    arguments: Mapping[str, Any],
+) -> int:
+    """Return the smallest share of a shared GPU, in bytes, with which an engine starts: its cache holds one context.
+
+    Args:
+        path: directory of the model.
+        held: memory of the whole engine, with full caches of `slots` contexts.
+        dtype: `model.dtype` of the configuration.
+        slots: number of contexts at once.
+        max_context: longest context in tokens.
+        total: memory of the smallest of its GPUs, in bytes.
+        arguments: arguments of vLLM, with its parallel sizes.
+
+    Raises:
+        ModelError: the directory holds no model.
+    """
+    shapes = read_meta_model(path, max_context=max_context, dtype=model_dtype(path, dtype, torch.device("cpu")))
+    context = held.keys_and_values // slots // parts(arguments)
+    return bytes_besides_cache(shapes, held, total=total, arguments=arguments) + context

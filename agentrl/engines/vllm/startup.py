@@ -26,7 +26,7 @@ from agentrl.core.machine import gpus, machine_memory
 from agentrl.engines.models import dtype_name, kv_bytes_per_token, model_dtype, read_meta_model
 from agentrl.engines.vllm.arguments import check_arguments
 from agentrl.engines.vllm.capture import top_k_without_filter
-from agentrl.engines.vllm.gpu_memory import BLOCK, batch_tokens, block_size, kv_bytes_beside_trainer, parts
+from agentrl.engines.vllm.gpu_memory import BLOCK, batch_tokens, block_size, bytes_besides_cache, parts
 from agentrl.engines.weights import vllm_worker
 from agentrl.engines.weights.files import predict_engine_memory
 
@@ -71,8 +71,8 @@ class VllmSettings:
     dtype: str = "auto"
     memory_share: float = 0.0
     """Share of the device's memory; 0: vLLM's own default on a GPU, what `slots` contexts need on CPU."""
-    beside_trainer: bool = False
-    """Whether a trainer computes on one of the engine's GPUs."""
+    shares_gpu: bool = False
+    """Whether a trainer or another engine computes on one of the engine's GPUs."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Further engine arguments by vLLM's names."""
 
@@ -173,14 +173,14 @@ def _memory(model_path: str, shapes: PreTrainedModel, settings: VllmSettings, *,
     """Return vLLM's memory arguments.
 
     By default vLLM takes most of a machine without GPUs, and its compiler gains nothing on small models. On GPUs it is
-    left to measure them, unless a trainer falsifies the measurement; see `gpu_memory.py`.
+    left to measure them, unless another process falsifies the measurement; see `gpu_memory.py`.
     """
     slots, max_context = settings.slots, settings.max_context
     blocks = -(-max_context // BLOCK)
     block = BLOCK * kv_bytes_per_token(shapes.config) // parts(settings.arguments)
     on_gpu, (free, total) = torch.cuda.is_available(), machine_memory()
     gpu_total = min((gpu.memory.total for gpu in gpus()), default=0) if on_gpu else 0
-    if gpu_total and settings.beside_trainer and not kv_memory:
+    if gpu_total and settings.shares_gpu and not kv_memory:
         held = predict_engine_memory(
             Path(model_path),
             dtype=settings.dtype,
@@ -189,8 +189,8 @@ def _memory(model_path: str, shapes: PreTrainedModel, settings: VllmSettings, *,
             adapter_slots=settings.adapter_slots,
             max_rank=settings.max_rank,
         )
-        share, arguments = settings.memory_share, settings.arguments
-        kv_memory = kv_bytes_beside_trainer(shapes, held, share=share, total=gpu_total, arguments=arguments)
+        others = bytes_besides_cache(shapes, held, total=gpu_total, arguments=settings.arguments)
+        kv_memory = int(settings.memory_share * gpu_total) - others
     if settings.memory_share and not on_gpu:
         kv_memory = int(settings.memory_share * total) - sum(each.nbytes for each in shapes.parameters())
     is_given = kv_memory or (settings.memory_share and not on_gpu)  # may be negative

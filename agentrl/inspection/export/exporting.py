@@ -158,7 +158,8 @@ def _answers(selection: ExportSelection) -> Iterator[tuple[str, Any]]:
     """Yield the answers that the page requests, by name."""
     reader, problems = selection.reader, selection.problems
     lines = reader.lines(selection.keys)
-    yield "run", run_summary(reader, Counter(line.status for line in lines))
+    yield "run", run_summary(reader, len(lines))
+    yield "statuses", Counter(line.status for line in lines)
     yield "episodes", lines
     for question in ("overview", "metrics", "forks", "run_timeline", "evaluations"):
         yield question, _answer(QUESTIONS[question], reader, {}, problems)

@@ -25,7 +25,7 @@ const RIGHT = new Set(["attempt", "reward", "oldest_step", "lineage", "staleness
 export const listed = { addresses: [] };
 
 export async function listView(page, { parameters }) {
-  const run = await page.ask("run");
+  const [run, statuses] = await Promise.all([page.ask("run"), page.ask("statuses")]);
   const state = { where: "", match: "", sort: "admitted_at", ascending: "", columns: "", ...parameters };
   const columns = state.columns ? state.columns.split(",") : USUAL;
   const go = (change) => page.go(address(["episodes"], { ...state, sort: state.sort === "admitted_at" ? "" : state.sort, ...change }));
@@ -59,7 +59,7 @@ export async function listView(page, { parameters }) {
     title: "Episodes",
     content: [
       machines(run),
-      bar(run, state, go),
+      bar(statuses, state, go),
       problem ? element("p", { class: "problem", role: "alert" }, problem) : [
         element("div", { class: "listhead" }, count, columnChoice(run, columns, go)),
         strip,
@@ -70,13 +70,13 @@ export async function listView(page, { parameters }) {
   };
 }
 
-function bar(run, state, go) {
+function bar(statuses, state, go) {
   const submit = (event) => {
     event.preventDefault();
     const form = new FormData(event.target);
     go({ match: form.get("match"), where: form.get("where") });
   };
-  const statuses = Object.entries(run.statuses).map(([name, count]) => {
+  const links = Object.entries(statuses).map(([name, count]) => {
     const where = `status = ${name}`;
     const chosen = state.where === where;
     return element("a", { class: `filter ${chosen ? "chosen" : ""}`, href: address(["episodes"], { match: state.match, where: chosen ? "" : where }), "aria-current": chosen ? "true" : null }, status(name, name === "finished" ? { status: "finished", purpose: "evaluate" } : null), element("b", {}, number(count)));
@@ -87,7 +87,7 @@ function bar(run, state, go) {
     element("label", {}, element("span", { class: "unseen" }, "Words to look for"), element("input", { type: "search", name: "match", id: "search", value: state.match, placeholder: "Words, or “a phrase”   /", autocomplete: "off", spellcheck: "false" })),
     element("label", { class: "wide" }, element("span", { class: "unseen" }, "Filter by columns"), element("input", { type: "search", name: "where", id: "where", value: state.where, placeholder: "reward < 0 and turns > 4", autocomplete: "off", spellcheck: "false" })),
     element("button", { type: "submit" }, "Show"),
-    element("nav", { class: "filters", "aria-label": "By status" }, statuses),
+    element("nav", { class: "filters", "aria-label": "By status" }, links),
   );
 }
 

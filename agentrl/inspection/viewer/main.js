@@ -144,9 +144,8 @@ class ViewerPage {
     const run = await this.ask("run");
     this.name = run.name;
     const links = NAVIGATION.map(([view, label]) => element("a", { href: address([view]), "data-view": view }, label));
-    const count = Object.values(run.statuses).reduce((sum, many) => sum + many, 0);
     const runs = namedRun() ? element("a", { href: "#/runs", "data-view": "runs" }, "Runs") : null;
-    this.#bar([element("a", { class: "brand", href: address(["overview"]), title: run.path }, element("b", {}, run.name), element("span", { class: "quiet" }, plural(count, "episode")))], [runs, ...links]);
+    this.#bar([element("a", { class: "brand", href: address(["overview"]), title: run.path }, element("b", {}, run.name), element("span", { class: "quiet" }, plural(run.episodes, "episode")))], [runs, ...links]);
   }
 
   #bar(brand, links) {

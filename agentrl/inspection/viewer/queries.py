@@ -53,8 +53,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     purpose: str
     columns: dict[str, str]
     """Columns of episodes, with their types: text or number."""
-    statuses: dict[str, int]
-    """Number of episodes by status; restarted attempts count separately."""
+    episodes: int
+    """Number of episodes; restarted attempts count separately."""
     processes: list[ProcessStatus]
     """Other processes of the run, while it runs."""
     bottleneck: str
@@ -94,8 +94,8 @@ def as_json(value: Any) -> bytes:
         return json.dumps(plain).encode()
 
 
-def run_summary(reader: RunReader, statuses: Mapping[str, int]) -> RunSummary:
-    """Make the run's summary, with the given numbers of episodes."""
+def run_summary(reader: RunReader, episodes: int) -> RunSummary:
+    """Make the run's summary, with the given number of episodes."""
     info = reader.info()
     status = read_run_snapshot(reader.path) if reader.standing() == "running" else None
     return RunSummary(
@@ -103,7 +103,7 @@ def run_summary(reader: RunReader, statuses: Mapping[str, int]) -> RunSummary:
         path=str(reader.path),
         purpose="evaluate" if "evaluated" in info else "train",
         columns={name: column.kind for name, column in COLUMNS.items()},
-        statuses=dict(statuses),
+        episodes=episodes,
         processes=[] if status is None else list(status.processes),
         bottleneck="" if status is None else status.bottleneck,
     )
@@ -138,9 +138,10 @@ def answer_episode_queries(reader: RunReader, parameters: Parameters) -> dict[st
 # --- the questions ----------------------------------------------------------------------------------------------------
 
 
-def _run(reader: RunReader, parameters: Parameters) -> RunSummary:
+def _statuses(reader: RunReader, parameters: Parameters) -> dict[str, int]:
+    """Count episodes by status; restarted attempts count separately."""
     counted = reader.log.rows(f"SELECT {STATUS} AS status, count(*){EPISODES} GROUP BY status")
-    return run_summary(reader, {str(status): count for status, count in counted})
+    return {str(status): count for status, count in counted}
 
 
 def _pulse(reader: RunReader, parameters: Parameters) -> RunProgress:
@@ -199,7 +200,8 @@ def _series(reader: RunReader, parameters: Parameters) -> Any:
 
 
 QUESTIONS: Mapping[str, Callable[[RunReader, Parameters], Any]] = {
-    "run": _run,
+    "run": lambda reader, _: run_summary(reader, reader.count()),
+    "statuses": _statuses,
     "overview": lambda reader, _: run_overview(reader),
     "metrics": lambda reader, _: [metric_entry(name) for name in reader.metric_names()],
     "series": _series,

@@ -54,6 +54,7 @@ from agentrl.rollout.turn_recorder import TurnRecorder
 from agentrl.rollout.turn_sampler import TurnSampler
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from agentrl.core.ports import ChatFormat, SamplingParams
@@ -532,7 +533,8 @@ async def open_endpoint(
     agents.extend(seats.values())
     async with episode.services.gateway.open(seats, aliases) as opened:
         again = partial(perform_effect, episode, again=is_replay)
-        yield LiveEndpoint(opened, tuple(seats.values()), again, journal.fail)
+        serve = partial(episode.services.gateway.serve, opened)
+        yield LiveEndpoint(opened, tuple(seats.values()), again, journal.fail, serve)
     for seat, agent in seats.items():
         if unasked := journal.unasked_turns(seat):
             if is_replay:
@@ -544,7 +546,7 @@ async def open_endpoint(
 class LiveEndpoint(Endpoint):
     """Address and keys of the gateway for one attempt."""
 
-    __slots__ = ("_agents", "_fail", "_opened", "_perform", "key", "keys", "url")
+    __slots__ = ("_agents", "_fail", "_opened", "_perform", "_serve", "key", "keys", "url")
 
     def __init__(
         self,
@@ -552,19 +554,25 @@ class LiveEndpoint(Endpoint):
         agents: Sequence[ExternalAgent],
         perform: Callable[..., Awaitable[Any]],
         fail: Callable[[InfrastructureError], None],
+        serve: Callable[[socket.socket], None],
     ) -> None:
         self.url, self.key, self.keys = opened.url, opened.key, opened.keys
         self._opened = opened
         self._agents = agents
         self._perform = perform
         self._fail = fail
+        self._serve = serve
 
-    def variables(self) -> dict[str, str]:
+    def serve(self, listening: socket.socket) -> None:
+        self._serve(listening)
+
+    def variables(self, url: str | None = None) -> dict[str, str]:
+        url = url or self.url
         return {
-            "OPENAI_BASE_URL": self.url,
-            "OPENAI_API_BASE": self.url,
+            "OPENAI_BASE_URL": url,
+            "OPENAI_API_BASE": url,
             "OPENAI_API_KEY": self.key,
-            "ANTHROPIC_BASE_URL": self._opened.root_url,
+            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": self.key,
         }
 

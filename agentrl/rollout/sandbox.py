@@ -1,0 +1,184 @@
+"""The sandbox of an episode: its commands are calls of the journal, and its files come back with them.
+
+A command's entry holds its arguments, its result and the files it changed, so they reach the disk together. A crash
+before that means that the command runs again on the files before it. Re-execution recalls entries and runs nothing; the
+first new command finds the files as the last recorded one left them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from agentrl.core.errors import EffectError, EpisodeError
+from agentrl.environment.context import EpisodeSandbox
+from agentrl.journal.entries import ResourceCallEntry, request_hash
+from agentrl.rollout.call_journal import CallExecution
+from agentrl.rollout.effects import error_text, raise_resource_lost
+from agentrl.rollout.journal_data import encode_arguments, to_journal_data
+from agentrl.rollout.mismatch import shortened_repr
+from agentrl.sandbox.driver import CommandResult
+from agentrl.sandbox.sandbox import as_bytes, open_lease
+from agentrl.sandbox.state import FileState, HashedFile, hashed_files
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from agentrl.rollout.episode import LiveEpisode
+    from agentrl.sandbox.driver import SandboxLease
+    from agentrl.sandbox.sandbox import Sandbox
+
+T = TypeVar("T")
+
+NAME = "sandbox"
+"""Prefix of the names of sandboxes in the journal."""
+HASHED_AT_ONCE = 1 << 20
+"""Maximum bytes that are hashed in the event loop, for about a millisecond."""
+_closing: set[asyncio.Task[None]] = set()
+
+
+class JournaledSandbox(EpisodeSandbox):
+    """Implements `EpisodeSandbox`. Its lease is made by the first command that is not recalled."""
+
+    __slots__ = ("_copies", "_episode", "_is_behind", "_lease", "_limits", "_lock", "_state", "name")
+
+    def __init__(self, episode: LiveEpisode, limits: Sandbox, name: str, state: FileState | None = None) -> None:
+        self.name = name
+        self._episode = episode
+        self._limits = limits
+        self._state = state or FileState()
+        self._lease: SandboxLease | None = None
+        self._lock = asyncio.Lock()
+        """Held by the command that runs: what it changed is read before the next begins."""
+        self._is_behind = False
+        self._copies = 0
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        files: Mapping[str, str | bytes] | None = None,
+        stdin: str | bytes = b"",
+        environment: Mapping[str, str] | None = None,
+        seconds: float | None = None,
+    ) -> CommandResult:
+        contents, source = {path: as_bytes(body) for path, body in (files or {}).items()}, as_bytes(stdin)
+
+        async def perform(lease: SandboxLease) -> dict[str, Any]:
+            ran = await lease.run(argv, files=contents, stdin=source, environment=environment, seconds=seconds)
+            return {name: getattr(ran, name) for name in CommandResult.__dataclass_fields__}
+
+        arguments = [list(argv), dict(environment or {}), seconds]
+        return CommandResult(**await self._call("run", arguments, {**contents, "stdin": source}, perform))
+
+    async def write(self, files: Mapping[str, str | bytes]) -> None:
+        contents = {path: as_bytes(body) for path, body in files.items()}
+        await self._call("write", [], contents, lambda lease: lease.write(contents))
+
+    async def read(self, path: str, *, limit: int = 1 << 20) -> bytes:
+        return await self._call("read", [path, limit], {}, lambda lease: lease.read(path, limit=limit))
+
+    @asynccontextmanager
+    async def copy(self, *, only: Sequence[str] = ()) -> AsyncIterator[EpisodeSandbox]:
+        self._copies += 1
+        async with self._lock:
+            state = self._state
+            if self._lease is not None:
+                files, _ = await changed_files(self._lease, everything=True)
+                state = FileState.of(files)
+        copy = JournaledSandbox(self._episode, self._limits, f"{self.name}.{self._copies}", state.part(only))
+        try:
+            yield copy
+        finally:
+            copy.close()
+
+    async def _call(
+        self,
+        method: str,
+        arguments: list[Any],
+        contents: Mapping[str, bytes],
+        perform: Callable[[SandboxLease], Awaitable[T]],
+    ) -> T:
+        """Perform a call, or recall its result and the files it changed."""
+        journal, clock, where = self._episode.journal, self._episode.services.clock, f"{self.name}.{method}"
+        digests = self._state.supply(contents.values(), keep=self._lease is None)
+        arguments = [*arguments, dict(zip(contents, digests, strict=True))]
+        level = "snapshot" if self._limits.network == "none" else "pinned"
+        call = journal.open(
+            request_hash(*map(encode_arguments, (self.name, method, arguments))),
+            lambda: f"{where}({shortened_repr(to_journal_data(arguments))})",
+        )
+        await journal.reach(call)
+        if isinstance(call.recorded, ResourceCallEntry) and level == "pinned":
+            raise_resource_lost(self._episode, call, self.name)
+        entry = journal.recall(call, ResourceCallEntry)
+        if entry is not None:
+            if entry.state is not None:
+                self._state.apply(entry.state)
+        else:
+            started = clock.monotonic()
+            with CallExecution(journal, call, self.name):
+                async with self._lock:
+                    lease = await self._open_lease()
+                    value, problem = None, None
+                    try:
+                        value = await perform(lease)
+                    except OSError as error:  # of a file in the sandbox
+                        problem = error_text(error)
+                    state = await self._changes(lease)
+            seconds = clock.monotonic() - started
+            entry = ResourceCallEntry(self.name, level, method, value, seconds, arguments, problem, state)
+            journal.record(call, entry)
+        if entry.error is not None:
+            raise EffectError(f"{where} failed", error=entry.error)
+        result: T = entry.value
+        return result
+
+    async def _open_lease(self) -> SandboxLease:
+        if self._lease is None:
+            lease = await open_lease(self._limits)
+            try:
+                await lease.restore(*self._state.to_restore())
+            except BaseException:
+                _close_later(lease)
+                raise
+            self._lease = lease
+            self._state.forget_contents()
+        return self._lease
+
+    async def _changes(self, lease: SandboxLease) -> dict[str, Any] | None:
+        """Return what changed since the last entry; nothing may be awaited before that is recorded.
+
+        If an earlier call was cancelled here, the lease counts changes as returned that no entry holds.
+        """
+        everything, self._is_behind = self._is_behind, True
+        try:
+            files, gone = await changed_files(lease, everything=everything)
+        except OSError as error:
+            raise EpisodeError(
+                f"{self.name}: the files that a command left cannot be kept: {error}", reason="too_large"
+            ) from error
+        self._is_behind = False
+        return self._state.update(files, None if everything else gone)
+
+    def close(self) -> None:
+        """Remove the files, at the end of the attempt."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            _close_later(lease)
+
+
+async def changed_files(lease: SandboxLease, *, everything: bool) -> tuple[list[HashedFile], list[str]]:
+    """Return the files that changed, and the paths that are gone; see `SandboxLease.changes`."""
+    records, gone, contents = await lease.changes(everything=everything)
+    if len(contents) <= HASHED_AT_ONCE:
+        return hashed_files(records, contents), gone
+    return await asyncio.to_thread(hashed_files, records, contents), gone
+
+
+def _close_later(lease: SandboxLease) -> None:
+    task = asyncio.get_running_loop().create_task(lease.close())
+    _closing.add(task)
+    task.add_done_callback(_closing.discard)

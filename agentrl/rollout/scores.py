@@ -1,0 +1,187 @@
+"""Scores that scorers give while an episode runs.
+
+A score is a named reward that someone other than `run()` gives. It is asked for when its turn is recorded, or by
+`ctx.score`, and journaled when it arrives, outside the replay order. The program does not wait for it. The episode
+does, at its end, without an engine session; then its agents are credited.
+
+Invariants:
+1. A failed scorer gives no reward: it drops the episode, even if the program catches the error.
+2. A recorded score stands, whatever the scorer says now. Only the scores in flight at a kill are asked for again.
+3. The program sees a score only through a numbered call, so that the moment of its arrival changes nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from agentrl.core import ids
+from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError
+from agentrl.core.records import Scored, ScoreRequest
+from agentrl.environment.context import Verdict
+from agentrl.journal.entries import NondeterministicValueEntry, ScoreEntry, request_hash
+from agentrl.observe.metrics import SCORES_EXPOSED
+from agentrl.rollout.call_journal import CallExecution
+
+if TYPE_CHECKING:
+    from agentrl.core.ports import Scorer
+    from agentrl.rollout.episode import LiveEpisode
+    from agentrl.rollout.turn_recorder import TurnRecorder
+
+
+class LiveScores:
+    """The scores of one attempt."""
+
+    __slots__ = ("_arrived", "_episode", "_running")
+
+    def __init__(self, episode: LiveEpisode) -> None:
+        self._episode = episode
+        self._arrived = episode.journal.recorded_scores()
+        """Scores in the journal, keyed by call id."""
+        self._running: dict[str, asyncio.Task[None]] = {}
+        """Requests in flight, keyed by call id."""
+
+    def start_per_turn(self, agent: TurnRecorder) -> None:
+        """Ask for the scores of an agent's newest turn."""
+        settings = self._episode.services.settings
+        if agent.policy in settings.scored:
+            for scorer in settings.scorers.values():
+                if scorer.per == "turn":
+                    self.start(scorer, agent, len(agent.turns) - 1)
+
+    def start(self, scorer: Scorer, agent: TurnRecorder, turn: int | None) -> str:
+        """Ask for a score, unless it was asked for before or is in the journal; returns its call id."""
+        call_id = ids.score_call_id(agent.seat, agent.index, turn, scorer.name)
+        if call_id not in self._arrived and call_id not in self._running:
+            number = len(agent.turns) - 1 if turn is None else turn
+            scored = Scored(
+                task=self._episode.spec.task,
+                seat=agent.seat,
+                turn=agent.turns[number],
+                number=number,
+                messages=tuple(agent.messages),
+            )
+            spec = self._episode.spec
+            request = ScoreRequest(
+                call_id=call_id,
+                where=f"episode {self._episode.name}, score {call_id}",
+                seed=ids.stable_hash64(spec.seed, spec.attempt, call_id),
+                scored=scored,
+            )
+            weight = agent.weight_of(scorer.name, request.where)
+            entry = ScoreEntry(agent.seat, agent.index, 0.0, turn, scorer.name, weight)
+            task = asyncio.get_running_loop().create_task(self._ask(scorer, request, entry), name=request.where)
+            task.add_done_callback(_retrieve)
+            self._running[call_id] = task
+        return call_id
+
+    def ask(self, scorer: str, agent: TurnRecorder) -> Verdict:
+        """Ask a scorer for the score of an agent's newest turn.
+
+        Raises:
+            EnvironmentDefinitionError: there is none of that name, or it scores whole episodes.
+        """
+        settings = self._episode.services.settings
+        named = settings.scorers.get(scorer)
+        if named is None and settings.missing_scorer is not None:
+            named = settings.missing_scorer(scorer)
+        if named is None:
+            known = ", ".join(settings.scorers) or "none"
+            raise EnvironmentDefinitionError(f"ctx.score({scorer!r}): the run has no such scorer; there are: {known}")
+        if named.per == "episode":
+            raise EnvironmentDefinitionError(
+                f"ctx.score({scorer!r}): it scores whole conversations when they end; set scorers.{scorer}.per to "
+                "'turn' or 'request'"
+            )
+        return LiveVerdict(self, self.start(named, agent, len(agent.turns) - 1))
+
+    async def value(self, call_id: str, *, wait: bool) -> float | None:
+        """Return a score to the program, through the journal; without `wait`, None if it has not arrived."""
+        journal = self._episode.journal
+        what = f"the {'wait for' if wait else 'look at'} the score {call_id}"
+        call = journal.open(request_hash(b"score", call_id.encode(), bytes([wait])), lambda: what)
+        await journal.reach(call)
+        recorded = journal.recall(call, NondeterministicValueEntry)
+        if recorded is not None:
+            return None if recorded.value is None else float(recorded.value)
+        running = self._running.get(call_id)
+        if running is not None and (wait or running.done()):
+            with CallExecution(journal, call, limit=self._episode.limit):
+                try:
+                    await asyncio.shield(running)
+                except AgentRLError as error:
+                    journal.fail(error)  # a program that catches the error must not turn it into a reward
+                    raise
+        body = self._arrived.get(call_id)
+        value = body.value if isinstance(body, ScoreEntry) else None
+        journal.record(call, NondeterministicValueEntry("score", value))
+        return value
+
+    async def settle(self) -> None:
+        """Wait for all scores without an engine session, and credit the agents with them.
+
+        Raises:
+            EpisodeError: a scorer failed.
+        """
+        episode, started = self._episode, self._episode.services.clock.monotonic()
+        settings = episode.services.settings
+        agents: Mapping[tuple[str, int], Any] = {(agent.seat, agent.index): agent for agent in episode.agents}
+        for agent in agents.values():
+            if agent.turns and agent.policy in settings.scored:
+                for scorer in settings.scorers.values():
+                    if scorer.per == "episode":
+                        self.start(scorer, agent, None)
+        for agent in agents.values():
+            agent.close()
+        if self._running:
+            done, _ = await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+            episode.metric(SCORES_EXPOSED, episode.services.clock.monotonic() - started)
+        for _, entry in sorted(self._arrived.items()):
+            if isinstance(entry, ScoreEntry):
+                agent = agents[entry.seat, entry.index]
+                agent.rewards = (*agent.rewards, entry)
+
+    def close(self) -> None:
+        """Give up the requests in flight. Idempotent."""
+        for task in self._running.values():
+            task.cancel()
+
+    async def _ask(self, scorer: Scorer, request: ScoreRequest, entry: ScoreEntry) -> None:
+        clock = self._episode.services.clock
+        started = clock.monotonic()
+        score = await scorer.score(request)
+        body: ScoreEntry | NondeterministicValueEntry = NondeterministicValueEntry("score", None)
+        if score.value is not None:
+            seconds = clock.monotonic() - started
+            body = ScoreEntry(
+                *(entry.seat, entry.index, score.value, entry.turn, entry.name, entry.weight),
+                seconds=seconds,
+                queued=score.queued,
+                note=score.note,
+            )
+        self._arrived[request.call_id] = body
+        self._episode.journal.record_score(request.call_id, body)
+
+
+class LiveVerdict(Verdict):
+    """The handle of a score that `run()` asked for."""
+
+    __slots__ = ("_call_id", "_scores")
+
+    def __init__(self, scores: LiveScores, call_id: str) -> None:
+        self._scores = scores
+        self._call_id = call_id
+
+    def __await__(self) -> Any:
+        return self._scores.value(self._call_id, wait=True).__await__()
+
+    async def peek(self) -> float | None:
+        return await self._scores.value(self._call_id, wait=False)
+
+
+def _retrieve(task: asyncio.Task[None]) -> None:
+    """Mark the exception of a task as retrieved: the episode may be dropped for another reason before it looks."""
+    _ = task.cancelled() or task.exception()

@@ -1,0 +1,153 @@
+"""The files of a sandbox as a journal keeps them: what each command changed, and every content once, by its digest."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from agentrl.sandbox.keeper import FileRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def content_digest(content: bytes) -> str:
+    """Compute the digest by which a content is known: 16 bytes of blake2b, in hexadecimal.
+
+    Example:
+        >>> content_digest(b"")
+        'cae66941d9efbd404e4d88758ea67670'
+    """
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+class HashedFile(NamedTuple):
+    """A file of a sandbox with its content, which is empty unless it is a plain file."""
+
+    record: FileRecord
+    digest: str
+    content: bytes
+
+
+def hashed_files(records: Sequence[FileRecord], contents: bytes) -> list[HashedFile]:
+    """Pair the files that `SandboxLease.changes` returned with their contents."""
+    files, offset = [], 0
+    for record in records:
+        content = contents[offset : offset + record.size]
+        offset += record.size
+        files.append(HashedFile(record, content_digest(content) if record.kind == "file" else "", content))
+    return files
+
+
+class FileState:
+    """The files of one sandbox after its last command."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, tuple[FileRecord, str]] = {}
+        """Each file and the digest of its content, by path."""
+        self._known: set[str] = set()
+        """Digests of contents that need no further place in the journal."""
+        self._contents: dict[str, bytes] = {}
+        """Contents from which the files can be made again, by digest; empty once a lease holds the files."""
+
+    @property
+    def digest(self) -> str:
+        """Digest of all files."""
+        return content_digest(_encode([_row(record, digest) for _, (record, digest) in sorted(self._files.items())]))
+
+    def supply(self, contents: Iterable[bytes], *, keep: bool) -> list[str]:
+        """Note contents that a re-execution supplies again, so the journal need not hold them. Returns their digests.
+
+        `keep` says that no lease holds the files, so that they are made again from these contents.
+        """
+        digests = []
+        for content in contents:
+            digest = content_digest(content)
+            digests.append(digest)
+            self._known.add(digest)
+            if keep:
+                self._contents[digest] = content
+        return digests
+
+    def update(self, files: Sequence[HashedFile], gone: Sequence[str] | None) -> dict[str, Any] | None:
+        """Take in what a command changed. Returns the change for the journal; None if there is none.
+
+        Args:
+            files: files that may have changed.
+            gone: paths that are gone; None: all that are not among `files`.
+        """
+        if gone is None:
+            gone = [*self._files.keys() - {file.record.path for file in files}]
+        rows, fresh = [], dict[str, bytes]()
+        for record, digest, content in files:
+            if record.kind == "file" and digest not in self._known:
+                self._known.add(digest)
+                fresh[digest] = content
+            if self._files.get(record.path) != (record, digest):
+                self._files[record.path] = (record, digest)
+                rows.append(_row(record, digest))
+        removed = [os.fsencode(path) for path in gone if self._files.pop(path, None) is not None]
+        if not rows and not removed:
+            return None
+        return {"digest": self.digest, "changed": rows, "gone": removed, "contents": fresh}
+
+    def apply(self, change: dict[str, Any]) -> None:
+        """Take in a change from the journal."""
+        for path, kind, mode, modified, size, target, digest in change["changed"]:
+            record = FileRecord(os.fsdecode(path), kind, mode, modified, size, os.fsdecode(target))
+            self._files[record.path] = (record, digest)
+        for path in change["gone"]:
+            del self._files[os.fsdecode(path)]
+        self._known.update(change["contents"])
+        self._contents.update(change["contents"])
+
+    def to_restore(self) -> tuple[list[FileRecord], bytes]:
+        """Return all files and their contents, while no lease holds them."""
+        # Further names come last: the file itself must exist by then.
+        files = sorted(self._files.values(), key=lambda file: (file[0].kind == "same", file[0].path))
+        contents = b"".join(self._contents[digest] for record, digest in files if record.kind == "file")
+        return [record for record, _ in files], contents
+
+    def forget_contents(self) -> None:
+        """Forget the contents, since a lease holds the files."""
+        self._contents = {}
+
+    def part(self, only: Sequence[str]) -> FileState:
+        """Return the files at or below some absolute paths; all files if there are no paths."""
+        part = FileState()
+        prefixes = [path.strip("/") for path in only]
+        for path, (record, digest) in self._files.items():
+            if only and not any(path == prefix or path.startswith(f"{prefix}/") for prefix in prefixes):
+                continue
+            if record.kind == "same":  # its first name may be left out
+                first, digest = self._files[record.target]
+                record = first._replace(path=path)
+            part._files[path] = (record, digest)
+        part._known, part._contents = set(self._known), dict(self._contents)
+        return part
+
+    @classmethod
+    def of(cls, files: Sequence[HashedFile]) -> FileState:
+        """Return the state that consists of these files."""
+        state = cls()
+        state.update(files, ())
+        state._contents = {digest: content for _, digest, content in files}
+        return state
+
+
+def _row(record: FileRecord, digest: str) -> tuple[bytes, str, int, int, int, bytes, str]:
+    """Return a record as the journal holds it; paths need not be text."""
+    return (
+        os.fsencode(record.path),
+        record.kind,
+        record.mode,
+        record.modified,
+        record.size,
+        os.fsencode(record.target),
+        digest,
+    )

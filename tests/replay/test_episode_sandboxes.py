@@ -1,0 +1,212 @@
+"""The sandbox of an episode: its files come back on resume and in forks, and nothing runs twice."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+
+import agentrl
+from agentrl.core.errors import EffectError
+from agentrl.core.records import EpisodeSpec, ForkPoint, PolicyVersion, SeatBinding, Task
+from agentrl.engines.scripted import ScriptedEngine
+from agentrl.journal.entries import JournalEntry, ResourceCallEntry
+from agentrl.journal.memory import MemoryJournal
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN
+from agentrl.sandbox.state import content_digest
+from agentrl.testing.execution import (
+    PARTITION,
+    POLICY,
+    ExecutedEpisode,
+    execute_episode,
+    plain_rollout_settings,
+    wire_dispatcher,
+)
+from benchmarks.sandboxes_resume import problems
+
+pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+
+
+def spec(environment: type[agentrl.Environment]) -> EpisodeSpec:
+    return EpisodeSpec(
+        episode_id="e0",
+        environment=f"{environment.__module__}:{environment.__qualname__}",
+        task=Task(id="t0", data={}),
+        seed=1,
+        seats={"agent": SeatBinding(POLICY)},
+        group_id="g0",
+    )
+
+
+def execute(
+    environment: type[agentrl.Environment], recorded: Sequence[JournalEntry] = (), *, fails: bool = False
+) -> Any:
+    outcome = asyncio.run(execute_episode(environment, spec(environment), lambda *_: [*b"ok", STOP_TOKEN], recorded))
+    assert isinstance(outcome, str if fails else ExecutedEpisode), outcome
+    return outcome
+
+
+def commands(entries: Sequence[JournalEntry]) -> list[ResourceCallEntry]:
+    return [body for entry in entries if isinstance(body := entry.decode(), ResourceCallEntry)]
+
+
+class Counting(agentrl.Environment):
+    """Each command appends to a file; what it prints tells how often it ran."""
+
+    limits: ClassVar[agentrl.Sandbox] = agentrl.Sandbox(disk_mb=4)
+    seen: ClassVar[list[str]] = []
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        box = ctx.sandbox(self.limits)
+        type(self).seen = []
+        for _ in range(3):
+            ran = await box.run(["sh", "-c", "date +%N >> times; cat times"])
+            self.seen.append(ran.output)
+            await ctx.agent("agent").act(agentrl.user("next"))
+        ctx.agent("agent").reward(float(len(ran.output.splitlines())))
+
+
+def test_a_replay_returns_recorded_results_and_starts_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = execute(Counting)
+    seen = Counting.seen
+    assert whole.header.reward == 3.0
+    monkeypatch.setattr("agentrl.rollout.sandbox.open_lease", None)
+    again = execute(Counting, whole.entries)
+    assert (again.header.reward, Counting.seen) == (3.0, seen)
+
+
+def test_the_first_new_command_finds_the_recorded_files() -> None:
+    whole = execute(Counting)
+    for cut in range(1, len(whole.entries)):
+        recorded = [command.value["stdout"].decode() for command in commands(whole.entries[:cut])]
+        again = execute(Counting, whole.entries[:cut])
+        assert again.header.reward == 3.0
+        assert Counting.seen[: len(recorded)] == recorded
+        assert all(later.startswith(text) for text in recorded for later in Counting.seen[len(recorded) :])
+
+
+def test_a_fork_finds_the_files_of_its_prefix() -> None:
+    whole = execute(Counting)
+    second = [entry.call_id for entry in whole.entries if isinstance(entry.decode(), ResourceCallEntry)][1]
+
+    async def fork() -> float | None:
+        journal = MemoryJournal()
+        engine = ScriptedEngine(lambda *_: [*b"ok", STOP_TOKEN], versions={POLICY: PolicyVersion(POLICY, 0, 0)})
+        _, runner = wire_dispatcher(Counting, engine, journal, plain_rollout_settings(), [])
+        log = journal.turn_log(PARTITION)
+        for entry in whole.entries:
+            log.append(entry)
+        await log.flush()
+        point = ForkPoint(journal=".", partition=log.name, episode_id="e0", attempt=0, call_id=second)
+        forked = replace(spec(Counting), episode_id="f0", fork=point)
+        return (await asyncio.get_running_loop().create_task(runner.run(forked, Counting))).reward
+
+    first, _, third = Counting.seen
+    assert asyncio.run(fork()) == 3.0
+    assert Counting.seen[0] == first
+    assert Counting.seen[2].startswith(first)
+    assert Counting.seen[2] != third
+
+
+def test_entries_hold_what_changed_and_inputs_only_by_digest() -> None:
+    class Writing(agentrl.Environment):
+        async def run(self, ctx: agentrl.EpisodeContext) -> None:
+            box = ctx.sandbox(agentrl.Sandbox())
+            await box.write({"/box/large": b"L" * 100_000, "/box/small": "s"})
+            await box.run(["sh", "-c", "cp large copy; echo new > made; rm small"])
+            await box.run(["true"])
+            await box.run(["sh", "-c", "mv made /tmp/moved; cat - > stdin"], stdin="input")
+
+    entries = execute(Writing).entries
+    written, copied, nothing, moved = commands(entries)
+    assert sum(len(entry.body) for entry in entries) < 10_000
+    digests = {"/box/large": content_digest(b"L" * 100_000), "/box/small": content_digest(b"s")}
+    assert written.arguments == [digests]
+    assert [row[0] for row in written.state["changed"]] == [b"box/large", b"box/small"]
+    assert written.state["contents"] == {}
+    assert list(copied.state["contents"].values()) == [b"new\n"]
+    assert copied.state["gone"] == [b"box/small"]
+    assert nothing.state is None
+    assert (moved.state["gone"], moved.state["contents"]) == ([b"box/made"], {})
+
+
+def test_failures_to_read_and_write_are_remembered() -> None:
+    class Failing(agentrl.Environment):
+        errors: ClassVar[list[str]] = []
+
+        async def run(self, ctx: agentrl.EpisodeContext) -> None:
+            box = ctx.sandbox(agentrl.Sandbox(disk_mb=1))
+            type(self).errors = []
+            for call in (box.read("/box/none"), box.write({"/box/x": b"x" * 2_000_000})):
+                try:
+                    await call
+                except EffectError as error:
+                    self.errors.append(error.error)
+
+    whole = execute(Failing)
+    errors = Failing.errors
+    assert [error.partition(":")[0] for error in errors] == ["FileNotFoundError", "OSError"]
+    execute(Failing, whole.entries)
+    assert Failing.errors == errors
+
+
+def test_what_a_cancelled_command_left_belongs_to_the_next_entry() -> None:
+    class Cancelling(agentrl.Environment):
+        async def run(self, ctx: agentrl.EpisodeContext) -> None:
+            box = ctx.sandbox(agentrl.Sandbox())
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1):
+                    await box.run(["sh", "-c", "echo half > half; sleep 60"])
+            left = await box.run(["cat", "half"])
+            again = await box.run(["cat", "half"])
+            assert left.output in ("", "half\n")
+            assert left.output == again.output
+
+    whole = execute(Cancelling)
+    # Cut after the first command that ended.
+    first = next(number for number, entry in enumerate(whole.entries) if isinstance(entry.decode(), ResourceCallEntry))
+    execute(Cancelling, whole.entries[: first + 1])
+
+
+def test_with_a_network_the_episode_begins_again() -> None:
+    class Open(Counting):
+        limits = agentrl.Sandbox(network="open")
+
+    whole = execute(Open)
+    assert {command.level for command in commands(whole.entries)} == {"pinned"}
+    first = next(number for number, entry in enumerate(whole.entries) if isinstance(entry.decode(), ResourceCallEntry))
+    assert "pinned" in execute(Open, whole.entries[: first + 1], fails=True)
+
+
+def test_a_state_that_fits_no_entry_ends_the_episode_by_name() -> None:
+    class Large(agentrl.Environment):
+        async def run(self, ctx: agentrl.EpisodeContext) -> None:
+            box = ctx.sandbox(agentrl.Sandbox(disk_mb=100))
+            await box.run(["sh", "-c", "for i in 1 2; do truncate -s 30M $i; done"])
+
+    assert "48 MiB" in execute(Large, fails=True)
+
+
+def test_deep_directories_and_closed_files_are_kept() -> None:
+    class Deep(agentrl.Environment):
+        async def run(self, ctx: agentrl.EpisodeContext) -> None:
+            box = ctx.sandbox(agentrl.Sandbox())
+            await box.run(
+                ["sh", "-c", "mkdir -p $(printf 'd/%.0s' $(seq 300))e; echo end > file; mv file d/d; chmod 0 d/d/file"]
+            )
+            found = await box.run(["sh", "-c", "chmod -R u+rw .; cat d/d/file; find . -type d | wc -l"])
+            assert found.output == "end\n302\n"
+
+    whole = execute(Deep)
+    first = next(number for number, entry in enumerate(whole.entries) if isinstance(entry.decode(), ResourceCallEntry))
+    execute(Deep, whole.entries[: first + 1])
+
+
+def test_kills_lose_no_file() -> None:
+    found, kills = problems(3)
+    assert kills >= 3
+    assert not found

@@ -1,0 +1,47 @@
+"""Scorers as a user writes them; they are recorded and shipped like losses."""
+
+from __future__ import annotations
+
+import asyncio
+
+import agentrl
+
+
+@agentrl.scorer
+def short(scored: agentrl.Scored, scale: float = 100.0) -> float | None:
+    """Fewer characters; nothing about an odd turn."""
+    return None if scored.number % 2 else 1.0 - len(scored.turn.text) / scale
+
+
+@agentrl.scorer
+async def slow(scored: agentrl.Scored, seconds: float = 1.0) -> float:
+    """A score that takes its time."""
+    await asyncio.sleep(seconds)
+    return len(scored.turn.text) / 10
+
+
+@agentrl.scorer
+async def patchy(scored: agentrl.Scored, how: str = "raise") -> float:
+    """Fails for four tasks of ten."""
+    if scored.task.data["digit"] in "0123":
+        if how == "raise":
+            raise RuntimeError("503")
+        if how == "infrastructure":
+            raise agentrl.InfrastructureError("503")
+        if how == "hang":
+            await asyncio.sleep(1e6)
+        if how == "refuse":
+            raise agentrl.Unscorable("the content was filtered")
+        return float("nan")
+    return 0.5
+
+
+@agentrl.scorer
+def length(scored: agentrl.Scored) -> float:
+    """Of a whole conversation."""
+    return float(len(scored.messages))
+
+
+def unmarked(scored: agentrl.Scored) -> float:
+    """No scorer."""
+    return 1.0

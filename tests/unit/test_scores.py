@@ -1,0 +1,187 @@
+"""Scores on disk: the second reader, the commands that read a run, replays, forks, and what is refused at the start."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentrl
+from agentrl.app.forks import fork
+from agentrl.app.replays import replay
+from agentrl.app.run_parts import RunFactories
+from agentrl.app.scorers import find_scorer_codes, make_scorers, scored_policies
+from agentrl.app.training import run_training
+from agentrl.cli.main import main
+from agentrl.config.load import load
+from agentrl.config.run import RunConfig
+from agentrl.core.clock import SystemClock
+from agentrl.core.errors import ConfigError
+from agentrl.core.ports import Engine, Trainer
+from agentrl.core.records import PolicyVersion
+from agentrl.engines.scripted import ScriptedEngine
+from agentrl.inspection.reader import RunReader
+from agentrl.rollout.chat.byte_formats import PlainChatFormat
+from agentrl.testing.recording_trainer import RecordingTrainer
+from tests.journal_oracle import judge
+from tests.sim.small_run import TASKS, Guess, config_for, guess
+from tests.support import score_functions
+from tests.unit.test_supervisor import NoWaiting
+
+FUNCTIONS = str(Path(score_functions.__file__))
+
+
+class Asks(Guess):
+    """Asks for a score of its first turn, and is paid by it once more."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        guesser = ctx.agent("guesser")
+        await guesser.act(agentrl.user("Guess a digit."))
+        value = await ctx.score("asked", guesser)
+        guesser.reward(0.0 if value is None else value)
+        await guesser.act(agentrl.user("Again."))
+
+
+def factories() -> RunFactories:
+    async def engine(config: RunConfig, versions: Mapping[str, PolicyVersion], *rest: object) -> Engine:
+        return ScriptedEngine(guess, versions=versions)
+
+    def trainer(config: RunConfig, *rest: Any) -> Trainer:
+        return RecordingTrainer(list(config.trained), versions=rest[0] / "versions")
+
+    return RunFactories(engine=engine, trainer=trainer, chat_format=lambda config: PlainChatFormat(), clock=NoWaiting())
+
+
+SCORERS = {
+    "short": {"function": f"{FUNCTIONS}:short", "options": {"scale": 10.0}},
+    "asked": {"function": f"{FUNCTIONS}:short", "per": "request"},
+    "length": {"function": f"{FUNCTIONS}:length", "per": "episode"},
+}
+
+
+@pytest.fixture(scope="module")
+def scored_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory: Path = tmp_path_factory.mktemp("scores")
+    weights = {"reward": 1.0, "short": 0.3, "asked": 0.7, "length": 0.1}
+    credit = {"group_size": 4, "turn_credit": "to_go", "reward_weights": weights}
+    config = config_for(name="run", directory=str(directory), scorers=SCORERS, credit=credit, steps=3)
+    asyncio.run(run_training(config, Asks, tasks=TASKS, quiet=True, factories=factories()))
+    return directory / "run"
+
+
+def test_the_second_reader_finds_every_score_counted(scored_run: Path) -> None:
+    assert judge(scored_run, ended=True) == []
+    reader = RunReader(scored_run)
+    (life,) = [json.loads(value) for (value,) in reader.log.rows("SELECT value FROM meta WHERE key GLOB 'life.*'")]
+    assert {f"{FUNCTIONS}:short", f"{FUNCTIONS}:length"} <= life["code"].keys()
+    entries = dict(reader.episode("e0").entries)
+    assert {name for name in entries if "?" in name} == {
+        *("guesser.0.0?short", "guesser.0.1?short", "guesser.0.0?asked", "guesser.0?length")
+    }
+    reader.close()
+
+
+def test_the_commands_show_scores_like_other_named_rewards(
+    scored_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(*command: str) -> str:
+        assert main(list(command)) == 0
+        return capsys.readouterr().out
+
+    run = str(scored_run)
+    assert "(short, turn 0)" in told("episode", "show", run, "e0")
+    why = told("episode", "why", run, "e0")
+    assert all(name in why for name in ("(asked, turn 0)", "(length)"))
+    assert "by name, before weights: asked" in told("run", "stats", run)
+    assert "consumed" in told("run", "ledger", run)
+    told("run", "export", run, "--to", "jsonl", "--out", str(tmp_path / "out.jsonl"))
+    agents = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])["agents"]
+    assert {part["name"] for part in agents[0]["reward_parts"]} == {"reward", "short", "asked", "length"}
+
+
+def test_a_replay_finds_the_recorded_scores_and_asks_nobody(scored_run: Path) -> None:
+    reader = RunReader(scored_run)
+    lines = list(reader.episodes())
+    reader.close()
+    chosen = [(line.episode, line.attempt) for line in lines]
+    for rescoring in (False, True):
+        found = replay(scored_run, chosen, environment=Asks, factories=factories(), rescoring=rescoring)
+        assert [(each.episode, each.text) for each in found if each.outcome != "identical"] == []
+        assert all(each.before == each.after for each in found if rescoring)
+
+
+def test_a_fork_keeps_the_scores_before_it_and_is_scored_from_there(scored_run: Path) -> None:
+    (forked,) = fork(scored_run, "e0", at=1, environment=Asks, factories=factories())
+    reader = RunReader(scored_run / "forks")
+    (line,) = reader.episodes()
+    own, inherited = reader.recorded(line)
+    reader.close()
+    names = [[entry.call_id for entry in part if "?" in entry.call_id] for part in (inherited, own)]
+    every = {"guesser.0.0?asked", "guesser.0.0?short", "guesser.0.1?short", "guesser.0?length"}
+    assert len(names[0] + names[1]) == 4
+    assert {*names[0], *names[1]} == every
+    assert "guesser.0.0?asked" in names[0], "what came before the fork is not asked again"
+    assert forked.reward == line.reward is not None
+
+
+def test_a_scorer_of_a_script_is_a_section_of_its_name() -> None:
+    config = config_for().with_functions(scorers={"short": f"{FUNCTIONS}:short"})
+    assert config.scorers["short"].per == "turn"
+    (code,) = find_scorer_codes(config).values()
+    assert code.name == "short"
+    made = make_scorers(config.model_copy(update={"workers": 4}), SystemClock(), {"short": code})
+    assert made["short"].places._value == 16, "the limit is one for the run"
+    assert scored_policies(config) == {"guesser"}
+
+
+def test_a_file_is_looked_up_beside_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(Path(FUNCTIONS).read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "run.toml").write_text(
+        '[environment]\nid = "calculator"\n[model]\npath = "agentrl.environments:calculator/model"\n'
+        '[scorers.short]\nfunction = "mine.py:short"\n',
+        encoding="utf-8",
+    )
+    config = load(tmp_path / "run.toml", [])
+    assert config.scorers["short"].function == f"{tmp_path / 'mine.py'}:short"
+
+
+@pytest.mark.parametrize(
+    ("scorers", "message"),
+    [
+        ({"two words": {"function": "a.py:f"}}, "scorers.two words: it becomes the name of a reward"),
+        ({"reward": {"function": "a.py:f"}}, "other than `reward`"),
+        ({"short": {}}, "name the function that scores"),
+        ({"short": {"function": "short"}}, r"scorers\.short\.function = 'short': there is no such scorer"),
+        ({"a": {"function": "a.py:f", "on_failure": "b"}}, r"on_failure = 'b': there is no such scorer; give drop"),
+        (
+            {"a": {"function": "a.py:f", "on_failure": "b"}, "b": {"function": "a.py:f", "on_failure": "a"}},
+            "a → b → a is a circle",
+        ),
+        ({"a": {"function": "a.py:f", "unscorable": float("nan")}}, "finite"),
+    ],
+)
+def test_what_cannot_be_a_scorer_is_refused(scorers: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_for(scorers=scorers)
+
+
+def test_weights_that_leave_out_a_scorer_are_refused() -> None:
+    with pytest.raises(ValueError, match="no weight for the scores of short: add short"):
+        config_for(scorers={"short": SCORERS["short"]}, credit={"group_size": 4, "reward_weights": {"reward": 1.0}})
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"function": f"{FUNCTIONS}:unmarked"}, "put @agentrl.loss, @agentrl.advantage or @agentrl.scorer above it"),
+        ({"function": f"{FUNCTIONS}:absent"}, "defines no function 'absent'"),
+        ({"function": f"{FUNCTIONS}:short", "options": {"size": 3}}, r"scorers\.short\.options: short: .*scale"),
+    ],
+)
+def test_a_function_that_cannot_score_is_refused_at_the_start(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_scorer_codes(config_for(scorers={"short": section}))
