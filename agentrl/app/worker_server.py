@@ -336,7 +336,7 @@ async def _tell_advanced(server: WorkerServer) -> None:
         try:
             server.check_journal()
             await server.tell_advanced()
-        except Exception as error:  # noqa: BLE001 - a full disk, which an episode says only at its end, or a bug
+        except Exception as error:  # noqa: BLE001 - a full disk, reported only at an episode's end, or a bug
             server.run.failed(error)
             return
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from agentrl.core.clock import Clock
 
 BALANCED = 1
-"""Largest difference between the numbers of workers on a node and on one that joins, at which none is moved."""
+"""Largest difference in workers between a node and a joining node that triggers no move."""
 
 
 @runtime_checkable
@@ -58,9 +58,9 @@ class JoiningNodeWatcher:
         growing: kinds of processes to start there, workers first.
         pool: workers of the run, of which some may be moved there; None: it has one, in its own process.
         nodes: returns the nodes that are alive; blocking.
-        missing: returns what a node lacks to be used, in sentences; blocking.
+        missing: returns a node's missing requirements, in sentences; blocking.
         clock: times the looks at the cluster.
-        tell: prints a line for people.
+        tell: prints a line for the user.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class JoiningNodeWatcher:
             return ()
 
     async def _use(self, node: Node, *, nodes: int, at_start: int) -> None:
-        """Start processes on a node of now `nodes`, and move workers there until it has about as many as the others."""
+        """Start processes on a node of now `nodes`, and move workers there until the nodes are balanced."""
         try:
             missing = await asyncio.to_thread(self._missing, node)
         except Exception as error:  # noqa: BLE001 - as above; a node may be lost again at once
@@ -130,7 +130,7 @@ class JoiningNodeWatcher:
         )
 
     def _move_to(self, node: Node, has: int) -> int:
-        """Move workers to a node that has so many; returns how many were moved."""
+        """Move workers to a node with this number of them; returns the number moved."""
         moved = 0
         while self._pool is not None and self._move_one(self._pool, node, has + moved):
             moved += 1

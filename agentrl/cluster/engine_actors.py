@@ -61,7 +61,7 @@ class EngineActor:
         self._connections.put_nowait(connection.dup())
 
     async def start(self, program: ChildProgram, gpus: Sequence[str]) -> tuple[int, Node]:
-        """Start the process with these GPUs, or those that Ray gave the actor. Returns the process id and its node."""
+        """Start the process with these GPUs, or the actor's GPUs from Ray. Returns the process id and its node."""
         import ray
 
         connection = await self._connections.get()

@@ -6,7 +6,7 @@ writes a partition for each worker with the production writer. The run only gran
 never pass through its event loop. Owns: the messages, the receiver, which connection may write a partition. Does not
 own: the contents of entries (`journal.store`), the run's processes.
 Invariants: at most one connection writes a partition, and none once it is revoked; messages take effect in the order
-in which they were sent; a worker ends when its connection ends, and its episodes continue elsewhere from their
+in which they were sent; a worker ends when its connection ends, and other workers resume its episodes from their
 acknowledged entries.
 """
 
@@ -246,7 +246,7 @@ class JournalReceiver:
         host: address of this machine, to which workers on others connect.
         log: file for the process's error stream.
         clock: clock for the waits before a restart.
-        tell: prints a line for people.
+        tell: prints a line for the user.
     """
 
     def __init__(self, journal: Path, host: str, *, log: Path, clock: Clock, tell: Callable[[str], None]) -> None:
@@ -274,7 +274,7 @@ class JournalReceiver:
         return granted.address
 
     def status(self) -> ProcessStatus:
-        """Return what the process does, with its rate."""
+        """Return the activity of the process, with its rate."""
         return ProcessStatus(name="journal receiver", doing=f"receives {self._per_second / 1000:,.1f} kB/s")
 
     def revoke(self, worker: int) -> None:
@@ -432,7 +432,7 @@ async def _serve(connection: socket.socket) -> None:
 
 
 def main() -> None:
-    """Serve the connection that the parent handed over, until it ends."""
+    """Serve the connection inherited from the parent, until it ends."""
     descriptor, parent = map(int, sys.argv[1:])
     die_with_parent(parent)
     asyncio.run(_serve(socket.socket(fileno=descriptor)))

@@ -91,7 +91,7 @@ class RunCopy:
             raise InputError(f"{link} exists and is not a mirror; choose another path")
         for side in sides:
             if (side / "journal" / LOCK_FILE).exists():
-                raise InputError(f"{link}: this copy was resumed and is now a run of its own; mirror to another path")
+                raise InputError(f"{link}: this copy was resumed and is now a separate run; mirror to another path")
         if link.is_symlink():
             with contextlib.closing(open_database_to_read(link / CONTROL, "control")) as control:
                 if (copied_run := read_meta_table(control).get("run")) != run:
@@ -104,7 +104,7 @@ class RunCopy:
             return {name: _stamp(self._side / name) for name in LOCAL.files(self._side)}
 
     def reuse(self, stamps: Mapping[str, Stamp]) -> list[str]:
-        """Link files that are unchanged from the other directory. Returns the names of those that it lacks."""
+        """Link unchanged files from the other directory. Returns the names of missing ones."""
         missing = []
         with _disk(self._link):
             for name, stamp in stamps.items():
@@ -194,7 +194,7 @@ class RunCopy:
 
     def _inside(self, name: str) -> Path:
         if os.path.isabs(name) or ".." in Path(name).parts:
-            raise InputError(f"{name!r} lies outside the run's directory")
+            raise InputError(f"{name!r} is outside the run's directory")
         return self._side / name
 
 

@@ -141,7 +141,7 @@ async def wait_for_nodes(config: RunConfig, clock: Clock, tell: Callable[[str], 
     Args:
         config: of the run.
         clock: times the looks at the cluster.
-        tell: takes what is waited for, whenever that has changed.
+        tell: receives the awaited condition whenever it changes.
 
     Raises:
         InputError: no process answers at the address.
@@ -163,7 +163,7 @@ def check_nodes(config: RunConfig, code: Mapping[str, str]) -> list[str]:
         code: references `module:Class` of the run's environments; files are sent by content.
 
     Returns:
-        Lines for people: the assignment, and clocks that differ.
+        Lines for the user: the assignment, and differing clocks.
 
     Raises:
         InputError: no cluster answers at the address.
@@ -186,7 +186,7 @@ def check_nodes(config: RunConfig, code: Mapping[str, str]) -> list[str]:
 
 
 def missing_on_node(node: Node, config: RunConfig, code: Mapping[str, str]) -> list[str]:
-    """Return what a node lacks that a run needs, one sentence each; see `check_nodes`. Blocks until it answers."""
+    """Return a node's missing requirements, one sentence each; see `check_nodes`. Blocks until it answers."""
     return compare_nodes([node], *_needed(config, code))[0]
 
 

@@ -51,7 +51,7 @@ RESERVE_S = 20.0
 takes them at the same time."""
 RELEASE_S = 2.0
 """Timeout for Ray to show released GPUs as free, in seconds."""
-_TOKEN = "if it asks for a token, RAY_AUTH_MODE and RAY_AUTH_TOKEN must be set here as they are there"
+_TOKEN = "if it requires a token, set the same RAY_AUTH_MODE and RAY_AUTH_TOKEN here"
 _LONGEST_TEMPORARY = 40
 """Maximum length of Ray's temporary directory: its sockets lie deep below, and the path of a Unix socket has at most
 107 characters."""
@@ -389,7 +389,7 @@ class _GpuReservation:
                 remove_placement_group(group)
 
     def is_over(self) -> bool:
-        """Whether Ray shows as many free GPUs as before the reservation."""
+        """Whether Ray reports the same number of free GPUs as before the reservation."""
         import ray
 
         now = ray._private.state.available_resources_per_node()
@@ -462,7 +462,7 @@ def _node_watch() -> _NodeWatch:
 
 
 def is_node_drained(node: Node) -> bool:
-    """Whether a node is about to be taken away: Ray was told to drain it."""
+    """Whether Ray is draining a node."""
     return node.id in _node_watch().drained
 
 

@@ -57,7 +57,7 @@ DOING = {
     "send": "publishes a version",
     "save": "writes a checkpoint",
 }
-"""Description of a trainer's activity for people, by the method that its ranks run."""
+"""Description of a trainer's activity for the user, by its ranks' method."""
 COME_S = 50.0
 """Timeout for starting the actors of all ranks on the nodes of a cluster, in seconds."""
 PREPARE_S = 600.0
@@ -283,7 +283,7 @@ class RayTrainerPool:
         self._method = ""
         """The method that the ranks run; empty: none."""
         self.process_ids: tuple[int, ...] = ()
-        """Process ids of the started ranks, for people and profilers."""
+        """Process ids of the started ranks, for users and profilers."""
 
     async def start(self, resume_from: str | None = None) -> tuple[str, ...]:
         """Start Ray and the ranks; see `PolicyTrainer.start`.

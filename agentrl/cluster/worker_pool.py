@@ -99,7 +99,7 @@ class WorkerPool:
         receiver: writes the entries of processes on other hosts; closed with the pool. None: all processes write their
             own.
         clock: clock for the waits between attempts.
-        tell: prints a line for people.
+        tell: prints a line for the user.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class WorkerPool:
         receiver: JournalReceiver | None = None,
     ) -> None:
         self.last_failure = ""
-        """Error of the last dropped episode, for people."""
+        """Error of the last dropped episode, for the user."""
         self.killers = 0
         """Number of episodes that were dropped because they killed processes."""
         self.processes: list[WorkerProcess] = []
@@ -337,7 +337,7 @@ class WorkerPool:
             for each in self.processes:
                 each.suspects = {number for number in each.suspects if self._episodes[number].is_suspect}
             self._commit(killer, dropped_header(killer.spec, "worker_lost"), b"", {}, detail, {})
-            process.supervisor.achieved()  # the cause of its deaths has been dropped, so start counting anew
+            process.supervisor.achieved()  # the cause of its deaths has been dropped, so restart the count
         for placed in left:
             self._assign(placed)
         self._fill()  # assigns episodes that are no longer suspects

@@ -109,14 +109,14 @@ class WorkerProcess:
         return self._clock.monotonic() - self._last_message_at > BEHIND_S
 
     def tell(self, message: wire.ToWorker) -> None:
-        """Send a message; never blocks. Those of one iteration of the event loop share a system call."""
+        """Send a message; never blocks. Messages of one event loop iteration share a system call."""
         if self._connection is not None and self.is_ready:
             self._connection.queue(message)
 
     def leave(self, why: str) -> None:
         """Make the process park its episodes, which continue in others, and end. Idempotent."""
         if not self.is_leaving:
-            self._tell(f"worker {self._work.number} leaves ({why}): its episodes are parked and continue elsewhere")
+            self._tell(f"worker {self._work.number} leaves ({why}): its episodes are parked; other workers resume them")
             self.tell(wire.ShutDownWorker())
             self.is_leaving = True
 
@@ -172,7 +172,7 @@ class WorkerProcess:
 
     async def died(self, how: str) -> None:
         if self._receiver is not None:
-            # Revoke before its episodes continue elsewhere: the process may still be alive but unreachable.
+            # Revoke before its episodes are reassigned: the process may be alive but unreachable.
             self._receiver.revoke(self._work.number)
         if self._connection is not None:
             await self._connection.drain(EngineLostError(f"worker {self._work.number} {how}"))
@@ -187,7 +187,7 @@ class WorkerProcess:
         )
 
     async def _report_end(self) -> None:
-        """Report a process that is not restarted any more."""
+        """Report a process that is no longer restarted."""
         try:
             await self.supervisor.serving()
         except AgentRLError as error:

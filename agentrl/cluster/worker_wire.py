@@ -103,7 +103,7 @@ class UnparkEpisode(rpc.Message, frozen=True):
 
 
 class ChildEpisodeEnded(rpc.Message, frozen=True):
-    """Result of a child of a running episode: child number `index` of those that `call` spawned in that attempt."""
+    """Result of a child of a running episode: child number `index` of `call` in that attempt."""
 
     number: int
     attempt: int
@@ -182,7 +182,7 @@ class AttemptStarted(rpc.Message, frozen=True):
 
 
 class EpisodeProgressed(rpc.Message, frozen=True):
-    """Message that an episode begun elsewhere has new entries on disk here. Sent once."""
+    """Message that another worker's episode has new entries on disk here. Sent once."""
 
     number: int
 
@@ -199,11 +199,11 @@ class EpisodesCancelled(rpc.Reply, frozen=True):
 
 
 class WorkerShuttingDown(rpc.Message, frozen=True):
-    """The worker got SIGTERM, or was told to leave: it ends once what it sampled is on disk."""
+    """The worker got SIGTERM, or a request to leave: it ends once its samples are on disk."""
 
 
 class LogLine(rpc.Message, frozen=True):
-    """Line of output for people."""
+    """Line of output for the user."""
 
     line: str
 

@@ -21,12 +21,12 @@ CANARY_KEY = "agentrl_probe"
 
 @dataclass(slots=True)
 class ObservedRounding:
-    """The rounding of a policy's versions in 16 bits, as far as those that passed the canary check have shown it."""
+    """The rounding of a policy's versions in 16 bits, learned from versions that passed the canary check."""
 
     distance: float = 0.0
     """Largest mean distance between an engine's log-probabilities and its trainer's, in nats."""
     change: float = 0.0
-    """Largest mean distance of a version's log-probabilities from those that the run began with, in nats."""
+    """Largest mean distance of a version's log-probabilities from the initial ones, in nats."""
 
 
 class CanaryJson(msgspec.Struct, forbid_unknown_fields=True):

@@ -308,7 +308,7 @@ def runnable_on_meta(model: PreTrainedModel) -> Iterator[None]:
             empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             is_parameter = isinstance(tensor, nn.Parameter)
             made[tensor] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
-        log = logging.getLogger("torch._subclasses.fake_tensor")  # it prints a traceback beside the error it raises
+        log = logging.getLogger("torch._subclasses.fake_tensor")  # it prints a traceback in addition to its error
         log.disabled = True
         try:
             _put(modules, [{name: each if each is None else made[each] for name, each in t.items()} for t in stored])

@@ -77,7 +77,7 @@ class ChildProcessHandle(Protocol):
 
     @property
     def process_id(self) -> int:
-        """Process id of the child, on the machine where it runs."""
+        """Process id of the child, on its machine."""
         ...
 
     async def wait(self) -> str:
@@ -376,7 +376,7 @@ class Supervisor:
         name: name of the child in messages.
         budget: how many deaths in a row are tolerated, and the wait after each.
         silence_s: seconds that a child may be silent after its first message.
-        tell: receives a line for people when a child has died and another is started.
+        tell: receives a line for the user when a child has died and another is started.
     """
 
     def __init__(

@@ -106,7 +106,7 @@ class ScoreRequest(rpc.Message, frozen=True):
 
 
 class WeightTransferEnded(rpc.Message, frozen=True):
-    """Reply to `WeightsRequest`: nothing will be sent any more, because all was sent or no trainer sends it."""
+    """Reply to `WeightsRequest`: nothing more will be sent, because everything was sent or no trainer sends it."""
 
     number: int
 
@@ -132,7 +132,7 @@ class EngineLoadedReply(rpc.Reply, frozen=True):
     capabilities: EngineCapabilities
     address: str
     receives_weights: bool = False
-    """Whether it asks for full weights (`WeightsRequest`): then only the header of their file is sent first."""
+    """Whether it requests full weights (`WeightsRequest`): then only the header of their file is sent first."""
 
 
 class CompletionReply(rpc.Reply, frozen=True):

@@ -3,7 +3,7 @@
 Owns: the HTTP calls, and the parts of an answer that are kept. A call's context is the conversation as JSON lines
 (`rollout/chat/byte_formats.py`), one token per byte; so is the answer, with logprob 0.
 
-Invariants: the key is sent to its endpoint only, never along redirects, and is removed from everything that comes back,
+Invariants: the key is sent to its endpoint only, never along redirects, and is removed from every answer,
 so it appears neither in a journal nor in a message of agentrl. A request that times out, or meets an overload or a
 failure, is an `EngineLostError`, which the caller retries. An answer that is invalid, or a refusal regardless of
 content, ends the episode with an error. A refusal because of the content is recorded like a turn and truncates the
@@ -136,7 +136,7 @@ class RemotePolicyClient:
             ) from None
         most = BYTES_PER_TOKEN * request.sampling.max_tokens + MORE_BYTES
         if len(line) > most:
-            told = f"its answer has {len(line)} bytes, too many for the {request.sampling.max_tokens} tokens asked for"
+            told = f"its answer has {len(line)} bytes, too many for the {request.sampling.max_tokens} requested tokens"
             raise EpisodeError(f"{here}: {told}", reason="remote_answer")
         self._refusals_left = REFUSED_IN_A_ROW
         if reason == "content_filter":
@@ -165,7 +165,7 @@ class RemotePolicyClient:
         raise EpisodeError(told, reason="remote_refused")
 
     def _adapt(self, content: bytes, request: GenerateRequest) -> bool:
-        """Adapt the form of requests to a refusal that asks for it; returns whether it did."""
+        """Adapt later requests to a refusal that names a parameter; returns whether it did."""
         if self._limit_name == "max_tokens" and b"max_completion_tokens" in content:
             self._limit_name = "max_completion_tokens"
             return True

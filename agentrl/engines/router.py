@@ -78,7 +78,7 @@ class Fleet:
 
     Args:
         engines: engines with equal policies, versions and capabilities.
-        tell: receives a line for people when a replica falls behind, and when it is back.
+        tell: receives a line for the user when a replica falls behind, and when it recovers.
         first_number: number of the first replica; no other fleet of the run has a replica of the same number.
     """
 
@@ -87,7 +87,7 @@ class Fleet:
     ) -> None:
         self.capabilities = _of_replicas([engine.capabilities for engine in engines])
         self.versions = VersionRow()
-        """Versions that the run wants, and those that at least one replica serves."""
+        """Versions that the run wants, and versions that at least one replica serves."""
         self._replicas = [Replica(number, engine) for number, engine in enumerate(engines, first_number)]
         self._unpinning: set[asyncio.Task[None]] = set()
         """Tasks that unpin versions while a replica is busy with an earlier request; see `serve`."""
@@ -492,7 +492,7 @@ class EngineRouter(SamplerRouter[Fleet]):
     Args:
         engines: replicas by policy; policies of one base model have the same ones. A sequence serves every policy.
         external: policies that no engine of the run serves.
-        tell: receives a line for people when a replica falls behind, and when it is back.
+        tell: receives a line for the user when a replica falls behind, and when it recovers.
     """
 
     def __init__(
@@ -525,7 +525,7 @@ class EngineRouter(SamplerRouter[Fleet]):
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
         """Serve versions at the engines of their policies; every engine learns which are pinned no longer."""
         for weights in (*current, *pinned):
-            self.of_policy(weights.version.policy)  # refuse before any engine is asked
+            self.of_policy(weights.version.policy)  # refuse before calling any engine
         await _all(
             [
                 fleet.serve(

@@ -3,7 +3,7 @@
 Owns: calls in flight, the version ascribed to each token, and the duration of calls on the running loop's clock. Starts
 no threads or tasks, uses no random numbers, and reads no weight files: a version is only an id.
 Invariants: without latency `generate` returns without suspending; the same script and the same order of calls give the
-same completions; spans split where an update fell, with refresh `token`.
+same completions; spans split at an update, with refresh `token`.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class VersionRow:
     """One row of the table of versions: those wanted of an engine, and those it has confirmed.
 
     `router.Fleet` has a row per replica and one for all its replicas. `ProcessEngine` has the row that its next process
-    starts from. A row's policies are those that the engine serves.
+    starts from. A row's policies are the engine's.
     """
 
     wanted: VersionSet = field(default_factory=VersionSet)
@@ -412,7 +412,7 @@ class VersionTable(ABC, Generic[LiveT]):
 
     @abstractmethod
     def settle(self, serving: LiveT) -> None:
-        """Forget a version if nothing holds it any more; called when a call, pin or lease of it has ended."""
+        """Forget a version without holders; called when a call, pin or lease of it has ended."""
 
     def _check_wanted(self, weights: WeightsRef) -> None:
         if weights not in self._wanted.all:

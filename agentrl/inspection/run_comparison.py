@@ -240,24 +240,24 @@ def _metric_comparisons(groups: Sequence[Sequence[_Run]]) -> list[MetricComparis
 
 
 def _latest(runs: Sequence[_Run], metric: str, policy: str) -> float | None:
-    values = []
+    means = []
     for run in runs:
         values = [value for _, value in run.values.get(metric, {}).get(policy, []) if value is not None]
         if values:
             newest = values[-1:] if metric.startswith("evaluation/") else values[-_LAST:]
-            values.append(statistics.fmean(newest))
-    return statistics.fmean(values) if values else None
+            means.append(statistics.fmean(newest))
+    return statistics.fmean(means) if means else None
 
 
 def _curves(group: str, runs: Sequence[_Run], metric: str, axis: str) -> list[ComparedCurve]:
     policies = dict.fromkeys(policy for run in runs for policy in run.values.get(metric, {}))
-    curves = []
+    compared = []
     for policy in policies:
         curves = [curve for run in runs if (curve := _curve(run, metric, policy, axis))]
         if curves:
             points = curves[0] if len(curves) == 1 else _band(curves)
-            curves.append(ComparedCurve(group=group, policy=policy, metric=metric, points=points))
-    return curves
+            compared.append(ComparedCurve(group=group, policy=policy, metric=metric, points=points))
+    return compared
 
 
 def _curve(run: _Run, metric: str, policy: str, axis: str) -> list[CurvePoint]:

@@ -260,11 +260,11 @@ class PolicyTrainer:
         totals["tokens"] += len(columns)
         learner.model.activate()
         # Covers all tokens if a token's derivative depends on the model's outputs for other tokens.
-        gradients: TokenGradients | None = None
+        step_gradients: TokenGradients | None = None
         by_value: Tensor | None = None
         if not self._loss.mark.per_token or self._gae is not None:
-            gradients, by_value = self._evaluate_whole_step(learner, step, samples, columns, weights)
-            derivatives = (*gradients.derivatives, *([] if by_value is None else [by_value]))
+            step_gradients, by_value = self._evaluate_whole_step(learner, step, samples, columns, weights)
+            derivatives = (*step_gradients.derivatives, *([] if by_value is None else [by_value]))
             used = [
                 index
                 for index, (start, stop) in enumerate(pairwise(columns.starts.tolist()))
@@ -273,14 +273,14 @@ class PolicyTrainer:
         else:
             used = [index for index, sample in enumerate(samples) if self._is_forwarded(sample)]
         totals["skipped_samples"] += len(samples) - len(used)
-        compared = self._loss.needs_reference if gradients is None else self._loss.mark.divergence
+        compared = self._loss.needs_reference if step_gradients is None else self._loss.mark.divergence
         outputs = _StepOutputs(len(columns))
         for packed in self._packed(learner, samples, used, backward=True, reference=compared):
             tokens = columns.tokens_of(_members(packed, used))
             reference = self._reference(learner, packed) if compared else None
             head = self._forward(learner, packed, reference, entropy_gradient=self._loss.uses_entropy)
             differentiated = [head.logprob, head.entropy, head.reference_kl, head.values]
-            if gradients is None:
+            if step_gradients is None:
                 batch = LossBatch.of(columns.take(tokens), head, reference, weights[tokens])
                 assert batch.weights is not None
                 gradients = self._loss.evaluate(batch, batch.weights)
@@ -289,7 +289,7 @@ class PolicyTrainer:
                 outputs.add_sums(token_metric_sums(batch, gradients, batch.weights))
                 self._count_forward(step, packed, samples, used)
             else:
-                chosen = [*gradients.derivatives, *([] if by_value is None else [by_value])]
+                chosen = [*step_gradients.derivatives, *([] if by_value is None else [by_value])]
                 arrays = {str(index): column.numpy()[tokens] for index, column in enumerate(chosen)}
                 by_output = [*device_tensors(arrays, head.logprob.device).values()]
                 by_output += [None] * (len(differentiated) - len(by_output))
@@ -299,7 +299,9 @@ class PolicyTrainer:
             ]
             torch.autograd.backward([output for output, _ in live], [by for _, by in live])
         token_losses = (
-            self._add_outputs(step, outputs, columns, used, first) if gradients is None else gradients.loss.numpy()
+            self._add_outputs(step, outputs, columns, used, first)
+            if step_gradients is None
+            else step_gradients.loss.numpy()
         )
         if step.suspect is None and not np.isfinite(token_losses).all():
             wrong = int(np.flatnonzero(~np.isfinite(token_losses))[0])

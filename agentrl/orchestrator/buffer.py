@@ -290,7 +290,7 @@ class EpisodeBuffer:
         return not any(own.seat in seats for other in others for own in rewarded_trajectories(other, {unit.policy}))
 
     def _count_pass_rate(self, headers: Sequence[EpisodeHeader]) -> None:
-        """Count the pass rate of a group of child episodes, if rewards lie in [0, 1]; dropped members are ignored."""
+        """Count the pass rate of a group of child episodes, if rewards are in [0, 1]; dropped members are ignored."""
         rewards = [header.reward for header in headers if header.parent_id is not None and header.reward is not None]
         if rewards and min(rewards) >= 0.0 and max(rewards) <= 1.0:
             mean = math.fsum(rewards) / len(rewards)

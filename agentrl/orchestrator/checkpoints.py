@@ -9,7 +9,7 @@ unit of a step up to its versions, along their lineage. The control log lists th
 manifest is written. Training after the newest manifest is lost together with the weights it made, and repeated.
 
 `VersionRetention` keeps the newest few published versions of each policy on disk: their files are needed while an
-engine may load them again; checkpoints hold weights of their own, and the link `policies/NAME` points at the newest.
+engine may load them again; checkpoints hold separate weights, and the link `policies/NAME` points at the newest.
 `JournalRetention` prunes the journal after checkpoints; which entries may go, and why, is defined in
 `journal/pruning.py`.
 """
@@ -246,7 +246,7 @@ def _read(directory: Path, disk: Disk) -> tuple[Manifest, Mapping[str, str]]:
     """Read a manifest and the digests of its files, after checking the files' sizes.
 
     Raises:
-        StorageError: the manifest cannot be read, or a file is missing, has another size, or lies outside the
+        StorageError: the manifest cannot be read, or a file is missing, has another size, or is outside the
             checkpoint.
     """
     try:
@@ -300,7 +300,7 @@ def _role_means(data: Iterable[Sequence[str | float]]) -> dict[SeatRole, list[Me
 
 
 class VersionRetention:
-    """Deletes versions that fall out of the window, whichever attempt of the run wrote them.
+    """Deletes versions that fall out of the window, from any attempt of the run.
 
     Args:
         keep: number of newest versions of each policy that stay; 0 keeps all.

@@ -81,7 +81,7 @@ class AdmissionPolicy(Protocol):
     """The decisions a dispatcher leaves to the scheduler: versions an episode plays with, and policies that learn."""
 
     def pins(self, group: int) -> Mapping[str, PolicyVersion]:
-        """Return the versions to which a root group and its children are pinned, whatever becomes current."""
+        """Return the versions to which a root group and its children are pinned, independent of later updates."""
         ...
 
     def deadline(self, number: int) -> int:
@@ -171,7 +171,7 @@ class Dispatcher:
     _held: list[EpisodeSpec] = field(default_factory=list)
     """Episodes of a previous attempt that cannot continue yet."""
     _children: dict[str, dict[str, EpisodeHeader]] = field(default_factory=dict)
-    """Headers of ended children, keyed by running parent: a re-executed parent asks for them again."""
+    """Headers of ended children, keyed by running parent: a re-executed parent requests them again."""
     _rejoined: dict[str, OnEnd] = field(default_factory=dict)
     """Callbacks of re-executed parents, keyed by a child in flight that was not started by that execution."""
     _resumed: set[str] = field(default_factory=set)
@@ -608,7 +608,7 @@ class ChildUnitReservations:
     advance.
 
     Children are always admitted with their parent. If they were counted only then, a policy whose units all come from
-    children could exceed its `max_staleness` by as many parents as may run.
+    children could exceed its `max_staleness` by the number of running parents.
 
     An episode reserves the children declared in its environment's `fan_out` (the context refuses more) or, for
     undeclared children, the largest number that any episode of the environment has spawned here. A spawned child takes

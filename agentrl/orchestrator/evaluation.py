@@ -53,7 +53,7 @@ class Evaluator:
     best: BestCheckpointTracker
     clock: Clock
     tell: Callable[[str], None]
-    """Receives a line for people."""
+    """Receives a line for the user."""
     _busy: bool = False
 
     @property

@@ -110,7 +110,7 @@ class Orchestrator:
     step_advantages: OptimizerStepCreditAssigner | None = None
     """Estimator over the units of each step; None if rewards are compared in groups."""
     tell: Callable[[str], None] = lambda line: None
-    """Callback that shows a line to people."""
+    """Callback that shows a line to the user."""
     code_changes: int = 0
     """Value of the metric `run/code_changes`."""
     outcome: RunOutcome = field(default_factory=RunOutcome)
@@ -303,7 +303,7 @@ class Orchestrator:
         1. optimizer step: the trainer applies the gradient (`_train_on`).
         2. write: the trainer writes the weights as files (`publish`).
         3. journal: the journal records the version and the step on disk (`publish`).
-        4. offer: the engine is asked to serve the version (`ServedVersions.make_current`).
+        4. offer: the engine receives the version to serve (`ServedVersions.make_current`).
         5. confirmed: the engine, or one replica of it, serves the version; otherwise the one before it keeps serving.
         6. admit: the units are consumed, so new episodes may start, and the board names the version current.
         """
@@ -454,7 +454,7 @@ class Orchestrator:
         return self._stopping
 
     def _finished(self) -> bool:
-        # Keep the first reason, because later values may not meet the condition any more.
+        # Keep the first reason, because later values may no longer meet the condition.
         self.ended_early = self.ended_early or self.best.why_stop()
         if self._stopping or self.ended_early is not None:
             return True

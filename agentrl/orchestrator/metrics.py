@@ -287,7 +287,7 @@ class SelectionBiasTracker:
     `LENGTH_STEPS` steps' worth of units have been resolved since; units still missing then count as held back. So
     trained units are compared with dropped units of the same age. The first steps of a run that trains in order of
     completion have short episodes; these are compared only after the long ones of their groups have ended. If no unit
-    is lost, all ratios are 1 whatever the lengths.
+    is lost, all ratios are 1 for any lengths.
 
     It is computed from admissions, ends and resolutions; repeating those of earlier attempts of a run has no effect.
 

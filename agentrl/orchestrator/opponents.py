@@ -143,7 +143,7 @@ class OpponentPools:
         self._unpin_unneeded()
 
     def record_result(self, spec: EpisodeSpec, header: EpisodeHeader) -> None:
-        """Count the result of a training episode and unpin versions that no episode needs any more."""
+        """Count the result of a training episode and unpin versions without remaining episodes."""
         for name, pool in self.pools.items():
             if header.drop_reason == VERSION_GONE and name in spec.pins:
                 pool.lost.add(spec.pins[name])

@@ -34,7 +34,7 @@ class BoundedStaleness:
     (arXiv:2505.24298); a step with too few units leaves no credit behind.
 
     A full step therefore overtakes at most S · step_size units. A unit's lag is the number of times this happens to it:
-    the mean lag is at most S, whichever episodes are slow. S = 0 is synchronous training.
+    the mean lag is at most S, regardless of slow episodes. S = 0 is synchronous training.
 
     If groups are released in parts, late members (still running while others of their group are trained) are left out
     of the count, up to half a step: they would otherwise keep out the work that fills the engine. The mean lag is then
@@ -228,7 +228,7 @@ class Scheduler:
     # --- `AdmissionPolicy`, for the dispatcher ------------------------------------------------------------------------
 
     def pins(self, group: int) -> Mapping[str, PolicyVersion]:
-        """Return the opponent versions to which a root group is pinned, whatever becomes current."""
+        """Return the opponent versions to which a root group is pinned, independent of later updates."""
         return self._opponents.pins(group)
 
     def deadline(self, number: int) -> int:

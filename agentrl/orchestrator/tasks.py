@@ -201,10 +201,10 @@ class MixtureCurriculum:
 class PassRateCurriculum:
     """Selects tasks by the mean reward of their last group: repeats some within a band, and retires solved ones.
 
-    A `replay` share of the groups gets a task whose mean reward p lay within [`low`, `high`] when it was last tried, in
+    A `replay` share of the groups gets a task with a last mean reward p within [`low`, `high`], in
     proportion to p (1 - p), the variance of a reward of 0 or 1 and the weight of its gradient (learnability, Foster et
     al. 2025, arXiv:2502.12272). The others get the tasks of the usual permutation; a task whose last `retire_after`
-    groups were all above `high` is replaced by a random one. Rewards are assumed to lie between 0 and 1.
+    groups were all above `high` is replaced by a random one. Rewards are assumed to be between 0 and 1.
 
     Args:
         shuffled: the usual permutation.

@@ -190,7 +190,7 @@ class ServedVersions:
             raise
 
     async def pin(self, holder: str, weights: WeightsRef) -> None:
-        """Serve a version until `holder` unpins it, whatever becomes current. Idempotent.
+        """Serve a version until `holder` unpins it, independent of later updates. Idempotent.
 
         Raises:
             EngineError: the engine refused the version; it is pinned only if it was before.
@@ -332,7 +332,7 @@ class BestCheckpointTracker:
             self.measured = replace(self.measured, newest=newest)
 
     def why_stop(self) -> str | None:
-        """Return the reason to end the run, for people; None if there is none."""
+        """Return the reason to end the run, for the user; None if there is none."""
         newest, best = self.measured.newest, self.measured.best
         if len(newest) < self.window or not self.metric:
             return None
@@ -345,7 +345,7 @@ class BestCheckpointTracker:
         return None
 
     def summary(self) -> dict[str, Any] | None:
-        """Return the best mean so far and its steps, for people; None before the first mean."""
+        """Return the best mean so far and its steps, for the user; None before the first mean."""
         if not self.measured.versions:
             return None
         steps = {policy: version.step for policy, version in self.measured.versions.items()}

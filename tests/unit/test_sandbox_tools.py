@@ -50,7 +50,7 @@ def call(name: str, **arguments: Any) -> dict[str, Any]:
 def played(replies: Sequence[str | Mapping[str, Any]]) -> tuple[float, list[str]]:
     """Return the reward, and what each call of a tool returned."""
     result = play(Repair, Repair.tasks("train")[0], [*replies, "done"])
-    return result.reward, list(result.told[1:])
+    return result.reward, list(result.observations[1:])
 
 
 EDIT = call("edit_file", path="src/main.py", old="a - b", new="a + b")
@@ -159,4 +159,4 @@ def test_directories_of_this_machine_are_copied(tmp_path: Path) -> None:
             return {"/box/given": tmp_path, "/box/one": tmp_path / "inner" / "file", **super().files(task)}
 
     result = play(Given, Given.tasks("train")[0], [call("bash", command="find . -type f | sort"), "done"])
-    assert result.told[1] == "./given/inner/file\n./one\n./src/main.py"
+    assert result.observations[1] == "./given/inner/file\n./one\n./src/main.py"

@@ -191,7 +191,7 @@ class _Groups(NamedTuple):
 
     adapters: int
     rows: Tensor  # int64 [adapters * most rows of one]
-    places: Tensor  # int64 [B], where each row lies in `rows`
+    places: Tensor  # int64 [B], position of each row in `rows`
 
 
 def _grouped(adapters: NDArray[np.int64], count: int, device: torch.device) -> _Groups:

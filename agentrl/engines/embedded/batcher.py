@@ -4,7 +4,7 @@ Owns: calls and their completions, waiting and running; the assignment of slots 
 the event loop, between passes. Does not run models, and does not choose versions: the engine hands it a resolver.
 Invariants: a call runs in exactly one slot; a session has at most one slot, a slot at most one session; a busy slot is
 never taken away; keys and values are reused only under the version that computed them; prefill per step is bounded, so
-that no long context delays the others; no call waits for ever, whatever its priority.
+that no long context delays the others; no call waits forever, at any priority.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class Batcher:
         return [*self.running.values(), *self._seated, *self._waiting]
 
     def drop_ending(self) -> list[ActiveRequest]:
-        """Remove the calls that were aborted or cancelled; those that ran still hold their slots."""
+        """Remove aborted or cancelled calls; calls that ran still hold their slots."""
         ending = [call for call in (*self._seated, *self._waiting) if call.ending]
         if ending:
             self._seated = [call for call in self._seated if not call.ending]

@@ -5,7 +5,7 @@ passes; it does not tokenise, and does not know episodes. `EmbeddedVersionTable`
 to a published one: it is read and checked off the loop, and swapped in between two passes.
 
 refresh   adapters                                   full weights (one copy per version that must stay)
-token     calls in flight go on under the new one    the same
+token     running calls continue under the new one   the same
 turn      calls in flight end on theirs              new calls wait until those in flight have ended, then the swap
 episode   sessions stay on theirs until they close   refused
 lazy      sessions stay until their lag exceeds      refused

@@ -4,7 +4,7 @@
 dies, and gives a fresh one the versions of its predecessor. `EngineClient` samples from processes that it does not own
 and implements `core.ports.Sampler`: the process of an episode worker has one. Both talk over an `EngineConnection`, in
 the messages of `protocol.py`, to `server.py`.
-Invariants: a call in flight when its connection ends raises `EngineLostError` after its last delta; the next call of a
+Invariants: a running call raises `EngineLostError` after its last delta when its connection ends; the next call of a
 session reopens it; a conversation stays with its process, which has its KV, as long as the process lives; any other
 request waits for the next process and is repeated, an update only once.
 """
@@ -175,7 +175,7 @@ class ProcessEngine:
         silence_s: longest silence, in seconds, before the process counts as hung and is killed.
         attempts: maximum number of deaths in a row, without an answered call in between.
         clock: times the waits between attempts.
-        tell: receives a line for people when the process dies, if given.
+        tell: receives a line for the user when the process dies, if given.
     """
 
     capabilities: EngineCapabilities
@@ -269,7 +269,7 @@ class ProcessEngine:
                 await self.deliver(wanted.version, wanted.address)
         except (SupersededVersionError, TrainerLostError):
             pass  # the trainer's own caller reports a lost trainer
-        except Exception as error:  # noqa: BLE001 - whatever it is, the engine waits for the answer below
+        except Exception as error:  # noqa: BLE001 - the engine waits for the answer below
             if connection.is_open:
                 why = error if isinstance(error, AgentRLError) else repr(error)
                 self._tell(f"the trainer did not send {wanted.version} ({why}); the engine loads the published file")

@@ -174,7 +174,7 @@ class ReceivedWeightFiles:
         self._known: set[str] = set()
 
     def keep_chunk(self, chunk: protocol.WeightChunk) -> None:
-        """Write bytes of a file; the first begin it anew.
+        """Write bytes of a file; the first bytes truncate it.
 
         Raises:
             EngineStorageError: writing failed.
@@ -333,7 +333,7 @@ async def _serve(connection: socket.socket) -> None:
     try:
         with rare_collections():  # importing and loading make objects that stay
             engine = await _make(load)
-    except Exception as error:  # noqa: BLE001 - the client must hear of whatever a factory raises
+    except Exception as error:  # noqa: BLE001 - the client must receive any error of a factory
         owner.send(rpc.error_reply(0, error))
         await owner.flush()
         return

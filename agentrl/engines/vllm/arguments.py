@@ -79,8 +79,8 @@ _REFUSED = {
     "kv_offloading_size": "keys and values that left the GPU would outlive the weights that computed them",
     "kv_offloading_backend": "keys and values that left the GPU would outlive the weights that computed them",
     "kv_events_config": "it publishes the tokens of conversations on a port of every interface",
-    "otlp_traces_endpoint": "it sends what is served to another machine",
-    "collect_detailed_traces": "it sends what is served to another machine",
+    "otlp_traces_endpoint": "it sends served content to another machine",
+    "collect_detailed_traces": "it sends served content to another machine",
     "logging_config": _OTHER_CODE,
     "log_config_file": _OTHER_CODE,
     "profiler_config": "its traces are written wherever it says, with the shapes of conversations",
@@ -171,7 +171,7 @@ def _value_problems(name: str, value: Any, *, on_gpu: bool) -> Iterator[str]:
     if name == "distributed_executor_backend" and value not in ("mp", "uni"):
         yield f"{value!r} is refused: {_ONE_HOST}"
     if name == "max_logprobs" and 0 <= value < CANARY_LOGPROBS:
-        yield f"{value} is refused: the canary check of new weights asks for {CANARY_LOGPROBS} log-probabilities"
+        yield f"{value} is refused: the canary check of new weights needs {CANARY_LOGPROBS} log-probabilities"
     if name == "quantization" and value in ("gguf", "bitsandbytes"):
         yield f"{value!r} is refused, because it needs a special loader; weights are read from safetensors"
     if name == "enable_chunked_prefill" and value and not on_gpu:

@@ -99,7 +99,7 @@ class CallRouting:
         }
 
     def after(self, token_ids: Int32Array) -> RoutedContext | None:
-        """Return what is known after the call, given its context and tokens."""
+        """Return the known rows after the call, given its context and tokens."""
         if not self._parts:
             return self.before
         computed_by, start, rows = self._parts[-1]

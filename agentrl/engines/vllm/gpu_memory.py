@@ -2,7 +2,7 @@
 
 vLLM sizes its KV cache by measuring the whole GPU while it starts. A process that allocates or frees memory in the
 meantime falsifies the measurement, or makes vLLM stop. So on a GPU that a trainer or another vLLM uses, the cache is
-the engine's share of the memory without what is computed here.
+the engine's share of the memory without the amounts computed here.
 The figures are estimates that no GPU has confirmed yet.
 """
 
@@ -41,7 +41,7 @@ def block_size(shapes: PreTrainedModel, *, on_gpu: bool) -> dict[str, int]:
 
 
 def batch_tokens(total: int) -> int:
-    """Return the most tokens of a pass on a GPU with `total` bytes of memory."""
+    """Return the maximum number of tokens of a pass on a GPU with `total` bytes of memory."""
     return LARGE_BATCH if total >= LARGE_GPU else SMALL_BATCH
 
 

@@ -34,7 +34,7 @@ _ENVIRONMENT = {
     # A forked worker would not import this module, and so not die with its parent.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
-    # Else vLLM gives a model on CPU a worker process of its own beside its engine core, which costs 9 CPU s and 660 MB
+    # Else vLLM gives a model on CPU a worker process in addition to its engine core, which costs 9 CPU s and 660 MB
     # at start and a hop at each step. Its reason, threads that only a new process can be bound to, is not ours.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }

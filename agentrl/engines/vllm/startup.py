@@ -83,7 +83,7 @@ def start_vllm(model_path: str, settings: VllmSettings, *, kv_memory: int = 0, t
     Raises:
         ModelError: the directory holds no such model.
         ConfigError: an argument of `[engine.vllm]` is refused; see `arguments.check_arguments`.
-        EngineCapabilityError: vLLM's model runner does not return what is to be captured.
+        EngineCapabilityError: vLLM's model runner does not return the data to capture.
         EngineError: vLLM does not start; the message has the reason.
     """
     os.environ["OMP_NUM_THREADS"] = str(threads)

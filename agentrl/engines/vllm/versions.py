@@ -541,14 +541,14 @@ class VllmControl:
                     await self._llm.finish_weight_update(weight_version=label)
         except EngineDeadError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever vLLM raises, the trainer waits for an answer
+        except Exception as error:  # noqa: BLE001 - the trainer waits for an answer despite any error
             delivery.answer(error=f"{type(error).__name__}: {error}")
             return False
         delivery.answer()
         return True
 
     async def load_adapter(self, adapter: LoRARequest) -> None:
-        """Load an adapter beside the others.
+        """Load an adapter in addition to the others.
 
         Raises:
             RuntimeError: vLLM cannot load it; an adapter that changes nothing takes its place until it is unloaded.

@@ -324,7 +324,7 @@ def check_adapter(weights: WeightsRef, adapter: AdapterWeights, model: PreTraine
 
 
 def adaptable_layers(model: PreTrainedModel) -> list[str]:
-    """Return the names of the linear layers that can be served under adapters: those that the decoder calls once, over
+    """Return the names of the linear layers that can be served under adapters: called once by the decoder, over
     all tokens.
 
     Excluded are the output projection, embeddings, experts whose weights are one tensor, and layers that see only some

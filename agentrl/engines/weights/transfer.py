@@ -70,7 +70,7 @@ ANSWER_S = 150.0
 """Maximum seconds for which rank 0 waits for an engine's answer: the other ranks wait for rank 0 meanwhile, and give up
 after `ranks.TIMEOUT`."""
 REJOIN_S = 600.0
-"""Seconds after which rank 0 tries again to form a group of gloo with an engine: an attempt may hold up the engine for
+"""Seconds after which rank 0 retries a gloo group with an engine: an attempt may block the engine for
 `JOIN_TIMEOUT` and rank 0 for `STALL_S`. One of nccl is made once with a process, because it may never end."""
 OFFER_S = 15.0
 """Seconds that an engine waits for a trainer's offer before it loads the published file: the trainer may be busy, or
@@ -445,7 +445,7 @@ class FileSender:
 
 
 class Rendezvous(NamedTuple):
-    """Address of the store that rank 0 serves, where a group meets."""
+    """Address of rank 0's store, the rendezvous of a group."""
 
     host: str
     port: int
@@ -467,7 +467,7 @@ def serve_rendezvous(host: str) -> tuple[Rendezvous, TCPStore]:
 class GlooBroadcast:
     """A group of a trainer's rank 0 and the processes of an engine, on the network between their machines.
 
-    It is a group of its own, bound to one address, whatever gloo's environment variables say.
+    It is a separate group, bound to one address regardless of gloo's environment variables.
 
     Args:
         store: where the group meets.
@@ -515,7 +515,7 @@ def join_broadcast(rendezvous: Rendezvous, *, rank: int, size: int) -> GlooBroad
 def join_with_engine(
     join: Callable[[], JoinedGroup], ask_engine: Callable[[], None], *, own_limit_s: float
 ) -> JoinedGroup:
-    """Join a group as rank 0 while the engine, which is asked to, joins it as well: each blocks until the other comes.
+    """Join a group as rank 0 while the engine joins on request: each blocks until the other joins.
 
     Args:
         join: joins as rank 0; returns the group.
@@ -628,7 +628,7 @@ class WeightSenders:
         """
         failed = self._failed_joins.get(recipient.number)
         if failed is not None and failed.recipient == recipient and self._clock.monotonic() < failed.retry_at:
-            raise TrainerError(f"no group could be formed with it, so none is tried now: {failed.error}")
+            raise TrainerError(f"joining its process group failed recently, and is not retried yet: {failed.error}")
         known, link, sender = self._senders.pop(recipient.number, (None, None, None))
         if link is None or known != recipient:  # the first time, or the next process, which has another address
             if sender is not None:
@@ -675,7 +675,7 @@ class VersionFiles:
     Args:
         connection: connection to the process.
         host: machine of the process, for messages.
-        only_headers: whether the process asks for full weights; of their files only the headers are sent first.
+        only_headers: whether the process requests full weights; only the headers of their files are sent first.
     """
 
     def __init__(self, connection: Requests, host: str, *, only_headers: bool) -> None:
@@ -688,7 +688,7 @@ class VersionFiles:
         """Versions of which only a header was sent, and its bytes, keyed by digest: steps that change nothing publish
         the same file again."""
         self._digests: dict[PolicyVersion, str] = {}
-        """Digests of the versions that the process may ask for."""
+        """Digests of the versions that the process may request."""
         self._failures: dict[PolicyVersion, EngineError] = {}
         """Why the rest of a version could not be sent."""
 

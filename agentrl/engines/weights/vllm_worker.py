@@ -56,7 +56,7 @@ class TransferUpdate(WeightTransferUpdateInfo):
 
 @dataclass
 class GlooInit(WeightTransferInitInfo):
-    """Where a gloo group meets, and its size; rank 0 is the trainer's."""
+    """Rendezvous and size of a gloo group; rank 0 is the trainer's."""
 
     host: str
     port: int
@@ -229,7 +229,7 @@ class WorkerExtension:
         """
         try:
             self.model_runner.add_lora(LoRARequest(lora_name=name, lora_int_id=number, lora_path=path))
-        except Exception as error:  # noqa: BLE001 - whatever vLLM raises, the engine withdraws the version
+        except Exception as error:  # noqa: BLE001 - the engine withdraws the version after any error
             self.add_blank_adapter(number, self.model_runner.lora_manager.lora_config.max_lora_rank)
             return f"{type(error).__name__}: {error}"
         return ""

@@ -1,8 +1,8 @@
 """The token-prefix tree of one seat: finds the row of tokens that a client's conversation continues.
 
 A client sends its whole conversation with every request, and is free to edit it. `TokenTree` compares its messages with
-the earlier requests and replies of the seat, and returns the tokens of the request: those of the longest known history
-as the engine has them, then those of the new messages. A row grows at its end only; if a history leaves a row before
+the earlier requests and replies of the seat, and returns the tokens of the request: the engine's tokens of the longest
+known history, then the tokens of the new messages. A row grows only at its end; if a history diverges from a row before
 its end, a new row begins with the shared tokens.
 
 Invariants
