@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from agentrl.app.policies import (
@@ -382,6 +382,7 @@ def attach_local_worker(
     on_failure: Callable[[BaseException], None],
 ) -> None:
     """Make a worker in this process, and give it to the host, which must exist first."""
+    settings = rollout_settings(config, chat_format, engine.capabilities.max_context)
     runner = EpisodeRunner(
         engine=engine,
         chat_format=chat_format,
@@ -389,7 +390,7 @@ def attach_local_worker(
         log=store.turn_log(TURN_LOG),
         host=dispatcher,
         clock=clock,
-        settings=rollout_settings(config, chat_format, engine.capabilities.max_context, make_scorers(config, clock)),
+        settings=replace(settings, scorers=make_scorers(config, engine, chat_format, settings, clock)),
     )
     dispatcher.worker = AsyncioWorker(
         runner,

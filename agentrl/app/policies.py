@@ -26,7 +26,7 @@ from agentrl.config.run import RunConfig
 from agentrl.config.sections import SamplingConfig
 from agentrl.core.errors import ConfigError, EngineError, InputError
 from agentrl.core.files import WEIGHT_FILES, sha256_of
-from agentrl.core.ports import ChatFormat, EngineCapabilities, SamplingParams, Scorer
+from agentrl.core.ports import ChatFormat, EngineCapabilities, SamplingParams
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.text import plural
 from agentrl.environment.context import EpisodeLimits
@@ -170,7 +170,7 @@ def _check_fill(size: int, name: str, policy: PolicyConfig, brought: Sequence[in
 def _check_held(config: RunConfig, environment: type[Environment], policies: Collection[str], seats: list[str]) -> None:
     """Check that every policy holds a seat, and that at least one learns."""
     for name in config.policies:
-        if name not in policies:
+        if name not in policies and name not in config.judges:
             raise ConfigError(
                 f"policies.{name} holds no seat of {environment.__name__} ({', '.join(seats)}): bind it in [seats], "
                 "declare in fan_out the child environment that seats it, or remove the policy"
@@ -214,10 +214,10 @@ def _check_names(config: RunConfig, environment: type[Environment], known_names:
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
-def rollout_settings(
-    config: RunConfig, chat_format: ChatFormat, max_context: int, scorers: Mapping[str, Scorer]
-) -> RolloutSettings:
-    """Make the settings of a worker's episodes, with an engine whose contexts hold `max_context` tokens."""
+def rollout_settings(config: RunConfig, chat_format: ChatFormat, max_context: int) -> RolloutSettings:
+    """Make the settings of a worker's episodes, with an engine whose contexts hold `max_context` tokens; without
+    scorers.
+    """
     run = policy_settings(config.sampling, chat_format, max_context)
     return RolloutSettings(
         sampling=run.sampling,
@@ -227,7 +227,6 @@ def rollout_settings(
         max_staleness={name: policy.max_staleness for name, policy in config.trained.items()},
         reward_weights=config.credit.reward_weights,
         compares_turns=config.credit.compares_turns,
-        scorers=scorers,
         scored=scored_policies(config),
     )
 

@@ -11,6 +11,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from agentrl.app.engines import slots
 from agentrl.core.errors import ModelError
 from agentrl.core.files import SAFETENSORS_LENGTH_BYTES, read_safetensors_header
 
@@ -119,6 +120,8 @@ def suggestions(config: RunConfig) -> Iterator[Suggestion]:
         yield Suggestion("credit.group_size", str(config.credit.group_size), str(largest.group_size), largest.source)
         engine = "embedded" if largest is RECIPES[0] else "vllm"
         yield Suggestion("engine", config.engine.kind, engine, "docs/settings.md")
+        unset = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": 0})})
+        yield Suggestion("engine.slots", str(slots(config)), str(slots(unset)), "docs/settings.md")
 
 
 def _learning_rate(config: RunConfig, policy: str) -> float:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from agentrl.config.policies import LocalPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock
 from agentrl.core.custom_functions import FunctionCode, check_options, find_function
-from agentrl.core.ports import ScoreOf
+from agentrl.core.ports import ChatFormat, Sampler, ScoreOf
 from agentrl.core.records import ScoreRequest
+from agentrl.rollout.episode import PolicySettings, RolloutSettings
+from agentrl.rollout.judge import JudgeScorer
 from agentrl.rollout.replay import CallNotRecordedError
 from agentrl.rollout.scorers import FunctionScorer, RetryingScorer
 
@@ -25,6 +27,8 @@ def find_scorer_codes(config: RunConfig) -> dict[str, FunctionCode]:
     """
     codes = {}
     for name, section in config.scorers.items():
+        if not section.function:
+            continue
         code, function = find_function("scorer", section.function, key=f"scorers.{name}.function")
         check_options(function, section.options, f"scorers.{name}.options")
         codes[name] = code
@@ -32,12 +36,20 @@ def find_scorer_codes(config: RunConfig) -> dict[str, FunctionCode]:
 
 
 def make_scorers(
-    config: RunConfig, clock: Clock, codes: Mapping[str, FunctionCode] | None = None
+    config: RunConfig,
+    engine: Sampler,
+    chat_format: ChatFormat,
+    settings: RolloutSettings,
+    clock: Clock,
+    codes: Mapping[str, FunctionCode] | None = None,
 ) -> dict[str, RetryingScorer]:
     """Make the scorers of one worker.
 
     Args:
         config: configuration of the run.
+        engine: samples the replies of judges.
+        chat_format: that of the run's base model.
+        settings: settings of the worker's episodes.
         clock: times the waits.
         codes: code of the functions, as another process found it; None: found here.
 
@@ -45,20 +57,33 @@ def make_scorers(
         ConfigError: a function cannot be loaded.
     """
     codes = find_scorer_codes(config) if codes is None else codes
-    scorers: dict[str, RetryingScorer] = {
-        name: FunctionScorer(
-            name=name,
-            per=section.per,
-            attempts=section.attempts,
-            timeout_s=section.timeout_s,
-            unscorable=section.unscorable,
-            places=asyncio.Semaphore(max(1, section.max_concurrent // config.workers)),
-            function=codes[name].load(),
-            options=section.options,
-            clock=clock,
-        )
-        for name, section in config.scorers.items()
-    }
+    scorers: dict[str, RetryingScorer] = {}
+    for name, section in config.scorers.items():
+        limits: dict[str, Any] = {
+            "name": name,
+            "per": section.per,
+            "attempts": section.attempts,
+            "timeout_s": section.timeout_s,
+            "unscorable": section.unscorable,
+            "places": asyncio.Semaphore(max(1, section.max_concurrent // config.workers)),
+            "clock": clock,
+        }
+        if section.function:
+            scorers[name] = FunctionScorer(function=codes[name].load(), options=section.options, **limits)
+        else:
+            run = PolicySettings(chat_format=chat_format, sampling=settings.sampling, limits=settings.limits)
+            policy = settings.policies.get(section.judge, run)
+            scorers[name] = JudgeScorer(
+                engine=engine,
+                policy=section.judge,
+                chat_format=policy.chat_format,
+                sampling=policy.sampling,
+                max_context=policy.limits.max_context,
+                rubric=section.rubric,
+                answer=section.answer,
+                votes=section.votes,
+                **limits,
+            )
     for name, section in config.scorers.items():
         if section.on_failure != "drop":
             scorers[name].other = scorers[section.on_failure]
@@ -68,7 +93,7 @@ def make_scorers(
 def scored_policies(config: RunConfig) -> frozenset[str]:
     """Return the policies whose turns are scored: those that learn or, where none does (evaluations, forks), those with
     weights."""
-    weights = [name for name, policy in config.policies.items() if isinstance(policy, LocalPolicy)]
+    weights = {name for name, policy in config.policies.items() if isinstance(policy, LocalPolicy)} - config.judges
     return frozenset(config.trained or weights)
 
 

@@ -207,16 +207,17 @@ class WorkerServer:
             name: engine for base, engine in zip(config.bases, self._engines, strict=False) for name in base.policies
         }
         self._external = external_policies(config)
+        engine = SamplerRouter(of_policy, self._external, work.capabilities)
+        settings = rollout_settings(config, chat_format, work.capabilities.max_context)
+        scorers = make_scorers(config, engine, chat_format, settings, SystemClock(), work.scorers)
         runner = EpisodeRunner(
-            engine=SamplerRouter(of_policy, self._external, work.capabilities),
+            engine=engine,
             chat_format=chat_format,
             store=self.run,
             log=log,
             host=self.run,
             clock=SystemClock(),
-            settings=rollout_settings(
-                config, chat_format, work.capabilities.max_context, make_scorers(config, SystemClock(), work.scorers)
-            ),
+            settings=replace(settings, scorers=scorers),
         )
         self._parking = runner.parking
         self._worker = AsyncioWorker(

@@ -23,6 +23,7 @@ from pydantic_core import to_jsonable_python
 from agentrl.config.fields import ResumeRule
 from agentrl.config.policies import AnyPolicy, BotPolicy, FrozenPolicy, LocalPolicy, PolicyConfig, RemotePolicy
 from agentrl.config.run import RunConfig
+from agentrl.config.scorers import is_rubric_file
 from agentrl.core.errors import ConfigError, JournalError
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, endpoint: RemotePol
     _check_plain(data, source)
     if endpoint is not None:
         _put_behind(endpoint, data)
+    _read_rubrics(source, data)
     config = _validated(data, raw, str(source))
     _check_read_as_written(data, config, source)
     path = _resolve_path(source, config.model.path, key="model.path") if config.model.path else ""
@@ -79,8 +81,24 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, endpoint: RemotePol
     scorers = {
         name: _resolve_code(source, scorer.function, key=f"scorers.{name}.function")
         for name, scorer in config.scorers.items()
+        if scorer.function
     }
     return config.model_copy(update=update).with_functions(loss=loss, advantage=advantage, scorers=scorers)
+
+
+def _read_rubrics(source: Path, data: dict[str, Any]) -> None:
+    """Replace the names of rubrics' files by their texts."""
+    scorers = data.get("scorers")
+    for name, scorer in scorers.items() if isinstance(scorers, dict) else ():
+        rubric = scorer.get("rubric") if isinstance(scorer, dict) else None
+        if isinstance(rubric, str) and is_rubric_file(rubric):
+            path = _resolve_path(source, rubric, key=f"scorers.{name}.rubric")
+            try:
+                with open(path, encoding="utf-8") as file:
+                    scorer["rubric"] = file.read(MAX_BYTES)
+            except (OSError, UnicodeDecodeError) as error:
+                reason = error.strerror if isinstance(error, OSError) else "is not text in UTF-8"
+                raise ConfigError(f"{source}: scorers.{name}.rubric: {path} cannot be read: {reason}") from error
 
 
 def _put_behind(endpoint: RemotePolicy, data: dict[str, Any]) -> None:

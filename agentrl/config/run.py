@@ -29,6 +29,7 @@ from agentrl.config.policies import (
     AnyPolicy,
     BotPolicy,
     ExternalPolicyConfig,
+    FrozenPolicy,
     LocalPolicy,
     OpponentPoolPolicy,
     PolicyConfig,
@@ -173,6 +174,11 @@ class RunConfig(Section):
         """Policies that learn."""
         return self.of_kind(PolicyConfig)
 
+    @property
+    def judges(self) -> frozenset[str]:
+        """Policies that judge."""
+        return frozenset(scorer.judge for scorer in self.scorers.values() if scorer.judge)
+
     def base_of(self, policy: str) -> str:
         """Return the directory of a policy's base model; "" for an endpoint or a bot."""
         section = self.policies[policy]
@@ -292,15 +298,16 @@ class RunConfig(Section):
         seat name.
 
         Raises:
-            ConfigError: the seat has no binding, and there is more than one policy.
+            ConfigError: the seat has no binding, and there is more than one policy that is no judge.
         """
         bare = seat.rsplit(".", 1)[-1]
         for key in (seat, bare):
             if key in self.seats:
                 held = self.seats[key]
                 return held if isinstance(held, str) else held[group % len(held)]
-        if len(self.policies) == 1:
-            return next(iter(self.policies))
+        players = [name for name in self.policies if name not in self.judges]
+        if len(players) == 1:
+            return players[0]
         if bare in self.policies:
             return bare
         raise ConfigError(
@@ -387,7 +394,11 @@ def _check_functions(config: RunConfig) -> None:
     named: tuple[tuple[Kind, str, str, Sequence[str]], ...] = (
         ("loss", "trainer.loss.name", config.trainer.loss.name, LOSS_NAMES),
         ("advantage", "credit.advantage", config.credit.advantage.name, ADVANTAGE_NAMES),
-        *(("scorer", f"scorers.{name}.function", scorer.function, ()) for name, scorer in config.scorers.items()),
+        *(
+            ("scorer", f"scorers.{name}.function", scorer.function, ())
+            for name, scorer in config.scorers.items()
+            if scorer.function
+        ),
     )
     for kind, key, name, built_in in named:
         if name not in built_in and ":" not in name and name not in (others := installed_functions(kind)):
@@ -416,10 +427,23 @@ def _check_reward_weights(weights: Mapping[str, float]) -> None:
         )
 
 
+def _check_judge(config: RunConfig, name: str, judge: str) -> None:
+    """Check that a judge is a remote or frozen policy without a seat of its own."""
+    if judge and not isinstance(config.policies.get(judge), RemotePolicy | FrozenPolicy):
+        can = ", ".join(sorted({**config.of_kind(RemotePolicy), **config.of_kind(FrozenPolicy)})) or "none"
+        kind = config.policies[judge].kind if judge in config.policies else None
+        what = f"its kind is {kind!r}" if kind else "there is no such policy"
+        raise ValueError(
+            f"scorers.{name}.judge = {judge!r}: {what}; a judge is a policy with kind = 'remote' or 'frozen' "
+            f"(there are: {can})"
+        )
+
+
 def _check_scorers(config: RunConfig) -> None:
     """Check the names of scorers, which are names of rewards, and who answers when one fails."""
     weights = config.credit.reward_weights
-    for name in config.scorers:
+    for name, scorer in config.scorers.items():
+        _check_judge(config, name, scorer.judge)
         if not (name.isascii() and name.isidentifier()) or name == REWARD:
             raise ValueError(
                 f"scorers.{name}: it becomes the name of a reward: give a Python identifier other than `reward`"

@@ -9,6 +9,11 @@ from pydantic import Field, model_validator
 from agentrl.config.fields import Free, NumberUnit, Positive, Seconds, Section
 
 
+def is_rubric_file(rubric: str) -> bool:
+    """Whether a rubric is a file name."""
+    return rubric.endswith((".md", ".txt")) and "\n" not in rubric
+
+
 class ScorerConfig(Section):
     """A scorer, which gives turns or conversations a reward of its name while episodes run (docs/scores.md)."""
 
@@ -17,6 +22,16 @@ class ScorerConfig(Section):
     or `path/to/file.py:function`, in a TOML file relative to that file."""
     options: Free[dict[str, Any]] = {}
     """Arguments of the function."""
+    judge: Free[str] = ""
+    """Remote or frozen policy of the run that scores instead of a function. It needs no seat."""
+    rubric: Free[str] = ""
+    """Instructions for the judge: text, or the name of a `.md` or `.txt` file, relative to the TOML file that names it.
+    The run records the text."""
+    answer: Free[dict[str, Annotated[float, Field(ge=-1e6, le=1e6)]]] = {}
+    """Value of each answer, such as `{ yes = 1.0, no = 0.0 }`; the last one in the judge's reply counts. Empty: the last
+    number in the reply is the score."""
+    votes: Free[Annotated[int, Field(gt=0, le=1024), NumberUnit("replies")]] = 1
+    """Number of replies sampled for one score; the score is their mean."""
     per: Free[Literal["turn", "episode", "request"]] = "turn"
     """What is scored: `turn`, every turn of the policies that learn; `episode`, their whole conversations, when the
     episode ends; `request`, only the turns for which the environment calls `ctx.score`."""
@@ -30,11 +45,25 @@ class ScorerConfig(Section):
     """What follows when all attempts have failed: `drop` drops the episode (`scorer_failed`), or the name of another
     scorer, which is asked instead. Never a number."""
     unscorable: Free[Annotated[float, Field(ge=-1e6, le=1e6), NumberUnit("reward")] | None] = None
-    """Score of content that no attempt can judge: a function raises `agentrl.Unscorable`. Null: such content stops the
-    run."""
+    """Score of content that no attempt can judge: a function raises `agentrl.Unscorable`; a judge's endpoint refuses
+    the content, or it is longer than the judge's context. Null: such content stops the run. Judges need a value."""
 
     @model_validator(mode="after")
     def _check_kind(self) -> ScorerConfig:
-        if not self.function:
-            raise ValueError("name the function that scores: function = 'mine.py:short'")
+        if bool(self.function) == bool(self.judge):
+            raise ValueError("name who scores: function = 'mine.py:short', or judge = a policy of the run, not both")
+        if self.function and (self.rubric or self.answer or self.votes > 1):
+            raise ValueError("rubric, answer and votes are for judges: remove them, or replace function by judge")
+        if self.judge and not self.rubric.strip():
+            raise ValueError("a judge needs a rubric: the text of the question, or the name of a .md or .txt file")
+        if is_rubric_file(self.rubric):
+            raise ValueError(f"rubric = {self.rubric!r} names a file, which only a TOML file may do: give its text")
+        if self.judge and self.options:
+            raise ValueError("options are arguments of a function: remove them")
+        if self.judge and self.unscorable is None:
+            raise ValueError(
+                "set unscorable, the score of content that the judge cannot judge (refused, or longer than its context)"
+            )
+        if lost := [answer for answer in self.answer if not answer.strip() or answer != answer.casefold()]:
+            raise ValueError(f"answer: {lost[0]!r}: write answers as words in lower case")
         return self

@@ -89,12 +89,12 @@ class Group:
             {'format': (0.5, 0.0), 'reward': (0.0, 0.5), 'right': (1.0, 0.0)}
         """
         weight = self.weights.get(REWARD, 1.0)  # the unnamed reward is already included in `rewards`
-        named = [
+        by_agent = [
             dict(named) or {REWARD: reward / weight if weight else 0.0}
             for named, reward in zip(self.named_rewards or ((),) * len(self.rewards), self.rewards, strict=True)
         ]
-        names = sorted({name for rewards in named for name in rewards})
-        return {name: tuple(rewards.get(name, 0.0) for rewards in named) for name in names}
+        names = sorted({name for rewards in by_agent for name in rewards})
+        return {name: tuple(rewards.get(name, 0.0) for rewards in by_agent) for name in names}
 
 
 def nothing_to_compare(rewards: Sequence[float], episodes: Sequence[Hashable]) -> bool:

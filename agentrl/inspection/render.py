@@ -311,7 +311,7 @@ def comparison_page(comparison: RunsComparison) -> TerminalPage:
         page.table(
             ["metric", *(f"{name}>" for name in names)],
             [
-                [f"{line.policy}: {line.metric}" if several else line.metric, *map(format_number, line.values)]
+                [f"{line.policy}: {line.metric}" if several else line.metric, *map(_small, line.values)]
                 for line in shown
             ],
         )

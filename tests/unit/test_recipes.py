@@ -74,6 +74,7 @@ def test_suggestions_name_setting_value_and_source(tmp_path: Path) -> None:
     assert (rate.current, float(rate.suggested)) == ("1", RECIPES[0].adapter_learning_rate)
     assert rows["policies.solver.lora.rank"].suggested == "8"
     assert rows["engine"].suggested == "embedded"
+    assert (rows["engine.slots"].current, rows["engine.slots"].suggested) == ("64", "64")
 
 
 def test_doctor_shows_suggestions(capsys: pytest.CaptureFixture[str]) -> None:

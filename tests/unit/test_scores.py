@@ -26,6 +26,7 @@ from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.inspection.reader import RunReader
 from agentrl.rollout.chat.byte_formats import PlainChatFormat
+from agentrl.testing.execution import plain_rollout_settings
 from agentrl.testing.recording_trainer import RecordingTrainer
 from tests.journal_oracle import judge
 from tests.sim.small_run import TASKS, Guess, config_for, guess
@@ -133,7 +134,10 @@ def test_a_scorer_of_a_script_is_a_section_of_its_name() -> None:
     assert config.scorers["short"].per == "turn"
     (code,) = find_scorer_codes(config).values()
     assert code.name == "short"
-    made = make_scorers(config.model_copy(update={"workers": 4}), SystemClock(), {"short": code})
+    format = PlainChatFormat()
+    settings = plain_rollout_settings()
+    engine = ScriptedEngine(guess, versions={})
+    made = make_scorers(config.model_copy(update={"workers": 4}), engine, format, settings, SystemClock())
     assert made["short"].places._value == 16, "the limit is one for the run"
     assert scored_policies(config) == {"guesser"}
 
@@ -154,7 +158,7 @@ def test_a_file_is_looked_up_beside_the_configuration(tmp_path: Path) -> None:
     [
         ({"two words": {"function": "a.py:f"}}, "scorers.two words: it becomes the name of a reward"),
         ({"reward": {"function": "a.py:f"}}, "other than `reward`"),
-        ({"short": {}}, "name the function that scores"),
+        ({"short": {}}, "name who scores"),
         ({"short": {"function": "short"}}, r"scorers\.short\.function = 'short': there is no such scorer"),
         ({"a": {"function": "a.py:f", "on_failure": "b"}}, r"on_failure = 'b': there is no such scorer; give drop"),
         (

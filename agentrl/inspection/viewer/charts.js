@@ -89,14 +89,16 @@ export function spaced(points) {
   return kept;
 }
 
+const EXCESS = 0.03; // of a tick's distance: so little beyond the last tick makes no room for another
+
 /** Round numbers that enclose a range, or lie within it. */
 export function roundTicks(low, high, { within = false, whole = false } = {}) {
   if (!(high > low)) return within ? [low] : low === 0 ? [0, 1] : low < 0 ? [2 * low, low, 0] : [0, low, 2 * low];
   const rough = (high - low) / TICKS;
   const unit = 10 ** Math.floor(Math.log10(rough));
   const step = Math.max([1, 2, 2.5, 5, 10].find((factor) => factor * unit >= rough * 0.999 && (factor !== 2.5 || !whole)) * unit, whole ? 1 : 0);
-  const first = within ? Math.ceil(low / step - 1e-9) : Math.floor(low / step + 1e-9);
-  const last = within ? Math.floor(high / step + 1e-9) : Math.ceil(high / step - 1e-9);
+  const first = within ? Math.ceil(low / step - 1e-9) : Math.floor(low / step + EXCESS);
+  const last = within ? Math.floor(high / step + 1e-9) : Math.ceil(high / step - EXCESS);
   return Array.from({ length: last - first + 1 }, (_, place) => Number(((first + place) * step).toPrecision(12)));
 }
 

@@ -42,7 +42,7 @@ export async function overviewView(page, { parameters }) {
         "div",
         { class: "side" },
         own.map(([name, series]) => element("div", { class: "chosen" }, remove(name), metricCard(name, [{ name, series }], { ...shown, about: [of(name)?.meaning || "a metric of the environment", of(name)?.unit].filter(Boolean).join(" · ") }))),
-        standard.map(([title, names, about]) => metricCard(title, names.filter((name) => run.series[name]).map((name) => ({ name, series: run.series[name] })), { ...shown, about })),
+        standard.map(([title, names, about]) => metricCard(title, names.filter((name) => run.series[name]).map((name) => ({ name: name.replace("/busy_share", ""), series: run.series[name] })), { ...shown, about })),
       ),
     ],
   };
