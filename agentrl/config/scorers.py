@@ -28,8 +28,8 @@ class ScorerConfig(Section):
     """Instructions for the judge: text, or the name of a `.md` or `.txt` file, relative to the TOML file that names it.
     The run records the text."""
     answer: Free[dict[str, Annotated[float, Field(ge=-1e6, le=1e6)]]] = {}
-    """Value of each answer, such as `{ yes = 1.0, no = 0.0 }`; the last one in the judge's reply counts. Empty: the last
-    number in the reply is the score."""
+    """Value of each answer, such as `{ yes = 1.0, no = 0.0 }`; the last one in the judge's reply counts. Empty: the
+    last number in the reply is the score."""
     votes: Free[Annotated[int, Field(gt=0, le=1024), NumberUnit("replies")]] = 1
     """Number of replies sampled for one score; the score is their mean."""
     per: Free[Literal["turn", "episode", "request"]] = "turn"
