@@ -124,7 +124,11 @@ class EpisodeContext(ABC):
 
     @abstractmethod
     def sandbox(self, limits: Sandbox) -> EpisodeSandbox:
-        """A sandbox of this episode, which keeps its files until the episode ends."""
+        """A sandbox of this episode, which keeps its files until the episode ends.
+
+        Raises:
+            EnvironmentDefinitionError: its network is `gateway`, which only a `HarnessEnvironment` has.
+        """
 
     @abstractmethod
     def score(self, scorer: str, agent: Agent) -> Verdict:

@@ -194,6 +194,10 @@ class LiveEpisodeContext(EpisodeContext):
 
     def sandbox(self, limits: Sandbox) -> EpisodeSandbox:
         """Make a sandbox of this episode."""
+        if limits.network == "gateway":
+            raise EnvironmentDefinitionError(
+                'a sandbox with network="gateway" is for the program of a HarnessEnvironment; write "none" or "open"'
+            )
         branch = current_branch()
         branch.resources += 1
         sandbox = JournaledSandbox(self.episode, limits, f"{SANDBOX} {branch.path}.{branch.resources}")

@@ -68,10 +68,13 @@ class JournaledSandbox(EpisodeSandbox):
 
         async def perform(lease: SandboxLease) -> dict[str, Any]:
             ran = await lease.run(argv, files=contents, stdin=source, environment=environment, seconds=seconds)
-            return {name: getattr(ran, name) for name in CommandResult.__dataclass_fields__}
+            result = {name: getattr(ran, name) for name in CommandResult.__dataclass_fields__}
+            return {**result, "stdout": _readable(ran.stdout), "stderr": _readable(ran.stderr)}
 
         arguments = [list(argv), dict(environment or {}), seconds]
-        return CommandResult(**await self._call("run", arguments, {**contents, "stdin": source}, perform))
+        result = await self._call("run", arguments, {**contents, "stdin": source}, perform)
+        streams = {name: as_bytes(result[name]) for name in ("stdout", "stderr")}
+        return CommandResult(**{**result, **streams})
 
     async def write(self, files: Mapping[str, str | bytes]) -> None:
         contents = {path: as_bytes(body) for path, body in files.items()}
@@ -168,6 +171,14 @@ class JournaledSandbox(EpisodeSandbox):
         lease, self._lease = self._lease, None
         if lease is not None:
             _close_later(lease)
+
+
+def _readable(output: bytes) -> str | bytes:
+    """Return output as text where it is text, for people who read the journal."""
+    try:
+        return output.decode()
+    except UnicodeDecodeError:
+        return output
 
 
 async def changed_files(lease: SandboxLease, *, everything: bool) -> tuple[list[HashedFile], list[str]]:

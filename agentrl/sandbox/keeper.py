@@ -518,7 +518,10 @@ class Keeper:
                 self.answer()
 
     def answer(self) -> None:
-        request, files = receive(self.line)
+        try:
+            request, files = receive(self.line)
+        except ConnectionError:  # the owner was killed
+            os._exit(0)
         if request is None:
             os._exit(0)  # the owner has closed its end
         number, operation = request.pop("number"), request.pop("operation")

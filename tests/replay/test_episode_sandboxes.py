@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -82,7 +83,7 @@ def test_a_replay_returns_recorded_results_and_starts_no_sandbox(monkeypatch: py
 def test_the_first_new_command_finds_the_recorded_files() -> None:
     whole = execute(Counting)
     for cut in range(1, len(whole.entries)):
-        recorded = [command.value["stdout"].decode() for command in commands(whole.entries[:cut])]
+        recorded = [command.value["stdout"] for command in commands(whole.entries[:cut])]
         again = execute(Counting, whole.entries[:cut])
         assert again.header.reward == 3.0
         assert Counting.seen[: len(recorded)] == recorded
@@ -170,6 +171,46 @@ def test_what_a_cancelled_command_left_belongs_to_the_next_entry() -> None:
     # Cut after the first command that ended.
     first = next(number for number, entry in enumerate(whole.entries) if isinstance(entry.decode(), ResourceCallEntry))
     execute(Cancelling, whole.entries[: first + 1])
+
+
+def test_changes_of_a_root_directory_come_back(tmp_path: Path) -> None:
+    for name in ("usr", "box", "proc", "dev", "tmp", "etc", "data/old", "data/kept"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("bin", "lib", "lib64"):
+        (tmp_path / name).symlink_to(f"usr/{name}")
+    for name in ("etc/release", "data/old/file", "data/kept/file", "data/gone"):
+        (tmp_path / name).write_text(name)
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        if not path.is_symlink():
+            path.chmod(0o777 if path.is_dir() else 0o666)
+
+    class Rooted(agentrl.Environment):
+        listed: ClassVar[list[str]] = []
+        change = "rm /data/gone; rm -r /data/old; mkdir /data/old; echo 1 > /data/old/new; echo 2 > /etc/release"
+
+        async def run(self, ctx: agentrl.EpisodeContext) -> None:
+            box = ctx.sandbox(agentrl.Sandbox(root=str(tmp_path), read=("/usr",)))
+            type(self).listed = []
+            for script in (self.change, "rm -r /data/kept; echo 3 > /data/kept; rm /data/old/new", "true"):
+                changed = await box.run(["sh", "-c", script])
+                assert changed.ok, changed.stderr
+                listed = await box.run(["sh", "-c", "cd /; find data etc box | sort; cat etc/release data/kept"])
+                self.listed.append(listed.output)
+            async with box.copy(only=["/data"]) as judge:
+                judged = await judge.run(["sh", "-c", "cd /; find data | sort; cat etc/release"])
+                self.listed.append(judged.output)
+
+    whole = execute(Rooted)
+    listed = Rooted.listed
+    assert listed[0].splitlines() == [
+        *["box", "data", "data/kept", "data/kept/file", "data/old", "data/old/new", "etc", "etc/release", "2"]
+    ]
+    assert listed[2].splitlines() == [*["box", "data", "data/kept", "data/old", "etc", "etc/release", "2", "3"]]
+    assert listed[3].splitlines() == [*["data", "data/kept", "data/old", "etc/release"]]
+    for cut in range(1, len(whole.entries)):
+        execute(Rooted, whole.entries[:cut])
+        assert Rooted.listed == listed
+    assert (tmp_path / "data" / "gone").exists()
 
 
 def test_with_a_network_the_episode_begins_again() -> None:

@@ -274,10 +274,10 @@ def test_the_engine_is_named_where_it_is_the_bottleneck_and_where_it_starves() -
 @pytest.mark.parametrize(
     ("engine", "trainer", "waits", "found"),
     [
-        (0.95, 0.3, (), "engines (engines 95% busy, trainer 30%)"),
-        (0.4, 0.93, (), "trainer (engines 40% busy, trainer 93%)"),
-        (0.4, 0.3, ("admission is open",), "environments or other processes (engines 40% busy, trainer 30%)"),
-        (0.4, 0.3, ("admission waits for max_staleness of p",), "max_staleness of p (engines 40% busy, trainer 30%)"),
+        (0.95, 0.3, (), "engines"),
+        (0.4, 0.93, (), "trainer"),
+        (0.4, 0.3, ("admission is open",), "environments or other processes"),
+        (0.4, 0.3, ("admission waits for max_staleness of p",), "max_staleness of p"),
     ],
 )
 def test_the_bottleneck_is_what_is_busy_or_what_holds_work_back(
@@ -287,9 +287,10 @@ def test_the_bottleneck_is_what_is_busy_or_what_holds_work_back(
     status = RunSnapshot(phase="training", engine_share=engine, waits=waits)
     assert bottleneck(state, status) == ""
     state.record("p", 1, {"engine/busy_share": 1.0, "trainer/busy_share": trainer})
-    assert bottleneck(state, status) == found
+    assert bottleneck(state, status).startswith(f"{found} (")
     state.record("p", 2, {"trainer/busy_share": trainer, "tool/ok": 1.0})
-    assert bottleneck(state, status) == found.replace("environments or other processes", "tools and environments")
+    named = found.replace("environments or other processes", "tools and environments")
+    assert bottleneck(state, status).startswith(f"{named} (")
 
 
 def test_the_view_shows_what_each_node_does(tmp_path: Path) -> None:
