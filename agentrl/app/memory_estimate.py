@@ -186,10 +186,10 @@ def gpu_memory_needs(config: RunConfig, plan: MemoryEstimate) -> list[GpuMemoryN
     if not is_vllm:
         return needs
     settings = "a larger tensor_parallel_size in [engine.vllm]; or a larger engine.memory_share"
-    for number, (held, share) in enumerate(zip(devices.engines, devices.shares, strict=True)):
-        total = min(devices.gpus[at].memory.total for at in held)
+    for number, (indices, share) in enumerate(zip(devices.engines, devices.shares, strict=True)):
+        total = min(devices.gpus[at].memory.total for at in indices)
         needed = _vllm_least(config.bases[number // config.engine.count], total, shared=devices.shares_gpu(number))
-        for at in held:
+        for at in indices:
             gpu = devices.gpus[at]
             user, allowed = devices.name_of_engine(number), int(share * gpu.memory.total)
             needs.append(
@@ -208,13 +208,19 @@ def _vllm_least(base: RunConfig, total: int, *, shared: bool) -> int:
     """
     from agentrl.engines.vllm.gpu_memory import least_bytes_of_share
 
-    held, arguments = _engine_memory(base), base.engine.vllm or {}
+    footprint, arguments = _engine_memory(base), base.engine.vllm or {}
     if shared:
         path, limit = Path(base.model.path).resolve(), base.engine.max_context
         return least_bytes_of_share(
-            path, held, dtype=base.model.dtype, slots=slots(base), max_context=limit, total=total, arguments=arguments
+            path,
+            footprint,
+            dtype=base.model.dtype,
+            slots=slots(base),
+            max_context=limit,
+            total=total,
+            arguments=arguments,
         )
-    return (held.weights + held.adapters + held.keys_and_values // slots(base)) // base.engine.devices
+    return (footprint.weights + footprint.adapters + footprint.keys_and_values // slots(base)) // base.engine.devices
 
 
 def check_gpu_memory(config: RunConfig) -> list[str]:

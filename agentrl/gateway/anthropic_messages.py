@@ -130,7 +130,7 @@ def _messages(body: Mapping[str, Any]) -> list[Message]:
 
 
 def _assistant_message(blocks: Sequence[Mapping[str, Any]], location: str) -> Message:
-    """Read a message of the model."""
+    """Build the model's message from its content blocks."""
     texts: list[str] = []
     calls: list[ToolCall] = []
     for block in blocks:
