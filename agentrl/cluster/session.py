@@ -160,8 +160,8 @@ class _LocalRay:
         self._directory = Path(tempfile.mkdtemp(prefix=f"agentrl-{os.getpid()}-", dir=parent))
         for name, value in _LOCAL_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        # If the raylet is dead, Ray's client exits when the raylet's parent also seems dead, as process 1 does, which is
-        # the parent in containers and under nohup. With this setting it checks this process instead, which is alive.
+        # If the raylet is dead, Ray's client exits when the raylet's parent also seems dead, as process 1 does, the
+        # parent in containers and under nohup. With this setting it checks this process instead, which is alive.
         os.environ.setdefault("RAY_RAYLET_PID", str(os.getpid()))
         if "RAY_AUTH_MODE" not in os.environ and "RAY_AUTH_TOKEN" not in os.environ:
             token = self._directory / "token"
