@@ -141,20 +141,20 @@ def test_without_gpus_nothing_is_assigned() -> None:
         (1, 1, 1, 2, ["nccl"]),
         (4, 2, 2, 8, ["nccl", "nccl"]),
         (2, 2, 1, 2, ["ipc", "nccl"]),
-        (1, 1, 2, 2, ["file"]),  # it has rank 0's GPU, and another, to which that shares nothing
+        (1, 1, 2, 2, [None]),  # it has rank 0's GPU, and another, to which that shares nothing
         (2, 1, 2, 3, ["nccl"]),  # it shares a GPU with rank 1 alone
     ],
 )
 def test_weights_go_by_where_trainer_and_engine_stand(
-    ranks: int, replicas: int, size: int, count: int, expected: list[str]
+    ranks: int, replicas: int, size: int, count: int, expected: list[str | None]
 ) -> None:
     plan = planned(ranks, replicas, size, count, 0)
     assert [plan.transfer_to(number) for number in range(replicas)] == expected
 
 
 def test_weights_go_by_file_on_cpus_and_to_engines_without_a_trainer_beside() -> None:
-    assert plan_devices(configuration(), []).transfer_to(0) == "file"
-    assert plan_devices(configuration(), machine(1), ranks=False).transfer_to(0) == "file"
+    assert plan_devices(configuration(), []).transfer_to(0) is None
+    assert plan_devices(configuration(), machine(1), ranks=False).transfer_to(0) is None
 
 
 def of_two_bases(replicas: int = 1, size: int = 1, **engine: Any) -> RunConfig:

@@ -323,7 +323,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
                 weights, "vLLM serves one version of full weights at a time, so no other can be pinned; use lora"
             )
         policy, copy = weights.version.policy, Path(self._copies.name) / str(next(self._numbers))
-        delivery, canary = await self._offered(weights, copy)
+        delivery, canary = await self._offered(weights)
         try:
             if delivery is None:
                 canary = await self._copy_full(weights, copy)
@@ -338,7 +338,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
             self.wake()
             self._remove_unused_copies()
 
-    async def _offered(self, weights: WeightsRef, directory: Path) -> tuple[IncomingTransfer | None, Canary | None]:
+    async def _offered(self, weights: WeightsRef) -> tuple[IncomingTransfer | None, Canary | None]:
         """Return the delivery of a version by its trainer, which is ready to send, and the version's canary; the
         delivery is None if the version must be loaded from its published file."""
         delivery = await self._inbox.ask(weights.version)
@@ -346,8 +346,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
             return None, None
         try:
             canary = await asyncio.to_thread(self._check_offer, weights, delivery.offer)
-            os.mkdir(directory)
-            delivery.answer(directory=str(directory))
+            delivery.answer()
             while (asked := await delivery.next_call()).method == "init":
                 await self._control.answer(delivery, asked)
             if asked.method == "start":
@@ -358,7 +357,6 @@ class VllmVersionTable(VersionTable[VllmVersion]):
             delivery.close()
             raise
         delivery.close()
-        shutil.rmtree(directory, ignore_errors=True)
         return None, None
 
     def _check_offer(self, weights: WeightsRef, offer: WeightOffer) -> Canary | None:

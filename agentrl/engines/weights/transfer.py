@@ -3,12 +3,14 @@
 An engine asks its owner for full weights (`protocol.WeightsRequest`). The owner makes rank 0 of the trainer send the
 file it published, while training continues. Rank 0 connects to the engine's Unix socket or, on another machine, to its
 TCP port with a token, offers names, dtypes and shapes, and drives vLLM's protocol over the connection: init, start,
-update once or more, finish. `app.engines.connect_engine_to_trainer` chooses what carries the bytes: `ipc` on one GPU,
-`nccl` between two, `gloo` between machines without GPUs, `file` elsewhere: the engine then loads the published file.
+update once or more, finish. `app.engines.connect_engine_to_trainer` chooses the backend of vLLM that carries the bytes:
+`ipc` on one GPU, `nccl` between two, `gloo` between machines without GPUs. Elsewhere the engine loads the published
+file.
 
 Owns `WeightReceiver` and `IncomingTransfer`, the engine's ends; `WeightTransferConnection` (vLLM's
-`VLLMWeightSyncClient`) and `WeightSenders`, the trainer's ends; `FileSender` and `GlooSender`; and `VersionFiles`, by
-which the engine's owner sends files. Imports nothing heavy: the senders for `ipc` and `nccl` are in `vllm/senders.py`.
+`VLLMWeightSyncClient`) and `WeightSenders`, the trainer's ends; and `VersionFiles`, by which the engine's owner sends
+files. vLLM's trainer engines for `ipc` and `nccl` are in `vllm_senders.py`. Ours for `gloo`, `GlooSender`, stands here
+because a trainer without a GPU should not import vLLM; its worker is registered in vLLM's factory (`vllm_worker.py`).
 Invariant: if no weights are sent, because the trainer has moved on, is dead or cannot be reached, the engine loads the
 published file with the same weights, on another machine after its owner has sent it. Each wait has a limit: `OFFER_S`
 for an offer, `WeightOffer.silence_s` for the trainer's next call, at most `ANSWER_S` for the engine's answer, and
@@ -61,7 +63,7 @@ if TYPE_CHECKING:
 JoinedGroup = TypeVar("JoinedGroup")
 
 CHUNK_BYTES = 1 << 28
-"""Maximum bytes of tensors in one file or update, unless a single tensor is larger."""
+"""Maximum bytes of tensors in one update, unless a single tensor is larger."""
 STALL_S = 60.0
 """Seconds for one tensor over gloo after which either end gives up."""
 JOIN_TIMEOUT = timedelta(seconds=45)
@@ -116,9 +118,6 @@ class TransferCall(rpc.Message, frozen=True):
 class TransferReply(rpc.Reply, frozen=True):
     """Answer to a `WeightOffer` or a `TransferCall`; the engine answers one before the trainer sends the next."""
 
-    directory: str = ""
-    """Directory for files; sent with an accepted offer."""
-
 
 _REQUEST: msgspec.msgpack.Decoder[WeightOffer | TransferCall] = msgspec.msgpack.Decoder(WeightOffer | TransferCall)
 _REPLY: msgspec.msgpack.Decoder[TransferReply | rpc.ErrorReply] = msgspec.msgpack.Decoder(
@@ -140,10 +139,10 @@ class IncomingTransfer:
         self.offer = offer
         self._connection = connection
 
-    def answer(self, *, error: str = "", directory: str = "") -> None:
+    def answer(self, *, error: str = "") -> None:
         """Answer the last request."""
         refusal = rpc.ErrorReply(kind="EngineError", message=error)
-        self._connection.send(refusal if error else TransferReply(directory=directory))
+        self._connection.send(refusal if error else TransferReply())
 
     async def next_call(self) -> TransferCall:
         """Return the next call of the trainer.
@@ -303,8 +302,6 @@ class PublishedWeightSource:
     layout: Mapping[str, Tensor]
     """Tensors without data."""
     tensors: Iterator[tuple[str, Tensor]]
-    file: Path | None = None
-    """File with the same tensors, readable by engines on this machine; None: there is none."""
 
     def metadata(self) -> list[Any]:
         """Return name, dtype and shape of each tensor, in order, as vLLM's `ParamMeta`."""
@@ -337,8 +334,6 @@ class WeightTransferConnection:
     """
 
     def __init__(self, recipient: WeightDestination) -> None:
-        self.directory = Path()
-        """Directory from which the engine reads files."""
         self.on_failure: Callable[[], None] = lambda: None
         """Called when an update failed, in whose broadcast another thread may wait for the engine."""
         self._recipient = recipient
@@ -354,7 +349,7 @@ class WeightTransferConnection:
         except OSError as error:
             why = error.strerror or str(error) or "it does not answer"
             raise TrainerError(f"no engine accepts weights at {self._recipient.redacted_address} ({why})") from error
-        self.directory = Path(self._request(offer).directory)
+        self._request(offer)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """See vLLM's `VLLMWeightSyncClient`."""
@@ -410,38 +405,6 @@ def in_chunks(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tenso
             chunk = {}
         chunk[name] = tensor.contiguous()
     yield chunk
-
-
-class FileSender:
-    """Sends weights as files: the source's own, or files that are written before the engine pauses."""
-
-    def __init__(
-        self, recipient: WeightDestination, link: WeightTransferConnection, source: PublishedWeightSource
-    ) -> None:
-        self.link = link
-        self.source = source
-
-    def send_weights(self) -> None:
-        """See vLLM's `TrainerWeightTransferEngine`."""
-        files = list(self._written()) if self.source.file is None else [self.source.file]
-        self.link.start_weight_update()
-        for file in files:
-            self.link.update_weights({"path": str(file), "is_last": file is files[-1]})
-        self.link.finish_weight_update()
-
-    def _written(self) -> Iterator[Path]:
-        for number, chunk in enumerate(in_chunks(self.source)):
-            yield self._write(number, chunk)
-
-    def _write(self, number: int, chunk: dict[str, Tensor]) -> Path:
-        from safetensors.torch import save_file
-
-        path = self.link.directory / f"{number}.safetensors"
-        save_file(chunk, path)
-        return path
-
-    def shutdown(self) -> None:
-        """See `TrainerWeightTransferEngine.shutdown`; nothing to release."""
 
 
 class Rendezvous(NamedTuple):
