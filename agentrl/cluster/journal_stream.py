@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 RECEIVER = ChildProgram("", {}, "agentrl.cluster.journal_stream")
 SILENCE_S = 60.0
-HEARTBEAT_S = 1.0
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
@@ -425,7 +424,7 @@ async def _serve(connection: socket.socket) -> None:
     if not isinstance(start, StartReceiver):
         return
     receiver = _Receiver(Path(start.journal), start.host, run)
-    heartbeats = asyncio.get_running_loop().create_task(run.send_heartbeats(HEARTBEAT_S, receiver.heartbeat))
+    heartbeats = asyncio.get_running_loop().create_task(run.send_heartbeats(1.0, receiver.heartbeat))
     await run.run(receiver.handle)
     heartbeats.cancel()
     await receiver.close()

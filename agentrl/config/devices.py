@@ -31,8 +31,6 @@ SHARED = 0.45
 """Share of a GPU's memory that an engine takes if a trainer rank computes on the GPU too."""
 CONTEXT = 450 << 20
 """Bytes that the CUDA context of a process takes on a GPU, which no allocator counts. An estimate."""
-MIN_RANK_SHARE = 0.05
-"""Smallest share of a GPU's memory with which a trainer rank starts."""
 
 Transfer = Literal["ipc", "nccl", "gloo"]
 """Backend of vLLM's weight-transfer API that carries a full set of weights from a trainer to an engine."""
@@ -187,7 +185,8 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
         bases=tuple(name for name in names for _ in range(config.engine.count)),
     )
     for rank in range(count):
-        if plan.share_of_rank(rank) < MIN_RANK_SHARE:
+        # a rank cannot start with less
+        if plan.share_of_rank(rank) < 0.05:
             raise ConfigError(
                 f"engines and CUDA contexts take {1 - plan.share_of_rank(rank):.0%} of GPU {gpus[held[rank]].id}, "
                 f"which leaves {plan.share_of_rank(rank):.0%} to trainer rank {rank}: lower engine.memory_share, or "

@@ -66,8 +66,6 @@ if TYPE_CHECKING:
     from agentrl.engines.vllm.startup import VllmSettings
     from agentrl.engines.weights.transfer import IncomingTransfer, WeightOffer, WeightReceiver
 
-_FIRST_LABEL = "default"
-"""Label of the weights with which vLLM was started."""
 _FIRST = -(1 << 40)
 """Priority of a canary: before all conversations."""
 
@@ -129,7 +127,8 @@ class VllmVersionTable(VersionTable[VllmVersion]):
             salt = None if self.places else str(version)
             self.live[version] = self.current[policy] = VllmVersion(version=version, salt=salt)
         self._inbox = inbox
-        self._labels = {label: version for version in versions.values() for label in (_FIRST_LABEL, str(version))}
+        # vLLM labels the weights that it was started with `default`
+        self._labels = {label: version for version in versions.values() for label in ("default", str(version))}
         """Versions by the labels under which vLLM reports them. Used with full weights, where there is one policy;
         adapters need no report."""
         self._switch = switch

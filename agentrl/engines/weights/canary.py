@@ -21,13 +21,7 @@ if TYPE_CHECKING:
     from agentrl.core.errors import EngineError
     from agentrl.core.records import Float32Array, PolicyVersion, WeightsRef
 
-_MAX_CONTEXTS = 64
-_MAX_LENGTH = 512
-_MAX_TOKENS = 128
-"""Number of log-probabilities that vLLM returns at once."""
-_MAX_CHARACTERS = 1 << 20
 _MAX_NATS = 1e6
-_START_NAME = "the model the run began with"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +41,6 @@ _ROUNDED = _Limits(tolerance=0.25, floor=1e-2)
 _GROWTH = 3.0
 """Factor by which the rounding of a version in 16 bits may exceed that of earlier versions that changed as much. For
 models of 3, 4 and 30 layers, moved by 1 % and 10 % of their weights' deviation, it was 1.4; in eight bits 4 to 10."""
-_NEARER = 2.0
-"""Factor of closeness above which an answer is attributed to another version."""
 
 
 def read_canary(weights: WeightsRef, metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Canary | None:
@@ -61,16 +53,17 @@ def read_canary(weights: WeightsRef, metadata: Mapping[str, str], tensors: Mappi
     if text is None:
         return None
     try:
-        if len(text) > _MAX_CHARACTERS:
+        if len(text) > 1 << 20:
             raise ValueError(f"{len(text)} characters")
         said = msgspec.json.decode(text, type=CanaryJson)
         contexts, tokens = np.array(said.contexts, np.int64), np.array(said.token_ids, np.int64)
         logprobs, start = (np.array(rows, np.float64) for rows in (said.logprobs, said.start_logprobs))
     except (ValueError, OverflowError) as error:  # msgspec's errors are ValueErrors
         raise version_refused_error(weights, f"its canary cannot be read ({str(error)[:200]!a})") from error
-    if contexts.ndim != 2 or not (0 < len(contexts) <= _MAX_CONTEXTS and 0 < contexts.shape[1] <= _MAX_LENGTH):
+    if contexts.ndim != 2 or not (0 < len(contexts) <= 64 and 0 < contexts.shape[1] <= 512):
         raise version_refused_error(weights, f"its canary has contexts of shape {contexts.shape}")
-    if not 1 < len(tokens) <= _MAX_TOKENS or {logprobs.shape, start.shape} != {(len(contexts), len(tokens))}:
+    # vLLM returns at most 128 log-probabilities at once
+    if not 1 < len(tokens) <= 128 or {logprobs.shape, start.shape} != {(len(contexts), len(tokens))}:
         shapes = f"{logprobs.shape} and {start.shape}"
         raise version_refused_error(
             weights, f"its canary has {len(tokens)} tokens and log-probabilities of shapes {shapes}"
@@ -127,11 +120,16 @@ def check_canary_answer(
     seen = rounding.setdefault(weights.version.policy, ObservedRounding())
     change = _distance(canary.logprobs, canary.start_logprobs)
     limits = _EXACT if canary.is_exact and dtype == torch.float32 else _rounded(seen, change)
-    own, nearest, name = _distance(answer, canary.logprobs), _distance(answer, canary.start_logprobs), _START_NAME
+    own, nearest, name = (
+        _distance(answer, canary.logprobs),
+        _distance(answer, canary.start_logprobs),
+        "the model the run began with",
+    )
     for version, other in others.items():
         if other.asks_like(canary) and (distance := _distance(answer, other.logprobs)) < nearest:
             nearest, name = distance, str(version)
-    if own > limits.floor and own > _NEARER * nearest:
+    # twice as close: it is the other version
+    if own > limits.floor and own > 2.0 * nearest:
         raise version_refused_error(
             weights,
             f"the engine answers its canary check as {name} would: the log-probabilities of {answer.size} next tokens "

@@ -369,9 +369,6 @@ def linear_layer(model: PreTrainedModel, name: str) -> nn.Linear | None:
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
-_LOGIT_COPIES = 3
-"""Number of float32 copies of a pass's logits that exist at once during sampling."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemoryEstimate:
@@ -416,7 +413,8 @@ def predict_engine_memory(
         weights=sum(parameter.nbytes for parameter in shapes.parameters()),
         adapters=adapter_slots * max_rank * sizes * computed.itemsize,
         keys_and_values=slots * (max_context + 1) * kv_bytes_per_token(shapes.config),
-        logits=_LOGIT_COPIES * slots * vocabulary * torch.float32.itemsize,
+        # three float32 copies of a pass's logits exist at once during sampling
+        logits=3 * slots * vocabulary * torch.float32.itemsize,
     )
 
 
