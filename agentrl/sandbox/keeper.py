@@ -451,7 +451,7 @@ class Lease:
         return file
 
 
-class Command:
+class RunningCommand:
     """One command that runs in a lease."""
 
     def __init__(self, lease: Lease, process: int, init: int, deadline: float, memory: int) -> None:
@@ -494,7 +494,7 @@ class Keeper:
         self.base = bases[0]
         _mount("agentrl", self.base, "tmpfs", _NOSUID | _NODEV, "size=4m,mode=755")
         self.leases: dict[str, Lease] = {}
-        self.commands: dict[int, Command] = {}
+        self.commands: dict[int, RunningCommand] = {}
         self.free_uids = list(range(_UIDS)) if is_root else []
         self.first_uid = _FIRST_UID + number % 4_000_000 * _UIDS
         self.poller = select.poll()
@@ -614,7 +614,7 @@ class Keeper:
         found = self.lease(lease)
         process, init, listener = self.start(found, files, options)
         deadline = time.monotonic() + options["seconds"]
-        command = Command(found, process, init, deadline, options["memory_mb"] << 20)
+        command = RunningCommand(found, process, init, deadline, options["memory_mb"] << 20)
         self.commands[number] = command
         self.poller.register(command.pidfd, select.POLLIN)
         if listener is not None:

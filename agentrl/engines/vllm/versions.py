@@ -35,13 +35,13 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from agentrl.core.errors import EngineError, EngineLostError, VersionNotServedError
+from agentrl.core.errors import EngineError, EngineLostError, VersionNotServedError, version_refused_error
 from agentrl.core.files import WEIGHT_FILES
 from agentrl.core.records import WeightsRef
+from agentrl.engines.canary import check_canary_answer, check_canary_vocabulary, read_canary
 from agentrl.engines.process import PRIVATE_DIRECTORY_VARIABLE
-from agentrl.engines.versions import LiveVersion, VersionTable, run_shielded, version_refused_error
+from agentrl.engines.versions import LiveVersion, VersionTable, run_shielded
 from agentrl.engines.vllm.capture import top_k_without_filter
-from agentrl.engines.weights.canary import check_canary_answer, check_canary_vocabulary, read_canary
 from agentrl.engines.weights.files import (
     WeightFile,
     check_adapter,

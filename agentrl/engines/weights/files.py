@@ -23,10 +23,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from torch import nn
 
-from agentrl.core.errors import EngineStorageError
+from agentrl.core.errors import EngineStorageError, version_refused_error
 from agentrl.core.files import WEIGHT_FILES, read_safetensors_header
 from agentrl.core.machine import Memory, gpus, machine_memory
-from agentrl.engines.canary import Canary
+from agentrl.engines.canary import Canary, read_canary
 from agentrl.engines.models import (
     ONE_LOAD_AT_A_TIME,
     dtype_name,
@@ -37,8 +37,6 @@ from agentrl.engines.models import (
     runnable_on_meta,
 )
 from agentrl.engines.process import MAKE_ROOM
-from agentrl.engines.versions import version_refused_error
-from agentrl.engines.weights.canary import read_canary
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -36,7 +36,7 @@ import msgspec
 
 from agentrl.core import rpc
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import AgentRLError, EngineError, EngineLostError, TrainerError
+from agentrl.core.errors import AgentRLError, EngineError, EngineLostError, TrainerError, version_refused_error
 from agentrl.core.files import WEIGHT_FILES, read_files_in_pieces, read_safetensors_header
 from agentrl.core.network import (
     SCHEME,
@@ -50,7 +50,6 @@ from agentrl.core.network import (
 )
 from agentrl.core.records import PolicyVersion
 from agentrl.engines import protocol
-from agentrl.engines.versions import version_refused_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,7 +82,7 @@ PIECES = 4
 """Number of such messages on the way at a time."""
 
 
-class WeightOffer(rpc.Message, frozen=True, tag="Offer"):
+class WeightOffer(rpc.WireMessage, frozen=True, tag="Offer"):
     """The tensors of a version, in the order in which they will be sent."""
 
     version: PolicyVersion
@@ -108,7 +107,7 @@ class WeightOffer(rpc.Message, frozen=True, tag="Offer"):
         return {name: torch.empty(shape, dtype=dtypes[dtype], device="meta") for name, dtype, shape in described}
 
 
-class TransferCall(rpc.Message, frozen=True):
+class TransferCall(rpc.WireMessage, frozen=True):
     """A call of vLLM's protocol."""
 
     method: Literal["init", "start", "update", "finish"]
