@@ -376,7 +376,7 @@ class Lease:
     def changed(self, *, everything: bool) -> tuple[list[FileRecord], list[str], int]:
         """Return the files that changed since the last call, the paths that are gone, and a file with the contents.
 
-        No command may run meanwhile. With `everything`, all files are returned, and the next call does not notice.
+        No command may run meanwhile. With `everything`, all files are returned.
         """
         started = time.time_ns()
         changes = FileChanges({} if everything else self.signatures, self.scanned - _TICK_NS)
@@ -390,8 +390,7 @@ class Lease:
             os.close(changes.contents)
             raise
         gone = [path for path in self.signatures if path not in changes.signatures]
-        if not everything:
-            self.signatures, self.scanned = changes.signatures, started
+        self.signatures, self.scanned = changes.signatures, started
         return changes.records, gone, changes.contents
 
     def restore(self, records: Sequence[FileRecord], contents: int) -> None:
