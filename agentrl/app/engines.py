@@ -209,22 +209,20 @@ def connect_engines_to_trainer(config: RunConfig, engine: Engine, trainer: Train
 def connect_engine_to_trainer(config: RunConfig, engine: ProcessEngine, number: int, trainer: Trainer) -> None:
     """Let an engine, which no other engine of the run has the number of, receive full weights from a trainer.
 
-    On one machine the device plan chooses the transport. Between machines it is `nccl` if the engine has GPUs, as rank
-    0 then has too, otherwise `gloo`.
+    On one machine the device plan chooses the transport; without one, the engine loads the published files. Between
+    machines it is `nccl` if the engine has GPUs, as rank 0 then has too, otherwise `gloo`.
     """
-    if not isinstance(trainer, WeightSendingTrainer):
+    here = None if config.on_cluster else device_plan(config).transfer_to(number)
+    if not isinstance(trainer, WeightSendingTrainer) or not (here or config.on_cluster):
         return
-    plan, silence_s = device_plan(config), engine_silence_s(config)
+    silence_s = engine_silence_s(config)
 
     def deliver(version: PolicyVersion, address: str) -> Awaitable[None]:
-        if config.on_cluster:
-            transfer: Transfer = "nccl" if any(status.gpus for status in engine.statuses()) else "gloo"
-        else:
-            transfer = plan.transfer_to(number)
+        between: Transfer = "nccl" if any(status.gpus for status in engine.statuses()) else "gloo"
         recipient = WeightDestination(
             number=number,
             address=address,
-            transfer=transfer,
+            transfer=here or between,
             processes=config.engine.devices,
             silence_s=silence_s,
         )

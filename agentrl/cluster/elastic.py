@@ -24,9 +24,12 @@ if TYPE_CHECKING:
     from agentrl.config.devices import Node
     from agentrl.core.clock import Clock
 
+<<<<<<< HEAD
 BALANCED = 1
 """Largest difference in workers between a node and a joining node that triggers no move."""
 
+=======
+>>>>>>> main
 
 @runtime_checkable
 class MovablePlacement(Protocol):
@@ -146,7 +149,7 @@ class JoiningNodeWatcher:
         ]
         load = Counter(process.node for process in movable if process.node != node.address)
         fullest, max_load = max(load.items(), key=lambda item: item[1], default=("", 0))
-        if max_load - has <= BALANCED:
+        if max_load - has <= 1:
             return False
         process = next(candidate for candidate in reversed(movable) if candidate.node == fullest)
         assert isinstance(process.placement, MovablePlacement)

@@ -37,8 +37,6 @@ LOOK_S = 1.0
 """Seconds between checks of a local Ray, which does not report its own death."""
 START_S = 120.0
 """Timeout for an actor to start its process, in seconds."""
-ENDING_S = 10.0
-"""Seconds an actor may take to end its process before it is killed."""
 
 
 class EngineActor:
@@ -235,7 +233,8 @@ class ActorChildProcess:
         """See `ChildProcessHandle.kill`; the actor ends the process, so its files are removed too."""
         if self._ending is None and not self._living.done() and not self._dead():
             self._actor.kill.remote()
-            self._ending = asyncio.get_running_loop().call_later(ENDING_S, self._end_actor)
+            # then the actor is killed
+            self._ending = asyncio.get_running_loop().call_later(10.0, self._end_actor)
 
     async def _live(self) -> str:
         from ray.exceptions import RayError

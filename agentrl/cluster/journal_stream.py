@@ -41,27 +41,26 @@ if TYPE_CHECKING:
 
 RECEIVER = ChildProgram("", {}, "agentrl.cluster.journal_stream")
 SILENCE_S = 60.0
-HEARTBEAT_S = 1.0
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
 
 
-class StartReceiver(rpc.Message, frozen=True):
+class StartReceiver(rpc.WireMessage, frozen=True):
     """Message to the receiver with the journal whose partitions it writes and the address at which it listens."""
 
     journal: str
     host: str
 
 
-class GrantPartition(rpc.Message, frozen=True):
+class GrantPartition(rpc.WireMessage, frozen=True):
     """Request to the receiver: let only a new process of a worker write the worker's partition."""
 
     call: int
     worker: int
 
 
-class RevokePartition(rpc.Message, frozen=True):
+class RevokePartition(rpc.WireMessage, frozen=True):
     """Message to the receiver: let no process write a worker's partition."""
 
     worker: int
@@ -73,20 +72,20 @@ class PartitionGranted(rpc.Reply, frozen=True):
     address: str
 
 
-class ReceiverHeartbeat(rpc.Message, frozen=True):
+class ReceiverHeartbeat(rpc.WireMessage, frozen=True):
     """Heartbeat to the run, with the bytes of entries received so far."""
 
     bytes: int
 
 
-class Append(rpc.Message, frozen=True):
+class Append(rpc.WireMessage, frozen=True):
     """Message from a worker with an entry or a partial."""
 
     entry: JournalEntry
     partial: bool
 
 
-class RemovePartials(rpc.Message, frozen=True):
+class RemovePartials(rpc.WireMessage, frozen=True):
     """Message from a worker; see `TurnLog.remove_partials`."""
 
     episode_id: str
@@ -94,13 +93,13 @@ class RemovePartials(rpc.Message, frozen=True):
     call_id: str | None
 
 
-class Flush(rpc.Message, frozen=True):
+class Flush(rpc.WireMessage, frozen=True):
     """Request from a worker: answer when all earlier messages are on disk."""
 
     call: int
 
 
-class TakeOverAttempt(rpc.Message, frozen=True):
+class TakeOverAttempt(rpc.WireMessage, frozen=True):
     """Request from a worker: take over an attempt and answer with all its entries and partials."""
 
     call: int
@@ -108,7 +107,7 @@ class TakeOverAttempt(rpc.Message, frozen=True):
     attempt: int
 
 
-class FindProgressedEpisodes(rpc.Message, frozen=True):
+class FindProgressedEpisodes(rpc.WireMessage, frozen=True):
     """Request from a worker; see `WorkerTurnLog.advanced`."""
 
     call: int
@@ -425,7 +424,7 @@ async def _serve(connection: socket.socket) -> None:
     if not isinstance(start, StartReceiver):
         return
     receiver = _Receiver(Path(start.journal), start.host, run)
-    heartbeats = asyncio.get_running_loop().create_task(run.send_heartbeats(HEARTBEAT_S, receiver.heartbeat))
+    heartbeats = asyncio.get_running_loop().create_task(run.send_heartbeats(1.0, receiver.heartbeat))
     await run.run(receiver.handle)
     heartbeats.cancel()
     await receiver.close()

@@ -41,7 +41,6 @@ read."""
 WHOLE = ("checkpoints", "versions", "steps")
 """Directories whose files never change after they are written."""
 CONTROL = f"journal/{CONTROL_FILE}"
-_ENTRIES = "id, episode, attempt, call, asked, body, checksum"
 
 Stamp = tuple[int, int]
 """Size in bytes and time of the last change in nanoseconds; files with equal stamps count as equal."""
@@ -290,7 +289,10 @@ class Mirror:
 
     def _entries(self, name: str, run: str, after: int) -> Iterator[Row]:
         with contextlib.closing(open_database_to_read(self._run / "journal" / name, "turns", run)) as source:
-            yield from source.execute(f"SELECT {_ENTRIES} FROM entries WHERE id > ? ORDER BY id", (after,))
+            yield from source.execute(
+                "SELECT id, episode, attempt, call, asked, body, checksum FROM entries WHERE id > ? ORDER BY id",
+                (after,),
+            )
 
     def _send_entries(self, name: str, run: str, pruned: Sequence[Row]) -> int:
         """Send the entries that the copy lacks. Returns the largest id."""

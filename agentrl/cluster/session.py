@@ -36,12 +36,7 @@ from agentrl.core.machine import gpus as machine_gpus
 if TYPE_CHECKING:
     from agentrl.config.run import RunConfig
 
-OBJECT_STORE_BYTES = 80 << 20
-"""Size of the local object store in bytes. Trainers receive small records and read token data themselves, so the
-smallest store that Ray accepts suffices."""
 
-ANSWERS_S = 5.0
-"""Timeout for the Ray at `cluster.address` to accept a connection, in seconds."""
 LOOK_S = 2.0
 """Seconds between two queries of the cluster's nodes."""
 ATTACH_S = 50.0
@@ -122,7 +117,7 @@ def check_cluster_reachable(address: str) -> None:
     if not port.isdecimal():
         raise InputError(f"cluster.address = {without_credentials(address)!r}: give 'auto', or HOST:PORT of the head")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWERS_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
     except (OSError, OverflowError, UnicodeError) as error:
         raise _unreachable_error(address, str(error)) from None
 
@@ -180,7 +175,8 @@ class _LocalRay:
                 # Idle prestarted workers burn CPU; our actors ask for no CPU slots.
                 num_cpus=0,
                 include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
+                # the smallest that Ray accepts: records are small, and trainers read token data themselves
+                object_store_memory=80 << 20,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 # Ray opens its own directory to everyone; the one around it stays private.

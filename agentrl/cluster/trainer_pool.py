@@ -57,6 +57,7 @@ DOING = {
     "send": "publishes a version",
     "save": "writes a checkpoint",
 }
+<<<<<<< HEAD
 """Description of a trainer's activity for the user, by its ranks' method."""
 COME_S = 50.0
 """Timeout for starting the actors of all ranks on the nodes of a cluster, in seconds."""
@@ -65,6 +66,9 @@ PREPARE_S = 600.0
 READ_S = 60.0
 """Timeout for token data from the run's host, in seconds."""
 LOOPBACK = "127.0.0.1"
+=======
+"""Description of a trainer's activity for people, by the method that its ranks run."""
+>>>>>>> main
 
 
 LEARNING = (
@@ -209,7 +213,7 @@ class TrainerRank:
         import ray
 
         try:
-            return ray.get(reference, timeout=READ_S)
+            return ray.get(reference, timeout=60.0)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, AgentRLError):
                 raise error.cause from None
@@ -299,8 +303,9 @@ class RayTrainerPool:
             await asyncio.to_thread(self._start_actors)
         self._lost = loop.create_future()
         self._watch = loop.create_task(self._look_at_ray(self._lost), name="watch Ray")
-        await self._all("come", limit_s=COME_S if self._plan.ranks else None)
-        await self._all("prepare", limit_s=PREPARE_S)
+        await self._all("come", limit_s=50.0 if self._plan.ranks else None)
+        # importing torch from a cold disk takes minutes
+        await self._all("prepare", limit_s=600.0)
         met = await self._call(self._actors[:1], "serve") if len(self._actors) > 1 else [None]
         await self._all("join", met[0])
         started: Sequence[tuple[int, tuple[str, ...]]] = await self._all("start", resume_from)
@@ -334,7 +339,7 @@ class RayTrainerPool:
                 ).remote(
                     *(settings, str(self._directory)),
                     rank=rank,
-                    addresses=[each.address for each in plan.ranks] or [LOOPBACK] * size,
+                    addresses=[each.address for each in plan.ranks] or ["127.0.0.1"] * size,
                     files=None if node is None or node == plan.nodes[0] else self._files,
                     gpu=gpu.id if gpu is not None and node is None else None,
                     memory_share=plan.devices.share_of_rank(rank) if gpu is not None else 0.0,

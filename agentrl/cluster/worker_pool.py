@@ -48,8 +48,6 @@ GUILTY = 3
 """Number of deaths by which an episode must exceed all others present at the last death to be guilty."""
 SPLIT = 4
 """Factor by which each further death lowers the number of suspects in one process."""
-CANCEL_S = 10.0
-"""Seconds a process may take to stop its episodes before it is killed; longer than the wait for a stuck program."""
 
 
 @dataclass(slots=True, eq=False)
@@ -237,7 +235,8 @@ class WorkerPool:
         self._is_cancelling = True
         self._queue.clear()
         try:
-            await asyncio.gather(*(process.cancel(CANCEL_S) for process in self.processes))
+            # longer than the wait for a stuck program
+            await asyncio.gather(*(process.cancel(10.0) for process in self.processes))
             for process in self.processes:
                 self._leave(process, *process.episodes)
             await self._settled()

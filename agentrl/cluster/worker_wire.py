@@ -32,7 +32,7 @@ Spoken = tuple[
 """Fields of a `TrajectoryHeader`, in order."""
 
 
-class EpisodeEnded(rpc.Message, frozen=True):
+class EpisodeEnded(rpc.WireMessage, frozen=True):
     """Header of an episode that has ended, to be committed or dropped; its entries are on disk."""
 
     number: int
@@ -55,7 +55,7 @@ class EpisodeEnded(rpc.Message, frozen=True):
 # --- to the worker ----------------------------------------------------------------------------------------------------
 
 
-class WorkerSetup(rpc.Message, frozen=True):
+class WorkerSetup(rpc.WireMessage, frozen=True):
     """First message to a worker, with its settings: call 0."""
 
     number: int
@@ -74,7 +74,7 @@ class WorkerSetup(rpc.Message, frozen=True):
     """Code of the scorers' functions, by the scorer's name."""
 
 
-class EngineAddresses(rpc.Message, frozen=True):
+class EngineAddresses(rpc.WireMessage, frozen=True):
     """Current addresses of the processes of one base model's engine."""
 
     addresses: tuple[str, ...]
@@ -82,7 +82,7 @@ class EngineAddresses(rpc.Message, frozen=True):
     """Number of the base model, in the order of `RunConfig.bases`."""
 
 
-class StartEpisode(rpc.Message, frozen=True):
+class StartEpisode(rpc.WireMessage, frozen=True):
     """Message that starts an episode; with `resume`, a partition of the journal may hold entries of it."""
 
     number: int
@@ -90,20 +90,25 @@ class StartEpisode(rpc.Message, frozen=True):
     resume: bool
 
 
-class ParkEpisode(rpc.Message, frozen=True):
+class ParkEpisode(rpc.WireMessage, frozen=True):
     """Request to park an episode: release its resources of the engine."""
 
     number: int
 
 
-class UnparkEpisode(rpc.Message, frozen=True):
+class UnparkEpisode(rpc.WireMessage, frozen=True):
     """Request to resume a parked episode."""
 
     number: int
 
 
+<<<<<<< HEAD
 class ChildEpisodeEnded(rpc.Message, frozen=True):
     """Result of a child of a running episode: child number `index` of `call` in that attempt."""
+=======
+class ChildEpisodeEnded(rpc.WireMessage, frozen=True):
+    """Result of a child of a running episode: child number `index` of those that `call` spawned in that attempt."""
+>>>>>>> main
 
     number: int
     attempt: int
@@ -120,11 +125,11 @@ class ProposalReply(rpc.Reply, frozen=True):
     known: ProposalNovelty
 
 
-class CancelEpisodes(rpc.Message, frozen=True):
+class CancelEpisodes(rpc.WireMessage, frozen=True):
     """Request to stop all episodes in flight: call 0."""
 
 
-class ShutDownWorker(rpc.Message, frozen=True):
+class ShutDownWorker(rpc.WireMessage, frozen=True):
     """Park all episodes and end: the machine is taken away."""
 
 
@@ -148,11 +153,11 @@ class WorkerReady(rpc.Reply, frozen=True):
     """Answer to `WorkerSetup`: the worker is ready for episodes."""
 
 
-class WorkerHeartbeat(rpc.Message, frozen=True):
+class WorkerHeartbeat(rpc.WireMessage, frozen=True):
     """Heartbeat, sent when no other message was due."""
 
 
-class SpawnChildEpisodes(rpc.Message, frozen=True):
+class SpawnChildEpisodes(rpc.WireMessage, frozen=True):
     """Request for children of a running episode, one per task; a task with several children is sent once (`of` maps
     children to tasks)."""
 
@@ -164,7 +169,7 @@ class SpawnChildEpisodes(rpc.Message, frozen=True):
     of: tuple[int, ...]
 
 
-class RememberProposal(rpc.Message, frozen=True):
+class RememberProposal(rpc.WireMessage, frozen=True):
     """Proposal of an episode for the memory."""
 
     call: int
@@ -174,20 +179,25 @@ class RememberProposal(rpc.Message, frozen=True):
     structure: str
 
 
-class AttemptStarted(rpc.Message, frozen=True):
+class AttemptStarted(rpc.WireMessage, frozen=True):
     """Message that a further attempt of an episode begins."""
 
     number: int
     attempt: int
 
 
+<<<<<<< HEAD
 class EpisodeProgressed(rpc.Message, frozen=True):
     """Message that another worker's episode has new entries on disk here. Sent once."""
+=======
+class EpisodeProgressed(rpc.WireMessage, frozen=True):
+    """Message that an episode begun elsewhere has new entries on disk here. Sent once."""
+>>>>>>> main
 
     number: int
 
 
-class EpisodeParked(rpc.Message, frozen=True):
+class EpisodeParked(rpc.WireMessage, frozen=True):
     """Message that an episode no longer holds resources of the engine; see `rollout.episode.LiveEpisode.deadline`."""
 
     number: int
@@ -198,17 +208,26 @@ class EpisodesCancelled(rpc.Reply, frozen=True):
     """Answer to `CancelEpisodes`: no episode is in flight."""
 
 
+<<<<<<< HEAD
 class WorkerShuttingDown(rpc.Message, frozen=True):
     """The worker got SIGTERM, or a request to leave: it ends once its samples are on disk."""
 
 
 class LogLine(rpc.Message, frozen=True):
     """Line of output for the user."""
+=======
+class WorkerShuttingDown(rpc.WireMessage, frozen=True):
+    """The worker got SIGTERM, or was told to leave: it ends once what it sampled is on disk."""
+
+
+class LogLine(rpc.WireMessage, frozen=True):
+    """Line of output for people."""
+>>>>>>> main
 
     line: str
 
 
-class WorkerFailed(rpc.Message, frozen=True):
+class WorkerFailed(rpc.WireMessage, frozen=True):
     """Failure that no episode caused; `kind` is a class of `agentrl.core.errors`."""
 
     kind: str

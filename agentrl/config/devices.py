@@ -31,11 +31,9 @@ SHARED = 0.45
 """Share of a GPU's memory that an engine takes if a trainer rank computes on the GPU too."""
 CONTEXT = 450 << 20
 """Bytes that the CUDA context of a process takes on a GPU, which no allocator counts. An estimate."""
-MIN_RANK_SHARE = 0.05
-"""Smallest share of a GPU's memory with which a trainer rank starts."""
 
-Transfer = Literal["file", "ipc", "nccl", "gloo"]
-"""Transport that carries a full set of weights from a trainer to an engine."""
+Transfer = Literal["ipc", "nccl", "gloo"]
+"""Backend of vLLM's weight-transfer API that carries a full set of weights from a trainer to an engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,15 +65,15 @@ class DevicePlan:
         others = {at for other, held in enumerate(self.engines) if other != number for at in held}
         return not {*self.ranks, *others}.isdisjoint(self.engines[number])
 
-    def transfer_to(self, number: int) -> Transfer:
+    def transfer_to(self, number: int) -> Transfer | None:
         """Choose the transport for full weights to an engine on the same machine: `ipc` if its only GPU is rank 0's,
-        `nccl` if it shares no GPU with rank 0, `file` otherwise."""
+        `nccl` if it shares no GPU with rank 0; None otherwise: it loads the published file."""
         if not (self.ranks and self.engines):
-            return "file"
+            return None
         held = self.engines[number]
         if held == self.ranks[:1]:
             return "ipc"
-        return "file" if self.ranks[0] in held else "nccl"
+        return None if self.ranks[0] in held else "nccl"
 
     def share_of_rank(self, rank: int) -> float:
         """The share of its GPU's memory that a trainer rank may allocate."""
@@ -187,7 +185,8 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
         bases=tuple(name for name in names for _ in range(config.engine.count)),
     )
     for rank in range(count):
-        if plan.share_of_rank(rank) < MIN_RANK_SHARE:
+        # a rank cannot start with less
+        if plan.share_of_rank(rank) < 0.05:
             raise ConfigError(
                 f"engines and CUDA contexts take {1 - plan.share_of_rank(rank):.0%} of GPU {gpus[held[rank]].id}, "
                 f"which leaves {plan.share_of_rank(rank):.0%} to trainer rank {rank}: lower engine.memory_share, or "

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from agentrl.core.custom_functions import Kind, installed_functions
 from agentrl.core.errors import InputError
 from agentrl.core.reply_formats import REPLY_FORMATS
 
@@ -74,10 +75,36 @@ def _known_reply_format(name: str) -> str:
 ReplyFormatName = Annotated[str, AfterValidator(_known_reply_format)]
 
 
+def check_function_name(kind: Kind, name: str, built_in: Sequence[str] = ()) -> None:
+    """Check that a function is built in, or may be the user's; it is not loaded here.
+
+    Raises:
+        ValueError: there is no such function.
+    """
+    if name not in built_in and ":" not in name and name not in (others := installed_functions(kind)):
+        known = f"; built in are {', '.join((*built_in, *others))}" if built_in else ""
+        raise ValueError(
+            f"{name!r}: there is no such {kind}{known}. One of your own is `module:function` or "
+            "`path/to/file.py:function`"
+        )
+
+
 class Section(BaseModel):
     """A part of the configuration: immutable, and unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    def check(self) -> None:
+        """Refuse values that do not fit each other; `load` names the section in front of the message.
+
+        Raises:
+            ValueError: the message names the keys within the section, and the fix.
+        """
+
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        self.check()
+        return self
 
 
 _PACKAGE_DIRECTORY = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([^:\\]+)")

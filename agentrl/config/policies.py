@@ -9,7 +9,7 @@ import ipaddress
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from agentrl.config.fields import (
     DerivedDefault,
@@ -154,15 +154,13 @@ class RemotePolicy(_Sampled, ExternalPolicyConfig):
             )
         return url.rstrip("/")
 
-    @model_validator(mode="after")
-    def _check_secrecy(self) -> RemotePolicy:
+    def check(self) -> None:
         parts = urlsplit(self.url)
         if self.api_key_env and parts.scheme == "http" and not _is_loopback(parts.hostname or ""):
             raise ValueError(
                 f"api_key_env = {self.api_key_env!r} with {self.url}: the key would be sent unencrypted. Use https, or "
                 "a tunnel to this machine; or remove api_key_env if the endpoint needs no key"
             )
-        return self
 
 
 def _is_loopback(host: str) -> bool:

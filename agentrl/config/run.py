@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import ValidationError, field_validator, model_validator
+from pydantic import ValidationError, field_validator
 
 from agentrl.config.fields import (
     Episodes,
@@ -37,9 +37,6 @@ from agentrl.config.policies import (
 )
 from agentrl.config.scorers import ScorerConfig
 from agentrl.config.sections import (
-    ADVANTAGE_NAMES,
-    ALONE,
-    LOSS_NAMES,
     BestConfig,
     CheckpointConfig,
     ClusterConfig,
@@ -52,7 +49,6 @@ from agentrl.config.sections import (
     SamplingConfig,
     TrainerConfig,
 )
-from agentrl.core.custom_functions import Kind, installed_functions
 from agentrl.core.errors import ConfigError
 from agentrl.core.ids import is_safe_name
 from agentrl.core.records import REWARD
@@ -127,10 +123,33 @@ class RunConfig(Section):
             for name, table in policies.items()
         }
 
-    @model_validator(mode="after")
-    def _check_together(self) -> RunConfig:
-        check_combinations(self)
-        return self
+    def check(self) -> None:
+        """Refuse sections that do not fit each other. Each section has checked itself."""
+        if not self.policies:
+            raise ValueError("policies: at least one policy is needed")
+        for key, name in (("name", self.name), *((f"policies.{name}", name) for name in self.policies)):
+            if not is_safe_name(name):
+                raise ValueError(f"{key}: {name!r} becomes part of a path: letters, digits, '.', '_' and '-' only")
+        _check_steps(self)
+        _check_loss(self)
+        _check_scorers(self)
+        _check_release(self)
+        _check_seats(self)
+        _check_model(self)
+        for name in self.policies:
+            _check_sampling(self, name)
+        for name, policy in self.trained.items():
+            if policy.max_lag is not None and policy.max_lag < policy.max_staleness:
+                raise ValueError(
+                    f"policies.{name}.max_lag = {policy.max_lag} is below max_staleness = {policy.max_staleness}, "
+                    "which bounds the mean of what max_lag limits: raise it, or lower max_staleness"
+                )
+        _check_freeze(self)
+        _check_best_metric(self)
+        _check_full_weights(self)
+        if self.deterministic:
+            _check_deterministic(self)
+        _check_engine(self)
 
     def with_functions(
         self,
@@ -152,17 +171,20 @@ class RunConfig(Section):
             credit = credit.model_copy(update={"advantage": credit.advantage.model_copy(update={"name": advantage})})
         functions = dict(self.scorers)
         for name, function in scorers.items():
-            section = functions.get(name)
-            functions[name] = (
-                ScorerConfig(function=function)
-                if section is None
-                else section.model_copy(update={"function": function})
-            )
+            scorer = functions.get(name) or ScorerConfig.model_construct()
+            functions[name] = scorer.model_copy(update={"function": function})
         changed = self.model_copy(update={"trainer": trainer, "credit": credit, "scorers": functions})
-        try:
-            check_combinations(changed)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        changed_sections: dict[str, Section] = {
+            "trainer.loss": trainer.loss,
+            "credit.advantage": credit.advantage,
+            "credit": credit,
+        }
+        changed_sections |= {f"scorers.{name}": functions[name] for name in scorers}
+        for key, section in {**changed_sections, "": changed}.items():
+            try:
+                section.check()
+            except ValueError as error:
+                raise ConfigError(f"{key}: {error}" if key else str(error)) from None
         return changed
 
     def of_kind(self, kind: type[P]) -> dict[str, P]:
@@ -315,48 +337,6 @@ class RunConfig(Section):
         )
 
 
-def check_combinations(config: RunConfig) -> None:
-    """Refuse invalid combinations of settings.
-
-    Raises:
-        ValueError: a combination is invalid; the message names the keys and the fix.
-    """
-    if not config.policies:
-        raise ValueError("policies: at least one policy is needed")
-    for key, name in (("name", config.name), *((f"policies.{name}", name) for name in config.policies)):
-        if not is_safe_name(name):
-            raise ValueError(f"{key}: {name!r} becomes part of a path: letters, digits, '.', '_' and '-' only")
-    _check_steps(config)
-    _check_functions(config)
-    _check_credit(config)
-    _check_scorers(config)
-    _check_release(config)
-    _check_seats(config)
-    _check_model(config)
-    for name in config.policies:
-        _check_sampling(config, name)
-    for name, policy in config.trained.items():
-        if policy.max_lag is not None and policy.max_lag < policy.max_staleness:
-            raise ValueError(
-                f"policies.{name}.max_lag = {policy.max_lag} is below max_staleness = {policy.max_staleness}, which "
-                "bounds the mean of what max_lag limits: raise it, or lower max_staleness"
-            )
-    _check_freeze(config)
-    _check_best(config)
-    _check_full_weights(config)
-    ranks_of_a_copy = config.trainer.sharding
-    if isinstance(ranks_of_a_copy, int) and config.trainer.ranks % ranks_of_a_copy:
-        raise ValueError(
-            f"trainer.sharding = {ranks_of_a_copy} does not divide trainer.ranks = {config.trainer.ranks}: every "
-            "rank belongs to one group of that size"
-        )
-    if config.deterministic:
-        _check_deterministic(config)
-    _check_engine(config)
-    if config.cluster.min_nodes and not config.on_cluster:
-        raise ValueError("cluster.min_nodes needs a cluster: set cluster.address, too")
-
-
 def _check_model(config: RunConfig) -> None:
     here = [name for name, policy in config.policies.items() if not isinstance(policy, ExternalPolicyConfig)]
     if without := [name for name in here if not config.base_of(name)]:
@@ -386,44 +366,6 @@ def _check_steps(config: RunConfig) -> None:
         raise ValueError(
             f"steps: the number for {', '.join(sorted(missing))} is missing; the table must have all trained policies: "
             f"{learning}"
-        )
-
-
-def _check_functions(config: RunConfig) -> None:
-    """Check that each function is built in, or may be the user's."""
-    named: tuple[tuple[Kind, str, str, Sequence[str]], ...] = (
-        ("loss", "trainer.loss.name", config.trainer.loss.name, LOSS_NAMES),
-        ("advantage", "credit.advantage", config.credit.advantage.name, ADVANTAGE_NAMES),
-        *(
-            ("scorer", f"scorers.{name}.function", scorer.function, ())
-            for name, scorer in config.scorers.items()
-            if scorer.function
-        ),
-    )
-    for kind, key, name, built_in in named:
-        if name not in built_in and ":" not in name and name not in (others := installed_functions(kind)):
-            known = f"; built in are {', '.join((*built_in, *others))}" if built_in else ""
-            raise ValueError(
-                f"{key} = {name!r}: there is no such {kind}{known}. "
-                "One of your own is `module:function` or `path/to/file.py:function`"
-            )
-
-
-def _check_reward_weights(weights: Mapping[str, float]) -> None:
-    """Check that weights do not cancel: a reward of 1 under every name must be worth more than 0."""
-    if not math.isfinite(sum(weights.values())):
-        raise ValueError("credit.reward_weights: their sum is not a finite number")
-    total = math.fsum(weights.values())
-    told = ", ".join(f"{name} = {weight:g}" for name, weight in weights.items())
-    for name in weights:
-        if not (name.isascii() and name.isidentifier()):
-            raise ValueError(
-                f"credit.reward_weights: {name!r} is not a valid name for a reward; give a Python identifier"
-            )
-    if weights and total <= 0:
-        raise ValueError(
-            f"credit.reward_weights: {told}: they sum to {total:g}, so raising every reward would earn nothing, or "
-            "less. Express a penalty as a negative reward with a positive weight"
         )
 
 
@@ -464,61 +406,34 @@ def _check_scorers(config: RunConfig) -> None:
             chain.append(other)
 
 
-def _check_credit(config: RunConfig) -> None:
-    credit, advantage = config.credit, config.credit.advantage.name
-    _check_reward_weights(credit.reward_weights)
-    if advantage in ADVANTAGE_NAMES[:5] and (given := credit.advantage.options):
-        raise ValueError(f"credit.advantage: {advantage!r} has no arguments; remove {', '.join(given)}")
-    if credit.turn_credit == "to_go" and advantage == "role_mean":
-        raise ValueError(
-            "credit.turn_credit = 'to_go' compares the turns of a group: set credit.advantage = 'leave_one_out', "
-            "or turn_credit = 'sum'"
-        )
-    if credit.turn_credit == "to_go" and advantage == "gigpo":
-        raise ValueError(
-            "credit.advantage = 'gigpo' credits each turn with the discounted rewards from that turn on: set "
-            "credit.turn_credit = 'sum'"
-        )
-    if credit.dynamic_sampling and advantage in ALONE:
-        raise ValueError(
-            "credit.dynamic_sampling = true drops groups whose rewards are all equal: set an advantage that "
-            "compares within the group, such as 'leave_one_out', or dynamic_sampling = false"
-        )
-    if credit.dynamic_sampling and config.trainer.loss.name == "distillation":
+def _check_loss(config: RunConfig) -> None:
+    """Check that the loss learns from the advantages that the credit section makes."""
+    credit, loss = config.credit, config.trainer.loss
+    advantage = credit.advantage.name
+    if credit.dynamic_sampling and loss.name == "distillation":
         raise ValueError(
             "credit.dynamic_sampling = true would drop episodes from which distillation learns whatever their "
             "rewards: set dynamic_sampling = false with trainer.loss.name = 'distillation'"
         )
-    if credit.group_size == 1 and advantage in ADVANTAGE_NAMES and advantage not in ALONE:
-        raise ValueError(
-            f"credit.group_size = 1 with credit.advantage = {advantage!r}: an episode without others to compare it "
-            "with teaches nothing. Set group_size = 2 or more, or advantage = 'role_mean', 'gae' or 'none'"
-        )
-    if advantage == "role_mean" and config.trainer.loss.name == "dpo":
+    if advantage == "role_mean" and loss.name == "dpo":
         raise ValueError(
             "trainer.loss.name = 'dpo' prefers the better members of a group, and with credit.advantage = 'role_mean' "
             "members of equal reward can differ in advantage: set advantage = 'leave_one_out'"
         )
-    if advantage == "gae":
-        _check_gae(config)
-
-
-def _check_gae(config: RunConfig) -> None:
-    """Check that there is one policy, and a loss that reads advantages."""
-    if len(config.trained) > 1:
+    if advantage == "gae" and len(config.trained) > 1:
         raise ValueError(
             f"credit.advantage = 'gae' has values for one policy, and {', '.join(config.trained)} learn: set kind = "
             "'frozen' for all but one, or advantage = 'role_mean' or 'leave_one_out'"
         )
-    if (loss := config.trainer.loss.name) in ("distillation", "dpo"):
+    if advantage == "gae" and loss.name in ("distillation", "dpo"):
         raise ValueError(
-            f"credit.advantage = 'gae' with trainer.loss.name = {loss!r}: that loss does not learn from advantages, so "
-            "values would serve nothing. Set advantage = 'none' or 'leave_one_out', or another loss"
+            f"credit.advantage = 'gae' with trainer.loss.name = {loss.name!r}: that loss does not learn from "
+            "advantages, so values would serve nothing. Set advantage = 'none' or 'leave_one_out', or another loss"
         )
 
 
 def _check_release(config: RunConfig) -> None:
-    """Check that no credit of a released member depends on members of its group that are still running."""
+    """Check that the step does not depend on which members of a group end first."""
     if config.credit.release == "group":
         return
     for what, reason in _not_with_release(config):
@@ -528,41 +443,17 @@ def _check_release(config: RunConfig) -> None:
         )
 
 
-_BIASED_IN_PARTS = {
-    "group_std": "who ends first depends on what it does, so to divide by the spread of the first ones is biased",
-    "group_mean": "a mean that counts the member itself differs for early and late ones, which is biased",
-}
-"""Why an advantage cannot be combined with groups released in parts, where there is more to say than of others."""
-
-
 def _not_with_release(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield the settings that cannot be combined with groups released in parts, each with its reason and remedy."""
-    credit, name = config.credit, config.credit.advantage.name
-    if credit.dynamic_sampling:
-        why = "members are trained before it is known whether their group has a signal"
-        yield "credit.dynamic_sampling = true", f"{why}. Set dynamic_sampling = false"
-    advantage = f"credit.advantage = {name!r}"
-    if name not in ("leave_one_out", "role_mean", "none", "gae"):
-        why = _BIASED_IN_PARTS.get(
-            name, "only a baseline that leaves out the member itself is the same for early and late ones, and unbiased"
-        )
-        yield advantage, f"{why}. Set advantage = 'leave_one_out'"
     if config.trainer.loss.normalizer == "sequences":
         why = "the divisor would depend on who ended first, and short members would weigh more"
         yield "trainer.loss.normalizer = 'sequences'", f"{why}. Set it to the sampled tokens of a typical episode"
     if config.trainer.loss.name == "dpo":
         why = "a member is preferred to those in the same step, and late ones have none there"
         yield "trainer.loss.name = 'dpo'", f"{why}. Set another loss"
-    if credit.turn_credit == "to_go" and name != "gae":
-        yield "credit.turn_credit = 'to_go'", "earlier groups are remembered as wholes. Set turn_credit = 'sum'"
     if config.deterministic:
         yield "deterministic = true", "who ends first depends on the machine. Leave one of the two out"
-    if credit.release == "late":
-        if name in ("role_mean", "none", "gae"):
-            yield (
-                advantage,
-                "it makes no comparison within the group, so there is nothing to wait for. Set release = 'episode'",
-            )
+    if config.credit.release == "late":
         for learner, policy in config.trained.items():
             if policy.max_staleness == 0:
                 why = "each step then waits for all running episodes, so none can be late"
@@ -627,11 +518,10 @@ def _check_freeze(config: RunConfig) -> None:
             )
 
 
-def _check_best(config: RunConfig) -> None:
+def _check_best_metric(config: RunConfig) -> None:
+    """Check that the best metric is measured."""
     best, trained = config.best, config.trained
     policy = best.metric.removeprefix("-").partition("/")[0]
-    if not best.metric and best.stops_early:
-        raise ValueError("best.stop_at and best.stop_fall end a run by a metric: set best.metric")
     if policy in config.policies and policy not in trained:
         raise ValueError(
             f"best.metric = {best.metric!r}: {policy!r} is not a trained policy; there are: "

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from agentrl.config.fields import Free, NumberUnit, Positive, Seconds, Section
+from agentrl.config.fields import Free, NumberUnit, Positive, Seconds, Section, check_function_name
 
 
 def is_rubric_file(rubric: str) -> bool:
@@ -48,8 +48,7 @@ class ScorerConfig(Section):
     """Score of content that no attempt can judge: a function raises `agentrl.Unscorable`; a judge's endpoint refuses
     the content, or it is longer than the judge's context. Null: such content stops the run. Judges need a value."""
 
-    @model_validator(mode="after")
-    def _check_kind(self) -> ScorerConfig:
+    def check(self) -> None:
         if bool(self.function) == bool(self.judge):
             raise ValueError("name who scores: function = 'mine.py:short', or judge = a policy of the run, not both")
         if self.function and (self.rubric or self.answer or self.votes > 1):
@@ -66,4 +65,5 @@ class ScorerConfig(Section):
             )
         if lost := [answer for answer in self.answer if not answer.strip() or answer != answer.casefold()]:
             raise ValueError(f"answer: {lost[0]!r}: write answers as words in lower case")
-        return self
+        if self.function:
+            check_function_name("scorer", self.function)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Collection
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 from agentrl.config.fields import (
     Episodes,
@@ -24,8 +24,10 @@ from agentrl.config.fields import (
     Share,
     Tokens,
     WaveFixed,
+    check_function_name,
     resolve_package_directory,
 )
+from agentrl.core.custom_functions import Kind
 
 
 class EnvironmentConfig(Section):
@@ -210,19 +212,24 @@ class FunctionConfig(Section):
         """Arguments of the function."""
         return dict(self.model_extra or {})
 
-    @model_validator(mode="after")
-    def _check_spelling(self) -> FunctionConfig:
-        """Refuse an argument that is a misspelt setting. The function itself is not loaded here."""
+    kind: ClassVar[Kind]
+    built_in: ClassVar[tuple[str, ...]]
+
+    def check(self) -> None:
+        """Refuse a name that is neither built in nor possibly the user's, and an argument that is a misspelt setting.
+        The function itself is not loaded here."""
+        check_function_name(self.kind, self.name, self.built_in)
         for key in self.options:
             if near := difflib.get_close_matches(key, type(self).model_fields, n=1, cutoff=0.85):
                 raise ValueError(f"unknown key {key}; did you mean {near[0]}?")
-        return self
 
 
 class AdvantageConfig(FunctionConfig):
     """The advantage estimator. Text is its name; every further key is an argument of the estimator, such as
     `credit.advantage = { name = "pass_at_k", k = 4 }`, and may differ on resume."""
 
+    kind = "advantage"
+    built_in = ADVANTAGE_NAMES
     name: Free[str] = "leave_one_out"
     """Advantage estimator, named by its baseline. Over the other members of the group in the same seat: `leave_one_out`
     (RLOO), `group_mean` (Dr. GRPO) or `group_std` (GRPO, divided by the n - 1 standard deviation). `role_mean`: the
@@ -234,15 +241,16 @@ class AdvantageConfig(FunctionConfig):
         """Arguments of `gae`; None with another estimator."""
         return GaeConfig.model_validate(self.options) if self.name == "gae" else None
 
-    @model_validator(mode="after")
-    def _check_gae(self) -> AdvantageConfig:
+    def check(self) -> None:
+        super().check()
+        if self.name in ("leave_one_out", "group_mean", "group_std", "role_mean", "none") and self.options:
+            raise ValueError(f"{self.name!r} has no arguments; remove {', '.join(self.options)}")
         try:
             _ = self.gae
         except ValidationError as error:
             found = error.errors()[0]
             known = ", ".join(GaeConfig.model_fields)
             raise ValueError(f"gae, {found['loc'][0]}: {found['msg']}; its options: {known}") from None
-        return self
 
 
 class GaeConfig(Section):
@@ -289,6 +297,76 @@ class CreditConfig(Section):
     def _accept_name(cls, advantage: Any) -> Any:
         return {"name": advantage} if isinstance(advantage, str) else advantage
 
+    @field_validator("reward_weights")
+    @classmethod
+    def _check_reward_weights(cls, weights: dict[str, float]) -> dict[str, float]:
+        """Check that weights do not cancel: a reward of 1 under every name must be worth more than 0."""
+        for name in weights:
+            if not (name.isascii() and name.isidentifier()):
+                raise ValueError(f"{name!r} is not a valid name for a reward; give a Python identifier")
+        if not math.isfinite(sum(weights.values())):
+            raise ValueError("their sum is not a finite number")
+        if weights and (total := math.fsum(weights.values())) <= 0:
+            listed = ", ".join(f"{name} = {weight:g}" for name, weight in weights.items())
+            raise ValueError(
+                f"{listed}: they sum to {total:g}, so raising every reward would earn nothing, or less. Express a "
+                "penalty as a negative reward with a positive weight"
+            )
+        return weights
+
+    def check(self) -> None:
+        name = self.advantage.name
+        if self.turn_credit == "to_go" and name == "role_mean":
+            raise ValueError(
+                "turn_credit = 'to_go' compares the turns of a group: set advantage = 'leave_one_out', or turn_credit "
+                "= 'sum'"
+            )
+        if self.turn_credit == "to_go" and name == "gigpo":
+            raise ValueError(
+                "advantage = 'gigpo' credits each turn with the discounted rewards from that turn on: set turn_credit "
+                "= 'sum'"
+            )
+        if self.dynamic_sampling and name in ALONE:
+            raise ValueError(
+                "dynamic_sampling = true drops groups whose rewards are all equal: set an advantage that compares "
+                "within the group, such as 'leave_one_out', or dynamic_sampling = false"
+            )
+        if self.group_size == 1 and name in ADVANTAGE_NAMES and name not in ALONE:
+            raise ValueError(
+                f"group_size = 1 with advantage = {name!r}: an episode without others to compare it with teaches "
+                "nothing. Set group_size = 2 or more, or advantage = 'role_mean', 'gae' or 'none'"
+            )
+        if self.release != "group":
+            self._check_release()
+
+    def _check_release(self) -> None:
+        """Check that no credit of a released member depends on members of its group that are still running."""
+        name = self.advantage.name
+        what = why = ""
+        if self.dynamic_sampling:
+            what = "dynamic_sampling = true"
+            why = "members are trained before it is known whether their group has a signal. Set it to false"
+        elif name not in ("leave_one_out", "role_mean", "none", "gae"):
+            what = f"advantage = {name!r}"
+            reasons = {
+                "group_std": "who ends first depends on what it does, so to divide by the spread of the first ones is "
+                "biased",
+                "group_mean": "a mean that counts the member itself differs for early and late ones, which is biased",
+            }
+            why = reasons.get(
+                name,
+                "only a baseline that leaves out the member itself is the same for early and late ones, and unbiased",
+            )
+            why += ". Set advantage = 'leave_one_out'"
+        elif self.turn_credit == "to_go" and name != "gae":
+            what = "turn_credit = 'to_go'"
+            why = "earlier groups are remembered as wholes. Set turn_credit = 'sum'"
+        elif self.release == "late" and name != "leave_one_out":
+            what = f"advantage = {name!r}"
+            why = "it makes no comparison within the group, so there is nothing to wait for. Set release = 'episode'"
+        if what:
+            raise ValueError(f"release = {self.release!r} cannot be combined with {what}: {why}, or release = 'group'")
+
 
 KLEstimator = Literal["k1", "k2", "k3"]
 """Estimators of a token's KL divergence (Schulman 2020)."""
@@ -298,6 +376,8 @@ class LossConfig(FunctionConfig):
     """The loss, and the constant that divides it (docs/algorithms.md). Every further key is an argument of the loss,
     such as `clip_high = 0.3` of `ppo`, and may differ on resume."""
 
+    kind = "loss"
+    built_in = LOSS_NAMES
     name: Free[str] = "truncated"
     """Loss: a built-in name, the name of one that an installed package provides, `module:function`, or
     `path/to/file.py:function`, which in a TOML file is relative to that file. The default, truncated importance weights
@@ -357,6 +437,13 @@ class TrainerConfig(Section):
     """
     optimizer: OptimizerConfig = OptimizerConfig()
 
+    def check(self) -> None:
+        if isinstance(self.sharding, int) and self.ranks % self.sharding:
+            raise ValueError(
+                f"sharding = {self.sharding} does not divide ranks = {self.ranks}: every rank belongs to one group of "
+                "that size"
+            )
+
 
 class ClusterConfig(Section):
     """The Ray in whose actors trainer ranks, engines and workers run (docs/cluster.md)."""
@@ -368,6 +455,10 @@ class ClusterConfig(Section):
     min_nodes: Free[Annotated[NonNegative, NumberUnit("nodes")]] = 0
     """Nodes that the run waits for, at its start and again when the machine of a trainer rank was lost. 0: ranks go on
     with those that are left."""
+
+    def check(self) -> None:
+        if self.min_nodes and self.address in ("", "local"):
+            raise ValueError("min_nodes needs a cluster: set address, too")
 
 
 class EvaluationConfig(Section):
@@ -416,6 +507,10 @@ class BestConfig(Section):
     """Running mean at which the run ends early, as good enough; null: none."""
     stop_fall: Free[Annotated[float, Field(ge=0)] | None] = None
     """Distance behind the best running mean at which the run ends early; null: none."""
+
+    def check(self) -> None:
+        if not self.metric and self.stops_early:
+            raise ValueError("stop_at and stop_fall end a run by a metric: set metric")
 
     @property
     def stops_early(self) -> bool:

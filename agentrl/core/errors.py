@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from agentrl.core.records import WeightsRef
 
 
 class AgentRLError(Exception):
@@ -121,6 +125,11 @@ class EngineStorageError(EngineError):
 
 class EngineFailedError(EngineError):
     """The engine is gone for good: its supervisor has given up. The call sampled nothing."""
+
+
+def version_refused_error(weights: WeightsRef, reason: str, kind: type[EngineError] = EngineError) -> EngineError:
+    """Make the error for a version that is not served."""
+    return kind(f"weights {weights.version} refused: {reason}. The version before it keeps serving")
 
 
 class EngineCapabilityError(InputError):

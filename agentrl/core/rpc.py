@@ -29,11 +29,11 @@ MAX_FRAME_BYTES = 1 << 30
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+class WireMessage(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """Content of a frame: an array whose first element is the name of the message's class."""
 
 
-class Reply(Message, frozen=True, kw_only=True):
+class Reply(WireMessage, frozen=True, kw_only=True):
     """Answer to the call with this number."""
 
     call: int = 0
@@ -51,13 +51,13 @@ class ErrorReply(Reply, frozen=True, kw_only=True):
     message: str
 
 
-class Part(Message, frozen=True, kw_only=True):
+class Part(WireMessage, frozen=True, kw_only=True):
     """Part of an answer, sent before the answer."""
 
     call: int
 
 
-class CancelCall(Message, frozen=True):
+class CancelCall(WireMessage, frozen=True):
     """Note that the caller no longer waits for an answer."""
 
     call: int
@@ -120,13 +120,13 @@ class Connection:
 
     # --- sending ------------------------------------------------------------------------------------------------------
 
-    def send(self, message: Message) -> None:
+    def send(self, message: WireMessage) -> None:
         """Send a message without waiting; does nothing if the connection is closed."""
         if self._ended is None:
             self._write_queued()
             send(self._writer, message)
 
-    def queue(self, message: Message) -> None:
+    def queue(self, message: WireMessage) -> None:
         """Send a message together with others of this iteration of the event loop, in one system call."""
         if self._ended is None:
             if not self._queued:
@@ -140,7 +140,7 @@ class Connection:
     async def ask(
         self,
         call: int,
-        message: Message,
+        message: WireMessage,
         *,
         on_part: Callable[[Any], None] | None = None,
         limit_s: float | None = None,
@@ -177,7 +177,7 @@ class Connection:
             self._calls.pop(call, None)
             self._listeners.pop(call, None)
 
-    async def send_heartbeats(self, every_s: float, make: Callable[[], Awaitable[Message]]) -> None:
+    async def send_heartbeats(self, every_s: float, make: Callable[[], Awaitable[WireMessage]]) -> None:
         """Send a message every `every_s` seconds, until cancelled."""
         while True:
             await asyncio.sleep(every_s)
@@ -341,7 +341,7 @@ def error_reply(call: int, error: Exception) -> ErrorReply:
 # --- frames -----------------------------------------------------------------------------------------------------------
 
 
-def send(writer: ConnectionWriter, message: Message) -> None:
+def send(writer: ConnectionWriter, message: WireMessage) -> None:
     """Queue a frame; never waits."""
     writer.write(encode_frame(message))
 
@@ -364,7 +364,7 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
         return None
 
 
-def ask_blocking(connected: socket.socket, message: Message, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
+def ask_blocking(connected: socket.socket, message: WireMessage, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
     """Send a message from a thread without an event loop, and wait for its answer.
 
     Raises:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
-class LoadEngineRequest(rpc.Message, frozen=True):
+class LoadEngineRequest(rpc.WireMessage, frozen=True):
     """Request to make the engine: `factory` is `module:name.of.callable`, called with `versions` and the arguments; its
     result may have to be awaited."""
 
@@ -41,7 +41,7 @@ class LoadEngineRequest(rpc.Message, frozen=True):
     """
 
 
-class OpenSessionRequest(rpc.Message, frozen=True):
+class OpenSessionRequest(rpc.WireMessage, frozen=True):
     """Request to open a session; `session` is the client's number for it."""
 
     session: int
@@ -50,13 +50,13 @@ class OpenSessionRequest(rpc.Message, frozen=True):
     pin: PolicyVersion | None
 
 
-class CloseSessionRequest(rpc.Message, frozen=True):
+class CloseSessionRequest(rpc.WireMessage, frozen=True):
     """Request to close a session."""
 
     session: int
 
 
-class StartGenerationRequest(rpc.Message, frozen=True):
+class StartGenerationRequest(rpc.WireMessage, frozen=True):
     """Request to sample in a session; `deltas` states whether the client wants new tokens as they come."""
 
     call: int
@@ -70,13 +70,13 @@ class StartGenerationRequest(rpc.Message, frozen=True):
     deltas: bool
 
 
-class AbortRequest(rpc.Message, frozen=True):
+class AbortRequest(rpc.WireMessage, frozen=True):
     """Request to end a call, which returns its tokens so far."""
 
     request_id: str
 
 
-class ServeVersionsRequest(rpc.Message, frozen=True):
+class ServeVersionsRequest(rpc.WireMessage, frozen=True):
     """Request to serve these versions and no others."""
 
     call: int
@@ -84,7 +84,7 @@ class ServeVersionsRequest(rpc.Message, frozen=True):
     pinned: list[WeightsRef]
 
 
-class WeightChunk(rpc.Message, frozen=True):
+class WeightChunk(rpc.WireMessage, frozen=True):
     """The next bytes of a version's file, for a process that cannot read its owner's files; `sha256` belongs to the
     version."""
 
@@ -96,7 +96,7 @@ class WeightChunk(rpc.Message, frozen=True):
     data: bytes
 
 
-class ScoreRequest(rpc.Message, frozen=True):
+class ScoreRequest(rpc.WireMessage, frozen=True):
     """Request to score tokens."""
 
     call: int
@@ -105,8 +105,13 @@ class ScoreRequest(rpc.Message, frozen=True):
     temperature: float
 
 
+<<<<<<< HEAD
 class WeightTransferEnded(rpc.Message, frozen=True):
     """Reply to `WeightsRequest`: nothing more will be sent, because everything was sent or no trainer sends it."""
+=======
+class WeightTransferEnded(rpc.WireMessage, frozen=True):
+    """Reply to `WeightsRequest`: nothing will be sent any more, because all was sent or no trainer sends it."""
+>>>>>>> main
 
     number: int
 
@@ -166,13 +171,13 @@ class NewTokens(rpc.Part, frozen=True):
     version: PolicyVersion
 
 
-class BusyHeartbeat(rpc.Message, frozen=True):
+class BusyHeartbeat(rpc.WireMessage, frozen=True):
     """Heartbeat with the seconds that the engine has spent computing."""
 
     seconds: float
 
 
-class WeightsRequest(rpc.Message, frozen=True):
+class WeightsRequest(rpc.WireMessage, frozen=True):
     """Request of the engine: it accepts full weights of a version from a trainer. Only `WeightTransferEnded` answers
     it, if anything does."""
 

@@ -42,8 +42,6 @@ _CONTEXT = re.compile(r"context_length_exceeded|(maximum )?context (length|windo
 REFUSED_IN_A_ROW = 8
 """Number of consecutive refusals after which the endpoint is considered to refuse everything."""
 REFUSAL_SHOWN = 300
-SHORTEST_KEY = 8
-"""Minimum length of a key that is removed from answers: a shorter one, such as `none`, is not a secret but a word."""
 BYTES_PER_TOKEN = 64
 """Maximum length of an answer in bytes per requested token, in addition to `MORE_BYTES`; a longer one is invalid."""
 MORE_BYTES = 1 << 16
@@ -79,7 +77,8 @@ class RemotePolicyClient:
                 f"policies.{self.policy}.api_key_env: {name} contains characters that are not allowed in an HTTP "
                 "header; correct it"
             )
-        if len(self._key) >= SHORTEST_KEY:
+        # a shorter key, such as `none`, is a word and not a secret
+        if len(self._key) >= 8:
             coded = base64.b64encode(self._key.encode()).decode().rstrip("=")
             self._written_keys = (self._key, json.dumps(self._key)[1:-1], quote(self._key, safe=""), coded)
         self._places = asyncio.Semaphore(self.config.max_concurrent)

@@ -37,10 +37,6 @@ if TYPE_CHECKING:
 
 FENCE_S = 30.0
 """Maximum time the other replicas wait for one replica's update to full weights, in seconds."""
-REMIND_S = 60.0
-"""Seconds after which a fenced replica is first reported again; the interval then doubles each time."""
-BACK_S = 1.0
-"""Seconds between checks of whether a lost replica is back."""
 
 
 @dataclass(slots=True, eq=False)
@@ -180,7 +176,7 @@ class Fleet:
                 await replica.engine.ping()
                 replica.is_lost = False
             except EngineLostError:
-                await asyncio.sleep(BACK_S)
+                await asyncio.sleep(1.0)
 
     def _living(self) -> list[Replica]:
         if self._closed:
@@ -351,7 +347,7 @@ class Fleet:
 
     async def _remind(self) -> None:
         """Report the replicas that get no calls, until all do."""
-        wait = REMIND_S
+        wait = 60.0
         while any(each.is_fenced for each in self._replicas):
             await asyncio.sleep(wait)
             wait *= 2

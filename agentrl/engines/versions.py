@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from agentrl.core.errors import EngineError, EngineLostError, VersionNotServedError
+from agentrl.core.errors import EngineError, EngineLostError, VersionNotServedError, version_refused_error
 from agentrl.core.records import Completion
 
 if TYPE_CHECKING:
@@ -536,8 +536,3 @@ def _forget(task: asyncio.Task[Any]) -> None:
     """Ignore the result of work after its caller has left."""
     if not task.cancelled():
         task.exception()
-
-
-def version_refused_error(weights: WeightsRef, reason: str, kind: type[EngineError] = EngineError) -> EngineError:
-    """Make the error for a version that is not served."""
-    return kind(f"weights {weights.version} refused: {reason}. The version before it keeps serving")

@@ -47,7 +47,7 @@ class ComparedGroup(msgspec.Struct, frozen=True, kw_only=True):
     runs: list[str]
 
 
-class SettingDifference(msgspec.Struct, frozen=True):
+class SettingComparison(msgspec.Struct, frozen=True):
     """A setting with different values."""
 
     name: str
@@ -105,7 +105,7 @@ class RunsComparison(msgspec.Struct, frozen=True, kw_only=True):
     """The comparison of several runs."""
 
     groups: list[ComparedGroup]
-    settings: list[SettingDifference]
+    settings: list[SettingComparison]
     metrics: list[MetricComparison]
     axis: str
     curves: list[ComparedCurve]
@@ -222,8 +222,13 @@ def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     return [name for name in names if any(values.get(name) != settings[0].get(name) for values in settings)]
 
 
+<<<<<<< HEAD
 def _setting_differences(settings: Sequence[Mapping[str, Any]]) -> list[SettingDifference]:
     return [SettingDifference(name, [values.get(name) for values in settings]) for name in _differing(settings)]
+=======
+def _setting_differences(settings: Sequence[Mapping[str, Any]]) -> list[SettingComparison]:
+    return [SettingComparison(name, [each.get(name) for each in settings]) for name in _differing(settings)]
+>>>>>>> main
 
 
 # --- metrics and curves -----------------------------------------------------------------------------------------------

@@ -31,7 +31,6 @@ from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.canary import Canary
 from agentrl.engines.models import dtype_name
 from agentrl.engines.weights.transfer import (
-    FileSender,
     GlooSender,
     PublishedWeightSource,
     WeightDestination,
@@ -109,7 +108,7 @@ class Publisher:
         try:
             with safe_open(file, framework="pt", device=device) as opened:  # mapped, and still in the page cache
                 tensors = ((name, opened.get_tensor(name)) for name in layout)
-                self._outbox.send(PublishedWeightSource(layout, tensors, file), weights.version, recipient)
+                self._outbox.send(PublishedWeightSource(layout, tensors), weights.version, recipient)
         except TrainerError:
             raise
         except Exception as error:  # vLLM and NCCL raise many types
@@ -165,8 +164,6 @@ class Publisher:
 
 def _sender(recipient: WeightDestination, link: WeightTransferConnection, source: PublishedWeightSource) -> Any:
     """Return the sender of full weights to an engine: vLLM's own where both have GPUs."""
-    if recipient.transfer == "file":
-        return FileSender(recipient, link, source)
     if recipient.transfer == "gloo":
         return GlooSender(recipient, link, source)
     from agentrl.engines.weights.vllm_senders import connect_sender

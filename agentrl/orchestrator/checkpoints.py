@@ -45,10 +45,6 @@ _CHECKPOINT_NAME = re.compile(r"step_(\d{6,})-(\d+)")
 _VERSION_NAME = re.compile(r"(\d+)\.(\d+)")
 
 MIB = 1 << 20
-NEARLY_FULL = 0.9
-"""Share of the disk budget above which the run warns."""
-MEASUREMENTS = 3
-"""Number of measured sizes needed to forecast the growth of a journal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -426,10 +422,11 @@ class JournalRetention:
     def _forecast(self, used: int, steps_left: int) -> None:
         told = f"journal and step columns take {_mib(used)} of journal.budget_mib = {self._budget // MIB}"
         advice = "raise it, or prune more with journal.keep (docs/operations.md, Disk)"
-        if used > NEARLY_FULL * self._budget and "full" not in self._warned:
+        if used > 0.9 * self._budget and "full" not in self._warned:
             self._warned |= {"full", "growth"}
             self._warn(f"{told}; {advice}")
-        if len(self._sizes) < MEASUREMENTS or "growth" in self._warned:
+        # a forecast of growth needs three sizes
+        if len(self._sizes) < 3 or "growth" in self._warned:
             return
         (first, before), (last, now) = self._sizes[0], self._sizes[-1]
         growth = (now - before) / max(last - first, 1)

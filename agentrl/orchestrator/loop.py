@@ -59,8 +59,6 @@ DRAIN_S = 5.0
 
 SKIPPED_IN_A_ROW = 3
 """Number of skipped steps of a policy in a row that ends the run."""
-UNTRAINABLE_IN_A_ROW = 4096
-"""Number of untrainable units of a policy, with no step in between, that ends the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -398,7 +396,8 @@ class Orchestrator:
         lost = [ready for ready in taken if (ready.unit.episode_id, ready.unit.attempt) in why]
         rest = [ready for ready in taken if (ready.unit.episode_id, ready.unit.attempt) not in why]
         self._untrainable[policy] += len(lost)
-        if not lost or self._untrainable[policy] > UNTRAINABLE_IN_A_ROW:
+        # this many in a row, with no step in between, end the run
+        if not lost or self._untrainable[policy] > 4096:
             raise error
         for drop in self.buffer.drop(lost, "untrainable"):
             self.store.record_drop(drop.episode_id, drop.attempt, drop.policy, drop.reason)

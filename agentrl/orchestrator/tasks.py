@@ -21,9 +21,6 @@ from agentrl.core.records import EpisodeHeader, Proposal, ProposalNovelty, Task
 from agentrl.environment.environment import SelectingTaskSource, TaskSource
 from agentrl.environment.mixture import MEMBER, MixedTasks
 
-_SHUFFLE_LIMIT = 1_000_000
-"""Length above which sources are sampled with replacement instead of permuted."""
-
 
 class GroupResult(NamedTuple):
     """The rewards of a root group that ended."""
@@ -128,7 +125,8 @@ class ShuffledTasks:
     def __call__(self, number: int) -> Task:
         """Return the task of a number."""
         length = len(self._source)
-        if length > _SHUFFLE_LIMIT:
+        # longer sources are sampled with replacement
+        if length > 1_000_000:
             return self._source[random_stream(*self._key, "task", number).randrange(length)]
         number_of_pass, position = divmod(number, length)
         if number_of_pass != self._pass:
@@ -141,10 +139,6 @@ class ShuffledTasks:
         """Return a random task of the pass to which a number belongs."""
         length = len(self._source)
         return self(number - number % length + rng.randrange(length))
-
-
-RETRIES = 64
-"""Number of random tasks tried in place of a retired one."""
 
 
 def _selector(source: TaskSource, shuffled: ShuffledTasks, selection: Mapping[str, Any]) -> SelectingTaskSource | None:
@@ -247,7 +241,7 @@ class PassRateCurriculum:
         first = self._shuffled(group)
         if not self._is_retired(first):
             return first
-        tried = (self._shuffled.other(group, rng) for _ in range(RETRIES))
+        tried = (self._shuffled.other(group, rng) for _ in range(64))
         return next((task for task in tried if not self._is_retired(task)), first)
 
     def _is_retired(self, task: Task) -> bool:

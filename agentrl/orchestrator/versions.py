@@ -1,8 +1,8 @@
 """Versions of policies: the current ones, those served, and the best.
 
 `PolicyBoard` knows the current version of each policy and the staleness of others; `publish` makes versions.
-`ServedVersions` is the one table of the versions that the engine serves, with their holders. `BestCheckpointTracker`
-remembers the versions at which a metric was best, and ends a run by its rules.
+`ServedVersions` knows for whom the engine serves versions; the engine has the table of wanted and confirmed versions.
+`BestCheckpointTracker` remembers the versions at which a metric was best, and ends a run by its rules.
 
 Invariants: weights leave the trainer only after the journal has recorded their version on disk; steps of a lineage only
 grow; a version is current only after the engine serves it; lineages form a tree through the version each one started
@@ -138,11 +138,10 @@ BATCHES = "synchronous batches"
 
 
 class ServedVersions:
-    """The one table of the versions that a run's engine serves: the current ones, and the pinned ones with their
-    holders.
+    """The versions that a run needs from its engine: the current ones, and the pinned ones with their holders.
 
-    Every change sends the engine the whole table (`Engine.serve`), so missed changes do not matter: a replica that
-    joins late and a restarted process end up serving the same versions.
+    The engine keeps the table of wanted and confirmed versions. It is told of each change: a new current version, and
+    all pinned versions.
 
     Args:
         engine: engine that serves the versions.
@@ -154,7 +153,8 @@ class ServedVersions:
         self.engine = engine
         self._batches = dict(batches or {})
         self.current: dict[str, WeightsRef] = {}
-        """Newest weights of each policy; policies that still use the weights the engine started with are absent."""
+        """Newest weights of each policy that the engine has confirmed; policies that still use the weights the engine
+        started with are absent."""
         self._pins: dict[str, dict[PolicyVersion, WeightsRef]] = {}
         """Pinned versions, keyed by holder."""
         self._unpinning: set[asyncio.Task[None]] = set()
@@ -166,28 +166,23 @@ class ServedVersions:
         Raises:
             EngineError: the engine refused the version; earlier ones stay served.
         """
-        policy = weights.version.policy
-        before = self.current.get(policy)
-        self.current[policy] = weights
-        pins = self._pins.setdefault(BATCHES, {})
-        changed: dict[PolicyVersion, WeightsRef] = {}  # pins to restore if the engine refuses
+        policy, pins = weights.version.policy, self._pins.setdefault(BATCHES, {})
+        replaced: dict[PolicyVersion, WeightsRef] = {}
         if policy in self._batches:
             oldest = weights.version.step - self._batches[policy]
-            for version in [each for each in pins if each.policy == policy and each.step < oldest]:
-                changed[version] = pins.pop(version)
-            changed |= {each: pinned for each, pinned in pins.items() if each == weights.version}
+            replaced = {each: pins[each] for each in pins if each.policy == policy and each.step < oldest}
+            replaced |= {each: pinned for each, pinned in pins.items() if each == weights.version}
+            for version in replaced:
+                del pins[version]
             pins[weights.version] = weights
         try:
-            await self._serve()
+            await self._serve(weights)
         except EngineError:
             # Undo this call's changes only: other pins may have changed while the engine worked.
             pins.pop(weights.version, None)
-            pins.update(changed)
-            if before is None:
-                del self.current[policy]
-            else:
-                self.current[policy] = before
+            pins.update(replaced)
             raise
+        self.current[policy] = weights
 
     async def pin(self, holder: str, weights: WeightsRef) -> None:
         """Serve a version until `holder` unpins it, independent of later updates. Idempotent.
@@ -228,9 +223,9 @@ class ServedVersions:
         """Return all pinned versions."""
         return {version for pins in self._pins.values() for version in pins}
 
-    async def _serve(self) -> None:
+    async def _serve(self, *current: WeightsRef) -> None:
         pinned = {weights for pins in self._pins.values() for weights in pins.values()}
-        await self.engine.serve(tuple(self.current.values()), tuple(sorted(pinned, key=lambda each: each.version)))
+        await self.engine.serve(current, tuple(sorted(pinned, key=lambda each: each.version)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,6 +89,7 @@ class JournaledSandbox(EpisodeSandbox):
         async with self._lock:
             state = self._state
             if self._lease is not None:
+                self._is_behind = True
                 files, _ = await changed_files(self._lease, everything=True)
                 state = FileState.of(files)
         copy = JournaledSandbox(self._episode, self._limits, f"{self.name}.{self._copies}", state.part(only))
@@ -154,7 +155,8 @@ class JournaledSandbox(EpisodeSandbox):
     async def _changes(self, lease: SandboxLease) -> dict[str, Any] | None:
         """Return what changed since the last entry; nothing may be awaited before that is recorded.
 
-        If an earlier call was cancelled here, the lease counts changes as returned that no entry holds.
+        If an earlier call was cancelled here, or the files were copied, the lease counts changes as returned that no
+        entry holds.
         """
         everything, self._is_behind = self._is_behind, True
         try:

@@ -142,7 +142,7 @@ class SandboxLease(Protocol):
         files among the first, one after another. No command may run meanwhile.
 
         Args:
-            everything: return all files; the next call does not notice.
+            everything: return all files.
 
         Raises:
             OSError: too much changed, or a path is too long.

@@ -376,7 +376,7 @@ class Lease:
     def changed(self, *, everything: bool) -> tuple[list[FileRecord], list[str], int]:
         """Return the files that changed since the last call, the paths that are gone, and a file with the contents.
 
-        No command may run meanwhile. With `everything`, all files are returned, and the next call does not notice.
+        No command may run meanwhile. With `everything`, all files are returned.
         """
         started = time.time_ns()
         changes = FileChanges({} if everything else self.signatures, self.scanned - _TICK_NS)
@@ -390,8 +390,7 @@ class Lease:
             os.close(changes.contents)
             raise
         gone = [path for path in self.signatures if path not in changes.signatures]
-        if not everything:
-            self.signatures, self.scanned = changes.signatures, started
+        self.signatures, self.scanned = changes.signatures, started
         return changes.records, gone, changes.contents
 
     def restore(self, records: Sequence[FileRecord], contents: int) -> None:
@@ -451,7 +450,7 @@ class Lease:
         return file
 
 
-class Command:
+class RunningCommand:
     """One command that runs in a lease."""
 
     def __init__(self, lease: Lease, process: int, init: int, deadline: float, memory: int) -> None:
@@ -494,7 +493,7 @@ class Keeper:
         self.base = bases[0]
         _mount("agentrl", self.base, "tmpfs", _NOSUID | _NODEV, "size=4m,mode=755")
         self.leases: dict[str, Lease] = {}
-        self.commands: dict[int, Command] = {}
+        self.commands: dict[int, RunningCommand] = {}
         self.free_uids = list(range(_UIDS)) if is_root else []
         self.first_uid = _FIRST_UID + number % 4_000_000 * _UIDS
         self.poller = select.poll()
@@ -614,7 +613,11 @@ class Keeper:
         sandbox = self.lease(lease)
         process, init, listener = self.start(sandbox, files, options)
         deadline = time.monotonic() + options["seconds"]
+<<<<<<< HEAD
         command = Command(sandbox, process, init, deadline, options["memory_mb"] << 20)
+=======
+        command = RunningCommand(found, process, init, deadline, options["memory_mb"] << 20)
+>>>>>>> main
         self.commands[number] = command
         self.poller.register(command.pidfd, select.POLLIN)
         if listener is not None:

@@ -571,17 +571,23 @@ def _result(entry: JournalEntry) -> object:
     match entry.decode():
         case ToolEntry(observation=observation):
             return observation
-        case ResourceCallEntry(value=value, error=error):
+        case ResourceCallEntry(value=value, error=error) if not _is_sandboxed(entry):
             return (value, error)
         case TurnEntry(token_ids=token_ids):
             return token_ids
     return None
 
 
+def _is_sandboxed(entry: JournalEntry) -> bool:
+    """Whether an entry is a command in a sandbox, whose duration differs, and which may print the time."""
+    body = entry.decode()
+    return isinstance(body, ResourceCallEntry) and body.resource.startswith(SANDBOX)
+
+
 def _is_external(entry: JournalEntry) -> bool:
     body = entry.decode()
-    if isinstance(body, ResourceCallEntry):  # a command may print the time
-        return body.level == "snapshot" and body.resource.startswith(SANDBOX)
+    if isinstance(body, ResourceCallEntry):
+        return body.level == "snapshot" and _is_sandboxed(entry)
     return isinstance(body, EffectEntry | NondeterministicValueEntry) or (isinstance(body, ToolEntry) and body.external)
 
 

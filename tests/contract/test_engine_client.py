@@ -108,7 +108,7 @@ def test_a_guest_whose_engine_dies_keeps_what_was_delivered_and_waits_for_the_ne
         protocol.ScoreRequest(call=1, version=version(1), token_ids=b"", temperature=1.0),
     ],
 )
-def test_a_guest_that_asks_for_more_than_samples_is_shown_out(message: rpc.Message) -> None:
+def test_a_guest_that_asks_for_more_than_samples_is_shown_out(message: rpc.WireMessage) -> None:
     async def scenario(engine: ProcessEngine, client: EngineClient) -> None:
         reader, writer = await asyncio.open_unix_connection(engine.addresses[0])
         rpc.send(writer, message)

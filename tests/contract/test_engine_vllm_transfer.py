@@ -17,7 +17,6 @@ from agentrl.core.errors import EngineError, TrainerError
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.weights import transfer
 from agentrl.engines.weights.transfer import (
-    FileSender,
     GlooSender,
     PublishedWeightSource,
     WeightDestination,
@@ -25,6 +24,7 @@ from agentrl.engines.weights.transfer import (
     WeightTransferConnection,
 )
 from tests.contract.engine_kinds import ModelZoo, canary_of, check_logprobs, prompt, request, version, write_full
+from tests.contract.file_sender import FileSender
 from tests.contract.test_engine_vllm_full import in_flight, steps, tensors_of
 from tests.contract.vllm_suite import MakeVllm
 
@@ -58,7 +58,7 @@ class TrainerEnd:
             return
         try:
             source = PublishedWeightSource(self.tensors, self.passes(iter(self.tensors.items())))
-            recipient = WeightDestination(number=0, address=address, transfer="file", processes=1, silence_s=60.0)
+            recipient = WeightDestination(number=0, address=address, transfer="gloo", processes=1, silence_s=60.0)
             await asyncio.to_thread(self.outbox.send, source, wanted, recipient)
             self.sent += 1
         except TrainerError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +19,8 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import JournalEntry, ResourceCallEntry
 from agentrl.journal.memory import MemoryJournal
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
-from agentrl.sandbox.state import content_digest
+from agentrl.rollout.sandbox import changed_files
+from agentrl.sandbox.state import FileState, content_digest
 from agentrl.testing.execution import (
     PARTITION,
     POLICY,
@@ -171,6 +173,37 @@ def test_what_a_cancelled_command_left_belongs_to_the_next_entry() -> None:
     # Cut after the first command that ended.
     first = next(number for number, entry in enumerate(whole.entries) if isinstance(entry.decode(), ResourceCallEntry))
     execute(Cancelling, whole.entries[: first + 1])
+
+
+def test_changes_that_were_read_for_a_cancelled_call_are_in_the_next_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    async def cancelled_once(lease: Any, *, everything: bool) -> Any:
+        nonlocal calls
+        calls += 1
+        changed = await changed_files(lease, everything=everything)
+        if calls == 2:
+            raise asyncio.CancelledError
+        return changed
+
+    class Interrupted(agentrl.Environment):
+        async def run(self, ctx: agentrl.EpisodeContext) -> None:
+            box = ctx.sandbox(agentrl.Sandbox())
+            await box.run(["sh", "-c", "echo 1 > one; echo 1 > gone"])
+            with suppress(asyncio.CancelledError):
+                await box.run(["sh", "-c", "echo 2 > two; rm gone"])
+            await box.run(["sh", "-c", "echo 3 > three"])
+            async with box.copy():
+                await box.run(["sh", "-c", "rm three; echo 4 > four"])
+
+    monkeypatch.setattr("agentrl.rollout.sandbox.changed_files", cancelled_once)
+    state = FileState()
+    states = [command.state for command in commands(execute(Interrupted).entries)]
+    for change in states:
+        state.apply(change)
+        assert state.digest == change["digest"]
+    assert [row[0] for row in states[1]["changed"]] == [b"box/three", b"box/two"]
+    assert [change["gone"] for change in states] == [[], [b"box/gone"], [b"box/three"]]
 
 
 def test_changes_of_a_root_directory_come_back(tmp_path: Path) -> None:

@@ -474,6 +474,7 @@ def _step(*, kind: str = "qwen3", lora: bool = True, dtype: str = "float32", **s
     matmuls = COUNTERS.matmuls
     return {
         "micro_batches": passes,
+        "waits": sum(COUNTERS.waits.values()),
         "waits_per_micro_batch": sum(COUNTERS.waits.values()) / passes,
         "copies_per_micro_batch": sum(COUNTERS.copies.values()) / passes,
         "float32_matmuls_share": matmuls[torch.float32] / sum(matmuls.values()),

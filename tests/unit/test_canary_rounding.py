@@ -8,8 +8,7 @@ import torch
 
 from agentrl.core.errors import EngineError
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.engines.canary import Canary, ObservedRounding
-from agentrl.engines.weights.canary import check_canary_answer
+from agentrl.engines.canary import Canary, ObservedRounding, check_canary_answer
 
 TOKENS = 128
 

@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from agentrl.app.engines import check_vllm_usable, device_plan
 from agentrl.config.devices import CONTEXT, DevicePlan, plan_devices
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, InputError
 from agentrl.core.machine import Gpu, Memory, gpus, machine_memory
+from agentrl.engines.weights.files import device_memory
+from agentrl.learn.memory_prediction import shard_count
 
 CARD = Memory(24 << 30, 24 << 30)
 COMBINATIONS = [
@@ -138,20 +141,20 @@ def test_without_gpus_nothing_is_assigned() -> None:
         (1, 1, 1, 2, ["nccl"]),
         (4, 2, 2, 8, ["nccl", "nccl"]),
         (2, 2, 1, 2, ["ipc", "nccl"]),
-        (1, 1, 2, 2, ["file"]),  # it has rank 0's GPU, and another, to which that shares nothing
+        (1, 1, 2, 2, [None]),  # it has rank 0's GPU, and another, to which that shares nothing
         (2, 1, 2, 3, ["nccl"]),  # it shares a GPU with rank 1 alone
     ],
 )
 def test_weights_go_by_where_trainer_and_engine_stand(
-    ranks: int, replicas: int, size: int, count: int, expected: list[str]
+    ranks: int, replicas: int, size: int, count: int, expected: list[str | None]
 ) -> None:
     plan = planned(ranks, replicas, size, count, 0)
     assert [plan.transfer_to(number) for number in range(replicas)] == expected
 
 
 def test_weights_go_by_file_on_cpus_and_to_engines_without_a_trainer_beside() -> None:
-    assert plan_devices(configuration(), []).transfer_to(0) == "file"
-    assert plan_devices(configuration(), machine(1), ranks=False).transfer_to(0) == "file"
+    assert plan_devices(configuration(), []).transfer_to(0) is None
+    assert plan_devices(configuration(), machine(1), ranks=False).transfer_to(0) is None
 
 
 def of_two_bases(replicas: int = 1, size: int = 1, **engine: Any) -> RunConfig:
@@ -254,6 +257,19 @@ def test_a_driver_older_than_the_cuda_of_torch_is_refused(monkeypatch: pytest.Mo
                 gpus()
         else:
             assert len(gpus()) == 1
+
+
+def test_the_memory_of_a_rank_is_asked_of_the_driver(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, repository: Path
+) -> None:
+    """To ask CUDA would open a context, which this torch for CPUs refuses, and one for GPUs would keep."""
+    driver(monkeypatch, tmp_path, TWO)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert device_memory() == (Memory(22000 << 20, 23034 << 20), True)
+    config = configuration(ranks=2)
+    model = config.model.model_copy(update={"path": str(repository / "environments/frozen_lake/model")})
+    assert shard_count(config.model_copy(update={"model": model}), 2) == 1, "a small model is held whole by each rank"
+    assert not torch.cuda.is_initialized()
 
 
 def test_cuda_numbers_gpus_as_their_driver_does() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from agentrl.app.memory_estimate import (
     gpu_memory_needs,
     with_chosen_token_limits,
 )
+from agentrl.cli.doctor import memory_fit_checks
 from agentrl.cli.main import main
 from agentrl.config.devices import CONTEXT
 from agentrl.config.load import load
@@ -27,8 +29,9 @@ from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.machine import GIB, Gpu, Memory
 from agentrl.engines.models import read_meta_model
+from agentrl.learn import memory_prediction
 from agentrl.learn.forward import TOP_TOKENS, token_logprobs
-from agentrl.learn.memory_prediction import AllocationCounter, make_worst_case_samples
+from agentrl.learn.memory_prediction import AllocationCounter, make_worst_case_samples, predict_trainer_memory
 from agentrl.learn.models import load_models
 from agentrl.learn.packing import pack
 
@@ -195,6 +198,7 @@ def cards(monkeypatch: pytest.MonkeyPatch, count: int, gib: int) -> None:
     monkeypatch.setattr(engines, "gpus", lambda: there)
 
 
+DETERMINISTIC = ("--deterministic=true", "--policies.solver.max_staleness=0")
 VLLM = ("--engine.vllm.enforce_eager=true", "--policies.solver.lora.rank=4")
 
 
@@ -207,6 +211,16 @@ def test_doctor_prints_the_device_plan_and_each_share(
     found = [(each["name"], each["found"]) for each in json.loads(capsys.readouterr().out)["sections"]["memory"]]
     assert ("devices", "GPU 0: trainer rank 0 (51% of its memory) and engine 0 (45%)") in found
     assert any(name == "engine 0 on GPU 0" and "needed of 10.80 GiB" in text for name, text in found)
+
+
+@pytest.mark.parametrize(("overrides", "noted"), [([], True), (DETERMINISTIC, False), (VLLM, False)])
+def test_doctor_recommends_vllm_on_a_gpu(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, overrides: Sequence[str], noted: bool
+) -> None:
+    cards(monkeypatch, 1, 24)
+    sizes = ("--engine.max_context=512", "--trainer.micro_batch_tokens=512")
+    checks = memory_fit_checks(configured(repository, *sizes, *overrides))
+    assert any("[engine.vllm]" in check.fix for check in checks) == noted
 
 
 @pytest.mark.usefixtures("doctor_imports_once")
@@ -277,6 +291,18 @@ def test_an_argument_that_vllm_does_not_know_is_found_by_doctor(
 ) -> None:
     assert main(["doctor", str(repository / "examples/05_vllm.toml"), "--engine.vllm.enforce_eagr=true"]) == 1
     assert "did you mean enforce_eager" in capsys.readouterr().out
+
+
+def test_copies_between_steps_are_planned(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the gradients that ranks sum, and of the weights that are sent to an engine, a bucket at a time."""
+    ranks = ("--trainer.ranks=2", "--trainer.sharding=none", "--model.dtype=float32")
+    config = configured(repository, *ranks)
+    (model,) = load_models(config, torch.device("meta")).values()
+    sizes = [each.nbytes for each in model.parameters.values()]
+    assert predict_trainer_memory(config).copies == sum(sizes)
+    monkeypatch.setattr(memory_prediction, "BUCKET", max(sizes) // 2)
+    assert predict_trainer_memory(config).copies == max(sizes), "the largest tensor is a bucket"
+    assert predict_trainer_memory(configured(repository, "--policies.solver.lora.rank=4")).copies == 0
 
 
 # --- a GPU that is too small or too full, before a run ----------------------------------------------------------------

@@ -18,12 +18,12 @@ from agentrl.core.errors import AgentRLError, EngineError, EngineLostError, Jour
 LOST = EngineLostError("the peer is gone")
 
 
-class Add(rpc.Message, frozen=True):
+class Add(rpc.WireMessage, frozen=True):
     call: int
     terms: list[int]
 
 
-class Note(rpc.Message, frozen=True):
+class Note(rpc.WireMessage, frozen=True):
     text: str
 
 
@@ -210,7 +210,7 @@ def test_a_thread_without_an_event_loop_can_ask() -> None:
         with theirs:
             for _ in range(2):
                 message = DECODER.decode(rpc.read_frame_blocking(theirs))
-                reply: rpc.Message = (
+                reply: rpc.WireMessage = (
                     Sum(value=sum(message.terms)) if message.terms else rpc.error_reply(0, EngineError("no terms"))
                 )
                 theirs.sendall(rpc.encode_frame(reply))

@@ -43,6 +43,12 @@ class Repair(agentrl.ToolEnvironment):
             return float((await judge.run(["python3", "tests.py"], files={"tests.py": TESTS})).ok)
 
 
+class Connected(Repair):
+    """A sandbox with a network cannot be restored."""
+
+    sandbox = agentrl.Sandbox(disk_mb=16, network="open")
+
+
 def call(name: str, **arguments: Any) -> dict[str, Any]:
     return {"name": name, "arguments": arguments}
 
@@ -136,6 +142,12 @@ def test_the_checker_calls_it_a_snapshot() -> None:
     report = check_environment(Repair)
     assert not report.findings
     assert report.resume_class == "snapshot"
+
+
+def test_the_checker_calls_it_pinned_with_a_network() -> None:
+    report = check_environment(Connected)
+    assert not report.findings
+    assert report.resume_class == "pinned"
 
 
 def test_a_tool_without_a_sandbox_says_so() -> None:

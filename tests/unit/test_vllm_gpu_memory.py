@@ -81,7 +81,8 @@ def test_the_cache_of_a_shared_gpu_is_the_share_without_everything_else(
     assert arguments["kv_cache_memory_bytes"] == int(0.45 * card.total) - others
     alone = startup.engine_arguments(str(tmp_path), replace(shared, shares_gpu=False))
     assert "kv_cache_memory_bytes" not in alone
-    assert alone["gpu_memory_utilization"] == 0.45
+    assert (alone["gpu_memory_utilization"], alone["max_num_batched_tokens"]) == (0.45, 2048)
+    assert not torch.cuda.is_initialized(), "nothing here may open a CUDA context"
     with pytest.raises(EngineCapabilityError, match=r"raise engine\.memory_share"):
         startup.engine_arguments(str(tmp_path), replace(shared, memory_share=0.01))
 

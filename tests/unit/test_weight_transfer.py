@@ -16,18 +16,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from agentrl.config.devices import Transfer
 from agentrl.core import rpc
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineError, TrainerError
-from agentrl.core.files import sha256_of
-from agentrl.core.network import SCHEME, Address
+from agentrl.core.network import Address
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.engines.models import read_meta_model
 from agentrl.engines.weights import transfer
 from agentrl.engines.weights.files import map_weights_to_state
 from agentrl.engines.weights.transfer import (
-    FileSender,
     GlooBroadcast,
     GlooSender,
     IncomingTransfer,
@@ -44,6 +41,7 @@ from agentrl.engines.weights.transfer import (
 from agentrl.learn.ranks import RankGroup, SingleRankGroup
 from agentrl.learn.trainer import PolicyTrainer
 from tests.contract.engine_kinds import ModelZoo
+from tests.contract.file_sender import FileSender
 from tests.learn_cases import run_config
 from tests.rank_processes import on_ranks
 
@@ -58,7 +56,7 @@ def patient_engines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Engine:
-    """The engine's end in a thread: takes a version into a directory, as vLLM's backend does."""
+    """The engine's end in a thread: takes a version, as vLLM's backend does."""
 
     def __init__(self, directory: Path, *, host: str = "") -> None:
         self.address = str(directory / "weights")
@@ -68,7 +66,6 @@ class Engine:
         self.asked: list[str] = []
         self.offer: WeightOffer | None = None
         self.refused = ""
-        self._directory = directory
         self._listens = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._take()))
 
@@ -91,7 +88,7 @@ class Engine:
         delivery = await inbox.ask(VERSION)
         assert delivery is not None
         self.offer = delivery.offer
-        delivery.answer(error=self.refused, directory=str(self._directory))
+        delivery.answer(error=self.refused)
         with contextlib.suppress(transfer.TransferError):
             while True:
                 self._do(delivery, await delivery.next_call())
@@ -118,8 +115,7 @@ class Engine:
 
 
 def recipient(address: str, silence_s: float = 60.0) -> WeightDestination:
-    transfer: Transfer = "gloo" if address.startswith(SCHEME) else "file"
-    return WeightDestination(number=0, address=address, transfer=transfer, processes=1, silence_s=silence_s)
+    return WeightDestination(number=0, address=address, transfer="gloo", processes=1, silence_s=silence_s)
 
 
 def source(tensors: dict[str, Tensor]) -> PublishedWeightSource:
@@ -310,7 +306,7 @@ def test_an_engine_that_refuses_is_heard_and_one_that_is_gone_is_named(tmp_path:
 def test_an_engine_that_hangs_holds_up_no_trainer(tmp_path: Path, answers: int) -> None:
     """It accepts so many messages, the offer among them, and then says nothing, with its connection open."""
     address, ended = str(tmp_path / "weights"), threading.Event()
-    said = rpc.encode_frame(transfer.TransferReply(directory=str(tmp_path)))
+    said = rpc.encode_frame(transfer.TransferReply())
 
     def hang() -> None:
         connection, _ = listening.accept()
@@ -443,7 +439,7 @@ def sent(ranks: RankGroup, model: str, directory: str, address: str, sharding: s
     trainer.send(VERSION, recipient(address))
     for version in (VERSION._replace(step=1), VERSION):  # the engine is gone
         with pytest.raises(TrainerError) as found:
-            trainer.send(version, recipient(f"{address}-gone"))
+            trainer.send(version, recipient(address))
         errors.append(str(found.value))
     return errors
 
@@ -458,7 +454,7 @@ def check_sent(engine: Engine, directory: Path, errors: Sequence[str]) -> None:
 
 
 def test_a_trainer_sends_what_it_published_and_nothing_else(repository: Path, tmp_path: Path) -> None:
-    with Engine(tmp_path) as engine:
+    with Engine(tmp_path, host=HOST) as engine:
         errors = sent(SingleRankGroup(), str(repository / MODEL), str(tmp_path), engine.address, "none")
     check_sent(engine, tmp_path, errors)
 
@@ -467,19 +463,7 @@ def test_a_trainer_sends_what_it_published_and_nothing_else(repository: Path, tm
 def test_rank_0_sends_sharded_weights_alone(repository: Path, tmp_path: Path) -> None:
     """The other rank returns from `publish` and takes no part in sending."""
     arguments: list[Any] = [str(repository / MODEL), str(tmp_path)]
-    with Engine(tmp_path) as engine:
+    with Engine(tmp_path, host=HOST) as engine:
         errors, others = on_ranks(2, "tests.unit.test_weight_transfer:sent", *arguments, engine.address, "full")
     assert others == []
     check_sent(engine, tmp_path, errors)
-
-
-def test_an_engine_on_this_machine_reads_the_published_file(repository: Path, tmp_path: Path) -> None:
-    """Nothing is copied, and the policy may already have gradients of its next step."""
-    trainer = PolicyTrainer(run_config(repository / MODEL), tmp_path, read=lambda units: [])
-    trainer.start()
-    published = trainer.publish("policy", VERSION)
-    with Engine(tmp_path) as engine:
-        trainer.send(VERSION, recipient(engine.address))
-    assert engine.asked == ["start", "update", "finish"]
-    assert not list(tmp_path.glob("*.safetensors")), "a copy in the engine's directory"
-    assert published.sha256 == sha256_of(Path(published.path) / "model.safetensors")

@@ -23,11 +23,6 @@ if TYPE_CHECKING:
     from agentrl.core.records import WeightsRef
     from agentrl.engines.weights.files import AdapterWeights
 
-_MANY = 4
-"""Number of adapters in a pass above which rows are grouped by adapter.
-
-With fewer, it is cheaper to compute the columns of all adapters for every row and to mask those of the others.
-"""
 _NOTHING = np.empty(0, np.int64)
 
 
@@ -124,7 +119,8 @@ class AdapterBank:
         narrowed, weight = self._narrowed, next(iter(self._layers.values())).base.weight
         everyone = bool((adapters >= 0).all())
         self.mask, self.groups = None, None
-        if everyone and len(narrowed) > _MANY:
+        # With at most four, it is cheaper to compute the columns of all adapters for every row and to mask the others'.
+        if everyone and len(narrowed) > 4:
             self.groups = _grouped(np.searchsorted(narrowed, adapters), len(narrowed), weight.device)
         elif len(narrowed) > 1 or not everyone:
             mask = torch.from_numpy(adapters[:, None, None] == np.repeat(narrowed, self._rank))

@@ -39,9 +39,6 @@ _WORTH_SHARING = 8
 _TURNS_IN_A_ROW = 16
 """Number of calls per slot that may overtake a waiting one: for each step of priority, or because their session has a
 slot."""
-_PATIENCE = 4
-"""Number of steps that a few contexts wait for others to be prefilled with, while many rows decode."""
-_LONG_IDLE_SECONDS = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -153,7 +150,7 @@ class SlotTable:
         if self._free or not self._idle:
             return bool(self._free)
         _, since = next(iter(self._idle.values()))
-        return not patient or self._clock.monotonic() - since > _LONG_IDLE_SECONDS
+        return not patient or self._clock.monotonic() - since > 1.0
 
     def assign_slot(self, session: EmbeddedSession) -> int:
         """Assign a slot to a call of `session`: its own, a free one, or else the least recently used idle one."""
@@ -378,7 +375,8 @@ class Batcher:
     def _defers(self, waiting: int, decoding: int) -> bool:
         """Whether a few short contexts wait to be prefilled with others: a pass costs about as much as twenty rows of
         one."""
-        if 0 < waiting * 8 < decoding and self._deferred < _PATIENCE:
+        # a few contexts wait this many steps for others to be prefilled with
+        if 0 < waiting * 8 < decoding and self._deferred < 4:
             self._deferred += 1
             return True
         self._deferred = 0

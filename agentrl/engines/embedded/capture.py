@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from agentrl.core.records import BoolArray, ExpertArray
     from agentrl.engines.embedded.slots import Slots
 
-_MOST_EXPERTS = 256
-
 
 class RecordedExpertRouting(NamedTuple):
     """The routing of a call, for its completion."""
@@ -66,7 +64,7 @@ class ExpertRoutingRecorder:
         experts: int = (
             getattr(model.config, "num_experts", None) or getattr(model.config, "num_local_experts", None) or 0
         )
-        if experts > _MOST_EXPERTS:
+        if experts > 256:
             raise EngineCapabilityError(
                 f"engine.capture_routing: {experts} experts are too many: routing is recorded in one byte per expert "
                 "(at most 256)"

@@ -36,10 +36,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import EngineCapabilityError, EngineError
+from agentrl.core.errors import EngineCapabilityError, EngineError, version_refused_error
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import Completion
-from agentrl.engines.canary import Canary
+from agentrl.engines.canary import Canary, check_canary_answer, check_canary_vocabulary, read_canary
 from agentrl.engines.embedded.adapter_bank import AdapterBank
 from agentrl.engines.embedded.batcher import ActiveRequest, Batcher, EmbeddedSession, SlotTable
 from agentrl.engines.embedded.capture import ExpertRoutingRecorder, SamplingMaskRecorder
@@ -64,9 +64,7 @@ from agentrl.engines.versions import (
     policies_keeping_version,
     refresh_mode_needing_adapters,
     run_shielded,
-    version_refused_error,
 )
-from agentrl.engines.weights.canary import check_canary_answer, check_canary_vocabulary, read_canary
 from agentrl.engines.weights.files import check_dtypes, map_weights_to_state, read_adapter, read_weights
 
 if TYPE_CHECKING:

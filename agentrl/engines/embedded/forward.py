@@ -53,8 +53,6 @@ if TYPE_CHECKING:
 _ATTENTION_NAME = "agentrl_grouped"
 BASE = -1
 """Adapter index of rows that use no adapter."""
-_REPEAT_SECONDS = 0.1
-"""Maximum time, in seconds, for which the worker repeats one plan; partial turns are delivered about every 0.2 s."""
 _CONTEXTS = ((0, 5, 1, 3, 2, 4), (0, 2, 0, 1))
 _PIECES = ((4, 2), (1, 1), (1, 1))
 """Number of tokens of each context that each pass of the check computes."""
@@ -207,7 +205,8 @@ class ForwardPassRunner:
                 for one in plan:
                     ended += self._sample(one, self.logits(one))
                 now = self._clock.monotonic()
-                if not repeat or ended or self.interrupted or now - start > _REPEAT_SECONDS:
+                # a plan repeats for 0.1 s at most: partial turns are delivered about every 0.2 s
+                if not repeat or ended or self.interrupted or now - start > 0.1:
                     break
         self.stats.busy_seconds += now - start
         return ended

@@ -54,10 +54,6 @@ if TYPE_CHECKING:
     from agentrl.core.ports import GenerateRequest, NewTokensCallback, Refresh
     from agentrl.core.records import FinishReason, Float32Array, Int32Array, PolicyVersion, WeightsRef
 
-_SEED_BITS = 2**63 - 1
-_AT_ONCE = 8
-"""Number of tokens vLLM returns together, which saves CPU; 1 if weights are replaced under a call, so that the tokens
-received so far are known to be the older version's."""
 _DELTA_SECONDS = 0.2
 VllmSession: TypeAlias = VersionedSession["VllmVersion"]
 """One conversation with its pin or lease. vLLM manages its KV cache."""
@@ -383,14 +379,15 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             min_p=filters.min_p,
             routed_experts_prompt_start=routing_start,
             max_tokens=limit,
-            seed=(stable_hash64(request.seed, sampled) if sampled else request.seed) & _SEED_BITS,
+            seed=(stable_hash64(request.seed, sampled) if sampled else request.seed) & (2**63 - 1),
             stop_token_ids=[each for each in request.sampling.stop_token_ids if each < self._vocabulary],
             ignore_eos=True,
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            stream_interval=_AT_ONCE if self.versions.places else 1,
+            # tokens come eight at once, to save CPU; one by one if weights are replaced under a call
+            stream_interval=8 if self.versions.places else 1,
             skip_clone=True,
         )
         prompt = TokensPrompt(prompt_token_ids=[*request.token_ids.tolist(), *call.tokens], cache_salt=serving.salt)  # type: ignore[typeddict-item]  # None is taken

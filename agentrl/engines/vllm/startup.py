@@ -38,14 +38,8 @@ if TYPE_CHECKING:
 
     from agentrl.core.ports import Refresh
 
-_REASON = 600
-"""Maximum number of characters of vLLM's error in a message."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's maximum adapter rank."""
-_TRIES = 3
-"""Maximum number of measurements of the prefill rate; the best counts."""
-_ENOUGH_S = 1.0
-"""Seconds after which no further try begins."""
 _CAPTURES = {
     "enable_return_routed_experts": "engine.capture_routing",
     "return_sampling_mask": "top_k, top_p or min_p",
@@ -100,7 +94,7 @@ def start_vllm(model_path: str, settings: VllmSettings, *, kv_memory: int = 0, t
         raise
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise EngineError(f"vLLM does not start on {model_path}: {reason[:_REASON]}") from error
+        raise EngineError(f"vLLM does not start on {model_path}: {reason[:600]}") from error
 
 
 def _check_runner(arguments: Mapping[str, Any], captured: Sequence[str]) -> None:
@@ -259,9 +253,11 @@ async def prefill_rate(llm: AsyncLLM) -> float:
     # Warm-up, not measured: the first call compiles what turns need, including log-probabilities.
     await seconds("rate/first")
     best, began = math.inf, clock.monotonic()
-    for attempt in range(_TRIES):
+    # the best of at most three measurements counts
+    for attempt in range(3):
         best = min(best, await seconds(f"rate/{attempt}"))
-        if clock.monotonic() - began > _ENOUGH_S:
+        # one second of measuring is enough
+        if clock.monotonic() - began > 1.0:
             break
     if adapter is not None:
         await llm.remove_lora(_ADAPTER)

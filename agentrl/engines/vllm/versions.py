@@ -35,13 +35,13 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from agentrl.core.errors import EngineError, EngineLostError, VersionNotServedError
+from agentrl.core.errors import EngineError, EngineLostError, VersionNotServedError, version_refused_error
 from agentrl.core.files import WEIGHT_FILES
 from agentrl.core.records import WeightsRef
+from agentrl.engines.canary import check_canary_answer, check_canary_vocabulary, read_canary
 from agentrl.engines.process import PRIVATE_DIRECTORY_VARIABLE
-from agentrl.engines.versions import LiveVersion, VersionTable, run_shielded, version_refused_error
+from agentrl.engines.versions import LiveVersion, VersionTable, run_shielded
 from agentrl.engines.vllm.capture import top_k_without_filter
-from agentrl.engines.weights.canary import check_canary_answer, check_canary_vocabulary, read_canary
 from agentrl.engines.weights.files import (
     WeightFile,
     check_adapter,
@@ -66,8 +66,6 @@ if TYPE_CHECKING:
     from agentrl.engines.vllm.startup import VllmSettings
     from agentrl.engines.weights.transfer import IncomingTransfer, WeightOffer, WeightReceiver
 
-_FIRST_LABEL = "default"
-"""Label of the weights with which vLLM was started."""
 _FIRST = -(1 << 40)
 """Priority of a canary: before all conversations."""
 
@@ -129,7 +127,8 @@ class VllmVersionTable(VersionTable[VllmVersion]):
             salt = None if self.places else str(version)
             self.live[version] = self.current[policy] = VllmVersion(version=version, salt=salt)
         self._inbox = inbox
-        self._labels = {label: version for version in versions.values() for label in (_FIRST_LABEL, str(version))}
+        # vLLM labels the weights that it was started with `default`
+        self._labels = {label: version for version in versions.values() for label in ("default", str(version))}
         """Versions by the labels under which vLLM reports them. Used with full weights, where there is one policy;
         adapters need no report."""
         self._switch = switch
@@ -323,7 +322,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
                 weights, "vLLM serves one version of full weights at a time, so no other can be pinned; use lora"
             )
         policy, copy = weights.version.policy, Path(self._copies.name) / str(next(self._numbers))
-        delivery, canary = await self._offered(weights, copy)
+        delivery, canary = await self._offered(weights)
         try:
             if delivery is None:
                 canary = await self._copy_full(weights, copy)
@@ -338,7 +337,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
             self.wake()
             self._remove_unused_copies()
 
-    async def _offered(self, weights: WeightsRef, directory: Path) -> tuple[IncomingTransfer | None, Canary | None]:
+    async def _offered(self, weights: WeightsRef) -> tuple[IncomingTransfer | None, Canary | None]:
         """Return the delivery of a version by its trainer, which is ready to send, and the version's canary; the
         delivery is None if the version must be loaded from its published file."""
         delivery = await self._inbox.ask(weights.version)
@@ -346,8 +345,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
             return None, None
         try:
             canary = await asyncio.to_thread(self._check_offer, weights, delivery.offer)
-            os.mkdir(directory)
-            delivery.answer(directory=str(directory))
+            delivery.answer()
             while (asked := await delivery.next_call()).method == "init":
                 await self._control.answer(delivery, asked)
             if asked.method == "start":
@@ -358,7 +356,6 @@ class VllmVersionTable(VersionTable[VllmVersion]):
             delivery.close()
             raise
         delivery.close()
-        shutil.rmtree(directory, ignore_errors=True)
         return None, None
 
     def _check_offer(self, weights: WeightsRef, offer: WeightOffer) -> Canary | None:

@@ -23,10 +23,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from torch import nn
 
-from agentrl.core.errors import EngineStorageError
+from agentrl.core.errors import EngineStorageError, version_refused_error
 from agentrl.core.files import WEIGHT_FILES, read_safetensors_header
 from agentrl.core.machine import Memory, gpus, machine_memory
-from agentrl.engines.canary import Canary
+from agentrl.engines.canary import Canary, read_canary
 from agentrl.engines.models import (
     ONE_LOAD_AT_A_TIME,
     dtype_name,
@@ -37,8 +37,6 @@ from agentrl.engines.models import (
     runnable_on_meta,
 )
 from agentrl.engines.process import MAKE_ROOM
-from agentrl.engines.versions import version_refused_error
-from agentrl.engines.weights.canary import read_canary
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -369,9 +367,6 @@ def linear_layer(model: PreTrainedModel, name: str) -> nn.Linear | None:
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
-_LOGIT_COPIES = 3
-"""Number of float32 copies of a pass's logits that exist at once during sampling."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemoryEstimate:
@@ -416,7 +411,8 @@ def predict_engine_memory(
         weights=sum(parameter.nbytes for parameter in shapes.parameters()),
         adapters=adapter_slots * max_rank * sizes * computed.itemsize,
         keys_and_values=slots * (max_context + 1) * kv_bytes_per_token(shapes.config),
-        logits=_LOGIT_COPIES * slots * vocabulary * torch.float32.itemsize,
+        # three float32 copies of a pass's logits exist at once during sampling
+        logits=3 * slots * vocabulary * torch.float32.itemsize,
     )
 
 

@@ -3,12 +3,14 @@
 An engine asks its owner for full weights (`protocol.WeightsRequest`). The owner makes rank 0 of the trainer send the
 file it published, while training continues. Rank 0 connects to the engine's Unix socket or, on another machine, to its
 TCP port with a token, offers names, dtypes and shapes, and drives vLLM's protocol over the connection: init, start,
-update once or more, finish. `app.engines.connect_engine_to_trainer` chooses what carries the bytes: `ipc` on one GPU,
-`nccl` between two, `gloo` between machines without GPUs, `file` elsewhere: the engine then loads the published file.
+update once or more, finish. `app.engines.connect_engine_to_trainer` chooses the backend of vLLM that carries the bytes:
+`ipc` on one GPU, `nccl` between two, `gloo` between machines without GPUs. Elsewhere the engine loads the published
+file.
 
 Owns `WeightReceiver` and `IncomingTransfer`, the engine's ends; `WeightTransferConnection` (vLLM's
-`VLLMWeightSyncClient`) and `WeightSenders`, the trainer's ends; `FileSender` and `GlooSender`; and `VersionFiles`, by
-which the engine's owner sends files. Imports nothing heavy: the senders for `ipc` and `nccl` are in `vllm/senders.py`.
+`VLLMWeightSyncClient`) and `WeightSenders`, the trainer's ends; and `VersionFiles`, by which the engine's owner sends
+files. vLLM's trainer engines for `ipc` and `nccl` are in `vllm_senders.py`. Ours for `gloo`, `GlooSender`, stands here
+because a trainer without a GPU should not import vLLM; its worker is registered in vLLM's factory (`vllm_worker.py`).
 Invariant: if no weights are sent, because the trainer has moved on, is dead or cannot be reached, the engine loads the
 published file with the same weights, on another machine after its owner has sent it. Each wait has a limit: `OFFER_S`
 for an offer, `WeightOffer.silence_s` for the trainer's next call, at most `ANSWER_S` for the engine's answer, and
@@ -34,7 +36,7 @@ import msgspec
 
 from agentrl.core import rpc
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import AgentRLError, EngineError, EngineLostError, TrainerError
+from agentrl.core.errors import AgentRLError, EngineError, EngineLostError, TrainerError, version_refused_error
 from agentrl.core.files import WEIGHT_FILES, read_files_in_pieces, read_safetensors_header
 from agentrl.core.network import (
     SCHEME,
@@ -48,7 +50,6 @@ from agentrl.core.network import (
 )
 from agentrl.core.records import PolicyVersion
 from agentrl.engines import protocol
-from agentrl.engines.versions import version_refused_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
 JoinedGroup = TypeVar("JoinedGroup")
 
 CHUNK_BYTES = 1 << 28
-"""Maximum bytes of tensors in one file or update, unless a single tensor is larger."""
+"""Maximum bytes of tensors in one update, unless a single tensor is larger."""
 STALL_S = 60.0
 """Seconds for one tensor over gloo after which either end gives up."""
 JOIN_TIMEOUT = timedelta(seconds=45)
@@ -81,7 +82,7 @@ PIECES = 4
 """Number of such messages on the way at a time."""
 
 
-class WeightOffer(rpc.Message, frozen=True, tag="Offer"):
+class WeightOffer(rpc.WireMessage, frozen=True, tag="Offer"):
     """The tensors of a version, in the order in which they will be sent."""
 
     version: PolicyVersion
@@ -106,7 +107,7 @@ class WeightOffer(rpc.Message, frozen=True, tag="Offer"):
         return {name: torch.empty(shape, dtype=dtypes[dtype], device="meta") for name, dtype, shape in described}
 
 
-class TransferCall(rpc.Message, frozen=True):
+class TransferCall(rpc.WireMessage, frozen=True):
     """A call of vLLM's protocol."""
 
     method: Literal["init", "start", "update", "finish"]
@@ -115,9 +116,6 @@ class TransferCall(rpc.Message, frozen=True):
 
 class TransferReply(rpc.Reply, frozen=True):
     """Answer to a `WeightOffer` or a `TransferCall`; the engine answers one before the trainer sends the next."""
-
-    directory: str = ""
-    """Directory for files; sent with an accepted offer."""
 
 
 _REQUEST: msgspec.msgpack.Decoder[WeightOffer | TransferCall] = msgspec.msgpack.Decoder(WeightOffer | TransferCall)
@@ -140,10 +138,10 @@ class IncomingTransfer:
         self.offer = offer
         self._connection = connection
 
-    def answer(self, *, error: str = "", directory: str = "") -> None:
+    def answer(self, *, error: str = "") -> None:
         """Answer the last request."""
         refusal = rpc.ErrorReply(kind="EngineError", message=error)
-        self._connection.send(refusal if error else TransferReply(directory=directory))
+        self._connection.send(refusal if error else TransferReply())
 
     async def next_call(self) -> TransferCall:
         """Return the next call of the trainer.
@@ -303,8 +301,6 @@ class PublishedWeightSource:
     layout: Mapping[str, Tensor]
     """Tensors without data."""
     tensors: Iterator[tuple[str, Tensor]]
-    file: Path | None = None
-    """File with the same tensors, readable by engines on this machine; None: there is none."""
 
     def metadata(self) -> list[Any]:
         """Return name, dtype and shape of each tensor, in order, as vLLM's `ParamMeta`."""
@@ -337,8 +333,6 @@ class WeightTransferConnection:
     """
 
     def __init__(self, recipient: WeightDestination) -> None:
-        self.directory = Path()
-        """Directory from which the engine reads files."""
         self.on_failure: Callable[[], None] = lambda: None
         """Called when an update failed, in whose broadcast another thread may wait for the engine."""
         self._recipient = recipient
@@ -354,7 +348,7 @@ class WeightTransferConnection:
         except OSError as error:
             why = error.strerror or str(error) or "it does not answer"
             raise TrainerError(f"no engine accepts weights at {self._recipient.redacted_address} ({why})") from error
-        self.directory = Path(self._request(offer).directory)
+        self._request(offer)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """See vLLM's `VLLMWeightSyncClient`."""
@@ -410,38 +404,6 @@ def in_chunks(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tenso
             chunk = {}
         chunk[name] = tensor.contiguous()
     yield chunk
-
-
-class FileSender:
-    """Sends weights as files: the source's own, or files that are written before the engine pauses."""
-
-    def __init__(
-        self, recipient: WeightDestination, link: WeightTransferConnection, source: PublishedWeightSource
-    ) -> None:
-        self.link = link
-        self.source = source
-
-    def send_weights(self) -> None:
-        """See vLLM's `TrainerWeightTransferEngine`."""
-        files = list(self._written()) if self.source.file is None else [self.source.file]
-        self.link.start_weight_update()
-        for file in files:
-            self.link.update_weights({"path": str(file), "is_last": file is files[-1]})
-        self.link.finish_weight_update()
-
-    def _written(self) -> Iterator[Path]:
-        for number, chunk in enumerate(in_chunks(self.source)):
-            yield self._write(number, chunk)
-
-    def _write(self, number: int, chunk: dict[str, Tensor]) -> Path:
-        from safetensors.torch import save_file
-
-        path = self.link.directory / f"{number}.safetensors"
-        save_file(chunk, path)
-        return path
-
-    def shutdown(self) -> None:
-        """See `TrainerWeightTransferEngine.shutdown`; nothing to release."""
 
 
 class Rendezvous(NamedTuple):

@@ -1,9 +1,9 @@
 """Loading of full weights inside vLLM's worker processes: a backend of vLLM's weight-transfer protocol.
 
-It loads files, and passes weights over `ipc`, `nccl` or `gloo` to the backends of these names, so that one vLLM accepts
-all: a restarted engine has only the file. The first two are vLLM's own, the third is `GlooTransferEngine`. Each worker
-imports this module by name (`worker_extension_cls`), which registers the backends. Reads safetensors only, and
-unpickles nothing.
+It loads published files, and passes weights over `ipc`, `nccl` or `gloo` to the backends of these names, so that one
+vLLM accepts all: a restarted engine has only the file. The first two are vLLM's own, the third is
+`GlooTransferEngine`. Each worker imports this module by name (`worker_extension_cls`), which registers the backends.
+Reads safetensors only, and unpickles nothing.
 Invariant: a version is loaded completely, or an error is raised; its content is checked before vLLM pauses.
 """
 
