@@ -270,7 +270,7 @@ def difference(before: Played, after: Played) -> str:
     for call_id, entry in then.items():
         if call_id not in now:
             return f"call {call_id} is missing"
-        if entry.asked != now[call_id].asked or _told(entry) != _told(now[call_id]):
+        if entry.request_hash != now[call_id].request_hash or _told(entry) != _told(now[call_id]):
             return f"call {call_id} was {_shown(entry)}, is {_shown(now[call_id])}"
     if len(now) > len(then):
         return f"call {next(call_id for call_id in now if call_id not in then)} is new"

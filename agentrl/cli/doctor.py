@@ -412,16 +412,11 @@ def _gpu_checks(config: RunConfig, plan: MemoryEstimate) -> list[Check]:
     from agentrl.app.memory_estimate import gpu_memory_needs
 
     devices = device_plan(config)
-<<<<<<< HEAD
     checks = [Check(name="devices", result=line) for line in devices.lines()]
     checks += [Check(name="devices", result=line, level="note") for line in devices.unlike()]
-=======
-    checks = [Check(name="devices", found=line) for line in devices.lines()]
-    checks += [Check(name="devices", found=line, level="note") for line in devices.unlike()]
     if devices.engines and config.engine.kind == "embedded" and not config.deterministic:
-        found = "the embedded engine is made for small models"
-        checks.append(Check(name="engine", found=found, level="note", fix="for a larger one, add [engine.vllm]"))
->>>>>>> main
+        result = "the embedded engine is made for small models"
+        checks.append(Check(name="engine", result=result, level="note", fix="for a larger one, add [engine.vllm]"))
     if config.engine.kind == "vllm":
         checks += [Check(name="devices", result=line, level="missing") for line in devices.taken()]
     for need in gpu_memory_needs(config, plan):

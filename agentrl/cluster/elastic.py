@@ -24,12 +24,6 @@ if TYPE_CHECKING:
     from agentrl.config.devices import Node
     from agentrl.core.clock import Clock
 
-<<<<<<< HEAD
-BALANCED = 1
-"""Largest difference in workers between a node and a joining node that triggers no move."""
-
-=======
->>>>>>> main
 
 @runtime_checkable
 class MovablePlacement(Protocol):

@@ -57,18 +57,7 @@ DOING = {
     "send": "publishes a version",
     "save": "writes a checkpoint",
 }
-<<<<<<< HEAD
 """Description of a trainer's activity for the user, by its ranks' method."""
-COME_S = 50.0
-"""Timeout for starting the actors of all ranks on the nodes of a cluster, in seconds."""
-PREPARE_S = 600.0
-"""Timeout for a rank to import torch from a cold disk, in seconds."""
-READ_S = 60.0
-"""Timeout for token data from the run's host, in seconds."""
-LOOPBACK = "127.0.0.1"
-=======
-"""Description of a trainer's activity for people, by the method that its ranks run."""
->>>>>>> main
 
 
 LEARNING = (

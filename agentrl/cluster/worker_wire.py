@@ -102,13 +102,8 @@ class UnparkEpisode(rpc.WireMessage, frozen=True):
     number: int
 
 
-<<<<<<< HEAD
-class ChildEpisodeEnded(rpc.Message, frozen=True):
-    """Result of a child of a running episode: child number `index` of `call` in that attempt."""
-=======
 class ChildEpisodeEnded(rpc.WireMessage, frozen=True):
-    """Result of a child of a running episode: child number `index` of those that `call` spawned in that attempt."""
->>>>>>> main
+    """Result of a child of a running episode: child number `index` of `call` in that attempt."""
 
     number: int
     attempt: int
@@ -186,13 +181,8 @@ class AttemptStarted(rpc.WireMessage, frozen=True):
     attempt: int
 
 
-<<<<<<< HEAD
-class EpisodeProgressed(rpc.Message, frozen=True):
-    """Message that another worker's episode has new entries on disk here. Sent once."""
-=======
 class EpisodeProgressed(rpc.WireMessage, frozen=True):
-    """Message that an episode begun elsewhere has new entries on disk here. Sent once."""
->>>>>>> main
+    """Message that another worker's episode has new entries on disk here. Sent once."""
 
     number: int
 
@@ -208,21 +198,12 @@ class EpisodesCancelled(rpc.Reply, frozen=True):
     """Answer to `CancelEpisodes`: no episode is in flight."""
 
 
-<<<<<<< HEAD
-class WorkerShuttingDown(rpc.Message, frozen=True):
+class WorkerShuttingDown(rpc.WireMessage, frozen=True):
     """The worker got SIGTERM, or a request to leave: it ends once its samples are on disk."""
 
 
-class LogLine(rpc.Message, frozen=True):
-    """Line of output for the user."""
-=======
-class WorkerShuttingDown(rpc.WireMessage, frozen=True):
-    """The worker got SIGTERM, or was told to leave: it ends once what it sampled is on disk."""
-
-
 class LogLine(rpc.WireMessage, frozen=True):
-    """Line of output for people."""
->>>>>>> main
+    """Line of output for the user."""
 
     line: str
 

@@ -105,13 +105,8 @@ class ScoreRequest(rpc.WireMessage, frozen=True):
     temperature: float
 
 
-<<<<<<< HEAD
-class WeightTransferEnded(rpc.Message, frozen=True):
-    """Reply to `WeightsRequest`: nothing more will be sent, because everything was sent or no trainer sends it."""
-=======
 class WeightTransferEnded(rpc.WireMessage, frozen=True):
-    """Reply to `WeightsRequest`: nothing will be sent any more, because all was sent or no trainer sends it."""
->>>>>>> main
+    """Reply to `WeightsRequest`: nothing more will be sent, because everything was sent or no trainer sends it."""
 
     number: int
 

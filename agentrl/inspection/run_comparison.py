@@ -222,13 +222,8 @@ def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     return [name for name in names if any(values.get(name) != settings[0].get(name) for values in settings)]
 
 
-<<<<<<< HEAD
-def _setting_differences(settings: Sequence[Mapping[str, Any]]) -> list[SettingDifference]:
-    return [SettingDifference(name, [values.get(name) for values in settings]) for name in _differing(settings)]
-=======
 def _setting_differences(settings: Sequence[Mapping[str, Any]]) -> list[SettingComparison]:
-    return [SettingComparison(name, [each.get(name) for each in settings]) for name in _differing(settings)]
->>>>>>> main
+    return [SettingComparison(name, [values.get(name) for values in settings]) for name in _differing(settings)]
 
 
 # --- metrics and curves -----------------------------------------------------------------------------------------------

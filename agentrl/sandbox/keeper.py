@@ -613,11 +613,7 @@ class Keeper:
         sandbox = self.lease(lease)
         process, init, listener = self.start(sandbox, files, options)
         deadline = time.monotonic() + options["seconds"]
-<<<<<<< HEAD
-        command = Command(sandbox, process, init, deadline, options["memory_mb"] << 20)
-=======
-        command = RunningCommand(found, process, init, deadline, options["memory_mb"] << 20)
->>>>>>> main
+        command = RunningCommand(sandbox, process, init, deadline, options["memory_mb"] << 20)
         self.commands[number] = command
         self.poller.register(command.pidfd, select.POLLIN)
         if listener is not None:

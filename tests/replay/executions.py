@@ -60,7 +60,7 @@ class Execution:
         untimed = {"seconds", "started"}
         return {
             entry.call_id: (
-                entry.asked,
+                entry.request_hash,
                 *(getattr(body, name) for name in type(body).__struct_fields__ if name not in untimed),
             )
             for entry in self.entries

@@ -137,7 +137,7 @@ async def resumed(environment: type[agentrl.Environment], entries: list[JournalE
     journal, failures = MemoryJournal(), list[BaseException]()
     log = journal.turn_log(PARTITION)
     for entry in entries:
-        log.append(JournalEntry(entry.episode_id, attempt, entry.call_id, entry.asked, entry.body))
+        log.append(JournalEntry(entry.episode_id, attempt, entry.call_id, entry.request_hash, entry.body))
     await log.flush()
     engine = ScriptedEngine(digits, versions={"policy": PolicyVersion("policy", 0, 0)})
     dispatcher, _ = wire_dispatcher(environment, engine, journal, plain_rollout_settings(), failures)

@@ -112,7 +112,7 @@ def test_content_cannot_pass_for_the_end_of_the_conversation() -> None:
 
 def test_content_longer_than_the_judges_context_is_unscorable() -> None:
     answered = asked(scorer(max_context=400, unscorable=-2.0), scored("ask", "x" * 400))
-    assert (answered.value, "the judge's context 400" in answered.note) == (-2.0, True)
+    assert (answered.value, "the judge's context holds 400" in answered.note) == (-2.0, True)
 
 
 @pytest.mark.parametrize(

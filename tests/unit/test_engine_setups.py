@@ -77,7 +77,7 @@ def test_doctor_accepts_and_explains_a_set_up(
     checks = [check for title in ("memory", f"{file} will use") for check in sections[title]]
     assert not [check for check in checks if check["level"] == "missing"], checks
     assert code == 0
-    lines = [check["found"] for check in checks if check["name"] == "devices"]
+    lines = [check["result"] for check in checks if check["name"] == "devices"]
     assert len(lines) == count
     assert not any("not used" in line for line in lines)
 
@@ -93,7 +93,7 @@ def test_doctor_names_all_that_the_gpu_example_lacks_here(
     assert main(["doctor", str(example), f"--model.path={absent}", "--json"]) == 1
     sections = json.loads(capsys.readouterr().out)["sections"]
     checks = [*sections[f"{example} will use"], *sections["memory"]]
-    missing = {check["name"]: check["found"] for check in checks if check["level"] == "missing"}
+    missing = {check["name"]: check["result"] for check in checks if check["level"] == "missing"}
     assert missing.keys() == {"engine", "tools", "model"}
     assert "Missing here: a GPU " in missing["engine"]
     assert f"no model directory {absent}" in missing["tools"]

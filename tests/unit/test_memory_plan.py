@@ -145,7 +145,7 @@ def test_doctor_says_what_a_run_will_hold(
     monkeypatch.setattr(run_memory, "machine_memory", lambda: Memory(free=1 << 36, total=1 << 36))
     assert main(["doctor", str(repository / "examples/01_tool_use.toml"), "--trainer.ranks=3", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    found = [(check["name"], check["found"]) for check in report["sections"]["memory"]]
+    found = [(check["name"], check["result"]) for check in report["sections"]["memory"]]
     assert any(name == "3 × trainer rank" and "activations of 8,192 tokens" in text for name, text in found)
     assert any(name == "this process" and "keys and values" in text for name, text in found)
     assert found[-1][0] == "together"
@@ -158,7 +158,7 @@ def test_a_rank_of_several_holds_its_shard(
     ranks = ["doctor", str(repository / "examples/01_tool_use.toml"), "--trainer.ranks=4", "--json"]
     assert main([*ranks, "--trainer.sharding=full"]) == 0
     report = json.loads(capsys.readouterr().out)
-    found = [check["found"] for check in report["sections"]["memory"] if check["name"] == "4 × trainer rank"]
+    found = [check["result"] for check in report["sections"]["memory"] if check["name"] == "4 × trainer rank"]
     assert any("1/4 of weights" in text for text in found)
     assert any("layers" in text for text in found)
 
@@ -208,7 +208,7 @@ def test_doctor_prints_the_device_plan_and_each_share(
 ) -> None:
     cards(monkeypatch, 1, 24)
     assert main(["doctor", str(repository / "examples/01_tool_use.toml"), *VLLM, "--json"]) == 0
-    found = [(each["name"], each["found"]) for each in json.loads(capsys.readouterr().out)["sections"]["memory"]]
+    found = [(each["name"], each["result"]) for each in json.loads(capsys.readouterr().out)["sections"]["memory"]]
     assert ("devices", "GPU 0: trainer rank 0 (51% of its memory) and engine 0 (45%)") in found
     assert any(name == "engine 0 on GPU 0" and "needed of 10.80 GiB" in text for name, text in found)
 

@@ -80,6 +80,6 @@ def test_suggestions_name_setting_value_and_source(tmp_path: Path) -> None:
 def test_doctor_shows_suggestions(capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor", EXAMPLE, "--suggest", "--policies.solver.step_size=8", "--json"])
     checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["sections"]["suggested settings"]}
-    assert checks["policies.solver.step_size"]["found"] == "8"
+    assert checks["policies.solver.step_size"]["result"] == "8"
     assert checks["policies.solver.step_size"]["fix"].startswith("64 (")
     assert checks["policies.solver.learning_rate"]["level"] == "ok"
