@@ -96,8 +96,8 @@ class WeightChunk(rpc.WireMessage, frozen=True):
     data: bytes
 
 
-class ScoreRequest(rpc.WireMessage, frozen=True):
-    """Request to score tokens."""
+class LogprobsRequest(rpc.WireMessage, frozen=True):
+    """Request for the log-probabilities of tokens."""
 
     call: int
     version: PolicyVersion | str
@@ -120,7 +120,7 @@ Request = (
     | AbortRequest
     | ServeVersionsRequest
     | WeightChunk
-    | ScoreRequest
+    | LogprobsRequest
     | WeightTransferEnded
 )
 
@@ -152,8 +152,8 @@ class CompletionReply(rpc.Reply, frozen=True):
     cached_tokens: int
 
 
-class ScoreReply(rpc.Reply, frozen=True):
-    """Answer to `ScoreRequest`."""
+class LogprobsReply(rpc.Reply, frozen=True):
+    """Answer to `LogprobsRequest`."""
 
     logprobs: bytes
 
@@ -186,7 +186,7 @@ class WeightsRequest(rpc.WireMessage, frozen=True):
 Reply = (
     EngineLoadedReply
     | CompletionReply
-    | ScoreReply
+    | LogprobsReply
     | rpc.Acknowledgement
     | rpc.ErrorReply
     | NewTokens

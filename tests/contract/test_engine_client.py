@@ -105,7 +105,7 @@ def test_a_guest_whose_engine_dies_keeps_what_was_delivered_and_waits_for_the_ne
     "message",
     [
         protocol.ServeVersionsRequest(call=1, current=[weights_of(1)], pinned=[]),
-        protocol.ScoreRequest(call=1, version=version(1), token_ids=b"", temperature=1.0),
+        protocol.LogprobsRequest(call=1, version=version(1), token_ids=b"", temperature=1.0),
     ],
 )
 def test_a_guest_that_asks_for_more_than_samples_is_shown_out(message: rpc.WireMessage) -> None:

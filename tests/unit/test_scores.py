@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import runpy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,31 @@ def test_a_scorer_of_a_script_is_a_section_of_its_name() -> None:
     made = make_scorers(config.model_copy(update={"workers": 4}), engine, format, settings, SystemClock())
     assert made["short"].places._value == 16, "the limit is one for the run"
     assert scored_policies(config) == {"guesser"}
+
+
+def test_the_example_scores_the_next_partial_sum(repository: Path) -> None:
+    next_step = runpy.run_path(str(repository / "examples" / "12_scores.py"))["next_step"]
+    task = agentrl.Task(id="t", data={"question": "State the final answer to the following problem: 54 - 97 + 3 ="})
+
+    def score(number: int, **arguments: Any) -> float | None:
+        calls = (agentrl.ToolCall(id="c", name="calculate", arguments=arguments),) if arguments else ()
+        message = agentrl.Message(role="assistant", content="-40", tool_calls=calls)
+        turn = agentrl.Turn(text="-40", message=message, completion=None)  # type: ignore[arg-type]
+        value: float | None = next_step(
+            agentrl.Scored(task=task, seat="solver", turn=turn, number=number, messages=(message,))
+        )
+        return value
+
+    assert score(0, a=54, op="-", b=97) == 1.0
+    assert score(1, a=-43, op="+", b=3) == 1.0
+    assert (
+        score(1, a=54, op="-", b=97)
+        == score(2, a=-43, op="+", b=3)
+        == score(0, a=54)
+        == score(0, a="5", op="-", b=2)
+        == 0.0
+    )
+    assert score(2) is None
 
 
 def test_a_file_is_looked_up_beside_the_configuration(tmp_path: Path) -> None:

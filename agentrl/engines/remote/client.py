@@ -424,10 +424,10 @@ class ProcessEngine:
 
         def ask(connection: EngineConnection) -> Any:
             call = connection.next_call()
-            request = protocol.ScoreRequest(call=call, version=version, token_ids=column, temperature=temperature)
+            request = protocol.LogprobsRequest(call=call, version=version, token_ids=column, temperature=temperature)
             return connection.ask(call, request)
 
-        scored: protocol.ScoreReply = await self._until_answered(ask)
+        scored: protocol.LogprobsReply = await self._until_answered(ask)
         return protocol.decode_logprobs(scored.logprobs)
 
     def busy_seconds(self) -> float:

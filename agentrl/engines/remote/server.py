@@ -80,7 +80,7 @@ class ConnectionHandler:
                 self._answer(message.call, self._serve(message))
             case protocol.WeightChunk():
                 self._answer(message.call, self._keep(message))
-            case protocol.ScoreRequest():
+            case protocol.LogprobsRequest():
                 self._answer(message.call, self._score(message))
             case protocol.WeightTransferEnded():
                 if isinstance(self._engine, WeightReceivingEngine):
@@ -156,11 +156,11 @@ class ConnectionHandler:
         await self._engine.serve(current, pinned)
         self.versions.keep(wanted)
 
-    async def _score(self, message: protocol.ScoreRequest) -> protocol.ScoreReply:
+    async def _score(self, message: protocol.LogprobsRequest) -> protocol.LogprobsReply:
         scores = await self._engine.score(
             message.version, protocol.decode_token_ids(message.token_ids), message.temperature
         )
-        return protocol.ScoreReply(call=message.call, logprobs=scores.astype("<f4", copy=False).tobytes())
+        return protocol.LogprobsReply(call=message.call, logprobs=scores.astype("<f4", copy=False).tobytes())
 
 
 class ReceivedWeightFiles:

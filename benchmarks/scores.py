@@ -1,0 +1,425 @@
+"""What scoring costs while episodes run, and what becomes of scorers that fail or are killed.
+
+    python -m benchmarks.scores [--quick] [--part PART]
+
+* `overlap`: scripted policies with real waits play episodes of eight turns; a scorer takes as long as a turn. Three
+  variants in turn: `none`, without scores; `pipelined`, `[scorers.slow]`; `inline`, the same wait in `ctx.effect`
+  after each turn. `pipelined_over_none` and `inline_over_none` are seconds per step over those of `none`, from the
+  third step on, medians over `--pairs`. `exposed_latency_error` compares the journal's `scores/exposed_s` with
+  max(end of turn + score) − end of last turn, of the same journal, in a run whose scores take very different times;
+  `exposed_latency_error_of_a_lockstep` is that of the formula in which each score may only overlap the next turn.
+* `failures`: the bundled model is trained with a judge behind an HTTP endpoint that fails in 20 % of the requests,
+  hangs in 1 %, and answers nonsense in 5 %. It never says 0. `zeros_from_failures` are committed episodes without a
+  positive score. The negative control gives failed scores the value 0: `zeros_without_the_rule`.
+* `kills`: the same run with a slow scorer and two worker processes; all its processes are killed at once with SIGKILL.
+  `score_violations` of the second reader (`tests/journal_oracle.py`); `wrong_scores` differ from what the function
+  says of the recorded turn; `scores_again_per_kill`, requests of the function beyond the recorded scores, per kill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import agentrl
+from agentrl.app.run_parts import RunFactories
+from agentrl.app.training import run_training
+from agentrl.config.run import RunConfig
+from agentrl.core.clock import LoopClock
+from agentrl.core.ports import GenerateRequest
+from agentrl.core.records import PolicyVersion, Task
+from agentrl.engines.scripted import ScriptedEngine
+from agentrl.inspection.reader import RunReader
+from agentrl.journal.entries import ScoreEntry, TurnEntry
+from agentrl.rollout import scorers
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
+from agentrl.testing.recording_trainer import RecordingTrainer
+from benchmarks.report import Report
+from tests.journal_oracle import judge
+from tests.support.chat_endpoint import ChatEndpoint, error, said, serving
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+NAMES = (
+    *("pipelined_over_none", "inline_over_none", "exposed_latency_error", "exposed_latency_error_of_a_lockstep"),
+    *("zeros_from_failures", "zeros_without_the_rule", "scorer_failures", "scorer_drops"),
+    *("score_kills", "score_violations", "wrong_scores", "scores_again_per_kill"),
+)
+TURNS, TURN_S, TOKENS = 8, 0.2, 8
+TIMEOUT_S = 2.0
+HERE = Path(__file__)
+
+
+@agentrl.scorer
+async def slow(scored: agentrl.Scored, seconds: float = 0.2, spread: bool = False, log: str = "") -> float:
+    """A score that takes its time; with `spread`, from a quarter of it to four times of it."""
+    if log:
+        with open(log, "a", encoding="utf-8") as file:  # noqa: ASYNC230 (a line in the page cache)
+            file.write("asked\n")
+    tokens = len(scored.turn.completion.token_ids)
+    await asyncio.sleep(seconds * (0.25, 0.5, 1.0, 4.0)[tokens % 4] if spread else seconds)
+    return tokens / 10
+
+
+class Talk(agentrl.Environment):
+    """Eight turns, and a reward."""
+
+    seats = ("talker",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        """Talk."""
+        talker = ctx.agent("talker")
+        for number in range(TURNS):
+            await talker.act(agentrl.user(str(number)))
+            await self.judge(ctx, number)
+        talker.reward(1.0)
+
+    async def judge(self, ctx: agentrl.EpisodeContext, number: int) -> None:
+        """Leave the turn to scorers."""
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+        """Return tasks that differ in nothing."""
+        return [Task(id=str(number), data={}) for number in range(64)]
+
+
+class TalkInline(Talk):
+    """Waits for the score of each turn before the next one."""
+
+    async def judge(self, ctx: agentrl.EpisodeContext, number: int) -> None:
+        """Wait."""
+
+        async def wait() -> float:
+            await asyncio.sleep(TURN_S)
+            return 0.5
+
+        ctx.agent("talker").reward(await ctx.effect(f"score {number}", wait, guarantee="read"), turn=number)
+
+
+def _say(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+    return [*b"." * (TOKENS // 2 + request.seed % TOKENS), STOP_TOKEN]
+
+
+class Watch:
+    """Notes when steps are taken."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Note the time."""
+        self.at.append(time.monotonic())
+
+    def on_evaluation(self, versions: Mapping[str, object], metrics: Mapping[str, Mapping[str, float]]) -> None:
+        """Do nothing."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds per step, from the third step on."""
+        return (self.at[-1] - self.at[2]) / (len(self.at) - 3)
+
+
+def _scripted(directory: Path, environment: type[agentrl.Environment], steps: int, scored: dict[str, Any]) -> float:
+    """Run with real waits; returns seconds per step."""
+
+    async def engine(config: RunConfig, versions: Mapping[str, PolicyVersion], *rest: object) -> ScriptedEngine:
+        return ScriptedEngine(_say, versions=versions, seconds_per_token=TURN_S / TOKENS)
+
+    def trainer(config: RunConfig, *rest: Any) -> RecordingTrainer:
+        return RecordingTrainer(
+            list(config.trained), clock=LoopClock(), step_seconds=0.05, versions=rest[0] / "versions"
+        )
+
+    config = RunConfig(
+        name="run",
+        directory=str(directory),
+        steps=steps,
+        environment={"id": "unused"},
+        model={"path": "unused"},
+        policies={"talker": {"step_size": 16, "max_staleness": 1}},
+        credit={"group_size": 4},
+        trainer={"loss": {"normalizer": 64}},
+        checkpoint={"every": 0, "versions": 0},
+        evaluation={"tasks": 0},
+        scorers={"slow": {"function": f"{HERE}:slow", "max_concurrent": 1000, "options": scored}} if scored else {},
+    )
+    watch = Watch()
+    factories = RunFactories(engine=engine, trainer=trainer, chat_format=lambda config: PlainChatFormat())
+    asyncio.run(run_training(config, environment, quiet=True, factories=factories, observers=[watch]))
+    return watch.step_s
+
+
+def _exposed(run: Path) -> tuple[float, float, float]:
+    """Return the exposed seconds of a run's episodes: as measured, by the formula, and by that of a lockstep."""
+    measured, formula, lockstep = 0.0, 0.0, 0.0
+    reader = RunReader(run)
+    for line in reader.episodes("stop_reason = completed", limit=100_000):
+        (metrics,) = reader.log.rows("SELECT metrics FROM episodes WHERE episode = ?", line.episode)[0]
+        measured += json.loads(metrics)["scores/exposed_s"]
+        bodies = [body for _, body in reader.episode(line.episode).entries]
+        ends = {body.turn: body.started + body.seconds for body in bodies if isinstance(body, TurnEntry)}
+        seconds = {body.turn: body.seconds for body in bodies if isinstance(body, ScoreEntry)}
+        last = max(ends)
+        formula += max(ends[turn] + seconds[turn] for turn in ends) - ends[last]
+        waits = (max(0.0, seconds[turn] - (ends[turn + 1] - ends[turn])) for turn in range(last))
+        lockstep += sum(waits) + seconds[last]
+    reader.close()
+    return measured, formula, lockstep
+
+
+def overlap(root: Path, *, quick: bool, pairs: int) -> dict[str, float | None]:
+    """Measure what the scores of a slow scorer add to a step."""
+    steps = 6 if quick else 14
+    found: dict[str, list[float]] = {"none": [], "pipelined": [], "inline": []}
+    for pair in range(1 if quick else pairs):
+        order = list(found) if pair % 2 == 0 else list(found)[::-1]
+        for variant in order:
+            scored = {"seconds": TURN_S} if variant == "pipelined" else {}
+            environment = TalkInline if variant == "inline" else Talk
+            found[variant].append(_scripted(root / f"{variant}{pair}", environment, steps, scored))
+        print(
+            f"pair {pair}: " + ", ".join(f"{name} {each[-1]:.3f} s a step" for name, each in found.items()), flush=True
+        )
+    _scripted(root / "spread", Talk, steps, {"seconds": TURN_S, "spread": True})
+    measured, formula, lockstep = _exposed(root / "spread" / "run")
+    print(
+        f"exposed: measured {measured:.2f} s, by the formula {formula:.2f} s, by a lockstep {lockstep:.2f} s",
+        flush=True,
+    )
+
+    def over_none(variant: str) -> float:
+        return statistics.median(each / none for each, none in zip(found[variant], found["none"], strict=True))
+
+    return {
+        "pipelined_over_none": over_none("pipelined"),
+        "inline_over_none": over_none("inline"),
+        "exposed_latency_error": abs(measured / formula - 1),
+        "exposed_latency_error_of_a_lockstep": abs(measured / lockstep - 1),
+    }
+
+
+TOML = """
+name = "run"
+steps = {steps}
+workers = {workers}
+[environment]
+id = "calculator"
+[model]
+path = "agentrl.environments:calculator/model"
+[policies.solver]
+step_size = 32
+max_staleness = 1
+[credit]
+group_size = 4
+[sampling]
+max_tokens = 32
+[evaluation]
+tasks = 0
+[checkpoint]
+every = 2
+"""
+CRITIC = """
+[policies.critic]
+kind = "remote"
+url = "{url}"
+model = "large"
+timeout_s = {timeout_s}
+[scorers.judged]
+judge = "critic"
+per = "episode"
+rubric = "Is it right?"
+answer = {{ wrong = 0.5, right = 1.0 }}
+unscorable = 0.75
+attempts = 1
+"""
+SLOW = """
+[scorers.slow]
+function = "{here}:slow"
+options = {{ seconds = 0.5, log = "{log}" }}
+"""
+
+
+class BadEndpoint(ChatEndpoint):
+    """An endpoint that fails in some of its answers."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda body: said())
+        self._rng = random.Random(0)
+        self.failures = 0
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        """Answer, hang, or fail."""
+        draw = self._rng.random()
+        self.failures += draw < 0.26
+        if draw < 0.01:
+            await asyncio.sleep(3 * TIMEOUT_S)
+        if draw < 0.21:
+            return error(503, "overloaded", "overloaded")
+        if draw < 0.26:
+            return said("0.0 nonsense")
+        return said("right" if draw < 0.6 else "wrong")
+
+
+def _zeros(run: Path) -> tuple[int, int]:
+    """Return the number of scores of 0, or missing in committed episodes, and that of episodes dropped by a scorer."""
+    reader, zeros, drops = RunReader(run), 0, 0
+    for line in reader.episodes(limit=100_000):
+        drops += line.drop_reason == "scorer_failed"
+        if line.stop_reason is not None:
+            scores = [body.value for _, body in reader.episode(line.episode).entries if isinstance(body, ScoreEntry)]
+            zeros += len(scores) != 1 or not scores[0] > 0
+    reader.close()
+    return zeros, drops
+
+
+def _zero_for_a_failure(score: Any) -> Any:
+    """Return a scorer's method that gives 0 where it fails."""
+
+    async def replaced(self: Any, request: Any) -> Any:
+        try:
+            return await score(self, request)
+        except agentrl.AgentRLError:
+            return scorers.Score(0.0)
+
+    return replaced
+
+
+def failures(root: Path, *, quick: bool, pairs: int) -> dict[str, float | None]:
+    """Train with a judge whose endpoint fails."""
+    found = {}
+    endpoint = BadEndpoint()
+    original = scorers.RetryingScorer.score
+    with serving(endpoint) as served:
+        for rule in (True, False):
+            scorers.RetryingScorer.score = original if rule else _zero_for_a_failure(original)  # type: ignore[method-assign]
+            directory = root / f"rule_{rule}"
+            directory.mkdir()
+            toml = directory / "run.toml"
+            toml.write_text(
+                TOML.format(steps=2 if quick else 6, workers=1) + CRITIC.format(url=served.url, timeout_s=TIMEOUT_S)
+            )
+            try:
+                agentrl.train(_loaded(toml, directory), quiet=True)
+            finally:
+                scorers.RetryingScorer.score = original  # type: ignore[method-assign]
+            found[rule] = _zeros(directory / "run")
+            print(f"zeros and drops {'with' if rule else 'without'} the rule: {found[rule]}", flush=True)
+    return {
+        "zeros_from_failures": float(found[True][0]),
+        "scorer_drops": float(found[True][1]),
+        "zeros_without_the_rule": float(found[False][0]),
+        "scorer_failures": float(endpoint.failures),
+    }
+
+
+def _loaded(toml: Path, directory: Path) -> RunConfig:
+    from agentrl.config.load import load
+
+    return load(toml, [f"directory={directory}"])
+
+
+def kills(root: Path, *, quick: bool, pairs: int) -> dict[str, float | None]:
+    """Kill a run with a slow scorer until it has ended."""
+    rng, log, toml = random.Random(1), root / "asked.log", root / "run.toml"
+    toml.write_text(TOML.format(steps=16 if quick else 400, workers=2) + SLOW.format(here=HERE, log=log))
+    command = [sys.executable, "-m", "agentrl.cli.main", "train", str(toml), f"--directory={root}", "--resume"]
+    killed, least = 0, 3 if quick else 50
+    while True:
+        resume = (root / "run").is_dir()
+        last = killed >= least
+        changed = [f"--steps={_steps(root / 'run') + 1}"] if last and resume else []
+        process = subprocess.Popen(
+            [*(command if resume else command[:-1]), *changed], stdout=subprocess.DEVNULL, start_new_session=True
+        )
+        if not last and _plays(process, log):
+            time.sleep(rng.uniform(0.5, 4.0))
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            killed += 1
+            print(f"kill {killed}: {_steps(root / 'run')} steps", flush=True)
+            continue
+        code = process.wait()
+        if code != 0:
+            raise SystemExit(f"the run ended with {code}")
+        break
+    violations = judge(root / "run", ended=True)
+    for violation in violations:
+        print(violation, flush=True)
+    wrong, recorded = 0, 0
+    reader = RunReader(root / "run")
+    for line in reader.episodes(limit=1_000_000):
+        bodies = [body for _, body in reader.episode(line.episode, line.attempt).entries]
+        tokens = {body.turn: len(body.token_ids) // 4 for body in bodies if isinstance(body, TurnEntry)}
+        for body in bodies:
+            if isinstance(body, ScoreEntry):
+                recorded += 1
+                wrong += body.turn is None or body.value != tokens[body.turn] / 10
+    reader.close()
+    asked = len(log.read_text().splitlines())
+    print(f"{recorded} scores, asked for {asked} times", flush=True)
+    return {
+        "score_kills": float(killed),
+        "score_violations": float(len(violations)),
+        "wrong_scores": float(wrong),
+        "scores_again_per_kill": (asked - recorded) / max(killed, 1),
+    }
+
+
+def _plays(process: subprocess.Popen[bytes], log: Path) -> bool:
+    """Wait until the run has asked for a hundred more scores; returns whether it did before it ended."""
+
+    def asked() -> int:
+        return log.stat().st_size if log.exists() else 0
+
+    enough = asked() + 100 * len("asked\n")
+    while process.poll() is None and asked() < enough:
+        time.sleep(0.1)
+    return process.poll() is None
+
+
+def _steps(run: Path) -> int:
+    try:
+        reader = RunReader(run)
+        steps = reader.log.rows("SELECT coalesce(max(step), 0) FROM steps")[0][0]
+        reader.close()
+    except agentrl.AgentRLError:
+        return 0
+    return int(steps)
+
+
+PARTS = {"overlap": overlap, "failures": failures, "kills": kills}
+
+
+def main() -> None:
+    """Run the parts, and print the line."""
+    parser = argparse.ArgumentParser(description="Scores while episodes run.")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--part", choices=PARTS)
+    parser.add_argument("--pairs", type=int, default=7)
+    options = parser.parse_args()
+    report = Report("scores", quick=options.quick, repeats=options.pairs, compared_with="the same run without scores")
+    report.figures = dict.fromkeys(NAMES)
+    with tempfile.TemporaryDirectory() as directory:
+        for name, part in PARTS.items():
+            if options.part in (None, name):
+                root = Path(directory) / name
+                root.mkdir()
+                report.figures |= part(root, quick=options.quick, pairs=options.pairs)
+    report.print()
+
+
+if __name__ == "__main__":
+    main()
