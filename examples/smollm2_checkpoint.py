@@ -43,7 +43,7 @@ def write_checkpoint(directory: Path) -> None:
     quantised = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
     config = quantised.config
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # else transformers refuses to save what it has already dequantised
+        del config.quantization_config  # otherwise transformers refuses to save dequantized weights
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.load_state_dict(quantised.state_dict())
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)

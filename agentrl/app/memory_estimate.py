@@ -227,7 +227,7 @@ def check_gpu_memory(config: RunConfig) -> list[str]:
     """Refuse a run if a GPU is certainly too small for it, or too full; call it before anything is loaded.
 
     Returns:
-        Warnings: predictions by which a GPU is too small. They stop no run.
+        Warnings for GPUs that are probably too small; they do not stop the run.
 
     Raises:
         ConfigError: the message says what is needed, what is there, and what to change.

@@ -416,7 +416,7 @@ class TrainerConfig(Section):
 
     ranks: Free[Annotated[Positive, NumberUnit("processes")]] = 1
     """Number of data-parallel ranks; any number gives the same update. One rank is a thread of the run's process,
-    without Ray; several, and those of a run in Ray (`cluster.address`), are Ray actors."""
+    without Ray; several ranks, and any rank of a run in Ray (`cluster.address`), are Ray actors."""
     sharding: Free[Literal["auto", "none", "full", "offload"] | Positive] = "auto"
     """Sharding of weights, gradients and optimizer states over the ranks; the update is the same. `none`: each rank
     holds all. `full`: each rank holds a part, and layers are gathered while they compute (FSDP2). A number that divides

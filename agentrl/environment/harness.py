@@ -211,7 +211,7 @@ class HarnessEnvironment(Environment):
         """Return the value of `reward` by seat.
 
         Raises:
-            RewardError: a key is no seat, so it is unclear whom it rewards.
+            RewardError: a key is not a seat.
         """
         if not isinstance(value, Mapping):
             return dict.fromkeys(self.seats, value)

@@ -396,8 +396,8 @@ def request_hash(*parts: bytes) -> bytes:
 
 
 def gigpo_state_hash(state: str | None, messages: Iterable[Message]) -> bytes:
-    """Hash the anchor state of a turn, in `STATE_BYTES`: the state that the program said, else the role and content of
-    each of the turn's new messages but system messages, which only the first turn has.
+    """Hash the anchor state of a turn, in `STATE_BYTES`: the state that the program reported, else the role and content
+    of the turn's new messages. System messages are left out, because only the first turn has them.
     """
     if state is not None:
         return request_hash(state.encode())

@@ -72,7 +72,7 @@ def read_sources(files: Mapping[str, str | bytes | Path]) -> dict[str, str | byt
         elif source.is_file():
             contents[path] = source.read_bytes()
         else:
-            raise InputError(f"sandbox: {source} is no file and no directory, so it cannot be copied to {path}")
+            raise InputError(f"sandbox: {source} is neither a file nor a directory, so it cannot be copied to {path}")
     return contents
 
 

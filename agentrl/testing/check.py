@@ -260,8 +260,8 @@ def _check_hash_order(environment: type[Environment], report: EnvironmentReport)
 
 
 def _play_in_process(name: str, answers: Path, seed: int) -> str | list[JournalEntry] | None:
-    """Play the task in a process with a hash seed; returns its entries, or what `execute_episode` says. None: the
-    process ended, which has another cause than hash order."""
+    """Play the task in a process with a hash seed. Return its entries, or the message of `execute_episode`; None if the
+    process died, which hash order does not cause."""
     entries = answers.with_name(f"{seed}.entries")
     command = [sys.executable, "-m", "agentrl.testing.check", name, str(answers), str(entries)]
     paths = os.pathsep.join(map(os.path.abspath, sys.path))
