@@ -240,6 +240,8 @@ class EpisodeContext(ABC):
 class Agent(ABC):
     """One conversation of the policy that holds a seat."""
 
+    __slots__ = ()
+
     seat: str
     index: int
 

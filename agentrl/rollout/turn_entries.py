@@ -137,13 +137,13 @@ class EpisodePartialTurns:
         resumed: whether an earlier process may have left partials.
     """
 
-    __slots__ = ("_attempt", "_clock", "_episode_id", "_kept", "_log", "_on_disk", "_recorded")
+    __slots__ = ("_attempt", "_episode_id", "_kept", "_log", "_on_disk", "_recorded", "clock")
 
     def __init__(self, log: TurnLog, episode_id: str, attempt: int, *, clock: Clock, kept: bool, resumed: bool) -> None:
         self._log = log
         self._episode_id = episode_id
         self._attempt = attempt
-        self._clock = clock
+        self.clock = clock
         self._kept = kept
         self._recorded: dict[str, list[JournalEntry]] = {} if resumed else _NONE_RECORDED
         for entry in log.read_partials(episode_id, attempt) if resumed else ():
@@ -158,7 +158,7 @@ class EpisodePartialTurns:
             policy: the policy that samples it.
             masked: whether the tokens have kept sets; those read from disk have none.
         """
-        turn = PartialTurn(self, call, self._clock, masked=masked)
+        turn = PartialTurn(self, call, masked=masked)
         entries = self._recorded.pop(call.call_id, None)
         if entries is not None:
             turn.recall(_contiguous(entries, call.request_hash, policy))
@@ -203,7 +203,6 @@ class PartialTurn:
 
     __slots__ = (
         "_call",
-        "_clock",
         "_delivered",
         "_masked",
         "_partials",
@@ -214,19 +213,18 @@ class PartialTurn:
         "sampled",
     )
 
-    def __init__(self, partials: EpisodePartialTurns, call: JournaledCall, clock: Clock, *, masked: bool) -> None:
+    def __init__(self, partials: EpisodePartialTurns, call: JournaledCall, *, masked: bool) -> None:
         self.pieces: list[Completion] = _NO_PIECES
         self.sampled = 0
         """Number of tokens in `pieces`."""
         self._partials = partials
         self._call = call
-        self._clock = clock
         self._masked = masked
         self._delivered: list[Completion] | None = None
         """Deltas of the running call; None before the first, since most turns of fast engines have none."""
         self._unwritten: list[Completion] | None = None
         self._written = 0
-        self._since = clock.monotonic()
+        self._since = partials.clock.monotonic()
 
     def recall(self, pieces: Sequence[Completion]) -> None:
         """Begin with the pieces read from disk."""
@@ -248,7 +246,7 @@ class PartialTurn:
         self._unwritten = self._unwritten or []
         self._delivered.append(piece)
         self._unwritten.append(piece)
-        if self._clock.monotonic() - self._since >= FIRST_SECONDS:
+        if self._partials.clock.monotonic() - self._since >= FIRST_SECONDS:
             self._write()
 
     def call_returned(self, completion: Completion) -> None:

@@ -178,7 +178,6 @@ class AsyncioWorker:
         if self._admitted is not None:
             await self._admitted()
         started = self._runner.clock.monotonic()
-        environment = self._environment(spec.environment)
         task = asyncio.current_task()
         assert task is not None
         failures = 0
@@ -188,7 +187,7 @@ class AsyncioWorker:
         while True:
             begin_again = False
             try:
-                header = await self._run_attempt(spec, environment, outages, recalls_from, resume=resume)
+                header = await self._run_attempt(spec, outages, recalls_from, resume=resume)
                 break
             except EngineLostError as error:
                 reason, detail = "engine_lost", str(error)
@@ -220,13 +219,14 @@ class AsyncioWorker:
             on_end(header)
 
     async def _run_attempt(
-        self, spec: EpisodeSpec, environment: type[Environment], outages: _Outages, recalls_from: int, *, resume: bool
+        self, spec: EpisodeSpec, outages: _Outages, recalls_from: int, *, resume: bool
     ) -> EpisodeHeader:
         """Run one attempt; after a failure of its infrastructure, wait and continue from its last entry.
 
         Raises:
             EpisodeError: the episode cannot continue, or its infrastructure failed too often without progress.
         """
+        environment = self._environment(spec.environment)
         while True:
             recorded = await self._runner.recorded(spec) if resume else ()
             outages.note_progress(len(recorded))
