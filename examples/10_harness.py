@@ -114,7 +114,8 @@ def build_model(directory: Path, *, steps: int = 120) -> None:
     tiny_model.seed_torch(0)
     tiny_model.write_chat_template(directory, tiny_model.TEMPLATE, pad="<|pad|>", end="<|im_end|>", context=512)
     shown = (row for row, _ in zip(repairs(1), range(500), strict=False))
-    tokenizer = tiny_model.train_tokenizer(tiny_model.format_corpus(ChatTemplate(directory), shown), vocabulary=400)
+    corpus = tiny_model.format_corpus(ChatTemplate(directory), shown)
+    tokenizer = tiny_model.train_tokenizer(corpus, vocabulary=400, pieces=tiny_model.LINES)
     tiny_model.write_tokenizer(directory, tokenizer, special=tiny_model.SPECIAL, markup=tiny_model.MARKUP)
     chat = TemplateChatFormat.load(directory)
     pad, stop = chat.encode("<|pad|>")[0], chat.stop_token_ids[0]

@@ -435,6 +435,9 @@ class TrainerConfig(Section):
     """Whether to keep only each layer's input for the backward pass and recompute the rest there (activation
     checkpointing): activations take a fraction of the memory, a step about a third more time; the update is the same.
     """
+    compile: Free[bool] = False
+    """Whether to compile the layers of the model with `torch.compile`, which takes minutes in the first step. Only for
+    weights that are not sharded (docs/gpu.md)."""
     optimizer: OptimizerConfig = OptimizerConfig()
 
     def check(self) -> None:

@@ -659,6 +659,7 @@ def _compiled_flex() -> Any:
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # much is Python here; flex_attention is compiled all the same
 def tree_attention(  # noqa: PLR0913
     module: nn.Module,
     query: Tensor,

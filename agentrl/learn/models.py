@@ -35,6 +35,7 @@ from agentrl.config.policies import LoraConfig
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.ids import stable_hash64
+from agentrl.core.machine import finds_compiler
 from agentrl.core.records import TrainingSample
 from agentrl.engines.models import (
     check_finite_logits,
@@ -42,6 +43,7 @@ from agentrl.engines.models import (
     computing_in_float32,
     context_length_thresholds,
     model_dtype,
+    outermost_layers,
     read_meta_model,
     read_model,
 )
@@ -320,11 +322,16 @@ def load_models(config: RunConfig, device: torch.device, mesh: DeviceMesh | None
     Raises:
         ModelError: the directory is not a causal LM that can be trained, or routing is recorded and the model's routers
             cannot replay it.
-        ConfigError: an adapter targets a layer that cannot be both trained and served.
+        ConfigError: an adapter targets a layer that cannot be both trained and served, or layers cannot be compiled.
     """
+    if config.trainer.compile:
+        _check_compilable(sharded=mesh is not None)
     made: dict[str, PolicyModel] = {}
     for base in config.bases:
         made |= _load_on_base(base, device, mesh)
+    if config.trainer.compile and device.type != "meta":
+        for model in {id(each.model): each.model for each in made.values()}.values():
+            _compile_layers(model)
     return {name: made[name] for name in config.trained}
 
 
@@ -500,6 +507,30 @@ def _recompute_layers(model: PreTrainedModel, replay: RoutingReplay | None) -> N
             layer.training = True
             layer.register_forward_pre_hook(partial(_set_training, False), with_kwargs=True)
             layer.register_forward_hook(partial(_set_training, True), with_kwargs=True, always_call=True)
+
+
+def _check_compilable(*, sharded: bool) -> None:
+    """Refuse `trainer.compile` where it cannot work.
+
+    Raises:
+        ConfigError: the message says what to change.
+    """
+    if sharded:
+        raise ConfigError(
+            "trainer.compile = true compiles whole layers, and the ranks hold shards of them: set trainer.sharding = "
+            "'none', or compile = false"
+        )
+    if not finds_compiler():
+        raise ConfigError(
+            "trainer.compile = true needs a C compiler, and there is none: apt install g++, or set compile = false"
+        )
+
+
+def _compile_layers(model: PreTrainedModel) -> None:
+    """Compile the forward pass of each layer, around its attention: a kernel serves all layers and lengths."""
+    module: nn.Module = model
+    for layer in outermost_layers(module):
+        layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def _set_training(training: bool, layer: nn.Module, *_: object) -> None:

@@ -379,6 +379,8 @@ class _KeeperClient:
     def _fail(self, why: str) -> None:
         if self.lost is None:
             self.lost = SandboxError(f"sandbox: {why}")
+            if self._loop.is_closed():
+                return  # nobody waits
             self._loop.remove_reader(self._line.fileno())
             for request in self._requests.values():
                 if not request.future.done():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,7 +80,7 @@ def as_bytes(content: str | bytes) -> bytes:
     return content.encode() if isinstance(content, str) else content
 
 
-_drivers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, SandboxDriver] = weakref.WeakKeyDictionary()
+_drivers: dict[asyncio.AbstractEventLoop, SandboxDriver] = {}
 """One driver, and so one keeper process, for each event loop; a worker has one loop."""
 
 
@@ -93,5 +92,7 @@ async def open_lease(limits: SandboxLimits) -> SandboxLease:
     """
     loop = asyncio.get_running_loop()
     if loop not in _drivers:
+        for ended in [other for other in _drivers if other.is_closed()]:
+            await _drivers.pop(ended).close()
         _drivers[loop] = BubblewrapDriver()
     return await _drivers[loop].create(limits)

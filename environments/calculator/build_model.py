@@ -35,7 +35,7 @@ def build(directory: Path, *, seed: int, steps: int) -> None:
     tiny_model.write_chat_template(directory, tiny_model.TEMPLATE, pad="<|pad|>", end="<|im_end|>", context=CONTEXT)
     shown = (tiny_model.Demonstration(conversation(tasks[n], random_stream("corpus", n)), tools) for n in range(2000))
     corpus = tiny_model.format_corpus(ChatTemplate(directory), shown)
-    tokenizer = tiny_model.train_tokenizer(corpus, vocabulary=VOCABULARY, pieces=(r"[0-9]", r"[^0-9\n]*\n?"))
+    tokenizer = tiny_model.train_tokenizer(corpus, vocabulary=VOCABULARY, pieces=tiny_model.LINES)
     tiny_model.write_tokenizer(directory, tokenizer, special=tiny_model.SPECIAL, markup=tiny_model.MARKUP)
     chat = TemplateChatFormat.load(directory)
     pad, stop = chat.encode("<|pad|>")[0], chat.stop_token_ids[0]

@@ -87,6 +87,8 @@ PIECES = (
 )
 """Text that one token may contain at most. A token that spanned words would split a held-out combination of known words
 into tokens that the model never saw."""
+LINES = (r"[0-9]", r"[^0-9\n]*\n?")
+"""Lines without digits: fewer tokens than with `PIECES`, for environments whose sentences are fixed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -246,6 +246,22 @@ class PlayedContext(EpisodeContext):
         """
         raise EnvironmentDefinitionError("an external agent needs a run: a seat that a callable plays has no endpoint")
 
+    def sandbox(self, *_: object) -> NoReturn:
+        """Refuse: a sandbox needs a run's worker.
+
+        Raises:
+            EnvironmentDefinitionError: always.
+        """
+        raise EnvironmentDefinitionError("a sandbox needs a run: demonstrations are played without one")
+
+    def score(self, *_: object) -> NoReturn:
+        """Refuse: a scorer needs a run.
+
+        Raises:
+            EnvironmentDefinitionError: always.
+        """
+        raise EnvironmentDefinitionError("a scorer needs a run: demonstrations are played without one")
+
     async def sleep(self, seconds: float) -> None:
         """Wait."""
         await self._clock.sleep(seconds)

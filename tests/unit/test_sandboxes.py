@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import signal
 import socket
@@ -23,6 +24,7 @@ from agentrl.sandbox.bubblewrap import BubblewrapDriver, BubblewrapLease
 from agentrl.sandbox.checks import check_sandboxes
 from agentrl.sandbox.driver import CommandResult, SandboxError
 from benchmarks.sandboxes_leaks import leaks, marked
+from benchmarks.sandboxes_limits import below
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 
@@ -128,6 +130,15 @@ def test_commands_run_beside_each_other() -> None:
             assert all(ran.ok for ran in await asyncio.gather(*both))
 
     asyncio.run(run())
+
+
+def test_an_event_loop_that_has_ended_keeps_no_keeper() -> None:
+    async def run() -> set[int]:
+        assert (await Sandbox().run(["true"])).ok
+        return set(below(os.getpid()))
+
+    first, second = asyncio.run(run()), asyncio.run(run())
+    assert not first & second
 
 
 def test_links_that_a_command_made_lead_nowhere(tmp_path: Path) -> None:

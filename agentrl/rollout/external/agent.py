@@ -101,9 +101,9 @@ class ExternalAgent(TurnRecorder):
 
     __slots__ = (
         "_answered_one",
-        "_asked",
         "_ignored",
         "_in_progress",
+        "_request_counts",
         "_row_samplers",
         "_tree",
         "difference",
