@@ -1,7 +1,7 @@
 """The part `experts` of `benchmarks.devices`: mixtures of experts that start with default sizes.
 
 Four families, with an adapter and all weights, in bfloat16 and float32, with experts recorded and not: `moe_starts` is
-the number of starts that take two steps, with predicted sizes: 32 of 32. `benchmarks.default_starts` starts every family.
+the number of the 32 starts that take two steps with predicted sizes. `benchmarks.default_starts` starts every family.
 """
 
 from __future__ import annotations

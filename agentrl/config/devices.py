@@ -114,8 +114,8 @@ class DevicePlan:
             cards = dict.fromkeys(f"{self.gpus[at].name} ({self.gpus[at].memory.total / GIB:.0f} GiB)" for at in held)
             if len(cards) > 1:
                 messages.append(
-                    f"{user} computes on different GPU models, {' and '.join(cards)}, and can use each only as far as the "
-                    "smallest. List GPUs of one model in CUDA_VISIBLE_DEVICES"
+                    f"{user} computes on different GPU models, {' and '.join(cards)}, and can use each only as far as "
+                    "the smallest. List GPUs of one model in CUDA_VISIBLE_DEVICES"
                 )
         return messages
 
