@@ -20,6 +20,9 @@
   trainer whose routers are rounded to bfloat16, with replay. `k3_vllm_top_p`: k3 of tokens sampled with top-p, with
   their kept sets. `k3_vllm_moe_without`, `k3_vllm_top_p_without`: the same without the record; `vllm_moe_gain`,
   `vllm_top_p_gain`: the ratios.
+* `publishing`: `publish_blocked_s_per_gb`, `publish_blocked_s_per_gb_before`: seconds for which publishing 1 GB of full
+  weights blocks the trainer, and for which it would if it wrote, synced, hashed and sent in turn;
+  `publish_blocked_ratio`: their ratio.
 * `contract`, only with `--part contract`, because it takes half an hour: `v2_contract_passed`, `v2_contract_failed`,
   tests of the engine contract on V2.
 """
@@ -33,6 +36,7 @@ FIGURES = (
     *("host_syncs_per_micro_batch", "host_copies_per_micro_batch", "float32_matmuls_share", "silent_fallbacks"),
     *("lora_reward_bf16", "lora_reward_f32", "lora_reward_lost"),
     *("flex_fits", "moe_starts"),
+    *("publish_blocked_s_per_gb", "publish_blocked_s_per_gb_before", "publish_blocked_ratio"),
     *("routing_equal", "masks_equal", "k3_vllm_moe", "k3_vllm_moe_without", "k3_vllm_top_p", "k3_vllm_top_p_without"),
     *("vllm_moe_gain", "vllm_top_p_gain", "v2_contract_passed", "v2_contract_failed"),
 )
