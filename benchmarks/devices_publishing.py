@@ -1,8 +1,8 @@
 """The part `publishing` of `benchmarks.devices`: how long full weights being published block the trainer.
 
-Before: write the file, sync it, read it again for its digest, gather the tensors again, and wait until an engine on
-the same machine has received them as files. Now: `PolicyTrainer.publish`, which syncs and hashes while it writes; an
-engine loads the published file without the trainer. By turns on one model, medians of wall time.
+Before: compute the canary, write the file, sync it, read it again for its digest, gather the tensors again, and wait
+until an engine on the same machine has received them as files. Now: `PolicyTrainer.publish`, which syncs and hashes
+while it writes; an engine loads the published file without the trainer. By turns on one model, medians of wall time.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def figures(quick: bool) -> dict[str, float | None]:
             start = time.perf_counter()
             trainer.publish("policy", PolicyVersion("policy", number, 0))
             published = time.perf_counter()
+            trainer._canaries[model.base].of(model)
             _publish_and_send(model, root / f"before{number}", Path(received), engine)
             now.append((published - start) / gigabytes)
             before.append((time.perf_counter() - published) / gigabytes)
