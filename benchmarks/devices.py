@@ -11,8 +11,20 @@
   `silent_fallbacks`: models that share no prefixes and do not say why, where the attention kernel cannot be compiled.
 * `smollm2`: `lora_reward_bf16`, `lora_reward_f32`: held-out reward of SmolLM2 after the same steps of an adapter in
   bfloat16 and in float32, means of three seeds; `lora_reward_lost`: their difference.
-* `flex_fits`, not measured yet (null): share of the attention kernels that fit the shared memory of their card, over 5
-  compute capabilities, 3 head sizes and 2 dtypes, compiled for cards that are absent.
+* `flex`: `flex_fits`, the share of the attention kernels that fit the shared memory of their card, over 5 compute
+  capabilities, 3 head sizes and 2 dtypes. They are compiled for the absent cards.
+* `experts`: `moe_starts`, the number of 32 starts of mixtures of experts with default sizes that take two steps.
+* `vllm`: conversations on a random Qwen3-MoE, sampled by vLLM's model runner V2 through Triton's interpreter.
+  `routing_equal`: share of positions whose recorded experts are those of transformers' routers. `masks_equal`: share
+  of tokens whose recorded kept set is that of a naive top-p filter. `k3_vllm_moe`: k3 of the sampled tokens under a
+  trainer whose routers are rounded to bfloat16, with replay. `k3_vllm_top_p`: k3 of tokens sampled with top-p, with
+  their kept sets. `k3_vllm_moe_without`, `k3_vllm_top_p_without`: the same without the record; `vllm_moe_gain`,
+  `vllm_top_p_gain`: the ratios.
+* `publishing`: `publish_blocked_s_per_gb`, `publish_blocked_s_per_gb_before`: seconds for which publishing 1 GB of full
+  weights blocks the trainer, and for which it would if it wrote, synced, hashed and sent in turn;
+  `publish_blocked_ratio`: their ratio.
+* `contract`, only with `--part contract`, because it takes half an hour: `v2_contract_passed`, `v2_contract_failed`,
+  tests of the engine contract on V2.
 """
 
 from __future__ import annotations
@@ -23,8 +35,11 @@ FIGURES = (
     *("device_cases", "device_errors", "device_max_error", "planted_device_errors_found"),
     *("host_syncs_per_micro_batch", "host_copies_per_micro_batch", "float32_matmuls_share", "silent_fallbacks"),
     *("lora_reward_bf16", "lora_reward_f32", "lora_reward_lost"),
-    *("flex_fits",),
+    *("flex_fits", "moe_starts"),
+    *("publish_blocked_s_per_gb", "publish_blocked_s_per_gb_before", "publish_blocked_ratio"),
+    *("routing_equal", "masks_equal", "k3_vllm_moe", "k3_vllm_moe_without", "k3_vllm_top_p", "k3_vllm_top_p_without"),
+    *("vllm_moe_gain", "vllm_top_p_gain", "v2_contract_passed", "v2_contract_failed"),
 )
 
 if __name__ == "__main__":
-    run_parts("devices", FIGURES, description=__doc__)
+    run_parts("devices", FIGURES, description=__doc__, on_request={"contract"})

@@ -18,7 +18,14 @@ def parts(benchmark: str, apart: Collection[str] = ()) -> list[str]:
     return sorted(names.difference(apart))
 
 
-def run_parts(benchmark: str, names: Sequence[str], *, description: str | None, apart: Collection[str] = ()) -> None:
+def run_parts(
+    benchmark: str,
+    names: Sequence[str],
+    *,
+    description: str | None,
+    apart: Collection[str] = (),
+    on_request: Collection[str] = (),
+) -> None:
     """Run the parts that the command line asks for and print the line; what none measures is null.
 
     Args:
@@ -26,6 +33,7 @@ def run_parts(benchmark: str, names: Sequence[str], *, description: str | None, 
         names: its figures.
         description: of the command line.
         apart: modules named like parts of it that are benchmarks of their own.
+        on_request: parts that run only if `--part` names them.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a sample of everything, in under a minute")
@@ -34,7 +42,7 @@ def run_parts(benchmark: str, names: Sequence[str], *, description: str | None, 
     arguments = parser.parse_args()
     report = Report(benchmark, quick=arguments.quick, repeats=1, compared_with="")
     report.figures = dict.fromkeys(names)
-    for part in [arguments.part] if arguments.part else known:
+    for part in [arguments.part] if arguments.part else [name for name in known if name not in on_request]:
         print(f"{part} …", flush=True)
         measured = importlib.import_module(f"benchmarks.{benchmark}_{part}").figures(arguments.quick)
         unknown = measured.keys() - report.figures.keys()

@@ -160,7 +160,7 @@ async def run_training(
         if factories.engine is make_engine:
             for line in await _device_lines(config, code, clock, observer.phase):
                 observer.say(line)
-            for line in (*device_plan(config).unlike(), *await asyncio.to_thread(check_gpu_memory, config)):
+            for line in (*device_plan(config).mixed_gpus(), *await asyncio.to_thread(check_gpu_memory, config)):
                 observer.warn(line)
         if chat_format.rewrites:
             treatment = "each rewrite starts a new token row" if chat_format.forks else "the sampled text is kept"

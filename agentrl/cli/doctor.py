@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 from agentrl.cli.output import print_json
 from agentrl.config.fields import shipped_example
 from agentrl.config.load import load
-from agentrl.core.errors import AgentRLError, InputError
+from agentrl.core.errors import AgentRLError, InputError, ModelError
 from agentrl.core.machine import GIB, finds_compiler, gpus, install_command, mismatched_torch_builds
 from agentrl.core.machine import machine_memory as memory_here
 from agentrl.core.text import escape_line
@@ -312,13 +312,19 @@ def placement_checks(config: RunConfig | None = None) -> list[Check]:
 
 
 def tool_checks(config: RunConfig) -> list[Check]:
-    """Check that the models' chat templates show the environment's tools. Imports the environment."""
+    """Check that the models' chat templates show the environment's tools, unless a model is missing, which
+    `memory_fit_checks` reports. Imports the environment."""
     from agentrl.app.hub import with_downloaded_models
     from agentrl.app.policies import hidden_tools
     from agentrl.app.run_parts import environment_of, make_chat_format
 
     try:
         local_config = with_downloaded_models(config, {}, download=False)
+    except ModelError:
+        return []
+    if not all(Path(base.model.path).is_dir() for base in local_config.bases):
+        return []
+    try:
         hidden = hidden_tools(local_config, environment_of(local_config), make_chat_format(local_config))
     except InputError as error:
         return [Check(name="tools", result=str(error), level="missing")]
@@ -413,7 +419,7 @@ def _gpu_checks(config: RunConfig, plan: MemoryEstimate) -> list[Check]:
 
     devices = device_plan(config)
     checks = [Check(name="devices", result=line) for line in devices.lines()]
-    checks += [Check(name="devices", result=line, level="note") for line in devices.unlike()]
+    checks += [Check(name="devices", result=line, level="note") for line in devices.mixed_gpus()]
     if devices.engines and config.engine.kind == "embedded" and not config.deterministic:
         result = "the embedded engine is made for small models"
         checks.append(Check(name="engine", result=result, level="note", fix="for a larger one, add [engine.vllm]"))

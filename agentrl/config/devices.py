@@ -105,8 +105,8 @@ class DevicePlan:
                 )
         return messages
 
-    def unlike(self) -> list[str]:
-        """Describe the trainer and the engines whose GPUs differ; one message for each."""
+    def mixed_gpus(self) -> list[str]:
+        """Describe the trainer and the engines whose GPUs are different models; one message for each."""
         users = {self.name_of_engine(number): held for number, held in enumerate(self.engines)}
         users |= {"the trainer": self.ranks}
         messages = []
@@ -114,8 +114,8 @@ class DevicePlan:
             cards = dict.fromkeys(f"{self.gpus[at].name} ({self.gpus[at].memory.total / GIB:.0f} GiB)" for at in held)
             if len(cards) > 1:
                 messages.append(
-                    f"{user} computes on unlike GPUs, {' and '.join(cards)}: each is used only as far as the smallest. "
-                    "Name like GPUs in CUDA_VISIBLE_DEVICES"
+                    f"{user} computes on different GPU models, {' and '.join(cards)}, and can use each only as far as "
+                    "the smallest. List GPUs of one model in CUDA_VISIBLE_DEVICES"
                 )
         return messages
 

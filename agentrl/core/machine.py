@@ -71,7 +71,7 @@ def rare_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-# nvidia-smi numbers GPUs by bus. CUDA's own default, the fastest first, differs on machines with unlike cards.
+# nvidia-smi numbers GPUs by bus. CUDA's own default, the fastest first, differs on machines with different GPU models.
 os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
 
 

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from io import FileIO
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,8 +33,8 @@ from agentrl.learn.ranks import exhaust_on_exit, gather_tensors_sequentially, lo
 if TYPE_CHECKING:
     from hashlib import _Hash
 
-SYNC_BYTES = 1 << 28
-"""Number of bytes between syncs while a file is written, so that disk writes start before the last byte."""
+SYNC_BYTES = 1 << 26
+"""Number of bytes after which a file is synced while writing continues, so that little is left to sync at the end."""
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 _DTYPES = {
     torch.float64: "F64",
@@ -202,7 +201,7 @@ def write_tensors(
 ) -> None:
     """Write a safetensors file, one tensor at a time; equal tensors and metadata give equal files.
 
-    One thread writes and one hashes while the next tensor is gathered; at most two tensors wait for them.
+    Threads write, sync and hash while the next tensor is gathered; at most two tensors wait to be written and hashed.
 
     Args:
         path: path of the file.
@@ -219,11 +218,28 @@ def write_tensors(
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as writer, ThreadPoolExecutor(1) as hasher:
+    with (
+        path.open("wb", buffering=0) as file,
+        ThreadPoolExecutor(1) as syncer,
+        ThreadPoolExecutor(1) as writer,
+        ThreadPoolExecutor(1) as hasher,
+    ):
         unfinished: deque[list[Future[None]]] = deque()
+        syncs: list[Future[None]] = []
+        unsynced = 0
+
+        def write(data: memoryview) -> None:
+            nonlocal unsynced
+            while data:
+                written = file.write(data[:SYNC_BYTES])
+                data = data[written:]
+                unsynced += written
+                if unsynced >= SYNC_BYTES:
+                    unsynced = 0
+                    syncs.append(syncer.submit(os.fdatasync, file.fileno()))
 
         def add(data: memoryview) -> None:
-            unfinished.append([writer.submit(_write_and_sync, file, data)])
+            unfinished.append([writer.submit(write, data)])
             if digest is not None:
                 unfinished[-1].append(hasher.submit(digest.update, data))
             if len(unfinished) > 2:
@@ -236,13 +252,5 @@ def write_tensors(
             assert (name, expected.shape, expected.dtype) == (tensor_name, tensor.shape, tensor.dtype)
             add(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             del tensor  # free it before the next tensor is gathered
-        for future in chain.from_iterable(unfinished):
+        for future in chain(chain.from_iterable(unfinished), syncs):
             future.result()
-
-
-def _write_and_sync(file: FileIO, data: memoryview) -> None:
-    while data:
-        written = file.write(data[:SYNC_BYTES])
-        data = data[written:]
-        if written == SYNC_BYTES:
-            os.fdatasync(file.fileno())

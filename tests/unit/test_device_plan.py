@@ -279,13 +279,13 @@ def test_cuda_numbers_gpus_as_their_driver_does() -> None:
     assert ran.stdout.strip() == "PCI_BUS_ID"
 
 
-def test_unlike_cards_are_named() -> None:
+def test_different_gpu_models_are_named() -> None:
     cards = [*machine(1), Gpu("1", "large card", Memory(80 << 30, 80 << 30))]
-    assert plan_devices(configuration(), cards).unlike() == []
-    (told,) = plan_devices(configuration(size=2), cards).unlike()
-    assert told.startswith("engine 0 computes on unlike GPUs")
-    (told,) = plan_devices(configuration(ranks=2), cards).unlike()
-    assert told.startswith("the trainer computes on unlike GPUs")
+    assert plan_devices(configuration(), cards).mixed_gpus() == []
+    (told,) = plan_devices(configuration(size=2), cards).mixed_gpus()
+    assert told.startswith("engine 0 computes on different GPU models")
+    (told,) = plan_devices(configuration(ranks=2), cards).mixed_gpus()
+    assert told.startswith("the trainer computes on different GPU models")
 
 
 def test_without_a_compiler_vllm_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

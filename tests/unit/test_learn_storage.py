@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,10 +13,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from agentrl.core.errors import StorageError
 from agentrl.core.records import PolicyVersion
+from agentrl.learn import storage
 from agentrl.learn.publish import Publisher
+from agentrl.learn.storage import write_tensors
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import Episodes, make_rows, run_config, write_model
 
@@ -123,3 +128,36 @@ def test_a_checkpoint_that_cannot_be_written_is_named(model: Path, tmp_path: Pat
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match="file/policy"):
         trainer.save(tmp_path / "file")
+
+
+def test_writing_continues_while_the_disk_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {f"layer.{number}": torch.full((64,), float(number)) for number in range(16)}
+    all_gathered, synced = threading.Event(), os.fdatasync
+
+    def slow_sync(descriptor: int) -> None:
+        assert all_gathered.wait(30), "writing waited for the disk"
+        synced(descriptor)
+
+    def gathered() -> Iterator[tuple[str, Tensor]]:
+        for number, item in enumerate(tensors.items(), start=1):
+            if number == len(tensors):
+                all_gathered.set()
+            yield item
+
+    monkeypatch.setattr(storage, "SYNC_BYTES", 256)
+    monkeypatch.setattr(os, "fdatasync", slow_sync)
+    write_tensors(tmp_path / "weights", tensors, gathered())
+    assert load_file(tmp_path / "weights").keys() == tensors.keys()
+
+
+def test_a_sync_that_fails_while_weights_are_written_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing_sync(descriptor: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(storage, "SYNC_BYTES", 256)
+    monkeypatch.setattr(os, "fdatasync", failing_sync)
+    tensors = {"weight": torch.zeros(256)}
+    with pytest.raises(OSError, match="Input/output error"):
+        write_tensors(tmp_path / "weights", tensors, iter(tensors.items()))
