@@ -27,7 +27,7 @@ MACHINES = {"Qwen3-0.6B": (1, 24), "Qwen3-8B": (8, 80), "Qwen3-32B": (8, 80)}
 
 
 def set_ups(repository: Path) -> dict[str, str]:
-    page = (repository / "docs/engines.md").read_text().partition("### Three set-ups")[2].partition("\n## ")[0]
+    page = (repository / "docs/engines.md").read_text().partition("### Example setups")[2].partition("\n## ")[0]
     texts = [
         (repository / "examples/11_gpu.toml").read_text(),
         *re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL),
