@@ -91,7 +91,7 @@ def test_every_episode_is_executed_again_identically(run: Path) -> None:
     [
         (("agentrl.user(PROMPT)", 'agentrl.user(f"{PROMPT} {id(self)}")'), "turn of proposer"),
         (('structure=f"{len(proposed.terms)} terms"', "structure=str(id(proposed))"), "remember"),
-        (("- ALIKE * known.share", "- ALIKE * known.share - 1e-9 * (id(solved) % 97 + 1)"), "reward of"),
+        (("- ALIKE * recollection.share", "- ALIKE * recollection.share - 1e-9 * (id(solved) % 97 + 1)"), "reward of"),
     ],
 )
 def test_planted_chance_is_found_at_its_exact_call(
