@@ -159,6 +159,8 @@ def settings(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[S
         if not members or section is PolicyConfig:
             yield Setting(f"{prefix}{name}", section, name)
         for member in members:
+            if is_named and member not in KINDS:
+                continue  # scorers: the run has none, and all their settings may change
             yield from settings(member, f"{prefix}{name}.{KINDS[member]}." if is_named else f"{prefix}{name}.")
 
 

@@ -85,7 +85,7 @@ def test_rewards_are_shares_of_a_win() -> None:
     assert rewards([0, 1, 2, 4, 3, 5, 7, 6, 8]) == [0.5, 0.5]
 
 
-@pytest.mark.parametrize("said", ["4", "[9]", "[-1]", "", "[4", "[4]"])
+@pytest.mark.parametrize("move", ["4", "[9]", "[-1]", "", "[4", "[4]"])
 def test_one_illegal_move_is_forgiven_and_the_next_costs_more_than_a_loss(move: str) -> None:
     after = positions(["[4]", move])[-1]
     assert (after["player"], after["legal"], after["observation"]) == (1, False, lines("0123e5678"))

@@ -126,7 +126,7 @@ def test_files_stay_that_a_checkpoint_may_still_go_back_to() -> None:
 @pytest.mark.parametrize(
     ("changes", "refused"),
     [
-        ({"best": {"stop_at": 0.5}}, r"best\.stop_at.*best\.metric"),
+        ({"best": {"stop_at": 0.5}}, r"stop_at.*metric"),
         ({"best": {"metric": "-judge/reward/mean"}}, r"best\.metric.*'judge'"),
         ({"best": {"metric": "-evaluation/turns"}, "evaluation": {"tasks": 0}}, r"evaluation\.tasks"),
         (

@@ -478,7 +478,7 @@ RAW = {
     "more than was asked for": (
         HEAD + b'Connection: close\r\n\r\n{"choices": [{"message": {"content": "' + b"x" * (1 << 17) + b'"}}]}',
         EpisodeError,
-        "its answer has 131[0-9]+ bytes, too many for the 9 tokens asked for",
+        "its answer has 131[0-9]+ bytes, too many for the 9",
     ),
 }
 

@@ -135,8 +135,9 @@ def test_commands_run_beside_each_other() -> None:
 def test_an_event_loop_that_has_ended_keeps_no_keeper() -> None:
     async def run() -> set[int]:
         assert (await Sandbox().run(["true"])).ok
-        return set(below(os.getpid()))
+        return set(below(os.getpid())) - others
 
+    others = set(below(os.getpid()))
     first, second = asyncio.run(run()), asyncio.run(run())
     assert not first & second
 
