@@ -35,6 +35,7 @@ from agentrl.config.fields import ResumeRule, Section, resolve_package_directory
 from agentrl.config.load import check_settings_unchanged, resume_rule_of, sections_in_annotation
 from agentrl.config.policies import BotPolicy, FrozenPolicy, OpponentPoolPolicy, PolicyConfig, RemotePolicy
 from agentrl.config.run import RunConfig
+from agentrl.config.scorers import ScorerConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.ports import Engine, GenerateRequest
 from agentrl.core.records import PolicyVersion, Task, TrainBatch
@@ -61,8 +62,9 @@ KINDS: dict[type[Section], str] = {
     RemotePolicy: "remote",
     BotPolicy: "bot",
     OpponentPoolPolicy: "past",
+    ScorerConfig: "scorer",
 }
-"""The run has a policy of each kind; each holds the seat of its name."""
+"""The run has a policy of each kind; each holds the seat of its name. It has no scorer: see `played_settings`."""
 
 SHIPPED_MODEL = resolve_package_directory("agentrl.environments.calculator:model")
 REFERENCE = tempfile.TemporaryDirectory(prefix="agentrl-reference-")
@@ -159,9 +161,12 @@ def settings(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[S
         if not members or section is PolicyConfig:
             yield Setting(f"{prefix}{name}", section, name)
         for member in members:
-            if is_named and member not in KINDS:
-                continue  # scorers: the run has none, and all their settings may change
             yield from settings(member, f"{prefix}{name}.{KINDS[member]}." if is_named else f"{prefix}{name}.")
+
+
+def played_settings() -> list[Setting]:
+    """Settings of the sections that the run has: all but those of scorers."""
+    return [each for each in settings() if each.section is not ScorerConfig]
 
 
 def unclassified() -> list[str]:
@@ -479,7 +484,7 @@ def _other(setting: Setting, config: RunConfig) -> Any:
 
 def figures(quick: bool, judged: Judge = judge) -> dict[str, float | None]:
     """See the module; a quick run judges every eighth setting."""
-    several = list(settings())[:: 8 if quick else 1]
+    several = played_settings()[:: 8 if quick else 1]
     violations = count = 0
     with tempfile.TemporaryDirectory() as scratch:
         killed = killed_run(Path(scratch) / "killed" / "run")
@@ -495,7 +500,7 @@ def figures(quick: bool, judged: Judge = judge) -> dict[str, float | None]:
     return {
         "config_fields_unclassified": float(len(unclassified())),
         "resumes_judged": float(count),
-        "config_fields": float(len(list(settings()))),
+        "config_fields": float(len(played_settings())),
         "resume_violations": float(violations),
     }
 
