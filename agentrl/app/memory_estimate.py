@@ -74,7 +74,7 @@ class GpuMemoryNeed:
     needed: int
     """Needed bytes, as predicted."""
     least: int
-    """Those of the needed bytes that are certain."""
+    """Certain part of the needed bytes."""
     allowed: int
     """Bytes that the device plan and other processes leave."""
     setting: str

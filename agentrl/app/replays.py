@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import json
 import linecache
 import math
@@ -56,7 +55,7 @@ from agentrl.inspection.reader import RunReader, verified_control_rows
 from agentrl.inspection.steps import StepLine, step_list, step_view
 from agentrl.inspection.tokens import read_step_row_columns
 from agentrl.journal.control_rows import ADMISSION_COLUMNS, decode_admission_row
-from agentrl.journal.entries import BeginEntry, ChildResultEntry, JournalEntry, decode_entries, encode_body
+from agentrl.journal.entries import BeginEntry, ChildResultEntry, JournalEntry, code_digest, decode_entries, encode_body
 from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.reader import AttemptLocation, TurnLogReader
 from agentrl.journal.rows import assemble_trajectories
@@ -348,7 +347,7 @@ def _file_of(reference: str) -> str:
 
 def _source_hash(file: str) -> str:
     """Return the hash that an episode records of the file that played it; of an empty file if there is none."""
-    return hashlib.blake2b("".join(linecache.getlines(file)).encode(), digest_size=8).hexdigest()
+    return code_digest("".join(linecache.getlines(file)))
 
 
 def recorded_environment_code(info: Mapping[str, Any]) -> Mapping[str, str]:

@@ -91,8 +91,7 @@ def make_scorers(
 
 
 def scored_policies(config: RunConfig) -> frozenset[str]:
-    """Return the policies whose turns are scored: those that learn or, where none does (evaluations, forks), those with
-    weights."""
+    """Return the scored policies: the learning ones, or without any (evaluations, forks), those with weights."""
     weights = {name for name, policy in config.policies.items() if isinstance(policy, LocalPolicy)} - config.judges
     return frozenset(config.trained or weights)
 

@@ -4,8 +4,8 @@ Trainer ranks take GPUs from the first, one each; engines take them from the las
 parallel sizes; each base model has its own engines. Where there are fewer GPUs than both need, ranks and engines share
 GPUs in the middle: the engine takes a stated share of the memory when it starts, and the rank may not allocate more
 than the rest. So either may start first, and an engine can restart beside a loaded trainer. If the engines alone need
-more GPUs than there are, those of all base models share them. GPUs of a Ray cluster are never shared, and those of one
-engine are on one node.
+more GPUs than there are, the engines of all base models share them. GPUs of a Ray cluster are never shared, and an
+engine's GPUs are on one node.
 
 On a cluster, ranks take nodes from the run's own host onwards, engines from the last backwards, and workers take all in
 turn. Rank 0 is on the run's host: it writes versions, step columns and checkpoints.
@@ -153,7 +153,7 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
     may_share = not any(gpu.node for gpu in gpus)
     count = config.trainer.ranks if ranks and config.trained else 0
     replicas, each = config.engine.count * len(bases), config.engine.devices
-    # Embedded engines reserve no memory, so those of all base models share GPUs; vLLMs do where there are too few.
+    # Embedded engines reserve no memory, so they share GPUs across base models; vLLMs share only scarce GPUs.
     fits = config.engine.kind == "vllm" and replicas * each <= len(gpus)
     sharing = len(bases) if bases and may_share and not fits else 1
     wanted = replicas // sharing

@@ -370,7 +370,7 @@ def _check_steps(config: RunConfig) -> None:
 
 
 def _check_judge(config: RunConfig, name: str, judge: str) -> None:
-    """Check that a judge is a remote or frozen policy without a seat of its own."""
+    """Check that a judge is a remote or frozen policy without a seat."""
     if judge and not isinstance(config.policies.get(judge), RemotePolicy | FrozenPolicy):
         can = ", ".join(sorted({**config.of_kind(RemotePolicy), **config.of_kind(FrozenPolicy)})) or "none"
         kind = config.policies[judge].kind if judge in config.policies else None

@@ -74,7 +74,7 @@ class BoundedServer:
     def accept_from(self, make: Callable[[], asyncio.BaseProtocol], listening: socket.socket) -> Callable[[], None]:
         """Accept from a further listening socket, which this server owns from now on. Returns what closes it."""
         listening.setblocking(False)
-        # In a context of its own, since the server is not part of the code that calls this.
+        # In a separate context, since the server is not part of the calling code.
         accepting = self._accept(make, listening)
         task = asyncio.get_running_loop().create_task(accepting, context=contextvars.Context())
         self._sockets.append(listening)

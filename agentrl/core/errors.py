@@ -224,7 +224,7 @@ class ScorerError(InputError):
 
 
 class Unscorable(AgentRLError):
-    """Raised by a scorer: the content cannot be judged, whoever tries. It gets `scorers.NAME.unscorable`."""
+    """Raised by a scorer: no attempt can judge the content. Its score is `scorers.NAME.unscorable`."""
 
 
 class ReplayMismatchError(EpisodeError):

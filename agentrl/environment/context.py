@@ -134,7 +134,7 @@ class EpisodeContext(ABC):
     def score(self, scorer: str, agent: Agent) -> Verdict:
         """Ask a scorer of the run for the score of an agent's newest turn. It starts now; the next turn does not wait.
 
-        The score is a reward of that turn, like those that `run` gives, and the episode waits for it at its end. Await
+        The score is a reward of that turn, like a reward from `run`, and the episode waits for it at its end. Await
         the verdict only to decide by it.
 
         Args:
@@ -371,7 +371,7 @@ class EpisodeSandbox(ABC):
     """A sandbox that keeps its files from command to command. Its calls go through the journal.
 
     Re-execution returns the recorded results and runs nothing; the first new command finds the files as they were.
-    Commands run one after another. With a network, the files die with the process, and the episode begins again.
+    Commands run one after another. With a network, the files die with the process, and the episode restarts.
 
     Raises:
         EpisodeError: what a command changed does not fit a journal entry, about 48 MiB (`too_large`).

@@ -183,7 +183,7 @@ class Gateway:
                 asyncio.get_running_loop().call_later(KEEPALIVE_S, _abort_all, opened.connections)
 
     def serve(self, opened: AttemptEndpoint, listening: socket.socket) -> None:
-        """Serve an attempt's seats at a socket of its own too, until they are closed: that of a sandbox's network."""
+        """Serve an attempt's seats at a further socket, in its sandbox's network, until they are closed."""
         assert self._runner is not None
         assert self._runner.server is not None
         opened.sockets.append(self._server.accept_from(self._runner.server, listening))
@@ -331,7 +331,7 @@ class Gateway:
 
     def _check_own(self, request: web.Request) -> None:
         """Refuse browsers: a page whose name resolves to this machine could use a key that it guessed or saw."""
-        port = _connection(request).get_extra_info("sockname")[1]  # a sandbox has one of its own
+        port = _connection(request).get_extra_info("sockname")[1]  # a sandbox has its own port
         hosts = (f"{self._host}:{port}", f"localhost:{port}")
         if (self._host == HOST and request.host not in hosts) or "Origin" in request.headers:
             raise RequestRefusedError(
