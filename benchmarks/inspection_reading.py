@@ -123,9 +123,9 @@ def write_large_run(run: Path, count: int, sampled: int = SAMPLED) -> None:
                     e.episode_id,
                     0,
                     e.call_id,
-                    e.asked,
+                    e.request_hash,
                     e.body,
-                    entry_checksum(e.episode_id, 0, e.call_id, e.asked, e.body),
+                    entry_checksum(e.episode_id, 0, e.call_id, e.request_hash, e.body),
                 )
                 for e in entries
             ],
