@@ -7,6 +7,7 @@ while it writes; an engine loads the published file without the trainer. By turn
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import tempfile
 import time
@@ -45,13 +46,15 @@ def figures(quick: bool) -> dict[str, float | None]:
         gigabytes = sum(tensor.nbytes for tensor in engine.values()) / 1e9
         for number in range(QUICK_PAIRS if quick else PAIRS):
             start = time.perf_counter()
-            trainer.publish("policy", PolicyVersion("policy", number, 0))
+            weights = trainer.publish("policy", PolicyVersion("policy", number, 0))
             published = time.perf_counter()
             trainer._canaries[model.base].of(model)
             _publish_and_send(model, root / f"before{number}", Path(received), engine)
             now.append((published - start) / gigabytes)
             before.append((time.perf_counter() - published) / gigabytes)
             print(f"{gigabytes:.2f} GB: {now[-1]:.2f} s per GB, before {before[-1]:.2f}", flush=True)
+            shutil.rmtree(weights.path)  # a run deletes old versions, and the next one reuses their pages of memory
+            shutil.rmtree(root / f"before{number}")
     medians = statistics.median(now), statistics.median(before)
     return {
         "publish_blocked_s_per_gb": medians[0],
