@@ -184,7 +184,9 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, request:
                 request.chat_format,
                 request.config.engine.max_context or MAX_EXTERNAL_CONTEXT,
             ),
-            scorers={name: RecordedScorer(name, scorer.per) for name, scorer in request.config.scorers.items()},
+            scorers={
+                name: RecordedScorer(name, scorer.per, scorer.credit) for name, scorer in request.config.scorers.items()
+            },
             on_code_change="try",
         ),
     )

@@ -11,7 +11,7 @@ from agentrl.config.policies import LocalPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import Clock
 from agentrl.core.custom_functions import FunctionCode, check_options, find_function
-from agentrl.core.ports import ChatFormat, Sampler, ScoreOf
+from agentrl.core.ports import ChatFormat, Sampler, ScoreCredit, ScoreOf
 from agentrl.core.records import ScoreRequest
 from agentrl.rollout.episode import PolicySettings, RolloutSettings
 from agentrl.rollout.judge import JudgeScorer
@@ -62,6 +62,7 @@ def make_scorers(
         limits: dict[str, Any] = {
             "name": name,
             "per": section.per,
+            "credit": section.credit,
             "attempts": section.attempts,
             "timeout_s": section.timeout_s,
             "unscorable": section.unscorable,
@@ -102,6 +103,7 @@ class RecordedScorer:
 
     name: str
     per: ScoreOf
+    credit: ScoreCredit
 
     async def score(self, request: ScoreRequest) -> NoReturn:
         raise CallNotRecordedError(request.call_id, f"a request to the scorer {self.name!r}")

@@ -390,7 +390,12 @@ def _check_scorers(config: RunConfig) -> None:
             raise ValueError(
                 f"scorers.{name}: it becomes the name of a reward: give a Python identifier other than `reward`"
             )
-        if weights and name not in weights:
+        if scorer.credit == "note" and name in weights:
+            raise ValueError(
+                f"scorers.{name}.credit = 'note': its scores are never credited; remove {name} from "
+                "credit.reward_weights"
+            )
+        if weights and name not in weights and scorer.credit != "note":
             raise ValueError(
                 f"credit.reward_weights has no weight for the scores of {name}: add {name} = 1.0, or another weight"
             )

@@ -35,6 +35,10 @@ class ScorerConfig(Section):
     per: Free[Literal["turn", "episode", "request"]] = "turn"
     """What is scored: `turn`, every turn of the policies that learn; `episode`, their whole conversations, when the
     episode ends; `request`, only the turns for which the environment calls `ctx.score`."""
+    credit: Free[Literal["reward", "difference", "note"]] = "reward"
+    """What a score is credited as: `reward`, itself; `difference`, its difference to the agent's score before it, or to
+    0, so that more turns are not paid more (Ng et al., 1999); `note`, nothing: it is recorded, and `run()` can read it.
+    """
     attempts: Free[Annotated[Positive, NumberUnit("requests")]] = 4
     """Number of times that a failing scorer is asked for one score, with waits of 1 to 30 s in between."""
     timeout_s: Free[Seconds] = 60.0
@@ -65,5 +69,7 @@ class ScorerConfig(Section):
             )
         if lost := [answer for answer in self.answer if not answer.strip() or answer != answer.casefold()]:
             raise ValueError(f"answer: {lost[0]!r}: write answers as words in lower case")
+        if self.credit == "difference" and self.per == "episode":
+            raise ValueError("credit = 'difference' compares the scores of an agent's turns: set per = 'turn'")
         if self.function:
             check_function_name("scorer", self.function)

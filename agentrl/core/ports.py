@@ -322,6 +322,10 @@ ScoreOf = Literal["turn", "episode", "request"]
 """What a scorer scores: every turn, whole conversations, or the turns for which `ctx.score` asks."""
 
 
+ScoreCredit = Literal["reward", "difference", "note"]
+"""What a score is credited as: a reward, its difference to the agent's score before it, or nothing."""
+
+
 class Scorer(Protocol):
     """Gives turns or conversations a reward of its name."""
 
@@ -333,6 +337,11 @@ class Scorer(Protocol):
     @property
     def per(self) -> ScoreOf:
         """What it scores."""
+        ...
+
+    @property
+    def credit(self) -> ScoreCredit:
+        """What its scores are credited as."""
         ...
 
     async def score(self, request: ScoreRequest) -> Score:

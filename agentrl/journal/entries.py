@@ -250,7 +250,8 @@ class RewardEntry(msgspec.Struct, frozen=True, array_like=True, tag="reward"):
 
 class ScoreEntry(RewardEntry, frozen=True, array_like=True, tag="score"):
     """A reward that a scorer gave. Its call id is the score's (`ids.score_call_id`), on no branch and in no order: it
-    is written when it arrives. `name` is the scorer's."""
+    is written when it arrives. `name` is the scorer's. A score that is not credited is a `NondeterministicValueEntry`
+    under such an id."""
 
     seconds: float = 0.0
     """Time from the request to the arrival of the score."""
@@ -258,6 +259,13 @@ class ScoreEntry(RewardEntry, frozen=True, array_like=True, tag="score"):
     """Part of `seconds` in which the request waited for its turn."""
     note: str = ""
     """Explanation for readers, such as a judge's reply."""
+    difference_of: float | None = None
+    """The score, where `value` is its difference to the agent's score before it; None: `value` is the score."""
+
+    @property
+    def score(self) -> float:
+        """The scorer's answer."""
+        return self.value if self.difference_of is None else self.difference_of
 
 
 class GatherOrderEntry(msgspec.Struct, frozen=True, array_like=True, tag="order"):

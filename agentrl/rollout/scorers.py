@@ -28,7 +28,7 @@ from agentrl.core.records import Score
 from agentrl.environment.rewards import finite_reward
 
 if TYPE_CHECKING:
-    from agentrl.core.ports import ScoreOf
+    from agentrl.core.ports import ScoreCredit, ScoreOf
     from agentrl.core.records import ScoreRequest
 
 
@@ -38,6 +38,7 @@ class RetryingScorer(ABC):
 
     name: str
     per: ScoreOf = "turn"
+    credit: ScoreCredit = "reward"
     attempts: int = 4
     """Number of times that a failing scorer is asked, with waits of 1 to 30 s in between."""
     timeout_s: float = 60.0

@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core import ids
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class LiveScores:
     """The scores of one attempt."""
 
-    __slots__ = ("_arrived", "_episode", "_running")
+    __slots__ = ("_arrived", "_chains", "_episode", "_running")
 
     def __init__(self, episode: LiveEpisode) -> None:
         self._episode = episode
@@ -41,6 +41,8 @@ class LiveScores:
         """Scores in the journal, keyed by call id."""
         self._running: dict[str, asyncio.Task[None]] = {}
         """Requests in flight, keyed by call id."""
+        self._chains: dict[tuple[str, int, str], list[str]] = {}
+        """Call ids of an agent's scores of one scorer, in the order of the turns, where differences are credited."""
 
     def start_per_turn(self, agent: TurnRecorder) -> None:
         """Ask for the scores of an agent's newest turn."""
@@ -53,6 +55,12 @@ class LiveScores:
     def start(self, scorer: Scorer, agent: TurnRecorder, turn: int | None) -> str:
         """Ask for a score, unless it was asked for before or is in the journal; returns its call id."""
         call_id = ids.score_call_id(agent.seat, agent.index, turn, scorer.name)
+        before: list[str] = []
+        if scorer.credit == "difference":
+            chain = self._chains.setdefault((agent.seat, agent.index, scorer.name), [])
+            if call_id not in chain:
+                chain.append(call_id)
+            before = chain[: chain.index(call_id)]
         if call_id not in self._arrived and call_id not in self._running:
             number = len(agent.turns) - 1 if turn is None else turn
             scored = Scored(
@@ -69,9 +77,10 @@ class LiveScores:
                 seed=ids.stable_hash64(spec.seed, spec.attempt, call_id),
                 scored=scored,
             )
-            weight = agent.weight_of(scorer.name, request.where)
+            weight = 0.0 if scorer.credit == "note" else agent.weight_of(scorer.name, request.where)
             entry = ScoreEntry(agent.seat, agent.index, 0.0, turn, scorer.name, weight)
-            task = asyncio.get_running_loop().create_task(self._ask(scorer, request, entry), name=request.where)
+            asking = self._ask(scorer, request, entry, before)
+            task = asyncio.get_running_loop().create_task(asking, name=request.where)
             task.add_done_callback(_retrieve)
             self._running[call_id] = task
         return call_id
@@ -113,8 +122,7 @@ class LiveScores:
                 except AgentRLError as error:
                     journal.fail(error)  # a program that catches the error must not turn it into a reward
                     raise
-        body = self._arrived.get(call_id)
-        value = body.value if isinstance(body, ScoreEntry) else None
+        value = self._score(call_id)
         journal.record(call, NondeterministicValueEntry("score", value))
         return value
 
@@ -144,23 +152,45 @@ class LiveScores:
                 agent = agents[entry.seat, entry.index]
                 agent.rewards = (*agent.rewards, entry)
 
+    async def _newest(self, call_ids: Sequence[str]) -> float:
+        """Wait for earlier scores, the newest first, until one says something, and return it; 0 if there is none."""
+        for call_id in reversed(call_ids):
+            if call_id not in self._arrived:
+                await asyncio.shield(self._running[call_id])
+            if (score := self._score(call_id)) is not None:
+                return score
+        return 0.0
+
+    def _score(self, call_id: str) -> float | None:
+        """Return a scorer's answer; None if it said nothing, or has not arrived."""
+        match self._arrived.get(call_id):
+            case ScoreEntry() as entry:
+                return entry.score
+            case NondeterministicValueEntry(value=float() as value):
+                return value
+        return None
+
     def close(self) -> None:
         """Give up the requests in flight. Idempotent."""
         for task in self._running.values():
             task.cancel()
 
-    async def _ask(self, scorer: Scorer, request: ScoreRequest, entry: ScoreEntry) -> None:
+    async def _ask(self, scorer: Scorer, request: ScoreRequest, entry: ScoreEntry, before: Sequence[str]) -> None:
         clock = self._episode.services.clock
         started = clock.monotonic()
         score = await scorer.score(request)
-        body: ScoreEntry | NondeterministicValueEntry = NondeterministicValueEntry("score", None)
-        if score.value is not None:
+        body: ScoreEntry | NondeterministicValueEntry = NondeterministicValueEntry("score", score.value)
+        if score.value is not None and scorer.credit != "note":
             seconds = clock.monotonic() - started
+            value, difference_of = score.value, None
+            if scorer.credit == "difference":
+                value, difference_of = value - await self._newest(before), value
             body = ScoreEntry(
-                *(entry.seat, entry.index, score.value, entry.turn, entry.name, entry.weight),
+                *(entry.seat, entry.index, value, entry.turn, entry.name, entry.weight),
                 seconds=seconds,
                 queued=score.queued,
                 note=score.note,
+                difference_of=difference_of,
             )
         self._arrived[request.call_id] = body
         self._episode.journal.record_score(request.call_id, body)

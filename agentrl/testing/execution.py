@@ -24,7 +24,7 @@ from agentrl.core.errors import (
     describe_user_code_error,
 )
 from agentrl.core.ids import random_stream
-from agentrl.core.ports import SamplingParams, ScoreOf
+from agentrl.core.ports import SamplingParams, ScoreCredit, ScoreOf
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Score, ScoreRequest, SeatBinding
 from agentrl.core.text import plural
 from agentrl.credit.estimators import REWARD_ESTIMATORS
@@ -211,6 +211,7 @@ class StandInScorer:
 
     name: str
     per: ScoreOf = "turn"
+    credit: ScoreCredit = "reward"
 
     async def score(self, request: ScoreRequest) -> Score:
         return Score(random_stream(request.seed).random())

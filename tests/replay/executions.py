@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 import agentrl
 from agentrl.core.errors import EpisodeError
-from agentrl.core.ports import GenerateRequest
+from agentrl.core.ports import GenerateRequest, ScoreCredit
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding, Task
 from agentrl.engines.scripted import Script, ScriptedEngine
 from agentrl.journal.entries import EntryBody, JournalEntry
 from agentrl.journal.memory import MemoryJournal
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
-from agentrl.testing.execution import PARTITION, plain_rollout_settings, wire_dispatcher
+from agentrl.testing.execution import PARTITION, StandInScorer, plain_rollout_settings, wire_dispatcher
 from agentrl.testing.virtual_time import simulate
 
 
@@ -80,6 +81,8 @@ class Stage:
     """Virtual seconds after which the episode is stopped from outside."""
     cancel_without_notice: bool = False
     """Whoever stops it does not say so."""
+    scorer_credit: ScoreCredit = "reward"
+    """What the stand-in scorers' scores are credited as."""
 
     @property
     def spec(self) -> EpisodeSpec:
@@ -112,6 +115,7 @@ class Stage:
         settings = plain_rollout_settings(
             max_turns=100, max_context=1 << 16, tool_timeout_s=60.0, episode_timeout_s=3600.0
         )
+        settings = replace(settings, missing_scorer=partial(StandInScorer, credit=self.scorer_credit))
         _, runner = wire_dispatcher(self.environment, engine, journal, settings, [], policy="policy")
         for entry in recorded:
             log.append(entry)

@@ -19,7 +19,7 @@ from agentrl.journal.port import EpisodeEnd
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.testing.plugin import SeededSimulation
 from agentrl.testing.virtual_time import simulate
-from tests.replay.executions import Stage, resumed_everywhere
+from tests.replay.executions import Execution, Stage, resumed_everywhere
 from tests.sim.small_run import Guess, SmallRun, config_for
 from tests.sim.test_resume import second_life, trained_in
 
@@ -117,6 +117,35 @@ def test_a_weight_counts_and_a_conversation_is_scored_once_at_its_end() -> None:
         assert header.reward == own + 0.5 * 2 * header.turns
         assert [name for name in entries(run, episode) if "?" in name] == ["guesser.0?length"]
         assert header.trajectories[0].turn_rewards == ()
+
+
+def test_differences_add_up_to_the_last_score_whatever_the_number_of_turns() -> None:
+    weights = {"reward": 1.0, "growing": 0.5}
+    growing = scorer("growing", credit="difference")
+    run = finished(
+        {"scorers": {"growing": growing}, "credit": {"group_size": 4, "reward_weights": weights}}, environment=SixTurns
+    )
+    for episode, header in headers(run).items():
+        recorded = entries(run, episode)
+        scores = [recorded[f"guesser.0.{turn}?growing"] for turn in (0, 1, 2, 4, 5)]
+        assert [body.score for body in scores] == [0.5, 1.5, 2.5, 4.5, 5.5]
+        assert [body.value for body in scores] == [0.5, 1.0, 1.0, 2.0, 1.0]
+        assert recorded["guesser.0.3?growing"] == NondeterministicValueEntry("score", None)
+        assert header.reward == 0.5 * 5.5
+
+
+def test_a_note_is_recorded_and_not_credited() -> None:
+    run = finished({"scorers": {"short": scorer("short", credit="note")}, "credit": {"group_size": 4}})
+    for episode, header in headers(run).items():
+        noted = [body for name, body in entries(run, episode).items() if "?" in name]
+        assert {type(body.value) for body in noted} <= {float, type(None)}
+        assert all(isinstance(body, NondeterministicValueEntry) for body in noted)
+        assert header.trajectories[0].named_rewards == ()
+    alone = finished(
+        {"scorers": {"short": scorer("short", credit="note"), "length": scorer("length", per="episode")}},
+        environment=SixTurns,
+    )
+    assert {header.reward for header in headers(alone).values()} == {12.0}
 
 
 def test_the_next_turn_does_not_wait_for_a_score_and_the_episode_waits_at_its_end() -> None:
@@ -227,6 +256,22 @@ def test_a_program_that_decides_by_scores_is_the_same_from_every_prefix() -> Non
         assert execution.header is not None
         assert execution.header.trajectories == whole.header.trajectories
     assert resumed[-1].engine_calls == 0
+
+
+@pytest.mark.parametrize("credit", ["difference", "note"])
+def test_a_program_that_decides_by_scores_reads_them_however_they_are_credited(credit: str) -> None:
+    stages = [Stage(environment=Decides, scorer_credit=name) for name in ("reward", credit)]
+    plain, other = (stage.play() for stage in stages)
+
+    def of_the_program(execution: Execution) -> dict[str, Any]:
+        return {name: entry for name, entry in execution.transcript.items() if "?" not in name}
+
+    assert of_the_program(other) == of_the_program(plain)
+    for execution in resumed_everywhere(stages[1]):
+        assert execution.transcript == other.transcript
+        assert execution.header is not None
+        assert other.header is not None
+        assert execution.header.trajectories == other.header.trajectories
 
 
 def test_the_same_scores_are_credited_whatever_order_they_arrive_in() -> None:

@@ -37,6 +37,13 @@ async def patchy(scored: agentrl.Scored, how: str = "raise") -> float:
 
 
 @agentrl.scorer
+async def growing(scored: agentrl.Scored) -> float | None:
+    """More with each turn; later ones arrive first, and turn 3 has none."""
+    await asyncio.sleep(10.0 - scored.number)
+    return None if scored.number == 3 else scored.number + 0.5
+
+
+@agentrl.scorer
 def length(scored: agentrl.Scored) -> float:
     """Of a whole conversation."""
     return float(len(scored.messages))

@@ -62,13 +62,15 @@ SCORERS = {
     "short": {"function": f"{FUNCTIONS}:short", "options": {"scale": 10.0}},
     "asked": {"function": f"{FUNCTIONS}:short", "per": "request"},
     "length": {"function": f"{FUNCTIONS}:length", "per": "episode"},
+    "shorter": {"function": f"{FUNCTIONS}:short", "credit": "difference"},
+    "noted": {"function": f"{FUNCTIONS}:short", "credit": "note"},
 }
 
 
 @pytest.fixture(scope="module")
 def scored_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory: Path = tmp_path_factory.mktemp("scores")
-    weights = {"reward": 1.0, "short": 0.3, "asked": 0.7, "length": 0.1}
+    weights = {"reward": 1.0, "short": 0.3, "asked": 0.7, "length": 0.1, "shorter": 0.2}
     credit = {"group_size": 4, "turn_credit": "to_go", "reward_weights": weights}
     config = config_for(name="run", directory=str(directory), scorers=SCORERS, credit=credit, steps=3)
     asyncio.run(run_training(config, Asks, tasks=TASKS, quiet=True, factories=factories()))
@@ -82,7 +84,8 @@ def test_the_second_reader_finds_every_score_counted(scored_run: Path) -> None:
     assert {f"{FUNCTIONS}:short", f"{FUNCTIONS}:length"} <= life["code"].keys()
     entries = dict(reader.episode("e0").entries)
     assert {name for name in entries if "?" in name} == {
-        *("guesser.0.0?short", "guesser.0.1?short", "guesser.0.0?asked", "guesser.0?length")
+        *("guesser.0.0?short", "guesser.0.1?short", "guesser.0.0?asked", "guesser.0?length"),
+        *("guesser.0.0?shorter", "guesser.0.1?shorter", "guesser.0.0?noted", "guesser.0.1?noted"),
     }
     reader.close()
 
@@ -102,7 +105,7 @@ def test_the_commands_show_scores_like_other_named_rewards(
     assert "consumed" in told("run", "ledger", run)
     told("run", "export", run, "--to", "jsonl", "--out", str(tmp_path / "out.jsonl"))
     agents = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])["agents"]
-    assert {part["name"] for part in agents[0]["reward_parts"]} == {"reward", "short", "asked", "length"}
+    assert {part["name"] for part in agents[0]["reward_parts"]} == {"reward", "short", "asked", "length", "shorter"}
 
 
 def test_a_replay_finds_the_recorded_scores_and_asks_nobody(scored_run: Path) -> None:
@@ -123,8 +126,9 @@ def test_a_fork_keeps_the_scores_before_it_and_is_scored_from_there(scored_run: 
     own, inherited = reader.recorded(line)
     reader.close()
     names = [[entry.call_id for entry in part if "?" in entry.call_id] for part in (inherited, own)]
-    every = {"guesser.0.0?asked", "guesser.0.0?short", "guesser.0.1?short", "guesser.0?length"}
-    assert len(names[0] + names[1]) == 4
+    every = {"guesser.0.0?asked", "guesser.0?length"}
+    every |= {f"guesser.0.{turn}?{name}" for turn in (0, 1) for name in ("short", "shorter", "noted")}
+    assert len(names[0] + names[1]) == len(every)
     assert {*names[0], *names[1]} == every
     assert "guesser.0.0?asked" in names[0], "what came before the fork is not asked again"
     assert forked.reward == line.reward is not None
@@ -192,6 +196,7 @@ def test_a_file_is_looked_up_beside_the_configuration(tmp_path: Path) -> None:
             "a → b → a is a circle",
         ),
         ({"a": {"function": "a.py:f", "unscorable": float("nan")}}, "finite"),
+        ({"a": {"function": "a.py:f", "credit": "difference", "per": "episode"}}, "set per = 'turn'"),
     ],
 )
 def test_what_cannot_be_a_scorer_is_refused(scorers: dict[str, Any], message: str) -> None:
