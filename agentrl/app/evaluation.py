@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from agentrl.app.assemble import attach_local_worker, make_dispatcher
 from agentrl.app.engines import make_engine
 from agentrl.app.hub import with_downloaded_models
-from agentrl.app.memory_estimate import with_chosen_token_limits
+from agentrl.app.memory_estimate import check_gpu_memory, with_chosen_token_limits
 from agentrl.app.policies import frozen_policy_weights, hidden_tools, serve_configured_weights, weights_from_directory
 from agentrl.app.recovery import ResumeState
 from agentrl.app.run_parts import (
@@ -166,7 +166,7 @@ def evaluate(
         stop reason.
 
     Raises:
-        InputError: an argument cannot be used.
+        InputError: an argument cannot be used, or a GPU is too small or too full.
         CheckFailedError: an episode was dropped.
     """
     config, weights = prepare_evaluation(load_config(config), policy)
@@ -330,6 +330,8 @@ async def play_in_new_run(
     chat_format = make_chat_format(config)
     if hidden := hidden_tools(config, environment, chat_format):
         warnings.warn(hidden, stacklevel=1)
+    for line in await asyncio.to_thread(check_gpu_memory, config):
+        warnings.warn(line, stacklevel=1)
     async with contextlib.AsyncExitStack() as stack:
         remote = [f"{policy.model} at {policy.url}" for policy in config.of_kind(RemotePolicy).values()]
         evaluated = ", ".join(
@@ -358,15 +360,16 @@ async def play_in_new_run(
 
 
 def with_frozen_policies(config: RunConfig, frozen_weights: Sequence[WeightsRef]) -> RunConfig:
-    """Return the configuration with an engine that can serve the given weights, however the policies are trained."""
+    """Return the configuration without trained policies, and with an engine that can serve the given weights."""
+    paths = dict.fromkeys(config.trained, "") | {each.version.policy: each.path for each in frozen_weights}
     frozen = {
-        weights.version.policy: FrozenPolicy(
+        name: FrozenPolicy(
             kind="frozen",
-            model=_own_base(config, weights.version.policy),
-            path=weights.path,
-            sampling=config.sampling_of(weights.version.policy).model_dump(),
+            model=_own_base(config, name),
+            path=path,
+            sampling=config.sampling_of(name).model_dump(),
         )
-        for weights in frozen_weights
+        for name, path in paths.items()
     }
     return config.model_copy(update={"policies": {**config.policies, **frozen}})
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
+import agentrl
 from agentrl.app import engines, training
 from agentrl.app import memory_estimate as run_memory
 from agentrl.app.memory_estimate import (
@@ -343,6 +344,16 @@ def test_a_trainer_that_does_not_fit_beside_vllm_is_refused_with_what_is_missing
     assert missing == pytest.approx(needed - allowed, abs=0.11)
     cards(monkeypatch, 2, 12)
     assert check_gpu_memory(config) == [], "a second card takes the engine"
+
+
+def test_an_evaluation_is_refused_a_gpu_that_is_too_small_for_its_engine(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = Gpu("0", "card", Memory(free=1 << 20, total=1 << 20))
+    monkeypatch.setattr(engines, "gpus", lambda: (card,))
+    config = configured(repository, "--engine.max_context=256", "--engine.vllm.enforce_eager=true")
+    with pytest.raises(ConfigError, match=r"GPU 0 .* is too small for engine 0"):
+        agentrl.evaluate(config)
 
 
 def test_memory_that_another_process_holds_is_missing_in_the_trainers_part(
