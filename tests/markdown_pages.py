@@ -1,4 +1,4 @@
-"""The fenced blocks of the README and of docs/, for the tests that check and run them."""
+"""The fenced blocks of the pages at the root and in docs/, for the tests that check and run them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+PAGES = (
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+)
 NOT_EXECUTED = re.compile(r"<!-- not executed: \S.* -->")
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 

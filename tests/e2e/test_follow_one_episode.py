@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.test_follow_one_episode import PAGES, SYMBOL
+from tests.architecture.test_pages_of_the_code import PAGES, SYMBOL
 from tests.support import warm
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]

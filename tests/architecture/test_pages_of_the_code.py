@@ -1,4 +1,4 @@
-"""The pages that follow an episode and an update lead from file to file; every symbol they name exists."""
+"""The pages that lead through the code name symbols and files that exist."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_symbol_exists(repository: Path, name: str) -> None:
     assert not [f"{path}::{symbol}" for path, symbol in symbols if not has_symbol(trees[path].body, symbol)]
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", [*PAGES, "architecture.md", "../CONTRIBUTING.md"])
 def test_every_file_it_names_exists(repository: Path, name: str) -> None:
     page = (repository / "docs" / name).read_text(encoding="utf-8")
     paths = re.findall(r"`((?:agentrl|environments|examples|docs|tests)/[\w./-]+\.\w+)", page)
