@@ -480,12 +480,21 @@ def _add_env(commands: Subparsers[argparse.ArgumentParser]) -> None:
     _add_command(verbs, "list", "list the installed environments", "environments:env_list", reads=True)
     text = "check that an environment, or your own loss or advantage, can be used for training"
     parser = _add_command(verbs, "check", text, "environments:env_check")
-    parser.add_argument("id", nargs="?", help="registered name, module:Class, or path/to/env.py:Class")
+    parser.add_argument(
+        "id", nargs="?", help="registered name, module:Class, path/to/env.py:Class, or a run's FILE.toml"
+    )
     text = "model directory: say whether its chat template shows the environment's tools"
     parser.add_argument("--model", metavar="DIR", help=text)
     text = "call the loss on synthetic steps: shape, finite gradients, purity; NAME: module:name or FILE.py:name"
     parser.add_argument("--loss", metavar="NAME", help=text)
     parser.add_argument("--advantage", metavar="NAME", help="call the advantage on synthetic groups")
+    text = "say which task directories of another format can be played, and why others cannot"
+    parser = _add_command(verbs, "import", text, "environments:env_import")
+    parser.add_argument("format", choices=["harbor"])
+    parser.add_argument("directory", help="a task directory, or a directory of them")
+    text = "directory with the files of an image, or / for this machine's /usr; may be repeated"
+    parser.add_argument("--root", metavar="IMAGE=DIR", action="append", default=[], help=text)
+    parser.add_argument("--network", choices=["none", "open"], default="none", help="network of the sandboxes")
     parser = _add_command(
         verbs, "new", "write a new environment, with its tests and a configuration", "environments:env_new"
     )

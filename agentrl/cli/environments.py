@@ -70,7 +70,8 @@ def _described(spec: EnvironmentSpec) -> dict[str, Any]:
 
 
 def env_check(options: argparse.Namespace) -> int:
-    """`agentrl env check [ID] [--model DIR] [--loss NAME] [--advantage NAME]`; exit code 1 if a check failed."""
+    """`agentrl env check [ID | FILE.toml] [--model DIR] [--loss NAME] [--advantage NAME]`; exit code 1 if a check
+    failed."""
     from agentrl import check_environment
     from agentrl.observe.progress import ProgressLine
 
@@ -81,9 +82,10 @@ def env_check(options: argparse.Namespace) -> int:
     if options.id is None:
         return max(codes)
     progress = ProgressLine(f"checking {options.id}", sys.stderr)
+    environment, arguments = _configured(options.id)
 
     def check() -> tuple[bool, str | None, str]:
-        report = check_environment(options.id, on_progress=progress, hash_order=True)
+        report = check_environment(environment, options=arguments, on_progress=progress, hash_order=True)
         return (
             report.passed,
             report.resume_class,
@@ -98,6 +100,41 @@ def env_check(options: argparse.Namespace) -> int:
     else:
         sys.stdout.write(escape_text(text).rstrip("\n") + "\n")
     return max(0 if passed else CheckFailedError.exit_code, *codes, 0)
+
+
+def _configured(id: str) -> tuple[str, dict[str, Any]]:
+    """Return the environment of a name or a TOML file, and its options."""
+    if not id.endswith(".toml"):
+        return id, {}
+    from agentrl.config.load import load
+
+    config = load(id)
+    if not isinstance(config.environment.id, str):
+        raise InputError(f"{id} trains a mixture; check its environments one by one")
+    return config.environment.id, config.environment.options
+
+
+def env_import(options: argparse.Namespace) -> int:
+    """`agentrl env import harbor DIR [--root IMAGE=DIR]`; exit code 1 if a task is refused."""
+    from agentrl.formats.harbor import read_task, task_directories
+
+    roots = {}
+    for pair in options.root:
+        image, equals, directory = pair.rpartition("=")
+        if not equals:
+            raise InputError(f"--root {pair}: write IMAGE=DIRECTORY")
+        roots[image] = directory
+    directories = task_directories(Path(options.directory).resolve())
+    refusals = {found.name: read_task(found, roots, network=options.network).refusals for found in directories}
+    usable = sum(not reasons for reasons in refusals.values())
+    if options.json:
+        print_json({"tasks": len(refusals), "usable": usable, "refusals": refusals})
+    else:
+        for name, reasons in refusals.items():
+            sys.stdout.write(f"{escape_line(name)}: {'refused' if reasons else 'can be played'}\n")
+            sys.stdout.writelines(f"  {escape_line(reason)}\n" for reason in reasons)
+        sys.stdout.write(f"{usable} of {len(refusals)} tasks can be played\n")
+    return 0 if usable == len(refusals) else CheckFailedError.exit_code
 
 
 def _hidden_tools(model: str | None, tools: set[str]) -> str:

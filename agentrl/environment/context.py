@@ -406,9 +406,12 @@ class EpisodeSandbox(ABC):
         """
 
     @abstractmethod
-    def copy(self, *, only: Sequence[str] = ()) -> AbstractAsyncContextManager[EpisodeSandbox]:
-        """A fresh sandbox with copies of the files at or below the absolute paths `only`; default: of all files. A
-        judge works there, out of the reach of everything the policy started or left elsewhere.
+    def copy(
+        self, *, only: Sequence[str] = (), without: Sequence[str] = ()
+    ) -> AbstractAsyncContextManager[EpisodeSandbox]:
+        """A fresh sandbox with copies of the files at or below the absolute paths `only`, but for those at or below
+        `without`; default: of all files. A judge works there, out of the reach of everything the policy started or left
+        elsewhere.
 
             async with box.copy(only=["/box/src"]) as judge:
                 passed = (await judge.run(["python3", "/box/test.py"], files={"test.py": tests})).ok

@@ -26,7 +26,7 @@ _SPARE_S = 60.0
 
 
 def bash(*, seconds: float = 60.0, characters: int = 16_000) -> Tool:
-    """A tool that runs commands with bash, in /box. Files last for the episode; processes end with their command.
+    """A tool that runs commands with bash, in the working directory. Files last for the episode, processes do not.
 
     Args:
         seconds: time limit of a command, if it is shorter than the sandbox's.
@@ -66,7 +66,7 @@ def write_file() -> Tool:
     @tool(timeout_s=_SPARE_S)
     async def write_file(self: ToolEnvironment, path: str, content: str) -> str:
         """Write a text file; missing directories are made."""
-        await self.box.write({_absolute(path): content})
+        await self.box.write({_absolute(self, path): content})
         return f"wrote {len(content)} characters to {path}"
 
     return write_file
@@ -82,21 +82,22 @@ def edit_file() -> Tool:
         found = content.count(wanted) if old else 0
         if found != 1:
             raise ValueError(f"the old text stands {found} times in {path}, and must stand there once")
-        await self.box.write({_absolute(path): content.replace(wanted, new.encode())})
+        await self.box.write({_absolute(self, path): content.replace(wanted, new.encode())})
         return f"edited {path}"
 
     return edit_file
 
 
 async def _content(environment: ToolEnvironment, path: str) -> bytes:
-    content = await environment.box.read(_absolute(path), limit=MAX_FILE_BYTES + 1)
+    content = await environment.box.read(_absolute(environment, path), limit=MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
         raise ValueError(f"{path} is longer than {MAX_FILE_BYTES:,} bytes")
     return content
 
 
-def _absolute(path: str) -> str:
-    return path if path.startswith("/") else f"/box/{path}"
+def _absolute(environment: ToolEnvironment, path: str) -> str:
+    assert environment.sandbox is not None
+    return path if path.startswith("/") else f"{environment.sandbox.directory}/{path}"
 
 
 def describe_result(ran: CommandResult, characters: int) -> str:

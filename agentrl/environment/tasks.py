@@ -7,7 +7,7 @@ A task is drawn when it is accessed and stored nowhere: by a function (`DrawnTas
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from agentrl.core.errors import EpisodeError, InputError, RewardError
 from agentrl.core.ids import stable_hash64
@@ -119,3 +119,21 @@ def learnability(solved: Iterable[ChildResult]) -> float:
     total = math.fsum(rewards)
     pairs = total * (count - total) - math.fsum(reward * (1.0 - reward) for reward in rewards)
     return 4.0 * pairs / (count * (count - 1))
+
+
+def split_tasks(tasks: Sequence[Task], split: Split, held_out: float) -> list[Task]:
+    """Return the tasks of a split of a format that has none: a share of the tasks, by a hash of their ids, is held out.
+
+    Args:
+        tasks: all tasks.
+        split: `train` or `held_out`.
+        held_out: the share that is held out: one task or more, unless it is 0, when both splits are all tasks.
+
+    Example:
+        >>> tasks = [Task(id=name, data={}) for name in "abcde"]
+        >>> [[task.id for task in split_tasks(tasks, split, 0.2)] for split in ("train", "held_out")]
+        [['a', 'b', 'd', 'e'], ['c']]
+    """
+    count = math.ceil(held_out * len(tasks))
+    chosen = {task.id for task in sorted(tasks, key=lambda task: stable_hash64("held out", task.id))[:count]}
+    return [task for task in tasks if not count or (task.id in chosen) == (split == "held_out")]

@@ -296,8 +296,9 @@ class ToolEnvironment(Environment):
             )
         return str(task.data["question"])
 
-    sandbox: ClassVar[Sandbox | None] = None
-    """Limits of the episode's sandbox, `self.box`; None: there is none."""
+    sandbox: Sandbox | None = None
+    """Limits of the episode's sandbox, `self.box`; None: there is none. A `run` that calls this class's may set it
+    before, from the task."""
 
     def files(self, task: Task) -> Mapping[str, str | bytes | Path]:
         """Return what lies in the sandbox at the start: contents by absolute path. A `Path` is a file or a directory of

@@ -84,7 +84,7 @@ class JournaledSandbox(EpisodeSandbox):
         return await self._call("read", [path, limit], {}, lambda lease: lease.read(path, limit=limit))
 
     @asynccontextmanager
-    async def copy(self, *, only: Sequence[str] = ()) -> AsyncIterator[EpisodeSandbox]:
+    async def copy(self, *, only: Sequence[str] = (), without: Sequence[str] = ()) -> AsyncIterator[EpisodeSandbox]:
         self._copies += 1
         async with self._lock:
             state = self._state
@@ -92,7 +92,7 @@ class JournaledSandbox(EpisodeSandbox):
                 self._is_behind = True
                 files, _ = await changed_files(self._lease, everything=True)
                 state = FileState.of(files)
-        copy = JournaledSandbox(self._episode, self._limits, f"{self.name}.{self._copies}", state.part(only))
+        copy = JournaledSandbox(self._episode, self._limits, f"{self.name}.{self._copies}", state.part(only, without))
         try:
             yield copy
         finally:

@@ -76,6 +76,7 @@ class BubblewrapDriver:
             inodes=limits.inodes,
             root=limits.root,
             read=list(limits.read),
+            writable=list(limits.writable),
         )
         return BubblewrapLease(client, name, limits)
 
@@ -101,13 +102,13 @@ class BubblewrapLease:
         files: Mapping[str, bytes] | None = None,
         stdin: bytes = b"",
         environment: Mapping[str, str] | None = None,
-        directory: str = "/box",
         seconds: float | None = None,
         listener: Callable[[socket.socket], None] | None = None,
     ) -> CommandResult:
         if (self.limits.network == "gateway") != (listener is not None):
             raise InputError("sandbox: give `listener` with network = 'gateway', and only then")
-        if not argv or any("\0" in text for pair in (environment or {}).items() for text in pair):
+        variables, directory = {**self.limits.environment, **(environment or {})}, self.limits.directory
+        if not argv or any("\0" in text for pair in variables.items() for text in pair):
             raise InputError("sandbox: a command needs a program, and its environment may not contain NUL")
         if refusal := _unusable(argv):
             return _not_started(refusal)
@@ -127,7 +128,7 @@ class BubblewrapLease:
                     on_socket=listener,
                     lease=self._name,
                     argv=[text.encode("utf-8", "replace").decode() for text in argv],
-                    environment=dict(environment or {}),
+                    environment=variables,
                     directory=directory,
                     seconds=min(seconds or self.limits.seconds, self.limits.seconds),
                     memory_mb=self.limits.memory_mb,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -10,12 +12,14 @@ from agentrl.core.errors import InfrastructureError, InputError
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from agentrl.sandbox.keeper import FileRecord
 
 Network = Literal["none", "gateway", "open"]
 """`gateway`: only a port that the sandbox's owner serves; `open`: the machine's own network."""
+_FIXED = ("bin", "dev", "etc", "lib", "lib32", "lib64", "proc", "sbin", "usr")
+"""Directories below / that no sandbox without a `root` can write to."""
 _FLOORS = {"memory_mb": 32, "seconds": 0.1, "disk_mb": 1, "inodes": 64, "processes": 4, "output_bytes": 1}
 
 
@@ -73,6 +77,12 @@ class SandboxLimits:
     """Directory with a complete file system, read-only below the sandbox's changes; None: this machine's /usr."""
     read: tuple[str, ...] = ()
     """Further paths of this machine that are visible, read-only."""
+    writable: tuple[str, ...] = ()
+    """Further directories that commands may write to, such as `/app`; they are made. /box and /tmp always are."""
+    directory: str = "/box"
+    """Working directory of the commands."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of all commands, in addition to PATH, HOME and LANG."""
 
     def __post_init__(self) -> None:
         for name, floor in _FLOORS.items():
@@ -82,13 +92,26 @@ class SandboxLimits:
                 )
         if self.network not in ("none", "gateway", "open"):
             raise InputError(f"sandbox: network = {self.network!r}; write 'none', 'gateway' or 'open'")
-        for path in (*self.read, *([self.root] if self.root is not None else [])):
-            if not path.startswith("/"):
-                raise InputError(f"sandbox: {path!r} is not an absolute path")
+        here = (*self.read, *([self.root] if self.root is not None else []))
+        for path in (*here, *self.writable, self.directory):
+            if not path.startswith("/") or ".." in path.split("/"):
+                raise InputError(f"sandbox: {path!r} is not an absolute path without '..'")
+        for path in here:
             if not Path(path).exists():
                 raise InputError(f"sandbox: {path} does not exist")
-        if self.root is not None and not Path(self.root).is_dir():
-            raise InputError(f"sandbox: root {self.root} is not a directory")
+        if self.root is not None:
+            self._check_root(Path(self.root))
+        elif fixed := [path for path in self.writable if path.split("/")[1] in ("", *_FIXED)]:
+            raise InputError(f"sandbox: {fixed[0]} cannot be writable, since it lies in this machine's /; give a root")
+
+    def _check_root(self, root: Path) -> None:
+        if not root.is_dir():
+            raise InputError(f"sandbox: root {root} is not a directory")
+        owner = root.stat().st_uid
+        if owner not in (0, os.getuid()):
+            raise InputError(
+                f"sandbox: root {root} belongs to user {owner}, who could change it while commands run; copy it"
+            )
 
 
 class SandboxLease(Protocol):
@@ -101,7 +124,6 @@ class SandboxLease(Protocol):
         files: Mapping[str, bytes] | None = None,
         stdin: bytes = b"",
         environment: Mapping[str, str] | None = None,
-        directory: str = "/box",
         seconds: float | None = None,
         listener: Callable[[socket.socket], None] | None = None,
     ) -> CommandResult:
@@ -109,10 +131,9 @@ class SandboxLease(Protocol):
 
         Args:
             argv: the program and its arguments.
-            files: written before the command starts, by absolute path or path below `directory`.
+            files: written before the command starts, by absolute path or path below the working directory.
             stdin: the standard input.
-            environment: variables in addition to PATH, HOME and LANG.
-            directory: the working directory.
+            environment: variables in addition to the sandbox's.
             seconds: a shorter time limit than the sandbox's.
             listener: receives the socket that listens at 127.0.0.1:8080 of the sandbox, with `network = "gateway"`.
 
@@ -122,7 +143,8 @@ class SandboxLease(Protocol):
         ...
 
     async def write(self, files: Mapping[str, bytes]) -> None:
-        """Write files by absolute path; parent directories are made, and a file that exists keeps its mode.
+        """Write files by absolute path; parent directories are made, and a file that exists keeps its mode. A new
+        script (`#!`) or program is executable.
 
         Raises:
             OSError: the disk is full, or a link or a file is on the way.

@@ -247,13 +247,13 @@ def _append(contents: int, directory: int, name: str, size: int) -> None:
         os.close(file)
 
 
-def _mode_of(directory: int, name: str) -> int:
-    """Return the mode of a plain file, or that of a new one."""
+def _mode_of(directory: int, name: str, content: bytes) -> int:
+    """Return the mode of a plain file, or that of a new one: scripts and programs are executable."""
     with contextlib.suppress(FileNotFoundError):
         found = os.stat(name, dir_fd=directory, follow_symlinks=False)
         if stat.S_ISREG(found.st_mode):
             return stat.S_IMODE(found.st_mode)
-    return 0o644
+    return 0o755 if content.startswith((b"#!", b"\x7fELF")) else 0o644
 
 
 def _is_opaque(directory: int, name: str) -> bool:
@@ -293,6 +293,8 @@ class Lease:
         os.mkdir(path, 0o700)
         options = f"size={limits['disk_mb']}m,nr_inodes={limits['inodes']},mode=755"
         _mount("agentrl", path, "tmpfs", _NOSUID | _NODEV, options)
+        self.writable = list(dict.fromkeys(["box", "tmp", *(_parts(path)[0] for path in limits["writable"])]))
+        """Directories that commands may write to, if there is no root of its own."""
         directories = ("upper", "work", "top") if self.root else ("box", "tmp", "etc")
         for name in directories:
             os.mkdir(f"{path}/{name}", 0o755)
@@ -307,6 +309,11 @@ class Lease:
         if uid is not None:
             for name in ("upper", "upper/box") if self.root else ("box", "tmp"):
                 os.chown(f"{path}/{name}", uid, uid)
+        for name in limits["writable"]:
+            directory = self.open_directory(_parts(name), make=True)
+            if uid is not None:
+                os.fchown(directory, uid, uid)
+            os.close(directory)
 
     def _mount_overlay(self, root: str) -> None:
         if any(character in root for character in ":,\\"):
@@ -348,12 +355,12 @@ class Lease:
 
     def write(self, path: str, content: bytes, mode: int | None = None, *, modified: int | None = None) -> None:
         *parents, name = _parts(path)
-        if not self.root and (not parents or parents[0] not in ("box", "tmp")):
+        if not self.root and (not parents or parents[0] not in self.writable):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         directory = self.open_directory(parents, make=True)
         try:
             if mode is None:
-                mode = _mode_of(directory, name)
+                mode = _mode_of(directory, name, content)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=directory)  # it may be a link, a pipe, or another file's second name
             file = os.open(
@@ -384,8 +391,8 @@ class Lease:
             if self.root:
                 changes.walk(f"{self.path}/upper", "")
             else:
-                changes.walk(self.path, "box")
-                changes.walk(self.path, "tmp")
+                for name in self.writable:
+                    changes.walk(self.path, name)
         except BaseException:
             os.close(changes.contents)
             raise
@@ -674,7 +681,8 @@ class Keeper:
                 arguments += ["--ro-bind-try", path, path]
             for name in _ETC:
                 arguments += ["--ro-bind", f"{lease.path}/etc/{name}", f"/etc/{name}"]
-            arguments += ["--bind", f"{lease.path}/box", "/box", "--bind", f"{lease.path}/tmp", "/tmp"]
+            for name in lease.writable:
+                arguments += ["--bind", f"{lease.path}/{name}", f"/{name}"]
         for path in lease.limits["read"]:
             arguments += ["--ro-bind", path, path]
         arguments += [

@@ -37,10 +37,10 @@ class Sandbox(SandboxLimits):
 
         Args:
             argv: the program and its arguments; no shell reads them.
-            files: written before the command starts, by path below /box. A `Path` is a file or a directory of this
-                machine, whose plain files are copied.
+            files: written before the command starts, by path below the working directory. A `Path` is a file or a
+                directory of this machine, whose plain files are copied.
             stdin: the standard input.
-            environment: variables in addition to PATH, HOME and LANG.
+            environment: variables in addition to the sandbox's.
             seconds: a shorter time limit than the sandbox's.
 
         Raises:

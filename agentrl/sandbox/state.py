@@ -117,12 +117,11 @@ class FileState:
         """Forget the contents, since a lease holds the files."""
         self._contents = {}
 
-    def part(self, only: Sequence[str]) -> FileState:
-        """Return the files at or below some absolute paths; all files if there are no paths."""
+    def part(self, only: Sequence[str] = (), without: Sequence[str] = ()) -> FileState:
+        """Return the files at or below the absolute paths `only`, or all, but for those at or below `without`."""
         part = FileState()
-        prefixes = [path.strip("/") for path in only]
         for path, (record, digest) in self._files.items():
-            if only and not any(path == prefix or path.startswith(f"{prefix}/") for prefix in prefixes):
+            if (only and not _is_below(path, only)) or _is_below(path, without):
                 continue
             if record.kind == "same":  # its first name may be left out
                 first, digest = self._files[record.target]
@@ -138,6 +137,11 @@ class FileState:
         state.update(files, ())
         state._contents = {digest: content for _, digest, content in files}
         return state
+
+
+def _is_below(path: str, tops: Sequence[str]) -> bool:
+    """Whether a file is at or below one of some absolute paths."""
+    return any(f"{path}/".startswith(f"{top.strip('/')}/") for top in tops)
 
 
 def _row(record: FileRecord, digest: str) -> tuple[bytes, str, int, int, int, bytes, str]:

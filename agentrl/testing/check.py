@@ -19,12 +19,13 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -157,6 +158,7 @@ def check_environment(
     tasks: Sequence[Task] | None = None,
     episodes: int = 4,
     seed: int = 0,
+    options: Mapping[str, Any] = MappingProxyType({}),
     on_progress: Callable[[str], None] | None = None,
     hash_order: bool = False,
 ) -> EnvironmentReport:
@@ -167,6 +169,7 @@ def check_environment(
         tasks: tasks to play; default: the first training tasks.
         episodes: number of episodes; more are played until the policy has called every tool.
         seed: seed of the random policy.
+        options: arguments of the environment's task source.
         on_progress: receives the name of each part before it is checked.
         hash_order: also play the first training task in another process with another hash seed, as after `--resume`;
             that process must be able to import the class from its module.
@@ -180,7 +183,8 @@ def check_environment(
         report.findings.append(str(error))
         return report
     report.on_progress("listing its tasks")
-    chosen = list(tasks) if tasks is not None else _tasks(environment_class, max(episodes, FORMAT_TASKS), report)
+    count = max(episodes, FORMAT_TASKS)
+    chosen = list(tasks) if tasks is not None else _tasks(environment_class, count, report, options)
     is_harness = issubclass(environment_class, HarnessEnvironment)
     for module in ("numpy.random", *["aiohttp.web"] * is_harness):
         import_module(module)  # an episode needs it, and its import would block the event loop
@@ -202,7 +206,7 @@ def check_environment(
     if report.passed and not is_harness:
         _check_format(environment_class, chosen, seed, report)
     if report.passed and hash_order and not is_harness:
-        _check_hash_order(environment_class, report)
+        _check_hash_order(environment_class, chosen[0], report)
     return report
 
 
@@ -237,16 +241,15 @@ def _check_requests(environment: type[HarnessEnvironment], last: ExecutedEpisode
     )
 
 
-def _check_hash_order(environment: type[Environment], report: EnvironmentReport) -> None:
+def _check_hash_order(environment: type[Environment], task: Task, report: EnvironmentReport) -> None:
     """Play a task again in processes with different string hashes, as after `--resume`, and compare."""
     name = f"{module_of(environment)}:{environment.__qualname__}"
-    task = _tasks(environment, 1, report)[0]
     first = asyncio.run(execute_episode(environment, _spec(environment, task, 0, 0), random_policy(environment)))
     if isinstance(first, str):
         return  # it was reported before, for the same task
     with tempfile.TemporaryDirectory(prefix="agentrl-check-") as scratch, ThreadPoolExecutor(os.cpu_count()) as pool:
         answers = Path(scratch, "answers")
-        answers.write_bytes(msgspec.msgpack.encode([entry for entry in first.entries if _is_external(entry)]))
+        answers.write_bytes(msgspec.msgpack.encode((task, [entry for entry in first.entries if _is_external(entry)])))
         for seed, again in zip(HASH_SEEDS, pool.map(partial(_play_in_process, name, answers), HASH_SEEDS), strict=True):
             problem = again if isinstance(again, str) else _differing_call(first.entries, again or first.entries)
             if problem:
@@ -276,8 +279,7 @@ def _play_in_process(name: str, answers: Path, seed: int) -> str | list[JournalE
 def _play_here(name: str, requests_path: Path, output_path: Path) -> None:
     """Run in another process of `_check_hash_order`: play the task and write its entries."""
     environment = resolve(name)
-    task = _tasks(environment, 1, EnvironmentReport(environment=name))[0]
-    answers = msgspec.msgpack.decode(requests_path.read_bytes(), type=list[JournalEntry])
+    task, answers = msgspec.msgpack.decode(requests_path.read_bytes(), type=tuple[Task, list[JournalEntry]])
     again = asyncio.run(
         execute_episode(environment, _spec(environment, task, 0, 0), random_policy(environment), answers=answers)
     )
@@ -360,9 +362,14 @@ def _check_format(environment: type[Environment], tasks: Sequence[Task], seed: i
     report.findings += find_format_reward_faults(play, tasks, random_policy(environment), has_tools=has_tools)
 
 
-def _tasks(environment: type[Environment], count: int, report: EnvironmentReport) -> list[Task]:
+def _tasks(
+    environment: type[Environment],
+    count: int,
+    report: EnvironmentReport,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> list[Task]:
     try:
-        source, again = environment.tasks("train", seed=0), environment.tasks("train", seed=0)
+        source, again = (environment.tasks("train", seed=0, **options) for _ in range(2))
         chosen = [source[index] for index in range(min(count, len(source)))]
         repeated = [again[index] for index in range(len(chosen))]
     except Exception as error:  # noqa: BLE001 - foreign code: any exception is a finding

@@ -1,0 +1,410 @@
+"""Tasks of Harbor: directories with task.toml, instruction.md, environment/ and tests/. Its package is not needed.
+
+The policy has a shell in a sandbox that is made as the Dockerfile says. After its answer, the tests run in a second
+sandbox over the files it left, and write the reward. What an image would have to be built for is refused, by line.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import math
+import re
+import shlex
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from posixpath import join, normpath
+from typing import Any
+
+from agentrl.core.errors import EffectError, EnvironmentDefinitionError, EpisodeError
+from agentrl.core.records import Task
+from agentrl.environment.context import EpisodeContext, EpisodeSandbox
+from agentrl.environment.environment import Split, TaskSource
+from agentrl.environment.sandbox_tools import bash
+from agentrl.environment.tasks import split_tasks
+from agentrl.environment.tools import ToolEnvironment, ToolEpisode
+from agentrl.sandbox.driver import Network
+from agentrl.sandbox.sandbox import Sandbox, read_sources
+
+MACHINE = "/"
+"""Root directory of tasks that may use this machine's /usr in place of an image."""
+TESTS, VERDICT = "/tests", "/logs/verifier"
+DISK_MB = 256
+"""Size of the files of a task, which are in memory, in MiB."""
+_VERDICT_BYTES = 65_536
+_NEEDS_NETWORK = re.compile(
+    r"\b(?:apt-get|apt|apk|dnf|yum) +(?:-\S+ +)*(?:install|update|add)\b|\b(?:curl|wget|uvx|npx)\b"
+    r"|\bpip3? +install\b|\buv +(?:pip|run|tool|sync|add)\b|\bnpm +(?:i|install|ci)\b|\bgit +clone\b"
+)
+_REFUSED_FIELDS = {
+    ("steps",): "tasks of several steps",
+    ("environment", "gpus"): "GPUs in a sandbox",
+    ("environment", "tpu"): "TPUs in a sandbox",
+    ("environment", "mcp_servers"): "servers beside the task",
+    ("environment", "healthcheck"): "processes that outlive a command",
+    ("environment", "skills_dir"): "skills of the agent",
+    ("environment", "allowed_hosts"): "a list of hosts",
+    ("agent", "allowed_hosts"): "a list of hosts",
+    ("verifier", "allowed_hosts"): "a list of hosts",
+    ("verifier", "environment"): "another environment for the tests",
+    ("verifier", "collect"): "services beside the task",
+}
+"""Fields of task.toml that cannot be honored, and what they ask for."""
+
+
+@dataclass(slots=True)
+class HarborTask:
+    """A task directory, as far as it can be honored."""
+
+    instruction: str = ""
+    image: str = ""
+    workdir: str = ""
+    variables: dict[str, str] = field(default_factory=dict)
+    copies: dict[str, Path] = field(default_factory=dict)
+    """Files and directories of the task by their absolute path in the sandbox."""
+    memory_mb: int = 512
+    tests_s: float = 600.0
+    """Time limit of the tests, in seconds."""
+    tests_variables: dict[str, str] = field(default_factory=dict)
+    refusals: list[str] = field(default_factory=list)
+    """What cannot be honored, each with its file and line."""
+
+    def sandbox(self, root: str, network: Network) -> Sandbox:
+        """Return the sandbox of the task over a root directory."""
+        directory = self.workdir or "/box"
+        made = {directory, TESTS, VERDICT, *(str(Path(path).parent) for path in self.copies)}
+        return Sandbox(
+            memory_mb=self.memory_mb,
+            seconds=self.tests_s,
+            disk_mb=DISK_MB,
+            network=network,
+            root=None if root == MACHINE else root,
+            writable=tuple(sorted(path for path in made if path != "/")),
+            directory=directory,
+            environment=self.variables,
+        )
+
+
+def read_task(directory: Path, roots: Mapping[str, str], *, network: Network = "none") -> HarborTask:
+    """Read a task directory; `HarborTask.refusals` is empty if it can be played.
+
+    Args:
+        directory: the task directory.
+        roots: directories with the file systems of images, by the image's name, or by the name of the task directory if
+            it is the image that its Dockerfile builds; `/` is this machine's /usr.
+        network: the sandbox's network.
+    """
+    task = HarborTask()
+    try:
+        settings = tomllib.loads((directory / "task.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        task.refusals.append(f"{directory / 'task.toml'}: {error}")
+        return task
+    try:
+        _read_settings(task, settings, directory / "task.toml")
+    except (TypeError, ValueError, AttributeError) as error:
+        task.refusals.append(f"{directory / 'task.toml'}: {error}")
+    try:
+        task.instruction = (directory / "instruction.md").read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        task.refusals.append(f"{directory / 'instruction.md'}: {error}")
+    _read_tests(task, directory / "tests", network)
+    environment, is_built = directory / "environment", directory.name in roots
+    for extra in ("docker-compose.yaml", "docker-compose.yml"):
+        if (environment / extra).exists():
+            task.refusals.append(f"{environment / extra}: several services are not supported")
+    if (environment / "Dockerfile").exists():
+        _Dockerfile(task, environment, is_built=is_built).read()
+    elif not task.image:
+        task.refusals.append(f"{environment / 'Dockerfile'}: there is none, and task.toml names no docker_image")
+    if is_built:
+        task.image = directory.name
+    if task.image and task.image not in roots:
+        task.refusals.append(
+            f"{environment / 'Dockerfile'}: needs the image {task.image}; give a directory with its files in `roots`, "
+            f"or {MACHINE!r} there for this machine's /usr"
+        )
+    return task
+
+
+def _read_settings(task: HarborTask, settings: dict[str, Any], path: Path) -> None:
+    """Read task.toml.
+
+    Raises:
+        TypeError, ValueError, AttributeError: a field has the wrong type.
+    """
+    for keys, what in _REFUSED_FIELDS.items():
+        value: Any = settings
+        for key in keys:
+            value = value.get(key)
+            if value is None:
+                break
+        if value:
+            task.refusals.append(f"{path}: {'.'.join(keys)}: {what} are not supported")
+    environment, verifier = settings.get("environment", {}), settings.get("verifier", {})
+    if str(environment.get("os", "linux")).lower() != "linux":
+        task.refusals.append(f"{path}: environment.os: only linux is supported")
+    if verifier.get("environment_mode") == "separate":
+        task.refusals.append(f"{path}: verifier.environment_mode: a separate image for the tests is not supported")
+    task.image = environment.get("docker_image", "")
+    task.workdir = environment.get("workdir", "")
+    memory = environment.get("memory_mb", environment.get("memory"))
+    task.memory_mb = task.memory_mb if memory is None else _mebibytes(memory)
+    task.tests_s = float(verifier.get("timeout_sec", task.tests_s))
+    for variables, table in ((task.variables, environment), (task.tests_variables, verifier)):
+        for name, value in table.get("env", {}).items():
+            if "${" in value:
+                task.refusals.append(f"{path}: env.{name}: a variable of this machine would reach the sandbox")
+            variables[name] = value
+
+
+def _mebibytes(size: int | str) -> int:
+    if isinstance(size, int):
+        return size
+    factors = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
+    unit = size.strip()[-1:].upper()
+    if unit not in factors:
+        raise ValueError(f"{size!r} is not a size such as '512M'")
+    return int(float(size.strip()[:-1]) * factors[unit])
+
+
+def _read_tests(task: HarborTask, tests: Path, network: Network) -> None:
+    """Look for the test script, and for commands in it that need a network."""
+    if not (tests / "test.sh").is_file():
+        task.refusals.append(f"{tests / 'test.sh'}: there is none")
+    for script in sorted(tests.rglob("*.sh")):
+        for number, line in enumerate(script.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+            found = _NEEDS_NETWORK.search(line.partition("#")[0] if number > 1 else "")
+            if found and network == "none":
+                task.refusals.append(
+                    f"{script}, line {number}: {found[0]!r} needs a network while grading; install it in the root, or "
+                    "set network = 'open'"
+                )
+                break
+
+
+class _Dockerfile:
+    """Reads the instructions FROM, WORKDIR, COPY and ENV of a Dockerfile.
+
+    Args:
+        task: receives what they say.
+        environment: the directory of the Dockerfile.
+        is_built: whether the root is the image that this Dockerfile builds, so that only its settings count.
+    """
+
+    def __init__(self, task: HarborTask, environment: Path, *, is_built: bool) -> None:
+        self.task, self.environment, self.is_built = task, environment, is_built
+        self.has_from = False
+        self.workdir = ""
+
+    def read(self) -> None:
+        text = (self.environment / "Dockerfile").read_text(encoding="utf-8", errors="replace")
+        started, instruction = 0, ""
+        for number, line in enumerate(text.splitlines(), 1):
+            if line.lstrip().startswith("#") or not (line.strip() or instruction):
+                continue
+            started = started if instruction else number
+            instruction += line.strip().removesuffix("\\")
+            if line.rstrip().endswith("\\"):
+                instruction += " "
+                continue
+            try:
+                self._apply(*instruction.strip().partition(" ")[::2])
+            except ValueError as error:
+                self.task.refusals.append(f"{self.environment / 'Dockerfile'}, line {started}: {error}")
+            instruction = ""
+        self.task.workdir = self.task.workdir or self.workdir
+
+    def _apply(self, word: str, rest: str) -> None:
+        """Apply an instruction.
+
+        Raises:
+            ValueError: it cannot be honored.
+        """
+        word, rest = word.upper(), rest.strip()
+        if self.is_built and word not in ("WORKDIR", "ENV"):
+            return
+        if word not in ("FROM", "WORKDIR", "COPY", "ENV"):
+            raise ValueError(f"{word} needs an image that was built; build it, and give its files in `roots`")
+        if "$" in rest:
+            raise ValueError(f"{word}: variables are not expanded")
+        words = shlex.split(rest)
+        if not words or words[0].startswith(("--", "[")):
+            raise ValueError(f"{word}: neither options nor the form in brackets is supported")
+        getattr(self, f"_{word.lower()}")(words)
+
+    def _from(self, words: list[str]) -> None:
+        if self.has_from:
+            raise ValueError("FROM: builds of several stages are not supported")
+        self.has_from = True
+        self.task.image = words[0]
+
+    def _workdir(self, words: list[str]) -> None:
+        self.workdir = normpath(join(self.workdir or "/", words[0]))
+
+    def _env(self, words: list[str]) -> None:
+        if "=" not in words[0]:
+            words = [f"{words[0]}={' '.join(words[1:])}"]
+        for pair in words:
+            name, _, value = pair.partition("=")
+            self.task.variables.setdefault(name, value)
+
+    def _copy(self, words: list[str]) -> None:
+        *patterns, destination = words
+        target = normpath(join(self.workdir or "/", destination))
+        sources = [Path(path) for pattern in patterns for path in self._matches(pattern)]
+        is_directory = len(sources) > 1 or destination.endswith(("/", "."))
+        for source in sources:
+            inside = is_directory and not source.is_dir()
+            self.task.copies[join(target, source.name) if inside else target] = source
+
+    def _matches(self, pattern: str) -> list[str]:
+        top = self.environment.resolve()
+        found = sorted(glob.glob(str(top / pattern.lstrip("/"))))
+        if not found:
+            raise ValueError(f"COPY: there is no {pattern}")
+        if not all(Path(path).resolve().is_relative_to(top) for path in found):
+            raise ValueError(f"COPY: {pattern} is outside of the task's environment/")
+        return found
+
+
+class Harbor(ToolEnvironment):
+    """Harbor task directories: a shell for the policy, and the tests of each task for its reward."""
+
+    bash = bash(seconds=60)
+    _harbor_task: HarborTask
+
+    @classmethod
+    def tasks(
+        cls,
+        split: Split,
+        *,
+        seed: int = 0,
+        directory: str = "tasks",
+        roots: Mapping[str, str] | None = None,
+        rewards: Mapping[str, Sequence[float]] | None = None,
+        failed_reward: float | None = None,
+        held_out: float = 0.2,
+        network: Network = "none",
+    ) -> TaskSource:
+        """Return the tasks of a directory of task directories.
+
+        Args:
+            split: the split.
+            seed: not used.
+            directory: the directory of the task directories.
+            roots: see `read_task`.
+            rewards: the lowest and highest value of each reward that the tests write. Default: `reward`, from 0 to 1.
+            failed_reward: reward of an episode whose tests write nothing that fits `rewards`, as code of the policy can
+                cause. None: that is an error of the environment.
+            held_out: the share of tasks that is held out.
+            network: the network of the sandboxes; with `open`, episodes restart instead of resuming.
+
+        Raises:
+            EnvironmentDefinitionError: a task cannot be honored, with the reasons.
+        """
+        top, roots = Path(directory).resolve(), dict(roots or {})
+        tasks, refusals = [], list[str]()
+        for found in task_directories(top):
+            harbor_task = read_task(found, roots, network=network)
+            refusals += harbor_task.refusals
+            data = {
+                "directory": str(found),
+                "roots": roots,
+                "rewards": {name: list(bounds) for name, bounds in (rewards or {"reward": (0.0, 1.0)}).items()},
+                "failed_reward": failed_reward,
+                "network": network,
+            }
+            tasks.append(Task(id=str(found.relative_to(top)), data=data))
+        if refusals:
+            raise EnvironmentDefinitionError(
+                "Harbor tasks that cannot be honored (`agentrl env import harbor` lists all): "
+                + "; ".join(refusals[:3])
+            )
+        return split_tasks(tasks, split, held_out)
+
+    async def run(self, ctx: EpisodeContext) -> None:
+        """Read the task, converse, and run its tests."""
+        data = ctx.task.data
+        task = self._harbor_task = read_task(Path(data["directory"]), data["roots"], network=data["network"])
+        if task.refusals:
+            raise EnvironmentDefinitionError("; ".join(task.refusals))
+        self.sandbox = task.sandbox(data["roots"][task.image], data["network"])
+        await super().run(ctx)
+
+    def prompt(self, task: Task) -> str:
+        return self._harbor_task.instruction
+
+    def files(self, task: Task) -> Mapping[str, str | bytes | Path]:
+        return self._harbor_task.copies
+
+    async def reward(self, task: Task, episode: ToolEpisode) -> Mapping[str, float]:
+        """Run the tests over a copy of the files, and return what they wrote."""
+        tests = read_sources({TESTS: Path(task.data["directory"]) / "tests"})
+        async with self.box.copy(without=(TESTS, VERDICT)) as judge:
+            ran = await judge.run(
+                ["bash", "-c", f"chmod +x {TESTS}/test.sh; {TESTS}/test.sh > {VERDICT}/test-stdout.txt 2>&1"],
+                files=tests,
+                environment=self._harbor_task.tests_variables,
+                seconds=self._harbor_task.tests_s,
+            )
+            try:
+                if ran.killed:
+                    raise ValueError(f"they were ended by the limit on {ran.killed}")
+                return checked_rewards(await _verdict(judge), task.data["rewards"])
+            except ValueError as error:
+                failed: float | None = task.data["failed_reward"]
+                if failed is None:
+                    raise EpisodeError(
+                        f"tests of {task.data['directory']}: {error}. Set failed_reward if the policy can cause this",
+                        reason="environment_error",
+                    ) from error
+                return dict.fromkeys(task.data["rewards"], failed)
+
+
+def task_directories(top: Path) -> list[Path]:
+    """Return the task directories in a directory, or the directory itself if it is one.
+
+    Raises:
+        EnvironmentDefinitionError: there is none.
+    """
+    found = sorted(path.parent for path in (*top.glob("task.toml"), *top.glob("*/task.toml")))
+    if not found:
+        raise EnvironmentDefinitionError(f"{top} has no task directories: there is no {top}/*/task.toml")
+    return found
+
+
+async def _verdict(judge: EpisodeSandbox) -> Any:
+    """Return what the tests wrote: the content of reward.json, or that of reward.txt as `reward`.
+
+    Raises:
+        ValueError: there is neither, or it cannot be read.
+    """
+    try:
+        return json.loads(await judge.read(f"{VERDICT}/reward.json", limit=_VERDICT_BYTES))
+    except EffectError:
+        pass
+    except RecursionError as error:
+        raise ValueError("reward.json is nested too deeply") from error
+    try:
+        return {"reward": float(await judge.read(f"{VERDICT}/reward.txt", limit=_VERDICT_BYTES))}
+    except EffectError as error:
+        raise ValueError(f"there is neither reward.json nor reward.txt in {VERDICT}") from error
+
+
+def checked_rewards(verdict: Any, declared: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the rewards of a verdict.
+
+    Raises:
+        ValueError: they are not the declared names with finite values within the declared bounds.
+    """
+    if not isinstance(verdict, dict) or verdict.keys() != declared.keys():
+        names = ", ".join(map(str, verdict)) if isinstance(verdict, dict) else repr(verdict)[:100]
+        raise ValueError(f"they wrote {names[:200] or 'nothing'}, but the declared rewards are {', '.join(declared)}")
+    for name, value in verdict.items():
+        low, high = declared[name]
+        if not isinstance(value, int | float) or not math.isfinite(value) or not low <= value <= high:
+            raise ValueError(f"they wrote {name} = {str(value)[:40]}, which is no number from {low:g} to {high:g}")
+    return {name: float(value) for name, value in verdict.items()}
