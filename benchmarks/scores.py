@@ -11,6 +11,10 @@
 * `failures`: the bundled model is trained with a judge behind an HTTP endpoint that fails in 20 % of the requests,
   hangs in 1 %, and answers nonsense in 5 %. It never says 0. `zeros_from_failures` are committed episodes without a
   positive score. The negative control gives failed scores the value 0: `zeros_without_the_rule`.
+* `tokens`: episodes of eight turns are scored per turn by a small reward model in its process. `scorer_tokens_ratio` is
+  the number of tokens that it computed, over that of the conversations; `scorer_tokens_ratio_without_cache` is that of
+  a run in which it keeps nothing between turns. `reward_model_errors` are scores that differ from those of a whole
+  forward pass over the recorded conversation by more than 1e-4.
 * `kills`: the same run with a slow scorer and two worker processes; all its processes are killed at once with SIGKILL.
   `score_violations` of the second reader (`tests/journal_oracle.py`); `wrong_scores` differ from what the function
   says of the recorded turn; `scores_again_per_kill`, requests of the function beyond the recorded scores, per kill.
@@ -49,6 +53,7 @@ from agentrl.testing.recording_trainer import RecordingTrainer
 from benchmarks.report import Report
 from tests.journal_oracle import judge
 from tests.support.chat_endpoint import ChatEndpoint, error, said, serving
+from tests.support.reward_models import recomputed_scores, save_reward_model
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -56,6 +61,7 @@ if TYPE_CHECKING:
 NAMES = (
     *("pipelined_over_none", "inline_over_none", "exposed_latency_error", "exposed_latency_error_of_a_lockstep"),
     *("zeros_from_failures", "zeros_without_the_rule", "scorer_failures", "scorer_drops"),
+    *("scorer_tokens_ratio", "scorer_tokens_ratio_without_cache", "reward_model_errors"),
     *("score_kills", "score_violations", "wrong_scores", "scores_again_per_kill"),
 )
 TURNS, TURN_S, TOKENS = 8, 0.2, 8
@@ -94,6 +100,15 @@ class Talk(agentrl.Environment):
     def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
         """Return tasks that differ in nothing."""
         return [Task(id=str(number), data={}) for number in range(64)]
+
+
+class TalkScored(Talk):
+    """Gives no reward of its own."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        """Talk."""
+        for number in range(TURNS):
+            await ctx.agent("talker").act(agentrl.user(f"{number} + {number}"))
 
 
 class TalkInline(Talk):
@@ -325,6 +340,50 @@ def failures(root: Path, *, quick: bool, pairs: int) -> dict[str, float | None]:
     }
 
 
+PRM = """
+[engine]
+max_context = 512
+[trainer]
+micro_batch_tokens = 4096
+[scorers.prm]
+reward_model = "prm"
+credit = "reward"
+cache_tokens = {cache_tokens}
+unscorable = 0.0
+"""
+
+
+def tokens(root: Path, *, quick: bool, pairs: int) -> dict[str, float | None]:
+    """Score conversations turn by turn with a reward model."""
+    save_reward_model(root / "prm")
+    ratios, wrong = {}, 0
+    for cache_tokens in (32768, 0):
+        directory = root / f"cache_{cache_tokens}"
+        toml = root / f"{cache_tokens}.toml"
+        text = TOML.format(steps=1 if quick else 4, workers=2).replace('id = "calculator"', f'id = "{HERE}:TalkScored"')
+        toml.write_text(text + PRM.format(cache_tokens=cache_tokens))
+        config = _loaded(toml, directory)
+        agentrl.train(config, quiet=True)
+        reader = RunReader(directory / "run")
+        computed = whole = 0
+        for line in reader.episodes("stop_reason = completed", limit=100_000):
+            entries = dict(reader.episode(line.episode).entries)
+            expected = recomputed_scores(entries, root / "prm", config.scorers["prm"])
+            whole += max(length for _, length in expected.values())
+            for name, (value, _) in expected.items():
+                body = entries[name]
+                computed += body.tokens if isinstance(body, ScoreEntry) else 0
+                wrong += not isinstance(body, ScoreEntry) or value is None or abs(body.value - value) > 1e-4
+        reader.close()
+        ratios[cache_tokens] = computed / whole
+        print(f"keeping {cache_tokens} tokens: {computed} computed for {whole}", flush=True)
+    return {
+        "scorer_tokens_ratio": ratios[32768],
+        "scorer_tokens_ratio_without_cache": ratios[0],
+        "reward_model_errors": float(wrong),
+    }
+
+
 def _loaded(toml: Path, directory: Path) -> RunConfig:
     from agentrl.config.load import load
 
@@ -400,7 +459,7 @@ def _steps(run: Path) -> int:
     return int(steps)
 
 
-PARTS = {"overlap": overlap, "failures": failures, "kills": kills}
+PARTS = {"overlap": overlap, "failures": failures, "tokens": tokens, "kills": kills}
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from agentrl.app.policies import adapter_slots_needed, largest_lora_rank
 from agentrl.config.devices import DevicePlan, plan_devices
 from agentrl.config.policies import BotPolicy, ExternalPolicyConfig, RemotePolicy
 from agentrl.config.run import RunConfig
+from agentrl.config.scorers import reward_model_name
 from agentrl.core.errors import ConfigError
 from agentrl.core.machine import LARGE_GPU, Gpu, Memory, finds_compiler, gpus, install_command
 from agentrl.core.ports import Engine, Trainer
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from agentrl.engines.external import ExternalPolicy
 
 EMBEDDED = "agentrl.engines.embedded.engine:EmbeddedEngine.load"
+REWARD_MODEL = "agentrl.engines.reward_model:RewardModelEngine.load"
 VLLM = "agentrl.engines.vllm.engine:VllmEngine.load"
 VLLM_MODULE = "agentrl.engines.vllm.process"
 SLOWEST_LOAD = 50e6
@@ -61,9 +63,60 @@ async def make_engine(
     served = {name: version for name, version in versions.items() if name not in external}
     replicas = await _engines_by_policy(config, served, tell, log) if served else {}
     engines = {id(engine): engine for fleet in replicas.values() for engine in fleet}
-    if len(engines) == 1 and not external:
+    if len(engines) == 1 and not external and not config.reward_models:
         return next(iter(engines.values()))
-    return EngineRouter(replicas, external=external, tell=tell)
+    try:
+        reward_models = await _reward_model_engines(config, tell, log)
+    except BaseException:
+        await asyncio.gather(*(engine.close() for engine in engines.values()))
+        raise
+    return EngineRouter(replicas, external=external, reward_models=reward_models, tell=tell)
+
+
+async def _reward_model_engines(
+    config: RunConfig, tell: Callable[[str], None], log: Path | None
+) -> dict[str, ProcessEngine]:
+    """Start the process of each reward model; if one does not start, close them all."""
+    engines = {
+        reward_model_name(scorer): _reward_model_engine(config, scorer, tell, log) for scorer in config.reward_models
+    }
+    try:
+        for engine in engines.values():
+            await engine.ready()
+    except BaseException:
+        await asyncio.gather(*(engine.close() for engine in engines.values()))
+        raise
+    return engines
+
+
+def _reward_model_engine(
+    config: RunConfig, scorer: str, tell: Callable[[str], None], log: Path | None
+) -> ProcessEngine:
+    section, name, gpu = (
+        config.scorers[scorer],
+        reward_model_name(scorer),
+        device_plan(config).gpu_of_reward_model(scorer),
+    )
+    arguments = {
+        "model_path": os.path.abspath(section.reward_model),
+        "device": "cpu" if gpu is None else "cuda",
+        "cache_tokens": section.cache_tokens,
+        "fixed_shapes": config.deterministic,
+        "threads": config.threads,
+    }
+    return ProcessEngine(
+        ChildProgram(REWARD_MODEL, arguments),
+        {name: PolicyVersion(name, 0, 0)},
+        placement=LocalPlacement(log, gpus=[] if gpu is None else [gpu.id]),
+        silence_s=SILENCE_S + weight_file_bytes(section.reward_model) / SLOWEST_LOAD,
+        tell=tell,
+        name=name,
+    )
+
+
+def weight_file_bytes(model: str) -> int:
+    """Return the size of a model's weights on disk."""
+    return sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
 
 
 def external_policies(config: RunConfig) -> dict[str, ExternalPolicy]:
@@ -129,7 +182,7 @@ def engine_program(config: RunConfig, base: RunConfig) -> ChildProgram:
     """Return the program of a base model's engine in a separate process."""
     arguments = {**_engine_arguments(base), "capture_mask": bool(config.filtered), "threads": config.threads}
     full = any(policy.lora is None for policy in base.trained.values())
-    sent = sum(file.stat().st_size for file in Path(base.model.path).glob("*.safetensors")) if full else 0
+    sent = weight_file_bytes(base.model.path) if full else 0
     if config.engine.kind == "vllm":
         return ChildProgram(VLLM, arguments, VLLM_MODULE, weight_bytes=sent)
     return ChildProgram(EMBEDDED, arguments, weight_bytes=sent)
@@ -186,15 +239,12 @@ async def _in_child_processes(
 
 def engine_silence_s(config: RunConfig) -> float:
     """Seconds of silence after which an engine counts as hung: more for large models, whose weights load in silence."""
-    weight_bytes = sum(
-        file.stat().st_size for base in config.bases for file in Path(base.model.path).glob("*.safetensors")
-    )
-    return SILENCE_S + weight_bytes / SLOWEST_LOAD
+    return SILENCE_S + sum(weight_file_bytes(base.model.path) for base in config.bases) / SLOWEST_LOAD
 
 
 def engines_by_base(engine: Engine) -> Sequence[Engine | Fleet]:
-    """Return the engine or the replicas of each base model of a run."""
-    return engine.fleets if isinstance(engine, EngineRouter) else (engine,)
+    """Return the engine or the replicas of each base model of a run, then its reward models."""
+    return (*engine.fleets, *engine.reward_models.values()) if isinstance(engine, EngineRouter) else (engine,)
 
 
 def connect_engines_to_trainer(config: RunConfig, engine: Engine, trainer: Trainer) -> None:

@@ -30,8 +30,9 @@ def is_hub_name(path: str) -> bool:
 
 
 def with_downloaded_models(config: RunConfig, before: Mapping[str, Any], *, download: bool = True) -> RunConfig:
-    """Return the configuration with `model.path` and each `policies.NAME.model` and `.reference` as the directory of a
-    commit: the one of its revision (a commit, tag or branch; by default the main branch).
+    """Return the configuration with models' names on the hub (`model.path`, `policies.NAME.model` and `.reference`,
+    `scorers.NAME.reward_model`) as the directory of a commit: the one of its revision (a commit, tag or branch; by
+    default the main branch).
 
     Args:
         config: configuration of the run.
@@ -53,6 +54,12 @@ def with_downloaded_models(config: RunConfig, before: Mapping[str, Any], *, down
             if reference := getattr(policy, key, ""):
                 local_path = local(f"policies.{name}.{key}", reference, _at(before, "policies", name, key))
                 policies[name] = policies[name].model_copy(update={key: local_path})
+    scorers = dict(config.scorers)
+    for name, scorer in config.reward_models.items():
+        key = f"scorers.{name}.reward_model"
+        found = local(key, scorer.reward_model, _at(before, "scorers", name, "reward_model"))
+        scorers[name] = scorer.model_copy(update={"reward_model": found})
+    config = config.model_copy(update={"scorers": scorers})
     path = local("model.path", config.model.path, _at(before, "model", "path"))
     return config.model_copy(update={"model": config.model.model_copy(update={"path": path}), "policies": policies})
 

@@ -12,9 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.app.engines import device_plan, slots
+from agentrl.app.engines import device_plan, slots, weight_file_bytes
 from agentrl.app.policies import adapter_slots_needed, largest_lora_rank
 from agentrl.config.run import RunConfig
+from agentrl.config.scorers import reward_model_name
 from agentrl.core.errors import ConfigError, InputError, PredictionError
 from agentrl.core.machine import GIB, Gpu, machine_memory, process_anonymous_memory_bytes
 
@@ -141,6 +142,8 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
     for number, base in enumerate(config.bases):
         engine_parts = _engine(base, devices, number * config.engine.count)
         parts += engine_parts if len(config.bases) == 1 else [_of_base(part, base.base_name) for part in engine_parts]
+    for scorer in config.reward_models:
+        parts += _reward_model(config, scorer, devices)
     if devices.gpus:
         used = {*devices.ranks, *(at for gpus_of_engine in devices.engines for at in gpus_of_engine)}
         free = sum(devices.gpus[at].memory.free for at in used)
@@ -461,6 +464,20 @@ def _engine_memory(config: RunConfig) -> EngineMemoryEstimate:
         adapter_slots=adapter_slots_needed(config),
         max_rank=largest_lora_rank(config),
     )
+
+
+def _reward_model(config: RunConfig, scorer: str, devices: DevicePlan) -> list[MemoryPart]:
+    from agentrl.engines.models import reward_model_kv_bytes
+
+    section = config.scorers[scorer]
+    on_cpu = devices.gpu_of_reward_model(scorer) is None
+    part = partial(MemoryPart, process=reward_model_name(scorer), offloaded=bool(devices.gpus) and on_cpu)
+    kept = section.cache_tokens * reward_model_kv_bytes(section.reward_model)
+    name, setting = f"keys and values of {section.cache_tokens:,} tokens", f"a smaller scorers.{scorer}.cache_tokens"
+    return [
+        part(name="weights", bytes=weight_file_bytes(section.reward_model), is_exact=True),
+        part(name=name, bytes=kept, setting=setting),
+    ]
 
 
 def _programs(parts: Sequence[MemoryPart]) -> list[MemoryPart]:

@@ -241,6 +241,8 @@ def _with_absolute_bases(config: RunConfig) -> dict[str, Any]:
     data["model"]["path"] = config.model.path and absolute_model_path(config)
     for name, policy in config.of_kind(LocalPolicy).items():
         data["policies"][name]["model"] = policy.model and os.path.abspath(policy.model)
+    for name, scorer in config.reward_models.items():
+        data["scorers"][name]["reward_model"] = os.path.abspath(scorer.reward_model)
     return data
 
 

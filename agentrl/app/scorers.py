@@ -9,13 +9,16 @@ from typing import Any, NoReturn
 
 from agentrl.config.policies import LocalPolicy
 from agentrl.config.run import RunConfig
+from agentrl.config.scorers import reward_model_name
 from agentrl.core.clock import Clock
 from agentrl.core.custom_functions import FunctionCode, check_options, find_function
 from agentrl.core.ports import ChatFormat, Sampler, ScoreCredit, ScoreOf
 from agentrl.core.records import ScoreRequest
+from agentrl.rollout.chat.chat_format import TemplateChatFormat
 from agentrl.rollout.episode import PolicySettings, RolloutSettings
 from agentrl.rollout.judge import JudgeScorer
 from agentrl.rollout.replay import CallNotRecordedError
+from agentrl.rollout.reward_model import RewardModelScorer
 from agentrl.rollout.scorers import FunctionScorer, RetryingScorer
 
 
@@ -47,7 +50,7 @@ def make_scorers(
 
     Args:
         config: configuration of the run.
-        engine: samples the replies of judges.
+        engine: samples the replies of judges, and serves reward models.
         chat_format: that of the run's base model.
         settings: settings of the worker's episodes.
         clock: times the waits.
@@ -55,6 +58,7 @@ def make_scorers(
 
     Raises:
         ConfigError: a function cannot be loaded.
+        ModelError: a reward model has no tokenizer or chat template.
     """
     codes = find_scorer_codes(config) if codes is None else codes
     scorers: dict[str, RetryingScorer] = {}
@@ -71,6 +75,15 @@ def make_scorers(
         }
         if section.function:
             scorers[name] = FunctionScorer(function=codes[name].load(), options=section.options, **limits)
+        elif section.reward_model:
+            scorers[name] = RewardModelScorer(
+                engine=engine,
+                model=reward_model_name(name),
+                chat_format=TemplateChatFormat.load(section.reward_model),
+                steps=section.steps,
+                combine=section.combine,
+                **limits,
+            )
         else:
             run = PolicySettings(chat_format=chat_format, sampling=settings.sampling, limits=settings.limits)
             policy = settings.policies.get(section.judge, run)

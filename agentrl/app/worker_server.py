@@ -28,6 +28,7 @@ from agentrl.app.scorers import make_scorers
 from agentrl.cluster import worker_wire as wire
 from agentrl.cluster.journal_stream import StreamedTurnLog
 from agentrl.config.run import RunConfig
+from agentrl.config.scorers import reward_model_name
 from agentrl.core import ids, rpc
 from agentrl.core.clock import ProtectedClockLoop, SystemClock
 from agentrl.core.errors import AgentRLError, format_foreign_error
@@ -202,10 +203,12 @@ class WorkerServer:
         self._log = log
         chat_format = make_chat_format(config)
         self.run = RunConnection(connection, log, config.policy_of)
-        self._engines = [EngineClient(work.capabilities) for _ in config.bases or [config]]
-        of_policy = {
-            name: engine for base, engine in zip(config.bases, self._engines, strict=False) for name in base.policies
-        }
+        bases = [EngineClient(work.capabilities) for _ in config.bases or [config]]
+        reward_models = {reward_model_name(scorer): EngineClient(work.capabilities) for scorer in config.reward_models}
+        self._engines = [*bases, *reward_models.values()]
+        """Clients of the base models' engines, then of the reward models'."""
+        of_policy = {name: engine for base, engine in zip(config.bases, bases, strict=False) for name in base.policies}
+        of_policy |= reward_models
         self._external = external_policies(config)
         engine = SamplerRouter(of_policy, self._external, work.capabilities)
         settings = rollout_settings(config, chat_format, work.capabilities.max_context)

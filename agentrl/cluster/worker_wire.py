@@ -75,11 +75,11 @@ class WorkerSetup(rpc.WireMessage, frozen=True):
 
 
 class EngineAddresses(rpc.WireMessage, frozen=True):
-    """Current addresses of the processes of one base model's engine."""
+    """Current addresses of the processes of one base model's engine, or of a reward model's."""
 
     addresses: tuple[str, ...]
     base: int = 0
-    """Number of the base model, in the order of `RunConfig.bases`."""
+    """Number of the base model, in the order of `RunConfig.bases`; reward models come behind them."""
 
 
 class StartEpisode(rpc.WireMessage, frozen=True):

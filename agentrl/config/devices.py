@@ -4,7 +4,8 @@ Trainer ranks take GPUs from the first, one each; engines take them from the las
 parallel sizes; each base model has its own engines. Where there are fewer GPUs than both need, ranks and engines share
 GPUs in the middle: the engine takes a stated share of the memory when it starts, and the rank may not allocate more
 than the rest. So either may start first, and an engine can restart beside a loaded trainer. If the engines alone need
-more GPUs than there are, the engines of all base models share them. GPUs of a Ray cluster are never shared, and an
+more GPUs than there are, the engines of all base models share them. A reward model takes a GPU that is left, or the
+CPU. GPUs of a Ray cluster are never shared, and an
 engine's GPUs are on one node.
 
 On a cluster, ranks take nodes from the run's own host onwards, engines from the last backwards, and workers take all in
@@ -14,7 +15,7 @@ turn. Rank 0 is on the run's host: it writes versions, step columns and checkpoi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -51,6 +52,8 @@ class DevicePlan:
 
     bases: tuple[str, ...] = ()
     """Name of each engine's base model, if the run has several."""
+    reward_models: Mapping[str, int | None] = field(default_factory=dict)
+    """GPU of each reward model, by its scorer; None: it computes on the CPU."""
 
     def gpus_of_engine(self, number: int) -> tuple[Gpu, ...]:
         """The GPUs of an engine; empty: it computes on CPUs."""
@@ -59,6 +62,11 @@ class DevicePlan:
     def gpu_of_rank(self, rank: int) -> Gpu | None:
         """The GPU of a trainer rank; None: it computes on CPUs."""
         return self.gpus[self.ranks[rank]] if self.ranks else None
+
+    def gpu_of_reward_model(self, scorer: str) -> Gpu | None:
+        """The GPU of a reward model; None: it computes on the CPU."""
+        at = self.reward_models.get(scorer)
+        return None if at is None else self.gpus[at]
 
     def shares_gpu(self, number: int) -> bool:
         """Whether a trainer rank or another engine computes on a GPU of an engine."""
@@ -130,9 +138,11 @@ class DevicePlan:
             for number in engines:
                 of_what = "" if users else " of its memory"
                 users.append(f"{self.name_of_engine(number)} ({self.shares[number]:.0%}{of_what})")
+            users += [f"reward model {scorer}" for scorer, held in self.reward_models.items() if held == at]
             where = f" of node {gpu.node[:8]}" if gpu.node else ""
             lines.append(f"GPU {gpu.id}{where}: {' and '.join(users) or 'not used'}")
-        return lines
+        on_cpu = [scorer for scorer, held in self.reward_models.items() if held is None]
+        return [*lines, *(f"CPU: reward model {scorer}" for scorer in on_cpu)]
 
 
 def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, engines: bool = True) -> DevicePlan:
@@ -148,7 +158,7 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
         ConfigError: there are too few, or a rank would have no memory left.
     """
     if not gpus:
-        return DevicePlan(gpus=())
+        return DevicePlan(gpus=(), reward_models=dict.fromkeys(config.reward_models))
     bases = config.bases if engines else []
     may_share = not any(gpu.node for gpu in gpus)
     count = config.trainer.ranks if ranks and config.trained else 0
@@ -173,6 +183,11 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
     if len(blocks) < wanted or len(left) < count:
         raise ConfigError(_too_few(config, len(gpus), ranks=count, engines=wanted, may_share=may_share))
     held = tuple(left[:count])
+    unused = [at for at in range(len(gpus)) if at not in taken and at not in held]
+    reward_models = {
+        scorer: unused.pop(0) if section.device == "auto" and unused else None
+        for scorer, section in config.reward_models.items()
+    }
     blocks = sorted(blocks) * sharing
     names = [base.base_name for base in bases] if len(bases) > 1 else []
     plan = DevicePlan(
@@ -183,6 +198,7 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
             config.engine.memory_share or (SHARED if set(block) & set(held) else ALONE) / sharing for block in blocks
         ),
         bases=tuple(name for name in names for _ in range(config.engine.count)),
+        reward_models=reward_models,
     )
     for rank in range(count):
         # a rank cannot start with less

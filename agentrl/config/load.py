@@ -83,7 +83,14 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, endpoint: RemotePol
         for name, scorer in config.scorers.items()
         if scorer.function
     }
-    return config.model_copy(update=update).with_functions(loss=loss, advantage=advantage, scorers=scorers)
+    models = {
+        name: scorer.model_copy(
+            update={"reward_model": _resolve_path(source, scorer.reward_model, key=f"scorers.{name}.reward_model")}
+        )
+        for name, scorer in config.reward_models.items()
+    }
+    config = config.model_copy(update={**update, "scorers": {**config.scorers, **models}})
+    return config.with_functions(loss=loss, advantage=advantage, scorers=scorers)
 
 
 def _read_rubrics(source: Path, data: dict[str, Any]) -> None:

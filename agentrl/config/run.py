@@ -197,6 +197,11 @@ class RunConfig(Section):
         return self.of_kind(PolicyConfig)
 
     @property
+    def reward_models(self) -> dict[str, ScorerConfig]:
+        """Scorers that are reward models."""
+        return {name: scorer for name, scorer in self.scorers.items() if scorer.reward_model}
+
+    @property
     def judges(self) -> frozenset[str]:
         """Policies that judge."""
         return frozenset(scorer.judge for scorer in self.scorers.values() if scorer.judge)
@@ -398,6 +403,11 @@ def _check_scorers(config: RunConfig) -> None:
         if weights and name not in weights and scorer.credit != "note":
             raise ValueError(
                 f"credit.reward_weights has no weight for the scores of {name}: add {name} = 1.0, or another weight"
+            )
+        if scorer.reward_model and config.on_cluster:
+            raise ValueError(
+                f"scorers.{name}.reward_model runs on the run's machine, which workers on other machines cannot reach; "
+                "remove cluster.address, or serve the model behind an endpoint and name it as a judge"
             )
         chain = [name]
         while (other := config.scorers[chain[-1]].on_failure) != "drop":

@@ -6,12 +6,31 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from agentrl.config.fields import Free, NumberUnit, Positive, Seconds, Section, check_function_name
+from agentrl.config.fields import (
+    DerivedDefault,
+    Free,
+    NonNegative,
+    NumberUnit,
+    Positive,
+    Seconds,
+    Section,
+    check_function_name,
+)
+from agentrl.core.ports import ScoreCredit, ScoreOf
 
 
 def is_rubric_file(rubric: str) -> bool:
     """Whether a rubric is a file name."""
     return rubric.endswith((".md", ".txt")) and "\n" not in rubric
+
+
+def reward_model_name(scorer: str) -> str:
+    """Return the name under which the run's engine serves the reward model of a scorer; no policy has such a name."""
+    return f"reward model {scorer}"
+
+
+def _default_credit(scorer: dict[str, Any]) -> ScoreCredit:
+    return "difference" if scorer.get("reward_model") and scorer.get("per") != "episode" else "reward"
 
 
 class ScorerConfig(Section):
@@ -30,15 +49,30 @@ class ScorerConfig(Section):
     answer: Free[dict[str, Annotated[float, Field(ge=-1e6, le=1e6)]]] = {}
     """Value of each answer, such as `{ yes = 1.0, no = 0.0 }`; the last one in the judge's reply counts. Empty: the
     last number in the reply is the score."""
+    reward_model: Free[str] = ""
+    """Directory of a Hugging Face model that scores instead of a function, or its name on the hub: sequence or token
+    classification with a causal backbone, one output or two. It runs in a process of its own."""
+    steps: Free[str] = ""
+    """Text that ends a step within a turn, such as `"\\n\\n"`, for reward models that score steps. Empty: the end of
+    the turn is scored."""
+    combine: Free[Literal["mean", "min", "last"]] = "mean"
+    """What makes the turn's score of its steps' scores."""
+    device: Free[Literal["auto", "cpu"]] = "auto"
+    """Where a reward model computes. `auto`: on a GPU that neither the trainer nor an engine uses, else on the CPU."""
+    cache_tokens: Free[Annotated[NonNegative, NumberUnit("tokens")]] = 32768
+    """Number of tokens of conversations whose keys and values a reward model keeps between turns. A conversation that
+    has left is computed from its start."""
     votes: Free[Annotated[int, Field(gt=0, le=1024), NumberUnit("replies")]] = 1
     """Number of replies sampled for one score; the score is their mean."""
-    per: Free[Literal["turn", "episode", "request"]] = "turn"
+    per: Free[ScoreOf] = "turn"
     """What is scored: `turn`, every turn of the policies that learn; `episode`, their whole conversations, when the
     episode ends; `request`, only the turns for which the environment calls `ctx.score`."""
-    credit: Free[Literal["reward", "difference", "note"]] = "reward"
+    credit: Annotated[Free[ScoreCredit], DerivedDefault("`difference` for a reward model")] = Field(
+        default_factory=_default_credit
+    )
     """What a score is credited as: `reward`, itself; `difference`, its difference to the agent's score before it, or to
     0, so that more turns are not paid more (Ng et al., 1999); `note`, nothing: it is recorded, and `run()` can read it.
-    """
+    Default: `difference` for a reward model that scores turns, else `reward`."""
     attempts: Free[Annotated[Positive, NumberUnit("requests")]] = 4
     """Number of times that a failing scorer is asked for one score, with waits of 1 to 30 s in between."""
     timeout_s: Free[Seconds] = 60.0
@@ -50,22 +84,28 @@ class ScorerConfig(Section):
     scorer, which is asked instead. Never a number."""
     unscorable: Free[Annotated[float, Field(ge=-1e6, le=1e6), NumberUnit("reward")] | None] = None
     """Score of content that no attempt can judge: a function raises `agentrl.Unscorable`; a judge's endpoint refuses
-    the content, or it is longer than the judge's context. Null: such content stops the run. Judges need a value."""
+    the content, or it is longer than the model's context. Null: such content stops the run. Judges and reward models
+    need a value."""
 
     def check(self) -> None:
-        if bool(self.function) == bool(self.judge):
-            raise ValueError("name who scores: function = 'mine.py:short', or judge = a policy of the run, not both")
-        if self.function and (self.rubric or self.answer or self.votes > 1):
-            raise ValueError("rubric, answer and votes are for judges: remove them, or replace function by judge")
+        if sum(map(bool, (self.function, self.judge, self.reward_model))) != 1:
+            raise ValueError(
+                "name who scores, and only one: function = 'mine.py:short', judge = a policy of the run, or "
+                "reward_model = a directory"
+            )
+        if not self.judge and (self.rubric or self.answer or self.votes > 1):
+            raise ValueError("rubric, answer and votes are for judges: remove them, or name a judge")
+        if self.steps and not self.reward_model:
+            raise ValueError("steps are scored by reward models: remove steps, or name a reward_model")
         if self.judge and not self.rubric.strip():
             raise ValueError("a judge needs a rubric: the text of the question, or the name of a .md or .txt file")
         if is_rubric_file(self.rubric):
             raise ValueError(f"rubric = {self.rubric!r} names a file, which only a TOML file may do: give its text")
-        if self.judge and self.options:
+        if self.options and not self.function:
             raise ValueError("options are arguments of a function: remove them")
-        if self.judge and self.unscorable is None:
+        if not self.function and self.unscorable is None:
             raise ValueError(
-                "set unscorable, the score of content that the judge cannot judge (refused, or longer than its context)"
+                "set unscorable, the score of content that the model cannot judge (refused, or longer than its context)"
             )
         if lost := [answer for answer in self.answer if not answer.strip() or answer != answer.casefold()]:
             raise ValueError(f"answer: {lost[0]!r}: write answers as words in lower case")

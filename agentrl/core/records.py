@@ -192,6 +192,8 @@ class Completion:
     """Length of the context in tokens."""
     cached_tokens: int = 0
     """Number of context tokens served from the session's KV cache."""
+    values: Float32Array | None = None  # [prompt_tokens]
+    """Of a reward model, which samples nothing: its score of the context up to each token."""
 
     def __post_init__(self) -> None:
         count = len(self.token_ids)
@@ -258,6 +260,8 @@ class Score:
     """Explanation for readers."""
     queued: float = 0.0
     """Seconds that the request waited for its turn."""
+    tokens: int = 0
+    """Tokens that models computed for it."""
 
 
 REWARD = "reward"

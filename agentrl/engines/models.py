@@ -23,7 +23,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
@@ -71,6 +76,11 @@ _LOAD_ERRORS = (
     StrictDataclassError,
 )
 """Errors that transformers raises for a damaged directory, or an invalid configuration."""
+_REWARD_MODELS: dict[str, Any] = {
+    "ForSequenceClassification": AutoModelForSequenceClassification,
+    "ForTokenClassification": AutoModelForTokenClassification,
+}
+"""Kinds of reward models, by the end of their architecture's name."""
 _HALF = (torch.bfloat16, torch.float16)
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Floating-point dtypes by their names in a safetensors header."""
@@ -182,6 +192,54 @@ def read_model(
     _check_report(path, report)
     loaded: PreTrainedModel = model
     fix_rotary_positions(loaded, max_context)
+    return loaded
+
+
+def read_reward_model(path: str | Path, *, dtype: torch.dtype) -> PreTrainedModel:
+    """Read a local Hugging Face directory of a sequence or token classification model, head included.
+
+    Raises:
+        ModelError: the directory holds no such model, it needs code of its own, or weights are missing or damaged.
+            transformers only warns of a missing head, and initializes it randomly.
+    """
+    _check_directory(path)
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        names = [str(name) for name in config.architectures or ()]
+        kind = next((name for name in names if name.endswith(tuple(_REWARD_MODELS))), None)
+        if getattr(config, "auto_map", None):
+            raise ModelError(
+                f"{path}: config.json names code of the checkpoint's own (auto_map), which agentrl never runs. Use a "
+                "reward model of an architecture that transformers has"
+            )
+        if kind is None:
+            raise ModelError(
+                f"{path}: config.json says architectures = {names!a}; that of a reward model ends in "
+                f"{' or '.join(_REWARD_MODELS)}"
+            )
+        load = next(auto.from_pretrained for name, auto in _REWARD_MODELS.items() if kind.endswith(name))
+        with ONE_LOAD_AT_A_TIME:
+            model, report = load(
+                path,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except _LOAD_ERRORS as error:
+        raise ModelError(f"{path}: cannot be loaded as a reward model ({type(error).__name__}: {error})") from error
+    if head := [name for name in report["missing_keys"] if name.startswith(("score.", "classifier."))]:
+        raise ModelError(
+            f"{path}: the checkpoint lacks the head of the reward model ({quote_first_names(head)}), so its scores "
+            "would be random. Give the directory of a trained reward model"
+        )
+    _check_report(path, report)
+    loaded: PreTrainedModel = model
+    loaded.requires_grad_(False).train(False)
+    fix_rotary_positions(loaded, getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 15)
     return loaded
 
 
@@ -350,6 +408,19 @@ def kv_bytes_per_token(config: PretrainedConfig) -> int:
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     dtype: Any = config.dtype or text.dtype or torch.float32
     return int(2 * heads * size * text.num_hidden_layers * dtype.itemsize)
+
+
+def reward_model_kv_bytes(path: str | Path) -> int:
+    """Return the bytes of KV per token of a reward model.
+
+    Raises:
+        ModelError: the directory holds no model.
+    """
+    _check_directory(path)
+    try:
+        return kv_bytes_per_token(AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False))
+    except _LOAD_ERRORS as error:
+        raise ModelError(f"{path}: config.json describes no reward model ({type(error).__name__}: {error})") from error
 
 
 def context_length_thresholds(config: PretrainedConfig, max_context: int) -> list[int]:

@@ -150,6 +150,7 @@ class CompletionReply(rpc.Reply, frozen=True):
     mask_ids: bytes
     prompt_tokens: int
     cached_tokens: int
+    values: bytes | None = None
 
 
 class LogprobsReply(rpc.Reply, frozen=True):
@@ -244,6 +245,7 @@ def message_from_completion(call: int, completion: Completion) -> CompletionRepl
         mask_ids=b"" if mask is None else mask.token_ids.astype("<i4", copy=False).tobytes(),
         prompt_tokens=completion.prompt_tokens,
         cached_tokens=completion.cached_tokens,
+        values=None if completion.values is None else completion.values.astype("<f4", copy=False).tobytes(),
     )
 
 
@@ -266,6 +268,7 @@ def completion_from_message(message: CompletionReply) -> Completion:
         sampling_mask=mask,
         prompt_tokens=message.prompt_tokens,
         cached_tokens=message.cached_tokens,
+        values=None if message.values is None else np.frombuffer(message.values, "<f4").astype(np.float32, copy=False),
     )
 
 

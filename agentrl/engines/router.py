@@ -488,6 +488,7 @@ class EngineRouter(SamplerRouter[Fleet]):
     Args:
         engines: replicas by policy; policies of one base model have the same ones. A sequence serves every policy.
         external: policies that no engine of the run serves.
+        reward_models: engines of reward models by name. They have no versions and no part in the capabilities.
         tell: receives a line for the user when a replica falls behind, and when it recovers.
     """
 
@@ -496,6 +497,7 @@ class EngineRouter(SamplerRouter[Fleet]):
         engines: Mapping[str, Sequence[Engine]] | Sequence[Engine],
         *,
         external: Mapping[str, ExternalPolicy] | None = None,
+        reward_models: Mapping[str, Engine] | None = None,
         tell: Callable[[str], None] | None = None,
     ) -> None:
         fleets: dict[tuple[Engine, ...], Fleet] = {}
@@ -506,6 +508,8 @@ class EngineRouter(SamplerRouter[Fleet]):
                 count += len(replicas)
         self.fleets = tuple(fleets.values())
         """The replicas of each base model."""
+        self.reward_models = dict(reward_models or {})
+        """Engines of reward models, by name."""
         super().__init__(
             {policy: fleets[tuple(replicas)] for policy, replicas in engines.items()}
             if isinstance(engines, Mapping)
@@ -513,6 +517,11 @@ class EngineRouter(SamplerRouter[Fleet]):
             external or {},
             _of_fleets([fleet.capabilities for fleet in self.fleets]) if self.fleets else ALL_EXTERNAL,
         )
+
+    def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> EngineSession:
+        if policy in self.reward_models:
+            return self.reward_models[policy].open(session_id, policy)
+        return super().open(session_id, policy, pin=pin)
 
     def add(self, engine: Engine, *, base: int = 0) -> None:
         """Use one more replica of a base model, of equal capabilities, once it serves the wanted versions."""
@@ -546,7 +555,8 @@ class EngineRouter(SamplerRouter[Fleet]):
         return sum(fleet.busy_seconds() for fleet in self.fleets) / max(len(self.fleets), 1)
 
     async def close(self) -> None:
-        await _all([policy.close() for policy in self._external.values()] + [fleet.close() for fleet in self.fleets])
+        closing = [policy.close() for policy in self._external.values()] + [fleet.close() for fleet in self.fleets]
+        await _all(closing + [engine.close() for engine in self.reward_models.values()])
 
 
 async def _all(calls: Sequence[Coroutine[Any, Any, None]]) -> None:

@@ -261,6 +261,8 @@ class ScoreEntry(RewardEntry, frozen=True, array_like=True, tag="score"):
     """Explanation for readers, such as a judge's reply."""
     difference_of: float | None = None
     """The score, where `value` is its difference to the agent's score before it; None: `value` is the score."""
+    tokens: int = 0
+    """Tokens that models computed for the score."""
 
     @property
     def score(self) -> float:

@@ -12,19 +12,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from agentrl.core.clock import RetryBudget
-from agentrl.core.errors import EngineLostError, Unscorable
+from agentrl.core.errors import Unscorable
 from agentrl.core.ids import stable_hash64
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import Message
 from agentrl.environment.context import LimitReachedError
 from agentrl.environment.rewards import LARGEST_REWARD
-from agentrl.rollout.scorers import RetryingScorer
-from agentrl.rollout.turn_sampler import LOST_IN_A_ROW
+from agentrl.rollout.scorers import Answer, RetryingScorer, call_engine
 
 if TYPE_CHECKING:
     from agentrl.core.ports import ChatFormat, Sampler, SamplingParams
-    from agentrl.core.records import Completion, Int32Array, Scored, ScoreRequest
+    from agentrl.core.records import Int32Array, Scored, ScoreRequest
 
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?![\w%])")
 
@@ -50,7 +48,7 @@ class JudgeScorer(RetryingScorer):
     answer: Mapping[str, float] = field(default_factory=dict)
     votes: int = 1
 
-    async def judge(self, request: ScoreRequest, attempt: int) -> tuple[float, str]:
+    async def judge(self, request: ScoreRequest, attempt: int) -> Answer:
         question = Message(role="user", content=self.question(request.scored))
         context = np.array(self.chat_format.start([question], ()), dtype=np.int32)
         if len(context) + self.sampling.max_tokens > self.max_context:
@@ -61,8 +59,8 @@ class JudgeScorer(RetryingScorer):
                 votes = [group.create_task(self._vote(name, request.seed, context), name=name) for name in names]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        values, replies = zip(*(vote.result() for vote in votes), strict=True)
-        return fmean(values), " | ".join(reply[:SHOWN] for reply in replies)
+        values, replies, tokens = zip(*(vote.result() for vote in votes), strict=True)
+        return Answer(fmean(values), " | ".join(reply[:SHOWN] for reply in replies), sum(tokens))
 
     def question(self, scored: Scored) -> str:
         """Return the judge's prompt. Messages are JSON, so that no content can imitate the end of a message."""
@@ -87,36 +85,17 @@ class JudgeScorer(RetryingScorer):
             return value
         raise VerdictError(f"no number up to {LARGEST_REWARD:g} in {reply[:SHOWN]!r}")
 
-    async def _vote(self, name: str, seed: int, context: Int32Array) -> tuple[float, str]:
-        """Sample one reply and return its value and text; wait while the engine is unavailable."""
+    async def _vote(self, name: str, seed: int, context: Int32Array) -> tuple[float, str, int]:
+        """Sample one reply; return its value, its text, and the tokens computed."""
         request = GenerateRequest(
             request_id=name, token_ids=context, sampling=self.sampling, seed=stable_hash64(seed, name)
         )
-        budget = RetryBudget(LOST_IN_A_ROW)
-        while True:
-            try:
-                completion = await self._sampled(request)
-                break
-            except EngineLostError:
-                wait = budget.lost()
-                if wait is None:
-                    raise
-                await self.clock.sleep(wait)
+        completion = await call_engine(self.engine, self.policy, request, self.clock)
         try:
             reply = self.chat_format.parse(completion.token_ids.tolist()).content
         except LimitReachedError as refused:
             raise Unscorable(str(refused)) from None
-        return self.value_of(reply), reply
-
-    async def _sampled(self, request: GenerateRequest) -> Completion:
-        session = self.engine.open(request.request_id, self.policy)
-        try:
-            completion = await session.generate(request)
-        finally:
-            session.close()
-        if completion.finish_reason == "abort":
-            raise EngineLostError(f"{request.request_id}: the call was aborted")
-        return completion
+        return self.value_of(reply), reply, len(context) - completion.cached_tokens + len(completion.token_ids)
 
 
 def _content(message: Message) -> dict[str, object]:

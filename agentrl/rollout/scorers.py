@@ -26,10 +26,21 @@ from agentrl.core.errors import (
 )
 from agentrl.core.records import Score
 from agentrl.environment.rewards import finite_reward
+from agentrl.rollout.turn_sampler import LOST_IN_A_ROW
 
 if TYPE_CHECKING:
-    from agentrl.core.ports import ScoreCredit, ScoreOf
-    from agentrl.core.records import ScoreRequest
+    from agentrl.core.ports import GenerateRequest, Sampler, ScoreCredit, ScoreOf
+    from agentrl.core.records import Completion, ScoreRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a scorer says, not checked yet."""
+
+    value: Any
+    note: str = ""
+    tokens: int = 0
+    """Tokens that models computed for it."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -52,9 +63,8 @@ class RetryingScorer(ABC):
     clock: Clock = field(default_factory=SystemClock)
 
     @abstractmethod
-    async def judge(self, request: ScoreRequest, attempt: int) -> tuple[Any, str]:
-        """Return a score, which is not checked yet, and a note. Any exception is a failure, except `Unscorable` and
-        `ScorerError`."""
+    async def judge(self, request: ScoreRequest, attempt: int) -> Answer:
+        """Return a score. Any exception is a failure, except `Unscorable` and `ScorerError`."""
 
     async def score(self, request: ScoreRequest) -> Score:
         """Return a score.
@@ -71,8 +81,8 @@ class RetryingScorer(ABC):
             for attempt in range(self.attempts):
                 try:
                     async with asyncio.timeout(self.timeout_s):
-                        value, note = await self.judge(request, attempt)
-                    return Score(self._checked(value, request), note, queued)
+                        answer = await self.judge(request, attempt)
+                    return Score(self._checked(answer.value, request), answer.note, queued, answer.tokens)
                 except Unscorable as unscorable:
                     return Score(self._unscorable(unscorable, request), str(unscorable), queued)
                 except (InfrastructureError, EngineLostError, EpisodeError) as error:
@@ -116,6 +126,30 @@ class FunctionScorer(RetryingScorer):
     function: Callable[..., Any]
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    async def judge(self, request: ScoreRequest, attempt: int) -> tuple[Any, str]:
+    async def judge(self, request: ScoreRequest, attempt: int) -> Answer:
         value = self.function(request.scored, **self.options)
-        return (await value if inspect.isawaitable(value) else value), ""
+        return Answer(await value if inspect.isawaitable(value) else value)
+
+
+async def call_engine(engine: Sampler, policy: str, request: GenerateRequest, clock: Clock) -> Completion:
+    """Make one call in a session of its own; wait while the engine is unavailable.
+
+    Raises:
+        EngineLostError: the engine was lost `LOST_IN_A_ROW` times in a row.
+    """
+    budget = RetryBudget(LOST_IN_A_ROW)
+    while True:
+        try:
+            session = engine.open(request.request_id, policy)
+            try:
+                completion = await session.generate(request)
+            finally:
+                session.close()
+            if completion.finish_reason == "abort":
+                raise EngineLostError(f"{request.request_id}: the call was aborted")
+            return completion
+        except EngineLostError:
+            wait = budget.lost()
+            if wait is None:
+                raise
+            await clock.sleep(wait)

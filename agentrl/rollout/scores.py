@@ -191,6 +191,7 @@ class LiveScores:
                 queued=score.queued,
                 note=score.note,
                 difference_of=difference_of,
+                tokens=score.tokens,
             )
         self._arrived[request.call_id] = body
         self._episode.journal.record_score(request.call_id, body)

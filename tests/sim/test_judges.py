@@ -173,7 +173,7 @@ def test_one_bad_vote_fails_the_score_and_not_the_others() -> None:
         ({"rubric": ""}, "a judge needs a rubric"),
         ({"rubric": "rubrics/helpful.md"}, "names a file, which only a TOML file may do"),
         ({"unscorable": None}, "set unscorable"),
-        ({"function": "a.py:f"}, "not both"),
+        ({"function": "a.py:f"}, "only one"),
         ({"options": {"a": 1}}, "options are arguments of a function"),
         ({"answer": {"Yes": 1.0}}, "'Yes': write answers as words in lower case"),
         ({"answer": {"yes": float("inf")}}, "finite"),

@@ -123,6 +123,22 @@ def test_memory_that_another_process_holds_is_named_before_vllm_starts() -> None
     assert plan_devices(configuration(1, 1, memory_share=0.1), busy).taken() == []
 
 
+def test_a_reward_model_takes_a_gpu_that_is_left_or_the_cpu() -> None:
+    models = {"prm": {"reward_model": "a", "unscorable": 0.0}, "orm": {"reward_model": "b", "unscorable": 0.0}}
+    config = RunConfig.model_validate(configuration().model_dump(exclude_none=True) | {"scorers": models})
+    plan = plan_devices(config, machine(3))
+    assert plan.lines()[1:] == [
+        "GPU 1: reward model prm",
+        "GPU 2: engine 0 (90% of its memory)",
+        "CPU: reward model orm",
+    ]
+    assert [gpu and gpu.id for gpu in map(plan.gpu_of_reward_model, ("prm", "orm"))] == ["1", None]
+    assert plan_devices(config, machine(2)).reward_models == {"prm": None, "orm": None}
+    models["prm"]["device"] = "cpu"
+    on_cpu = RunConfig.model_validate(config.model_dump(exclude_none=True) | {"scorers": models})
+    assert plan_devices(on_cpu, machine(3)).reward_models == {"prm": None, "orm": 1}
+
+
 def test_without_gpus_nothing_is_assigned() -> None:
     plan = plan_devices(configuration(4, 4), [])
     assert (plan.ranks, plan.engines, plan.lines(), plan.gpu_of_rank(3), plan.gpus_of_engine(3)) == (

@@ -35,6 +35,7 @@ from agentrl.learn.forward import TOP_TOKENS, token_logprobs
 from agentrl.learn.memory_prediction import AllocationCounter, make_worst_case_samples, predict_trainer_memory
 from agentrl.learn.models import load_models
 from agentrl.learn.packing import pack
+from tests.support.reward_models import save_reward_model
 
 OVERRIDES = ("--trainer.micro_batch_tokens=600", "--policies.solver.step_size=8")
 
@@ -191,6 +192,18 @@ def test_sizes_of_no_model_are_named_at_once(repository: Path, tmp_path: Path, n
 def test_a_context_beyond_the_positions_is_named(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(repository / "examples/01_tool_use.toml"), "--engine.max_context=100000"]) == 1
     assert "1024 positions" in capsys.readouterr().out
+
+
+def test_a_reward_model_and_what_it_keeps_are_counted(repository: Path, tmp_path: Path) -> None:
+    model = save_reward_model(tmp_path / "prm")
+    sizes = ("--engine.max_context=512", "--trainer.micro_batch_tokens=512", "--scorers.prm.unscorable=0.0")
+    config = configured(repository, *sizes, f"--scorers.prm.reward_model={model}", "--scorers.prm.cache_tokens=1000")
+    parts = [part for part in estimate_memory(config).parts if part.process == "reward model prm"]
+    assert [(part.name, part.bytes) for part in parts[:2]] == [
+        ("weights", (model / "model.safetensors").stat().st_size),
+        ("keys and values of 1,000 tokens", 1000 * 2 * 2 * 2 * 8 * 4),
+    ]
+    assert parts[1].setting == "a smaller scorers.prm.cache_tokens"
 
 
 def cards(monkeypatch: pytest.MonkeyPatch, count: int, gib: int) -> None:

@@ -172,6 +172,15 @@ def test_the_example_scores_the_next_partial_sum(repository: Path) -> None:
     assert score(2) is None
 
 
+def test_a_reward_model_is_paid_by_difference_unless_it_scores_episodes_or_the_user_says_otherwise() -> None:
+    sections = {"a": {}, "b": {"per": "episode"}, "c": {"credit": "reward"}}
+    model = {"reward_model": "prm", "unscorable": 0.0}
+    config = config_for(scorers={name: {**model, **section} for name, section in sections.items()})
+    assert [scorer.credit for scorer in config.scorers.values()] == ["difference", "reward", "reward"]
+    with pytest.raises(ValueError, match=r"scorers\.a\.reward_model runs on the run's machine"):
+        config_for(scorers={"a": model}, cluster={"address": "10.0.0.1:6379"})
+
+
 def test_a_file_is_looked_up_beside_the_configuration(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(Path(FUNCTIONS).read_text(encoding="utf-8"), encoding="utf-8")
     (tmp_path / "run.toml").write_text(
@@ -197,6 +206,13 @@ def test_a_file_is_looked_up_beside_the_configuration(tmp_path: Path) -> None:
         ),
         ({"a": {"function": "a.py:f", "unscorable": float("nan")}}, "finite"),
         ({"a": {"function": "a.py:f", "credit": "difference", "per": "episode"}}, "set per = 'turn'"),
+        ({"a": {"function": "a.py:f", "reward_model": "prm", "unscorable": 0.0}}, "name who scores, and only one"),
+        ({"a": {"reward_model": "prm"}}, "set unscorable"),
+        (
+            {"a": {"reward_model": "prm", "unscorable": 0.0, "rubric": "Right?"}},
+            "rubric, answer and votes are for judges",
+        ),
+        ({"a": {"function": "a.py:f", "steps": "."}}, "steps are scored by reward models"),
     ],
 )
 def test_what_cannot_be_a_scorer_is_refused(scorers: dict[str, Any], message: str) -> None:

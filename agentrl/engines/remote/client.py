@@ -176,6 +176,7 @@ class ProcessEngine:
         attempts: maximum number of deaths in a row, without an answered call in between.
         clock: times the waits between attempts.
         tell: receives a line for the user when the process dies, if given.
+        name: name of the engine, for messages.
     """
 
     capabilities: EngineCapabilities
@@ -194,7 +195,9 @@ class ProcessEngine:
         attempts: int = 5,
         clock: Clock | None = None,
         tell: Callable[[str], None] | None = None,
+        name: str = "engine",
     ) -> None:
+        self._name = name
         self._program = program
         self._sending: set[asyncio.Task[None]] = set()
         self._placement = placement or LocalPlacement()
@@ -217,7 +220,7 @@ class ProcessEngine:
         """Seconds that former processes have computed."""
         self._tell = tell or (lambda line: None)
         self.supervisor = Supervisor(
-            "the engine's process",
+            f"the {name}'s process",
             self,
             budget=RetryBudget(attempts),
             silence_s=silence_s,
@@ -325,7 +328,7 @@ class ProcessEngine:
         self._address = ""
         self._moved()
         if connection is not None:
-            await connection.drain(EngineLostError(f"the engine's process {how}"))
+            await connection.drain(EngineLostError(f"the {self._name}'s process {how}"))
             self._busy_before += connection.busy
 
     @property
@@ -338,7 +341,7 @@ class ProcessEngine:
     def statuses(self) -> list[ProcessStatus]:
         node = "" if self._connection is None else self._host
         doing = "serves" if self._address else "starts"
-        return [ProcessStatus(name="engine", node=node, gpus=self._placement.gpus, doing=doing)]
+        return [ProcessStatus(name=self._name, node=node, gpus=self._placement.gpus, doing=doing)]
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 

@@ -250,6 +250,15 @@ class TemplateChatFormat:
             return ids
         return [self._call_closing if messages and messages[0].role == "tool" else self._closing, *ids]
 
+    def transcript(self, messages: Sequence[Message]) -> list[int]:
+        """Return the token ids of a whole conversation, which nobody continues.
+
+        Raises:
+            ModelError: the template refuses the conversation.
+        """
+        rendered = self._template.render(self._answers(messages), [], prompt=False)
+        return self._encode_pieces(self._control.split(rendered))
+
     def rewritten(
         self, turns: Sequence[SampledTurn], messages: Sequence[Message], tools: Sequence[ToolSpec]
     ) -> list[int] | None:
