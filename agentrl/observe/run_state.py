@@ -46,8 +46,6 @@ MAX_STATUS_BYTES = 1 << 20
 STATUS_FILE = "status.json"
 MIRRORS_FILE = "mirrors.json"
 """State of the copies that `agentrl run mirror` keeps; written by that command."""
-BUSY = 0.9
-"""Share of the time that the bottleneck of a run is busy."""
 SILENT_S = 15.0
 """Seconds after which a status is out of date; a live run writes one every second."""
 Whole = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
@@ -144,7 +142,7 @@ def with_engine_share(status: RunSnapshot, share: float | None) -> RunSnapshot:
     """Return the status with the engine's recent busy share, also as text."""
     waits = status.waits
     if share is not None and status.in_flight:
-        if share >= BUSY:
+        if share >= 0.9:
             waits = (
                 *waits,
                 f"engine saturated: busy {share:.0%} of the time with {plural(status.in_flight, 'episode')}",
@@ -269,8 +267,8 @@ class RunState:
 def bottleneck(state: RunState, status: RunSnapshot) -> str:
     """Name the bottleneck of a run from its newest steps and the engine's last seconds; empty before the first step.
 
-    A part that is busy for nine tenths of the time is the bottleneck. If there is none, the bounds on staleness and on
-    episodes in flight hold work back, or time passes in tools, environments and other processes of the machine.
+    A part that is busy for most of the time is the bottleneck. If there is none, the bounds on staleness and on episodes
+    in flight hold work back, or time passes in tools, environments and other processes of the machine.
     """
     steps = [policy.last for policy in state.policies.values() if policy.last]
     if not steps:
@@ -279,7 +277,7 @@ def bottleneck(state: RunState, status: RunSnapshot) -> str:
     measured = status.engine_share
     engine = max(values.get("engine/busy_share", 0.0) for values in steps) if measured is None else measured
     shares = f"engines {engine:.0%} busy, trainer {trainer:.0%}"
-    if max(engine, trainer) >= BUSY:
+    if max(engine, trainer) > 0.5:
         return f"{'engines' if engine >= trainer else 'trainer'} ({shares})"
     admission_wait = next(
         (wait.removeprefix(_ADMISSION_WAITS) for wait in status.waits if wait.startswith(_ADMISSION_WAITS)), ""

@@ -275,6 +275,7 @@ def test_the_engine_is_named_where_it_is_the_bottleneck_and_where_it_starves() -
     ("engine", "trainer", "waits", "found"),
     [
         (0.95, 0.3, (), "engines"),
+        (0.8, 0.1, (), "engines"),
         (0.4, 0.93, (), "trainer"),
         (0.4, 0.3, ("admission is open",), "environments or other processes"),
         (0.4, 0.3, ("admission waits for max_staleness of p",), "max_staleness of p"),
