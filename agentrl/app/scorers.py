@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -19,7 +18,7 @@ from agentrl.rollout.episode import PolicySettings, RolloutSettings
 from agentrl.rollout.judge import JudgeScorer
 from agentrl.rollout.replay import CallNotRecordedError
 from agentrl.rollout.reward_model import RewardModelScorer
-from agentrl.rollout.scorers import FunctionScorer, RetryingScorer
+from agentrl.rollout.scorers import FunctionScorer, Places, RetryingScorer
 
 
 def find_scorer_codes(config: RunConfig) -> dict[str, FunctionCode]:
@@ -70,7 +69,9 @@ def make_scorers(
             "attempts": section.attempts,
             "timeout_s": section.timeout_s,
             "unscorable": section.unscorable,
-            "places": asyncio.Semaphore(max(1, section.max_concurrent // config.workers)),
+            "places": Places(max(1, section.max_concurrent // config.workers)),
+            "cache": section.cache,
+            "run_seed": config.seed,
             "clock": clock,
         }
         if section.function:

@@ -33,6 +33,10 @@ def _default_credit(scorer: dict[str, Any]) -> ScoreCredit:
     return "difference" if scorer.get("reward_model") and scorer.get("per") != "episode" else "reward"
 
 
+def _default_cache(scorer: dict[str, Any]) -> int:
+    return 4096 if scorer.get("judge") else 0
+
+
 class ScorerConfig(Section):
     """A scorer, which gives turns or conversations a reward of its name while episodes run (docs/scores.md)."""
 
@@ -79,6 +83,9 @@ class ScorerConfig(Section):
     """Time limit of each."""
     max_concurrent: Free[Annotated[Positive, NumberUnit("scores")]] = 64
     """Maximum number of scores in progress at once, over all `workers`."""
+    cache: Annotated[Free[NonNegative], DerivedDefault("4096 for a judge")] = Field(default_factory=_default_cache)
+    """Number of contents whose scores each worker keeps: equal content is scored once. Default: 4096 for a judge, to
+    which only the conversation counts; 0 for a function."""
     on_failure: Free[str] = "drop"
     """What follows when all attempts have failed: `drop` drops the episode (`scorer_failed`), or the name of another
     scorer, which is asked instead. Never a number."""

@@ -248,6 +248,8 @@ class ScoreRequest:
     seed: int
     """Seed of a scorer that samples; the same on every execution of the attempt."""
     scored: Scored
+    priority: int = 0
+    """Priority among waiting requests; lower values run first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +264,8 @@ class Score:
     """Seconds that the request waited for its turn."""
     tokens: int = 0
     """Tokens that models computed for it."""
+    cached: bool = False
+    """Whether it was the score of equal content."""
 
 
 REWARD = "reward"

@@ -14,7 +14,6 @@ list of supported models; a score depends on the context alone, up to rounding, 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -62,6 +61,7 @@ class _Call:
 
     token_ids: Int32Array
     future: asyncio.Future[Completion]
+    priority: int = 0
     start: int = 0
     """Number of tokens that are computed already."""
     kept: KeptContext | None = None
@@ -217,7 +217,7 @@ class RewardModelEngine:
         self._model = model
         self._cache = ContextCache(0 if fixed_shapes else cache_tokens)
         self._rows = 1 if fixed_shapes else MAX_ROWS
-        self._waiting: deque[_Call] = deque()
+        self._waiting: list[_Call] = []
         self._running: asyncio.Task[None] | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="agentrl-reward-model")
         self._clock = SystemClock()
@@ -267,7 +267,7 @@ class RewardModelEngine:
         count = len(request.token_ids)
         if count > self.capabilities.max_context:
             return _completion(count, 0, None)
-        call = _Call(request.token_ids, asyncio.get_running_loop().create_future())
+        call = _Call(request.token_ids, asyncio.get_running_loop().create_future(), request.priority)
         self._waiting.append(call)
         if self._running is None or self._running.done():
             self._running = asyncio.get_running_loop().create_task(self._run(), name="agentrl-reward-model")
@@ -296,19 +296,16 @@ class RewardModelEngine:
                     )
 
     def _next_batch(self) -> list[_Call]:
-        """Take waiting calls, as many as fit into one forward pass."""
-        batch: list[_Call] = []
-        longest = 0
-        while self._waiting and len(batch) < self._rows:
-            call = self._waiting[0]
-            if call.future.done():
-                self._waiting.popleft()
-                continue
-            call.start, call.kept = self._cache.longest_prefix(call.token_ids)
+        """Take waiting calls, the most urgent first, as many as fit into one forward pass."""
+        self._waiting = sorted((call for call in self._waiting if not call.future.done()), key=lambda c: c.priority)
+        batch, longest = list[_Call](), 0
+        for call in self._waiting[: self._rows]:
             longest = max(longest, len(call.token_ids))
             if batch and longest * (len(batch) + 1) > MAX_PASS_TOKENS:
                 break
-            batch.append(self._waiting.popleft())
+            call.start, call.kept = self._cache.longest_prefix(call.token_ids)
+            batch.append(call)
+        del self._waiting[: len(batch)]
         return batch
 
     def _compute(self, batch: Sequence[_Call]) -> list[KeptContext]:

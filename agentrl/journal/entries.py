@@ -263,6 +263,8 @@ class ScoreEntry(RewardEntry, frozen=True, array_like=True, tag="score"):
     """The score, where `value` is its difference to the agent's score before it; None: `value` is the score."""
     tokens: int = 0
     """Tokens that models computed for the score."""
+    cached: bool = False
+    """Whether the score is that of equal content, and was not asked for again."""
 
     @property
     def score(self) -> float:

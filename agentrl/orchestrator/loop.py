@@ -117,6 +117,8 @@ class Orchestrator:
     ended_early: str | None = None
     """The reason if a metric ended the run before its last step; else None."""
     _stopping: bool = False
+    _check_failure: CheckFailedError | None = None
+    """Failed check that ends the run."""
     _checkpointed: Mapping[str, int] = field(default_factory=dict)
     _skipped: Counter[str] = field(default_factory=Counter)
     _untrainable: Counter[str] = field(default_factory=Counter)
@@ -196,8 +198,13 @@ class Orchestrator:
         return tuple(waits)
 
     def fail(self, error: BaseException) -> None:
-        """End the run with an error that is no episode's fault."""
-        if self._failure is not None and not self._failure.done():
+        """End the run with an error that is no episode's fault; if all parts of the run are well, write a checkpoint
+        first."""
+        if isinstance(error, CheckFailedError):
+            if not self._stopping:
+                self._stopping, self._check_failure = True, error
+                self.changed.notify()
+        elif self._failure is not None and not self._failure.done():
             self._failure.set_exception(error)
 
     # --- the loops --------------------------------------------------------------------------------------------------
@@ -230,6 +237,8 @@ class Orchestrator:
         if self.evaluator.tasks and not self._stopping:
             await self.evaluator.now(self._versions(), self._is_stopping)
         await self.store.flush()
+        if self._check_failure is not None:
+            raise self._check_failure
 
     async def _admit_groups(self) -> None:
         held_by = ""  # how long the next group waited, and for what

@@ -18,7 +18,7 @@ from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import Message
 from agentrl.environment.context import LimitReachedError
 from agentrl.environment.rewards import LARGEST_REWARD
-from agentrl.rollout.scorers import Answer, RetryingScorer, call_engine
+from agentrl.rollout.scorers import Answer, RetryingScorer, call_engine, message_content
 
 if TYPE_CHECKING:
     from agentrl.core.ports import ChatFormat, Sampler, SamplingParams
@@ -53,20 +53,23 @@ class JudgeScorer(RetryingScorer):
         context = np.array(self.chat_format.start([question], ()), dtype=np.int32)
         if len(context) + self.sampling.max_tokens > self.max_context:
             raise Unscorable(f"it has {len(context)} tokens; the judge's context holds {self.max_context}")
-        names = [f"{request.where}, vote {attempt}.{vote}" for vote in range(self.votes)]
+        votes = [f"{attempt}.{vote}" for vote in range(self.votes)]
         try:
             async with asyncio.TaskGroup() as group:
-                votes = [group.create_task(self._vote(name, request.seed, context), name=name) for name in names]
+                replies = [group.create_task(self._vote(request, vote, context)) for vote in votes]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        values, replies, tokens = zip(*(vote.result() for vote in votes), strict=True)
-        return Answer(fmean(values), " | ".join(reply[:SHOWN] for reply in replies), sum(tokens))
+        values, texts, tokens = zip(*(reply.result() for reply in replies), strict=True)
+        return Answer(fmean(values), " | ".join(text[:SHOWN] for text in texts), sum(tokens))
+
+    def content(self, scored: Scored) -> str:
+        return self.question(scored)
 
     def question(self, scored: Scored) -> str:
         """Return the judge's prompt. Messages are JSON, so that no content can imitate the end of a message."""
         subject = "the whole conversation" if self.per == "episode" else "the last message"
         instruction = f"Answer with one of: {', '.join(self.answer)}." if self.answer else "Answer with a number."
-        lines = [json.dumps(_content(message), ensure_ascii=False) for message in scored.messages]
+        lines = [json.dumps(message_content(message), ensure_ascii=False) for message in scored.messages]
         return "\n".join([self.rubric.strip(), "", *lines, "", f"Judge {subject}. {instruction}"])
 
     def value_of(self, reply: str) -> float:
@@ -85,20 +88,18 @@ class JudgeScorer(RetryingScorer):
             return value
         raise VerdictError(f"no number up to {LARGEST_REWARD:g} in {reply[:SHOWN]!r}")
 
-    async def _vote(self, name: str, seed: int, context: Int32Array) -> tuple[float, str, int]:
+    async def _vote(self, request: ScoreRequest, vote: str, context: Int32Array) -> tuple[float, str, int]:
         """Sample one reply; return its value, its text, and the tokens computed."""
-        request = GenerateRequest(
-            request_id=name, token_ids=context, sampling=self.sampling, seed=stable_hash64(seed, name)
+        call = GenerateRequest(
+            request_id=f"{request.where}, vote {vote}",
+            token_ids=context,
+            sampling=self.sampling,
+            seed=stable_hash64(request.seed, vote),
+            priority=request.priority,
         )
-        completion = await call_engine(self.engine, self.policy, request, self.clock)
+        completion = await call_engine(self.engine, self.policy, call, self.clock)
         try:
             reply = self.chat_format.parse(completion.token_ids.tolist()).content
         except LimitReachedError as refused:
             raise Unscorable(str(refused)) from None
         return self.value_of(reply), reply, len(context) - completion.cached_tokens + len(completion.token_ids)
-
-
-def _content(message: Message) -> dict[str, object]:
-    """Return the parts of a message that a judge reads."""
-    calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
-    return {"role": message.role, "content": message.content} | ({"tool_calls": calls} if calls else {})

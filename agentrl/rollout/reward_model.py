@@ -55,6 +55,7 @@ class RewardModelScorer(RetryingScorer):
             token_ids=np.array(token_ids, np.int32),
             sampling=_NOTHING,
             seed=request.seed,
+            priority=request.priority,
         )
         completion = await call_engine(self.engine, self.model, call, self.clock)
         if completion.values is None:

@@ -7,9 +7,15 @@ without a further attempt. `scores.py` has the scores of an episode.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import heapq
 import inspect
+import itertools
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +30,14 @@ from agentrl.core.errors import (
     Unscorable,
     describe_user_code_error,
 )
+from agentrl.core.ids import stable_hash64
 from agentrl.core.records import Score
 from agentrl.environment.rewards import finite_reward
 from agentrl.rollout.turn_sampler import LOST_IN_A_ROW
 
 if TYPE_CHECKING:
     from agentrl.core.ports import GenerateRequest, Sampler, ScoreCredit, ScoreOf
-    from agentrl.core.records import Completion, ScoreRequest
+    from agentrl.core.records import Completion, Message, Scored, ScoreRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,59 @@ class Answer:
     note: str = ""
     tokens: int = 0
     """Tokens that models computed for it."""
+
+
+class Places:
+    """A limit on what runs at once; of what waits, the most urgent runs first."""
+
+    __slots__ = ("_numbers", "_waiting", "free")
+
+    def __init__(self, count: int) -> None:
+        self.free = count
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        """A heap of (priority, order of arrival, future)."""
+        self._numbers = itertools.count()
+
+    @asynccontextmanager
+    async def take(self, priority: int) -> AsyncIterator[None]:
+        """Hold a place within the context."""
+        if self.free:
+            self.free -= 1
+        else:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiting, (priority, next(self._numbers), turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._release()
+                raise
+        try:
+            yield
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        while self._waiting:
+            turn = heapq.heappop(self._waiting)[2]
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self.free += 1
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A score that several requests may wait for."""
+
+    task: asyncio.Task[Score]
+    waiting: int = 0
+
+
+def message_content(message: Message) -> dict[str, object]:
+    """Return the parts of a message that a scorer reads."""
+    calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
+    return {"role": message.role, "content": message.content} | ({"tool_calls": calls} if calls else {})
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -56,18 +116,60 @@ class RetryingScorer(ABC):
     """Time limit of each."""
     unscorable: float | None = None
     """Score of content that the scorer cannot judge."""
-    places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(64))
+    places: Places = field(default_factory=lambda: Places(64))
     """Limit of the requests that run at once."""
+    cache: int = 0
+    """Number of contents whose scores are kept."""
+    run_seed: int = 0
     other: RetryingScorer | None = None
     """Scorer that answers if this one fails; None: the episode is dropped."""
     clock: Clock = field(default_factory=SystemClock)
+    _known: OrderedDict[bytes, _Flight] = field(default_factory=OrderedDict)
+    """Scores by content, in progress or kept; the least recently used first."""
 
     @abstractmethod
     async def judge(self, request: ScoreRequest, attempt: int) -> Answer:
         """Return a score. Any exception is a failure, except `Unscorable` and `ScorerError`."""
 
+    def content(self, scored: Scored) -> str:
+        """Return the content that alone decides about a score, for scorers with a cache."""
+        messages = [json.dumps(message_content(message)) for message in scored.messages]
+        return "\n".join([scored.task.id, scored.seat, str(scored.number), *messages])
+
     async def score(self, request: ScoreRequest) -> Score:
-        """Return a score.
+        """Return a score. Equal contents share one, with a seed that depends on nothing else.
+
+        Raises:
+            EpisodeError: the scorer failed, and no other one is named for that case.
+            ScorerError: the scorer returned something that is not a score.
+        """
+        if not self.cache:
+            return await self._ask(request)
+        key = hashlib.blake2b(self.content(request.scored).encode("utf-8", "replace"), digest_size=16).digest()
+        flight = self._known.get(key)
+        is_new = flight is None
+        if flight is None:
+            asked = replace(request, seed=stable_hash64(self.run_seed, self.name, key))
+            flight = self._known[key] = _Flight(asyncio.get_running_loop().create_task(self._ask(asked)))
+            if len(self._known) > self.cache:
+                self._known.popitem(last=False)
+        else:
+            self._known.move_to_end(key)
+        flight.waiting += 1
+        try:
+            score = await asyncio.shield(flight.task)
+        except BaseException:
+            if flight.waiting == 1 or flight.task.done():
+                flight.task.cancel()
+                if self._known.get(key) is flight:
+                    del self._known[key]
+            raise
+        finally:
+            flight.waiting -= 1
+        return score if is_new else replace(score, queued=0.0, tokens=0, cached=True)
+
+    async def _ask(self, request: ScoreRequest) -> Score:
+        """Return a score, after retries.
 
         Raises:
             EpisodeError: the scorer failed, and no other one is named for that case.
@@ -75,7 +177,7 @@ class RetryingScorer(ABC):
         """
         clock = self.clock
         asked = clock.monotonic()
-        async with self.places:
+        async with self.places.take(request.priority):
             queued = clock.monotonic() - asked
             budget = RetryBudget(self.attempts - 1)
             for attempt in range(self.attempts):

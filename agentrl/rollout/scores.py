@@ -23,6 +23,7 @@ from agentrl.environment.context import Verdict
 from agentrl.journal.entries import NondeterministicValueEntry, ScoreEntry, request_hash
 from agentrl.observe.metrics import SCORES_EXPOSED
 from agentrl.rollout.call_journal import CallExecution
+from agentrl.rollout.turn_sampler import call_priority
 
 if TYPE_CHECKING:
     from agentrl.core.ports import Scorer
@@ -76,6 +77,7 @@ class LiveScores:
                 where=f"episode {self._episode.name}, score {call_id}",
                 seed=ids.stable_hash64(spec.seed, spec.attempt, call_id),
                 scored=scored,
+                priority=call_priority(spec, agent.sampled_tokens),
             )
             weight = 0.0 if scorer.credit == "note" else agent.weight_of(scorer.name, request.where)
             entry = ScoreEntry(agent.seat, agent.index, 0.0, turn, scorer.name, weight)
@@ -192,6 +194,7 @@ class LiveScores:
                 note=score.note,
                 difference_of=difference_of,
                 tokens=score.tokens,
+                cached=score.cached,
             )
         self._arrived[request.call_id] = body
         self._episode.journal.record_score(request.call_id, body)

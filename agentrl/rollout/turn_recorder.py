@@ -97,6 +97,11 @@ class TurnRecorder(Agent):
         recorded = self._episode.journal.reward(RewardEntry(self.seat, self.index, number, turn, name, weight))
         self.rewards = (*self.rewards, recorded)
 
+    @property
+    def sampled_tokens(self) -> int:
+        """Number of tokens sampled so far."""
+        return self._sampled
+
     def weight_of(self, name: str, where: str) -> float:
         """Return the weight of a named reward; raise `RewardError` if the configuration gives weights to others but not
         to this one."""

@@ -6,8 +6,9 @@ import asyncio
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -17,11 +18,12 @@ from agentrl.core.errors import ConfigError, EpisodeError
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Message, PolicyVersion, Scored, ScoreRequest, Task
 from agentrl.engines.scripted import ScriptedEngine
-from agentrl.journal.entries import ScoreEntry
+from agentrl.journal.entries import ScoreEntry, TurnEntry
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.rollout.judge import JudgeScorer, VerdictError
+from agentrl.rollout.scorers import Places
 from agentrl.testing.virtual_time import simulate
-from tests.sim.small_run import config_for, guess
+from tests.sim.small_run import SmallRun, config_for, guess
 from tests.sim.test_scores import entries, finished, headers
 
 pytestmark = pytest.mark.sim
@@ -149,6 +151,110 @@ def test_a_lost_engine_is_waited_for() -> None:
         return await judge.score(request)
 
     assert simulate(main, seed=0).value == 1.0
+
+
+def test_equal_content_is_judged_once_and_journaled_as_such() -> None:
+    for cache in (4096, 0):
+        asked: list[int] = []
+
+        def counted(request: GenerateRequest, policy: str, version: PolicyVersion, asked: Any = asked) -> list[int]:
+            if policy != "critic":
+                return [*b"4", *b"0123456789"[request.seed % 3 :][:1], STOP_TOKEN]
+            asked.append(request.seed)
+            return judging(request, policy, version)
+
+        run = finished(config(attempts=8, cache=cache), script=counted)
+        bodies = [body for episode in headers(run) for body in entries(run, episode).values()]
+        scores = [body for body in bodies if isinstance(body, ScoreEntry)]
+        contents = {each.content for each in asked_questions(run)}
+        fresh = [score for score in scores if not score.cached]
+        assert len(contents) < len(scores), "no two contents are equal"
+        if cache:
+            assert len(fresh) == len(contents)
+            assert len(asked) < 1.3 * len(contents), "one reply of twenty has no answer"
+            assert all(score.tokens == 0 for score in scores if score.cached)
+        else:
+            assert len(fresh) == len(scores) <= len(asked)
+        assert all(score.tokens > 0 for score in fresh)
+
+
+class Question(NamedTuple):
+    content: tuple[Any, ...]
+
+
+def asked_questions(run: SmallRun) -> list[Question]:
+    """The conversation up to each turn."""
+    questions = []
+    for episode in headers(run):
+        told: tuple[Any, ...] = ()
+        for body in entries(run, episode).values():
+            if isinstance(body, TurnEntry):
+                told = (*told, *(message["content"] for message in body.messages), body.text)
+                questions.append(Question(told))
+    return questions
+
+
+def slow_answer(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+    return [*b"0123456789"[request.seed % 10 : request.seed % 10 + 1], STOP_TOKEN]
+
+
+def test_a_shared_score_survives_the_request_that_began_it() -> None:
+    engine = ScriptedEngine(slow_answer, versions={"critic": PolicyVersion("critic", 0, 0)}, seconds_per_token=0.1)
+    judge = scorer(engine=engine, cache=10, run_seed=3)
+    requests = [ScoreRequest(call_id="c", where=f"episode e{n}.0", seed=n, scored=scored("ask", "4")) for n in range(3)]
+
+    async def main() -> list[Any]:
+        first = asyncio.create_task(judge.score(requests[0]))
+        await asyncio.sleep(0.01)
+        second = asyncio.create_task(judge.score(requests[1]))
+        await asyncio.sleep(0.01)
+        first.cancel()
+        found = [await second, await judge.score(requests[2])]
+        alone = asyncio.create_task(judge.score(replace(requests[0], scored=scored("ask", "5"))))
+        await asyncio.sleep(0.01)
+        alone.cancel()
+        await asyncio.wait({alone})
+        assert len(judge._known) == 1, "a score that nobody waits for any more is given up"
+        return found
+
+    found = simulate(main, seed=0)
+    assert [score.cached for score in found] == [True, True]
+    other = scorer(slow_answer, cache=10, run_seed=3)
+    assert simulate(lambda: other.score(requests[2]), seed=0).value == found[0].value, "whoever asks first"
+
+
+def test_a_failure_is_not_kept() -> None:
+    replies = iter([b"", b"7"])
+    judge = scorer(lambda *_: [*next(replies), STOP_TOKEN], cache=10, attempts=1)
+    request = ScoreRequest(call_id="c", where="episode e0.0", seed=0, scored=scored("ask", "4"))
+
+    async def main() -> float | None:
+        with pytest.raises(EpisodeError, match="failed 1 times"):
+            await judge.score(request)
+        return (await judge.score(request)).value
+
+    assert simulate(main, seed=0) == 7.0
+
+
+def test_the_most_urgent_request_runs_first() -> None:
+    places, order = Places(1), list[int]()
+
+    async def hold(priority: int) -> None:
+        async with places.take(priority):
+            order.append(priority)
+            await asyncio.sleep(1.0)
+
+    async def main() -> None:
+        tasks = [asyncio.create_task(hold(9))]
+        await asyncio.sleep(0.1)
+        tasks += [asyncio.create_task(hold(priority)) for priority in (3, 1, 2)]
+        await asyncio.sleep(0.1)
+        tasks[2].cancel()
+        await asyncio.wait(tasks)
+        assert places.free == 1
+
+    simulate(main, seed=0)
+    assert order == [9, 2, 3]
 
 
 def test_one_bad_vote_fails_the_score_and_not_the_others() -> None:

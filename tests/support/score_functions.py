@@ -37,6 +37,14 @@ async def patchy(scored: agentrl.Scored, how: str = "raise") -> float:
 
 
 @agentrl.scorer
+def fragile(scored: agentrl.Scored) -> float:
+    """Fails from the second version of the policy on."""
+    if scored.turn.completion.spans[-1].version.step >= 2:
+        raise RuntimeError("503")
+    return 0.5
+
+
+@agentrl.scorer
 async def growing(scored: agentrl.Scored) -> float | None:
     """More with each turn; later ones arrive first, and turn 3 has none."""
     await asyncio.sleep(10.0 - scored.number)

@@ -21,7 +21,7 @@ from agentrl.cli.main import main
 from agentrl.config.load import load
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import ConfigError
+from agentrl.core.errors import CheckFailedError, ConfigError
 from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
@@ -134,6 +134,19 @@ def test_a_fork_keeps_the_scores_before_it_and_is_scored_from_there(scored_run: 
     assert forked.reward == line.reward is not None
 
 
+def test_a_scorer_that_begins_to_fail_ends_the_run_with_a_checkpoint_and_its_name(tmp_path: Path) -> None:
+    scorers = {"fragile": {"function": f"{FUNCTIONS}:fragile"}}
+    config = config_for(name="run", directory=str(tmp_path), scorers=scorers, steps=100)
+    with pytest.raises(CheckFailedError, match=r"32 episodes in a row .*the scorer 'fragile' failed 4 times.* 503"):
+        asyncio.run(run_training(config, Guess, tasks=TASKS, quiet=True, factories=factories()))
+    reader = RunReader(tmp_path / "run")
+    ((steps,),) = reader.log.rows("SELECT max(step) FROM steps")
+    reader.close()
+    assert steps >= 2
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step_{steps:06}-0"]
+    assert judge(tmp_path / "run", ended=True) == []
+
+
 def test_a_scorer_of_a_script_is_a_section_of_its_name() -> None:
     config = config_for().with_functions(scorers={"short": f"{FUNCTIONS}:short"})
     assert config.scorers["short"].per == "turn"
@@ -143,7 +156,7 @@ def test_a_scorer_of_a_script_is_a_section_of_its_name() -> None:
     settings = plain_rollout_settings()
     engine = ScriptedEngine(guess, versions={})
     made = make_scorers(config.model_copy(update={"workers": 4}), engine, format, settings, SystemClock())
-    assert made["short"].places._value == 16, "the limit is one for the run"
+    assert made["short"].places.free == 16, "the limit is one for the run"
     assert scored_policies(config) == {"guesser"}
 
 
