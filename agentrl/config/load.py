@@ -46,8 +46,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, endpoint: RemotePol
     Args:
         path: the file. A relative `model.path`, `policies.NAME.model`, `.reference` or `.path`, and the file of an
             `environment.id`, `policies.NAME.id`, `trainer.loss.name`, `credit.advantage` or `scorers.NAME.function`, is
-            looked up first beside
-            it, then in the working directory.
+            looked up first beside it, then in the working directory.
         overrides: `section.field=value`, with or without leading dashes; values are JSON, numbers and
             inline tables of TOML, or else text.
         endpoint: takes the place of every policy that an engine of ours would serve, for an evaluation: no base model
@@ -59,11 +58,10 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, endpoint: RemotePol
     source = Path(path)
     data = read_toml(source)
     _check_plain(data, source)
-    raw: dict[tuple[str, ...], str] = {}
-    for override in overrides:
-        keys, text = _split(override)
+    raw = dict(map(_split, overrides))
+    _check_policy_names(data, raw, source)
+    for keys, text in raw.items():
         _set(data, keys, _value(text))
-        raw[keys] = text
     _check_plain(data, source)
     if endpoint is not None:
         _put_behind(endpoint, data)
@@ -253,6 +251,20 @@ def _split(override: str) -> tuple[tuple[str, ...], str]:
     if not sign or not all(parts):
         raise ConfigError(f"{override!r}: write an override as section.field=value, for example trainer.loss.name=ppo")
     return parts, text
+
+
+def _check_policy_names(data: Mapping[str, Any], raw: Mapping[tuple[str, ...], str], source: Path) -> None:
+    """Refuse to override a setting of a policy that the file's `policies` lack: it would be a further policy, without a
+    seat. One that is meant has a `kind`, or a seat."""
+    policies = data.get("policies")
+    if not isinstance(policies, Mapping) or any(keys[0] == "seats" for keys in raw):
+        return
+    of_policies = [keys for keys in raw if keys[0] == "policies" and len(keys) > 1]
+    added = {keys[1] for keys in of_policies if keys[2:] in ((), ("kind",))}
+    for keys in of_policies:
+        if keys[1] not in {*policies, *added}:
+            names = ", ".join(policies)
+            raise ConfigError(f"{'.'.join(keys)}: {source} has no policy {keys[1]!r}; its policies: {names}")
 
 
 def _value(text: str) -> Any:
@@ -545,6 +557,8 @@ def _nearest(place: _Location, top: type[BaseModel]) -> str:
         return f"; did you mean {prefix}{close[0]}?"
     if name in by_name:
         return f"; did you mean {by_name[name]}?"
+    if abbreviated := [key for key in siblings if "".join(word[0] for word in key.split("_")) == name]:
+        return f"; did you mean {prefix}{abbreviated[0]}?"
     if close := difflib.get_close_matches(name, siblings, n=1, cutoff=0.6):
         return f"; did you mean {prefix}{close[0]}?"
     if close := difflib.get_close_matches(name, by_name, n=1, cutoff=0.75):

@@ -267,8 +267,8 @@ class RunState:
 def bottleneck(state: RunState, status: RunSnapshot) -> str:
     """Name the bottleneck of a run from its newest steps and the engine's last seconds; empty before the first step.
 
-    A part that is busy for most of the time is the bottleneck. If there is none, the bounds on staleness and on episodes
-    in flight hold work back, or time passes in tools, environments and other processes of the machine.
+    A part that is busy for most of the time is the bottleneck. If there is none, the bounds on staleness and on
+    episodes in flight hold work back, or time passes in tools, environments and other processes of the machine.
     """
     steps = [policy.last for policy in state.policies.values() if policy.last]
     if not steps:

@@ -87,6 +87,16 @@ def test_an_override_may_be_a_number_as_a_file_has_it(tmp_path: Path) -> None:
     assert load(write(tmp_path), ["steps=1_000"]).steps == 1000
 
 
+def test_an_override_of_a_policy_that_the_file_lacks_is_refused_with_those_it_has(tmp_path: Path) -> None:
+    path = write(tmp_path, f"{BASE}[policies.policy]\n")
+    with pytest.raises(ConfigError, match=r"no policy 'solver'.*: policy"):
+        load(path, ["--policies.solver.learning_rate=1e-4"])
+    seated = ["--policies.other.learning_rate=1e-4", "--seats.first=policy", "--seats.second=other"]
+    assert sorted(load(path, seated).policies) == ["other", "policy"]
+    frozen = ["--policies.judge.kind=frozen", "--policies.judge.path=weights"]
+    assert sorted(load(path, frozen).policies) == ["judge", "policy"]
+
+
 def test_overrides_change_the_file_and_keep_text_text(tmp_path: Path) -> None:
     overrides = [
         "--trainer.loss.name=ppo",
@@ -133,6 +143,7 @@ def test_dumped_configuration_loads_as_the_same(tmp_path: Path) -> None:
         ("trainr.workers=2", "unknown key trainr; did you mean trainer?"),
         ("step_size=3", "unknown key step_size; did you mean policies.<name>.step_size?"),
         ("policies.policy.stepsize=3", "did you mean policies.policy.step_size?"),
+        ("policies.policy.lr=1e-4", "did you mean policies.policy.learning_rate?"),
         ("policies.policy.lora.ranks=3", "did you mean policies.policy.lora.rank?"),
         ("trainer.loss.normaliser=64", "trainer.loss: unknown key normaliser; did you mean normalizer?"),
         ("trainer.loss.kl={ k2 = 0.1 }", "expected a number"),
