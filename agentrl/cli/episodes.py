@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from agentrl.app.run_parts import RunFactories
     from agentrl.inspection.reader import EpisodeLine, RunReader
+    from agentrl.inspection.render import TerminalPage
 
 MAX_EDIT_BYTES = 1 << 20
 
@@ -29,15 +30,15 @@ MAX_EDIT_BYTES = 1 << 20
 @make_run_command
 def episode_list(reader: RunReader, options: argparse.Namespace) -> RunAnswer | None:
     """`agentrl episode list [RUN] [--where …] [--match …] [--sort …] [--columns …] [--follow]`."""
-    from agentrl.inspection.reader import COLUMNS
+    from agentrl.inspection.reader import COLUMNS, OBJECTS
     from agentrl.inspection.render import episode_table
+    from agentrl.inspection.where_filter import find_column
 
     if options.limit < 0 or options.offset < 0:
         raise InputError("--limit and --offset must not be negative")
     columns = [name for name in re.split(r"[,\s]+", options.columns) if name]
-    unknown = [name for name in columns if name not in COLUMNS]
-    if unknown:
-        raise InputError(f"--columns: {unknown[0]!r} is not a column; there are: {', '.join(COLUMNS)}")
+    for name in columns:
+        find_column("--columns", name, COLUMNS, OBJECTS)
     if options.follow:
         _follow_episodes(reader, options, columns)
         return None
@@ -53,12 +54,23 @@ def episode_list(reader: RunReader, options: argparse.Namespace) -> RunAnswer | 
         limit=options.limit,
         offset=options.offset,
         among=among,
+        fields=[name for name in columns if name not in COLUMNS],
     )
-    return RunAnswer(lines, lambda: episode_table(lines, reader.count(options.where, among=among), columns))
+
+    def page() -> TerminalPage:
+        table = episode_table(lines, reader.count(options.where, among=among), columns)
+        if not lines:
+            for prefix, names in reader.field_names().items():
+                if f"{prefix}." in options.where:
+                    table.line(f"the episodes have {', '.join(names) or f'no {prefix}.NAME'}")
+        return table
+
+    return RunAnswer(lines, page)
 
 
 def _follow_episodes(reader: RunReader, options: argparse.Namespace, columns: list[str]) -> None:
     """Print episodes as they end."""
+    from agentrl.inspection.reader import COLUMNS
     from agentrl.inspection.render import EPISODE_COLUMNS, episode_table
     from agentrl.inspection.search import episodes_with_words
 
@@ -69,7 +81,10 @@ def _follow_episodes(reader: RunReader, options: argparse.Namespace, columns: li
         nonlocal newest
         among = episodes_with_words(reader, options.match) if options.match else None
         since = f"{condition} and committed_at >= {newest!r}"
-        lines = reader.episodes(since, sort="committed_at", descending=False, limit=options.limit, among=among)
+        fields = [name for name in columns if name not in COLUMNS]
+        lines = reader.episodes(
+            since, sort="committed_at", descending=False, limit=options.limit, among=among, fields=fields
+        )
         newest = max([newest, *(line.committed_at or 0.0 for line in lines)])
         return lines
 

@@ -24,7 +24,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, InputError, JournalError
 from agentrl.core.records import ForkPoint, PolicyVersion
 from agentrl.inspection.ledger import RunLedger, run_ledger
-from agentrl.inspection.where_filter import FilterColumn, JsonColumn, parse_where_filter
+from agentrl.inspection.where_filter import FilterColumn, JsonColumn, find_column, parse_where_filter
 from agentrl.journal.control_rows import row_checksum
 from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, decode_entries
 from agentrl.journal.reader import TurnLogReader, load_fork_prefix
@@ -78,9 +78,9 @@ COLUMNS: dict[str, FilterColumn] = {
     "admitted_at": FilterColumn("a.admitted_at", "number"),
     "committed_at": FilterColumn("e.committed_at", "number"),
 }
-"""Columns of `EpisodeLine`, for `--where` and `--sort`."""
+"""Columns of `EpisodeLine`, for `--where`, `--sort` and `--columns`."""
 OBJECTS = {"metric": JsonColumn("e.metrics"), "data": JsonColumn("task_data(a.spec)")}
-"""Objects whose fields `--where` compares: `metric.NAME`, from `ctx.metric`, and `data.NAME`, from the task."""
+"""Objects whose fields are columns too: `metric.NAME`, from `ctx.metric`, and `data.NAME`, from the task."""
 EPISODES = " FROM admissions a LEFT JOIN episodes e ON e.episode = a.episode AND e.attempt = a.attempt"
 NEWEST = "NOT EXISTS (SELECT 1 FROM admissions n WHERE n.episode = a.episode AND n.attempt > a.attempt)"
 
@@ -211,6 +211,8 @@ class EpisodeLine(msgspec.Struct, frozen=True):
     committed_at: float | None
     problem: str | None = None
     """Damage found in the episode's records."""
+    fields: dict[str, Any] = {}
+    """Values of the chosen `metric.NAME` and `data.NAME`."""
 
 
 class AgentLine(msgspec.Struct, frozen=True):
@@ -355,6 +357,7 @@ class RunReader:
         offset: int = 0,
         among: Collection[str] | None = None,
         training_first: bool = False,
+        fields: Collection[str] = (),
     ) -> list[EpisodeLine]:
         """Return the episodes that pass a filter (`where_filter.parse_where_filter`), sorted by a column; those without
         a value come last.
@@ -367,20 +370,31 @@ class RunReader:
             offset: number of episodes to skip.
             among: only these episodes, as `EPISODE.ATTEMPT`, from `search.episodes_with_words`.
             training_first: whether episodes of purpose `train` come before all others.
+            fields: each `metric.NAME` or `data.NAME` to read.
 
         Raises:
             InputError: the filter cannot be read, or there is no such column.
             JournalError: the journal is damaged.
         """
         condition, values = _condition(where, among)
-        if sort not in COLUMNS:
-            raise InputError(f"--sort: {sort!r} is not a column; there are: {', '.join(COLUMNS)}")
+        by = find_column("--sort", sort, COLUMNS, OBJECTS)
         direction = "DESC" if descending else "ASC"
-        key = f"({COLUMNS[sort].sql})"
+        key = f"({by.sql})"
         first = "a.purpose != 'train', " if training_first else ""
         order = f"{first}{key} IS NULL, {key} {direction}, a.admitted_at {direction}, a.episode, a.attempt"
         statement = f"SELECT a.episode, a.attempt{EPISODES} WHERE {condition} ORDER BY {order} LIMIT ? OFFSET ?"
-        return self.lines(self.log.rows(statement, *values, limit, offset))
+        return self.lines(self.log.rows(statement, *values, *by.values, *by.values, limit, offset), fields)
+
+    def field_names(self) -> dict[str, list[str]]:
+        """Return the names of the fields of each object in `OBJECTS`, as far as the newest thousand episodes have
+        them."""
+        found = {}
+        for prefix, column in OBJECTS.items():
+            newest = f"SELECT {column.sql} AS object{EPISODES} ORDER BY a.admitted_at DESC LIMIT 1000"
+            fields = "json_each(CASE WHEN json_valid(object) THEN object ELSE '{}' END) field"
+            rows = self.log.rows(f"SELECT DISTINCT field.key FROM ({newest}), {fields} ORDER BY 1")
+            found[prefix] = [f"{prefix}.{name}" for (name,) in rows]
+        return found
 
     def keys(self, where: str = "", *, among: Collection[str] | None = None) -> list[tuple[str, int]]:
         """Return id and attempt of all episodes that pass a filter, in order of admission; raises as `episodes`."""
@@ -408,21 +422,24 @@ class RunReader:
         newest = [(str(episode), attempt) for episode, attempt in self.log.rows(statement, value)]
         return self.lines(sorted(newest, key=lambda key: (len(key[0]), key)))
 
-    def lines(self, keys: Sequence[tuple[Any, Any]]) -> list[EpisodeLine]:
-        """Return episodes by (id, attempt), each with the damage to its records.
+    def lines(self, keys: Sequence[tuple[Any, Any]], fields: Collection[str] = ()) -> list[EpisodeLine]:
+        """Return episodes by (id, attempt), each with the damage to its records and the chosen fields.
 
         The columns of a page are read separately, so that sorting reads only the columns it needs.
         """
-        columns = ", ".join(column.sql for column in COLUMNS.values())
+        chosen = [find_column("--columns", name, {}, OBJECTS) for name in fields]
+        columns = ", ".join(column.sql for column in (*COLUMNS.values(), *chosen))
+        values = [value for column in chosen for value in column.values]
         statement = f"SELECT {columns}{EPISODES} WHERE a.episode = ? AND a.attempt = ?"
         lines = []
         for key in keys:
-            for row in self.log.rows(statement, *key):
-                fields = dict(zip(COLUMNS, row, strict=True))
-                fields["seats"] = parse_json_object(fields["seats"])
-                fields["policies"] = [policy for policy in str(fields["policies"] or "").split(",") if policy]
-                fields["problem"] = self._damage(*key)
-                lines.append(struct_from_row(EpisodeLine, fields))
+            for row in self.log.rows(statement, *values, *key):
+                read = dict(zip((*COLUMNS, *fields), row, strict=True))
+                read["fields"] = {name: read.pop(name) for name in fields}
+                read["seats"] = parse_json_object(read["seats"])
+                read["policies"] = [policy for policy in str(read["policies"] or "").split(",") if policy]
+                read["problem"] = self._damage(*key)
+                lines.append(struct_from_row(EpisodeLine, read))
         return lines
 
     def _damage(self, episode: Any, attempt: Any) -> str | None:

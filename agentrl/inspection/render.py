@@ -209,7 +209,7 @@ def episode_table(lines: Sequence[EpisodeLine], total: int, columns: Sequence[st
 
 
 def _cell(line: EpisodeLine, column: str) -> str:
-    value = getattr(line, column)
+    value = line.fields[column] if "." in column else getattr(line, column)
     if column == "episode" and line.attempt and value is not None:
         return f"{value} (attempt {line.attempt})"
     if column in ("turns", "tokens"):

@@ -28,6 +28,8 @@ class FilterColumn(NamedTuple):
     sql: str
     kind: Literal["text", "number", "any"]
     """`any`: a field of JSON, compared with a number if the filter's value is one."""
+    values: tuple[str, ...] = ()
+    """Values to bind in `sql`."""
 
 
 class JsonColumn(NamedTuple):
@@ -69,6 +71,26 @@ def parse_where_filter(
         raise InputError("--where: not valid Unicode")
     parser = _Parser(_tokens(text), columns, objects or {})
     return parser.whole() if text.strip() else EVERYTHING
+
+
+def find_column(
+    option: str, name: str, columns: Mapping[str, FilterColumn], objects: Mapping[str, JsonColumn]
+) -> FilterColumn:
+    """Return a column, or the field of an object; the field's path becomes a bound value.
+
+    Raises:
+        InputError: there is no such column; the message begins with `option`.
+    """
+    prefix, dot, field = name.partition(".")
+    if name in columns:
+        return columns[name]
+    if dot and field and prefix in objects and '"' not in field:
+        sql = objects[prefix].sql
+        return FilterColumn(f"CASE WHEN json_valid({sql}) THEN json_extract({sql}, ?) END", "any", (f'$."{field}"',))
+    names = [*columns, *(f"{table}.NAME" for table in objects)]
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(names)}"
+    raise InputError(f"{option}: {name!r} is not a column; {hint}")
 
 
 def _tokens(text: str) -> list[tuple[str, str]]:
@@ -131,15 +153,11 @@ class _Parser:
         return sql
 
     def _comparison(self) -> str:
-        kind, name = self._next()
-        column = self._column(name) if kind == "word" else None
-        if column is None:
-            names = [*self._columns, *(f"{table}.NAME" for table in self._objects)]
-            close = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(names)}"
-            raise InputError(
-                f"--where: {name!r} is not a column; {hint}" if name else "--where: a condition is missing"
-            )
+        _, name = self._next()
+        if not name:
+            raise InputError("--where: a condition is missing")
+        column = find_column("--where", name, self._columns, self._objects)
+        self._values += column.values
         kind, operator = self._next()
         if kind != "operator":
             raise InputError(f"--where: expected one of = != < <= > >= ~ after {name}")
@@ -149,17 +167,6 @@ class _Parser:
         if kind == "word" and text.lower() in ("null", "none") and operator in ("=", "==", "!=", "<>"):
             return f"({column.sql}) IS {'' if operator in ('=', '==') else 'NOT '}NULL"
         return self._compare(name, column, operator, text[1:-1] if kind == "quoted" else text)
-
-    def _column(self, name: str) -> FilterColumn | None:
-        """Return a column, or the field of an object; the field's path becomes a bound value."""
-        if name in self._columns:
-            return self._columns[name]
-        prefix, dot, field = name.partition(".")
-        if not (dot and field and prefix in self._objects):
-            return None
-        self._values.append('$."' + field + '"')  # a name has no quotes
-        sql = self._objects[prefix].sql
-        return FilterColumn(f"CASE WHEN json_valid({sql}) THEN json_extract({sql}, ?) END", "any")
 
     def _compare(self, name: str, column: FilterColumn, operator: str, text: str) -> str:
         if operator == "~":

@@ -52,6 +52,12 @@ def test_episodes_are_listed_filtered_and_sorted(run: Path) -> None:
     assert reader.count("metric.accuracy > 0.5") == reader.count("metric.other > 0") == 0
     assert [line.episode for line in reader.episodes('data.question = "2 + 3"')] == ["e99"]
     assert (reader.count("data.q = plain"), reader.count("data.q != plain or data.nothing = 1")) == (6, 0)
+    asked = reader.episodes(sort="data.question", fields=["data.question", "metric.accuracy"], limit=2)
+    assert [line.fields for line in asked] == [
+        {"data.question": "2 + 3", "metric.accuracy": None},
+        {"data.question": None, "metric.accuracy": 0.5},
+    ]
+    assert reader.field_names() == {"metric": ["metric.accuracy"], "data": ["data.nested", "data.q", "data.question"]}
     assert [line.episode for line in reader.episodes(limit=2, offset=2)] == ["e4", "e3"]
     assert (reader.count(), reader.count("turns < 2")) == (7, 2)
     first = reader.episodes("episode = e1")[0]
