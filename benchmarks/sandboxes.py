@@ -15,7 +15,8 @@ Run as root, all but the costs are measured as root and as an ordinary user.
   commands that succeed in as many sandboxes at once.
 * `gateway`: `gateway_request_ms`, median time of a sandboxed program's request to its gateway that samples nothing.
 * `formats`: `formats` whose rewards were compared with their own code's, `format_rewards` in all, and the share that is
-  equal, `format_rewards_equal`; null without the formats' packages.
+  equal, `format_rewards_equal`; `harness_cpu_per_episode`, CPU seconds of an episode that a standing runner plays, the
+  most of the formats. Null without the formats' packages.
 * `resume`: `resumed_equal`, share of kills of an episode, one at each entry, after which another process finds the same
   files and ends with the same.
 """
@@ -30,7 +31,7 @@ FIGURES = (
     *("leaked", "leak_kills"),
     *("lease_ms", "run_ms", "run_cpu_ms", "idle_kb_per_lease", "snapshot_ms", "at_once"),
     *("gateway_request_ms", "resumed_equal"),
-    *("formats", "format_rewards", "format_rewards_equal"),
+    *("formats", "format_rewards", "format_rewards_equal", "harness_cpu_per_episode"),
 )
 
 if __name__ == "__main__":

@@ -1,0 +1,257 @@
+"""The standing process that plays tasks of verifiers or Inspect, with the Python of the format's own package.
+
+It imports the package once and forks for each episode, so an episode leaves no state behind. What the first episodes
+still imported is imported here too, so that later ones pay for no imports.
+It uses nothing of agentrl. Requests and answers are lines of JSON on standard input and output; the process ends with
+its input, and its episodes with it.
+
+    python -P runner_program.py verifiers|inspect list|serve SETTINGS
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+KEY_VARIABLE = "AGENTRL_ENDPOINT_KEY"
+_ERROR_CHARACTERS = 1_000
+_SET_DEATH_SIGNAL, _BECOME_SUBREAPER = 1, 36
+
+
+class Verifiers:
+    """A taskset of verifiers. Its harness asks the model."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        from verifiers.v1.envs.single_agent import SingleAgentEnvConfig
+        from verifiers.v1.utils.loaders import load_environment
+
+        config = settings["config"]
+        sections = {
+            **config,
+            "taskset": {"id": settings["taskset"], **config.get("taskset", {})},
+            "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}, **config.get("agent", {})},
+        }
+        self.environment = load_environment(SingleAgentEnvConfig.model_validate(sections))
+        self.tasks = {str(task.data.idx): task for task in self.environment.taskset}
+
+    def prepare(self) -> None:
+        asyncio.run(self._prepare())
+
+    async def _prepare(self) -> None:
+        """Let the harnesses prepare their programs, which each process does once."""
+        from verifiers.v1.runtimes.subprocess import SubprocessConfig, SubprocessRuntime
+
+        runtime = SubprocessRuntime(SubprocessConfig())
+        await runtime.start()
+        for harness in self.environment._harnesses.values():
+            await harness.setup(runtime)
+        await runtime.stop()
+
+    def play(self, request: dict[str, Any]) -> dict[str, float]:
+        return asyncio.run(self._play(request))
+
+    async def _play(self, request: dict[str, Any]) -> dict[str, float]:
+        from verifiers.v1.clients import EvalClientConfig, ModelContext
+        from verifiers.v1.types import SamplingConfig
+
+        client = EvalClientConfig(base_url=request["url"], api_key_var=KEY_VARIABLE)
+        context = ModelContext(model=request["model"], client=client, sampling=SamplingConfig())
+        async with self.environment.serving():
+            [slot] = self.environment.slots(self.tasks[request["task"]])
+            episode = await self.environment.run_slot(slot, context)
+        errors = [error.message for holder in (episode, *episode.traces) for error in holder.errors]
+        if errors or not episode.ok:
+            raise RuntimeError("; ".join(errors) or "the episode failed without an error")
+        rewards: dict[str, float] = {}
+        for trace in episode.traces:
+            for name, reward in trace.rewards.items():
+                rewards[name] = rewards.get(name, 0.0) + reward.score * reward.weight
+        return rewards
+
+
+class Inspect:
+    """A task of Inspect. Its solver asks the model."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        os.environ["INSPECT_DISPLAY"] = "none"
+        module, _, name = settings["taskset"].partition(":")
+        task = getattr(importlib.import_module(module), name)
+        self.make: Callable[[], Any] = lambda: task(**settings["config"])
+        samples = enumerate(self.make().dataset, start=1)
+        ids = [number if sample.id is None else sample.id for number, sample in samples]
+        self.tasks = {str(id): id for id in ids}
+
+    def prepare(self) -> None:
+        pass
+
+    def play(self, request: dict[str, Any]) -> dict[str, float]:
+        from inspect_ai import eval as evaluate
+        from inspect_ai.model import get_model
+        from inspect_ai.scorer import value_to_float
+
+        model = get_model(
+            f"openai/{request['model']}", base_url=request["url"], api_key=request["key"], responses_api=False
+        )
+        with tempfile.TemporaryDirectory() as logs:
+            [log] = evaluate(
+                self.make(),
+                model=model,
+                sample_id=[self.tasks[request["task"]]],
+                log_dir=logs,
+                display="none",
+                fail_on_error=True,
+                max_retries=0,
+            )
+            if log.status != "success":
+                raise RuntimeError(str(log.error.message if log.error else log.status))
+            scores = log.samples[0].scores  # read from the log when it is first used
+        convert, rewards = value_to_float(), {}
+        for name, score in scores.items():
+            values = score.value if isinstance(score.value, dict) else {"": score.value}
+            for part, value in values.items():
+                rewards[f"{name}_{part}" if part else name] = convert(value)
+        return rewards
+
+
+def _answer(played: Any, request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        rewards = {"".join(c if c.isalnum() else "_" for c in name): v for name, v in played.play(request).items()}
+        return {"rewards": rewards, "error": ""}
+    except Exception as error:  # noqa: BLE001 - foreign code: any exception is the answer
+        return {"rewards": {}, "error": f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]}
+
+
+class Server:
+    """Forks a process for each request, and passes its answer on."""
+
+    def __init__(self, played: Any, output: int) -> None:
+        self.played, self.output = played, output
+        ctypes.CDLL(None).prctl(_BECOME_SUBREAPER, 1)
+        self.selector = selectors.DefaultSelector()
+        self.episodes: dict[int, tuple[int, int, bytearray]] = {}
+        """Process, number and answer of each episode, by the read end of its pipe."""
+
+    def serve(self) -> None:
+        self.selector.register(0, selectors.EVENT_READ)
+        pending = b""
+        while True:
+            for key, _ in self.selector.select():
+                data = os.read(key.fd, 1 << 16)
+                if key.fd:
+                    self.on_answer(key.fd, data)
+                elif not data:
+                    return
+                else:
+                    *lines, pending = (pending + data).split(b"\n")
+                    for line in lines:
+                        self.on_request(json.loads(line))
+
+    def on_request(self, request: dict[str, Any]) -> None:
+        if "cancel" in request:
+            for process, number, _ in self.episodes.values():
+                if number == request["cancel"]:
+                    _kill(process)
+            return
+        reading, writing = os.pipe()
+        gc.freeze()  # a collection in the new process would copy all pages
+        process = os.fork()
+        if process == 0:
+            self.play_and_exit(request, writing)
+        os.close(writing)
+        self.episodes[reading] = (process, request["number"], bytearray())
+        self.selector.register(reading, selectors.EVENT_READ)
+
+    def play_and_exit(self, request: dict[str, Any], writing: int) -> NoReturn:
+        try:
+            os.setsid()
+            ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+            os.close(0)
+            os.open(os.devnull, os.O_RDONLY)
+            os.environ[KEY_VARIABLE] = request["key"]
+            imported = set(sys.modules)
+            fields = _answer(self.played, request)
+            answer = json.dumps({**fields, "modules": sorted(set(sys.modules) - imported)}).encode()
+            while answer:
+                answer = answer[os.write(writing, answer) :]
+        finally:
+            os._exit(0)
+
+    def on_answer(self, reading: int, data: bytes) -> None:
+        process, number, answer = self.episodes[reading]
+        answer += data
+        if data:
+            return
+        self.selector.unregister(reading)
+        os.close(reading)
+        del self.episodes[reading]
+        _kill(process)
+        _, status = os.waitpid(process, 0)
+        self.end_orphans()
+        try:
+            fields = json.loads(answer)
+            for module in fields.pop("modules"):  # the next episode finds them imported
+                with contextlib.suppress(Exception):
+                    importlib.import_module(module)
+        except ValueError:
+            fields = {"rewards": {}, "error": f"the episode's process ended with status {status}"}
+        line = json.dumps({"number": number, **fields}).encode() + b"\n"
+        while line:
+            line = line[os.write(self.output, line) :]
+
+    def end_orphans(self) -> None:
+        """End what ended episodes started, which is now this process's own, also if it has a session of its own."""
+        episodes = {process for process, _, _ in self.episodes.values()}
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            orphans = {int(process) for process in file.read().split()} - episodes
+        for process in orphans:
+            _kill(process)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(process, 0)
+
+    def close(self) -> None:
+        for process, _, _ in self.episodes.values():
+            _kill(process)
+            os.waitpid(process, 0)
+        self.episodes.clear()
+        self.end_orphans()
+
+
+def _kill(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
+
+
+def main() -> None:
+    """List the tasks, or play them."""
+    output = os.dup(1)
+    os.dup2(2, 1)  # what the packages print is not an answer
+    kind, verb, settings = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    sys.path[:0] = settings["path"]
+    os.environ["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', os.defpath)}"  # verifiers runs uv
+    played = Verifiers(settings) if kind == "verifiers" else Inspect(settings)
+    if verb == "list":
+        os.write(output, json.dumps(list(played.tasks)).encode())
+        return
+    played.prepare()
+    server = Server(played, output)
+    try:
+        server.serve()
+    finally:
+        server.close()
+
+
+if __name__ == "__main__":
+    main()

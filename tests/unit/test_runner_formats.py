@@ -1,0 +1,176 @@
+"""Tasks that another package plays, in its own process: with the packages themselves, and with a stand-in for one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentrl
+from agentrl.core.errors import EnvironmentDefinitionError
+from agentrl.core.records import EpisodeSpec, SeatBinding
+from agentrl.environment.registry import name_of
+from agentrl.formats import runner
+from agentrl.formats.runner import Inspect, RunnerEnvironment, Verifiers
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN
+from agentrl.testing.check import check_environment
+from agentrl.testing.execution import POLICY, execute_episode
+from tests.unit.episodes import Played, play
+
+FORMATS = Path(os.environ.get("AGENTRL_FORMATS", "/nonexistent"))
+SUMS = Path(__file__).parents[1] / "support" / "sums"
+"""A taskset of verifiers and a task of Inspect: twelve sums, each with two rewards."""
+
+INSPECT = """
+import json, os, subprocess, urllib.request
+
+class Holder:
+    def __init__(self, **fields): self.__dict__.update(fields)
+
+def get_model(name, base_url, api_key, responses_api):
+    def ask(text):
+        body = json.dumps({"model": name, "messages": [{"role": "user", "content": text}]}).encode()
+        headers = {"Authorization": "Bearer " + api_key, "Content-Type": "application/json"}
+        answer = urllib.request.urlopen(urllib.request.Request(base_url + "/chat/completions", body, headers))
+        return json.load(answer)["choices"][0]["message"]["content"]
+    return ask
+
+def value_to_float(): return lambda value: {"C": 1.0, "I": 0.0}.get(value, value)
+
+def eval(task, model, sample_id, **more):
+    reply = model(str(sample_id[0]))
+    print("noise on standard output")
+    if reply == "again": reply = model("again")
+    if reply == "raise": raise ValueError("no such thing")
+    if reply == "crash": os._exit(3)
+    if reply == "wait":
+        waiting = subprocess.Popen(["sleep", "300"], start_new_session=True)
+        open(task.marks, "w").write(str(waiting.pid))
+        waiting.wait()
+    scores = {"match": Holder(value="C" if reply == "right" else "I"), "a-b": Holder(value={"x": 0.5})}
+    return [Holder(status="success", samples=[Holder(scores=scores)])]
+"""
+TASKS = """
+from inspect_ai import Holder
+
+def words(count=3, marks=""):
+    return Holder(marks=marks, dataset=[Holder(id=None if n == 1 else f"word {n}") for n in range(1, count + 1)])
+"""
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> dict[str, Any]:
+    """A package that answers to the name of Inspect."""
+    (tmp_path / "inspect_ai").mkdir()
+    (tmp_path / "inspect_ai" / "__init__.py").write_text(INSPECT)
+    for part in ("model", "scorer"):
+        (tmp_path / "inspect_ai" / f"{part}.py").write_text("from inspect_ai import *\n")
+    (tmp_path / "tasks.py").write_text(TASKS)
+    return {"taskset": "tasks:words", "path": [str(tmp_path)], "config": {"marks": str(tmp_path / "mark")}}
+
+
+def tasks_of(environment: type[RunnerEnvironment], **options: Any) -> list[agentrl.Task]:
+    return list(environment.tasks("train", held_out=0.0, **options))  # type: ignore[call-overload]
+
+
+def played(environment: type[agentrl.Environment], task: agentrl.Task, replies: Sequence[str], **more: Any) -> Played:
+    return play(environment, replies, data=dict(task.data), **more)
+
+
+def test_tasks_are_those_of_the_package(options: dict[str, Any]) -> None:
+    assert [task.id for task in tasks_of(Inspect, **options)] == ["1", "word 2", "word 3"]
+    with pytest.raises(EnvironmentDefinitionError, match="No module named 'absent'"):
+        tasks_of(Inspect, **{**options, "taskset": "absent:words"})
+    with pytest.raises(EnvironmentDefinitionError, match="no-such-python"):
+        tasks_of(Inspect, **options, python="no-such-python")
+
+
+def test_an_episode_gets_the_rewards_of_the_package(options: dict[str, Any]) -> None:
+    [_, task, _] = tasks_of(Inspect, **options)
+    done = played(Inspect, task, ["right"])
+    assert done.header.reward == 1.5, done.said
+    assert b"word 2" in bytes(token for token in done.seen[0] if token < 256)
+    assert played(Inspect, task, ["wrong"]).header.reward == 0.5
+
+
+@pytest.mark.parametrize(
+    ("reply", "error"), [("raise", "ValueError: no such thing"), ("crash", "process ended with status 768")]
+)
+def test_a_failure_is_an_error_or_the_failed_reward(reply: str, error: str, options: dict[str, Any]) -> None:
+    class Forgiving(Inspect):
+        failed_reward = -1.0
+
+    task = tasks_of(Inspect, **options)[0]
+    assert error in played(Inspect, task, [reply]).said
+    assert played(Forgiving, task, [reply]).header.reward == -1.0
+
+
+def test_an_episode_cut_by_a_limit_gets_the_reward_of_truncated_ones(options: dict[str, Any]) -> None:
+    task = tasks_of(Inspect, **options)[0]
+    assert played(Inspect, task, ["again", "right"]).header.reward == 1.5
+    done = played(Inspect, task, ["again"], max_turns=1)
+    assert (done.header.reward, done.header.stop_reason) == (0.0, "max_turns")
+
+
+def test_a_cancelled_episode_ends_with_all_it_started(options: dict[str, Any], tmp_path: Path) -> None:
+    """Also a program in a session of its own."""
+    done = played(Inspect, tasks_of(Inspect, **options)[0], ["wait"], episode_timeout_s=2.0)
+    assert done.header.stop_reason == "time_limit" or done.said
+    process = int((tmp_path / "mark").read_text())
+    asyncio.run(_gone(process))
+
+
+async def _gone(process: int) -> None:
+    async with asyncio.timeout(20):
+        while Path(f"/proc/{process}").exists():  # noqa: ASYNC240
+            await asyncio.sleep(0.01)
+
+
+def test_a_killed_runner_is_started_again(options: dict[str, Any]) -> None:
+    spec = EpisodeSpec(
+        episode_id="e0",
+        environment=name_of(Inspect),
+        task=tasks_of(Inspect, **options)[0],
+        seed=0,
+        seats={"agent": SeatBinding(POLICY)},
+        group_id="g0",
+    )
+
+    async def reward(*, kill: bool = False) -> float | str | None:
+        def script(*request: object) -> list[int]:
+            if kill:
+                [standing] = [each for (loop, _), each in runner._runners.items() if not loop.is_closed()]
+                assert standing._process is not None
+                standing._process.kill()
+            return [*b"right", STOP_TOKEN]
+
+        outcome = await execute_episode(Inspect, spec, script)
+        return outcome if isinstance(outcome, str) else outcome.header.reward
+
+    async def thrice() -> list[float | str | None]:
+        return [await reward(), await reward(kill=True), await reward()]
+
+    first, killed, last = asyncio.run(thrice())
+    assert (first, last) == (1.5, 1.5)
+    assert "the runner ended with status -9" in str(killed)
+
+
+@pytest.mark.parametrize(
+    ("environment", "package", "taskset"),
+    [(Verifiers, "verifiers", "sums-v1"), (Inspect, "inspect", "sums_task:sums")],
+)
+def test_the_packages_themselves(environment: type[RunnerEnvironment], package: str, taskset: str) -> None:
+    python = FORMATS / package / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"needs {python}, with {package}; see benchmarks/sandboxes_formats.py")
+    options = {"taskset": taskset, "python": str(python), "path": [str(SUMS)]}
+    [task] = [task for task in tasks_of(environment, **options) if task.id == "3"]
+    right, wrong = (played(environment, task, [reply]).header.reward for reply in ("13", "The answer is 14."))
+    assert (right, wrong) == ((1.2, 0.0) if environment is Verifiers else (2.0, 0.0))
+    report = check_environment(environment, options=options, episodes=1)
+    assert not report.findings
+    assert report.resume_class == "replay"
