@@ -11,6 +11,9 @@
 * `failures`: the bundled model is trained with a judge behind an HTTP endpoint that fails in 20 % of the requests,
   hangs in 1 %, and answers nonsense in 5 %. It never says 0. `zeros_from_failures` are committed episodes without a
   positive score. The negative control gives failed scores the value 0: `zeros_without_the_rule`.
+* `agreement`: the bundled model is trained with two judges, of which one computes the sum, and the other answers by the
+  length of the conversation: `good_judge_agreement` and `judge_agreement`, that of the planted bad judge, are the means
+  over the steps of the metric `reward_agreement/NAME`, of which ½ is chance.
 * `tokens`: episodes of eight turns are scored per turn by a small reward model in its process. `scorer_tokens_ratio` is
   the number of tokens that it computed, over that of the conversations; `scorer_tokens_ratio_without_cache` is that of
   a run in which it keeps nothing between turns. `reward_model_errors` are scores that differ from those of a whole
@@ -27,6 +30,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -61,6 +65,7 @@ if TYPE_CHECKING:
 NAMES = (
     *("pipelined_over_none", "inline_over_none", "exposed_latency_error", "exposed_latency_error_of_a_lockstep"),
     *("zeros_from_failures", "zeros_without_the_rule", "scorer_failures", "scorer_drops"),
+    *("judge_agreement", "good_judge_agreement"),
     *("scorer_tokens_ratio", "scorer_tokens_ratio_without_cache", "reward_model_errors"),
     *("score_kills", "score_violations", "wrong_scores", "scores_again_per_kill"),
 )
@@ -340,6 +345,47 @@ def failures(root: Path, *, quick: bool, pairs: int) -> dict[str, float | None]:
     }
 
 
+JUDGE = """
+[policies.{name}]
+kind = "remote"
+url = "{url}"
+model = "{name}"
+[scorers.{name}]
+judge = "{name}"
+per = "episode"
+credit = "reward"
+rubric = "Is the last answer right?"
+answer = {{ wrong = 0.0, right = 1.0 }}
+unscorable = 0.0
+"""
+
+
+def _judged(body: Mapping[str, Any]) -> web.Response:
+    """Answer as the good judge, which computes the sum, or as the bad one, to which long conversations are right."""
+    question = body["messages"][-1]["content"]
+    messages = [json.loads(line) for line in question.splitlines() if line.startswith("{")]
+    if body["model"] == "bad":
+        return said("right" if len(question) % 2 else "wrong")
+    terms = re.findall(r"[-+]? ?\d+", messages[0]["content"].partition("problem:")[2])
+    total = sum(int(term.replace(" ", "")) for term in terms)
+    return said("right" if messages[-1]["content"].strip() == str(total) else "wrong")
+
+
+def agreement(root: Path, *, quick: bool, pairs: int) -> dict[str, float | None]:
+    """Train with a good judge and a bad one."""
+    endpoint = ChatEndpoint(_judged, models=("good", "bad"))
+    with serving(endpoint) as served:
+        toml = root / "run.toml"
+        judges = [JUDGE.format(name=name, url=served.url) for name in endpoint.models]
+        text = TOML.format(steps=2 if quick else 8, workers=1) + "".join(judges)
+        toml.write_text(text.replace("step_size = 32", "step_size = 128"))
+        metrics = agentrl.train(_loaded(toml, root), quiet=True).metrics
+    return {
+        figure: statistics.fmean(step[f"reward_agreement/{name}"] for step in metrics)
+        for figure, name in (("judge_agreement", "bad"), ("good_judge_agreement", "good"))
+    }
+
+
 PRM = """
 [engine]
 max_context = 512
@@ -459,7 +505,7 @@ def _steps(run: Path) -> int:
     return int(steps)
 
 
-PARTS = {"overlap": overlap, "failures": failures, "tokens": tokens, "kills": kills}
+PARTS = {"overlap": overlap, "failures": failures, "agreement": agreement, "tokens": tokens, "kills": kills}
 
 
 def main() -> None:

@@ -31,6 +31,12 @@ METRICS: tuple[Metric, ...] = (
         "is that of rewards without a name, weighted if an agent has no other",
     ),
     Metric(
+        "reward_agreement/<name>",
+        "fraction",
+        "share of the pairs of the step's conversations that this named reward orders as `reward` does, among those "
+        "with different `reward`; ties count half, so ½ is chance. A judge near ½ or below is no use (docs/scores.md)",
+    ),
+    Metric(
         "evaluation/reward",
         "reward",
         "mean reward of the policy over held-out tasks at a pinned version; the reward of a task is the mean over "

@@ -7,6 +7,7 @@ alone.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,6 +38,8 @@ given no gradient."""
 MAX_METRICS = 100
 """Maximum number of a step's metrics of its episodes, built-in ones included; an environment's metrics beyond that are
 kept with their episodes only."""
+_COMPARED = 256
+"""Maximum number of a step's conversations that `reward_agreement` compares with each other."""
 
 
 Count = tuple[str, str, str]
@@ -442,3 +445,16 @@ def mean_named_rewards(trajectories: Sequence[TrajectoryHeader]) -> dict[str, fl
     given = [dict(each.named_rewards) or {REWARD: each.reward or 0.0} for each in trajectories]
     names = sorted({name for own in given for name in own})
     return {name: math.fsum(own.get(name, 0.0) for own in given) / len(given) for name in names}
+
+
+def reward_agreement(trajectories: Sequence[TrajectoryHeader]) -> dict[str, float]:
+    """Return how well each named reward agrees with the unnamed one: the share of pairs of conversations that it orders
+    alike, among those that the unnamed reward orders. Ties count half, so chance is ½. Left out without such a pair."""
+    given = [rewards for each in trajectories if REWARD in (rewards := dict(each.named_rewards))][:_COMPARED]
+    found = {}
+    for name in sorted({name for rewards in given for name in rewards} - {REWARD}):
+        pairs = itertools.combinations([(own[REWARD], own[name]) for own in given if name in own], 2)
+        orders = [(x - y) * (a - b) for (a, x), (b, y) in pairs if a != b]
+        if orders:
+            found[name] = sum((order > 0) + (order == 0) / 2 for order in orders) / len(orders)
+    return found

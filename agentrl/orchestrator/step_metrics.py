@@ -11,7 +11,7 @@ from agentrl.environment.mixture import trained_root_environments
 from agentrl.environment.registry import name_of
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.dispatch import Dispatcher
-from agentrl.orchestrator.metrics import EpisodeTotals, mean_named_rewards
+from agentrl.orchestrator.metrics import EpisodeTotals, mean_named_rewards, reward_agreement
 from agentrl.orchestrator.versions import PolicyBoard
 
 
@@ -112,6 +112,7 @@ class StepMetrics:
                 if own:
                     metrics[f"mixture/reward/{root.__name__}"] = _mean(own)
         metrics |= {f"named_reward/{name}": value for name, value in mean_named_rewards(trajectories).items()}
+        metrics |= {f"reward_agreement/{name}": value for name, value in reward_agreement(trajectories).items()}
         metrics.update(report.metrics)
         metrics.update(self._buffer.selection_bias[policy].metrics())
         for name, value in ended.metrics(policy).items():

@@ -148,6 +148,17 @@ def test_a_note_is_recorded_and_not_credited() -> None:
     assert {header.reward for header in headers(alone).values()} == {12.0}
 
 
+def test_a_bad_judge_is_told_from_a_good_one_by_its_agreement_with_the_reward() -> None:
+    signs = {"good": 1.0, "opposite": -1.0, "unrelated": 0.0}
+    scorers = {name: scorer("right", per="episode", options={"sign": sign}) for name, sign in signs.items()}
+    run = finished({"scorers": scorers, "policies": {"guesser": {"step_size": 64}}})
+    for _, _, metrics in run.seen.steps:
+        assert metrics["reward_agreement/good"] == 1.0
+        assert metrics["reward_agreement/opposite"] == 0.0
+        assert 0.3 < metrics["reward_agreement/unrelated"] < 0.7
+        assert "reward_agreement/reward" not in metrics
+
+
 def test_the_next_turn_does_not_wait_for_a_score_and_the_episode_waits_at_its_end() -> None:
     plain = finished({}, environment=Scoreless)
     slow = scorer("slow", options={"seconds": 30.0}, max_concurrent=1000)

@@ -52,6 +52,14 @@ async def growing(scored: agentrl.Scored) -> float | None:
 
 
 @agentrl.scorer
+def right(scored: agentrl.Scored, sign: float = 1.0) -> float:
+    """What the environment pays, or its opposite, or with 0 nothing to do with it."""
+    if not sign:
+        return float(scored.turn.completion.token_ids.sum() % 97)
+    return sign * float(scored.turn.text.strip(".") == scored.task.data["digit"])
+
+
+@agentrl.scorer
 def length(scored: agentrl.Scored) -> float:
     """Of a whole conversation."""
     return float(len(scored.messages))
