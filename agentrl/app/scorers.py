@@ -70,7 +70,7 @@ def make_scorers(
             "timeout_s": section.timeout_s,
             "unscorable": section.unscorable,
             "places": Places(max(1, section.max_concurrent // config.workers)),
-            "cache": section.cache,
+            "cache": 0 if section.judge in config.trained else section.cache,
             "run_seed": config.seed,
             "clock": clock,
         }
@@ -97,6 +97,7 @@ def make_scorers(
                 rubric=section.rubric,
                 answer=section.answer,
                 votes=section.votes,
+                learns=section.judge in config.trained,
                 **limits,
             )
     for name, section in config.scorers.items():

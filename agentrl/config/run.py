@@ -203,8 +203,8 @@ class RunConfig(Section):
 
     @property
     def judges(self) -> frozenset[str]:
-        """Policies that judge."""
-        return frozenset(scorer.judge for scorer in self.scorers.values() if scorer.judge)
+        """Policies that judge and do not learn: they need no seat."""
+        return frozenset(scorer.judge for scorer in self.scorers.values() if scorer.judge) - self.trained.keys()
 
     def base_of(self, policy: str) -> str:
         """Return the directory of a policy's base model; "" for an endpoint or a bot."""
@@ -375,14 +375,26 @@ def _check_steps(config: RunConfig) -> None:
 
 
 def _check_judge(config: RunConfig, name: str, judge: str) -> None:
-    """Check that a judge is a remote or frozen policy without a seat."""
-    if judge and not isinstance(config.policies.get(judge), RemotePolicy | FrozenPolicy):
-        can = ", ".join(sorted({**config.of_kind(RemotePolicy), **config.of_kind(FrozenPolicy)})) or "none"
-        kind = config.policies[judge].kind if judge in config.policies else None
-        what = f"its kind is {kind!r}" if kind else "there is no such policy"
+    """Check that a judge is a policy whose weights or endpoint are known without a seat."""
+    if not judge:
+        return
+    policy = config.policies.get(judge)
+    if not isinstance(policy, RemotePolicy | FrozenPolicy | PolicyConfig):
+        kinds = {**config.of_kind(RemotePolicy), **config.of_kind(FrozenPolicy), **config.trained}
+        what = f"its kind is {policy.kind!r}" if policy else "there is no such policy"
         raise ValueError(
-            f"scorers.{name}.judge = {judge!r}: {what}; a judge is a policy with kind = 'remote' or 'frozen' "
-            f"(there are: {can})"
+            f"scorers.{name}.judge = {judge!r}: {what}; a judge is a policy with kind = 'remote', 'frozen' or "
+            f"'trained' (there are: {', '.join(sorted(kinds)) or 'none'})"
+        )
+    if isinstance(policy, RemotePolicy) and not config.scorers[name].votes:
+        raise ValueError(
+            f"scorers.{name}.votes = 0 needs log-probabilities, which an endpoint does not give: set votes = 1 or "
+            "more, or name a frozen policy as the judge"
+        )
+    if isinstance(policy, PolicyConfig) and config.deterministic:
+        raise ValueError(
+            f"deterministic = true cannot be combined with scorers.{name}.judge = {judge!r}, which learns while it "
+            "judges: name a frozen policy"
         )
 
 

@@ -46,7 +46,8 @@ class ScorerConfig(Section):
     options: Free[dict[str, Any]] = {}
     """Arguments of the function."""
     judge: Free[str] = ""
-    """Remote or frozen policy of the run that scores instead of a function. It needs no seat."""
+    """Policy of the run that scores instead of a function: one that is remote or frozen, which needs no seat, or that
+    learns."""
     rubric: Free[str] = ""
     """Instructions for the judge: text, or the name of a `.md` or `.txt` file, relative to the TOML file that names it.
     The run records the text."""
@@ -66,8 +67,9 @@ class ScorerConfig(Section):
     cache_tokens: Free[Annotated[NonNegative, NumberUnit("tokens")]] = 32768
     """Number of tokens of conversations whose keys and values a reward model keeps between turns. A conversation that
     has left is computed from its start."""
-    votes: Free[Annotated[int, Field(gt=0, le=1024), NumberUnit("replies")]] = 1
-    """Number of replies sampled for one score; the score is their mean."""
+    votes: Free[Annotated[int, Field(ge=0, le=1024), NumberUnit("replies")]] = 1
+    """Number of replies sampled for one score; the score is their mean. 0: the expected value of `answer`, computed
+    from the probabilities with which the judge's reply begins with each answer. An endpoint gives no probabilities."""
     per: Free[ScoreOf] = "turn"
     """What is scored: `turn`, every turn of the policies that learn; `episode`, their whole conversations, when the
     episode ends; `request`, only the turns for which the environment calls `ctx.score`."""
@@ -85,7 +87,7 @@ class ScorerConfig(Section):
     """Maximum number of scores in progress at once, over all `workers`."""
     cache: Annotated[Free[NonNegative], DerivedDefault("4096 for a judge")] = Field(default_factory=_default_cache)
     """Number of contents whose scores each worker keeps: equal content is scored once. Default: 4096 for a judge, to
-    which only the conversation counts; 0 for a function."""
+    which only the conversation counts; 0 for a function. A judge that learns keeps none."""
     on_failure: Free[str] = "drop"
     """What follows when all attempts have failed: `drop` drops the episode (`scorer_failed`), or the name of another
     scorer, which is asked instead. Never a number."""
@@ -100,10 +102,12 @@ class ScorerConfig(Section):
                 "name who scores, and only one: function = 'mine.py:short', judge = a policy of the run, or "
                 "reward_model = a directory"
             )
-        if not self.judge and (self.rubric or self.answer or self.votes > 1):
+        if not self.judge and (self.rubric or self.answer or self.votes != 1):
             raise ValueError("rubric, answer and votes are for judges: remove them, or name a judge")
         if self.steps and not self.reward_model:
             raise ValueError("steps are scored by reward models: remove steps, or name a reward_model")
+        if self.judge and not self.votes and not self.answer:
+            raise ValueError("votes = 0 computes the probabilities of answers: set answer, or votes = 1")
         if self.judge and not self.rubric.strip():
             raise ValueError("a judge needs a rubric: the text of the question, or the name of a .md or .txt file")
         if is_rubric_file(self.rubric):

@@ -168,6 +168,13 @@ class Sampler(Protocol):
         """End a call in flight; it returns its partial with finish_reason `abort`."""
         ...
 
+    async def score(
+        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
+    ) -> Float32Array:
+        """Log-probability of each token given the tokens before it; entry 0 is 0. A `str` names a policy's current
+        version."""
+        ...
+
 
 class Engine(Sampler, Protocol):
     """An inference engine: samples, and serves the requested versions."""
@@ -197,13 +204,6 @@ class Engine(Sampler, Protocol):
             EngineLostError: the engine failed and may recover.
             EngineFailedError: the engine is gone for good.
         """
-        ...
-
-    async def score(
-        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
-    ) -> Float32Array:
-        """Log-probability of each token given the tokens before it; entry 0 is 0. A `str` names a policy's current
-        version."""
         ...
 
     def busy_seconds(self) -> float:

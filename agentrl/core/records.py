@@ -266,6 +266,8 @@ class Score:
     """Tokens that models computed for it."""
     cached: bool = False
     """Whether it was the score of equal content."""
+    judged_by: PolicyVersion | None = None
+    """Oldest version of the judge, if the judge learns."""
 
 
 REWARD = "reward"

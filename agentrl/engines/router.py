@@ -481,6 +481,12 @@ class SamplerRouter(Generic[SamplerT]):
         for sampler in self._samplers:
             sampler.abort(request_id)
 
+    async def score(
+        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
+    ) -> Float32Array:
+        policy = version if isinstance(version, str) else version.policy
+        return await self.of_policy(policy).score(version, token_ids, temperature)
+
 
 class EngineRouter(SamplerRouter[Fleet]):
     """The engine of a run with several engines, endpoints or bots.
@@ -543,12 +549,6 @@ class EngineRouter(SamplerRouter[Fleet]):
 
     async def ping(self) -> None:
         await _all([fleet.ping() for fleet in self.fleets])
-
-    async def score(
-        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
-    ) -> Float32Array:
-        policy = version if isinstance(version, str) else version.policy
-        return await self.of_policy(policy).score(version, token_ids, temperature)
 
     def busy_seconds(self) -> float:
         """Return the mean of the base models' seconds in forward passes; 0 if all policies are external."""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from agentrl.core.errors import EntriesError
-from agentrl.core.records import REWARD, ForkPoint
+from agentrl.core.records import REWARD, ForkPoint, PolicyVersion
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -265,6 +265,8 @@ class ScoreEntry(RewardEntry, frozen=True, array_like=True, tag="score"):
     """Tokens that models computed for the score."""
     cached: bool = False
     """Whether the score is that of equal content, and was not asked for again."""
+    judged_by: PolicyVersion | None = None
+    """Oldest version of the judge, if the judge learns."""
 
     @property
     def score(self) -> float:

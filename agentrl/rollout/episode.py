@@ -170,6 +170,10 @@ class EpisodeScores(Protocol):
         """Ask a scorer for the score of an agent's newest turn."""
         ...
 
+    def judges(self) -> Mapping[str, PolicyVersion]:
+        """Return the oldest version of each learning judge that scored the attempt."""
+        ...
+
     async def settle(self) -> None:
         """Wait for all scores, and credit the agents with them."""
         ...

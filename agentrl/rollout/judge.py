@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -22,7 +24,7 @@ from agentrl.rollout.scorers import Answer, RetryingScorer, call_engine, message
 
 if TYPE_CHECKING:
     from agentrl.core.ports import ChatFormat, Sampler, SamplingParams
-    from agentrl.core.records import Int32Array, Scored, ScoreRequest
+    from agentrl.core.records import Int32Array, PolicyVersion, Scored, ScoreRequest
 
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?![\w%])")
 
@@ -32,6 +34,17 @@ SHOWN = 500
 
 class VerdictError(Exception):
     """A judge's reply contains no answer. The judge is asked again, with another seed."""
+
+
+class Reply(NamedTuple):
+    """One vote."""
+
+    value: float
+    text: str
+    tokens: int
+    """Tokens computed for it."""
+    version: PolicyVersion
+    """Version that sampled it."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -47,20 +60,42 @@ class JudgeScorer(RetryingScorer):
     rubric: str
     answer: Mapping[str, float] = field(default_factory=dict)
     votes: int = 1
+    """Number of replies; 0: the probabilities of the answers are computed instead."""
+    learns: bool = False
+    """Whether the policy learns, so that its versions differ."""
 
     async def judge(self, request: ScoreRequest, attempt: int) -> Answer:
         question = Message(role="user", content=self.question(request.scored))
         context = np.array(self.chat_format.start([question], ()), dtype=np.int32)
         if len(context) + self.sampling.max_tokens > self.max_context:
             raise Unscorable(f"it has {len(context)} tokens; the judge's context holds {self.max_context}")
+        if not self.votes:
+            return await self._expected(context)
         votes = [f"{attempt}.{vote}" for vote in range(self.votes)]
         try:
             async with asyncio.TaskGroup() as group:
-                replies = [group.create_task(self._vote(request, vote, context)) for vote in votes]
+                tasks = [group.create_task(self._vote(request, vote, context)) for vote in votes]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        values, texts, tokens = zip(*(reply.result() for reply in replies), strict=True)
-        return Answer(fmean(values), " | ".join(text[:SHOWN] for text in texts), sum(tokens))
+        replies = [task.result() for task in tasks]
+        return Answer(
+            fmean(reply.value for reply in replies),
+            " | ".join(reply.text[:SHOWN] for reply in replies),
+            sum(reply.tokens for reply in replies),
+            judged_by=min(reply.version for reply in replies) if self.learns else None,
+        )
+
+    async def _expected(self, context: Int32Array) -> Answer:
+        """Return the expected value of the answers, by their probabilities as the beginning of the reply."""
+        options = [np.array(self.chat_format.encode(answer), np.int32) for answer in self.answer]
+        rows = [np.concatenate([context, option]) for option in options]
+        scored = await asyncio.gather(*(self.engine.score(self.policy, row) for row in rows))
+        logprobs = [float(each[len(context) :].sum()) for each in scored]
+        largest = max(logprobs)
+        weights = [math.exp(logprob - largest) for logprob in logprobs]
+        value = sum(map(operator.mul, weights, self.answer.values())) / sum(weights)
+        note = ", ".join(f"{name} {math.exp(each):.3g}" for name, each in zip(self.answer, logprobs, strict=True))
+        return Answer(value, note, sum(map(len, rows)))
 
     def content(self, scored: Scored) -> str:
         return self.question(scored)
@@ -88,8 +123,8 @@ class JudgeScorer(RetryingScorer):
             return value
         raise VerdictError(f"no number up to {LARGEST_REWARD:g} in {reply[:SHOWN]!r}")
 
-    async def _vote(self, request: ScoreRequest, vote: str, context: Int32Array) -> tuple[float, str, int]:
-        """Sample one reply; return its value, its text, and the tokens computed."""
+    async def _vote(self, request: ScoreRequest, vote: str, context: Int32Array) -> Reply:
+        """Sample one reply."""
         call = GenerateRequest(
             request_id=f"{request.where}, vote {vote}",
             token_ids=context,
@@ -102,4 +137,5 @@ class JudgeScorer(RetryingScorer):
             reply = self.chat_format.parse(completion.token_ids.tolist()).content
         except LimitReachedError as refused:
             raise Unscorable(str(refused)) from None
-        return self.value_of(reply), reply, len(context) - completion.cached_tokens + len(completion.token_ids)
+        tokens = len(context) - completion.cached_tokens + len(completion.token_ids)
+        return Reply(self.value_of(reply), reply, tokens, completion.spans[0].version)

@@ -157,6 +157,9 @@ class EpisodeRunner:
             journal.finish()
             if episode.scores is not None:
                 await episode.scores.settle()
+                for policy, version in episode.scores.judges().items():
+                    against = context.measured_against = context.measured_against or {}
+                    against[policy] = min(against.get(policy, version), version)
             self.finished(context)
         except Exception as error:
             error.add_note(episode.location)

@@ -37,7 +37,7 @@ from agentrl.rollout.turn_sampler import LOST_IN_A_ROW
 
 if TYPE_CHECKING:
     from agentrl.core.ports import GenerateRequest, Sampler, ScoreCredit, ScoreOf
-    from agentrl.core.records import Completion, Message, Scored, ScoreRequest
+    from agentrl.core.records import Completion, Message, PolicyVersion, Scored, ScoreRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,8 @@ class Answer:
     note: str = ""
     tokens: int = 0
     """Tokens that models computed for it."""
+    judged_by: PolicyVersion | None = None
+    """Oldest version of the judge, if the judge learns."""
 
 
 class Places:
@@ -184,7 +186,13 @@ class RetryingScorer(ABC):
                 try:
                     async with asyncio.timeout(self.timeout_s):
                         answer = await self.judge(request, attempt)
-                    return Score(self._checked(answer.value, request), answer.note, queued, answer.tokens)
+                    return Score(
+                        self._checked(answer.value, request),
+                        answer.note,
+                        queued,
+                        answer.tokens,
+                        judged_by=answer.judged_by,
+                    )
                 except Unscorable as unscorable:
                     return Score(self._unscorable(unscorable, request), str(unscorable), queued)
                 except (InfrastructureError, EngineLostError, EpisodeError) as error:

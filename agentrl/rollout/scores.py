@@ -27,6 +27,7 @@ from agentrl.rollout.turn_sampler import call_priority
 
 if TYPE_CHECKING:
     from agentrl.core.ports import Scorer
+    from agentrl.core.records import PolicyVersion
     from agentrl.rollout.episode import LiveEpisode
     from agentrl.rollout.turn_recorder import TurnRecorder
 
@@ -154,6 +155,14 @@ class LiveScores:
                 agent = agents[entry.seat, entry.index]
                 agent.rewards = (*agent.rewards, entry)
 
+    def judges(self) -> dict[str, PolicyVersion]:
+        """Return the oldest version of each learning judge that scored the attempt."""
+        versions: dict[str, PolicyVersion] = {}
+        for entry in self._arrived.values():
+            if isinstance(entry, ScoreEntry) and (by := entry.judged_by) is not None:
+                versions[by.policy] = min(versions.get(by.policy, by), by)
+        return versions
+
     async def _newest(self, call_ids: Sequence[str]) -> float:
         """Wait for earlier scores, the newest first, until one says something, and return it; 0 if there is none."""
         for call_id in reversed(call_ids):
@@ -195,6 +204,7 @@ class LiveScores:
                 difference_of=difference_of,
                 tokens=score.tokens,
                 cached=score.cached,
+                judged_by=score.judged_by,
             )
         self._arrived[request.call_id] = body
         self._episode.journal.record_score(request.call_id, body)

@@ -56,6 +56,14 @@ def test_a_guest_samples_what_the_owner_would() -> None:
     with_guest(scenario)
 
 
+def test_a_guest_gets_the_log_probabilities_that_the_owner_gets() -> None:
+    async def scenario(engine: ProcessEngine, client: EngineClient) -> None:
+        tokens = prompt(9)
+        assert (await client.score("solver", tokens)).tolist() == (await engine.score("solver", tokens)).tolist()
+
+    with_guest(scenario)
+
+
 def test_two_guests_may_name_their_calls_alike_and_each_aborts_its_own() -> None:
     async def scenario(engine: ProcessEngine, client: EngineClient) -> None:
         other = EngineClient(engine.capabilities)
@@ -105,7 +113,7 @@ def test_a_guest_whose_engine_dies_keeps_what_was_delivered_and_waits_for_the_ne
     "message",
     [
         protocol.ServeVersionsRequest(call=1, current=[weights_of(1)], pinned=[]),
-        protocol.LogprobsRequest(call=1, version=version(1), token_ids=b"", temperature=1.0),
+        protocol.WeightTransferEnded(number=1),
     ],
 )
 def test_a_guest_that_asks_for_more_than_samples_is_shown_out(message: rpc.WireMessage) -> None:

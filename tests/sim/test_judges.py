@@ -198,6 +198,23 @@ def slow_answer(request: GenerateRequest, policy: str, version: PolicyVersion) -
     return [*b"0123456789"[request.seed % 10 : request.seed % 10 + 1], STOP_TOKEN]
 
 
+def test_a_policy_that_learns_judges_itself_and_each_score_names_its_version() -> None:
+    def itself(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+        return judging(request, "critic" if RUBRIC in told(request) else policy, version)
+
+    section = {**config()["scorers"]["helpful"], "judge": "guesser", "attempts": 8, "cache": 4096, "credit": "reward"}
+    run = finished({"scorers": {"helpful": section}, "steps": 6}, script=itself)
+    versions = set()
+    for episode, header in headers(run).items():
+        scores = [body for body in entries(run, episode).values() if isinstance(body, ScoreEntry)]
+        judges = [score.judged_by for score in scores]
+        assert header.measured_against == (min(judges),)
+        assert not any(score.cached for score in scores)
+        versions.update(judges)
+    assert {version.policy for version in versions} == {"guesser"}
+    assert len(versions) > 1, "no update fell into the run"
+
+
 def test_a_shared_score_survives_the_request_that_began_it() -> None:
     engine = ScriptedEngine(slow_answer, versions={"critic": PolicyVersion("critic", 0, 0)}, seconds_per_token=0.1)
     judge = scorer(engine=engine, cache=10, run_seed=3)
@@ -275,7 +292,9 @@ def test_one_bad_vote_fails_the_score_and_not_the_others() -> None:
     ("changes", "message"),
     [
         ({"judge": "nobody"}, r"scorers\.helpful\.judge = 'nobody': there is no such policy; .*there are: critic"),
-        ({"judge": "guesser"}, r"its kind is 'trained'; a judge is a policy with kind = 'remote' or 'frozen'"),
+        ({"judge": "pool"}, r"its kind is 'past'; a judge is a policy with kind = 'remote', 'frozen' or 'trained'"),
+        ({"judge": "far", "votes": 0}, r"votes = 0 needs log-probabilities, which an endpoint does not give"),
+        ({"votes": 0, "answer": {}}, "votes = 0 computes the probabilities of answers: set answer"),
         ({"rubric": ""}, "a judge needs a rubric"),
         ({"rubric": "rubrics/helpful.md"}, "names a file, which only a TOML file may do"),
         ({"unscorable": None}, "set unscorable"),
@@ -286,8 +305,16 @@ def test_one_bad_vote_fails_the_score_and_not_the_others() -> None:
     ],
 )
 def test_what_cannot_judge_is_refused(changes: dict[str, Any], message: str) -> None:
+    remote = {"kind": "remote", "url": "http://127.0.0.1:1/v1", "model": "large"}
+    policies = {**CRITIC, "far": remote, "pool": {"kind": "past", "of": "guesser"}}
     with pytest.raises(ValueError, match=message):
-        config_for(**config(**changes))
+        config_for(**config(**changes) | {"policies": policies if changes.get("judge") in policies else CRITIC})
+
+
+def test_a_judge_that_learns_is_refused_where_weights_must_not_depend_on_time() -> None:
+    policies = {"guesser": {"step_size": 8, "max_staleness": 0}}
+    with pytest.raises(ValueError, match=r"scorers\.helpful\.judge = 'guesser', which learns while it judges"):
+        config_for(**config(judge="guesser") | {"policies": policies, "deterministic": True})
 
 
 TOML = """

@@ -73,7 +73,7 @@ def fails(header: EpisodeHeader, run: SmallRun) -> bool:
 
 
 def finished(config: dict[str, Any], **options: Any) -> SmallRun:
-    run = SmallRun(config=config_for(steps=2, **config), **options)
+    run = SmallRun(config=config_for(**{"steps": 2, **config}), **options)
 
     async def main() -> None:
         await run.run()

@@ -423,15 +423,10 @@ class ProcessEngine:
     async def score(
         self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
     ) -> Float32Array:
-        column = token_ids.astype("<i4", copy=False).tobytes()
-
-        def ask(connection: EngineConnection) -> Any:
-            call = connection.next_call()
-            request = protocol.LogprobsRequest(call=call, version=version, token_ids=column, temperature=temperature)
-            return connection.ask(call, request)
-
-        scored: protocol.LogprobsReply = await self._until_answered(ask)
-        return protocol.decode_logprobs(scored.logprobs)
+        scores: Float32Array = await self._until_answered(
+            lambda connection: connection.score(version, token_ids, temperature)
+        )
+        return scores
 
     def busy_seconds(self) -> float:
         """See `agentrl.core.ports.Engine.busy_seconds`; at most 0.2 s old."""
@@ -535,6 +530,13 @@ class EngineClient:
                 raise EngineLostError(f"the engine's process accepts no calls ({error.strerror or error})") from error
             finally:
                 self._coming[address] -= 1
+
+    async def score(
+        self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
+    ) -> Float32Array:
+        policy = version if isinstance(version, str) else version.policy
+        connection = await self.pick(policy, opening_digest(token_ids.tobytes()))
+        return await connection.score(version, token_ids, temperature)
 
     async def _open_connection(self, address: str) -> EngineConnection:
         opening = self._connections.get(address)

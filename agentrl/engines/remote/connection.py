@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from agentrl.core.ports import GenerateRequest, NewTokensCallback
-    from agentrl.core.records import Completion, PolicyVersion, WeightsRef
+    from agentrl.core.records import Completion, Float32Array, Int32Array, PolicyVersion, WeightsRef
     from agentrl.engines.weights.transfer import VersionFiles
 
 
@@ -69,6 +69,14 @@ class EngineConnection(rpc.Connection):
         if not isinstance(reply, protocol.CompletionReply):
             raise EngineError(f"call {request.request_id}: unexpected answer of the engine: {type(reply).__name__}")
         return protocol.completion_from_message(reply)
+
+    async def score(self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float) -> Float32Array:
+        """Return the log-probabilities of tokens."""
+        call = self.next_call()
+        column = token_ids.astype("<i4", copy=False).tobytes()
+        request = protocol.LogprobsRequest(call=call, version=version, token_ids=column, temperature=temperature)
+        scored: protocol.LogprobsReply = await self.ask(call, request)
+        return protocol.decode_logprobs(scored.logprobs)
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef]) -> None:
         wanted = in_loading_order(current, pinned)

@@ -226,7 +226,7 @@ class ClientHandler(ConnectionHandler):
         match message:
             case protocol.StartGenerationRequest() | protocol.AbortRequest():
                 message = msgspec.structs.replace(message, request_id=self._prefix + message.request_id)
-            case protocol.OpenSessionRequest() | protocol.CloseSessionRequest():
+            case protocol.OpenSessionRequest() | protocol.CloseSessionRequest() | protocol.LogprobsRequest():
                 pass
             case _:
                 raise ValueError(f"a client sent an unexpected message ({type(message).__name__})")
