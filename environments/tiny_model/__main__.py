@@ -32,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"tiny_model: {error}", file=sys.stderr)
         return error.exit_code
     demonstrated = "" if result.demonstrated is None else f"; demonstrations: {result.demonstrated:.3f}"
+    if demonstrated and options.early:
+        demonstrated += f" (up to {options.early:.0%} of them answer too early, which leaves something to learn)"
     print(f"{result.path}: {result.parameters:,} parameters, {result.vocabulary} tokens, {result.steps} training steps")
     print(f"held-out reward: {result.before:.3f} before, {result.reward:.3f} after{demonstrated}")
     if result.explanation:

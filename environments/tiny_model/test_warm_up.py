@@ -49,6 +49,12 @@ class Listed(Doubling):
         return [calls, str(2 * task.data["number"])]
 
 
+class Misnamed(Doubling):
+    @classmethod
+    def demonstrate(cls, task: agentrl.Task, random: Random) -> list[Any]:
+        return [{"name": "double", "arguments": {"number": 1}}, "unknown"]
+
+
 class Silent(Doubling):
     @classmethod
     def demonstrate(cls, task: agentrl.Task, random: Random) -> list[Any]:
@@ -184,7 +190,6 @@ def test_a_token_never_spans_two_words() -> None:
 @pytest.mark.parametrize(
     ("demonstrated", "on_training_tasks", "explanation"),
     [
-        (0.0, 0.0, "the demonstrations earn 0.000, no more than random weights"),
         (1.0, 0.9, "it memorized them: there are 12"),
         (1.0, 0.1, "it has not learned the demonstrations: raise --steps"),
         (None, 0.9, "it memorized them"),
@@ -195,6 +200,12 @@ def test_a_flat_held_out_reward_is_explained(
 ) -> None:
     text = module.explain_flat_reward(0.0, 0.0, demonstrated, on_training_tasks=on_training_tasks, tasks=12)
     assert explanation in text
+
+
+def test_demonstrations_that_earn_nothing_are_refused_before_training(tmp_path: Path) -> None:
+    with pytest.raises(CheckFailedError, match="no tool 'double'"):
+        build_tiny_model(Misnamed, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_warm_up_that_taught_nothing_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -109,7 +109,7 @@ def build_tiny_model(
 
     Raises:
         InputError: there are no demonstrations, or an argument is invalid.
-        CheckFailedError: demonstrations fail in the environment.
+        CheckFailedError: demonstrations fail in the environment, or earn no more than random weights.
     """
     target = Path(out)
     if target.exists():
@@ -439,6 +439,13 @@ class _Builder:
         )
         tiny_model.save_model(model, directory, stop_tokens=stop)
         before = reward = self._measure("random weights")
+        if target is not None and target <= before:
+            observed = [message.content for shown in corpus for message in shown.messages if message.role == "tool"]
+            mistake = next((text for text in observed if text.startswith("error:")), "")
+            raise CheckFailedError(
+                f"the demonstrations earn {target:.3f}, and random weights {before:.3f}: check `demonstrate` and `reward`"
+                + (f"; a tool answered {mistake[:300]!r}" if mistake else "")
+            )
         taken = 0
 
         def on_step(step: int, loss: float) -> bool:
@@ -494,7 +501,7 @@ class _Builder:
 
 def has_risen(before: float, reward: float, demonstrated: float | None) -> bool:
     """Whether a reward has risen by a fifth of the way to that of the demonstrations, or at all if that is unknown."""
-    way = 0.0 if demonstrated is None else max(demonstrated - before, 0.0)
+    way = 0.0 if demonstrated is None else demonstrated - before
     return reward > before + way / 5
 
 
@@ -506,14 +513,10 @@ def explain_flat_reward(
     Args:
         before: held-out reward of the random weights.
         reward: held-out reward of the model.
-        demonstrated: reward of the demonstrations, if known.
+        demonstrated: reward of the demonstrations, if known; more than `before`.
         on_training_tasks: reward of the model on the tasks whose demonstrations it learned.
         tasks: number of training tasks of one seed.
     """
-    if demonstrated is not None and demonstrated <= before:
-        return (
-            f"the demonstrations earn {demonstrated:.3f}, no more than random weights: check `demonstrate` and `reward`"
-        )
     if has_risen(before, on_training_tasks, demonstrated):
         return (
             f"on training tasks it earns {on_training_tasks:.3f}, so it memorized them: there are {tasks}, or held-out "
