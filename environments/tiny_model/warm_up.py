@@ -443,7 +443,7 @@ class _Builder:
             observed = [message.content for shown in corpus for message in shown.messages if message.role == "tool"]
             mistake = next((text for text in observed if text.startswith("error:")), "")
             raise CheckFailedError(
-                f"the demonstrations earn {target:.3f}, and random weights {before:.3f}: check `demonstrate` and `reward`"
+                f"the demonstrations earn {target:.3f}, random weights {before:.3f}: check `demonstrate` and `reward`"
                 + (f"; a tool answered {mistake[:300]!r}" if mistake else "")
             )
         taken = 0
