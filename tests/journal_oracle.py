@@ -94,6 +94,10 @@ class Recorded:
         self.kinds: Counter[str] = Counter()
         self.turns: list[Turn] = []
         self.rewards: list[tuple[str, int, float, int | None, str, float]] = []
+        self.fork: dict[str, Any] | None = None
+        """The point at which the attempt left another one, as its `begin` has it."""
+        self.bodies: list[list[Any]] = []
+        """Turns, if the entries are inherited."""
 
     def sampled_by(self, seat: str, index: int) -> set[Version]:
         """The versions that an agent's tokens name."""
@@ -268,6 +272,8 @@ class _Judge:
                 own.calls.add(call)
                 if content[0] == "turn":
                     self.read_turn(own, content, where)
+                elif content[0] == "begin":
+                    own.fork = content[11] if len(content) > 11 else None
                 elif content[0] in ("reward", "score"):
                     own.rewards.append((*content[1:5], *(content[5:7] or ("reward", 1.0))))
 
@@ -317,10 +323,34 @@ class _Judge:
                 self.say("digest", f"{key}: its entries in {row['partition']} are not those that were committed")
             if not own.kinds["begin"]:
                 self.say("entries", f"{key}: no `begin`")
-            if row["purpose"] != "fork":  # whose prefix lies in the journal of its parent
-                self.judge_trajectories(row, own, sorted(trajectories[key], key=lambda t: (t["seat"], t["agent"])))
+            inherited = Recorded() if own.fork is None else self.prefix(own.fork, self.run / "journal")
+            ordered = sorted(trajectories[key], key=lambda t: (t["seat"], t["agent"]))
+            self.judge_trajectories(row, own, inherited, ordered)
 
-    def judge_trajectories(self, episode: Row, own: Recorded, rows: Sequence[Row]) -> None:
+    def prefix(self, point: Mapping[str, Any], journal: Path) -> Recorded:
+        """What an attempt inherited from another one, whose journal is named relative to its own."""
+        parent_journal = journal / point["journal"]
+        with opened(parent_journal / point["partition"]) as connection:
+            statement = "SELECT call, body FROM entries WHERE episode = ? AND attempt = ? ORDER BY id"
+            rows = list(connection.execute(statement, (point["episode_id"], point["attempt"])))
+        begin = msgspec.msgpack.decode(rows[0][1])
+        above = begin[11] if len(begin) > 11 else None
+        inherited = Recorded() if above is None else self.prefix(above, parent_journal)
+        named = dict(self.named)
+        for call, body in rows:
+            if call == point["call_id"]:
+                self.named = named  # its versions are those of another run
+                return inherited
+            content = msgspec.msgpack.decode(body)
+            if content[0] == "turn":
+                self.read_turn(inherited, content, f"call {call} of {point}")
+                inherited.bodies.append(content)
+            elif content[0] in ("reward", "score"):
+                inherited.rewards.append((*content[1:5], *(content[5:7] or ("reward", 1.0))))
+        self.say("entries", f"the call of {point} does not exist")
+        return inherited
+
+    def judge_trajectories(self, episode: Row, own: Recorded, inherited: Recorded, rows: Sequence[Row]) -> None:
         key = (episode["episode"], episode["attempt"])
         agents: dict[tuple[str, int], list[Turn]] = defaultdict(list)
         for turn in own.turns:
@@ -335,7 +365,8 @@ class _Judge:
             self.say("entries", f"{key}: {totals} turns and tokens are in {episode['partition']}, not in `episodes`")
         for row in rows:
             agent = (row["seat"], row["agent"])
-            self.judge_rows(key, agent, agents[agent])
+            before = [turn for turn in inherited.turns if (turn.seat, turn.index) == agent]
+            self.judge_rows(key, agent, agents[agent], before)
             if row["tokens"] != sum(turn.counted for turn in agents[agent]):
                 self.say("entries", f"{key}: {agent} has {row['tokens']} tokens in `trajectories`")
             oldest = min(((v[1], v[2]) for v in own.sampled_by(*agent)), default=(0, 0))
@@ -344,10 +375,12 @@ class _Judge:
                 (own.kinds["cancel"] or own.kinds["limit"]) and told <= oldest
             ):  # a call that was cut counts too
                 self.say("entries", f"{key}: {agent} has oldest weights {told}, and its spans {oldest}")
-            states = b"".join(turn.state for turn in sorted(agents[agent], key=lambda turn: turn.number))
+            states = b"".join(turn.state for turn in sorted([*before, *agents[agent]], key=lambda turn: turn.number))
             if row["turn_states"] not in (None, states):
                 self.say("entries", f"{key}: {agent} has states {row['turn_states'].hex()}, its turns {states.hex()}")
-            self.judge_rewards(key, agent, row, [given[2:] for given in own.rewards if given[:2] == agent])
+            self.judge_rewards(
+                key, agent, row, [given[2:] for given in (*inherited.rewards, *own.rewards) if given[:2] == agent]
+            )
         rewards = [row["reward"] for row in rows if row["reward"] is not None]
         if episode["reward"] != (sum(rewards) if rewards else None):
             self.say("reward", f"{key}: {episode['reward']} in `episodes`, and its agents have {rewards}")
@@ -371,10 +404,14 @@ class _Judge:
         if dict(map(tuple, json.loads(row["turn_rewards"] or "[]"))) != by_turn:
             self.say("reward", f"{key}: {agent} has turn rewards {row['turn_rewards']}, and was given {by_turn}")
 
-    def judge_rows(self, key: Attempt, agent: tuple[str, int], turns: Sequence[Turn]) -> None:
+    def judge_rows(
+        self, key: Attempt, agent: tuple[str, int], turns: Sequence[Turn], inherited: Sequence[Turn]
+    ) -> None:
         lengths: dict[int, int] = defaultdict(int)
+        for turn in inherited:
+            lengths[turn.row] += turn.context + turn.sampled
         numbers = sorted(turn.number for turn in turns)
-        if numbers != [*range(len(numbers))]:
+        if numbers != [*range(len(inherited), len(inherited) + len(numbers))]:
             self.say("entries", f"{key}: {agent} has turns {numbers}")
         for turn in sorted(turns, key=lambda turn: turn.number):
             if turn.parent_context not in (0, lengths[turn.row]):
@@ -578,6 +615,8 @@ class _Judge:
                         return  # experts may have made several pieces of a row
                     by_row[turn[4]].append(turn)
                 for _, turns in sorted(by_row.items()):
+                    if not turns[-1][7]:
+                        continue  # all were inherited
                     digests[episode, number] = _row_digest(turns, credit)
                     number += 1
         whole = hashlib.blake2b(digest_size=16)
@@ -591,7 +630,10 @@ class _Judge:
         with opened(self.run / "journal" / self.partitions[episode, attempt]) as connection:
             query = "SELECT body FROM entries WHERE episode = ? AND attempt = ?"
             bodies = [msgspec.msgpack.decode(body) for (body,) in connection.execute(query, (episode, attempt))]
-        turns = [body for body in bodies if body[0] == "turn" and (body[1], body[2]) == (seat, agent)]
+        own = self.recorded[self.partitions[episode, attempt], episode, attempt]
+        inherited = [] if own.fork is None else self.prefix(own.fork, self.run / "journal").bodies
+        context = [[*body[:6], body[6] + body[7], b"", b"", *body[9:16], None] for body in inherited]
+        turns = [body for body in (*context, *bodies) if body[0] == "turn" and (body[1], body[2]) == (seat, agent)]
         return sorted(turns, key=lambda turn: turn[5])
 
     # --- rewards, baselines, advantages -------------------------------------------------------------------------------

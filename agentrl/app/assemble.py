@@ -21,7 +21,7 @@ from agentrl.core import ids
 from agentrl.core.clock import Clock
 from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import ChatFormat, Engine, Observer, Trainer
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, GroupStart, PolicyVersion
 from agentrl.credit.baselines import MeanAtStep, RoleMeans, SeatRole
 from agentrl.credit.estimators import REWARD_ESTIMATORS, AdvantageEstimator
 from agentrl.credit.release import FirstFinishersRelease, GroupReleasePolicy, GroupReleaseRule, WholeGroupRelease
@@ -81,6 +81,8 @@ class RunParts:
     opponents: Mapping[str, Sequence[PolicyVersion]] = field(default_factory=dict)
     """Pinned versions for each past policy, oldest first; see `recovery.start_opponent_pools`."""
     resume_state: ResumeState = field(default_factory=ResumeState)
+    recorded_turns: Sequence[GroupStart] = ()
+    """Recorded turns at which groups begin; see `recorded_turns`."""
     estimator: AdvantageEstimator | None = None
     """Advantage estimator, if it takes a `Group`; see `recovery.load_user_functions`."""
     role_means: Mapping[SeatRole, Sequence[MeanAtStep]] = field(default_factory=dict)
@@ -121,6 +123,8 @@ def assemble_orchestrator(config: RunConfig, environment: type[Environment], par
         selection=config.environment.selection,
         visible=scheduler.visible_groups,
         results=parts.resume_state.results,
+        recorded=parts.recorded_turns,
+        recorded_share=config.environment.recorded_share,
     )
     buffer.on_group = partial(_record_group, curriculum, config.credit.group_size)
     best = _best_checkpoint_tracker(config, parts.running_best)
@@ -168,7 +172,7 @@ def assemble_orchestrator(config: RunConfig, environment: type[Environment], par
             *(parts.store, parts.clock, orchestrator.fail),
         )
     size = config.credit.group_size
-    lost = [(number, curriculum.task(number // size)) for number in parts.resume_state.lost]
+    lost = [(number, curriculum.start(number // size)) for number in parts.resume_state.lost]
     dispatcher.restore(parts.resume_state.ended, parts.resume_state.unfinished, lost, parts.resume_state.proposals)
     return orchestrator
 
@@ -186,7 +190,7 @@ def _journal_retention(config: RunConfig, parts: RunParts) -> JournalRetention:
 
 
 def _record_group(curriculum: Curriculum, group_size: int, spec: EpisodeSpec, headers: Sequence[EpisodeHeader]) -> None:
-    if spec.parent_id is None:
+    if spec.parent_id is None and spec.fork is None:
         group = ids.root_episode_number(spec.episode_id) // group_size
         curriculum.record_group(GroupResult.of(group, spec.task, headers))
 

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from agentrl.app.evaluation import play_without_training, with_frozen_policies
 from agentrl.app.policies import serve_configured_weights, weights_from_directory
@@ -35,7 +35,7 @@ from agentrl.environment.environment import Environment
 from agentrl.environment.registry import name_of
 from agentrl.inspection.comparisons import FORKS
 from agentrl.inspection.reader import RunReader
-from agentrl.journal.entries import BeginEntry, JournalEntry, TurnEntry, decode_entries
+from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, ToolEntry, TurnEntry, decode_entries
 from agentrl.journal.reader import TurnLogReader, load_fork_prefix
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.observe.run_directory import ENGINE_LOG
@@ -43,6 +43,11 @@ from agentrl.orchestrator.versions import ServedVersions
 from agentrl.rollout.turn_entries import decode_message
 
 _VERSION = re.compile(r"(?P<policy>[^@/]+)@(?P<lineage>\d{1,9})\.(?P<step>\d{1,9})")
+
+LAST_TOOL_ERROR: Literal["last tool error"] = "last tool error"
+TurnChoice = int | Literal["last tool error"]
+"""A turn of an episode: its number, over all agents in recorded order and from the end if negative, or the turn whose
+tool call was the last to fail."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +57,31 @@ class ForkParent:
     begin: BeginEntry
     point: ForkPoint
     """Start of the fork; its journal is an absolute path."""
+    prefix: Sequence[EntryBody]
+    """Entries before the fork point."""
     turns: Sequence[TurnEntry]
     """Turns up to and including the one at the fork point."""
     ancestors: Mapping[str, str]
     """Journal directories of the parent and its ancestors, keyed by episode id."""
+
+    @property
+    def spec(self) -> EpisodeSpec:
+        """The spec of the parent, as its first entry has it."""
+        begin = self.begin
+        return EpisodeSpec(
+            episode_id=self.point.episode_id,
+            environment=begin.environment,
+            task=Task(id=begin.task_id, data=begin.task),
+            seed=begin.seed,
+            seats={seat: SeatBinding(policy) for seat, policy in begin.seats.items()},
+            group_id=begin.group_id,
+            group_size=begin.group_size,
+            attempt=self.point.attempt,
+        )
+
+    def point_for(self, journal: Path) -> ForkPoint:
+        """The fork point in the form for episodes of a journal directory."""
+        return replace(self.point, journal=os.path.relpath(self.point.journal, journal))
 
 
 class ForkPolicies(NamedTuple):
@@ -132,7 +158,7 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
     return asyncio.run(_fork(config, chosen, parent, parent_directory, n, policies, factories or RunFactories(), kept))
 
 
-def find_parent(journal: Path, episode_id: str, attempt: int | None, at: int) -> ForkParent:
+def find_parent(journal: Path, episode_id: str, attempt: int | None, at: TurnChoice) -> ForkParent:
     """Find the turn of an episode at which to fork.
 
     Raises:
@@ -145,14 +171,38 @@ def find_parent(journal: Path, episode_id: str, attempt: int | None, at: int) ->
         raise JournalError(f"{journal}: the first entries of episode {episode_id} are missing; the journal is damaged")
     points = _points(journal, partition, own_entries[0], begin)
     all_entries = own_entries if begin.fork is None else [*load_fork_prefix(journal, begin.fork), *own_entries]
-    turns = [(entry, body) for entry in all_entries if isinstance(body := entry.decode(), TurnEntry)]
-    if not -len(turns) <= at < len(turns):
-        raise InputError(f"episode {episode_id} has {plural(len(turns), 'turn')}, so it cannot be forked at turn {at}")
-    at %= len(turns)
-    entry = turns[at][0]
+    bodies = decode_entries(all_entries)
+    places = [place for place, body in enumerate(bodies) if isinstance(body, TurnEntry)]
+    if at == LAST_TOOL_ERROR:
+        place = _turn_of_last_tool_error(all_entries, bodies)
+        if place is None:
+            raise InputError(f"no tool call of episode {episode_id} failed")
+    elif -len(places) <= at < len(places):
+        place = places[at]
+    else:
+        raise InputError(f"episode {episode_id} has {plural(len(places), 'turn')}, so it cannot be forked at turn {at}")
+    entry = all_entries[place]
     point = replace(points[entry.episode_id], call_id=entry.call_id)
     directories = {name: point_of_name.journal for name, point_of_name in points.items()}
-    return ForkParent(begin=begin, point=point, turns=[body for _, body in turns[: at + 1]], ancestors=directories)
+    return ForkParent(
+        begin=begin,
+        point=point,
+        prefix=[body for body in bodies[:place] if not isinstance(body, BeginEntry)],
+        turns=[body for body in bodies[: place + 1] if isinstance(body, TurnEntry)],
+        ancestors=directories,
+    )
+
+
+def _turn_of_last_tool_error(entries: Sequence[JournalEntry], bodies: Sequence[EntryBody]) -> int | None:
+    """Return the place of the turn whose tool call failed, for the last such call; None if no tool call failed."""
+    for place in reversed(range(len(bodies))):
+        body = bodies[place]
+        if isinstance(body, ToolEntry) and body.outcome != "ok":
+            branch = entries[place].call_id.rpartition("#")[0]
+            for before in reversed(range(place)):
+                if isinstance(bodies[before], TurnEntry) and entries[before].call_id.rpartition("#")[0] == branch:
+                    return before
+    return None
 
 
 def edit_fork_parent(parent: ForkParent, edit: str | Sequence[Mapping[str, Any]] | None) -> ForkParent:
@@ -311,17 +361,16 @@ def fork_episode_spec(
 ) -> EpisodeSpec:
     """Make the spec of fork `number` of `n`, to be written to a journal directory. `seats` has the policies that differ
     from the parent's."""
-    begin, episode_id = parent.begin, ids.episode_id("f", number)
-    return EpisodeSpec(
+    point, episode_id = parent.point, ids.episode_id("f", number)
+    return parent.spec.start_another(
+        *(point.call_id, episode_id),
         episode_id=episode_id,
         environment=name_of(environment),
-        task=Task(id=begin.task_id, data=begin.task),
-        seed=ids.stable_hash64("fork", begin.seed, episode_id, parent.point.episode_id, parent.point.call_id),
-        seats={seat: SeatBinding(policy) for seat, policy in {**begin.seats, **seats}.items()},
-        group_id=f"{parent.point.episode_id}.{parent.point.attempt}.{parent.point.call_id}",
+        seats={**parent.spec.seats, **{seat: SeatBinding(policy) for seat, policy in seats.items()}},
+        group_id=f"{point.episode_id}.{point.attempt}.{point.call_id}",
         group_size=n,
         purpose="fork",
-        fork=replace(parent.point, journal=os.path.relpath(parent.point.journal, journal)),
+        fork=parent.point_for(journal),
     )
 
 

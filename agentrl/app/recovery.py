@@ -341,7 +341,7 @@ def group_results_from_journal(
     """
     groups: dict[str, tuple[EpisodeSpec, list[EpisodeHeader]]] = {}
     for spec, header in members:
-        if spec.parent_id is None and spec.group_id not in open_groups:
+        if spec.parent_id is None and spec.fork is None and spec.group_id not in open_groups:
             # Removing and adding again keeps groups in the order in which they ended.
             _, headers = groups.pop(spec.group_id, (spec, []))
             groups[spec.group_id] = spec, [*headers, header]

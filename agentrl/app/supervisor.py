@@ -49,7 +49,7 @@ from agentrl.core.errors import (
 )
 from agentrl.core.files import was_closed_by_foreign_code
 from agentrl.core.ports import ChatFormat, ProcessStatusSource, Trainer
-from agentrl.core.records import PolicyVersion, dropped_header
+from agentrl.core.records import GroupStart, PolicyVersion, dropped_header
 from agentrl.credit.estimators import AdvantageEstimator
 from agentrl.environment.containment import exit_forked_process, stop_loop_in_forked_process
 from agentrl.environment.environment import Environment, TaskSource
@@ -92,6 +92,7 @@ class RunSetup:
     config: RunConfig
     environment: type[Environment]
     tasks: TaskSource
+    recorded_turns: Sequence[GroupStart]
     held_out: Sequence[HeldOutSplit]
     chat_format: ChatFormat
     factories: RunFactories
@@ -334,6 +335,7 @@ def _parts(
         opponents=opponents,
         parents=store.parents(),
         resume_state=point.resume_state,
+        recorded_turns=setup.recorded_turns,
         role_means=point.recovery.role_means,
         estimator=setup.estimator,
         workers=workers,

@@ -25,6 +25,7 @@ from agentrl.app.policies import (
     units_per_root_group,
 )
 from agentrl.app.recipes import with_learning_rates
+from agentrl.app.recorded_turns import find_recorded_turns, keep_recorded_turns
 from agentrl.app.recovery import UserCodeDigests, load_user_functions
 from agentrl.app.run_parts import RunFactories, environment_of, importable_environment_code, load_config, task_source
 from agentrl.app.run_parts import held_out_task_splits as held_out_source
@@ -35,6 +36,7 @@ from agentrl.config.run import RunConfig
 from agentrl.core.custom_functions import capture_function_code
 from agentrl.core.ports import Observer
 from agentrl.core.records import Task
+from agentrl.core.text import plural
 from agentrl.environment.environment import Environment, TaskSource
 from agentrl.journal.run_process import record_process_state
 from agentrl.observe.run_directory import RunDirectory
@@ -139,7 +141,9 @@ async def run_training(
     source = await asyncio.to_thread(task_source, config, environment, "train", tasks)
     held_out_splits, available = await asyncio.to_thread(held_out_source, config, environment, held_out)
     path = Path(config.directory) / config.name
+    recorded_turns = await asyncio.to_thread(find_recorded_turns, config, environment, path)
     directory = RunDirectory.reopen(path) if resume else RunDirectory.create(path, config.model_dump_json(indent=1))
+    keep_recorded_turns(recorded_turns, directory.path)
     code = importable_environment_code(environment)
     bases = await asyncio.to_thread(base_models, config)
     info = {
@@ -168,10 +172,14 @@ async def run_training(
         evaluated = sum(len(split.tasks) for split in held_out_splits)
         if evaluated < available:
             observer.say(f"evaluating on {evaluated:,} of {available:,} held-out tasks, drawn with seed {config.seed}")
+        if recorded_turns:
+            share, count = config.environment.recorded_share, plural(len(recorded_turns), "recorded turn")
+            observer.say(f"{share:.0%} of the groups begin at one of {count}")
         setup = RunSetup(
             config=config,
             environment=environment,
             tasks=source,
+            recorded_turns=recorded_turns,
             held_out=held_out_splits,
             chat_format=chat_format,
             factories=factories,

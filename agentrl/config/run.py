@@ -134,6 +134,7 @@ class RunConfig(Section):
         _check_loss(self)
         _check_scorers(self)
         _check_release(self)
+        _check_recorded_turns(self)
         _check_seats(self)
         _check_model(self)
         for name in self.policies:
@@ -488,6 +489,22 @@ def _not_with_release(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.trainer.loss.normalizer == "tokens":
         why = "the tokens of a step depend on who ended first, and short members would weigh more"
         yield "trainer.loss.normalizer = 'tokens'", f"{why}. Set it to the sampled tokens of a typical episode"
+
+
+def _check_recorded_turns(config: RunConfig) -> None:
+    """Check that turns before a recorded turn can be context."""
+    if config.environment.start_from is None:
+        return
+    if config.on_cluster:
+        raise ValueError(
+            "environment.start_from reads the journal of another run, which workers on other machines cannot: remove "
+            "cluster.address, or environment.start_from"
+        )
+    if config.credit.advantage.name == "gigpo":
+        raise ValueError(
+            "environment.start_from cannot be combined with credit.advantage = 'gigpo', which would compare the states "
+            "of recorded turns, the same in every member of a group, with those of new turns: set 'leave_one_out'"
+        )
 
 
 def _check_seats(config: RunConfig) -> None:

@@ -30,6 +30,22 @@ from agentrl.config.fields import (
 from agentrl.core.custom_functions import Kind
 
 
+class RecordedTurnsConfig(Section):
+    """Recorded turns at which some of the groups begin (docs/branches.md)."""
+
+    run: Fixed[str]
+    """Directory of the run that recorded them, relative to the current directory. It must keep its journal until
+    training ends."""
+    where: Fixed[str] = ""
+    """Filter of that run's training episodes, as in `agentrl episode list --where`; empty: all of them. At most 1,000
+    episodes are used, drawn with the seed."""
+    at: Fixed[int | Literal["last tool error"]]
+    """Turn that is sampled again: its number from 0, or from the end if negative, or the turn whose tool call was the
+    last to fail. Episodes without such a turn are left out."""
+    share: Fixed[Annotated[float, Field(gt=0, le=1)]] = 0.5
+    """Share of the groups that begin at a recorded turn; the others begin at the start of a task."""
+
+
 class EnvironmentConfig(Section):
     """The environment in which agents act."""
 
@@ -39,9 +55,16 @@ class EnvironmentConfig(Section):
     }` (docs/selection.md)."""
     options: Fixed[dict[str, Any]] = {}
     """Arguments of the environment's task source; in a mixture, a table of them for each class name."""
+    start_from: Fixed[RecordedTurnsConfig | None] = None
+    """Recorded turns at which some of the groups begin; null: every group begins at the start of a task."""
     selection: Fixed[dict[str, float]] = {}
     """Settings of task selection by the results of earlier groups, such as `{ low = 0.1, high = 0.9, replay = 0.5,
     retire_after = 2 }` (docs/selection.md); empty: a seeded permutation of all tasks in each pass."""
+
+    @property
+    def recorded_share(self) -> float:
+        """Share of the groups that begin at a recorded turn."""
+        return 0.0 if self.start_from is None else self.start_from.share
 
     @field_validator("selection")
     @classmethod

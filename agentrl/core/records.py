@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from agentrl.core import ids
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -330,10 +332,27 @@ class EpisodeSpec:
     held_by: str = field(default="", compare=False)
     """Sentences on the causes and the length of a delayed admission; empty: it was not delayed."""
 
+    def start_another(self, call_id: str, number: int | str, /, **differences: Any) -> EpisodeSpec:
+        """Return the spec of an episode that starts from call `call_id` of this one: its child, or its fork.
+
+        The new episode has its own seed, made of this one's, the call and `number`, and agrees in everything else that
+        `differences` does not name.
+        """
+        seed = ids.stable_hash64(self.seed, self.attempt, call_id, number)
+        return dataclasses.replace(self, **{"seed": seed, "attempt": 0, "fork": None, "held_by": "", **differences})
+
     def pinned(self, pins: Mapping[str, PolicyVersion]) -> EpisodeSpec:
         """Return a copy of the spec with these pins."""
         seats = {seat: SeatBinding(binding.policy, pins.get(binding.policy)) for seat, binding in self.seats.items()}
         return dataclasses.replace(self, seats=seats, pins=dict(pins))
+
+
+class GroupStart(NamedTuple):
+    """The start of a root group's episodes: the beginning of a task, or a recorded turn of an episode of it."""
+
+    task: Task
+    point: ForkPoint | None = None
+    """The recorded turn, from which the episodes go their own ways; None: the beginning."""
 
 
 class ExpertRoutingSpan(NamedTuple):
@@ -387,7 +406,7 @@ class TrajectoryHeader:
     policy: str
     reward: float | None
     tokens: int
-    """Number of sampled tokens."""
+    """Number of sampled tokens, without those that a fork inherited."""
     oldest_step: int
     """Step of the oldest weights that sampled a token; `lineage` belongs to the same weights."""
     lineage: int
@@ -429,8 +448,9 @@ class EpisodeHeader:
     drop_reason: str | None
     """Why the episode was dropped; None if it was committed."""
     turns: int
+    """Number of sampled turns of all agents, without those that a fork inherited."""
     tokens: int
-    """Number of sampled tokens of all agents."""
+    """Number of sampled tokens of all agents, without those that a fork inherited."""
     seconds: float
     trajectories: tuple[TrajectoryHeader, ...]
     location: EpisodeDataLocation | None

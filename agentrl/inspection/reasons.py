@@ -81,6 +81,12 @@ def _admission(reader: RunReader, line: EpisodeLine, problems: list[str]) -> lis
         except JournalError as error:
             problems.append(str(error))
             continue
+        if spec.fork is not None and line.purpose == "train":
+            point = spec.fork
+            text = (
+                f"to begin at call {point.call_id} of {point.episode_id}, attempt {point.attempt}, of {point.journal}"
+            )
+            reasons.append(Reason("admitted", f"{text}; the turns before it are context"))
         if spec.held_by:
             reasons.append(Reason("admitted", f"its admission waited {spec.held_by}"))
         if line.purpose in ("train", "evaluate"):

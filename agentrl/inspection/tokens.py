@@ -12,6 +12,7 @@ import math
 import re
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -214,7 +215,7 @@ class EpisodeToken(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     """Text of the token; empty if the run's tokenizer is not on this machine."""
     loss_mask: bool
-    """Whether the policy sampled the token."""
+    """Whether the policy sampled the token, in this episode."""
     logprob: float | None = None
     version: str | None = None
     kept: int | None = None
@@ -260,8 +261,10 @@ class AssembledTokenRow(msgspec.Struct, frozen=True, kw_only=True):
     row: int
     policy: str
     number: int
-    """Index of the row in its unit, counted over all agents, as in a step's file."""
+    """Index of the row in its unit, counted over all agents, as in a step's file; -1 if all its turns are inherited."""
     turns: list[TurnEntry]
+    first: int = 0
+    """Number of the agent's first turn that was sampled in this episode; a fork inherited those before it."""
 
 
 class StepTokenValues(NamedTuple):
@@ -281,7 +284,7 @@ def episode_tokens(reader: RunReader, episode_id: str, attempt: int | None = Non
     for played in assemble_token_rows(view):
         words = load_vocabulary(base_model_directory(config, played.policy))
         trained = newest_step_token_values(reader, view, played, problems)
-        tokens = list(_tokens(played.turns, words, trained))
+        tokens = list(_tokens(played, words, trained))
         step = None if trained is None else trained.step
         rows.append(
             TokenRow(
@@ -312,15 +315,21 @@ def base_model_directory(config: object, policy: str) -> str | None:
 def assemble_token_rows(view: EpisodeView) -> list[AssembledTokenRow]:
     """Return the rows of an episode, agent by agent."""
     by_row: dict[tuple[str, int, int], list[TurnEntry]] = {}
+    inherited = Counter(
+        (body.seat, body.index) for _, body in view.entries[1 : 1 + view.inherited] if isinstance(body, TurnEntry)
+    )
     for _, body in view.entries:
         if isinstance(body, TurnEntry):
             by_row.setdefault((body.seat, body.index, body.row), []).append(body)
     numbers: dict[str, int] = {}
     rows = []
     for (seat, index, row), turns in sorted(by_row.items()):
-        policy = turns[0].policy
-        number = numbers[policy] = numbers.get(policy, -1) + 1
-        rows.append(AssembledTokenRow(seat=seat, index=index, row=row, policy=policy, number=number, turns=turns))
+        policy, first, number = turns[-1].policy, inherited[seat, index], -1
+        if turns[-1].turn >= first:
+            number = numbers[policy] = numbers.get(policy, -1) + 1
+        rows.append(
+            AssembledTokenRow(seat=seat, index=index, row=row, policy=policy, number=number, turns=turns, first=first)
+        )
     return rows
 
 
@@ -359,10 +368,10 @@ def newest_step_token_values(
 
 
 def _tokens(
-    turns: Sequence[TurnEntry], vocabulary: Vocabulary, trained: StepTokenValues | None
+    played: AssembledTokenRow, vocabulary: Vocabulary, trained: StepTokenValues | None
 ) -> Iterator[EpisodeToken]:
     position = 0
-    for turn in turns:
+    for turn in played.turns:
         context, sampled = decode_int32(turn.context_ids), decode_int32(turn.token_ids)
         says = _bytes_as_text if _is_bytes(turn, sampled) else vocabulary.text
         for token in context:
@@ -378,7 +387,7 @@ def _tokens(
                 turn=turn.turn,
                 id=token,
                 text=says(token),
-                loss_mask=True,
+                loss_mask=turn.turn >= played.first,
                 logprob=_finite(logprobs[place]) if place < len(logprobs) else None,
                 version=versions[place],
                 kept=count if count > 0 else None,

@@ -1,15 +1,17 @@
 """Assembles journal entries into the token rows a trainer consumes, by concatenation and index arithmetic alone.
 
 Invariants: a row is, over its turns in order, `context_ids + token_ids`; every sampled token keeps the logprob, the
-version, the routing and the kept set it was sampled with; context tokens carry logprob 0 and no version.
+version, the routing and the kept set it was sampled with; context tokens carry logprob 0 and no version. The turns that
+a fork inherited are context.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING
 
-from agentrl.core.errors import EntriesError
+from agentrl.core.errors import EntriesError, JournalError
 from agentrl.core.records import (
     ExpertRoutingSpan,
     PolicyVersion,
@@ -20,7 +22,7 @@ from agentrl.core.records import (
     VersionSpan,
 )
 from agentrl.journal.entries import BeginEntry, JournalEntry, RewardEntry, TurnEntry, decode_entries, sum_by_key
-from agentrl.journal.reader import AttemptLocation, TurnLogReader
+from agentrl.journal.reader import AttemptLocation, TurnLogReader, load_fork_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,7 +36,8 @@ AgentKey = tuple[str, int]
 
 def make_unit_reader(run_directory: Path) -> Callable[[Sequence[Unit]], Sequence[Sequence[Trajectory]]]:
     """Make a reader of a run's journal that returns the trajectories of each unit, from the unit's location."""
-    reader = TurnLogReader(run_directory / "journal")
+    journal = run_directory / "journal"
+    reader = TurnLogReader(journal)
 
     def read(units: Sequence[Unit]) -> Sequence[Sequence[Trajectory]]:
         keys = [
@@ -42,21 +45,51 @@ def make_unit_reader(run_directory: Path) -> Callable[[Sequence[Unit]], Sequence
             for unit in units
         ]
         entries = reader.read_many(keys)
+        prefixes = ForkPrefixes(journal)  # the members of a group share one
         return [
-            assemble_trajectories(episode_entries, unit.policy)
+            assemble_trajectories(episode_entries, unit.policy, prefixes.of(episode_entries))
             for unit, episode_entries in zip(units, entries, strict=True)
         ]
 
     return read
 
 
-def assemble_trajectories(entries: Iterable[JournalEntry], policy: str | None = None) -> tuple[Trajectory, ...]:
+class ForkPrefixes:
+    """Reads the entries that episodes of a journal inherited, each prefix once."""
+
+    def __init__(self, journal: Path) -> None:
+        self._journal = journal
+        self._prefixes: dict[tuple[str, str, int, str], list[JournalEntry]] = {}
+
+    def of(self, entries: Sequence[JournalEntry]) -> Sequence[JournalEntry]:
+        """Return the entries that the episode with these entries of its own inherited; empty unless it is a fork.
+
+        Raises:
+            EntriesError: they cannot be read.
+        """
+        begin = decode_entries(entries[:1])[0] if entries else None
+        point = begin.fork if isinstance(begin, BeginEntry) else None
+        if point is None:
+            return ()
+        key = (point.journal, point.episode_id, point.attempt, point.call_id)
+        if key not in self._prefixes:
+            try:
+                self._prefixes[key] = load_fork_prefix(self._journal, point)
+            except JournalError as error:
+                raise EntriesError(f"the recorded turns it began with cannot be read: {error}") from error
+        return self._prefixes[key]
+
+
+def assemble_trajectories(
+    entries: Iterable[JournalEntry], policy: str | None = None, inherited: Iterable[JournalEntry] = ()
+) -> tuple[Trajectory, ...]:
     """Assemble the trajectories of one episode, one row per context, in the order in which agents first acted or were
     rewarded.
 
     Args:
         entries: entries of the episode.
         policy: policy whose trajectories are returned; None: all.
+        inherited: entries that the episode inherited as a fork; their turns are context.
 
     Raises:
         EntriesError: the entries do not form one complete episode: the beginning or tokens are missing, or a turn
@@ -68,7 +101,9 @@ def assemble_trajectories(entries: Iterable[JournalEntry], policy: str | None = 
         raise EntriesError("an episode's entries lack its `begin` entry; the partition is damaged or was cut")
     turns: dict[AgentKey, list[TurnEntry]] = {}
     rewards: dict[AgentKey, list[RewardEntry]] = {}
-    for body in bodies:
+    prefix = decode_entries(inherited)
+    first_sampled = Counter((body.seat, body.index) for body in prefix if isinstance(body, TurnEntry))
+    for body in (*prefix, *bodies):
         if policy is not None and isinstance(body, TurnEntry | RewardEntry) and begin.seats.get(body.seat) != policy:
             continue
         if isinstance(body, TurnEntry):
@@ -84,8 +119,8 @@ def assemble_trajectories(entries: Iterable[JournalEntry], policy: str | None = 
             Trajectory(
                 seat=key[0],
                 index=key[1],
-                policy=seat_turns[0].policy if seat_turns else begin.seats.get(key[0], ""),
-                rows=_rows(seat_turns),
+                policy=seat_turns[-1].policy if seat_turns else begin.seats.get(key[0], ""),
+                rows=_rows(seat_turns, first_sampled[key]),
                 reward=math.fsum(reward.weighted for reward in agent_rewards) if agent_rewards else None,
                 turn_rewards=sum_by_key(by_turn),
             )
@@ -93,7 +128,8 @@ def assemble_trajectories(entries: Iterable[JournalEntry], policy: str | None = 
     return tuple(answer)
 
 
-def _rows(turns: Sequence[TurnEntry]) -> tuple[TrajectoryRow, ...]:
+def _rows(turns: Sequence[TurnEntry], first: int) -> tuple[TrajectoryRow, ...]:
+    """Return the rows of an agent; turns before number `first` are context, and rows with only such turns left out."""
     by_row: dict[int, list[TurnEntry]] = {}
     numbers: set[int] = set()
     for turn in sorted(turns, key=lambda turn: turn.turn):
@@ -101,11 +137,14 @@ def _rows(turns: Sequence[TurnEntry]) -> tuple[TrajectoryRow, ...]:
             raise EntriesError(f"{_name(turn)} is in the journal twice; an attempt was run again under the same number")
         numbers.add(turn.turn)
         by_row.setdefault(turn.row, []).append(turn)
-    return tuple(_row(by_row[number]) for number in sorted(by_row))
+    return tuple(_row(by_row[number], first) for number in sorted(by_row) if by_row[number][-1].turn >= first)
 
 
-def _row(turns: Sequence[TurnEntry]) -> TrajectoryRow:
+def _row(turns: Sequence[TurnEntry], first: int) -> TrajectoryRow:
     import numpy as np
+
+    own_turns = [turn for turn in turns if turn.turn >= first]
+    temperature = own_turns[0].temperature
 
     tokens, masks, logprobs, indices, counts, kept = [], [], [], [], [], []
     spans: list[VersionSpan] = []
@@ -113,7 +152,7 @@ def _row(turns: Sequence[TurnEntry]) -> TrajectoryRow:
     for turn in turns:
         if turn.parent_context not in (0, at):
             raise EntriesError(f"{_name(turn)} continues a row of {turn.parent_context} tokens, but the row has {at}")
-        if turn.temperature != turns[0].temperature:
+        if turn.turn >= first and turn.temperature != temperature:
             raise EntriesError(
                 f"{_name(turn)} was sampled at another temperature than the rest of its row; the journal is damaged"
             )
@@ -127,6 +166,9 @@ def _row(turns: Sequence[TurnEntry]) -> TrajectoryRow:
             raise EntriesError(f"{_name(turn)}: its token columns cannot be read ({error})") from error
         if len(behavior) != len(sampled) or (mask_counts is not None and len(mask_counts) != len(sampled)):
             raise EntriesError(f"{_name(turn)}: its token columns differ in length")
+        if turn.turn < first:
+            context, sampled = np.concatenate([context, sampled]), sampled[:0]
+            behavior, mask_counts, mask_ids = behavior[:0], None, mask_ids[:0]
         none = np.full(len(context), SamplingMaskStatus.NONE, dtype=np.int32)
         tokens += [context, sampled]
         masks += [np.zeros(len(context), dtype=np.bool_), np.ones(len(sampled), dtype=np.bool_)]
@@ -138,19 +180,19 @@ def _row(turns: Sequence[TurnEntry]) -> TrajectoryRow:
         ]
         kept.append(mask_ids)
         start = at + len(context)
-        for span in turn.spans:
+        for span in turn.spans if turn.turn >= first else ():
             version = PolicyVersion(turn.weights_of or turn.policy, span.lineage, span.step)
             spans.append(VersionSpan(start + span.start, start + span.stop, version))
         at = start + len(sampled)
-    masked = any(turn.mask_counts is not None for turn in turns)
+    masked = any(turn.mask_counts is not None for turn in own_turns)
     return TrajectoryRow(
         token_ids=_int32(tokens),
         loss_mask=np.concatenate(masks),
         behavior_logprobs=np.concatenate(logprobs).astype(np.float32, copy=False),
         turn_index=_int32(indices),
         spans=tuple(spans),
-        temperature=turns[0].temperature,
-        routing=_routing(turns, at),
+        temperature=temperature,
+        routing=_routing(own_turns, at),
         sampling_mask=SamplingMask(counts=_int32(counts), token_ids=_int32(kept)) if masked else None,
     )
 

@@ -22,6 +22,7 @@ from agentrl.core.ports import PolicyCounts, SpawnedGroup, Worker
 from agentrl.core.records import (
     EpisodeHeader,
     EpisodeSpec,
+    GroupStart,
     PolicyVersion,
     Proposal,
     ProposalNovelty,
@@ -215,18 +216,18 @@ class Dispatcher:
         """Return the versions to which training episodes in flight are pinned, children included."""
         return self._pins.keys()
 
-    def admit_group(self, task: Task, held_by: str = "") -> None:
-        """Start a root group: `group_size` episodes of one task. `held_by` is `EpisodeSpec.held_by`."""
+    def admit_group(self, start: GroupStart, held_by: str = "") -> None:
+        """Start a root group: `group_size` episodes from one start. `held_by` is `EpisodeSpec.held_by`."""
         first = self.next_number
         self.next_number += self.group_size
-        specs = self._training_specs(task, range(first, self.next_number), held_by)
+        specs = self._training_specs(start, range(first, self.next_number), held_by)
         self._start([(spec, None) for spec in specs])
 
     def restore(
         self,
         ended: Sequence[tuple[EpisodeSpec, EpisodeHeader]],
         unfinished: Sequence[EpisodeSpec],
-        lost: Sequence[tuple[int, Task]] = (),
+        lost: Sequence[tuple[int, GroupStart]] = (),
         proposals: Sequence[Proposal] = (),
     ) -> None:
         """Take over the episodes that the previous attempt of the run left.
@@ -235,11 +236,11 @@ class Dispatcher:
             ended: committed members of open groups. A group is complete when its remaining members have ended: dropped
                 members do not return.
             unfinished: episodes to continue.
-            lost: numbers and tasks of root episodes whose admission never reached the disk, although some of their
+            lost: numbers and starts of root episodes whose admission never reached the disk, although some of their
                 entries may have.
             proposals: proposals that the previous attempt remembered.
         """
-        specs = [spec for number, task in lost for spec in self._training_specs(task, (number,))]
+        specs = [spec for number, start in lost for spec in self._training_specs(start, (number,))]
         self.store.admit(*specs)
         self.memory.restore(proposals)
         unfinished = [*unfinished, *specs]
@@ -294,17 +295,15 @@ class Dispatcher:
             episode_ids.append(episode_id)
             if self._rejoin(parent.episode_id, episode_id, partial(on_end, index)):
                 continue
-            spec = EpisodeSpec(
+            spec = parent.start_another(
+                *(spawn_call, index),
                 episode_id=episode_id,
                 environment=environment,
                 task=task,
-                seed=ids.stable_hash64(parent.seed, parent.attempt, spawn_call, index),
                 seats=seats,
                 group_id=group_id,
                 group_size=len(tasks),
-                purpose=parent.purpose,
                 parent_id=parent.episode_id,
-                deadline=parent.deadline,
             ).pinned(parent.pins)
             starting.append((spec, partial(on_end, index)))
         self._start(starting)
@@ -359,7 +358,7 @@ class Dispatcher:
         specs = [
             replace(spec, seed=ids.stable_hash64(self.run_seed, f"evaluation {index}"))
             for index, task in enumerate(tasks)
-            for spec in self._root_specs(task, "evaluate", (first + index,), f"v{first + index}", 1, pins)
+            for spec in self._root_specs(GroupStart(task), "evaluate", (first + index,), f"v{first + index}", 1, pins)
         ]
         self._evaluating = [asyncio.get_running_loop().create_future() for _ in specs]
         roots = await self._play(specs, self._evaluating)
@@ -412,7 +411,7 @@ class Dispatcher:
 
     def _root_specs(
         self,
-        task: Task,
+        start: GroupStart,
         purpose: Purpose,
         numbers: Iterable[int],
         group: str,
@@ -422,7 +421,7 @@ class Dispatcher:
     ) -> Iterator[EpisodeSpec]:
         """Make the specs of one group's root episodes, which share equal parts."""
         pins = dict(pins)
-        root = root_environment_of_task(self.environment, task)
+        root = root_environment_of_task(self.environment, start.task)
         name, prefix = name_of(root), seat_prefix(self.environment, root)
         seats: dict[str, SeatBinding] = {}
         for number in numbers:
@@ -434,7 +433,8 @@ class Dispatcher:
             yield EpisodeSpec(
                 episode_id=episode_id,
                 environment=name,
-                task=task,
+                task=start.task,
+                fork=start.point,
                 seed=ids.stable_hash64(self.run_seed, episode_id),
                 seats=seats,
                 group_id=group,
@@ -456,11 +456,11 @@ class Dispatcher:
             return number // self.group_size
         return number - self._first_evaluated if purpose == "evaluate" else number
 
-    def _training_specs(self, task: Task, numbers: Sequence[int], held_by: str = "") -> Iterator[EpisodeSpec]:
+    def _training_specs(self, start: GroupStart, numbers: Sequence[int], held_by: str = "") -> Iterator[EpisodeSpec]:
         """Make the specs of one group's root training episodes."""
         group = numbers[0] // self.group_size
         name, pins = f"g{group * self.group_size}", self.admission.pins(group)
-        return self._root_specs(task, "train", numbers, name, self.group_size, pins, held_by)
+        return self._root_specs(start, "train", numbers, name, self.group_size, pins, held_by)
 
     def _start(self, starting: Sequence[tuple[EpisodeSpec, OnEnd | None]]) -> None:
         """Admit episodes, a whole group atomically, and run them: a resumed run must not take a part for the group."""

@@ -244,7 +244,7 @@ class Orchestrator:
         held_by = ""  # how long the next group waited, and for what
         while not self._finished():
             while not self._finished() and self.scheduler.may_admit(self.demand()):
-                self.dispatcher.admit_group(self.curriculum.task(self.dispatcher.next_group), held_by)
+                self.dispatcher.admit_group(self.curriculum.start(self.dispatcher.next_group), held_by)
                 held_by = ""
             why, since = self.scheduler.why_not(self.demand()), self.clock.monotonic()
             await self.changed.wait_for(lambda: self._finished() or self.scheduler.may_admit(self.demand()))

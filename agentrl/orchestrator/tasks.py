@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from agentrl.core import ids
 from agentrl.core.errors import AgentRLError, InputError, describe_user_code_error
 from agentrl.core.ids import random_stream
-from agentrl.core.records import EpisodeHeader, Proposal, ProposalNovelty, Task
+from agentrl.core.records import EpisodeHeader, GroupStart, Proposal, ProposalNovelty, Task
 from agentrl.environment.environment import SelectingTaskSource, TaskSource
 from agentrl.environment.mixture import MEMBER, MixedTasks
 
@@ -50,6 +50,8 @@ class Curriculum:
         selection: arguments of `PassRateCurriculum`, which then selects; empty: the source selects, if it can.
         visible: `Scheduler.visible_groups`.
         results: reads the results of previous attempts of the run, in the order in which the groups ended.
+        recorded: recorded turns at which groups begin instead.
+        recorded_share: share of the groups that begin at one of them, drawn at random.
     """
 
     def __init__(
@@ -60,12 +62,16 @@ class Curriculum:
         selection: Mapping[str, Any] | None = None,
         visible: Callable[[int], int | None] = lambda group: None,
         results: Callable[[], Iterable[GroupResult]] = tuple,
+        recorded: Sequence[GroupStart] = (),
+        recorded_share: float = 0.0,
     ) -> None:
         if len(source) == 0:
             raise InputError("the environment's task source is empty; check environment.options")
         self._seed = seed
         self._visible = visible
         self._shuffled = ShuffledTasks(source, seed)
+        self._recorded = recorded
+        self._recorded_share = recorded_share
         self.selector: SelectingTaskSource | None = None
         if isinstance(source, MixedTasks):
             self.selector = MixtureCurriculum(source, seed=seed, selection=selection or {})
@@ -79,8 +85,15 @@ class Curriculum:
         if self.selector is not None:
             self._results.append(result)
 
+    def start(self, number: int) -> GroupStart:
+        """Return the start of root group `number`: a recorded turn, or the beginning of its task."""
+        rng = random_stream(self._seed, "recorded turn", number)
+        if rng.random() < self._recorded_share:
+            return rng.choice(self._recorded)
+        return GroupStart(self.task(number))
+
     def task(self, number: int) -> Task:
-        """Return the task of root group `number`."""
+        """Return the task of a root group that begins at the start."""
         try:
             if self.selector is None:
                 return self._shuffled(number)

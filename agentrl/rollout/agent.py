@@ -180,7 +180,7 @@ class LiveAgent(TurnRecorder):
             self._episode.limit.restart()
         message = self._settings.chat_format.parse(completion.token_ids.tolist(), self._rows.tools)
         self._rows.answer(completion)
-        return self._append(request.messages, message, completion, request.state)
+        return self._append(call, request.messages, message, completion, request.state)
 
     def _demonstrated(self, reply: str, sampled: Completion) -> Completion:
         """Make the completion of a given reply; it replaces the one token of `sampled`, which shows the version that

@@ -87,7 +87,7 @@ class JournaledCall(msgspec.Struct, frozen=True):
     waits: bool = True
     """Whether `CallJournal.reach` may have to wait; False for a new call while no other branch is open."""
     is_inherited: bool = False
-    """Whether a fork inherited the call, so that it is not written."""
+    """Whether a fork inherited the call, so that it is neither written nor trained."""
 
 
 class CallJournal:
@@ -219,7 +219,7 @@ class CallJournal:
         if entry.request_hash != digest:
             now = f"the code now asks {printable_excerpt(describe())}"
             self.mismatch(call_id, f"the journal holds {describe_entry(body)}", now)
-        return JournaledCall(call_id, digest, body, branch, number)
+        return JournaledCall(call_id, digest, body, branch, number, is_inherited=entry.episode_id != self._episode_id)
 
     def open_named(self, call_id: str, digest: bytes) -> JournaledCall:
         """Open a call named by its content, on no branch and in no order: a request to the gateway.

@@ -348,7 +348,7 @@ class LiveEpisodeContext(EpisodeContext):
 
     def counted(self) -> Mapping[str, PolicyCounts]:
         """Return turns and metrics of each policy that acted: its own metrics, and those of no particular agent."""
-        acted = [agent for agent in self.agents if agent.turns]
+        acted = [agent for agent in self.agents if agent.sampled_turns]
         agent_metrics = {name for agent in acted for name in agent.counts}
         counted: dict[str, PolicyCounts] = {}
         everything = self.episode.metrics
@@ -357,7 +357,7 @@ class LiveEpisodeContext(EpisodeContext):
             turns, metrics = counted.get(agent.policy, PolicyCounts(0, shared))
             for name, value in agent.counts.items():
                 metrics[name] = metrics.get(name, 0.0) + value
-            counted[agent.policy] = PolicyCounts(turns + len(agent.turns), metrics)
+            counted[agent.policy] = PolicyCounts(turns + agent.sampled_turns, metrics)
         return counted
 
     def close(self) -> None:

@@ -207,7 +207,7 @@ class EpisodeRunner:
         spec, agents = context.episode.spec, sorted(context.agents, key=lambda agent: (agent.seat, agent.index))
         # Sorted by seat and index, as the journal returns them, so that the rows of a step have the same order after a
         # resume.
-        trajectories = tuple(agent.header() for agent in agents if agent.turns)
+        trajectories = tuple(agent.header() for agent in agents if agent.sampled_turns)
         return EpisodeHeader(
             episode_id=spec.episode_id,
             group_id=spec.group_id,
@@ -216,7 +216,7 @@ class EpisodeRunner:
             parent_id=spec.parent_id,
             stop_reason=stop_reason,
             drop_reason=None,
-            turns=sum(len(agent.turns) for agent in agents),
+            turns=sum(agent.sampled_turns for agent in agents),
             tokens=sum(trajectory.tokens for trajectory in trajectories),
             seconds=seconds,
             trajectories=trajectories,

@@ -45,6 +45,7 @@ class TurnRecorder(Agent):
         "_weights_of",
         "counts",
         "index",
+        "inherited",
         "policy",
         "rewards",
         "seat",
@@ -61,6 +62,8 @@ class TurnRecorder(Agent):
         self.rewards: tuple[RewardEntry, ...] = ()
         """Rewards so far, in the order in which they were given."""
         self.counts: dict[str, float] = {}
+        self.inherited = 0
+        """Number of turns that a fork inherited, the first of `turns`; the others were sampled here."""
         self._turns: list[Turn] = []
         self._messages: list[Message] = []
         self._sampled = 0
@@ -75,6 +78,11 @@ class TurnRecorder(Agent):
     def turns(self) -> Sequence[Turn]:
         """The agent's turns so far."""
         return self._turns
+
+    @property
+    def sampled_turns(self) -> int:
+        """Number of turns that were sampled in this episode."""
+        return len(self._turns) - self.inherited
 
     @property
     def messages(self) -> Sequence[Message]:
@@ -194,13 +202,21 @@ class TurnRecorder(Agent):
         self._episode.partials.turn_recorded(call)
 
     def _append(
-        self, messages: Sequence[Message], message: Message, completion: Completion, state: str | None = None
+        self,
+        call: JournaledCall,
+        messages: Sequence[Message],
+        message: Message,
+        completion: Completion,
+        state: str | None = None,
     ) -> Turn:
         """Append a turn that is in the journal: the new messages, and the policy's answer.
 
         `state` is the environment's state before the turn, if the program named it.
         """
-        self._sampled += self._tokens_of(completion)
+        if call.is_inherited:
+            self.inherited += 1
+        else:
+            self._sampled += self._tokens_of(completion)
         if self._episode.services.settings.compares_turns:
             self._turn_states += gigpo_state_hash(state, messages)
         self._messages.extend(messages)
@@ -219,8 +235,8 @@ class TurnRecorder(Agent):
         return chat_format.usage(completion.token_ids.tolist()).get("completion_tokens", sampled)
 
     def versions(self) -> Iterator[PolicyVersion]:
-        """Yield the versions that sampled the agent's tokens, including returned calls of turns in progress."""
-        for turn in self._turns:
+        """Yield the versions that sampled the agent's tokens here, including returned calls of turns in progress."""
+        for turn in self._turns[self.inherited :]:
             for span in turn.completion.spans:
                 yield span.version
         for sampler in self._samplers():

@@ -20,7 +20,7 @@ from agentrl.core import ids
 from agentrl.core.clock import LoopClock
 from agentrl.core.ids import random_stream
 from agentrl.core.ports import GenerateRequest, NewTokensCallback, Refresh, SamplingParams
-from agentrl.core.records import Completion, PolicyVersion, Task, WeightsRef
+from agentrl.core.records import Completion, GroupStart, PolicyVersion, Task, WeightsRef
 from agentrl.credit.estimators import REWARD_ESTIMATORS
 from agentrl.credit.release import WholeGroupRelease
 from agentrl.engines.scripted import ScriptedEngine, ScriptedSession
@@ -218,7 +218,7 @@ class Life:
         self.engine.parked = lambda: self.runner.parking.parked
         self.dispatcher.restore(resume_state.ended, resume_state.unfinished)
         for task in TASKS[self.dispatcher.next_group :]:
-            self.dispatcher.admit_group(task)
+            self.dispatcher.admit_group(GroupStart(task))
 
     def _fail(self, error: BaseException) -> None:
         if not self.failure.done():

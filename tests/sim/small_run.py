@@ -14,7 +14,7 @@ from agentrl.app.recovery import ResumeState, serve_opponents_and_pins, start_op
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import LoopClock
 from agentrl.core.ports import GenerateRequest
-from agentrl.core.records import PolicyVersion, Task
+from agentrl.core.records import GroupStart, PolicyVersion, Task
 from agentrl.credit.estimators import REWARD_ESTIMATORS, make_advantage_estimator
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.memory import MemoryJournal
@@ -120,6 +120,7 @@ class SmallRun:
     trainer_options: dict[str, Any] = field(default_factory=lambda: {"step_seconds": 0.7, "publish_seconds": 0.1})
     journal: MemoryJournal = field(default_factory=MemoryJournal)
     tasks: agentrl.TaskSource = field(default_factory=lambda: list(TASKS))
+    recorded_turns: list[GroupStart] = field(default_factory=list)
     held_out: list[Task] = field(default_factory=list)
     splits: list[HeldOutSplit] = field(default_factory=list)
     """In place of `held_out`, where there are several."""
@@ -181,6 +182,7 @@ class SmallRun:
             observer=self.seen,
             clock=LoopClock(),
             tasks=self.tasks,
+            recorded_turns=self.recorded_turns,
             held_out=self.splits or [HeldOutSplit("held_out", self.held_out)],
             opponents=opponents,
             versions=versions,

@@ -11,7 +11,7 @@ import pytest
 
 import agentrl
 from agentrl.app.recovery import read_resume_state
-from agentrl.core.records import PolicyVersion, Task, WeightsRef
+from agentrl.core.records import GroupStart, PolicyVersion, Task, WeightsRef
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.memory import MemoryJournal
@@ -196,7 +196,7 @@ def test_a_worker_that_is_stopped_neither_loses_nor_doubles_a_commit(moment: flo
             resume_state = read_resume_state(journal, {}, group_size=1)
             dispatcher.restore(resume_state.ended, resume_state.unfinished)
             if is_first:
-                dispatcher.admit_group(Task(id="t", data={}))
+                dispatcher.admit_group(GroupStart(Task(id="t", data={})))
                 await asyncio.sleep(moment)
                 await dispatcher.worker.cancel()
                 await journal.turn_log(PARTITION).flush()

@@ -12,7 +12,7 @@ import pytest
 import agentrl
 from agentrl.app.recovery import read_resume_state
 from agentrl.core.errors import JournalError, StorageError
-from agentrl.core.records import PolicyVersion, Task
+from agentrl.core.records import GroupStart, PolicyVersion, Task
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import JournalEntry
 from agentrl.journal.reader import AttemptLocation, TurnLogReader
@@ -251,7 +251,7 @@ async def life(directory: Path, *, goes_on: bool) -> dict[str, str | None]:
         await dispatcher.worker.drain()
     else:
         for number in range(3):
-            dispatcher.admit_group(Task(id=f"t{number}", data={}))
+            dispatcher.admit_group(GroupStart(Task(id=f"t{number}", data={})))
         while len(store.turn_log("0").read("e2", 0)) < 2:
             await asyncio.sleep(0.01)
         await dispatcher.worker.cancel()

@@ -93,6 +93,28 @@ def test_a_rewritten_context_makes_a_second_row_and_agents_stay_apart() -> None:
     assert (silent.seat, silent.index, silent.policy, silent.rows, silent.reward) == ("solver", 1, "policy", (), 2.0)
 
 
+def test_inherited_turns_are_context() -> None:
+    before = entries(
+        BEGIN,
+        turn(0, [1], [2], temperature=0.5),
+        turn(1, [3], [4], row=1, policy="old", mask_counts=np.array([1], dtype="<i4").tobytes()),
+        turn(0, [8], [9], seat="judge"),
+        RewardEntry("solver", 0, 0.25, 0),
+    )
+    sampled = turn(2, [5], [6, 7], row=1, parent_context=2)
+    (solver,) = assemble_trajectories(
+        entries(BEGIN, sampled, RewardEntry("solver", 0, 1.0, None)), "policy", inherited=before
+    )
+    (row,) = solver.rows
+    assert row.token_ids.tolist() == [3, 4, 5, 6, 7]
+    assert row.loss_mask.tolist() == [False, False, False, True, True]
+    assert row.behavior_logprobs.tolist() == [0, 0, 0, -1, -2]
+    assert row.turn_index.tolist() == [-1, -1, -1, 2, 2]
+    assert row.spans == (VersionSpan(3, 5, PolicyVersion("policy", 0, 2)),)
+    assert (row.temperature, row.sampling_mask) == (1.0, None)
+    assert (solver.policy, solver.reward, dict(solver.turn_rewards)) == ("policy", 1.25, {0: 0.25})
+
+
 def test_kept_sets_are_aligned_and_absent_ones_are_none() -> None:
     first = turn(
         0,

@@ -255,7 +255,7 @@ def _row(played: AssembledTokenRow, trained: StepTokenValues | None) -> Exported
         before, many = len(context), len(sampled)
         start = len(ids) + before
         ids += [*context, *sampled]
-        mask += [0] * before + [1] * many
+        mask += [0] * before + [int(turn.turn >= played.first)] * many
         logprobs += [0.0] * before + _padded(null_if_not_finite(decode_float32(turn.logprobs)), many, None)
         turn_index += [-1] * before + [turn.turn] * many
         counts += [0] * before + _padded(list(decode_int32(turn.mask_counts or b"")), many, 0)

@@ -344,7 +344,7 @@ class ExternalAgent(TurnRecorder):
             self._episode.metric("turns/length", 1.0, self)
         if self._episode.limit is not None:
             self._episode.limit.restart()
-        self._append(_new(request, placed), message, completion)
+        self._append(call, _new(request, placed), message, completion)
         self._answered_one.set()
         if refused is not None:
             self._refuse(refused)
