@@ -445,7 +445,7 @@ def _add_endpoint_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_demo(commands: Subparsers[argparse.ArgumentParser]) -> None:
     parser = _add_command(
-        commands, "demo", "train a small language model to use a tool, in a minute on two cores", "training:demo"
+        commands, "demo", "train a small language model to use a tool, in half a minute on two cores", "training:demo"
     )
     parser.add_argument("example", nargs="?", default="01_tool_use", help="a shipped example; default: 01_tool_use")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")

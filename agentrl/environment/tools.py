@@ -278,6 +278,9 @@ class ToolEnvironment(Environment):
     """An environment in which one agent solves a task with the class's `@tool` methods; a turn without a tool call is
     the answer."""
 
+    task: Task
+    """The episode's task, for tools; `run` sets it."""
+
     # --- override these ---------------------------------------------------------------------------------------------
 
     mcp_servers: ClassVar[Sequence[MCPServer]] = ()
@@ -338,14 +341,23 @@ class ToolEnvironment(Environment):
 
     @classmethod
     def tool_table(cls) -> dict[str, BoundTool]:
-        """The class's tools by name."""
+        """The class's tools by name.
+
+        Raises:
+            EnvironmentDefinitionError: a tool lacks type annotations, or hides `self.task`.
+        """
         if "_tools" not in cls.__dict__ or cls._tools is None:
             cls._tools = bind_tools(cls)
+            if "task" in cls._tools:
+                raise EnvironmentDefinitionError(
+                    f"{cls.__qualname__}.task: `self.task` is the episode's task; give the tool another name"
+                )
         return cls._tools
 
     async def run(self, ctx: EpisodeContext) -> None:
         """Act and answer tool calls until the policy answers in plain text or a limit is reached."""
         truncated = False
+        self.task = ctx.task
         if self.sandbox is not None:
             self._box = ctx.sandbox(self.sandbox)
             if files := self.files(ctx.task):

@@ -185,6 +185,28 @@ def test_a_limit_that_could_not_hold_is_refused(timeout_s: float, told: str) -> 
                 return "done"
 
 
+class Oracle(Desk):
+    """A tool that reads its task."""
+
+    @agentrl.tool
+    def reveal(self) -> str:
+        """Tell the id of the task."""
+        return self.task.id
+
+
+def test_a_tool_reads_the_task_of_its_episode() -> None:
+    assert observed(play(Oracle, [call("reveal"), "42"])) == [("ok", "t")]
+
+    class Hiding(Desk):
+        @agentrl.tool
+        def task(self) -> str:
+            """Hides it."""
+            return ""
+
+    with pytest.raises(EnvironmentDefinitionError, match="another name"):
+        Hiding.tool_table()
+
+
 class Shelf(Desk):
     """Tools over a resource and an effect, which raise."""
 
