@@ -18,15 +18,19 @@
   the number of tokens that it computed, over that of the conversations; `scorer_tokens_ratio_without_cache` is that of
   a run in which it keeps nothing between turns. `reward_model_errors` are scores that differ from those of a whole
   forward pass over the recorded conversation by more than 1e-4.
-* `kills`: the same run with a slow scorer and two worker processes; all its processes are killed at once with SIGKILL.
-  `score_violations` of the second reader (`tests/journal_oracle.py`); `wrong_scores` differ from what the function
-  says of the recorded turn; `scores_again_per_kill`, requests of the function beyond the recorded scores, per kill.
+* `kills`: a run with a slow scorer, a reward model and two worker processes. In turn, all its processes, a worker, or
+  the engine's or the reward model's process are killed with SIGKILL. `scores_lost` are turns without a score,
+  `scores_twice` entries that are there twice, `wrong_scores` differ from what the function or a whole forward pass says
+  of the recorded turn, `ledger_errors` are what the second reader finds otherwise (`tests/journal_oracle.py`).
+  `scores_again_per_kill` are requests of the function beyond the recorded scores, per kill, and
+  `scores_in_flight_per_kill` those in progress in the killed processes.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -37,7 +41,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +61,7 @@ from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.testing.recording_trainer import RecordingTrainer
 from benchmarks.report import Report
 from tests.journal_oracle import judge
+from tests.processes import descendants
 from tests.support.chat_endpoint import ChatEndpoint, error, said, serving
 from tests.support.reward_models import recomputed_scores, save_reward_model
 
@@ -67,22 +73,13 @@ NAMES = (
     *("zeros_from_failures", "zeros_without_the_rule", "scorer_failures", "scorer_drops"),
     *("judge_agreement", "good_judge_agreement"),
     *("scorer_tokens_ratio", "scorer_tokens_ratio_without_cache", "reward_model_errors"),
-    *("score_kills", "score_violations", "wrong_scores", "scores_again_per_kill"),
+    *("score_kills", "scorer_process_kills", "scores_lost", "scores_twice", "wrong_scores", "ledger_errors"),
+    *("scores_again_per_kill", "scores_in_flight_per_kill"),
 )
 TURNS, TURN_S, TOKENS = 8, 0.2, 8
 TIMEOUT_S = 2.0
 HERE = Path(__file__)
-
-
-@agentrl.scorer
-async def slow(scored: agentrl.Scored, seconds: float = 0.2, spread: bool = False, log: str = "") -> float:
-    """A score that takes its time; with `spread`, from a quarter of it to four times of it."""
-    if log:
-        with open(log, "a", encoding="utf-8") as file:  # noqa: ASYNC230 (a line in the page cache)
-            file.write("asked\n")
-    tokens = len(scored.turn.completion.token_ids)
-    await asyncio.sleep(seconds * (0.25, 0.5, 1.0, 4.0)[tokens % 4] if spread else seconds)
-    return tokens / 10
+FUNCTIONS = HERE.parents[1] / "tests" / "support" / "score_functions.py"
 
 
 class Talk(agentrl.Environment):
@@ -174,7 +171,9 @@ def _scripted(directory: Path, environment: type[agentrl.Environment], steps: in
         trainer={"loss": {"normalizer": 64}},
         checkpoint={"every": 0, "versions": 0},
         evaluation={"tasks": 0},
-        scorers={"slow": {"function": f"{HERE}:slow", "max_concurrent": 1000, "options": scored}} if scored else {},
+        scorers={"slow": {"function": f"{FUNCTIONS}:timed", "max_concurrent": 1000, "options": scored}}
+        if scored
+        else {},
     )
     watch = Watch()
     factories = RunFactories(engine=engine, trainer=trainer, chat_format=lambda config: PlainChatFormat())
@@ -267,7 +266,7 @@ attempts = 1
 """
 SLOW = """
 [scorers.slow]
-function = "{here}:slow"
+function = "{here}:timed"
 options = {{ seconds = 0.5, log = "{log}" }}
 """
 
@@ -437,61 +436,110 @@ def _loaded(toml: Path, directory: Path) -> RunConfig:
 
 
 def kills(root: Path, *, quick: bool, pairs: int) -> dict[str, float | None]:
-    """Kill a run with a slow scorer until it has ended."""
-    rng, log, toml = random.Random(1), root / "asked.log", root / "run.toml"
-    toml.write_text(TOML.format(steps=16 if quick else 400, workers=2) + SLOW.format(here=HERE, log=log))
+    """Kill the processes of a run with scorers, in turn, until it has ended."""
+    rng, log, toml, errors = random.Random(1), root / "asked.log", root / "run.toml", root / "errors.log"
+    save_reward_model(root / "prm")
+    scorers_of_run = SLOW.format(here=FUNCTIONS, log=log) + PRM.format(cache_tokens=32768)
+    toml.write_text(TOML.format(steps=16 if quick else 400, workers=2) + scorers_of_run)
     command = [sys.executable, "-m", "agentrl.cli.main", "train", str(toml), f"--directory={root}", "--resume"]
-    killed, least = 0, 3 if quick else 50
-    while True:
-        resume = (root / "run").is_dir()
-        last = killed >= least
-        changed = [f"--steps={_steps(root / 'run') + 1}"] if last and resume else []
-        process = subprocess.Popen(
-            [*(command if resume else command[:-1]), *changed], stdout=subprocess.DEVNULL, start_new_session=True
-        )
-        if not last and _plays(process, log):
-            time.sleep(rng.uniform(0.5, 4.0))
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            killed += 1
-            print(f"kill {killed}: {_steps(root / 'run')} steps", flush=True)
+    killed, least, in_flight = 0, 3 if quick else 50, 0
+    process: subprocess.Popen[bytes] | None = None
+    while killed < least:
+        if process is None:
+            process = _started(command if (root / "run").is_dir() else command[:-1], errors)
+        if not _plays(process, log, 30 if quick else 100):
+            raise SystemExit(f"the run ended with {process.wait()} before it was killed {least} times")
+        time.sleep(rng.uniform(0.2, 3.0))
+        what = ("run", "worker", "model")[killed % 3]
+        victims = _children(process.pid, {"worker": "worker_server", "model": "remote.server"}.get(what, ""))
+        if not victims:
             continue
-        code = process.wait()
-        if code != 0:
-            raise SystemExit(f"the run ended with {code}")
-        break
+        chosen = victims if what == "run" else [rng.choice(victims)]
+        if what == "run":
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            os.kill(chosen[0], signal.SIGKILL)
+        in_flight += _in_progress(log, chosen)
+        if what == "run":
+            process.wait()
+            process = None
+        killed += 1
+        print(f"kill {killed}, {what}: {_steps(root / 'run')} steps", flush=True)
+    if process is not None:
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait()
+    process = _started([*command, f"--steps={_steps(root / 'run') + 1}"], errors)
+    if (code := process.wait()) != 0:
+        raise SystemExit(f"the run ended with {code}")
     violations = judge(root / "run", ended=True)
     for violation in violations:
         print(violation, flush=True)
-    wrong, recorded = 0, 0
-    reader = RunReader(root / "run")
-    for line in reader.episodes(limit=1_000_000):
-        bodies = [body for _, body in reader.episode(line.episode, line.attempt).entries]
-        tokens = {body.turn: len(body.token_ids) // 4 for body in bodies if isinstance(body, TurnEntry)}
-        for body in bodies:
-            if isinstance(body, ScoreEntry):
-                recorded += 1
-                wrong += body.turn is None or body.value != tokens[body.turn] / 10
-    reader.close()
-    asked = len(log.read_text().splitlines())
-    print(f"{recorded} scores, asked for {asked} times", flush=True)
+    lost, wrong, recorded = _checked_scores(root)
+    asked = log.read_text().count("asked")
+    print(f"{recorded} scores, asked for {asked} times; {in_flight} in flight at the kills", flush=True)
+    twice = sum("there twice" in str(violation) for violation in violations)
     return {
         "score_kills": float(killed),
-        "score_violations": float(len(violations)),
+        "scorer_process_kills": float(errors.read_text().count("reward model prm's process died")),
+        "scores_lost": float(lost),
+        "scores_twice": float(twice),
         "wrong_scores": float(wrong),
-        "scores_again_per_kill": (asked - recorded) / max(killed, 1),
+        "ledger_errors": float(len(violations) - twice),
+        "scores_again_per_kill": (asked - recorded) / killed,
+        "scores_in_flight_per_kill": in_flight / killed,
     }
 
 
-def _plays(process: subprocess.Popen[bytes], log: Path) -> bool:
-    """Wait until the run has asked for a hundred more scores; returns whether it did before it ended."""
+def _started(command: Sequence[str], errors: Path) -> subprocess.Popen[bytes]:
+    with errors.open("ab") as file:
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file, start_new_session=True)
+
+
+def _children(process: int, module: str) -> list[int]:
+    """Return the processes that a run has started and that run a module."""
+    found = []
+    for number in descendants(process):
+        with contextlib.suppress(OSError):
+            if module in Path(f"/proc/{number}/cmdline").read_text():
+                found.append(number)
+    return found
+
+
+def _in_progress(log: Path, processes: Sequence[int]) -> int:
+    lines = Counter(log.read_text().splitlines())
+    return sum(lines[f"asked {number}"] - lines[f"done {number}"] for number in processes)
+
+
+def _checked_scores(root: Path) -> tuple[int, int, int]:
+    """Return the number of turns without a score, of wrong scores, and of recorded scores of the function."""
+    lost = wrong = recorded = 0
+    section = _loaded(root / "run.toml", root).scorers["prm"]
+    reader = RunReader(root / "run")
+    for line in reader.episodes(limit=1_000_000):
+        entries = dict(reader.episode(line.episode, line.attempt).entries)
+        expected = recomputed_scores(entries, root / "prm", section) if line.stop_reason is not None else {}
+        for name, (value, _) in expected.items():
+            body = entries.get(name)
+            lost += body is None
+            wrong += isinstance(body, ScoreEntry) and (value is None or abs(body.value - value) > 1e-3)
+        for turn in [body for body in entries.values() if isinstance(body, TurnEntry)]:
+            body = entries.get(f"{turn.seat}.{turn.index}.{turn.turn}?slow")
+            recorded += body is not None
+            lost += body is None and line.stop_reason is not None
+            wrong += isinstance(body, ScoreEntry) and body.value != len(turn.token_ids) / 4 / 10
+    reader.close()
+    return lost, wrong, recorded
+
+
+def _plays(process: subprocess.Popen[bytes], log: Path, more: int) -> bool:
+    """Wait until the run has asked for so many more scores; returns whether it did before it ended."""
 
     def asked() -> int:
-        return log.stat().st_size if log.exists() else 0
+        return log.read_text().count("asked") if log.exists() else 0
 
-    enough = asked() + 100 * len("asked\n")
+    enough = asked() + more
     while process.poll() is None and asked() < enough:
-        time.sleep(0.1)
+        time.sleep(0.2)
     return process.poll() is None
 
 

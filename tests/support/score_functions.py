@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import agentrl
 
@@ -63,6 +64,23 @@ def right(scored: agentrl.Scored, sign: float = 1.0) -> float:
 def length(scored: agentrl.Scored) -> float:
     """Of a whole conversation."""
     return float(len(scored.messages))
+
+
+@agentrl.scorer
+async def timed(scored: agentrl.Scored, seconds: float = 0.2, spread: bool = False, log: str = "") -> float:
+    """A score that takes its time; with `spread`, from a quarter of it to four times of it."""
+    _note(log, "asked")
+    tokens = len(scored.turn.completion.token_ids)
+    await asyncio.sleep(seconds * (0.25, 0.5, 1.0, 4.0)[tokens % 4] if spread else seconds)
+    _note(log, "done")
+    return tokens / 10
+
+
+def _note(log: str, what: str) -> None:
+    """Append a line with this process, in one write."""
+    if log:
+        with open(log, "ab", buffering=0) as file:
+            file.write(f"{what} {os.getpid()}\n".encode())
 
 
 def unmarked(scored: agentrl.Scored) -> float:
