@@ -7,6 +7,7 @@ for tests.
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -126,6 +127,10 @@ async def execute_episode(
         max_turns: maximum number of turns per agent.
         max_tokens: maximum number of tokens per turn.
     """
+    try:
+        _load_once(environment)
+    except Exception as error:  # noqa: BLE001 - foreign code: any exception is a finding
+        return f"load() raised {describe_user_code_error(error)}"
     journal, failures = MemoryJournal(), list[BaseException]()
     engine = ScriptedEngine(script, versions={POLICY: PolicyVersion(POLICY, 0, 0)})
     longest_s = PROGRAM_TIMEOUT_S if issubclass(environment, HarnessEnvironment) else TIMEOUT_S
@@ -161,6 +166,12 @@ async def execute_episode(
     entries = log.read(spec.episode_id, spec.attempt)
     cuts = _find_cuts(journal, log.entries, settings)
     return ExecutedEpisode(header, entries, runner.states[spec.episode_id], dispatcher.buffer.counts, cuts)
+
+
+@functools.cache
+def _load_once(environment: type[Environment]) -> None:
+    """Let a class load its data, as a worker does before its first episode."""
+    environment.load()
 
 
 def _find_cuts(journal: MemoryJournal, entries: Sequence[JournalEntry], settings: RolloutSettings) -> Counter[str]:

@@ -1,0 +1,185 @@
+"""The multi-turn tasks of the Berkeley Function-Calling Leaderboard (package `bfcl-eval`, installed with `--no-deps`).
+
+Its own runner evaluates what the model wrote as Python. Here a call is a method's name and JSON arguments, and no
+text is evaluated. Its own checker compares the state and the answers of the tools with those of the reference calls.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import importlib
+import inspect
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl.core.errors import EnvironmentDefinitionError
+from agentrl.core.records import Task
+from agentrl.environment.environment import Split, TaskSource
+from agentrl.environment.tasks import split_tasks
+from agentrl.formats.session import Call, Session, SessionEnvironment, Start, Step, tool_message
+
+CATEGORIES = ("multi_turn_base", "multi_turn_miss_param", "multi_turn_long_context")
+"""Categories whose tools stay the same during a task."""
+
+
+class Bfcl(SessionEnvironment):
+    """Multi-turn tasks of BFCL: a user's requests, and stateful programming interfaces as tools. The reward is 1 if the
+    state and the results are right after every request."""
+
+    level = "replay"
+
+    def session(self, task: Task) -> Session:
+        return _Conversation(task.data["category"], task.id)
+
+    @classmethod
+    def tasks(
+        cls, split: Split, *, seed: int = 0, category: str = "multi_turn_base", held_out: float = 0.2
+    ) -> TaskSource:
+        """Return the tasks of a category.
+
+        Args:
+            split: the split.
+            seed: not used.
+            category: one of `CATEGORIES`.
+            held_out: the share of tasks that is held out.
+
+        Raises:
+            EnvironmentDefinitionError: the category's tools change during a task, or there is none of that name.
+        """
+        if category not in CATEGORIES:
+            raise EnvironmentDefinitionError(f"BFCL category {category!r}: give one of {', '.join(CATEGORIES)}")
+        tasks = [Task(id=name, data={"category": category}) for name in entries(category)]
+        return split_tasks(tasks, split, held_out)
+
+
+def _data() -> Path:
+    import bfcl_eval
+
+    return Path(bfcl_eval.__file__).parent / "data"
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@functools.cache
+def entries(category: str) -> dict[str, dict[str, Any]]:
+    """Return the tasks of a category by id, each with its reference calls as `ground_truth`."""
+    name = f"BFCL_v4_{category}.json"
+    truth = {entry["id"]: entry["ground_truth"] for entry in _lines(_data() / "possible_answer" / name)}
+    return {entry["id"]: {**entry, "ground_truth": truth[entry["id"]]} for entry in _lines(_data() / name)}
+
+
+@functools.cache
+def _documents(interface: str) -> list[dict[str, Any]]:
+    """Return the tools of an interface."""
+    from bfcl_eval.constants.executable_backend_config import MULTI_TURN_FUNC_DOC_FILE_MAPPING
+
+    documents = _lines(_data() / "multi_turn_func_doc" / MULTI_TURN_FUNC_DOC_FILE_MAPPING[interface])
+    return [
+        {
+            "name": document["name"],
+            "description": document["description"],
+            "parameters": {**document["parameters"], "type": "object"},
+        }
+        for document in documents
+    ]
+
+
+class Interfaces:
+    """The stateful objects of one task."""
+
+    def __init__(self, entry: dict[str, Any], *, long_context: bool) -> None:
+        from bfcl_eval.constants.executable_backend_config import CLASS_FILE_PATH_MAPPING, STATELESS_CLASSES
+
+        self.objects: dict[str, Any] = {}
+        for name in entry["involved_classes"]:
+            made = getattr(importlib.import_module(CLASS_FILE_PATH_MAPPING[name]), name)()
+            if name not in STATELESS_CLASSES:
+                scenario = copy.deepcopy(entry["initial_config"].get(name, {}))
+                made._load_scenario(scenario, long_context=long_context)
+            self.objects[name] = made
+
+    def method(self, name: str) -> Any:
+        """Return the public method of a name, or None. The last object that has one wins, as in BFCL."""
+        methods = [getattr(each, name, None) for each in self.objects.values()] if not name.startswith("_") else []
+        return next((method for method in reversed(methods) if inspect.ismethod(method)), None)
+
+    def call(self, name: str, arguments: Sequence[Any], named: dict[str, Any]) -> str:
+        """Call a method; returns its result, or its error, as BFCL writes it."""
+        method = self.method(name)
+        if method is None:
+            return f"Error during execution: name '{name}' is not defined"
+        try:
+            result = method(*arguments, **named)
+        except Exception as error:  # noqa: BLE001 - foreign code: any exception is the tool's answer
+            return f"Error during execution: {error}"
+        if isinstance(result, dict):
+            try:
+                return json.dumps(result)
+            except (TypeError, ValueError):
+                return str(result)
+        return str(result)
+
+
+def parsed_call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
+    """Parse a reference call, whose arguments are literals."""
+    call = ast.parse(text, mode="eval").body
+    assert isinstance(call, ast.Call)
+    assert isinstance(call.func, ast.Name)
+    named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    return call.func.id, [ast.literal_eval(argument) for argument in call.args], named
+
+
+class _Conversation(Session):
+    """A task, with the objects that the policy uses, and those of the reference calls."""
+
+    def __init__(self, category: str, id: str) -> None:
+        self._entry = entries(category)[id]
+        is_long = category == "multi_turn_long_context"
+        self._model, self._truth = (Interfaces(self._entry, long_context=is_long) for _ in range(2))
+        self._request = 0
+        self._results: list[str] = []
+        self._has_called = False
+
+    async def start(self) -> Start:
+        tools = {tool["name"]: tool for name in self._entry["involved_classes"] for tool in _documents(name)}
+        return {"messages": self._entry["question"][0], "tools": list(tools.values())}
+
+    async def answer(self, text: str, calls: Sequence[Call]) -> Step:
+        if calls:
+            messages = [tool_message(call, self._call(call)) for call in calls]
+            return {"messages": messages, "reward": 0.0, "done": False}
+        is_right = self._is_right()
+        self._request += 1
+        is_last = self._request == len(self._entry["question"])
+        messages = [] if is_last or not is_right else self._entry["question"][self._request]
+        return {"messages": messages, "reward": float(is_right and is_last), "done": is_last or not is_right}
+
+    def _call(self, call: Call) -> str:
+        self._has_called = True
+        arguments = call["arguments"]
+        if not isinstance(arguments, dict):
+            return "Error during execution: the arguments are not a JSON object"
+        result = self._model.call(call["name"], (), arguments)
+        self._results.append(result)
+        return result
+
+    def _is_right(self) -> bool:
+        """Whether the state and all results so far are right after a request."""
+        from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import response_checker, state_checker
+
+        references = self._entry["ground_truth"][self._request]
+        results = [self._truth.call(*parsed_call(reference)) for reference in references]
+        has_called, self._has_called = self._has_called, False
+        if not references:
+            return True
+        return (
+            has_called
+            and state_checker(self._model.objects, self._truth.objects)["valid"]
+            and response_checker(self._results, results, self._request)["valid"]
+        )

@@ -1,0 +1,67 @@
+"""Environments of gem (package `gem-llm`): a text goes in, an observation and a reward come out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentrl.core.records import Task
+from agentrl.environment.environment import Split, TaskSource
+from agentrl.environment.tasks import DrawnTasks, GameSeedTasks
+from agentrl.formats.session import Call, Session, SessionEnvironment, Start, Step
+
+
+class Gem(SessionEnvironment):
+    """Environments of gem, by id, such as `game:Mastermind-v0-easy` or `rg:chain_sum`."""
+
+    seats = ("player",)
+    level = "replay"
+
+    @classmethod
+    def load(cls) -> None:
+        import gem  # noqa: F401 - what it imports writes caches
+
+    def session(self, task: Task) -> Session:
+        return _Game(task.data["id"], task.data["seed"], task.data["arguments"])
+
+    @classmethod
+    def tasks(
+        cls, split: Split, *, seed: int = 0, ids: Sequence[str] = (), arguments: Mapping[str, Any] | None = None
+    ) -> TaskSource:
+        """Return seeds of environments in turn. 512 seeds are held out.
+
+        Args:
+            split: the split.
+            seed: seed of the training tasks.
+            ids: ids of the environments.
+            arguments: further arguments of `gem.make`.
+        """
+        seeds = GameSeedTasks(split, seed)
+        data = dict(arguments or {})
+
+        def draw(index: int, attempt: int) -> Task:
+            name, drawn = ids[index % len(ids)], seeds[index]
+            return Task(id=f"{name}-{drawn.id}", data={"id": name, "arguments": data, **drawn.data})
+
+        return [draw(index, 0) for index in range(len(seeds))] if split == "held_out" else DrawnTasks(draw)
+
+
+class _Game(Session):
+    def __init__(self, id: str, seed: int, arguments: Mapping[str, Any]) -> None:
+        import gem
+
+        self._game, self._seed = gem.make(id, **arguments), seed
+
+    async def start(self) -> Start:
+        observation, info = self._game.reset(seed=self._seed)
+        return {"messages": [_message(observation, info)], "tools": []}
+
+    async def answer(self, text: str, calls: Sequence[Call]) -> Step:
+        observation, reward, terminated, truncated, info = self._game.step(text)
+        done = bool(terminated or truncated)
+        return {"messages": [_message(observation, info)], "reward": float(reward), "done": done}
+
+
+def _message(observation: str, info: Mapping[str, Any]) -> dict[str, str]:
+    """Return an observation with what its environment appends to it in a conversation."""
+    return {"role": "user", "content": "\n".join(filter(None, (observation, info.get("suffix"))))}

@@ -1,0 +1,278 @@
+"""Tasks of servers: OpenEnv over a WebSocket, resources servers of NeMo-Gym over HTTP. Their packages are not needed.
+
+A server's state cannot be restored, so an interrupted episode restarts.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from agentrl.core.errors import EnvironmentDefinitionError, InfrastructureError
+from agentrl.core.records import Task
+from agentrl.environment.environment import Split, TaskSource
+from agentrl.environment.tasks import GameSeedTasks, split_tasks
+from agentrl.formats.session import Call, Session, SessionEnvironment, Start, Step, tool_message
+
+SECONDS = 60.0
+"""Time limit of a request."""
+_LARGEST_MESSAGE = 16 << 20
+
+
+class _Connection(Session):
+    """A session with a server.
+
+    Raises:
+        InfrastructureError: the server cannot be reached.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        self._client: aiohttp.ClientSession | None = None
+
+    def client(self) -> aiohttp.ClientSession:
+        """Return the client, which keeps the server's cookies."""
+        if self._client is None:
+            timeout = aiohttp.ClientTimeout(total=SECONDS)
+            self._client = aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True), timeout=timeout)
+        return self._client
+
+    async def post(self, path: str, body: Any) -> tuple[int, str]:
+        """Post JSON; returns the status and the text of the answer."""
+        try:
+            async with self.client().post(self._url + path, json=body) as answer:
+                text = await answer.text(errors="replace")
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise InfrastructureError(f"{self._url}{path}: {error or type(error).__name__}") from error
+        if answer.status >= 500:
+            raise InfrastructureError(f"{self._url}{path}: status {answer.status}: {text[:200]}")
+        return answer.status, text
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+
+class NemoGym(SessionEnvironment):
+    """Tasks of a resources server of NeMo-Gym: tools to call, and a reward for the whole conversation."""
+
+    level = "pinned"
+
+    def session(self, task: Task) -> Session:
+        return _NemoSession(task.data["url"], _rows(task.data["file"])[task.data["row"]])
+
+    @classmethod
+    def tasks(cls, split: Split, *, seed: int = 0, url: str = "", file: str = "", held_out: float = 0.2) -> TaskSource:
+        """Return the rows of a JSON Lines file.
+
+        Args:
+            split: the split.
+            seed: not used.
+            url: address of the resources server.
+            file: the file, relative to the working directory.
+            held_out: the share of rows that is held out.
+
+        Raises:
+            EnvironmentDefinitionError: the file cannot be read, or a row has no `responses_create_params`.
+        """
+        path = str(Path(file).resolve())
+        data = {"url": url, "file": path}
+        tasks = [Task(id=f"row-{number}", data={**data, "row": number}) for number in range(len(_rows(path)))]
+        return split_tasks(tasks, split, held_out)
+
+
+@functools.cache
+def _rows(path: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    try:
+        for line in Path(path).read_text(encoding="utf-8").splitlines():
+            rows.append(json.loads(line))
+            rows[-1]["responses_create_params"]["input"]
+    except OSError as error:
+        raise EnvironmentDefinitionError(f"{path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise EnvironmentDefinitionError(
+            f"{path}, line {len(rows) or 1}: a row is a JSON object with responses_create_params.input ({error!r})"
+        ) from error
+    return rows
+
+
+class _NemoSession(_Connection):
+    """A row, with the output of its conversation as the server's `verify` reads it."""
+
+    def __init__(self, url: str, row: Mapping[str, Any]) -> None:
+        super().__init__(url)
+        self._row = row
+        self._parameters = row["responses_create_params"]
+        self._tools = self._parameters.get("tools") or []
+        self._output: list[dict[str, Any]] = []
+
+    async def start(self) -> Start:
+        await self._post_or_fail("/seed_session", self._row)
+        given = self._parameters["input"]
+        messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        return {
+            "messages": [{"role": message["role"], "content": _text(message["content"])} for message in messages],
+            "tools": [
+                {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool["parameters"]}
+                for tool in self._tools
+            ],
+        }
+
+    async def answer(self, text: str, calls: Sequence[Call]) -> Step:
+        if not calls:
+            content = [{"type": "output_text", "text": text, "annotations": []}]
+            self._output.append(
+                {
+                    "type": "message",
+                    "id": f"m{len(self._output)}",
+                    "role": "assistant",
+                    "status": "completed",
+                    "content": content,
+                }
+            )
+            return {"messages": [], "reward": await self.cut(), "done": True}
+        messages = [tool_message(call, await self._call(call)) for call in calls]
+        return {"messages": messages, "reward": 0.0, "done": False}
+
+    async def _call(self, call: Call) -> str:
+        """Post a call of a declared tool: the server's other paths are `verify`, `seed_session` and its own."""
+        arguments = call["arguments"]
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        common = {"call_id": call["id"], "id": call["id"], "status": "completed"}
+        self._output.append({"type": "function_call", "name": call["name"], "arguments": written, **common})
+        if call["name"] not in {tool["name"] for tool in self._tools}:
+            result = json.dumps({"error": f"there is no tool {call['name']!r}"})
+        elif not isinstance(arguments, dict):
+            result = json.dumps({"error": "Invalid tool call arguments: they are not a JSON object"})
+        else:
+            _, result = await self.post(f"/{call['name']}", arguments)
+        self._output.append({"type": "function_call_output", "call_id": call["id"], "output": result})
+        return result
+
+    async def cut(self) -> float:
+        response = {
+            "id": "r",
+            "created_at": 0,
+            "model": "agentrl",
+            "object": "response",
+            "output": self._output,
+            "parallel_tool_calls": True,
+            "tool_choice": "auto",
+            "tools": self._tools,
+        }
+        verdict = json.loads(await self._post_or_fail("/verify", {**self._row, "response": response}))
+        return float(verdict["reward"])
+
+    async def _post_or_fail(self, path: str, body: Any) -> str:
+        status, text = await self.post(path, body)
+        if status >= 400:
+            raise ValueError(f"{self._url}{path}: status {status}: {text[:500]}")
+        return text
+
+
+def _text(content: Any) -> str:
+    """Return the text of a message, which is text or a list of parts."""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+class OpenEnv(SessionEnvironment):
+    """An environment behind a server of OpenEnv. Override `action` and `render` for its kinds of actions and
+    observations."""
+
+    seats = ("player",)
+    level = "pinned"
+
+    def action(self, text: str) -> Mapping[str, Any]:
+        """Return the action that a turn's text names: the fields of the server's action. Default: the text is a JSON
+        object."""
+        try:
+            found = json.loads(text)
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def render(self, observation: Mapping[str, Any]) -> str:
+        """Return the text of an observation. Default: its JSON."""
+        return json.dumps(observation)
+
+    def session(self, task: Task) -> Session:
+        return _OpenEnvSession(task.data["url"], task.data["seed"], self)
+
+    @classmethod
+    def tasks(cls, split: Split, *, seed: int = 0, url: str = "") -> TaskSource:
+        """Return seeds of the environment. 512 are held out.
+
+        Args:
+            split: the split.
+            seed: seed of the training tasks.
+            url: address of the server.
+        """
+        return _ServedSeeds(split, seed, url)
+
+
+class _ServedSeeds(GameSeedTasks):
+    def __init__(self, split: Split, seed: int, url: str) -> None:
+        super().__init__(split, seed)
+        self._url = url
+
+    def __getitem__(self, index: int, /) -> Task:
+        task = super().__getitem__(index)
+        return Task(id=task.id, data={**task.data, "url": self._url})
+
+
+class _OpenEnvSession(_Connection):
+    """A session of an OpenEnv server: one WebSocket."""
+
+    def __init__(self, url: str, seed: int, environment: OpenEnv) -> None:
+        super().__init__(url)
+        self._seed, self._environment = seed, environment
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
+
+    async def start(self) -> Start:
+        result = await self._ask("reset", {"seed": self._seed})
+        return {"messages": [self._message(result)], "tools": []}
+
+    async def answer(self, text: str, calls: Sequence[Call]) -> Step:
+        action = dict(self._environment.action(text))
+        try:
+            result = await self._ask("step", action)
+        except ValueError as error:  # the server refuses the action; the policy may try again
+            return {"messages": [{"role": "user", "content": f"error: {error}"}], "reward": 0.0, "done": False}
+        return {
+            "messages": [self._message(result)],
+            "reward": float(result.get("reward") or 0.0),
+            "done": bool(result["done"]),
+        }
+
+    def _message(self, result: Mapping[str, Any]) -> dict[str, str]:
+        return {"role": "user", "content": self._environment.render(result["observation"])}
+
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a message and return the data of the answer.
+
+        Raises:
+            ValueError: the server refuses it.
+        """
+        try:
+            if self._socket is None:
+                address = self._url.replace("http", "ws", 1) + "/ws"
+                self._socket = await self.client().ws_connect(address, max_msg_size=_LARGEST_MESSAGE)
+            await self._socket.send_json({"type": kind, "data": data})
+            answer = await self._socket.receive_json(timeout=SECONDS)
+        except (aiohttp.ClientError, TypeError, ConnectionError, TimeoutError) as error:
+            raise InfrastructureError(f"{self._url}: {error or type(error).__name__}") from error
+        found: dict[str, Any] = answer["data"]
+        if answer["type"] == "error":
+            raise ValueError(str(found.get("message", "refused"))[:500])
+        return found
+
+    async def close(self) -> None:
+        if self._socket is not None:
+            await self._socket.close()
+        await super().close()

@@ -1,0 +1,113 @@
+"""Tasks played through a session: what the policy says goes in, and messages and rewards come out.
+
+A session is an object of a library in this process, or a connection to a server. Its calls are journaled, so they
+return JSON.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypedDict
+
+from agentrl.core.records import Message, Task, ToolSpec, Turn
+from agentrl.environment.context import Agent, EpisodeContext, LimitReachedError, ResourceLevel
+from agentrl.environment.environment import Environment
+
+
+class Call(TypedDict):
+    """A tool call of the policy."""
+
+    id: str
+    name: str
+    arguments: Any
+    """A JSON object, or the text of arguments that are none."""
+
+
+class Start(TypedDict):
+    """The beginning of a session."""
+
+    messages: list[dict[str, str]]
+    """The messages before the first turn, each with `role` and `content`; answers to calls also with `tool_call_id` and
+    `name`."""
+    tools: list[dict[str, Any]]
+    """The tools, each with `name`, `description` and `parameters`, a JSON schema."""
+
+
+class Step(TypedDict):
+    """What follows a turn."""
+
+    messages: list[dict[str, str]]
+    """The messages before the next turn."""
+    reward: float
+    """Reward of the turn."""
+    done: bool
+
+
+class Session(ABC):
+    """A task in progress."""
+
+    @abstractmethod
+    async def start(self) -> Start:
+        """Begin the task."""
+
+    @abstractmethod
+    async def answer(self, text: str, calls: Sequence[Call]) -> Step:
+        """Take in a turn of the policy."""
+
+    async def cut(self) -> float:
+        """Return the reward of a task that a limit ended, in addition to those of its turns."""
+        return 0.0
+
+    async def close(self) -> None:
+        """Release what the session holds."""
+
+
+class SessionEnvironment(Environment):
+    """Base of the environments whose tasks are sessions."""
+
+    level: ClassVar[ResourceLevel]
+    """Recovery of a session; see `ctx.resource`."""
+
+    @abstractmethod
+    def session(self, task: Task) -> Session:
+        """Make the session of a task."""
+
+    async def run(self, ctx: EpisodeContext) -> None:
+        """Converse until the session is done, or a limit is reached."""
+        sessions: list[Session] = []
+
+        def make() -> Session:  # under the resource's random state
+            sessions.append(self.session(ctx.task))
+            return sessions[0]
+
+        resource = ctx.resource(make, level=self.level, seed=ctx.task.data.get("seed"))
+        try:
+            start: Start = await resource.call("start")
+            agent = ctx.agent(self.seats[0], tools=[ToolSpec(**tool) for tool in start["tools"]])
+            step = Step(messages=start["messages"], reward=0.0, done=False)
+            try:
+                while not step["done"]:
+                    turn = await agent.act(*(Message(**message) for message in step["messages"]))  # type: ignore[arg-type]
+                    step = await resource.call("answer", turn.text, calls_of(turn))
+                    reward_turn(agent, step["reward"])
+            except LimitReachedError as limit:
+                ctx.truncate(limit)
+                agent.reward(await resource.call("cut"))
+        finally:
+            await sessions[0].close()
+
+
+def calls_of(turn: Turn) -> list[Call]:
+    """Return the tool calls of a turn as JSON data."""
+    return [Call(id=call.id, name=call.name, arguments=call.arguments) for call in turn.tool_calls]
+
+
+def reward_turn(agent: Agent, reward: float) -> None:
+    """Reward the agent's newest turn."""
+    agent.reward(reward, turn=len(agent.turns) - 1)
+
+
+def tool_message(call: Call, content: str) -> dict[str, str]:
+    """Return the answer to a call."""
+    return {"role": "tool", "content": content, "tool_call_id": call["id"], "name": call["name"]}

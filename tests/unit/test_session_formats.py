@@ -1,0 +1,266 @@
+"""Tasks played through sessions: of servers that speak the protocols, and of the libraries where they are installed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+import agentrl
+from agentrl.core.errors import CheckFailedError, EnvironmentDefinitionError
+from agentrl.formats.bfcl import Bfcl, Interfaces, entries, parsed_call
+from agentrl.formats.gem import Gem
+from agentrl.formats.servers import NemoGym, OpenEnv
+from agentrl.testing.check import check_environment
+from agentrl.testing.execution import play
+
+FORMATS = Path(os.environ.get("AGENTRL_FORMATS", "/nonexistent"))
+
+
+@contextlib.contextmanager
+def served(make: Callable[[], web.Application]) -> Iterator[str]:
+    """Serve an application on a thread; yields its address."""
+    address: list[str] = []
+    ready, end = threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        async with running(make()) as url:
+            address.append(url)
+            ready.set()
+            await asyncio.to_thread(end.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    ready.wait()
+    try:
+        yield address[0]
+    finally:
+        end.set()
+        thread.join()
+
+
+@contextlib.asynccontextmanager
+async def running(application: web.Application) -> AsyncIterator[str]:
+    runner = web.AppRunner(application)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+# --- NeMo-Gym ---------------------------------------------------------------------------------------------------------
+
+TOOL = {"type": "function", "name": "add", "description": "Add to the total.", "strict": True}
+PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer"}}}
+ROW = {
+    "responses_create_params": {
+        "input": [{"role": "system", "content": "Use the tool."}, {"role": "user", "content": "Make it 5."}],
+        "tools": [{**TOOL, "parameters": PARAMETERS}],
+    },
+    "goal": 5,
+}
+
+
+def totals() -> web.Application:
+    """A resources server: a total for each cookie, and paths that only the session itself may use."""
+    totals: dict[str, int] = {}
+
+    async def seed(request: web.Request) -> web.Response:
+        name = str(len(totals))
+        totals[name] = 0
+        answer = web.json_response({})
+        answer.set_cookie("session", name)
+        return answer
+
+    async def add(request: web.Request) -> web.Response:
+        number = (await request.json()).get("n")
+        if not isinstance(number, int):
+            return web.json_response({"detail": "n is no integer"}, status=422)
+        totals[request.cookies["session"]] += number
+        return web.json_response({"total": totals[request.cookies["session"]]})
+
+    async def verify(request: web.Request) -> web.Response:
+        body = await request.json()
+        if body["goal"] == -1:
+            return web.json_response({}, status=500)
+        calls = sum(item["type"] == "function_call" for item in body["response"]["output"])
+        reward = float(totals[request.cookies["session"]] == body["goal"]) - calls / 100
+        return web.json_response({**body, "reward": reward})
+
+    application = web.Application()
+    for path, handler in (("/seed_session", seed), ("/add", add), ("/verify", verify)):
+        application.router.add_post(path, handler)
+    return application
+
+
+@pytest.fixture(scope="module")
+def nemo() -> Iterator[str]:
+    with served(totals) as url:
+        yield url
+
+
+def nemo_task(tmp_path: Path, url: str, **fields: Any) -> agentrl.Task:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({**ROW, **fields}) + "\n")
+    [task] = NemoGym.tasks("train", url=url, file=str(file), held_out=0.0)  # type: ignore[misc]
+    return task
+
+
+def add(n: object) -> dict[str, Any]:
+    return {"name": "add", "arguments": {"n": n}}
+
+
+def test_a_nemo_gym_conversation_is_verified_by_its_server(nemo: str, tmp_path: Path) -> None:
+    result = play(NemoGym, nemo_task(tmp_path, nemo), [add(2), add("x"), add(3), "done"])
+    assert result.reward == 1 - 3 / 100
+    assert result.observations[0] == "Use the tool.\nMake it 5."
+    assert result.observations[1:] == ('{"total": 2}', '{"detail": "n is no integer"}', '{"total": 5}')
+
+
+@pytest.mark.parametrize("path", ["verify", "seed_session", "../verify", "add/../verify", ""])
+def test_only_declared_tools_are_posted(path: str, nemo: str, tmp_path: Path) -> None:
+    result = play(NemoGym, nemo_task(tmp_path, nemo), [add(5), {"name": path or "x", "arguments": {}}, "done"])
+    assert "there is no tool" in result.observations[2]
+    assert result.reward == 1 - 2 / 100
+
+
+def test_a_failing_server_is_a_failure_of_infrastructure(nemo: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckFailedError, match="/verify: status 500"):
+        play(NemoGym, nemo_task(tmp_path, nemo, goal=-1), ["done"])
+    with pytest.raises(CheckFailedError, match="seed_session"):
+        play(NemoGym, nemo_task(tmp_path, "http://127.0.0.1:9"), ["done"])
+
+
+@pytest.mark.parametrize("row", ["{", "[]", "{}", '{"responses_create_params": {}}'])
+def test_a_row_that_is_no_task_is_named(row: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(row + "\n")
+    with pytest.raises(EnvironmentDefinitionError, match="line 1: a row is a JSON object"):
+        NemoGym.tasks("train", file=str(file))
+    with pytest.raises(EnvironmentDefinitionError, match="No such file"):
+        NemoGym.tasks("train", file=str(tmp_path / "none"))
+
+
+def test_nemo_gym_is_pinned(nemo: str, tmp_path: Path) -> None:
+    task = nemo_task(tmp_path, nemo)
+    report = check_environment(NemoGym, tasks=[task], episodes=1)
+    assert not report.findings
+    assert report.resume_class == "pinned"
+
+
+# --- OpenEnv ----------------------------------------------------------------------------------------------------------
+
+
+def guesses() -> web.Application:
+    """A server of OpenEnv: guess a number; the reward says how many guesses are left."""
+
+    async def session(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        secret, left = 0, 0
+        async for message in socket:
+            asked = message.json()
+            if asked["type"] == "reset":
+                secret, left = random.Random(asked["data"]["seed"]).randint(1, 9), 4
+                found = {"observation": {"hint": "1 to 9"}, "reward": None, "done": False}
+            elif not isinstance(asked["data"].get("number"), int):
+                await socket.send_json({"type": "error", "data": {"message": "number: Field required"}})
+                continue
+            else:
+                left -= 1
+                hit = asked["data"]["number"] == secret
+                hint = "yes" if hit else "higher" if asked["data"]["number"] < secret else "lower"
+                reward = (left + 1) / 4 if hit else -0.05
+                found = {"observation": {"hint": hint}, "reward": reward, "done": hit or not left}
+            await socket.send_json({"type": "observation", "data": found})
+        return socket
+
+    application = web.Application()
+    application.router.add_get("/ws", session)
+    return application
+
+
+class Guess(OpenEnv):
+    def action(self, text: str) -> Mapping[str, Any]:
+        return {"number": int(text)} if text.isdecimal() else {}
+
+    def render(self, observation: Mapping[str, Any]) -> str:
+        return str(observation["hint"])
+
+
+@pytest.fixture(scope="module")
+def openenv() -> Iterator[str]:
+    with served(guesses) as url:
+        yield url
+
+
+def test_an_openenv_episode_is_played_over_its_socket(openenv: str) -> None:
+    task = Guess.tasks("held_out", url=openenv)[3]
+    secret = random.Random(3).randint(1, 9)
+    result = play(Guess, task, ["?", str(secret - 1), str(secret)])
+    assert result.reward == pytest.approx(0.75 - 0.05)
+    assert result.observations == ("1 to 9", "error: number: Field required", "higher")
+    by_default = play(OpenEnv, task, [f'{{"number": {secret}}}'])
+    assert by_default.reward == 1.0
+    assert by_default.observations == ('{"hint": "1 to 9"}',)
+
+
+def test_openenv_is_pinned(openenv: str) -> None:
+    report = check_environment(Guess, options={"url": openenv}, episodes=1)
+    assert not report.findings
+    assert report.resume_class == "pinned"
+
+
+# --- libraries --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package of a format, installed with `pip install --no-deps --target`."""
+    directory = FORMATS / request.param
+    if not directory.exists():
+        pytest.skip(f"needs {directory}; see benchmarks/sandboxes_formats.py")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(directory)])
+
+
+@pytest.mark.parametrize("library", ["bfcl"], indirect=True)
+@pytest.mark.usefixtures("library")
+def test_bfcl_calls_methods_by_name_and_evaluates_nothing() -> None:
+    entry = entries("multi_turn_base")["multi_turn_base_0"]
+    interfaces = Interfaces(entry, long_context=False)
+    for name in ("_load_scenario", "__class__", "no_such", "__import__('os').getcwd()"):
+        assert interfaces.call(name, (), {}) == f"Error during execution: name '{name}' is not defined"
+    assert interfaces.call("cd", (), {"folder": "document"}) == '{"current_working_directory": "document"}'
+    assert parsed_call("f(1, b=[2, 'x'])") == ("f", [1], {"b": [2, "x"]})
+    with pytest.raises(ValueError, match="malformed"):
+        parsed_call("f(open('/etc/passwd'))")
+    with pytest.raises(EnvironmentDefinitionError, match="multi_turn_miss_func"):
+        Bfcl.tasks("train", category="multi_turn_miss_func")
+
+
+@pytest.mark.parametrize("library", ["bfcl"], indirect=True)
+@pytest.mark.usefixtures("library")
+def test_bfcl_is_replayed() -> None:
+    report = check_environment(Bfcl, episodes=2)
+    assert not report.findings
+    assert report.resume_class == "replay"
+
+
+@pytest.mark.parametrize("library", ["gem"], indirect=True)
+@pytest.mark.usefixtures("library")
+def test_gem_is_replayed() -> None:
+    ids = ["game:GuessTheNumber-v0-easy", "game:Minesweeper-v0-easy"]
+    report = check_environment(Gem, options={"ids": ids}, episodes=2)
+    assert not report.findings
+    assert report.resume_class == "replay"
