@@ -3,22 +3,31 @@
 The formats' packages are looked for below the directory AGENTRL_FORMATS, and a format without its package is left out:
 
     cd $AGENTRL_FORMATS
-    for format in harbor:harbor verifiers:"verifiers uv" inspect:"inspect-ai openai"; do
+    for format in harbor:harbor verifiers:"verifiers uv" inspect:"inspect-ai openai" openenv:openenv-core \\
+            nemo:nemo-gym; do
         python3.12 -m venv ${format%%:*} && ${format%%:*}/bin/pip install ${format#*:}
     done
+    pip install --no-deps --target bfcl bfcl-eval && pip install --no-deps --target gem gem-llm
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.cookiejar
 import http.server
+import inspect as inspect_module
+import itertools
 import json
 import os
 import re
+import socket
 import subprocess
+import sys
 import tempfile
 import threading
+import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,8 +35,11 @@ from typing import Any
 from agentrl.core.records import EpisodeSpec, SeatBinding, Task
 from agentrl.environment.registry import name_of
 from agentrl.formats import runner
+from agentrl.formats.bfcl import Bfcl, Interfaces, entries, parsed_call
+from agentrl.formats.gem import Gem
 from agentrl.formats.harbor import Harbor
 from agentrl.formats.runner import Inspect, RunnerEnvironment, Verifiers
+from agentrl.formats.servers import NemoGym, OpenEnv
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.execution import POLICY, execute_episode, play
 from tests.support.harbor_suite import ANSWERS, MEDIAN, ROOTS, WORD, write_task
@@ -196,10 +208,168 @@ def cpu_seconds(process: int) -> float:
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
+GEM_IDS = (
+    *(
+        "game:GuessTheNumber-v0-easy",
+        "game:Mastermind-v0-easy",
+        "game:Minesweeper-v0-easy",
+        "game:TowerofHanoi-v0-easy",
+    ),
+    *("game:Sudoku-v0-easy", "game:FifteenPuzzle-v0-easy", "rg:chain_sum", "rg:leg_counting"),
+)
+
+
+def gem(scratch: Path, quick: bool) -> Sequence[Pair] | None:
+    """Compare with gem itself: three seeds of eight environments, as many actions as end them, at most six."""
+    if not (PACKAGES / "gem").exists():
+        return None
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGES / "gem")}
+    command = [sys.executable, str(REFERENCES / "gem_games.py"), *GEM_IDS]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+    sys.path.append(str(PACKAGES / "gem"))
+    pairs = []
+    for game in json.loads(done.stdout.splitlines()[-1]):
+        data = {"id": game["id"], "seed": game["seed"], "arguments": {}}
+
+        class Cut(Gem):
+            """Ends after the actions that the reference played."""
+
+            def session(self, task: Task, limit: int = len(game["actions"])) -> Any:
+                made = super().session(task)
+                answer, count = made.answer, itertools.count(1)
+
+                async def counted(text: str, calls: Any) -> Any:
+                    step = await answer(text, calls)
+                    return {**step, "done": step["done"] or next(count) == limit}
+
+                made.answer = counted  # type: ignore[method-assign]
+                return made
+
+        pairs.append((play(Cut, Task(id="t", data=data), game["actions"]).reward, game["reward"]))
+    return pairs
+
+
+def bfcl(scratch: Path, quick: bool) -> Sequence[Pair] | None:
+    """Compare with BFCL's checker: each task with its reference calls, without the last, and with one too many."""
+    if not (PACKAGES / "bfcl").exists():
+        return None
+    sys.path.append(str(PACKAGES / "bfcl"))
+    from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import multi_turn_checker
+
+    pairs = []
+    for id, entry in list(entries("multi_turn_base").items())[: 5 if quick else None]:
+        truth, interfaces = entry["ground_truth"], Interfaces(entry, long_context=False)
+        variants = {
+            "all": truth,  # the names become those of Python variables
+            "without_the_last": [*truth[:-1], truth[-1][:-1]],
+            "one_too_many": [[*truth[0], truth[0][-1]], *truth[1:]],
+        }
+        for name, turns in variants.items():
+            written = [[[call] for call in turn] for turn in turns]
+            theirs = multi_turn_checker(written, truth, entry, "multi_turn_base", f"{id}{name}")["valid"]
+            replies: list[Any] = []
+            for turn in turns:
+                replies += [_as_json(interfaces, call) for call in turn]
+                replies.append("done")
+            ours = play(Bfcl, Task(id=id, data={"category": "multi_turn_base"}), replies).reward
+            pairs.append((ours, float(theirs)))
+    return pairs
+
+
+def _as_json(interfaces: Interfaces, call: str) -> dict[str, Any]:
+    """Return a reference call with all its arguments by name."""
+    name, arguments, named = parsed_call(call)
+    parameters = inspect_module.signature(interfaces.method(name)).parameters
+    return {"name": name, "arguments": {**dict(zip(parameters, arguments, strict=False)), **named}}
+
+
+@contextlib.contextmanager
+def program(environment: str, name: str) -> Iterator[int]:
+    """Run a server of `format_references`; yields its port."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [str(PACKAGES / environment / "bin" / "python"), str(REFERENCES / name), "serve", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            while True:
+                try:
+                    socket.create_connection(("127.0.0.1", port)).close()
+                    break
+                except ConnectionRefusedError:
+                    if process.poll() is not None:
+                        raise SystemExit(f"{name} ended with status {process.returncode}") from None
+                    time.sleep(0.1)
+            yield port
+        finally:
+            process.kill()
+
+
+class Guess(OpenEnv):
+    """A text is the number."""
+
+    def action(self, text: str) -> dict[str, Any]:
+        return {"number": int(text)}
+
+
+def openenv(scratch: Path, quick: bool) -> Sequence[Pair] | None:
+    """Compare with OpenEnv's own client of the same server."""
+    if not (PACKAGES / "openenv").exists():
+        return None
+    pairs = []
+    with program("openenv", "openenv_guess.py") as port:
+        played = reference("openenv", "openenv_guess.py", "play", str(port), *map(str, range(10)))
+        for seed, (theirs, guesses) in enumerate(played):
+            task = Task(id="t", data={"seed": seed, "url": f"http://127.0.0.1:{port}"})
+            pairs.append((play(Guess, task, [str(guess) for guess in guesses]).reward, theirs))
+    return pairs
+
+
+def nemo(scratch: Path, quick: bool) -> Sequence[Pair] | None:
+    """Compare with requests to the same server: the reference calls of each row, half of them, and none."""
+    if not (PACKAGES / "nemo").exists():
+        return None
+    file = reference("nemo", "nemo_workplace.py", "rows")
+    pairs = []
+    with program("nemo", "nemo_workplace.py") as port:
+        url = f"http://127.0.0.1:{port}"
+        tasks: Any = NemoGym.tasks("train", url=url, file=file, held_out=0.0)
+        for task, line in zip(tasks, Path(file).read_text().splitlines(), strict=True):
+            row = json.loads(line)
+            truth = [{"name": call["name"], "arguments": json.loads(call["arguments"])} for call in row["ground_truth"]]
+            pairs += [
+                (play(NemoGym, task, [*calls, "done"]).reward, _verified(url, row, calls))
+                for calls in (truth, truth[: len(truth) // 2], [])
+            ]
+    return pairs
+
+
+def _verified(url: str, row: dict[str, Any], calls: Sequence[dict[str, Any]]) -> float:
+    """Return the reward that the server gives to calls that nobody has posted: it performs them itself."""
+    cookies = urllib.request.HTTPCookieProcessor(http.cookiejar.CookieJar())
+    opener = urllib.request.build_opener(cookies)
+
+    def post(path: str, body: Any) -> Any:
+        request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        return json.loads(opener.open(request, timeout=60).read())
+
+    post("/seed_session", {})
+    output = [
+        {"type": "function_call", "call_id": f"c{n}", "name": call["name"], "arguments": json.dumps(call["arguments"])}
+        for n, call in enumerate(calls)
+    ]
+    response = {"id": "r", "created_at": 0, "model": "m", "object": "response", "output": output}
+    response |= {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+    return float(post("/verify", {**row, "response": response})["reward"])
+
+
 FORMATS: dict[str, Callable[[Path, bool], Sequence[Pair] | None]] = {
     "harbor": harbor,
     "verifiers": verifiers,
     "inspect": inspect,
+    "bfcl": bfcl,
+    "gem": gem,
+    "openenv": openenv,
+    "nemo": nemo,
 }
 
 
