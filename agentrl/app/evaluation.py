@@ -30,6 +30,7 @@ from agentrl.app.run_parts import (
     importable_environment_code,
     load_config,
     make_chat_format,
+    unproved_sandbox_promises,
 )
 from agentrl.cluster.session import gpu_reservation
 from agentrl.config.policies import ExternalPolicyConfig, FrozenPolicy, RemotePolicy
@@ -171,6 +172,7 @@ def evaluate(
     """
     config, weights = prepare_evaluation(load_config(config), policy)
     chosen = environment_of(config, environment)
+    asyncio.run(unproved_sandbox_promises(config, chosen))
     splits = [HeldOutSplit("held_out", tasks)] if tasks is not None else held_out_task_splits(config, chosen)[0]
     if not any(split.tasks for split in splits):
         raise InputError("evaluation.tasks is 0, so there are no tasks to evaluate on; set it to 1 or more")

@@ -51,6 +51,8 @@ from agentrl.environment.mixture import (
 from agentrl.environment.registry import module_of, name_of, resolve
 from agentrl.orchestrator.evaluation import HeldOutSplit
 from agentrl.rollout.chat.byte_formats import JsonChatFormat
+from agentrl.sandbox.checks import check_sandboxes
+from agentrl.sandbox.sandbox import Sandbox
 
 if TYPE_CHECKING:
     from agentrl.cluster.elastic import JoiningNodeWatcher
@@ -396,3 +398,22 @@ def held_out_task_splits(
             chosen = [with_task_id_prefix(source[index], *prefix) if prefix else source[index] for index in drawn]
             held_out.append(HeldOutSplit("@".join((*names, split)), chosen))
     return held_out, available
+
+
+async def unproved_sandbox_promises(config: RunConfig, environment: type[Environment]) -> list[str]:
+    """Return the promises of sandboxes that this machine does not keep, as warnings; none without a sandbox.
+
+    Raises:
+        InputError: there are some, and the run does not accept that.
+    """
+    classes = [base for each in all_environment_classes(environment) for base in each.__mro__]
+    if not any(isinstance(value, Sandbox) for each in classes for value in vars(each).values()):
+        return []
+    failed = [check for check in await check_sandboxes() if not check.holds]
+    lines = [f"{check.name}: {check.result}{f' ({check.fix})' if check.fix else ''}" for check in failed]
+    if lines and config.sandbox.unproved == "refuse":
+        raise InputError(
+            f"{environment.__name__} runs commands in a sandbox, which this machine cannot prove: {'; '.join(lines)}. "
+            "Mend it (`agentrl doctor --sandbox`), or set sandbox.unproved = 'accept'"
+        )
+    return [f"this machine's sandboxes are unproved: {line}" for line in lines]

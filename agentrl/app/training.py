@@ -27,7 +27,14 @@ from agentrl.app.policies import (
 from agentrl.app.recipes import with_learning_rates
 from agentrl.app.recorded_turns import find_recorded_turns, keep_recorded_turns
 from agentrl.app.recovery import UserCodeDigests, load_user_functions
-from agentrl.app.run_parts import RunFactories, environment_of, importable_environment_code, load_config, task_source
+from agentrl.app.run_parts import (
+    RunFactories,
+    environment_of,
+    importable_environment_code,
+    load_config,
+    task_source,
+    unproved_sandbox_promises,
+)
 from agentrl.app.run_parts import held_out_task_splits as held_out_source
 from agentrl.app.supervisor import RunSetup, cancel_run_on_ctrl_c, run_guarding_event_loop, supervise
 from agentrl.cluster.session import gpu_reservation
@@ -141,6 +148,7 @@ async def run_training(
     source = await asyncio.to_thread(task_source, config, environment, "train", tasks)
     held_out_splits, available = await asyncio.to_thread(held_out_source, config, environment, held_out)
     path = Path(config.directory) / config.name
+    unproved = await unproved_sandbox_promises(config, environment)
     recorded_turns = await asyncio.to_thread(find_recorded_turns, config, environment, path)
     directory = RunDirectory.reopen(path) if resume else RunDirectory.create(path, config.model_dump_json(indent=1))
     keep_recorded_turns(recorded_turns, directory.path)
@@ -161,6 +169,8 @@ async def run_training(
             observer.say(f"learning rate: {rates}")
         if hidden := hidden_tools(config, environment, chat_format):
             observer.warn(hidden)
+        for line in unproved:
+            observer.warn(line)
         if factories.engine is make_engine:
             for line in await _device_lines(config, code, clock, observer.phase):
                 observer.say(line)

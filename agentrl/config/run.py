@@ -47,6 +47,7 @@ from agentrl.config.sections import (
     JournalConfig,
     ModelConfig,
     SamplingConfig,
+    SandboxConfig,
     TrainerConfig,
 )
 from agentrl.core.errors import ConfigError
@@ -110,6 +111,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     best: BestConfig = BestConfig()
     journal: JournalConfig = JournalConfig()
+    sandbox: SandboxConfig = SandboxConfig()
     scorers: dict[str, ScorerConfig] = {}
 
     @field_validator("policies", mode="before")

@@ -559,6 +559,14 @@ class CheckpointConfig(Section):
     """Published versions of each policy that stay on disk; 0: all."""
 
 
+class SandboxConfig(Section):
+    """The sandboxes of the environments (docs/sandboxes.md)."""
+
+    unproved: Free[Literal["refuse", "accept"]] = "refuse"
+    """Start of a run whose environment has a sandbox, on a machine that fails a check of `agentrl doctor --sandbox`:
+    `refuse`, or `accept` it with a warning."""
+
+
 class JournalConfig(Section):
     """Retention of the run's journal on disk."""
 

@@ -273,6 +273,7 @@ class _Dockerfile:
 class Harbor(ToolEnvironment):
     """Harbor task directories: a shell for the policy, and the tests of each task for its reward."""
 
+    sandbox = Sandbox()  # in each episode, what its task says
     bash = bash(seconds=60)
     _harbor_task: HarborTask
 
