@@ -284,6 +284,9 @@ class GaeConfig(Section):
     trace_decay: Annotated[float, Field(ge=0, le=1)] = 1.0
     """λ. 1: the return minus the value, which is unbiased; less has less variance, and trusts the values of later
     tokens instead, which begin at 0: with 0.95, 5 % of a reward reach a token 60 tokens before it."""
+    value_trace_decay: Annotated[float, Field(ge=0, le=1)] | None = None
+    """λ of the returns that the values learn. Null: that of the advantages. With 1, values learn whole returns also
+    where `trace_decay` is smaller."""
     value_learning_rate: Rate = 0.03
     """Learning rate of the value head, the same in all steps: about how far a value can move in a step, in the unit of
     the reward."""

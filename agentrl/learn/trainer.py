@@ -35,7 +35,7 @@ from agentrl.core.clock import SystemClock
 from agentrl.core.custom_functions import FunctionCode
 from agentrl.core.errors import ConfigError, NonFiniteError, StorageError, SupersededVersionError, TrainerError
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch, TrainingSample, Unit, WeightsRef
-from agentrl.credit.advantages.gae import generalized_advantages
+from agentrl.credit.advantages.gae import AdvantagesAndReturns, generalized_advantages
 from agentrl.credit.samples import ReadUnits, read_samples
 from agentrl.engines.weights.transfer import WeightDestination
 from agentrl.journal.rows import make_unit_reader
@@ -407,25 +407,31 @@ class PolicyTrainer:
     ) -> tuple[TokenColumns, Tensor]:
         """Replace the returns in the column `advantages` by the advantages of `generalized_advantages`.
 
-        Also returns the derivative of the value loss, 0.5 (V - (A + sg(V)))² per token, by V: it is -A times the
-        token's weight.
+        Also returns the derivative of the value loss, 0.5 (V - (A' + sg(V)))² per token, by V: it is -A' times the
+        token's weight, with A' the advantage at `value_trace_decay`.
         """
-        estimated = generalized_advantages(
-            columns.advantages.tolist(),
-            values.tolist(),
-            columns.agent.tolist(),
-            columns.turn.tolist(),
-            discount=gae.discount,
-            trace_decay=gae.trace_decay,
-        )
+
+        def estimate(trace_decay: float) -> AdvantagesAndReturns:
+            return generalized_advantages(
+                columns.advantages.tolist(),
+                values.tolist(),
+                columns.agent.tolist(),
+                columns.turn.tolist(),
+                discount=gae.discount,
+                trace_decay=trace_decay,
+            )
+
+        estimated = estimate(gae.trace_decay)
+        decay = gae.value_trace_decay
+        errors = np.array(estimated.advantages if decay is None else estimate(decay).advantages)
         advantages, returns = np.array(estimated.advantages), np.array(estimated.returns)
         residuals, taught = returns - values, len(np.unique(columns.episode[advantages != 0.0]))
-        loss = 0.5 * (weights * advantages**2).sum()
+        loss = 0.5 * (weights * errors**2).sum()
         sums = (loss, taught, residuals.sum(), (residuals**2).sum(), returns.sum(), (returns**2).sum())
         for name, value in zip(_VALUE_SUMS, sums, strict=True):
             step.totals[name] += float(value)
         columns = replace(columns, advantages=advantages.astype(np.float32))
-        return columns, torch.from_numpy(-weights * columns.advantages)
+        return columns, torch.from_numpy(-weights * errors.astype(np.float32))
 
     def _own_tokens(self, count: int) -> tuple[int, int]:
         """Return start and stop of this rank's tokens among those of all ranks."""

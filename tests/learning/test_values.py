@@ -13,6 +13,7 @@ from agentrl.config.load import load
 from agentrl.config.run import RunConfig
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.steps import step_list
+from tests.sao import preset
 
 pytestmark = [pytest.mark.learning, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -29,6 +30,14 @@ def test_the_reward_rises_without_groups(repository: Path, tmp_path: Path) -> No
     assert run.summary["reward_end"] > run.summary["reward_start"] + 0.1
     assert all(step["value/loss"] > 0 for step in run.metrics)
     assert all(step["advantage/zero_share"] == 0 for step in run.metrics[1:]), "rewards of 0 teach, too"
+
+
+def test_the_values_of_the_sao_preset_explain_the_returns_of_long_episodes(repository: Path, tmp_path: Path) -> None:
+    lake = ["--environment.id=frozen_lake", "--model.path=agentrl.environments:frozen_lake/model"]
+    changes = [*lake, "--steps=18", "--evaluation.tasks=0", "--checkpoint.every=0"]
+    run = agentrl.train(preset(repository, tmp_path, *changes), quiet=True)
+    assert run.metrics[-1]["value/explained_variance"] > 0.1
+    assert run.metrics[-1]["value/explained_variance"] > run.metrics[3]["value/explained_variance"]
 
 
 def computed(run: Path) -> dict[int, StepRecomputeResult]:

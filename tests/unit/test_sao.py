@@ -1,0 +1,145 @@
+"""The SAO preset (docs/algorithms.md, arXiv:2607.07508) against verl's formulas, written down from their descriptions.
+
+verl, `trainer/ppo/core_algos.py`: generalized advantages over a padded matrix, whose observation tokens pass on the
+value and the trace behind them; a value loss of 0.5 · mean over trained tokens of max((V − G)², (clip(V) − G)²); in
+bypass mode with `loss_type = "reinforce"`, −sg(ρ) A log π over the tokens whose ratio ρ to the recorded probability
+lies between two bounds. verl also whitens advantages, which agentrl does not.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agentrl.config.sections import GaeConfig
+from agentrl.core.errors import ConfigError
+from agentrl.learn.loss_batch import LossBatch, TokenColumns
+from agentrl.learn.losses import importance_sampling, make_loss
+from agentrl.learn.trainer import PolicyTrainer
+from tests.sao import preset
+
+ROWS, LENGTH = 6, 30
+RNG = np.random.default_rng(0)
+VALUES = RNG.normal(size=(ROWS, LENGTH)).astype(np.float32)
+MASK = RNG.random((ROWS, LENGTH)) < 0.6
+TURN = np.cumsum(~MASK, axis=1)
+"""Tokens between two observations are a turn."""
+
+
+def rewards_of_turns() -> np.ndarray[Any, Any]:
+    """A reward at the last token of each turn."""
+    rewards = np.zeros((ROWS, LENGTH))
+    for row in range(ROWS):
+        trained = np.flatnonzero(MASK[row])
+        turns = TURN[row, trained]
+        last = trained[np.append(turns[1:] != turns[:-1], True)]
+        rewards[row, last] = RNG.normal(size=len(last))
+    return rewards
+
+
+REWARDS = rewards_of_turns()
+
+
+def verl_advantages(discount: float, trace_decay: float) -> np.ndarray[Any, Any]:
+    found = np.zeros((ROWS, LENGTH))
+    for row in range(ROWS):
+        next_value = trace = 0.0
+        for at in reversed(range(LENGTH)):
+            delta = REWARDS[row, at] + discount * next_value - VALUES[row, at]
+            if MASK[row, at]:
+                trace = delta + discount * trace_decay * trace
+                next_value = VALUES[row, at]
+            found[row, at] = trace
+    return found[MASK]
+
+
+def estimated(**options: Any) -> tuple[Any, Any, float]:
+    """Advantages, the value loss's derivative and its value, as the trainer computes them with weights 1 / tokens."""
+    to_go = np.cumsum((REWARDS * MASK)[:, ::-1], axis=1)[:, ::-1]
+    of_turn = np.zeros_like(to_go)
+    for row in range(ROWS):
+        for turn in np.unique(TURN[row, MASK[row]]):
+            places = MASK[row] & (TURN[row] == turn)
+            of_turn[row, places] = to_go[row, np.flatnonzero(places)[0]]
+    agent = np.repeat(np.arange(ROWS), LENGTH).reshape(ROWS, LENGTH)[MASK]
+    step = SimpleNamespace(totals=defaultdict(float))
+    weights = np.full(len(agent), 1 / len(agent), np.float32)
+    changed, by_value = PolicyTrainer._estimate_advantages(
+        GaeConfig(**options),
+        step,
+        columns_of(of_turn[MASK], agent),
+        VALUES[MASK],
+        weights,  # type: ignore[arg-type]
+    )
+    return changed.advantages, by_value.numpy(), step.totals["value_loss"]
+
+
+def columns_of(advantages: Any, agent: Any, behavior: Any = None) -> TokenColumns:
+    ids = dict.fromkeys(("row", "agent", "episode", "seat", "group"), agent)
+    return TokenColumns(
+        behavior_logprobs=np.zeros(len(agent), np.float32) if behavior is None else behavior.astype(np.float32),
+        advantages=advantages.astype(np.float32),
+        lags=np.zeros(len(agent), np.int32),
+        turn=TURN[MASK],
+        names={name: [str(number) for number in range(ROWS)] for name in ("seat", "group")},
+        starts=np.array([0, len(agent)]),
+        **ids,
+    )
+
+
+@pytest.mark.parametrize(("discount", "trace_decay"), [(1.0, 1.0), (1.0, 0.95), (0.99, 0.8), (0.9, 0.0)])
+def test_advantages_skip_observations_as_verl_does(discount: float, trace_decay: float) -> None:
+    advantages, _, _ = estimated(discount=discount, trace_decay=trace_decay)
+    np.testing.assert_allclose(advantages, verl_advantages(discount, trace_decay), atol=1e-6)
+
+
+@pytest.mark.parametrize("value_trace_decay", [None, 1.0, 0.5])
+def test_values_learn_verls_returns_at_a_trace_decay_of_their_own(value_trace_decay: float | None) -> None:
+    advantages, by_value, loss = estimated(trace_decay=0.9, value_trace_decay=value_trace_decay)
+    np.testing.assert_allclose(advantages, verl_advantages(1.0, 0.9), atol=1e-6)
+    old = torch.from_numpy(VALUES[MASK].astype(np.float64))
+    returns = old + torch.from_numpy(verl_advantages(1.0, value_trace_decay or 0.9))
+    new = old.clone().requires_grad_()
+    clipped = torch.clamp(new, old - 0.5, old + 0.5)
+    verl_loss = 0.5 * torch.maximum((new - returns) ** 2, (clipped - returns) ** 2).mean()
+    verl_loss.backward()
+    assert loss == pytest.approx(float(verl_loss.detach()), abs=1e-6)
+    assert new.grad is not None
+    np.testing.assert_allclose(by_value, new.grad.numpy(), atol=1e-6)
+
+
+def test_the_loss_outside_the_band_is_masked_as_in_verls_bypass_mode() -> None:
+    agent = np.repeat(np.arange(ROWS), LENGTH).reshape(ROWS, LENGTH)[MASK]
+    behavior = np.log(RNG.random(len(agent)))
+    advantages = RNG.normal(size=len(agent))
+    logprobs = torch.from_numpy(behavior + RNG.normal(scale=1.0, size=len(agent))).float().requires_grad_()
+    columns = columns_of(advantages, agent, behavior)
+    batch = LossBatch(columns, logprobs=logprobs, entropies=torch.zeros(len(agent)))
+    found = importance_sampling(batch, level="token", outside="mask", low=0.2, high=4.0)
+    found.sum().backward()
+
+    other = logprobs.detach().double().requires_grad_()
+    ratio = (other.detach() - torch.from_numpy(columns.behavior_logprobs).double()).exp()
+    inside = (ratio >= 0.2) & (ratio <= 4.0)
+    assert 0.1 < float(inside.float().mean()) < 0.95
+    verl = torch.where(inside, -ratio * torch.from_numpy(columns.advantages) * other, 0.0)
+    verl.sum().backward()
+    assert logprobs.grad is not None
+    assert other.grad is not None
+    np.testing.assert_allclose(found.detach().numpy(), verl.detach().numpy(), atol=1e-6, rtol=1e-6)
+    np.testing.assert_allclose(logprobs.grad.numpy(), other.grad.numpy(), atol=1e-6, rtol=1e-6)
+
+
+def test_the_preset_of_the_page_is_a_configuration(repository: Path, tmp_path: Path) -> None:
+    config = preset(repository, tmp_path)
+    assert config.credit.advantage.gae == GaeConfig(trace_decay=0.95, value_trace_decay=1.0, value_learning_rate=0.1)
+    assert (config.credit.group_size, config.trainer.loss.name) == (1, "importance_sampling")
+    make_loss(config.trainer)
+    with pytest.raises(ConfigError, match="value_trace_decay"):
+        preset(repository, tmp_path, "--credit.advantage.value_trace_decay=1.5")
