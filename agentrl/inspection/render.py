@@ -267,7 +267,7 @@ def metric_curves_page(metric: str, values: Mapping[str, Sequence[tuple[int, flo
     return page
 
 
-CURVE_ROWS = 12
+CURVE_ROWS = 20
 """Maximum number of rows of a compared curve on a terminal."""
 SIDE_BY_SIDE = ("reward/mean", "episodes/tokens", "entropy", "k3", "grad_norm", "tokens/sampled_per_s", "run/seconds")
 """Metrics that a terminal shows side by side, with those of evaluations; `--json` has all of them."""
@@ -287,17 +287,19 @@ def comparison_page(comparison: RunsComparison) -> TerminalPage:
         page.table(["setting", *names], rows)
     else:
         page.line("none")
-    page.heading("held-out reward, paired over the same tasks")
+    if comparison.paired or comparison.notes:
+        page.heading("held-out reward, paired over the same tasks")
     rows = [
         [
             *(line.group, line.policy, format_number(line.baseline), format_number(line.reward)),
-            *(f"{line.difference:+.3f} ± {line.error:.3f}", f"{line.better} / {line.worse} of {line.tasks}"),
+            *(f"{line.difference:+.3f} ± {line.error:.3f}", line.verdict),
+            f"{line.better} / {line.worse} of {line.tasks}",
         ]
         for line in comparison.paired
     ]
     if rows:
         base = f"{names[0]}>"
-        page.table(["run", "policy", base, "reward>", "difference, 95 %>", "tasks better / worse>"], rows)
+        page.table(["run", "policy", base, "reward>", "difference, 95 %>", "verdict", "tasks better / worse>"], rows)
     for note in comparison.notes:
         page.line(note)
     several = len({line.policy for line in comparison.metrics}) > 1
@@ -307,7 +309,7 @@ def comparison_page(comparison: RunsComparison) -> TerminalPage:
         if line.metric in SIDE_BY_SIDE or line.metric in {"evaluation/reward", "evaluation/pass_at/1"}
     ]
     if shown:
-        page.heading("metrics: newest evaluation, mean of the last 5 steps")
+        page.heading("metrics: mean of the last 5 steps; newest evaluation, clock or total")
         page.table(
             ["metric", *(f"{name}>" for name in names)],
             [
@@ -317,17 +319,20 @@ def comparison_page(comparison: RunsComparison) -> TerminalPage:
         )
     for policy, metric in dict.fromkeys((curve.policy, curve.metric) for curve in comparison.curves):
         curves = {c.group: c.points for c in comparison.curves if (c.policy, c.metric) == (policy, metric)}
-        page.heading(f"{metric} of {policy}" if several else metric)
-        page.table([f"{comparison.axis}>", *(f"{name}>" for name in names)], _curve_rows(names, curves))
+        places = sorted({point.x for points in curves.values() for point in points})
+        stride = -(-len(places) // CURVE_ROWS)
+        title = f"{metric} of {policy}" if several else metric
+        page.heading(title if stride == 1 else f"{title}, 1 in {stride} points")
+        rows = _curve_rows(names, curves, places[::-1][::stride][::-1])
+        page.table([f"{comparison.axis}>", *(f"{name}>" for name in names)], rows)
     return page
 
 
-def _curve_rows(names: Sequence[str], curves: Mapping[str, Sequence[CurvePoint]]) -> list[list[str]]:
-    """Return rows of at most `CURVE_ROWS` places, each with the nearest point of every curve."""
-    every = sorted({point.x for points in curves.values() for point in points})
-    count = min(len(every), CURVE_ROWS)
-    places = [every[round(row * (len(every) - 1) / max(count - 1, 1))] for row in range(count)]
-    reach = (every[-1] - every[0]) / max(count - 1, 1) / 2
+def _curve_rows(
+    names: Sequence[str], curves: Mapping[str, Sequence[CurvePoint]], places: Sequence[float]
+) -> list[list[str]]:
+    """Return a row for each place, with the nearest point of every curve."""
+    reach = (places[-1] - places[0]) / max(len(places) - 1, 1) / 2
     rows = []
     for x in places:
         cells = []

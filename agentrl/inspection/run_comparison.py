@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
+from agentrl.config.policies import LocalPolicy, PolicyConfig
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.intervals import confidence_half_width
 from agentrl.journal.control_rows import ADMISSION_COLUMNS, decode_admission_row
@@ -36,6 +37,12 @@ _UNCOMPARED = frozenset({"name", "directory"})
 _SEED = "seed"
 _LAST = 5
 """Number of newest steps over which a training metric is averaged."""
+_NEWEST = ("evaluation/", "run/", "episodes/trained", "episodes/dropped", "episodes/superseded")
+"""Starts of the names of evaluations, clocks and totals, of which the newest value is compared."""
+_TRAINING_SETTINGS = ("steps", "trainer.", "credit.", "checkpoint.", "best.", "freeze")
+"""Starts of the names of settings without effect on an evaluation."""
+_TRAINED_POLICY_SETTINGS = frozenset(PolicyConfig.model_fields) - frozenset(LocalPolicy.model_fields)
+"""Settings of a policy without effect on an evaluation."""
 _GRID = 200
 """Number of places at which the curves of several seeds are averaged, if their points differ."""
 
@@ -61,7 +68,8 @@ class MetricComparison(msgspec.Struct, frozen=True):
     policy: str
     metric: str
     values: list[float | None]
-    """Value of each group: the mean of the last five steps, or the newest evaluation; then the mean over its runs."""
+    """Value of each group: the mean of the last five steps, or the newest value of an evaluation, clock or total; then
+    the mean over its runs."""
 
 
 class CurvePoint(msgspec.Struct, frozen=True):
@@ -97,6 +105,8 @@ class PairedDifference(msgspec.Struct, frozen=True, kw_only=True):
     difference: float
     error: float
     """Half the width of the 95 % interval of the difference, over tasks, and over runs if a group has several."""
+    verdict: str
+    """`better` or `worse` if the interval excludes 0; else `no difference shown`."""
     better: int
     worse: int
 
@@ -117,6 +127,7 @@ class RunsComparison(msgspec.Struct, frozen=True, kw_only=True):
 class _Run(NamedTuple):
     name: str
     settings: dict[str, Any]
+    is_evaluation: bool
     values: dict[str, dict[str, list[tuple[int, float | None]]]]
     """Values by metric and policy."""
 
@@ -127,20 +138,21 @@ def compare_runs(
     """Compare runs; the first is the one that the others are compared with.
 
     Args:
-        readers: one reader per run, at least one.
+        readers: one reader per run, at least two.
         axis: what the curves are aligned by: `step`, sampled `tokens`, or `seconds` since training began.
         metrics: metrics whose curves are compared.
 
     Raises:
-        InputError: no run is given, the axis is unknown, or no run recorded a metric.
+        InputError: fewer than two runs are given, the axis is unknown, or no run recorded a metric.
         JournalError: a journal is damaged.
     """
-    if not readers:
-        raise InputError("name the runs to compare, such as `agentrl run compare a b`")
+    if len(readers) < 2:
+        raise InputError("a comparison needs a second run, such as `agentrl run compare a b`")
     if axis not in AXES:
         raise InputError(f"curves are aligned by one of {', '.join(AXES)}, not by {axis!r}")
     runs = [
-        _Run(name, _settings(reader), reader.metrics()) for name, reader in zip(_names(readers), readers, strict=True)
+        _Run(name, _settings(reader), "evaluated" in reader.info(), reader.metrics())
+        for name, reader in zip(_names(readers), readers, strict=True)
     ]
     for metric in metrics:
         if metric not in CURVES and not any(metric in run.values for run in runs):
@@ -156,7 +168,7 @@ def compare_runs(
     paired, missing = _paired({name: [readers[at] for at in places] for name, places in members.items()})
     return RunsComparison(
         groups=groups,
-        settings=_setting_differences([runs[places[0]].settings for places in members.values()]),
+        settings=_setting_differences([runs[places[0]] for places in members.values()]),
         metrics=_metric_comparisons([[runs[at] for at in places] for places in members.values()]),
         axis=axis,
         curves=curves,
@@ -184,7 +196,10 @@ def _names(readers: Sequence[RunReader]) -> list[str]:
 
 
 def _settings(reader: RunReader) -> dict[str, Any]:
-    """Return the resolved configuration as a flat table, without the settings that name the run."""
+    """Return the resolved configuration as a flat table, without blank settings and those that name the run.
+
+    A policy's sampling is listed where it differs from the run's.
+    """
     config = reader.info().get("config")
     flat: dict[str, Any] = {}
     pending = [("", config)] if isinstance(config, dict) else []
@@ -192,11 +207,16 @@ def _settings(reader: RunReader) -> dict[str, Any]:
         prefix, table = pending.pop()
         for key, value in table.items():
             name = f"{prefix}{key}"
-            if isinstance(value, dict) and value:
+            if isinstance(value, dict):
                 pending.append((f"{name}.", value))
-            elif name not in _UNCOMPARED:
+            elif name not in _UNCOMPARED and value not in (None, "", []):
                 flat[name] = value
-    return flat
+    return {
+        name: value
+        for name, value in flat.items()
+        if not (name.startswith("policies.") and ".sampling." in name)
+        or flat.get(f"sampling.{name.rpartition('.')[2]}") != value
+    }
 
 
 def _grouped(runs: Sequence[_Run]) -> dict[str, list[int]]:
@@ -205,8 +225,8 @@ def _grouped(runs: Sequence[_Run]) -> dict[str, list[int]]:
     for at, run in enumerate(runs):
         for places in groups.values():
             first = runs[places[0]]
-            differs = _differing([first.settings, run.settings])
-            if run.settings and differs == [_SEED]:
+            is_same_kind = first.is_evaluation == run.is_evaluation
+            if run.settings and is_same_kind and _differing([first, run]) == [_SEED]:
                 places.append(at)
                 break
         else:
@@ -217,13 +237,29 @@ def _grouped(runs: Sequence[_Run]) -> dict[str, list[int]]:
     }
 
 
-def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    names = sorted({name for values in settings for name in values})
-    return [name for name in names if any(values.get(name) != settings[0].get(name) for values in settings)]
+def _differing(runs: Sequence[_Run]) -> list[str]:
+    names = sorted({name for run in runs for name in run.settings})
+    return [name for name in names if not _is_same([run for run in runs if _has_effect(run, name)], name)]
 
 
-def _setting_differences(settings: Sequence[Mapping[str, Any]]) -> list[SettingComparison]:
-    return [SettingComparison(name, [values.get(name) for values in settings]) for name in _differing(settings)]
+def _is_same(runs: Sequence[_Run], name: str) -> bool:
+    return all(run.settings.get(name) == runs[0].settings.get(name) for run in runs)
+
+
+def _has_effect(run: _Run, setting: str) -> bool:
+    """Return whether a setting has an effect on the run; many have none on an evaluation."""
+    if not run.is_evaluation:
+        return True
+    if setting.startswith("policies."):
+        return setting.split(".")[2] not in _TRAINED_POLICY_SETTINGS
+    return not setting.startswith(_TRAINING_SETTINGS)
+
+
+def _setting_differences(runs: Sequence[_Run]) -> list[SettingComparison]:
+    return [
+        SettingComparison(name, [run.settings.get(name) if _has_effect(run, name) else None for run in runs])
+        for name in _differing(runs)
+    ]
 
 
 # --- metrics and curves -----------------------------------------------------------------------------------------------
@@ -244,7 +280,7 @@ def _latest(runs: Sequence[_Run], metric: str, policy: str) -> float | None:
     for run in runs:
         values = [value for _, value in run.values.get(metric, {}).get(policy, []) if value is not None]
         if values:
-            newest = values[-1:] if metric.startswith("evaluation/") else values[-_LAST:]
+            newest = values[-1:] if metric.startswith(_NEWEST) else values[-_LAST:]
             means.append(statistics.fmean(newest))
     return statistics.fmean(means) if means else None
 
@@ -400,6 +436,8 @@ def _paired_difference(
     sides = [[statistics.fmean(run[key] for _, run in side) for key in common] for side in (ours, theirs)]
     differences = [one - other for one, other in zip(*sides, strict=True)]
     means_of_runs = [[statistics.fmean(run[key] for key in common) for _, run in side] for side in (ours, theirs)]
+    difference = statistics.fmean(differences)
+    error = math.hypot(*map(confidence_half_width, (differences, *means_of_runs)))  # independent: over tasks and seeds
     return PairedDifference(
         group=group,
         policy=policy,
@@ -407,10 +445,9 @@ def _paired_difference(
         tasks=len(common),
         reward=statistics.fmean(sides[0]),
         baseline=statistics.fmean(sides[1]),
-        difference=statistics.fmean(differences),
-        error=math.hypot(
-            *map(confidence_half_width, (differences, *means_of_runs))
-        ),  # independent: over tasks and seeds
+        difference=difference,
+        error=error,
+        verdict="no difference shown" if abs(difference) <= error else "better" if difference > 0 else "worse",
         better=sum(difference > 0 for difference in differences),
         worse=sum(difference < 0 for difference in differences),
     )

@@ -30,16 +30,19 @@ def write_compared_run(
     config: Mapping[str, Any] | None = None,
     curve: Sequence[float] = (),
     tokens: float = 100.0,
+    evaluated: str = "",
 ) -> Path:
-    """Write a run whose policy `solver` took as many steps as `curve` has rewards, and was then evaluated."""
-    asyncio.run(_write(directory, rewards, dict(config or {}), curve, tokens))
+    """Write a run whose policy `solver` took as many steps as `curve` has rewards, and was then evaluated; with
+    `evaluated`, the run of an evaluation of these weights."""
+    info = {"name": directory.name, "config": dict(config or {}), **({"evaluated": evaluated} if evaluated else {})}
+    asyncio.run(_write(directory, rewards, info, curve, tokens))
     return directory
 
 
 async def _write(
-    directory: Path, rewards: Rewards, config: dict[str, Any], curve: Sequence[float], tokens: float
+    directory: Path, rewards: Rewards, info: dict[str, Any], curve: Sequence[float], tokens: float
 ) -> None:
-    journal = SqliteJournal(directory / "journal", info={"name": directory.name, "config": config})
+    journal = SqliteJournal(directory / "journal", info=info)
     newest = len(curve)
     for step in range(newest + 1):
         journal.record_version(weights("solver", 0, step), PolicyVersion("solver", 0, step - 1) if step else None)

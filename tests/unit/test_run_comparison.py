@@ -51,6 +51,32 @@ def test_only_settings_that_differ_are_named(pair: tuple[Path, Path]) -> None:
     ]
 
 
+def test_an_evaluation_is_compared_by_the_settings_that_affect_it(tmp_path: Path) -> None:
+    sampling = {"temperature": 1.0, "top_k": 0}
+    solver = {"kind": "trained", "learning_rate": 1e-5, "reference": "", "sampling": {}}
+    config = {"steps": 4, "sampling": sampling, "trainer": {"ranks": 1}, "policies": {"solver": solver}}
+    frozen = {"kind": "frozen", "path": "a/best", "sampling": sampling}
+    evaluated = {"steps": 40, "sampling": sampling, "trainer": {"ranks": 2}, "policies": {"solver": frozen}}
+    faster = {**config, "policies": {"solver": {**solver, "learning_rate": 1e-4}}}
+    found = compared(
+        write_compared_run(tmp_path / "a", {"t": 1.0}, config=config, curve=[0.1]),
+        write_compared_run(tmp_path / "b", {"t": 1.0}, config=faster, curve=[0.1]),
+        write_compared_run(tmp_path / "c", {"t": 0.5}, config=evaluated, evaluated="a/best"),
+    )
+    assert [(line.name, line.values) for line in found.settings] == [
+        ("policies.solver.learning_rate", [1e-5, 1e-4, None]),
+        ("policies.solver.path", [None, None, "a/best"]),
+    ]
+    held_out = next(line for line in found.metrics if line.metric == "evaluation/reward")
+    assert held_out.values == [1.0, 1.0, 0.5]
+
+
+def test_clocks_have_their_newest_value_and_others_a_mean(pair: tuple[Path, Path]) -> None:
+    values = {line.metric: line.values for line in compared(*pair).metrics}
+    assert values["run/seconds"] == [8.0, 4.0]
+    assert values["reward/mean"] == pytest.approx([0.25, 0.3])
+
+
 @pytest.mark.parametrize(
     ("axis", "places"),
     [
@@ -103,12 +129,25 @@ def test_an_unknown_metric_or_axis_is_refused(pair: tuple[Path, Path]) -> None:
         reader.close()
 
 
+def test_a_single_run_is_refused(pair: tuple[Path, Path]) -> None:
+    with pytest.raises(InputError, match="a second run"):
+        compared(pair[0])
+
+
+def test_a_long_curve_is_printed_at_even_distances(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, steps in (("a", 45), ("b", 40)):
+        write_compared_run(tmp_path / name, {}, config={"steps": steps}, curve=[0.5] * steps)
+    assert main(["run", "compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    _, curve = capsys.readouterr().out.split("── reward/mean, 1 in 3 points ──")
+    assert [line.split()[0] for line in curve.splitlines()[2:]] == [str(step) for step in range(3, 46, 3)]
+
+
 def test_the_command_prints_pages_and_json(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     names = [str(run) for run in pair]
     assert main(["run", "compare", *names]) == 0
     printed = capsys.readouterr().out
     assert "policies.solver.learning_rate" in printed
-    assert "+0.200 ± 0.000" in printed
+    assert "+0.200 ± 0.000  better" in printed
     assert main(["run", "compare", *names, "--by=tokens", "--metric=reward/mean", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["axis"] == "tokens"
