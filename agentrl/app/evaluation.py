@@ -204,10 +204,21 @@ def evaluate(
             f"biased. {dropped[0].episode_id} was dropped because of {dropped[0].drop_reason}: {reason}"
         )
     if journal is not None:
-        with contextlib.closing(MetricsFile(kept / "metrics.jsonl")) as file:
-            for name in config.policies:
-                file.record(name, 0, evaluation_metrics(headers, name, attempts, splits, recorded))
+        measured = {name: evaluation_metrics(headers, name, attempts, splits, recorded) for name in config.policies}
+        asyncio.run(_record_metrics(kept, measured))
     return Evaluation(evaluation_metrics(headers, None, attempts, splits, recorded), episodes)
+
+
+async def _record_metrics(run: Path, measured: Mapping[str, Mapping[str, float]]) -> None:
+    """Add the metrics of each policy to the run's journal and to its file of metrics."""
+    from agentrl.journal.store import SqliteJournal
+
+    store = SqliteJournal(run / "journal")
+    with contextlib.closing(MetricsFile(run / "metrics.jsonl")) as file:
+        for policy, metrics in measured.items():
+            store.record_metrics(policy, 0, metrics)
+            file.record(policy, 0, metrics)
+    await store.close()
 
 
 def find_remote_policy(address: str, api_key_env: str) -> RemotePolicy:

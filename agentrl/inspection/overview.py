@@ -58,7 +58,10 @@ class RunOverview(msgspec.Struct, frozen=True, kw_only=True):
     """State of the run, as `RunReader.standing` returns it."""
     seconds: float | None
     """Seconds from the first admission to the last write."""
-    episodes: int
+    purpose: str
+    """`train` or `evaluate`."""
+    episodes: dict[str, int]
+    """Committed episodes by purpose."""
     policies: list[str]
     """Policies with metrics."""
     bottleneck: str
@@ -77,9 +80,9 @@ def run_overview(reader: RunReader) -> RunOverview:
     """Return the overview of a run. Raises `JournalError` if its control log is damaged."""
     state = run_state(reader)
     names = reader.metric_names()
-    first, last, episodes = reader.log.rows(
+    first, last = reader.log.rows(
         "SELECT (SELECT min(admitted_at) FROM admissions), max(coalesce((SELECT max(committed_at) FROM episodes), 0),"
-        " coalesce((SELECT max(stepped_at) FROM steps), 0)), (SELECT count(*) FROM episodes)"
+        " coalesce((SELECT max(stepped_at) FROM steps), 0))"
     )[0]
     series = metric_series(reader, [name for name in OVERVIEW_METRICS if name in names])
     measured = reader.metrics(list(AXIS_METRICS.values()))
@@ -87,7 +90,12 @@ def run_overview(reader: RunReader) -> RunOverview:
     return RunOverview(
         state=state.standing,
         seconds=max(float(last) - float(first), 0.0) if first is not None and last else None,
-        episodes=episodes,
+        purpose=reader.purpose(),
+        episodes=dict(
+            reader.log.rows(
+                "SELECT purpose, count(*) FROM episodes WHERE drop_reason IS NULL GROUP BY 1 ORDER BY 1 DESC"
+            )
+        ),
         policies=sorted({policy for entry in series.values() for policy in entry.policies}),
         bottleneck=status.bottleneck if status is not None else "",
         waits=list(status.waits) if status is not None else [],

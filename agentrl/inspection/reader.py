@@ -347,6 +347,10 @@ class RunReader:
         """The run's identity: format, id, name, resolved configuration."""
         return dict(self.log.info())
 
+    def purpose(self) -> str:
+        """Return what the run was for: `train` or `evaluate`."""
+        return "evaluate" if "evaluated" in self.info() else "train"
+
     def episodes(
         self,
         where: str = "",
@@ -579,8 +583,7 @@ class RunReader:
         committed = "SELECT count(*) FROM episodes WHERE purpose = ? AND drop_reason IS NULL"
         in_flight = f"SELECT count(*){EPISODES} WHERE e.episode IS NULL AND {NEWEST}"
         points = self.curve()
-        info = self.info()
-        purpose = "evaluate" if "evaluated" in info else "train"
+        info, purpose = self.info(), self.purpose()
         ((episodes,),) = self.log.rows(committed, purpose)
         return RunLine(
             name=name if isinstance(name := info.get("name"), str) else self.path.name,

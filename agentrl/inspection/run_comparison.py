@@ -151,7 +151,7 @@ def compare_runs(
     if axis not in AXES:
         raise InputError(f"curves are aligned by one of {', '.join(AXES)}, not by {axis!r}")
     runs = [
-        _Run(name, _settings(reader), "evaluated" in reader.info(), reader.metrics())
+        _Run(name, _settings(reader), reader.purpose() == "evaluate", reader.metrics())
         for name, reader in zip(_names(readers), readers, strict=True)
     ]
     for metric in metrics:

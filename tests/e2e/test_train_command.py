@@ -143,6 +143,10 @@ def test_a_trained_policy_can_be_evaluated(repository: Path, trained: Path, work
         json.loads(run(workplace, "run", "metrics", "evaluations/first", "--json").stdout)["solver"].items()
         >= metrics.items()
     )
+    curve = json.loads(
+        run(workplace, "run", "curve", "evaluations/first", "--metric=evaluation/reward", "--json").stdout
+    )
+    assert [point["step"] for point in curve] == [0], "the journal has it too"
 
 
 def test_ctrl_c_writes_a_checkpoint_and_resume_goes_on(repository: Path, tmp_path: Path) -> None:

@@ -127,8 +127,8 @@ def test_02_several_runs_are_on_one_chart(tab: Tab, tmp_path: Path) -> None:
         assert values(tab, "table.runs tbody a.id") == ["a", "b"]
         tab.evaluate("document.querySelectorAll('table.runs input').forEach(box => box.click())")
         tab.evaluate("document.querySelector('form.query button').click()")
-        tab.wait(chart("reward/mean"))
-        assert count(tab, "reward/mean", "path.curve") == 2
+        tab.wait(chart("Reward of training"))
+        assert count(tab, "Reward of training", "path.curve") == 2
         assert "+0.400 ± 0.000" in text(tab)
         assert "steps" in text(tab)
         tab.evaluate("location.hash = '#/runs?find=b'")
@@ -137,10 +137,59 @@ def test_02_several_runs_are_on_one_chart(tab: Tab, tmp_path: Path) -> None:
     asyncio.run(look())
 
 
+@pytest.mark.damages_journal
+def test_the_printed_address_works_again_in_an_open_page(tab: Tab, tmp_path: Path) -> None:
+    write_compared_run(tmp_path / "a", {"t0": 1.0}, curve=[0.1])
+
+    async def look() -> None:
+        async with serve_viewer(tmp_path) as served:
+            await asyncio.to_thread(paste, served.address)
+
+    def paste(address: str) -> None:
+        show(tab, address)
+        tab.evaluate("location.hash = '#/overview?run=a'")
+        tab.wait(chart("Held-out reward"))
+        tab.evaluate(f"location.hash = {'#' + address.split('#')[1]!r}")
+        tab.wait("document.querySelector('table.runs')")
+        assert tab.evaluate("location.hash") == "#/runs"
+        assert tab.errors == []
+
+    asyncio.run(look())
+
+
+@pytest.mark.damages_journal
+def test_an_evaluation_opens_on_its_result_and_leads_to_its_failures(tab: Tab, tmp_path: Path) -> None:
+    write_compared_run(tmp_path / "a", {"t0": 1.0, "t1": 0.0}, evaluated="runs/b/best")
+
+    async def look() -> None:
+        async with serve_viewer(tmp_path / "a") as served:
+            await asyncio.to_thread(read, served.address)
+
+    def read(address: str) -> None:
+        show(tab, address)
+        assert values(tab, ".tile")[0].split("\n") == ["0.500 ± 0.050", "reward"]
+        tab.evaluate("document.querySelector('#main p a').click()")
+        tab.wait("document.querySelector('table.episodes')")
+        assert values(tab, "table.episodes tbody a.id") == ["e1"]
+
+    asyncio.run(look())
+
+
+def test_a_filter_among_the_words_to_look_for_is_applied_as_a_filter(tab: Tab, sample_file: str) -> None:
+    show(tab, sample_file + "#/episodes")
+    submit = "document.querySelector('#search').value = {!r}; document.querySelector('form.query button').click()"
+    tab.evaluate(submit.format("reward < 0"))
+    tab.wait("document.querySelector('#where')?.value === 'reward < 0'")
+    assert tab.evaluate("document.querySelector('#search').value") == ""
+    tab.evaluate(submit.format("episode e1 = 3"))
+    tab.wait("document.querySelector('#search')?.value === 'episode e1 = 3'")
+    assert tab.evaluate("document.querySelector('#where').value") == "reward < 0"
+
+
 def test_03_scales_have_round_ticks_and_are_not_cropped(tab: Tab, long_file: str) -> None:
     show(tab, long_file)
     assert labels(tab, "Reward of training") == ["0", "0.25", "0.50", "0.75", "1.00"]
-    assert labels(tab, "Reward of training", "ticks") == ["50", "100"]
+    assert labels(tab, "Reward of training", "ticks") == ["1", "50", "100"]
     ends = tab.evaluate(f"{chart('Reward of training')}.querySelector('path.curve').getAttribute('d')")
     heights = [float(part.split()[1]) for part in str(ends).lstrip("M").split("L")]
     assert heights[0] == pytest.approx(120 * (1 - 0.362), abs=0.1), "0.36 lies at 0.36 of the height"
@@ -180,7 +229,7 @@ def test_07_failed_episodes_look_failed(tab: Tab, sample_file: str, sample_run: 
     failed = sum(line.drop_reason is not None or (line.reward is not None and line.reward <= 0) for line in lines)
     assert failed > 0
     assert tab.evaluate("document.querySelectorAll('.strip .dot.bad').length") == failed
-    assert tab.evaluate("document.querySelectorAll('tbody tr.failed .status.failed').length") == failed
+    assert values(tab, "tbody tr.failed .failure") == ["✕ failed"] * failed
     assert "100 episodes" in text(tab, ".strip")
     assert tab.evaluate("document.querySelectorAll('.strip .ticks span').length") > 1
     assert "evaluated" in text(tab, ".filters")

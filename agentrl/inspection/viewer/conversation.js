@@ -1,6 +1,6 @@
 // What happened in an episode, act by act, in the order it was recorded. Replies are painted token by token.
 
-import { append, chip, content, element, facts } from "./dom.js";
+import { append, chip, content, element, facts, isFailed } from "./dom.js";
 import { number, percent, plural, seconds, shortName, told } from "./text.js";
 import { palette, signed, versionChip } from "./colours.js";
 import { address, episodeAddress } from "./routes.js";
@@ -26,7 +26,7 @@ export function conversationPanel(view, selected, nameOf) {
   });
   if (view.inherited) items.splice(view.inherited, 0, element("p", { class: "divider" }, "Above: taken over from its parent. Below: its own."));
   const choice = element("div", { class: "paints" });
-  const panel = element("div", {}, task(view.task), choice, element("div", { class: "acts" }, items, view.acts.length ? null : element("p", { class: "quiet" }, "Nothing is recorded of it.")));
+  const panel = element("div", {}, task(view.task, isFailed(view.summary)), choice, element("div", { class: "acts" }, items, view.acts.length ? null : element("p", { class: "quiet" }, "Nothing is recorded of it.")));
   return { panel, paint: (tokens) => paintReplies(tokens, replies, choice, panel) };
 }
 
@@ -37,9 +37,9 @@ function article(act, context) {
   return node;
 }
 
-function task(value) {
+function task(value, isOpen) {
   if (value === null || value === undefined) return null;
-  return element("details", { class: "task" }, element("summary", {}, "Task"), content(told(value)));
+  return element("details", { class: "task", open: isOpen }, element("summary", {}, "Task"), content(told(value)));
 }
 
 function turn(act, { seats, hues, replies, view, nameOf }) {

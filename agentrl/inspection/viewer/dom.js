@@ -96,8 +96,13 @@ export function isFailed(line) {
   return Boolean(line.drop_reason) || (line.reward !== null && line.reward !== undefined && line.reward <= 0);
 }
 
-/** The status of an episode; one that is finished was an evaluation or a fork, and a failed one is marked. */
-export function status(name, line = null) {
+/** The status of an episode; one that is finished was an evaluation or a fork. */
+export function statusLabel(name, line = null) {
   const label = name === "finished" && line?.purpose === "evaluate" ? "evaluated" : name.replaceAll("_", " ");
-  return element("span", { class: `status ${name} ${line && isFailed(line) ? "failed" : ""}`, title: name === "finished" ? "status = finished" : null }, label);
+  return element("span", { class: `status ${name}`, title: name === "finished" ? "status = finished" : null }, label);
+}
+
+/** The status of an episode, and beside it whether the episode failed. */
+export function status(name, line) {
+  return [statusLabel(name, line), isFailed(line) ? element("span", { class: "failure" }, "✕ failed") : null];
 }

@@ -49,8 +49,8 @@ const panels = {
 function head(name, line) {
   const [before, after] = neighbours();
   const links = [
-    before ? element("a", { href: before, id: "before", title: "the one before it in the list  [" }, "← before") : null,
-    after ? element("a", { href: after, id: "after", title: "the one after it in the list  ]" }, "after →") : null,
+    before ? element("a", { href: before, id: "before", title: "the previous episode of the list  [" }, "← previous") : null,
+    after ? element("a", { href: after, id: "after", title: "the next episode of the list  ]" }, "next →") : null,
   ];
   return element(
     "div",

@@ -11,7 +11,7 @@ const KEYS = [
   ["1 … 5", "parts of an episode: conversation, tokens, timeline, why, group and children"],
   ["[  ]", "the episode before or after it in the list"],
   ["←  →", "the token before, the next one"],
-  ["g  then  o e t s v f c", "overview, episodes, timeline, steps, evaluations, forks, compare"],
+  ["g  then  o e t s v f c", "overview, episodes, timeline, steps, evaluations, forks, compare episodes"],
   ["d", "dark or light"],
   ["?", "this"],
 ];

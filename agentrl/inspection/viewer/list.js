@@ -1,6 +1,6 @@
 // The list of episodes: filter, sort, columns, search; a dot for each reward above it.
 
-import { chip, element, facts, isFailed, problems, replace, status } from "./dom.js";
+import { chip, element, facts, isFailed, problems, replace, status, statusLabel } from "./dom.js";
 import { clock, number, plural, safeText, seconds, shortName } from "./text.js";
 import { signedBar } from "./colours.js";
 import { address, episodeAddress } from "./routes.js";
@@ -59,7 +59,7 @@ export async function listView(page, { parameters }) {
     title: "Episodes",
     content: [
       machines(run),
-      bar(statuses, state, go),
+      bar(run, statuses, state, go),
       problem ? element("p", { class: "problem", role: "alert" }, problem) : [
         element("div", { class: "listhead" }, count, columnChoice(run, columns, go)),
         strip,
@@ -70,16 +70,18 @@ export async function listView(page, { parameters }) {
   };
 }
 
-function bar(statuses, state, go) {
+function bar(run, statuses, state, go) {
   const submit = (event) => {
     event.preventDefault();
     const form = new FormData(event.target);
-    go({ match: form.get("match"), where: form.get("where") });
+    const [match, where] = [form.get("match"), form.get("where")];
+    if (isFilter(match, run.columns)) go({ match: "", where: where ? `(${where}) and (${match})` : match });
+    else go({ match, where });
   };
   const links = Object.entries(statuses).map(([name, count]) => {
     const where = `status = ${name}`;
     const chosen = state.where === where;
-    return element("a", { class: `filter ${chosen ? "chosen" : ""}`, href: address(["episodes"], { match: state.match, where: chosen ? "" : where }), "aria-current": chosen ? "true" : null }, status(name, name === "finished" ? { status: "finished", purpose: "evaluate" } : null), element("b", {}, number(count)));
+    return element("a", { class: `filter ${chosen ? "chosen" : ""}`, href: address(["episodes"], { match: state.match, where: chosen ? "" : where }), "aria-current": chosen ? "true" : null }, statusLabel(name, name === "finished" ? { purpose: "evaluate" } : null), element("b", {}, number(count)));
   });
   return element(
     "form",
@@ -89,6 +91,12 @@ function bar(statuses, state, go) {
     element("button", { type: "submit" }, "Show"),
     element("nav", { class: "filters", "aria-label": "By status" }, links),
   );
+}
+
+/** Whether words to look for are a filter: they begin with a column and an operator, as in `reward = 0`. */
+function isFilter(words, columns) {
+  const [, column] = words.match(/^[\s(]*([\w]+)[\w./-]*\s*(?:[=<>~]|!=)/) ?? [];
+  return column !== undefined && Object.hasOwn(columns, column);
 }
 
 /** Which node does what, and what the run waits for most; nothing of a run without processes of its own. */

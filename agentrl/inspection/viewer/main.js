@@ -3,7 +3,7 @@
 import { append, element, replace } from "./dom.js";
 import { plural } from "./text.js";
 import { address, namedRun, parseRoute } from "./routes.js";
-import { openSource, recall, remember } from "./sources.js";
+import { openSource, recall, remember, takeToken } from "./sources.js";
 import { listed, listView } from "./list.js";
 import { episodeView } from "./episode.js";
 import { runView } from "./timeline.js";
@@ -16,7 +16,7 @@ import { compareView } from "./compare.js";
 import { listenToKeys } from "./keys.js";
 
 const VIEWERS = { runs: runsView, comparison: comparisonView, overview: overviewView, episodes: listView, episode: episodeView, run: runView, steps: stepsView, step: stepView, evaluations: evaluationsView, forks: forksView, compare: compareView };
-const NAVIGATION = [["overview", "Overview"], ["episodes", "Episodes"], ["run", "Timeline"], ["steps", "Steps"], ["evaluations", "Evaluations"], ["forks", "Forks"], ["compare", "Compare"]];
+const NAVIGATION = [["overview", "Overview"], ["episodes", "Episodes"], ["run", "Timeline"], ["steps", "Steps"], ["evaluations", "Evaluations"], ["forks", "Forks"], ["compare", "Compare episodes"]];
 const THEME = "agentrl theme";
 const PULSE_MS = 2_000;
 
@@ -30,7 +30,11 @@ class ViewerPage {
   async start() {
     document.documentElement.dataset.theme = recall(THEME) ?? "";
     listenToKeys(this);
-    addEventListener("hashchange", () => !location.hash.match(/^#\w/) && this.draw());
+    takeToken();
+    addEventListener("hashchange", () => {
+      takeToken(); // the printed address may be pasted into a page that is already open
+      if (!location.hash.match(/^#\w/)) this.draw();
+    });
     document.addEventListener("click", (event) => this.#follow(event));
     await this.draw();
     if (this.#source.isLive) this.#watch();
@@ -119,6 +123,7 @@ class ViewerPage {
       if (link.dataset.view === SECTION[view]) link.setAttribute("aria-current", "page");
       else link.removeAttribute("aria-current");
     }
+    for (const link of document.querySelectorAll("nav [aria-current=page]")) link.scrollIntoView({ block: "nearest", inline: "center" });
     const place = this.#main.querySelector(".selected, .token.chosen, .token.arrived");
     if (this.#focusSearch) document.getElementById("search")?.focus();
     else (place?.closest("[tabindex]") ?? this.#main).focus({ preventScroll: true });
@@ -145,7 +150,7 @@ class ViewerPage {
     this.name = run.name;
     const links = NAVIGATION.map(([view, label]) => element("a", { href: address([view]), "data-view": view }, label));
     const runs = namedRun() ? element("a", { href: "#/runs", "data-view": "runs" }, "Runs") : null;
-    this.#bar([element("a", { class: "brand", href: address(["overview"]), title: run.path }, element("b", {}, run.name), element("span", { class: "quiet" }, plural(run.episodes, "episode")))], [runs, ...links]);
+    this.#bar([element("a", { class: "brand", href: address(["overview"]), title: run.path }, element("b", {}, run.name), element("span", { class: "quiet" }, `${plural(run.episodes, "episode")} in all`))], [runs, ...links]);
   }
 
   #bar(brand, links) {

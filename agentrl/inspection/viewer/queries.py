@@ -101,7 +101,7 @@ def run_summary(reader: RunReader, episodes: int) -> RunSummary:
     return RunSummary(
         name=name if isinstance(name := info.get("name"), str) else reader.path.name,
         path=str(reader.path),
-        purpose="evaluate" if "evaluated" in info else "train",
+        purpose=reader.purpose(),
         columns={name: column.kind for name, column in COLUMNS.items()},
         episodes=episodes,
         processes=[] if status is None else list(status.processes),

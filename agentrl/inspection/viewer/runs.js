@@ -4,7 +4,7 @@ import { element, problems, replace } from "./dom.js";
 import { fixed, number, plural, told } from "./text.js";
 import { address } from "./routes.js";
 import { card, chart } from "./charts.js";
-import { AXES, axisChoice, isShare, metricSearch } from "./series.js";
+import { AXES, axisChoice, isShare, metricSearch, metricTitle } from "./series.js";
 
 const HUES = 8;
 const COLUMNS = {
@@ -58,6 +58,7 @@ export async function runsView(page, { parameters }) {
       element("form", { class: "query", role: "search", on: { submit: (event) => event.preventDefault() } }, element("label", { class: "wide" }, element("span", { class: "unseen" }, "Runs to find"), field), compare),
       element("div", { class: "listhead" }, count, element("details", { class: "choice" }, element("summary", {}, "Columns"), element("fieldset", { on: { change } }, element("legend", { class: "unseen" }, "Columns"), boxes))),
       element("div", { class: "scroll" }, element("table", { class: "runs" }, element("thead", {}, element("tr", {}, element("th", { scope: "col" }, element("span", { class: "unseen" }, "compare")), ["run", ...columns].map(heading))), body)),
+      element("p", { class: "quiet" }, "Reward: mean of the last 5 steps of a training run, or of all episodes of an evaluation. Episodes: committed ones, without a training run’s held-out episodes."),
     ],
   };
 }
@@ -69,7 +70,7 @@ function row(run, name, columns, chosen, choose) {
     const value = COLUMNS[column](run);
     return element("td", { "data-label": column, class: `${RIGHT.has(column) ? "right" : ""} ${value === null ? "unknown" : ""}` }, column === "reward" ? fixed(value, 3) : number(value));
   });
-  return element("tr", { "data-item": true, tabindex: "-1", "data-to": to }, element("td", {}, box), element("th", { scope: "row", "data-label": "run" }, element("a", { href: to, class: "id" }, name), problems(run.problem ? [run.problem] : [])), cells);
+  return element("tr", { "data-item": true, tabindex: "-1", "data-to": to }, element("td", { class: "pick" }, element("label", {}, box, element("span", { class: "onphone" }, "compare"))), element("th", { scope: "row", "data-label": "run" }, element("a", { href: to, class: "id" }, name), problems(run.problem ? [run.problem] : [])), cells);
 }
 
 function compared(a, b) {
@@ -86,6 +87,7 @@ export async function comparisonView(page, { parameters }) {
   const go = (change) => page.go(address(["comparison"], { runs: names.join("\n"), by: axis, metrics: own.join("\n"), ...change, run: "" }));
   const groups = found.groups.map((group) => group.name);
   const catalog = [...new Set(found.metrics.map((line) => line.metric))].map((name) => ({ name, meaning: null }));
+  const policies = new Set(found.metrics.map((line) => line.policy));
   const metrics = [...new Set([...own, ...found.curves.map((curve) => curve.metric)])];
   return {
     title: `Comparison of ${groups.join(", ")}`,
@@ -96,14 +98,14 @@ export async function comparisonView(page, { parameters }) {
       card("Settings that differ", found.settings.length ? wide(["setting", ...groups], found.settings.map((line) => [line.name, ...line.values.map((value) => (value === null ? "–" : told(value)))])) : element("p", { class: "quiet" }, "none")),
       element("div", { class: "tools" }, metricSearch(catalog, (name) => go({ metrics: [...new Set([...own, name])].join("\n") })), axisChoice(axis, AXES, (by) => go({ by }))),
       element("div", { class: "side" }, metrics.map((metric) => curvesCard(metric, found, groups))),
-      element("details", { class: "card" }, element("summary", {}, `All ${number(found.metrics.length)} metrics side by side`), wide(["metric", ...groups], found.metrics.map((line) => [`${line.policy}: ${line.metric}`, ...line.values.map((value) => number(value))]), 1)),
+      element("details", { class: "card" }, element("summary", {}, `All ${number(found.metrics.length)} metrics side by side`), element("p", { class: "quiet" }, "mean of the last 5 steps; newest evaluation, clock or total"), wide(["metric", ...groups], found.metrics.map((line) => [policies.size > 1 ? `${line.policy}: ${line.metric}` : line.metric, ...line.values.map((value) => number(value))]), 1, "aligned")),
     ],
     up: "#/runs",
   };
 }
 
 function paired(found, groups) {
-  const rows = found.paired.map((line) => [line.group, line.policy, fixed(line.baseline, 3), fixed(line.reward, 3), `${line.difference > 0 ? "+" : ""}${fixed(line.difference, 3)} ± ${fixed(line.error, 3)}`, Math.abs(line.difference) > line.error ? (line.difference > 0 ? "better" : "worse") : "no difference shown", `${line.better} / ${line.worse} of ${line.tasks}`]);
+  const rows = found.paired.map((line) => [line.group, line.policy, fixed(line.baseline, 3), fixed(line.reward, 3), `${line.difference > 0 ? "+" : ""}${fixed(line.difference, 3)} ± ${fixed(line.error, 3)}`, line.verdict, `${line.better} / ${line.worse} of ${line.tasks}`]);
   return [
     rows.length ? wide(["run", "policy", groups[0], "reward", "difference", "verdict", "tasks better / worse"], rows, 2) : null,
     rows.length ? element("p", { class: "quiet" }, "± is half the width of the 95 % interval of the difference.") : null,
@@ -123,9 +125,9 @@ function curvesCard(metric, found, groups) {
     points: curve.points.map((point) => [point.x, point.y, point.error]),
   }));
   const share = isShare(/reward/.test(metric) ? "reward" : "", series.flatMap((each) => each.points));
-  return card(metric, chart(metric, series, { axis: found.axis, share, height: 150 }));
+  return card(metricTitle(metric), chart(metricTitle(metric), series, { axis: found.axis, share, height: 150 }));
 }
 
-function wide(headings, rows, right = headings.length) {
-  return element("div", { class: "scroll" }, element("table", {}, element("thead", {}, element("tr", {}, headings.map((name, place) => element("th", { scope: "col", class: place >= right ? "right" : "" }, name)))), element("tbody", {}, rows.map((cells) => element("tr", {}, cells.map((cell, place) => element(place ? "td" : "th", { scope: place ? null : "row", "data-label": headings[place], class: place >= right ? "right" : "" }, cell)))))));
+function wide(headings, rows, right = headings.length, className = null) {
+  return element("div", { class: "scroll" }, element("table", { class: className }, element("thead", {}, element("tr", {}, headings.map((name, place) => element("th", { scope: "col", class: place >= right ? "right" : "" }, name)))), element("tbody", {}, rows.map((cells) => element("tr", {}, cells.map((cell, place) => element(place ? "td" : "th", { scope: place ? null : "row", "data-label": headings[place], class: place >= right ? "right" : "" }, cell)))))));
 }

@@ -6,6 +6,13 @@ import { card, chart } from "./charts.js";
 export const AXES = ["step", "tokens", "seconds"];
 const HUES = 8;
 
+const TITLES = { "reward/mean": "Reward of training", "evaluation/reward": "Held-out reward", "episodes/tokens": "Response length", entropy: "Entropy", k3: "Off-policy distance k3", "tokens/sampled_per_s": "Throughput" };
+
+/** The title of a metric's chart on every page: its name, unless it has a better known one. */
+export function metricTitle(name) {
+  return TITLES[name] ?? name;
+}
+
 /** Whether 1 is the maximum of a metric: a share, or a reward that never left 0 to 1. */
 export function isShare(unit, points) {
   const isReward = unit === "reward" && points.every(([, y, error]) => y === null || (y >= 0 && y <= 1 && error <= 1));

@@ -13,17 +13,18 @@ export function openSource() {
   return document.querySelector(".block") ? new FileSource() : new ServedSource();
 }
 
+/** Move the server's token from the address into the browser's memory. A `token=` of few characters is a place in an episode. */
+export function takeToken() {
+  const pattern = /[#&?]token=([\w-]{40,})/;
+  const given = location.hash.match(pattern);
+  if (!given) return;
+  remember(TOKEN, given[1]);
+  history.replaceState(null, "", `${location.pathname}${location.hash.replace(pattern, "")}`);
+}
+
 /** Asks the server. Its token came in the address, behind `#`, and goes with each question as a header. */
 class ServedSource {
   isLive = true;
-
-  constructor() {
-    const given = location.hash.match(/[#&?]token=([\w-]+)/);
-    if (given) {
-      remember(TOKEN, given[1]);
-      history.replaceState(null, "", `${location.pathname}${location.hash.replace(/[#&?]token=[\w-]+/, "")}`);
-    }
-  }
 
   async ask(question, parameters = {}) {
     const given = Object.entries({ run: namedRun(), ...parameters }).filter(([, value]) => value !== null && value !== undefined && value !== "");

@@ -40,6 +40,7 @@ export function number(value, digits = 3) {
   if (typeof value !== "number") return String(value);
   if (Number.isInteger(value)) return value.toLocaleString("en-US").replace("-", "−");
   const size = Math.abs(value);
+  if (size >= 1e3 && size < 1e6) return Math.round(value).toLocaleString("en-US").replace("-", "−");
   const text = size >= 1e6 || size < 1e-4 ? value.toExponential(digits - 1) : String(Number(value.toPrecision(digits)));
   return text.replace("-", "−");
 }

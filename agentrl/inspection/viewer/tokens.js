@@ -52,7 +52,7 @@ export function paintChoice(tokens, hues, draw, panel) {
   const kept = recall(PAINT);
   let chosen = possible.find((paint) => paint.name === kept)?.name ?? possible[0]?.name;
   const note = element("div", { class: "legendline" });
-  const buttons = PAINTS.map((paint) => element("button", { type: "button", disabled: !possible.includes(paint), title: possible.includes(paint) ? paint.tells : "not recorded", on: { click: () => choose(paint.name) } }, paint.label));
+  const buttons = possible.map((paint) => element("button", { type: "button", title: paint.tells, on: { click: () => choose(paint.name) } }, paint.label));
   function choose(name) {
     chosen = name;
     remember(PAINT, name);
@@ -60,7 +60,7 @@ export function paintChoice(tokens, hues, draw, panel) {
   }
   function show() {
     if (!chosen) return;
-    PAINTS.forEach((paint, place) => buttons[place].setAttribute("aria-pressed", String(paint.name === chosen)));
+    possible.forEach((paint, place) => buttons[place].setAttribute("aria-pressed", String(paint.name === chosen)));
     const { tells, kind } = PAINTS.find((paint) => paint.name === chosen);
     const swatches = kind === "heat" ? [[tells, "heat", ""]] : kind === "signed" ? [["up", "raised", ""], ["down", "lowered", tells]] : chosen === "version" ? [...hues].map(([version, hue]) => [version, hue, ""]) : [[tells, chosen === "mask" ? "marked" : "hue0", ""]];
     note.replaceChildren(legend(swatches));
