@@ -64,8 +64,9 @@ KINDS: dict[type[Section], str] = {
     OpponentPoolPolicy: "past",
     ScorerConfig: "scorer",
 }
-"""The run has a policy of each kind; each holds the seat of its name. It has no scorer: see `played_settings`."""
+"""The run has a policy of each kind, each of which holds the seat of its name, and a scorer."""
 
+FUNCTIONS = Path(__file__).parents[1] / "tests" / "support" / "score_functions.py"
 SHIPPED_MODEL = resolve_package_directory("agentrl.environments.calculator:model")
 REFERENCE = tempfile.TemporaryDirectory(prefix="agentrl-reference-")
 """Looks like an adapter, which nothing loads here."""
@@ -108,7 +109,14 @@ CHANGED: dict[str, Any] = {
     "sampling.min_p": 0.1,
     "credit.group_size": 2,
     "credit.turn_credit": "to_go",
-    "credit.reward_weights": {"reward": 0.5},
+    "credit.reward_weights": {"reward": 0.5, "scorer": 0.25},
+    "scorers.scorer.function": f"{FUNCTIONS}:length",
+    "scorers.scorer.options": {"scale": 7.0},
+    "scorers.scorer.judge": "frozen",
+    "scorers.scorer.rubric": "Is it short?",
+    "scorers.scorer.answer": {str(digit): digit / 10 for digit in range(10)},
+    "scorers.scorer.on_failure": "other",
+    "scorers.scorer.unscorable": 0.5,
     "credit.advantage.name": "group_mean",
     "trainer.sharding": "none",
     "trainer.loss.name": "ppo",
@@ -117,7 +125,18 @@ CHANGED: dict[str, Any] = {
 }
 """Another value, where not every other one is a valid one: the others are found by type."""
 
+JUDGED: dict[str, Any] = {
+    "scorers.scorer": {
+        "judge": "frozen",
+        "rubric": "Write a number.",
+        "unscorable": 0.0,
+        "answer": {},
+        "on_failure": "drop",
+    }
+}
 BESIDE: dict[str, dict[str, Any]] = {
+    **{f"scorers.scorer.{name}": JUDGED for name in ("judge", "rubric", "answer", "votes")},
+    "scorers.scorer.on_failure": {"scorers.other": {"function": f"{FUNCTIONS}:length", "per": "request"}},
     "policies.guesser.kind": {"policies.past.of": "second"},
     "best.window": {"best.metric": "reward/mean"},
     "best.stop_at": {"best.metric": "reward/mean"},
@@ -132,6 +151,8 @@ NOT_RUN: dict[str, str] = {
     "sinks": "the sinks are extras, which need not be installed",
     "cluster.address": "there is no cluster",
     "cluster.min_nodes": "there is no cluster",
+    "scorers.scorer.reward_model": "the scripted engine serves no reward model",
+    "scorers.scorer.steps": "the scripted engine serves no reward model",
     "deterministic": "with `true` the configuration itself is refused, for the run's remote policy",
 }
 """Settings for which `check_settings_unchanged` is asked and nothing is run, and why."""
@@ -162,11 +183,6 @@ def settings(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[S
             yield Setting(f"{prefix}{name}", section, name)
         for member in members:
             yield from settings(member, f"{prefix}{name}.{KINDS[member]}." if is_named else f"{prefix}{name}.")
-
-
-def played_settings() -> list[Setting]:
-    """Settings of the sections that the run has: all but those of scorers."""
-    return [each for each in settings() if each.section is not ScorerConfig]
 
 
 def unclassified() -> list[str]:
@@ -254,6 +270,7 @@ def base(path: Path) -> dict[str, Any]:
         "seats": {"helper": "second"},
         "engine": {"refresh": "turn", "max_context": 512},
         "credit": {"group_size": GROUP},
+        "scorers": {"scorer": {"function": f"{FUNCTIONS}:short"}},
         "trainer": {"loss": {"normalizer": 64}},  # `late` weighs tokens by a constant
         "checkpoint": {"every": CHECKPOINT, "versions": 0},
         "evaluation": {"tasks": 0},
@@ -484,7 +501,7 @@ def _other(setting: Setting, config: RunConfig) -> Any:
 
 def figures(quick: bool, judged: Judge = judge) -> dict[str, float | None]:
     """See the module; a quick run judges every eighth setting."""
-    several = played_settings()[:: 8 if quick else 1]
+    several = list(settings())[:: 8 if quick else 1]
     violations = count = 0
     with tempfile.TemporaryDirectory() as scratch:
         killed = killed_run(Path(scratch) / "killed" / "run")
@@ -500,7 +517,7 @@ def figures(quick: bool, judged: Judge = judge) -> dict[str, float | None]:
     return {
         "config_fields_unclassified": float(len(unclassified())),
         "resumes_judged": float(count),
-        "config_fields": float(len(played_settings())),
+        "config_fields": float(len(list(settings()))),
         "resume_violations": float(violations),
     }
 

@@ -643,20 +643,30 @@ def _differences(
         then = before.get(name, default)
         if isinstance(value, BaseModel) and isinstance(then, Mapping):
             yield from _differences(value, now[name], then, path)
-        elif path == ("policies",) and isinstance(then, Mapping):
-            for policy in {**then, **value}:
-                was, held = then.get(policy), value.get(policy)
-                if isinstance(was, Mapping) and held is not None and was.get("kind") == held.kind:
-                    yield from _differences(held, now[name][policy], was, (*path, policy))
-                else:
-                    kind = was.get("kind") if isinstance(was, Mapping) else None
-                    yield SettingDifference((*path, policy, "kind"), kind, held and held.kind, ResumeRule("refused"))
+        elif path in (("policies",), ("scorers",)) and isinstance(then, Mapping):
+            yield from _named_differences(value, now[name], then, path)
         elif then != now[name]:
             yield SettingDifference(path, then, now[name], resume_rule_of(field))
     given = section.model_extra or {}  # arguments of a function
     for name in {**given, **before} if type(section).model_config["extra"] == "allow" else ():
         if name not in type(section).model_fields and given.get(name) != before.get(name):
             yield SettingDifference((*above, name), before.get(name), given.get(name), ResumeRule("may differ"))
+
+
+def _named_differences(
+    sections: Mapping[str, BaseModel], now: Mapping[str, Any], before: Mapping[str, Any], path: tuple[str, ...]
+) -> Iterator[SettingDifference]:
+    """Compare policies or scorers by their names. The policies of a run stay; scorers may come and go."""
+    for name in {**before, **sections}:
+        was, held = before.get(name), sections.get(name)
+        kind_then, kind = was.get("kind") if isinstance(was, Mapping) else None, getattr(held, "kind", None)
+        if isinstance(was, Mapping) and held is not None and kind_then == kind:
+            yield from _differences(held, now[name], was, (*path, name))
+        elif path == ("policies",):
+            yield SettingDifference((*path, name, "kind"), kind_then, kind, ResumeRule("refused"))
+        else:
+            rule = ResumeRule("may differ", of_deterministic=False)
+            yield SettingDifference((*path, name), was, now.get(name), rule)
 
 
 def resume_rule_of(field: FieldInfo) -> ResumeRule:

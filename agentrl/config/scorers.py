@@ -14,6 +14,7 @@ from agentrl.config.fields import (
     Positive,
     Seconds,
     Section,
+    WaveFixed,
     check_function_name,
 )
 from agentrl.core.ports import ScoreCredit, ScoreOf
@@ -40,40 +41,40 @@ def _default_cache(scorer: dict[str, Any]) -> int:
 class ScorerConfig(Section):
     """A scorer, which gives turns or conversations a reward of its name while episodes run (docs/scores.md)."""
 
-    function: Free[str] = ""
+    function: WaveFixed[str] = ""
     """A function marked with `agentrl.scorer`: `module:function`, the name of one that an installed package provides,
     or `path/to/file.py:function`, in a TOML file relative to that file."""
-    options: Free[dict[str, Any]] = {}
+    options: WaveFixed[dict[str, Any]] = {}
     """Arguments of the function."""
-    judge: Free[str] = ""
+    judge: WaveFixed[str] = ""
     """Policy of the run that scores instead of a function: one that is remote or frozen, which needs no seat, or that
     learns."""
-    rubric: Free[str] = ""
+    rubric: WaveFixed[str] = ""
     """Instructions for the judge: text, or the name of a `.md` or `.txt` file, relative to the TOML file that names it.
     The run records the text."""
-    answer: Free[dict[str, Annotated[float, Field(ge=-1e6, le=1e6)]]] = {}
+    answer: WaveFixed[dict[str, Annotated[float, Field(ge=-1e6, le=1e6)]]] = {}
     """Value of each answer, such as `{ yes = 1.0, no = 0.0 }`; the last one in the judge's reply counts. Empty: the
     last number in the reply is the score."""
-    reward_model: Free[str] = ""
+    reward_model: WaveFixed[str] = ""
     """Directory of a Hugging Face model that scores instead of a function, or its name on the hub: sequence or token
     classification with a causal backbone, one output or two. It runs in a process of its own."""
-    steps: Free[str] = ""
+    steps: WaveFixed[str] = ""
     """Text that ends a step within a turn, such as `"\\n\\n"`, for reward models that score steps. Empty: the end of
     the turn is scored."""
-    combine: Free[Literal["mean", "min", "last"]] = "mean"
+    combine: WaveFixed[Literal["mean", "min", "last"]] = "mean"
     """What makes the turn's score of its steps' scores."""
-    device: Free[Literal["auto", "cpu"]] = "auto"
+    device: WaveFixed[Literal["auto", "cpu"]] = "auto"
     """Where a reward model computes. `auto`: on a GPU that neither the trainer nor an engine uses, else on the CPU."""
     cache_tokens: Free[Annotated[NonNegative, NumberUnit("tokens")]] = 32768
     """Number of tokens of conversations whose keys and values a reward model keeps between turns. A conversation that
     has left is computed from its start."""
-    votes: Free[Annotated[int, Field(ge=0, le=1024), NumberUnit("replies")]] = 1
+    votes: WaveFixed[Annotated[int, Field(ge=0, le=1024), NumberUnit("replies")]] = 1
     """Number of replies sampled for one score; the score is their mean. 0: the expected value of `answer`, computed
     from the probabilities with which the judge's reply begins with each answer. An endpoint gives no probabilities."""
-    per: Free[ScoreOf] = "turn"
+    per: WaveFixed[ScoreOf] = "turn"
     """What is scored: `turn`, every turn of the policies that learn; `episode`, their whole conversations, when the
     episode ends; `request`, only the turns for which the environment calls `ctx.score`."""
-    credit: Annotated[Free[ScoreCredit], DerivedDefault("`difference` for a reward model")] = Field(
+    credit: Annotated[WaveFixed[ScoreCredit], DerivedDefault("`difference` for a reward model")] = Field(
         default_factory=_default_credit
     )
     """What a score is credited as: `reward`, itself; `difference`, its difference to the agent's score before it, or to
@@ -85,13 +86,13 @@ class ScorerConfig(Section):
     """Time limit of each."""
     max_concurrent: Free[Annotated[Positive, NumberUnit("scores")]] = 64
     """Maximum number of scores in progress at once, over all `workers`."""
-    cache: Annotated[Free[NonNegative], DerivedDefault("4096 for a judge")] = Field(default_factory=_default_cache)
+    cache: Annotated[WaveFixed[NonNegative], DerivedDefault("4096 for a judge")] = Field(default_factory=_default_cache)
     """Number of contents whose scores each worker keeps: equal content is scored once. Default: 4096 for a judge, to
     which only the conversation counts; 0 for a function. A judge that learns keeps none."""
-    on_failure: Free[str] = "drop"
+    on_failure: WaveFixed[str] = "drop"
     """What follows when all attempts have failed: `drop` drops the episode (`scorer_failed`), or the name of another
     scorer, which is asked instead. Never a number."""
-    unscorable: Free[Annotated[float, Field(ge=-1e6, le=1e6), NumberUnit("reward")] | None] = None
+    unscorable: WaveFixed[Annotated[float, Field(ge=-1e6, le=1e6), NumberUnit("reward")] | None] = None
     """Score of content that no attempt can judge: a function raises `agentrl.Unscorable`; a judge's endpoint refuses
     the content, or it is longer than the model's context. Null: such content stops the run. Judges and reward models
     need a value."""

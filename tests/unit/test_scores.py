@@ -18,7 +18,7 @@ from agentrl.app.run_parts import RunFactories
 from agentrl.app.scorers import find_scorer_codes, make_scorers, scored_policies
 from agentrl.app.training import run_training
 from agentrl.cli.main import main
-from agentrl.config.load import load
+from agentrl.config.load import check_settings_unchanged, load
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError, ConfigError
@@ -192,6 +192,24 @@ def test_a_reward_model_is_paid_by_difference_unless_it_scores_episodes_or_the_u
     assert [scorer.credit for scorer in config.scorers.values()] == ["difference", "reward", "reward"]
     with pytest.raises(ValueError, match=r"scorers\.a\.reward_model runs on the run's machine"):
         config_for(scorers={"a": model}, cluster={"address": "10.0.0.1:6379"})
+
+
+def test_scorers_may_come_and_go_between_two_lives_unless_weights_must_not_depend_on_them() -> None:
+    short, other = SCORERS["short"], {**SCORERS["short"], "attempts": 9}
+    one, changed, two = (config_for(scorers=each) for each in ({"a": short}, {"a": other}, {"a": short, "b": short}))
+    for then, now, path in (
+        (one, changed, ("scorers", "a", "attempts")),
+        (one, two, ("scorers", "b")),
+        (two, one, ("scorers", "b")),
+    ):
+        assert [each.path for each in check_settings_unchanged(then.model_dump(mode="json"), now)] == [path]
+    policies = {"guesser": {"step_size": 8, "max_staleness": 0}}
+    fixed, more = (
+        config_for(scorers=each, policies=policies, deterministic=True)
+        for each in ({"a": short}, {"a": short, "b": short})
+    )
+    with pytest.raises(ConfigError, match=r"scorers\.b"):
+        check_settings_unchanged(fixed.model_dump(mode="json"), more)
 
 
 def test_a_file_is_looked_up_beside_the_configuration(tmp_path: Path) -> None:
