@@ -4,8 +4,8 @@ A whole run as `agentrl.train` makes it. `scripted`: the scripted engine and a t
 of its own, playing a game with child episodes and two policies. `real`: the calculator, the tiny model, the embedded
 engine in a process of its own, Ray. Small real runs that start fast and take many steps: `one` has one policy,
 `workers` two worker processes, `two` two policies and child episodes, `ray` all of its processes under Ray, `cluster`
-three workers, two engines and two ranks on the nodes of a cluster, `selected` dynamic sampling, selected tasks and a
-reference. What is acknowledged is appended to `acknowledged.jsonl` beside the run, after the acknowledgement, for an
+three workers, two engines and two ranks on the nodes of a cluster, `sandboxed` tools in sandboxes, `selected` dynamic
+sampling, selected tasks and a reference. What is acknowledged is appended to `acknowledged.jsonl` beside the run, after the acknowledgement, for an
 oracle that trusts nothing else.
 """
 
@@ -244,6 +244,7 @@ REAL: Mapping[str, list[str]] = {
         *(*SMALL, *TWO_WORKERS, "credit.dynamic_sampling=true", "environment.selection={ retire_after = 1 }"),
         *("policies.solver.reference=agentrl.environments:calculator/model", "trainer.loss.kl=0.01"),
     ],
+    "sandboxed": [*SMALL, *TWO_WORKERS, "environment.id=benchmarks.sandboxes_kills:Sandboxed"],
     "outside": [
         *(*SMALL, *TWO_WORKERS, "environment.id=benchmarks.outside_kills:Asking", "engine.max_context=256"),
         *("engine.slots=24", "sampling.max_tokens=8"),

@@ -315,3 +315,45 @@ def test_no_attempt_to_escape_succeeds() -> None:
 
 def test_kills_of_owner_and_keeper_leave_nothing() -> None:
     assert leaks(6) == 0
+
+
+def test_a_root_must_exist_and_belong_to_this_user_or_root(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for root, problem in (("none", "does not exist"), ("file", "is not a directory")):
+        with pytest.raises(InputError, match=problem):
+            Sandbox(root=str(tmp_path / root))
+    if os.getuid() == 0:
+        (tmp_path / "foreign").mkdir()
+        os.chown(tmp_path / "foreign", 12345, 12345)
+        with pytest.raises(InputError, match="belongs to user 12345"):
+            Sandbox(root=str(tmp_path / "foreign"))
+
+
+def test_the_smallest_memory_is_enough_for_python() -> None:
+    assert in_lease(lambda lease: lease.run(["python3", "-c", "print(1)"]), memory_mb=32).output == "1\n"
+    with pytest.raises(InputError, match="memory_mb = 31 is too small; the least that works is 32"):
+        Sandbox(memory_mb=31)
+
+
+@pytest.mark.parametrize("path", ["/usr/local/x", "/etc", "/", "app", "/app/../etc"])
+def test_directories_of_the_machine_cannot_be_writable(path: str) -> None:
+    with pytest.raises(InputError, match=r"writable|not an absolute path"):
+        Sandbox(writable=(path,))
+
+
+def test_further_directories_are_writable_and_the_working_directory_and_variables_are_set() -> None:
+    ran = shell(
+        "pwd; echo $A$B > out; cat /app/src/out; touch /data/x; ls /data",
+        writable=("/app/src", "/data"),
+        directory="/app/src",
+        environment={"A": "1", "B": "2"},
+    )
+    assert (ran.output, ran.stderr) == ("/app/src\n12\nx\n", b"")
+
+
+def test_new_scripts_are_executable() -> None:
+    async def use(lease: BubblewrapLease) -> CommandResult:
+        await lease.write({"/box/run": b"#!/bin/sh\necho ran\n", "/box/text": b"text"})
+        return await lease.run(["sh", "-c", "./run; test ! -x text && echo plain"])
+
+    assert in_lease(use).output == "ran\nplain\n"

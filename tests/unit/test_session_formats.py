@@ -9,7 +9,7 @@ import os
 import random
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ from agentrl.core.errors import CheckFailedError, EnvironmentDefinitionError
 from agentrl.formats.bfcl import Bfcl, Interfaces, entries, parsed_call
 from agentrl.formats.gem import Gem
 from agentrl.formats.servers import NemoGym, OpenEnv
+from agentrl.formats.session import Call, Session, SessionEnvironment, Start, Step
 from agentrl.testing.check import check_environment
 from agentrl.testing.execution import play
+from tests.unit.episodes import play as play_episode
 
 FORMATS = Path(os.environ.get("AGENTRL_FORMATS", "/nonexistent"))
 
@@ -57,6 +59,45 @@ async def running(application: web.Application) -> AsyncIterator[str]:
     await site.start()
     yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     await runner.cleanup()
+
+
+class _Dice(Session):
+    """A game that seeds the global generator at its start, and draws from it at each turn."""
+
+    async def start(self) -> Start:
+        random.seed(7)
+        return {"messages": [{"role": "user", "content": "Roll."}], "tools": []}
+
+    async def answer(self, text: str, calls: Sequence[Call]) -> Step:
+        rolled = str(random.randint(1, 10**6))
+        return {"messages": [{"role": "user", "content": rolled}], "reward": 0.5, "done": text == "stop"}
+
+    async def cut(self) -> float:
+        return -1.0
+
+
+class Dice(SessionEnvironment):
+    level = "replay"
+
+    def session(self, task: agentrl.Task) -> Session:
+        return _Dice()
+
+
+def test_a_library_that_seeds_globally_plays_the_task_of_its_seed() -> None:
+    """As it would alone: one random state lasts from call to call, and other code does not draw from it."""
+    result = play(Dice, agentrl.Task(id="t", data={}), ["roll"] * 3 + ["stop"])
+    alone = random.Random(7)
+    assert list(result.observations[1:]) == [str(alone.randint(1, 10**6)) for _ in range(3)]
+    assert result.reward == 2.0
+    report = check_environment(Dice, tasks=[agentrl.Task(id="t", data={})], episodes=1)
+    assert not report.findings
+
+
+def test_play_gives_all_its_replies_and_a_limit_asks_for_the_reward() -> None:
+    task = agentrl.Task(id="t", data={})
+    assert play(Dice, task, ["x" * 5000] + ["roll"] * 20 + ["stop"]).reward == 11.0
+    done = play_episode(Dice, ["roll", "roll"], max_turns=2)
+    assert (done.header.reward, done.header.stop_reason) == (2 * 0.5 - 1.0, "max_turns")
 
 
 # --- NeMo-Gym ---------------------------------------------------------------------------------------------------------
