@@ -5,8 +5,8 @@ of its own, playing a game with child episodes and two policies. `real`: the cal
 engine in a process of its own, Ray. Small real runs that start fast and take many steps: `one` has one policy,
 `workers` two worker processes, `two` two policies and child episodes, `ray` all of its processes under Ray, `cluster`
 three workers, two engines and two ranks on the nodes of a cluster, `sandboxed` tools in sandboxes, `selected` dynamic
-sampling, selected tasks and a reference. What is acknowledged is appended to `acknowledged.jsonl` beside the run, after the acknowledgement, for an
-oracle that trusts nothing else.
+sampling, selected tasks and a reference. What is acknowledged is appended to `acknowledged.jsonl` beside the run, after
+the acknowledgement, for an oracle that trusts nothing else.
 """
 
 from __future__ import annotations
