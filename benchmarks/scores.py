@@ -263,6 +263,7 @@ rubric = "Is it right?"
 answer = {{ wrong = 0.5, right = 1.0 }}
 unscorable = 0.75
 attempts = 1
+cache = 0
 """
 SLOW = """
 [scorers.slow]
