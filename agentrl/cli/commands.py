@@ -478,7 +478,7 @@ def _add_env(commands: Subparsers[argparse.ArgumentParser]) -> None:
     )
     verbs = noun.add_subparsers(title="commands", metavar="COMMAND")
     _add_command(verbs, "list", "list the installed environments", "environments:env_list", reads=True)
-    text = "check that an environment, or your own loss or advantage, can be used for training"
+    text = "check that an environment, or your own loss, advantage or scorer, can be used for training"
     parser = _add_command(verbs, "check", text, "environments:env_check")
     parser.add_argument(
         "id", nargs="?", help="registered name, module:Class, path/to/env.py:Class, or a run's FILE.toml"
@@ -488,6 +488,7 @@ def _add_env(commands: Subparsers[argparse.ArgumentParser]) -> None:
     text = "call the loss on synthetic steps: shape, finite gradients, purity; NAME: module:name or FILE.py:name"
     parser.add_argument("--loss", metavar="NAME", help=text)
     parser.add_argument("--advantage", metavar="NAME", help="call the advantage on synthetic groups")
+    parser.add_argument("--scorer", metavar="NAME", help="call the scorer on synthetic conversations")
     text = "say which task directories of another format can be played, and why others cannot"
     parser = _add_command(verbs, "import", text, "environments:env_import")
     parser.add_argument("format", choices=["harbor"])

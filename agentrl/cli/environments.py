@@ -70,14 +70,16 @@ def _described(spec: EnvironmentSpec) -> dict[str, Any]:
 
 
 def env_check(options: argparse.Namespace) -> int:
-    """`agentrl env check [ID | FILE.toml] [--model DIR] [--loss NAME] [--advantage NAME]`; exit code 1 if a check
-    failed."""
+    """`agentrl env check [ID | FILE.toml] [--model DIR] [--loss NAME] [--advantage NAME] [--scorer NAME]`; exit code 1
+    if a check failed."""
     from agentrl import check_environment
     from agentrl.observe.progress import ProgressLine
 
-    functions = [(kind, name) for kind in ("loss", "advantage") if (name := getattr(options, kind)) is not None]
+    functions = [
+        (kind, name) for kind in ("loss", "advantage", "scorer") if (name := getattr(options, kind)) is not None
+    ]
     if not functions and options.id is None:
-        raise InputError("nothing to check: give an environment, --loss NAME or --advantage NAME")
+        raise InputError("nothing to check: give an environment, --loss NAME, --advantage NAME or --scorer NAME")
     codes = [_check_function(kind, name, as_json=options.json) for kind, name in functions]
     if options.id is None:
         return max(codes)
@@ -152,13 +154,18 @@ def _hidden_tools(model: str | None, tools: set[str]) -> str:
 
 
 def _check_function(kind: str, name: str, *, as_json: bool) -> int:
-    """Check a loss or an advantage; returns the exit code."""
+    """Check a loss, an advantage or a scorer; returns the exit code."""
 
     def check() -> tuple[bool, str]:
-        from agentrl.learn.function_check import check_advantage, check_loss
+        from agentrl.learn.function_check import FunctionReport, check_advantage, check_loss, check_scorer
 
+        checks: dict[str, Callable[[str], FunctionReport]] = {
+            "loss": check_loss,
+            "advantage": check_advantage,
+            "scorer": check_scorer,
+        }
         try:
-            report = (check_loss if kind == "loss" else check_advantage)(name)
+            report = checks[kind](name)
         except AgentRLError as error:
             return False, f"{kind} {name}\n  FAILED {error}"
         return not report.findings, report.text

@@ -1,16 +1,18 @@
-"""Checks of a user's loss or advantage before a run, on synthetic batches and without a model.
+"""Checks of a user's loss, advantage or scorer before a run, on synthetic batches and without a model.
 
 A loss is called on steps of ragged conversations, one of them far off policy. It must return one finite loss per token
 with a gradient, return the same when called again, leave its input and the random state unchanged, and depend neither
 on the order of rows nor on the values of ids, which ranks and micro-batches change. An advantage is called on groups
-like those of runs.
+like those of runs, a scorer on conversations.
 
 Owns: the batches and groups, the findings. Does not own: finding the functions (`core.custom_functions`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import inspect
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -22,10 +24,12 @@ import torch
 from torch import Tensor
 
 from agentrl.config.sections import LOSS_NAMES, LossConfig, TrainerConfig
-from agentrl.core.custom_functions import FunctionDeclaration
-from agentrl.core.errors import AgentRLError, GroupTooSmallError
+from agentrl.core.custom_functions import FunctionDeclaration, find_function
+from agentrl.core.errors import AgentRLError, GroupTooSmallError, Unscorable, describe_user_code_error
+from agentrl.core.records import Completion, Message, PolicyVersion, Scored, Task, ToolCall, Turn, VersionSpan
 from agentrl.credit.estimators import AdvantageEstimator, make_advantage_estimator
 from agentrl.credit.group import Group
+from agentrl.environment.rewards import finite_reward
 from agentrl.learn.loss_batch import IDS, LossBatch, TokenColumns, TokenGradients
 from agentrl.learn.losses import Loss, make_loss
 
@@ -254,6 +258,67 @@ def _difference(gradients: TokenGradients, other: TokenGradients, order: np.ndar
         if float(away) > TOLERANCE * max(1.0, float(ours.abs().max())):
             return f"the {part} of a token is off by {float(away):.3g}"
     return ""
+
+
+def check_scorer(reference: str) -> FunctionReport:
+    """Call a scorer on conversations like those of runs: an answer, a tool call, nothing, a long reply, other scripts.
+
+    Args:
+        reference: as in `check_loss`.
+
+    Raises:
+        ConfigError: as in `check_loss`.
+    """
+    report = FunctionReport(f"scorer {reference}")
+    code, function = find_function("scorer", reference, key="--scorer")
+    values: dict[str, float | None] = {}
+    for name, scored in _conversations():
+        before = repr(scored)
+        try:
+            values[name], again = (asyncio.run(_scored(function, scored)) for _ in range(2))
+        except Unscorable as why:
+            report.hints.append(f"{name}: it cannot be judged ({why}); set scorers.NAME.unscorable")
+            continue
+        except Exception as error:  # noqa: BLE001 - the user's code
+            report.findings.append(f"{name}: it raised {describe_user_code_error(error)}")
+            continue
+        if repr(scored) != before:
+            report.findings.append(f"{name}: it changed what it was given, which other scorers see too")
+        if values[name] != again:
+            report.hints.append(f"{name}: two calls gave {values[name]} and {again}; only the recorded one counts")
+    if not report.findings:
+        shown = ", ".join(f"{name}: {'nothing' if value is None else f'{value:g}'}" for name, value in values.items())
+        report.passed.append(f"a finite score, or None, for each conversation ({shown})")
+    report.passed.append(f"its code can be recorded and shipped: {code.name}")
+    return report
+
+
+async def _scored(function: Any, scored: Scored) -> float | None:
+    value = function(scored)
+    value = await value if inspect.isawaitable(value) else value
+    return None if value is None else finite_reward(value, "it")
+
+
+def _conversations() -> Iterator[tuple[str, Scored]]:
+    call = ToolCall(id="c0", name="calculate", arguments={"a": 1, "op": "+", "b": 2})
+    replies = {
+        "an answer": Message(role="assistant", content="The answer is 3."),
+        "a tool call": Message(role="assistant", content="", tool_calls=(call,)),
+        "an empty reply": Message(role="assistant", content=""),
+        "a long reply": Message(role="assistant", content="on and " * 4000),
+        "other scripts": Message(role="assistant", content="答案是 3 🎉\u202e"),
+    }
+    for number, (name, message) in enumerate(replies.items()):
+        completion = Completion(
+            token_ids=np.arange(1, 4, dtype=np.int32),
+            logprobs=np.full(3, -0.5, np.float32),
+            finish_reason="stop",
+            spans=(VersionSpan(0, 3, PolicyVersion("policy", 0, 0)),),
+        )
+        task = Task(id="task", data={"question": "1 + 2", "answer": "3"})
+        turn = Turn(text=message.content, message=message, completion=completion)
+        earlier = (Message(role="user", content="1 + 2?"),)
+        yield name, Scored(task=task, seat="agent", turn=turn, number=number, messages=(*earlier, message))
 
 
 def check_advantage(reference: str, *, title: str = "") -> FunctionReport:

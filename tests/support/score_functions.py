@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 
 import agentrl
 
@@ -81,6 +82,24 @@ def _note(log: str, what: str) -> None:
     if log:
         with open(log, "ab", buffering=0) as file:
             file.write(f"{what} {os.getpid()}\n".encode())
+
+
+@agentrl.scorer
+def wild(scored: agentrl.Scored) -> float:
+    """Another number at each call."""
+    return float(os.urandom(4)[0]) + time.perf_counter()
+
+
+@agentrl.scorer
+def broken(scored: agentrl.Scored) -> float:
+    """Divides by nothing."""
+    return 1 / (scored.number - scored.number)
+
+
+@agentrl.scorer
+def infinite(scored: agentrl.Scored) -> float:
+    """No number that a reward may be."""
+    return float("inf")
 
 
 def unmarked(scored: agentrl.Scored) -> float:

@@ -212,6 +212,24 @@ def test_scorers_may_come_and_go_between_two_lives_unless_weights_must_not_depen
         check_settings_unchanged(fixed.model_dump(mode="json"), more)
 
 
+@pytest.mark.parametrize(
+    ("name", "code", "message"),
+    [
+        ("length", 0, "ok     a finite score, or None, for each conversation (an answer: 2, a tool call: 2"),
+        ("short", 0, "an answer: 0.84, a tool call: nothing"),
+        ("wild", 0, "two calls gave"),
+        ("broken", 1, "FAILED an answer: it raised ZeroDivisionError"),
+        ("infinite", 1, "FAILED an answer: it raised"),
+        ("unmarked", 1, "put @agentrl.loss, @agentrl.advantage or @agentrl.scorer above it"),
+    ],
+)
+def test_a_scorer_is_checked_before_a_run(
+    name: str, code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["env", "check", "--scorer", f"{FUNCTIONS}:{name}"]) == code
+    assert message in capsys.readouterr().out
+
+
 def test_a_file_is_looked_up_beside_the_configuration(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(Path(FUNCTIONS).read_text(encoding="utf-8"), encoding="utf-8")
     (tmp_path / "run.toml").write_text(
