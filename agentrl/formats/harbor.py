@@ -96,7 +96,9 @@ def read_task(directory: Path, roots: Mapping[str, str], *, network: Network = "
             it is the image that its Dockerfile builds; `/` is this machine's /usr.
         network: the sandbox's network.
     """
-    task = HarborTask()
+    task = HarborTask(refusals=_links_out(directory))
+    if task.refusals:
+        return task
     try:
         settings = tomllib.loads((directory / "task.toml").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -127,6 +129,14 @@ def read_task(directory: Path, roots: Mapping[str, str], *, network: Network = "
             f"or {MACHINE!r} there for this machine's /usr"
         )
     return task
+
+
+def _links_out(directory: Path) -> list[str]:
+    """Refuse links that would show the policy, or its tests, files of this machine."""
+    names = ("task.toml", "instruction.md", "environment", "environment/Dockerfile", "tests", "tests/test.sh")
+    paths = [directory / name for name in names]
+    top = directory.resolve()
+    return [f"{path}: a link leads out of the task" for path in paths if not path.resolve().is_relative_to(top)]
 
 
 def _read_settings(task: HarborTask, settings: dict[str, Any], path: Path) -> None:

@@ -134,6 +134,15 @@ def test_a_missing_file_is_named(missing: str, tmp_path: Path) -> None:
     assert str(directory / missing) in read_task(directory, ROOTS).refusals[0]
 
 
+@pytest.mark.parametrize("name", ["instruction.md", "tests", "environment/Dockerfile"])
+def test_a_link_out_of_the_task_is_refused(name: str, tmp_path: Path) -> None:
+    """It would show the policy a file of this machine."""
+    directory = write_task(tmp_path / "task", WORD)
+    (directory / name).rename(tmp_path / "elsewhere")
+    (directory / name).symlink_to(tmp_path / "elsewhere")
+    assert read_task(directory, ROOTS).refusals[0] == f"{directory / name}: a link leads out of the task"
+
+
 def test_tests_may_use_an_open_network(tmp_path: Path) -> None:
     directory = write_task(tmp_path / "task", {**WORD, "tests/test.sh": "#!/bin/sh\ncurl http://x\n"})
     assert read_task(directory, ROOTS, network="open").refusals == []
