@@ -48,6 +48,7 @@ def take(tab: Tab, page: str, out: Path, name: str, address: str, *, theme: str)
     tab.open("about:blank")
     tab.open(page + address)
     tab.wait("document.querySelector('#main[data-view]:not([aria-busy])')")
+    tab.wait("getComputedStyle(document.querySelector('#main')).opacity === '1'")
     tab.wait("!document.querySelector('.paints') || document.querySelector('.segments')")
     if "/tokens" in address:
         paint(tab, "log-probability" if theme == "dark" else "version")

@@ -152,6 +152,8 @@ def test_the_printed_address_works_again_in_an_open_page(tab: Tab, tmp_path: Pat
         tab.evaluate(f"location.hash = {'#' + address.split('#')[1]!r}")
         tab.wait("document.querySelector('table.runs')")
         assert tab.evaluate("location.hash") == "#/runs"
+        tab.open(address.split("#")[0] + "?again#/runs?token=17")  # a place in an episode, not the server's token
+        tab.wait("document.querySelector('table.runs')")
         assert tab.errors == []
 
     asyncio.run(look())

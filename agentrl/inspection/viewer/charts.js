@@ -26,7 +26,7 @@ export function chart(title, series, { height = 120, share = false, percent = fa
   const [left, right] = [from ?? least(xs), to ?? most(xs)];
   const vertical = share ? [0, 0.25, 0.5, 0.75, 1] : roundTicks(Math.min(0, least(ys)), Math.max(0, most(ys)));
   const round = axis === "seconds" ? timeTicks(left, right) : roundTicks(left, right, { within: true, whole: true });
-  const isFirstFree = axis === "step" && round.length > 1 && round[0] - left > 0.5 * (round[1] - round[0]);
+  const isFirstFree = axis === "step" && round.length > 1 && round[0] - left >= 0.5 * (round[1] - round[0]);
   const horizontal = isFirstFree ? [left, ...round] : round; // the first step, unless its label would touch the next
   const [bottom, top] = [vertical[0], vertical[vertical.length - 1]];
   const x = (value) => (right > left ? ((value - left) / (right - left)) * WIDTH : WIDTH / 2);
