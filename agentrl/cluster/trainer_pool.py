@@ -33,6 +33,7 @@ from agentrl.config.sections import LOSS_NAMES
 from agentrl.core.clock import SystemClock
 from agentrl.core.custom_functions import FunctionCode, find_function_code, is_monkeypatched
 from agentrl.core.errors import AgentRLError, ConfigError, TrainerError, TrainerLostError
+from agentrl.core.futures import retrieve_exception
 from agentrl.core.machine import rare_collections
 from agentrl.core.records import ProcessStatus
 from agentrl.engines.process import gpu_visibility_variables
@@ -439,7 +440,7 @@ class RayTrainerPool:
                 f"Ray died in {method}, and the trainer's ranks with it: {shorten_ray_error(error)}"
             ) from error
         for future in futures:
-            future.add_done_callback(_retrieve_exception)
+            future.add_done_callback(retrieve_exception)  # after the first failure, the others have no waiter
         pending = set(futures)
         loop = asyncio.get_running_loop()
         until = None if limit_s is None else loop.time() + limit_s
@@ -535,13 +536,6 @@ def _failed(future: asyncio.Future[Any]) -> bool:
 def _misses_a_rank(error: BaseException | None) -> bool:
     """Whether a call failed because another rank is gone, as gloo and NCCL report it."""
     return any(mark in str(error) for mark in ("gloo/transport", "DistBackendError"))
-
-
-def _retrieve_exception(future: asyncio.Future[Any]) -> None:
-    """Mark the exception of a call as retrieved: no caller waits for it, because the run ended for another reason,
-    which is reported elsewhere."""
-    if not future.cancelled():
-        future.exception()
 
 
 def _result(reference: ObjectRef[Any]) -> Any:

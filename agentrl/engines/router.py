@@ -23,11 +23,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from agentrl.core.errors import EngineError, EngineFailedError, EngineLostError, EngineStorageError
+from agentrl.core.futures import run_shielded
 from agentrl.core.ids import opening_digest
 from agentrl.core.ports import EngineCapabilities, ProcessStatusSource
 from agentrl.engines.external import ExternalPolicy, ExternalSession
 from agentrl.engines.remote.client import AddressableEngine, RoutedSession, pick_replica
-from agentrl.engines.versions import VersionRow, run_shielded
+from agentrl.engines.versions import VersionRow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Coroutine, Sequence

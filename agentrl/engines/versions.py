@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from agentrl.core.ports import EngineCapabilities, GenerateRequest, NewTokensCallback, Refresh
     from agentrl.core.records import FinishReason, PolicyVersion, WeightsRef
     from agentrl.engines.canary import Canary, ObservedRounding
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -516,23 +513,3 @@ class InProcessEngine(ABC, Generic[LiveT]):
     def _samples_nothing(self, request: GenerateRequest) -> bool:
         """Whether a call ends before its first token, for lack of context or tokens."""
         return len(request.token_ids) >= self.capabilities.max_context or request.sampling.max_tokens < 1
-
-
-async def run_shielded(work: Coroutine[Any, Any, T]) -> T:
-    """Run work to its end even if the caller is cancelled; the cancellation is raised when the work has ended.
-
-    So a lock of the caller is held until the work has ended. A caller that is cancelled twice does not wait.
-    """
-    task = asyncio.get_running_loop().create_task(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        task.add_done_callback(_forget)
-        await asyncio.wait({task})
-        raise
-
-
-def _forget(task: asyncio.Task[Any]) -> None:
-    """Ignore the result of work after its caller has left."""
-    if not task.cancelled():
-        task.exception()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.core import ids
 from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError
+from agentrl.core.futures import retrieve_exception
 from agentrl.core.records import Scored, ScoreRequest
 from agentrl.environment.context import Verdict
 from agentrl.journal.entries import NondeterministicValueEntry, ScoreEntry, request_hash
@@ -84,7 +85,7 @@ class LiveScores:
             entry = ScoreEntry(agent.seat, agent.index, 0.0, turn, scorer.name, weight)
             asking = self._ask(scorer, request, entry, before)
             task = asyncio.get_running_loop().create_task(asking, name=request.where)
-            task.add_done_callback(_retrieve)
+            task.add_done_callback(retrieve_exception)  # the episode may end before it awaits the score
             self._running[call_id] = task
         return call_id
 
@@ -224,8 +225,3 @@ class LiveVerdict(Verdict):
 
     async def peek(self) -> float | None:
         return await self._scores.value(self._call_id, wait=False)
-
-
-def _retrieve(task: asyncio.Task[None]) -> None:
-    """Mark the exception of a task as retrieved: the episode may be dropped for another reason before it looks."""
-    _ = task.cancelled() or task.exception()

@@ -37,6 +37,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import EngineCapabilityError, EngineError, version_refused_error
+from agentrl.core.futures import run_shielded
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import Completion
 from agentrl.engines.canary import Canary, check_canary_answer, check_canary_vocabulary, read_canary
@@ -63,7 +64,6 @@ from agentrl.engines.versions import (
     empty_completion,
     policies_keeping_version,
     refresh_mode_needing_adapters,
-    run_shielded,
 )
 from agentrl.engines.weights.files import check_dtypes, map_weights_to_state, read_adapter, read_weights
 

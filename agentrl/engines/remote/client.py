@@ -26,13 +26,14 @@ from agentrl.core.errors import (
     TrainerLostError,
     VersionNotServedError,
 )
+from agentrl.core.futures import run_shielded
 from agentrl.core.ids import opening_digest, stable_hash64
 from agentrl.core.network import connect
 from agentrl.core.records import ProcessStatus
 from agentrl.engines import protocol
 from agentrl.engines.process import SILENCE_S, LocalPlacement, Supervisor
 from agentrl.engines.remote.connection import EngineConnection
-from agentrl.engines.versions import VersionRow, VersionSet, in_loading_order, run_shielded
+from agentrl.engines.versions import VersionRow, VersionSet, in_loading_order
 from agentrl.engines.weights.transfer import VersionFiles
 
 if TYPE_CHECKING:

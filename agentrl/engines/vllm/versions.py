@@ -37,10 +37,11 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from agentrl.core.errors import EngineError, EngineLostError, VersionNotServedError, version_refused_error
 from agentrl.core.files import WEIGHT_FILES
+from agentrl.core.futures import run_shielded
 from agentrl.core.records import WeightsRef
 from agentrl.engines.canary import check_canary_answer, check_canary_vocabulary, read_canary
 from agentrl.engines.process import PRIVATE_DIRECTORY_VARIABLE
-from agentrl.engines.versions import LiveVersion, VersionTable, run_shielded
+from agentrl.engines.versions import LiveVersion, VersionTable
 from agentrl.engines.vllm.capture import top_k_without_filter
 from agentrl.engines.weights.files import (
     WeightFile,
