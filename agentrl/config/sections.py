@@ -37,8 +37,8 @@ class RecordedTurnsConfig(Section):
     """Directory of the run that recorded them, relative to the current directory. It must keep its journal until
     training ends."""
     where: Fixed[str] = ""
-    """Filter of that run's training episodes, as in `agentrl episode list --where`; empty: all of them. At most 1,000
-    episodes are used, drawn with the seed."""
+    """Filter of that run's training episodes, as `agentrl episode list` reads `--where`; empty: all of them. At most
+    1,000 episodes are used, drawn with the seed."""
     at: Fixed[int | Literal["last tool error"]]
     """Turn that is sampled again: its number from 0, or from the end if negative, or the turn whose tool call was the
     last to fail. Episodes without such a turn are left out."""
