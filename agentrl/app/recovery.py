@@ -318,7 +318,7 @@ def read_resume_state(
         next_number=next_number,
         lost=log.lost_numbers("e", next_number),
         next_evaluation=log.next_number("v"),
-        against=tuple(log.against(opponents)),
+        against=tuple(log.headers_against(opponents)),
         proposals=log.proposals(remembered),
         baselines={name: baselines[name] for name in open_groups & baselines.keys()},
         history=reward_history_from_journal(log.members(), open_groups)

@@ -107,7 +107,7 @@ class RunCopy:
         missing = []
         with _disk(self._link):
             for name, stamp in stamps.items():
-                path, other = self._inside(name), self._other / name
+                path, other = self._path_of(name), self._other / name
                 # Unlink rather than write: the other directory may have a hard link to the same file.
                 path.unlink(missing_ok=True)
                 if other.is_file() and _stamp(other) == stamp:
@@ -119,14 +119,14 @@ class RunCopy:
 
     def digests(self, name: str) -> list[bytes]:
         """Return the digests of the blocks of a file; empty if the file does not exist."""
-        path = self._inside(name)
+        path = self._path_of(name)
         with _disk(path), contextlib.suppress(FileNotFoundError), open_regular(path) as file:
             return [hashlib.blake2b(block, digest_size=16).digest() for block in _blocks(file)]
         return []
 
     def write(self, name: str, offset: int, data: bytes) -> None:
         """Write a part of a file."""
-        path = self._inside(name)
+        path = self._path_of(name)
         with _disk(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -138,7 +138,7 @@ class RunCopy:
     def seal(self, name: str, stamp: Stamp) -> None:
         """Sync a file that is written completely."""
         size, changed = stamp
-        path = self._inside(name)
+        path = self._path_of(name)
         self.write(name, 0, b"")  # an empty file has no pieces but must exist
         with _disk(path):
             os.truncate(path, size)
@@ -147,7 +147,7 @@ class RunCopy:
 
     def partition(self, name: str, run: str, pruned: Sequence[Row]) -> CopiedPartition:
         """Delete the entries of pruned attempts from a partition. Returns the state of the remaining entries."""
-        path = self._inside(f"journal/{name}")
+        path = self._path_of(f"journal/{name}")
         if name not in self._partitions:
             self._partitions[name] = open_database_to_write(path, "turns", {"run": run}, run=run)
         connection = self._partitions[name]
@@ -159,7 +159,7 @@ class RunCopy:
 
     def insert(self, name: str, rows: Sequence[Row]) -> None:
         """Add entries to a partition."""
-        with _disk(self._inside(f"journal/{name}")):
+        with _disk(self._path_of(f"journal/{name}")):
             connection = self._partitions[name]
             connection.execute("BEGIN")
             connection.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
@@ -177,7 +177,7 @@ class RunCopy:
             for folder in ("policies", "best"):
                 shutil.rmtree(self._side / folder, ignore_errors=True)
             for name, target in links.items():
-                path = self._inside(name)
+                path = self._path_of(name)
                 path.parent.mkdir(exist_ok=True)
                 path.symlink_to(target)
             for folder, inner, files in os.walk(self._side, topdown=False):
@@ -191,7 +191,7 @@ class RunCopy:
             os.replace(moved, self._link)
             LOCAL.sync(self._link.parent)
 
-    def _inside(self, name: str) -> Path:
+    def _path_of(self, name: str) -> Path:
         if os.path.isabs(name) or ".." in Path(name).parts:
             raise InputError(f"{name!r} is outside the run's directory")
         return self._side / name

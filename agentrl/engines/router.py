@@ -50,7 +50,7 @@ class Replica:
     """Number of its conversations."""
     versions: VersionRow = field(default_factory=VersionRow)
     """Last request to the replica, and the versions that it serves."""
-    is_asked: bool = False
+    has_request: bool = False
     """Whether the replica has received that request, and was not lost since."""
     refusal: Exception | None = None
     """Error with which the replica refused the last request."""
@@ -82,7 +82,7 @@ class Fleet:
     def __init__(
         self, engines: Sequence[Engine], *, tell: Callable[[str], None] | None = None, first_number: int = 0
     ) -> None:
-        self.capabilities = _of_replicas([engine.capabilities for engine in engines])
+        self.capabilities = _combine_replicas([engine.capabilities for engine in engines])
         self.versions = VersionRow()
         """Versions that the run wants, and versions that at least one replica serves."""
         self._replicas = [Replica(number, engine) for number, engine in enumerate(engines, first_number)]
@@ -205,7 +205,7 @@ class Fleet:
         wanted = self.versions.want(current, pinned)
         for replica in self._replicas:
             replica.refusal = None
-            if replica.is_asked and replica.following is not None and not replica.following.done():
+            if replica.has_request and replica.following is not None and not replica.following.done():
                 # The replica still works on an earlier request, which may wait for a place that only versions unpinned
                 # since then can free: unpin them now. What is new reaches it when that request has ended.
                 self._unpin(replica.engine.serve((), replica.versions.wanted.pinned & wanted.pinned))
@@ -308,7 +308,7 @@ class Fleet:
             try:
                 if replica.is_lost:
                     await self._answers(replica)
-                elif not (replica.is_asked and replica.versions.wanted is self.versions.wanted):
+                elif not (replica.has_request and replica.versions.wanted is self.versions.wanted):
                     await self._ask(replica)
                 else:
                     break
@@ -323,11 +323,11 @@ class Fleet:
     async def _ask(self, replica: Replica) -> None:
         """Make a replica serve the versions wanted now; callers that wait for it get its refusal."""
         wanted = replica.versions.wanted = self.versions.wanted
-        replica.is_asked, replica.refusal = True, None
+        replica.has_request, replica.refusal = True, None
         try:
             await replica.engine.serve(wanted.current.values(), wanted.pinned)
         except (EngineLostError, EngineFailedError):
-            replica.is_asked = False
+            replica.has_request = False
             raise
         except Exception as error:  # noqa: BLE001 - report any failure to the callers waiting for these versions
             replica.refusal = error
@@ -398,12 +398,12 @@ class Fleet:
             raise EngineError("the engine is closed")
 
 
-def _of_replicas(replicas: Sequence[EngineCapabilities]) -> EngineCapabilities:
+def _combine_replicas(replicas: Sequence[EngineCapabilities]) -> EngineCapabilities:
     """Combine the capabilities of several equal engines: their memory and compute add up."""
     return replace(replicas[0], kv_tokens=_total_kv(replicas), prefill_rate=sum(each.prefill_rate for each in replicas))
 
 
-def _of_fleets(fleets: Sequence[EngineCapabilities]) -> EngineCapabilities:
+def _combine_fleets(fleets: Sequence[EngineCapabilities]) -> EngineCapabilities:
     """Combine the capabilities of engines that serve different policies.
 
     Refreshes and the policies that keep versions are united, counts and rates added, `max_context` is the smallest; any
@@ -522,7 +522,7 @@ class EngineRouter(SamplerRouter[Fleet]):
             if isinstance(engines, Mapping)
             else self.fleets[0],
             external or {},
-            _of_fleets([fleet.capabilities for fleet in self.fleets]) if self.fleets else ALL_EXTERNAL,
+            _combine_fleets([fleet.capabilities for fleet in self.fleets]) if self.fleets else ALL_EXTERNAL,
         )
 
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> EngineSession:

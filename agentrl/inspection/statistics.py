@@ -207,7 +207,7 @@ def run_win_rates(reader: RunReader) -> list[OpponentResult]:
     results = []
     for name, policy in config.policies.items():
         if policy.kind == "past":
-            matrix = tally_games_by_version(reader.log.against({name}), policy.of, name, every=policy.every)
+            matrix = tally_games_by_version(reader.log.headers_against({name}), policy.of, name, every=policy.every)
             results += [
                 OpponentResult(policy.of, step, name, str(version), tally.episodes, tally.score / tally.episodes)
                 for (step, version), tally in matrix.items()

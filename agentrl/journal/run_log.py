@@ -288,7 +288,7 @@ class RunLog:
         rows = self.rows("SELECT group_id, finishers, earlier, checksum FROM baselines")
         return {row[0]: decode_baselines_row(row) for row in rows}
 
-    def against(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
+    def headers_against(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
         """Yield committed training episodes in which one of these policies acted, in order of commit."""
         if policies:
             statement = (

@@ -358,7 +358,7 @@ class JournalRetention:
         self._warn = warn
         self._disk = disk
         self._pruning: asyncio.Task[None] | None = None
-        self._is_asked = self._is_ending = False
+        self._is_due = self._is_ending = False
         self._steps = 0
         self._sizes: deque[tuple[int, int]] = deque(maxlen=16)
         """Measured sizes as (steps taken, bytes): after each pruning, or after each step if nothing is pruned."""
@@ -372,15 +372,15 @@ class JournalRetention:
         """
         if self._checkpoints is None or self._keep == "all":
             return
-        self._is_asked = True
+        self._is_due = True
         if self._pruning is None or self._pruning.done():
             self._pruning = asyncio.get_running_loop().create_task(self._prune(self._keep, fail), name="prune")
 
     async def _prune(self, keep: int, fail: Callable[[BaseException], None]) -> None:
         assert self._checkpoints is not None
         try:
-            while self._is_asked and not self._is_ending:
-                self._is_asked = False
+            while self._is_due and not self._is_ending:
+                self._is_due = False
                 sealed = await self._disk.run_in_thread(self._checkpoints.sealed)
                 await self._store.prune(PruneRule(keep=keep, sealed=sealed), stopped=lambda: self._is_ending)
                 if self._budget:

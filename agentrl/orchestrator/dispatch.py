@@ -169,7 +169,7 @@ class Dispatcher:
     """Number of `_running` episodes of each purpose, children included."""
     _pins: Counter[PolicyVersion] = field(default_factory=Counter)
     """Number of training episodes in flight that are pinned to each version."""
-    _held: list[EpisodeSpec] = field(default_factory=list)
+    _to_resume: list[EpisodeSpec] = field(default_factory=list)
     """Episodes of a previous attempt that cannot continue yet."""
     _children: dict[str, dict[str, EpisodeHeader]] = field(default_factory=dict)
     """Headers of ended children, keyed by running parent: a re-executed parent requests them again."""
@@ -252,19 +252,19 @@ class Dispatcher:
         for spec, header in ended:
             self._record_drops(self.buffer.record_end(spec, header))
         self._resumed = {spec.episode_id for spec in unfinished}
-        self._held = unfinished
-        self.resume_held()
+        self._to_resume = unfinished
+        self.resume_unfinished()
 
-    def resume_held(self) -> None:
+    def resume_unfinished(self) -> None:
         """Resume the episodes of a previous attempt that can continue now; called again after every step.
 
         Some must wait in deterministic mode only, until the weights they began with have been recomputed.
         """
-        held, self._held = self._held, []
+        held, self._to_resume = self._to_resume, []
         for spec in held:
             resumable = self.admission.resumable(replace(spec, deadline=self._deadline(spec.purpose, spec.episode_id)))
             if resumable is None:
-                self._held.append(spec)
+                self._to_resume.append(spec)
             else:
                 self._set_running(resumable)
                 self.worker.submit(resumable, partial(self._end, resumable, None), resume=True)

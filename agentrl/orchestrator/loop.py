@@ -264,7 +264,7 @@ class Orchestrator:
                 continue
             step = self.board.step(policy)
             self.dispatcher.drop_frozen()
-            self.dispatcher.resume_held()
+            self.dispatcher.resume_unfinished()
             is_full = await self.journal_retention.check_step(self._steps_left())
             if (is_full or (plan.checkpoint_every and step % plan.checkpoint_every == 0)) and not phases.is_over(
                 policy
