@@ -139,11 +139,10 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, request:
     own_entries, inherited = reader.recorded(line)
     if view.problems:
         return msgspec.structs.replace(result, recorded=len(own_entries), text="; ".join(view.problems))
-    # An external agent may request its turns in any order.
-    turns = list(external_turns_with_context([*inherited, *own_entries]))
-    own_entries, inherited = (
-        [entry for entry in part if not is_external_turn(entry)] for part in (own_entries, inherited)
-    )
+    # An external agent may request its own turns in any order; inherited turns keep theirs, as in the fork itself.
+    with_context = external_turns_with_context([*inherited, *own_entries])
+    turns = [entry for entry in with_context if entry.episode_id == line.episode]
+    own_entries = [entry for entry in own_entries if not is_external_turn(entry)]
     if not own_entries:
         return msgspec.structs.replace(result, text="it was dropped before its first act, so nothing was recorded")
     if request.until is not None and request.until not in {

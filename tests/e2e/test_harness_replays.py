@@ -168,7 +168,6 @@ def test_what_does_harm_when_it_runs_again_is_not_replayed(
     assert "replay_stable = False" in found["text"]
 
 
-@pytest.mark.xfail(reason="a fork's replay counts inherited turns", strict=False)
 @pytest.mark.parametrize(("environment", "reward"), [("Loop", 1.1), ("Program", 40.0)])
 def test_a_fork_changes_a_reply_and_runs_the_program_on(
     endpoint: ChatEndpoint, capsys: pytest.CaptureFixture[str], environment: str, reward: float
@@ -190,6 +189,7 @@ def test_a_fork_changes_a_reply_and_runs_the_program_on(
     assert again["turns"] < line["turns"], "a fork counts only its own turns"
     (found,) = answered(["replay", f"{run}/forks", again["episode"], *named], capsys)
     assert (found["outcome"], found["text"]) == ("identical", "")
+    assert found["calls"] == found["recorded"]
 
 
 def test_only_a_reply_can_be_changed(endpoint: ChatEndpoint, capsys: pytest.CaptureFixture[str]) -> None:
