@@ -73,6 +73,8 @@ REFERENCE = tempfile.TemporaryDirectory(prefix="agentrl-reference-")
 Path(REFERENCE.name, "adapter_model.safetensors").touch()
 CHANGED: dict[str, Any] = {
     "environment.options": {"split": "other"},
+    "environment.start_from.run": "runs/recorded",
+    "environment.start_from.at": 1,
     "environment.selection": {"replay": 0.5},
     "model.reply_format": "hermes",
     "policies.guesser.model": SHIPPED_MODEL,
@@ -134,7 +136,11 @@ JUDGED: dict[str, Any] = {
         "on_failure": "drop",
     }
 }
+OPTIONAL = ("environment.start_from",)
+"""Sections that the first life lacks, so a refusal names the section."""
+STARTS: dict[str, Any] = {"environment.start_from": {"run": "runs/recorded", "at": 0}}
 BESIDE: dict[str, dict[str, Any]] = {
+    **{f"environment.start_from.{name}": STARTS for name in ("run", "where", "at", "share")},
     **{f"scorers.scorer.{name}": JUDGED for name in ("judge", "rubric", "answer", "votes")},
     "scorers.scorer.on_failure": {"scorers.other": {"function": f"{FUNCTIONS}:length", "per": "request"}},
     "policies.guesser.kind": {"policies.past.of": "second"},
@@ -529,9 +535,11 @@ def wrong(setting: Setting, found: Resumed) -> list[str]:
         problems += [f"it is declared {setting.rule}, and refused: {found.message}"] * setting.rule.allows(
             deterministic=False
         )
+        section, _, name = setting.key.rpartition(".")
+        key = section if name == "lora" or section in OPTIONAL else setting.key
         problems += [
             f"the refusal does not say {said!r}: {found.message}"
-            for said in (setting.key.removesuffix(".lora"), repr(found.before), repr(found.now))
+            for said in (key, repr(found.before), repr(found.now))
             if said not in found.message
         ]
         return problems

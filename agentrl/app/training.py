@@ -149,9 +149,7 @@ async def run_training(
     held_out_splits, available = await asyncio.to_thread(held_out_source, config, environment, held_out)
     path = Path(config.directory) / config.name
     unproved = await unproved_sandbox_promises(config, environment)
-    recorded_turns = await asyncio.to_thread(find_recorded_turns, config, environment, path)
     directory = RunDirectory.reopen(path) if resume else RunDirectory.create(path, config.model_dump_json(indent=1))
-    keep_recorded_turns(recorded_turns, directory.path)
     code = importable_environment_code(environment)
     bases = await asyncio.to_thread(base_models, config)
     info = {
@@ -162,6 +160,8 @@ async def run_training(
     }
     opened = _opened(config, directory, observers, clock, info=info, quiet=quiet, resume=resume)
     async with opened as (store, observer, changed), gpu_reservation():
+        recorded_turns = await asyncio.to_thread(find_recorded_turns, config, environment, path)
+        keep_recorded_turns(recorded_turns, path)
         for line in split_group_warnings(config, units_per_root_group(config, environment)):
             observer.warn(line)
         if config.trained:

@@ -53,10 +53,7 @@ def test_every_setting_declares_what_a_resume_may_do_to_it() -> None:
     assert NOT_RUN.keys() < {each.key for each in settings()}
 
 
-RUN = [each for each in settings() if not each.key.startswith("environment.start_from.")]  # there is no other run
-
-
-@pytest.mark.parametrize("setting", RUN, ids=lambda each: f"{each.key}-{each.section.__name__}")
+@pytest.mark.parametrize("setting", list(settings()), ids=lambda each: f"{each.key}-{each.section.__name__}")
 def test_a_setting_is_changed_between_two_lives(setting: Setting, killed: Path, tmp_path: Path) -> None:
     assert wrong(setting, resumed(setting, killed, tmp_path, judge)) == []
 
