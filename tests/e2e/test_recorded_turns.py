@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 import agentrl
-from agentrl.app.recorded_turns import find_recorded_turns
+from agentrl.app.recorded_turns import _check_recallable, _parents, find_recorded_turns
 from agentrl.app.replays import replay
+from agentrl.app.run_parts import RunFactories
+from agentrl.app.training import run_training
 from agentrl.cli.main import main
+from agentrl.config.run import RunConfig
+from agentrl.config.sections import RecordedTurnsConfig
 from agentrl.core.errors import ConfigError, InputError
-from agentrl.environment.registry import resolve
+from agentrl.core.records import Task
+from agentrl.environment.registry import name_of, resolve
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.tokens import episode_tokens
 from agentrl.journal.entries import ToolEntry, TurnEntry
+from agentrl.rollout.chat.byte_formats import PlainChatFormat
+from benchmarks.resume_fields import Reading, make_engine
 
 pytestmark = [pytest.mark.e2e]
 
@@ -139,6 +148,73 @@ def test_other_code_and_other_environments_are_refused(recorded: Path, tmp_path:
         patch.setattr(calculator, "source", classmethod(lambda cls: source + "# edited"))
         with pytest.raises(InputError, match="was played by other code of calculator"):
             find_recorded_turns(starts, calculator, tmp_path)
+
+
+class Die:
+    """A resource that is pinned to its process."""
+
+    def roll(self) -> int:
+        return 4
+
+
+class Child(agentrl.Environment):
+    """Says one word."""
+
+    seats = ("guesser",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("guesser").act(agentrl.user("?"))
+        ctx.agent("guesser").reward(1.0)
+
+
+class Uses(agentrl.Environment):
+    """Acts, uses a die or starts a child, and acts again."""
+
+    seats = ("guesser",)
+    fan_out: ClassVar = {"Child": 1}
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        guesser = ctx.agent("guesser")
+        for number in range(2):
+            await guesser.act(agentrl.user(f"{number}?"))
+            if number == 0 and ctx.task.data["kind"] == "die":
+                await ctx.resource(Die).call("roll")
+            elif number == 0:
+                await ctx.gather(*ctx.spawn(Child, ctx.task, n=1))
+        guesser.reward(ctx.rng.random())
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("die", "had used resource .* before turn 1, which is pinned"),
+        ("child", "had started child episodes before turn 1"),
+    ],
+)
+def test_what_cannot_be_recalled_is_refused(tmp_path: Path, kind: str, message: str) -> None:
+    tasks = [Task(id=f"{kind}-{number}", data={"kind": kind}) for number in range(4)]
+    factories = RunFactories(engine=make_engine, trainer=Reading, chat_format=lambda config: PlainChatFormat())
+    settings = {
+        "name": "a",
+        "directory": str(tmp_path),
+        "steps": 1,
+        "environment": {"id": "unused"},
+        "model": {"path": "unused"},
+        "engine": {"max_context": 512},
+        "policies": {"guesser": {"step_size": 2}},
+        "credit": {"group_size": 2},
+        "evaluation": {"tasks": 0},
+    }
+    asyncio.run(run_training(RunConfig(**settings), Uses, tasks=tasks, held_out=[], quiet=True, factories=factories))
+    starts = {"id": "unused", "start_from": {"run": str(tmp_path / "a"), "at": 1}}
+    with pytest.raises(InputError, match=message):
+        find_recorded_turns(RunConfig(**settings | {"environment": starts}), Uses, tmp_path / "b")
+    (parent, *_) = _parents(RecordedTurnsConfig(run=str(tmp_path / "a"), at=0), 0)
+    roots = {name_of(Uses): Uses}
+    _check_recallable(parent, roots, Uses, RecordedTurnsConfig(run="a", at=0))
+    requested = replace(parent, point=replace(parent.point, call_id="guesser:0f.0"))
+    with pytest.raises(InputError, match="was requested by an external agent"):
+        _check_recallable(requested, roots, Uses, RecordedTurnsConfig(run="a", at=0))
 
 
 def test_settings_that_cannot_be_combined(tmp_path: Path) -> None:
