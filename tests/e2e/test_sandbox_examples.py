@@ -1,0 +1,69 @@
+"""The examples of sandboxes: 13, a reward for code."""
+
+from __future__ import annotations
+
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentrl
+from agentrl.rollout.chat.chat_format import TemplateChatFormat
+from agentrl.testing import play
+from tests.markdown_pages import ROOT
+
+EXAMPLES = ROOT / "examples"
+pytestmark = pytest.mark.timeout(1800)
+needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+
+
+@pytest.fixture(scope="module")
+def code_reward() -> dict[str, Any]:
+    return runpy.run_path(str(EXAMPLES / "13_code_reward.py"))
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    ("expression", "reward"),
+    [
+        ("(x + 3) * 12", 1.0),
+        ("12 * x + 36", 1.0),
+        ("x + 3 * 12", 0.0),
+        ("x +", 0.0),
+        ("print(36) or 1", 0.0),
+        ("__import__('os')._exit(0)", 0.0),
+    ],
+)
+def test_a_function_is_rewarded_by_its_results(code_reward: dict[str, Any], expression: str, reward: float) -> None:
+    task = agentrl.Task(id="one", data={"question": "", "steps": [("add", 3), ("multiply by", 12)]})
+    assert play(code_reward["Functions"], task, [f"def f(x):\n    return {expression}"]).reward == reward
+
+
+def test_every_task_needs_parentheses_and_is_in_one_split(code_reward: dict[str, Any]) -> None:
+    trained, held_out = (code_reward["Functions"].tasks(split) for split in ("train", "held_out"))
+    assert not {task.data["question"] for task in trained} & {task.data["question"] for task in held_out}
+    for task in trained[:200]:
+        verbs = [verb for verb, _ in task.data["steps"]]
+        assert "multiply by" in verbs[next(at for at, verb in enumerate(verbs) if verb != "multiply by") :]
+
+
+def test_the_warmed_up_model_can_be_loaded(code_reward: dict[str, Any], tmp_path: Path) -> None:
+    code_reward["build_model"](tmp_path, steps=2)
+    assert TemplateChatFormat.load(tmp_path).encode("def f(x):\n")
+    assert code_reward["config"](tmp_path).environment.id.endswith("13_code_reward.py:Functions")
+
+
+@needs_bubblewrap
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_the_model_learns_where_parentheses_belong(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "13_code_reward.py")]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    before, after = ran.stdout.splitlines()[-2].split(": ")[1].split(", ")
+    assert float(after.removesuffix(" after")) > float(before.removesuffix(" before")) + 0.4
