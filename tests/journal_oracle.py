@@ -223,6 +223,7 @@ class _Judge:
         if self.config.get("policies") and self.is_run:
             self.judge_versions()
             self.judge_ledger()
+            self.add_group_scores()
             self.judge_steps()
             self.judge_credit()
         return [*self.found[:MOST], *([f"… and {len(self.found) - MOST} more"] if len(self.found) > MOST else [])]
@@ -635,6 +636,32 @@ class _Judge:
         context = [[*body[:6], body[6] + body[7], b"", b"", *body[9:16], None] for body in inherited]
         turns = [body for body in (*context, *bodies) if body[0] == "turn" and (body[1], body[2]) == (seat, agent)]
         return sorted(turns, key=lambda turn: turn[5])
+
+    def add_group_scores(self) -> None:
+        """Checks the scores of groups, and adds them to the rewards of `trajectories`, as credit does."""
+        agents: dict[str, dict[tuple[Any, ...], Row]] = defaultdict(dict)
+        ends = {
+            (row["episode"], row["attempt"]): row["group_id"]
+            for row in self.tables["episodes"]
+            if row["purpose"] == "train" and row["drop_reason"] is None
+        }
+        for row in self.tables["trajectories"]:
+            if (row["episode"], row["attempt"]) in ends and row["policy"] in self.trained:
+                group = ends[row["episode"], row["attempt"]]
+                agents[group][row["episode"], row["seat"], row["agent"]] = row
+        added: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+        for row in self.tables["group_scores"]:
+            scores = json.loads(row["scores"])
+            told = {(episode, seat, agent) for episode, seat, agent, _ in scores}
+            if told != set(agents[row["group_id"]]) or len(told) != len(scores):
+                self.say("scores", f"{row['group_id']}: {row['scorer']} scored {scores}, which is not the whole group")
+            for *agent, value in scores:
+                if value is not None and row["weight"] is not None:
+                    added[row["group_id"], *agent].append(value * row["weight"])
+        for (group, *agent), values in added.items():
+            if row := agents[group].get(tuple(agent)):
+                own = [] if row["reward"] is None else [row["reward"]]
+                row["reward"] = math.fsum([*own, *values])
 
     # --- rewards, baselines, advantages -------------------------------------------------------------------------------
 

@@ -30,10 +30,12 @@ from agentrl.environment.environment import Environment, TaskSource
 from agentrl.environment.mixture import root_environments
 from agentrl.environment.registry import name_of
 from agentrl.journal.port import JournalStore
+from agentrl.journal.run_log import RunJournal
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.checkpoints import KEPT_CHECKPOINTS, CheckpointWriter, JournalRetention, VersionRetention
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
 from agentrl.orchestrator.evaluation import Evaluator, HeldOutSplit
+from agentrl.orchestrator.group_scores import GroupScoring
 from agentrl.orchestrator.loop import Orchestrator, TrainingLoopSettings
 from agentrl.orchestrator.metrics import selection_bias_by_policy
 from agentrl.orchestrator.opponents import OpponentPool, OpponentPools
@@ -68,7 +70,7 @@ class RunParts:
     """Versions served when the run begins: the published weights of all policies that learn."""
     trainer: Trainer
     chat_format: ChatFormat
-    store: JournalStore
+    store: RunJournal
     observer: Observer
     clock: Clock
     tasks: TaskSource
@@ -113,6 +115,7 @@ def assemble_orchestrator(config: RunConfig, environment: type[Environment], par
     versions = {name: parts.versions.get(name, PolicyVersion(name, 0, 0)) for name in config.policies}
     board = PolicyBoard(versions, config.trained, parts.parents)
     dispatcher = make_dispatcher(config, environment, buffer, parts.store, changed, resume_state=parts.resume_state)
+    dispatcher.group_scoring = _group_scoring(config, parts, buffer, changed)
     plan = _plan(config, environment)
     opponents = _opponents(config, parts, dispatcher)
     scheduler = _scheduler(config, plan.demands[0], dispatcher, opponents, board)
@@ -171,6 +174,8 @@ def assemble_orchestrator(config: RunConfig, environment: type[Environment], par
             *(config, environment, dispatcher, parts.served.engine, parts.chat_format),
             *(parts.store, parts.clock, orchestrator.fail),
         )
+    if dispatcher.group_scoring is not None:
+        dispatcher.group_scoring.fail = orchestrator.fail
     size = config.credit.group_size
     lost = [(number, curriculum.start(number // size)) for number in parts.resume_state.lost]
     dispatcher.restore(parts.resume_state.ended, parts.resume_state.unfinished, lost, parts.resume_state.proposals)
@@ -202,6 +207,36 @@ def _plan(config: RunConfig, environment: type[Environment]) -> TrainingLoopSett
         demands=units_per_root_group(config, environment),
         evaluate_every=config.evaluation.every,
         checkpoint_every=config.checkpoint.every,
+    )
+
+
+def _group_scoring(
+    config: RunConfig, parts: RunParts, buffer: EpisodeBuffer, changed: ChangeCondition
+) -> GroupScoring | None:
+    """Make the part that scores groups; None if no scorer does, and no group that is not resolved was scored."""
+    names = [name for name, scorer in config.scorers.items() if scorer.per == "group"]
+    known = {group: list(scores) for group, scores in parts.resume_state.group_scores.items()}
+    if not names and not known:
+        return None
+    engine, chat_format = parts.served.engine, parts.chat_format
+    settings = rollout_settings(config, chat_format, engine.capabilities.max_context)
+    scorers = make_scorers(config, engine, chat_format, settings, parts.clock, workers=1)
+
+    def chat_format_of(policy: str) -> ChatFormat:
+        own = settings.policies.get(policy)
+        return chat_format if own is None else own.chat_format
+
+    return GroupScoring(
+        scorers={name: scorers[name] for name in names},
+        scored=settings.scored,
+        chat_format_of=chat_format_of,
+        store=parts.store,
+        weights=config.credit.reward_weights,
+        run_seed=config.seed,
+        clock=parts.clock,
+        known=known,
+        on_release=changed.notify,
+        on_scores=buffer.counts.count_group_scores,
     )
 
 

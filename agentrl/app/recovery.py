@@ -15,7 +15,7 @@ import asyncio
 import inspect
 import os
 import shlex
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,7 +32,7 @@ from agentrl.core.custom_functions import FunctionCode, Kind, check_options, fin
 from agentrl.core.errors import ConfigError, EngineError, RunDirectoryError, StorageError
 from agentrl.core.files import LOCAL, Disk, remove_staging_directories
 from agentrl.core.ports import Trainer
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, FrozenGroupBaselines, PolicyVersion, Proposal
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, FrozenGroupBaselines, GroupScores, PolicyVersion, Proposal
 from agentrl.core.text import plural
 from agentrl.credit.baselines import MeanAtStep, RewardHistory, SeatRole
 from agentrl.credit.estimators import REWARD_ESTIMATORS, AdvantageEstimator, make_advantage_estimator
@@ -45,6 +45,7 @@ from agentrl.journal.reader import AttemptLocation, TurnLogReader
 from agentrl.journal.run_log import RunJournal, RunLog, RunStart, SettingChange
 from agentrl.observe.alarms import LENGTH_STEPS
 from agentrl.orchestrator.checkpoints import Manifest, find_newest_checkpoint, list_version_directories
+from agentrl.orchestrator.group_scores import add_group_scores
 from agentrl.orchestrator.metrics import SelectionBiasTracker, selection_bias_from_journal
 from agentrl.orchestrator.opponents import opponent_pool_holder, opponent_pool_steps
 from agentrl.orchestrator.tasks import MEMORY_SIZE, GroupResult
@@ -239,6 +240,7 @@ class ResumeCheckpoint:
             remembered=None if config.deterministic else MEMORY_SIZE,
             step_sizes={name: policy.step_size for name, policy in config.trained.items()},
             with_history=config.credit.advantage.name not in ADVANTAGE_NAMES,
+            weights=config.credit.reward_weights,
         )
 
 
@@ -268,6 +270,8 @@ class ResumeState:
     """The newest proposals that the run remembers, in order."""
     baselines: Mapping[str, FrozenGroupBaselines] = field(default_factory=dict)
     """Baselines by group, for groups with units that are still to be trained."""
+    group_scores: Mapping[str, Sequence[GroupScores]] = field(default_factory=dict)
+    """Scores by group, for groups with units that are still to be trained."""
     history: RewardHistory = field(default_factory=RewardHistory)
     """Rewards of the groups that are completely trained or dropped."""
     results: Callable[[], Sequence[GroupResult]] = tuple
@@ -285,6 +289,7 @@ def read_resume_state(
     remembered: int | None = None,
     step_sizes: Mapping[str, int] | None = None,
     with_history: bool = False,
+    weights: Mapping[str, float] | None = None,
 ) -> ResumeState:
     """Read the state from which a resumed run continues.
 
@@ -296,6 +301,7 @@ def read_resume_state(
         remembered: number of proposals to read; None: all.
         step_sizes: step sizes of the policies that learn.
         with_history: whether to read earlier groups' rewards even if no group has a recorded baseline.
+        weights: weights of named rewards.
     """
     log.verify()
     next_number = -(-log.next_number("e") // group_size) * group_size
@@ -304,7 +310,12 @@ def read_resume_state(
     check_tokens_not_pruned(log, ready)
     open_groups = {spec.group_id for spec, _ in ready} | {spec.group_id for spec in unfinished}
     ended = tuple(log.members(open_groups))
-    baselines = log.baselines()
+    baselines, group_scores = log.baselines(), log.group_scores()
+
+    def members() -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
+        for spec, header in log.members():
+            yield spec, add_group_scores(header, group_scores.get(spec.group_id, ()), weights or {})
+
     sizes = step_sizes or {}
     dispatched = list(log.dispatched(SELECTION_BIAS_STEPS * sum(sizes.values())))
     named = {spec.episode_id for spec, _ in (*ended, *dispatched)}
@@ -321,10 +332,9 @@ def read_resume_state(
         against=tuple(log.headers_against(opponents)),
         proposals=log.proposals(remembered),
         baselines={name: baselines[name] for name in open_groups & baselines.keys()},
-        history=reward_history_from_journal(log.members(), open_groups)
-        if baselines or with_history
-        else RewardHistory(),
-        results=lambda: group_results_from_journal(log.members(), open_groups, group_size=group_size),
+        group_scores={name: group_scores[name] for name in open_groups & group_scores.keys()},
+        history=reward_history_from_journal(members(), open_groups) if baselines or with_history else RewardHistory(),
+        results=lambda: group_results_from_journal(members(), open_groups, group_size=group_size),
         selection_bias=selection_bias_from_journal(sizes, dispatched, resolved),
     )
 

@@ -44,8 +44,9 @@ def make_scorers(
     settings: RolloutSettings,
     clock: Clock,
     codes: Mapping[str, FunctionCode] | None = None,
+    workers: int | None = None,
 ) -> dict[str, RetryingScorer]:
-    """Make the scorers of one worker.
+    """Make the scorers of one worker, or with `workers = 1` of the run's process.
 
     Args:
         config: configuration of the run.
@@ -54,6 +55,7 @@ def make_scorers(
         settings: settings of the worker's episodes.
         clock: times the waits.
         codes: code of the functions, as another process found it; None: found here.
+        workers: number of processes that share `max_concurrent`; None: as configured.
 
     Raises:
         ConfigError: a function cannot be loaded.
@@ -69,7 +71,7 @@ def make_scorers(
             "attempts": section.attempts,
             "timeout_s": section.timeout_s,
             "unscorable": section.unscorable,
-            "places": Places(max(1, section.max_concurrent // config.workers)),
+            "places": Places(max(1, section.max_concurrent // (workers or config.workers))),
             "cache": 0 if section.judge in config.trained else section.cache,
             "run_seed": config.seed,
             "clock": clock,

@@ -419,6 +419,12 @@ def _check_scorers(config: RunConfig) -> None:
             raise ValueError(
                 f"credit.reward_weights has no weight for the scores of {name}: add {name} = 1.0, or another weight"
             )
+        if scorer.per == "group" and config.credit.release != "group":
+            raise ValueError(
+                f"credit.release = {config.credit.release!r} credits members before their group is complete, and "
+                f"scorers.{name} (per = 'group') scores complete groups: set credit.release = 'group', or per = "
+                "'episode'"
+            )
         if scorer.reward_model and config.on_cluster:
             raise ValueError(
                 f"scorers.{name}.reward_model runs on the run's machine, which workers on other machines cannot reach; "
@@ -429,6 +435,11 @@ def _check_scorers(config: RunConfig) -> None:
             if other not in config.scorers:
                 known = ", ".join(["drop", *sorted(config.scorers.keys() - {name})])
                 raise ValueError(f"scorers.{chain[-1]}.on_failure = {other!r}: there is no such scorer; give {known}")
+            if (config.scorers[other].per == "group") != (scorer.per == "group"):
+                raise ValueError(
+                    f"scorers.{chain[-1]}.on_failure = {other!r}: one of the two scores groups and the other does not; "
+                    "name a scorer of the same kind"
+                )
             if other in chain:
                 raise ValueError(
                     f"scorers.{chain[-1]}.on_failure = {other!r}: {' → '.join([*chain, other])} is a circle"

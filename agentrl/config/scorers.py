@@ -31,7 +31,7 @@ def reward_model_name(scorer: str) -> str:
 
 
 def _default_credit(scorer: dict[str, Any]) -> ScoreCredit:
-    return "difference" if scorer.get("reward_model") and scorer.get("per") != "episode" else "reward"
+    return "difference" if scorer.get("reward_model") and scorer.get("per") not in ("episode", "group") else "reward"
 
 
 def _default_cache(scorer: dict[str, Any]) -> int:
@@ -73,7 +73,8 @@ class ScorerConfig(Section):
     from the probabilities with which the judge's reply begins with each answer. An endpoint gives no probabilities."""
     per: WaveFixed[ScoreOf] = "turn"
     """What is scored: `turn`, every turn of the policies that learn; `episode`, their whole conversations, when the
-    episode ends; `request`, only the turns for which the environment calls `ctx.score`."""
+    episode ends; `group`, the conversations of a group together, when its last member has ended; `request`, only the
+    turns for which the environment calls `ctx.score`."""
     credit: Annotated[WaveFixed[ScoreCredit], DerivedDefault("`difference` for a reward model")] = Field(
         default_factory=_default_credit
     )
@@ -121,7 +122,15 @@ class ScorerConfig(Section):
             )
         if lost := [answer for answer in self.answer if not answer.strip() or answer != answer.casefold()]:
             raise ValueError(f"answer: {lost[0]!r}: write answers as words in lower case")
-        if self.credit == "difference" and self.per == "episode":
-            raise ValueError("credit = 'difference' compares the scores of an agent's turns: set per = 'turn'")
+        self._check_per()
         if self.function:
             check_function_name("scorer", self.function)
+
+    def _check_per(self) -> None:
+        if self.per == "group" and (self.reward_model or (self.judge and not self.votes)):
+            raise ValueError(
+                "per = 'group' compares the conversations of a group, which a function can, or a judge with votes = 1 "
+                "or more: set per = 'episode'"
+            )
+        if self.credit == "difference" and self.per in ("episode", "group"):
+            raise ValueError("credit = 'difference' compares the scores of an agent's turns: set per = 'turn'")

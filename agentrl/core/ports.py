@@ -318,8 +318,9 @@ class Trainer(Protocol):
 # --- workers ----------------------------------------------------------------------------------------------------------
 
 
-ScoreOf = Literal["turn", "episode", "request"]
-"""What a scorer scores: every turn, whole conversations, or the turns for which `ctx.score` asks."""
+ScoreOf = Literal["turn", "episode", "group", "request"]
+"""What a scorer scores: every turn, whole conversations, those of a group together, or the turns for which `ctx.score`
+asks."""
 
 
 ScoreCredit = Literal["reward", "difference", "note"]

@@ -252,6 +252,8 @@ class ScoreRequest:
     scored: Scored
     priority: int = 0
     """Priority among waiting requests; lower values run first."""
+    group: tuple[Scored, ...] = ()
+    """The members of the group, if the scorer scores groups; `scored` is the first of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +272,10 @@ class Score:
     """Whether it was the score of equal content."""
     judged_by: PolicyVersion | None = None
     """Oldest version of the judge, if the judge learns."""
+    values: tuple[float | None, ...] = ()
+    """Scores of the members of a group, in their order; `value` is then None."""
+    spread: float | None = None
+    """Standard deviation of a member's score over the votes, as the mean over the members of a group."""
 
 
 REWARD = "reward"
@@ -602,6 +608,37 @@ class FrozenGroupBaselines(NamedTuple):
     finishers: tuple[str, ...]
     """Ids of the episodes that had ended, in the order of their ends."""
     earlier: tuple[RoleMeanAtAdmission, ...] = ()
+
+
+class MemberScore(NamedTuple):
+    """The score of one agent by a scorer of groups."""
+
+    episode_id: str
+    seat: str
+    agent: int
+    """Number of the agent within its seat."""
+    value: float | None
+    """The score; None: the scorer says nothing."""
+
+
+class GroupScores(NamedTuple):
+    """The scores of one scorer for all members of a group, recorded once, before any of them is credited."""
+
+    group_id: str
+    scorer: str
+    weight: float | None
+    """Weight of the scores in the members' rewards; None: they are noted, and not credited."""
+    scores: tuple[MemberScore, ...]
+    note: str = ""
+    """Explanation for readers."""
+    spread: float | None = None
+    """See `Score.spread`."""
+    judged_by: PolicyVersion | None = None
+    """Oldest version of the judge, if its versions differ."""
+    tokens: int = 0
+    """Tokens that models computed for it."""
+    seconds: float = 0.0
+    """Seconds from the request to the scores."""
 
 
 # --- inputs and reports of a trainer ----------------------------------------------------------------------------------

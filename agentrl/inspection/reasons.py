@@ -17,7 +17,7 @@ from agentrl.inspection.conversation import (
     reward_components,
 )
 from agentrl.inspection.reader import verified_control_rows
-from agentrl.journal.control_rows import decode_admission_row, decode_baselines_row
+from agentrl.journal.control_rows import decode_admission_row, decode_baselines_row, decode_group_scores_row
 from agentrl.observe.alarms import ADVICE_ON_DROPS
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def explain_conversation(reader: RunReader, view: ConversationView) -> list[Reas
         *_time(view),
         *_end(view),
         *_reward(view),
+        *_group_scores(reader, view.summary, problems),
         *_group(reader, view.summary),
         *_release(reader, view.summary, problems),
         *_units(reader, view, problems),
@@ -207,6 +208,23 @@ def _reward(view: ConversationView) -> list[Reason]:
     failed = [act for act in view.acts if isinstance(act, ToolAct) and act.outcome != "ok"]
     outcomes = (f"tool {act.name} ended as {act.outcome}: {act.observation[:200]}" for act in failed[:MAX_NAMED])
     return reasons + [Reason("reward", text) for text in outcomes]
+
+
+def _group_scores(reader: RunReader, line: EpisodeLine, problems: list[str]) -> list[Reason]:
+    """Explain the rewards that scorers of groups gave, which are not part of the episode's own reward."""
+    if line.purpose != "train":
+        return []
+    reasons = []
+    for row in verified_control_rows(reader.log, "group_scores", "group_id = ?", line.group, problems=problems):
+        scores = decode_group_scores_row(tuple(row.values()))
+        judge = f" (judge {scores.judged_by})" if scores.judged_by is not None else ""
+        for episode, seat, agent, value in scores.scores:
+            if episode == line.episode:
+                score = "says nothing" if value is None else f"{value:g}"
+                credited = "noted only" if scores.weight is None else f"credited with weight {scores.weight:g}"
+                text = f"{seat}[{agent}]: {scores.scorer} {score}, compared with the group{judge}; {credited}"
+                reasons.append(Reason("reward", text))
+    return reasons
 
 
 def _group(reader: RunReader, line: EpisodeLine) -> list[Reason]:

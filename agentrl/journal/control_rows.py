@@ -20,6 +20,8 @@ from agentrl.core.records import (
     EpisodeHeader,
     EpisodeSpec,
     FrozenGroupBaselines,
+    GroupScores,
+    MemberScore,
     PolicyVersion,
     Proposal,
     RoleMeanAtAdmission,
@@ -52,6 +54,8 @@ _SPEC = msgspec.msgpack.Decoder(EpisodeSpec)
 _JSON = msgspec.json.Encoder()
 _FINISHERS = msgspec.json.Decoder(tuple[str, ...])
 _EARLIER = msgspec.json.Decoder(tuple[RoleMeanAtAdmission, ...])
+_MEMBER_SCORES = msgspec.json.Decoder(tuple[MemberScore, ...])
+_JUDGED_BY = msgspec.json.Decoder(PolicyVersion | None)
 _VERSIONS = msgspec.json.Decoder(tuple[PolicyVersion, ...])
 _TURN_REWARDS = msgspec.json.Decoder(tuple[tuple[int, float], ...])
 _NAMED_REWARDS = msgspec.json.Decoder(tuple[tuple[str, float], ...])
@@ -92,6 +96,7 @@ COLUMNS = {
     "unit_drops": "episode attempt policy reason dropped_at",
     "proposals": "number episode attempt call environment key structure",
     "baselines": "group_id finishers earlier",
+    "group_scores": "group_id scorer weight scores note spread judged_by tokens seconds",
     "versions": "policy lineage step parent_lineage parent_step path kind sha256 published_at",
     "steps": (
         "policy lineage step started_lineage started_step loss grad_norm fed samples tokens seconds normaliser"
@@ -142,6 +147,8 @@ def _encode_record(  # noqa: C901, PLR0912 (one case per record)
             yield "proposals", record
         case FrozenGroupBaselines():
             yield "baselines", encode_baselines_row(record)
+        case GroupScores():
+            yield "group_scores", encode_group_scores_row(record)
         case VersionPublication():
             yield "versions", encode_version_row(record.weights, record.parent, now)
         case StepRow():
@@ -251,6 +258,16 @@ def encode_trajectory_rows(header: EpisodeHeader) -> Iterable[Sequence[Any]]:
 def encode_baselines_row(baselines: FrozenGroupBaselines) -> Sequence[Any]:
     """Return the row of a group's baselines."""
     return (baselines.group_id, _JSON.encode(baselines.finishers).decode(), _JSON.encode(baselines.earlier).decode())
+
+
+def encode_group_scores_row(scores: GroupScores) -> Sequence[Any]:
+    """Return the row of a group's scores."""
+    group_id, scorer, weight, members, note, spread, judged_by, tokens, seconds = scores
+    return (
+        *(group_id, scorer, None if weight is None else float(weight), _JSON.encode(members).decode(), note),
+        *(None if spread is None else float(spread), None if judged_by is None else _JSON.encode(judged_by).decode()),
+        *(tokens, float(seconds)),
+    )
 
 
 def encode_version_row(weights: WeightsRef, parent: PolicyVersion | None, now: float) -> Sequence[Any]:
@@ -372,6 +389,23 @@ def decode_baselines_row(row: Sequence[Any]) -> FrozenGroupBaselines:
         ) from error
 
 
+def decode_group_scores_row(row: Sequence[Any]) -> GroupScores:
+    """Read the scores of a group from a row of `group_scores`.
+
+    Raises:
+        JournalError: the row is damaged.
+    """
+    _verify("group_scores", row)
+    group_id, scorer, weight, members, note, spread, judged_by, tokens, seconds, _ = row
+    try:
+        scores, judge = _MEMBER_SCORES.decode(members), _JUDGED_BY.decode(judged_by or "null")
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
+        raise JournalError(
+            f"group {group_id}: the scores of {scorer} cannot be read ({error}); the journal is damaged"
+        ) from error
+    return GroupScores(group_id, scorer, weight, scores, note, spread, judge, tokens, seconds)
+
+
 def _read_measured_against(row: Sequence[Any]) -> tuple[PolicyVersion, ...]:
     if row[23] is None:
         return ()
@@ -418,6 +452,7 @@ CHECKED = (
     "unit_drops",
     "proposals",
     "baselines",
+    "group_scores",
     "versions",
     "steps",
     "step_units",

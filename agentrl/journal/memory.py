@@ -310,6 +310,9 @@ class MemoryJournal(RunJournal):
         log = fullest_partition(self.turn_logs, episode_id, attempt)
         return ([], []) if log is None else (log.read(episode_id, attempt), log.read_partials(episode_id, attempt))
 
+    def prefix(self, point: ForkPoint) -> list[JournalEntry]:
+        return read_fork_prefix(".", point, lambda _, at: self.recorded(at.episode_id, at.attempt)[0])
+
     def info(self) -> Mapping[str, Any]:
         return self._info
 

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from agentrl.core.records import FrozenGroupBaselines, Proposal
+from agentrl.core.records import FrozenGroupBaselines, GroupScores, Proposal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -113,6 +113,7 @@ ControlRecord = (
     | UnitDropped
     | Proposal
     | FrozenGroupBaselines
+    | GroupScores
     | VersionPublication
     | StepRow
     | MetricRow

@@ -25,6 +25,7 @@ from agentrl.journal.control_rows import (
     decode_admission_row,
     decode_baselines_row,
     decode_episode_row,
+    decode_group_scores_row,
     task_data,
     verify_tables,
 )
@@ -35,7 +36,7 @@ from agentrl.journal.schema import CONTROL_FILE, all_rows, open_database_to_read
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from agentrl.core.records import EpisodeHeader, EpisodeSpec, FrozenGroupBaselines, Purpose
+    from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, FrozenGroupBaselines, GroupScores, Purpose
     from agentrl.journal.entries import JournalEntry
 
 START_KEY = "life."
@@ -287,6 +288,14 @@ class RunLog:
         """Return the baselines of groups, keyed by group."""
         rows = self.rows("SELECT group_id, finishers, earlier, checksum FROM baselines")
         return {row[0]: decode_baselines_row(row) for row in rows}
+
+    def group_scores(self) -> dict[str, list[GroupScores]]:
+        """Return the scores of groups, keyed by group, sorted by scorer."""
+        found: dict[str, list[GroupScores]] = {}
+        columns = "group_id, scorer, weight, scores, note, spread, judged_by, tokens, seconds, checksum"
+        for row in self.rows(f"SELECT {columns} FROM group_scores ORDER BY group_id, scorer"):
+            found.setdefault(row[0], []).append(decode_group_scores_row(row))
+        return found
 
     def headers_against(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
         """Yield committed training episodes in which one of these policies acted, in order of commit."""
@@ -557,6 +566,14 @@ class RunJournal(RunLog, JournalStore):
     @abstractmethod
     def recorded(self, episode_id: str, attempt: int) -> tuple[list[JournalEntry], list[JournalEntry]]:
         """Return the entries and partials of an attempt on disk, from whichever partition holds them.
+
+        Raises:
+            JournalError: the entries cannot be read.
+        """
+
+    @abstractmethod
+    def prefix(self, point: ForkPoint) -> list[JournalEntry]:
+        """Return the entries before a fork point, from whichever journal holds them.
 
         Raises:
             JournalError: the entries cannot be read.

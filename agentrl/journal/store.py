@@ -385,6 +385,9 @@ class SqliteJournal(RunJournal):
             self._turns.partials(partition, episode_id, attempt),
         )
 
+    def prefix(self, point: ForkPoint) -> list[JournalEntry]:
+        return load_fork_prefix(self.directory, point)
+
 
 # --- group commit: the writer thread of a process ---------------------------------------------------------------------
 

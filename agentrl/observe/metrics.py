@@ -37,6 +37,12 @@ METRICS: tuple[Metric, ...] = (
         "with different `reward`; ties count half, so ½ is chance. A judge near ½ or below is no use (docs/scores.md)",
     ),
     Metric(
+        "score_spread/<name>",
+        "reward",
+        "standard deviation of a conversation's score over the votes of a judge of groups, as the mean over the groups "
+        "that were scored during the step: noise of the judge, and its dependence on the order of the conversations",
+    ),
+    Metric(
         "evaluation/reward",
         "reward",
         "mean reward of the policy over held-out tasks at a pinned version; the reward of a task is the mean over "

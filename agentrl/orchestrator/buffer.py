@@ -311,6 +311,10 @@ class EpisodeBuffer:
         """Return the number of units that were released and wait for a step."""
         return len(self._ready[policy])
 
+    def running(self, group_id: str) -> int:
+        """Return the number of members of an open group whose ends have not been recorded."""
+        return self._groups[group_id].running
+
     def outstanding(self, policy: str) -> int:
         """Return the number of units that may still be trained: of running episodes, of unreleased groups, ready, or in
         a step."""

@@ -36,6 +36,7 @@ from agentrl.environment.mixture import root_environment_of_task, root_environme
 from agentrl.environment.registry import name_of, resolve
 from agentrl.journal.port import JournalStore
 from agentrl.orchestrator.buffer import EpisodeBuffer, UnitDrop
+from agentrl.orchestrator.group_scores import GroupScoring, RecordEnd
 from agentrl.orchestrator.tasks import MEMORY_SIZE, ProposalNoveltyTracker, Seen
 from agentrl.rollout.episode_context import MAX_CHILD_DEPTH
 
@@ -159,6 +160,8 @@ class Dispatcher:
     """Headers of children that ended in a previous attempt of the run, or of the episodes that forks were made from."""
     admission: AdmissionPolicy = field(default_factory=UnrestrictedAdmission)
     """Admission policy, set by `govern`."""
+    group_scoring: GroupScoring | None = None
+    """Holds the ended members of groups until the groups are scored; None: no scorer scores groups."""
     memory: ProposalNoveltyTracker = field(init=False)
     worker: Worker = field(init=False)
     """Worker, set once by the composition root: the worker's runner needs this host first."""
@@ -209,8 +212,9 @@ class Dispatcher:
         return self.next_number // self.group_size
 
     def running(self) -> Iterable[str]:
-        """Return the ids of the training episodes in flight, children included."""
-        return (name for name, spec in self._running.items() if spec.purpose == "train")
+        """Return the ids of the training episodes in flight, children and those that wait for scores included."""
+        playing = (name for name, spec in self._running.items() if spec.purpose == "train")
+        return playing if self.group_scoring is None else (*playing, *self.group_scoring.waiting())
 
     def pinned(self) -> Collection[PolicyVersion]:
         """Return the versions to which training episodes in flight are pinned, children included."""
@@ -250,7 +254,7 @@ class Dispatcher:
         for spec in unfinished:
             self._record_start(spec, members[spec.group_id])
         for spec, header in ended:
-            self._record_drops(self.buffer.record_end(spec, header))
+            self._hold(spec, header, self._restore_end)
         self._resumed = {spec.episode_id for spec in unfinished}
         self._to_resume = unfinished
         self.resume_unfinished()
@@ -375,6 +379,8 @@ class Dispatcher:
     async def end_running(self, reason: str) -> None:
         """Stop every episode in flight; training episodes are dropped with `reason`."""
         await self.worker.cancel()
+        if self.group_scoring is not None:
+            self.group_scoring.drop_held(reason)
         running, self._running = self._running, {}
         self._in_flight.clear()
         self._pins.clear()
@@ -514,20 +520,36 @@ class Dispatcher:
         if spec.purpose == "train":
             if not header.committed:
                 self.memory.forget(spec.episode_id)
-            self._record_drops(self.buffer.record_end(spec, header))
-            learning = self.admission.learning()
-            self._drop_units_of_others(learning)
-            self.buffer.counts.count_end(header, header.winner)
-            why = self.admission.record_end(spec, header, learning)
-            if why is not None:
-                failure = self.worker.last_failure
-                hint = f"Last failure: {failure}" if failure else f"`agentrl episode show` shows {header.episode_id}"
-                self.fail(CheckFailedError(f"{why}. {hint}"))
+            self._hold(spec, header, self._record_end)
         elif spec.purpose == "evaluate" and spec.parent_id is not None:
             self._evaluated.append(header)
         for waiting in ([on_end] if on_end is not None else []) + self._sharers.pop(spec.episode_id, []):
             waiting(header)
         self.changed.notify()
+
+    def _hold(self, spec: EpisodeSpec, header: EpisodeHeader, record: RecordEnd) -> None:
+        """Record the end of a training episode, once its group is scored if a scorer scores groups."""
+        if self.group_scoring is None:
+            record(spec, header)
+        else:
+            self.group_scoring.hold(spec, header, record, running=self.buffer.running(spec.group_id))
+
+    def _restore_end(self, spec: EpisodeSpec, header: EpisodeHeader) -> None:
+        """Hand an episode that ended in a previous attempt of the run to the buffer."""
+        self._record_drops(self.buffer.record_end(spec, header))
+
+    def _record_end(self, spec: EpisodeSpec, header: EpisodeHeader) -> None:
+        """Hand an ended training episode to the buffer, and end the run if a policy starves."""
+        self._record_drops(self.buffer.record_end(spec, header))
+        learning = self.admission.learning()
+        self._drop_units_of_others(learning)
+        self.buffer.counts.count_end(header, header.winner)
+        why = self.admission.record_end(spec, header, learning)
+        if why is not None:
+            scoring = self.group_scoring
+            failure = (scoring and scoring.last_failure) or self.worker.last_failure
+            hint = f"Last failure: {failure}" if failure else f"`agentrl episode show` shows {header.episode_id}"
+            self.fail(CheckFailedError(f"{why}. {hint}"))
 
     def drop_frozen(self) -> None:
         """Drop the ready units of frozen policies: they would be far out of date when those policies learn again."""

@@ -158,6 +158,8 @@ class Orchestrator:
                     main.cancel()
                     await asyncio.wait({main})
                 await self.dispatcher.worker.cancel()
+                if self.dispatcher.group_scoring is not None:
+                    self.dispatcher.group_scoring.close()
                 await self.journal_retention.close()
                 self._failure.cancel()
         return self.outcome

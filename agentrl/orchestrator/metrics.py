@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from agentrl.core.records import REWARD, EpisodeHeader, EpisodeSpec, TrajectoryHeader
+from agentrl.core.records import REWARD, EpisodeHeader, EpisodeSpec, GroupScores, TrajectoryHeader
 from agentrl.observe.alarms import LENGTH_STEPS
 from agentrl.observe.metrics import (
     BROKEN_FORMAT,
@@ -131,6 +131,12 @@ class EpisodeTotals:
         """Count a group of child episodes in a bin of `PASS_RATES`."""
         self._add("groups", label=pass_rate)
 
+    def count_group_scores(self, policy: str, scores: GroupScores) -> None:
+        """Count the votes' spread of a scored group."""
+        if scores.spread is not None:
+            self._add("score spreads", scores.spread, scores.scorer, policy)
+            self._add("groups with spread", 1.0, scores.scorer, policy)
+
     def count_state(self, policy: str, turns: int) -> None:
         """Count an anchor state in which `turns` turns of a complete group's seat began."""
         self._add("turns in states", turns, "repeated" if turns > 1 else "single", policy)
@@ -157,6 +163,8 @@ class EpisodeTotals:
             metrics["groups/no_signal"] = without
         if turns := self.each("turns in states", policy):
             metrics["advantage/repeated_state_share"] = turns.get("repeated", 0.0) / sum(turns.values())
+        for scorer, spread in self.each("score spreads", policy).items():
+            metrics[f"score_spread/{scorer}"] = spread / self.of("groups with spread", scorer, policy)
         won = self.each("won")
         if decided := sum(won.values()):
             metrics |= {f"won/{seat}": count / decided for seat, count in won.items()}

@@ -6,10 +6,11 @@ import asyncio
 import json
 import math
 import operator
+import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -39,12 +40,22 @@ class VerdictError(Exception):
 class Reply(NamedTuple):
     """One vote."""
 
-    value: float
+    values: Sequence[float]
+    """The score, or those of a group's members in their order."""
     text: str
     tokens: int
     """Tokens computed for it."""
     version: PolicyVersion
     """Version that sampled it."""
+
+
+class Ballot(NamedTuple):
+    """The question of one vote."""
+
+    name: str
+    context: Int32Array
+    order: Sequence[int] = ()
+    """Members of a group in the order of the question."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -65,25 +76,47 @@ class JudgeScorer(RetryingScorer):
     """Whether the policy learns, so that its versions differ."""
 
     async def judge(self, request: ScoreRequest, attempt: int) -> Answer:
-        question = Message(role="user", content=self.question(request.scored))
-        context = np.array(self.chat_format.start([question], ()), dtype=np.int32)
-        if len(context) + self.sampling.max_tokens > self.max_context:
-            raise Unscorable(f"it has {len(context)} tokens; the judge's context holds {self.max_context}")
-        if not self.votes:
-            return await self._expected(context)
         votes = [f"{attempt}.{vote}" for vote in range(self.votes)]
+        if request.group:
+            ballots = [self._shuffled(request, vote) for vote in votes]
+        else:
+            context = self._context(self.question(request.scored))
+            if not self.votes:
+                return await self._expected(context)
+            ballots = [Ballot(vote, context) for vote in votes]
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._vote(request, vote, context)) for vote in votes]
+                tasks = [group.create_task(self._vote(request, ballot)) for ballot in ballots]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         replies = [task.result() for task in tasks]
+        by_member = list(zip(*(reply.values for reply in replies), strict=True))
+        means = [fmean(votes) for votes in by_member]
         return Answer(
-            fmean(reply.value for reply in replies),
+            means if request.group else means[0],
             " | ".join(reply.text[:SHOWN] for reply in replies),
             sum(reply.tokens for reply in replies),
             judged_by=min(reply.version for reply in replies) if self.learns else None,
+            spread=fmean(map(pstdev, by_member)) if request.group and len(replies) > 1 else None,
         )
+
+    def _context(self, question: str) -> Int32Array:
+        """Return the tokens of a question.
+
+        Raises:
+            Unscorable: they are too many for the judge.
+        """
+        message = Message(role="user", content=question)
+        context = np.array(self.chat_format.start([message], ()), dtype=np.int32)
+        if len(context) + self.sampling.max_tokens > self.max_context:
+            raise Unscorable(f"it has {len(context)} tokens; the judge's context holds {self.max_context}")
+        return context
+
+    def _shuffled(self, request: ScoreRequest, vote: str) -> Ballot:
+        """Ask about a group's members in an order of the vote's own, since judges prefer some positions."""
+        order = list(range(len(request.group)))
+        random.Random(stable_hash64(request.seed, vote, "order")).shuffle(order)
+        return Ballot(vote, self._context(self.group_question([request.group[member] for member in order])), order)
 
     async def _expected(self, context: Int32Array) -> Answer:
         """Return the expected value of the answers, by their probabilities as the beginning of the reply."""
@@ -107,6 +140,38 @@ class JudgeScorer(RetryingScorer):
         lines = [json.dumps(message_content(message), ensure_ascii=False) for message in scored.messages]
         return "\n".join([self.rubric.strip(), "", *lines, "", f"Judge {subject}. {instruction}"])
 
+    def group_question(self, members: Sequence[Scored]) -> str:
+        """Return the judge's prompt about several conversations, numbered from 1."""
+        one = f"one of {', '.join(self.answer)}" if self.answer else "one number"
+        lines = [self.rubric.strip()]
+        for number, member in enumerate(members, start=1):
+            messages = [json.dumps(message_content(message), ensure_ascii=False) for message in member.messages]
+            lines += ["", f"Conversation {number}:", *messages]
+        lines += [
+            "",
+            f"Compare the {len(members)} conversations. The last line of your reply must hold {one} for each "
+            "conversation, in this order, separated by spaces, and nothing else.",
+        ]
+        return "\n".join(lines)
+
+    def values_of(self, reply: str, count: int) -> list[float]:
+        """Read the scores of `count` conversations from the last line of a reply.
+
+        Raises:
+            VerdictError: the line does not hold as many answers.
+        """
+        line = (reply.strip().splitlines() or [""])[-1]
+        if self.answer:
+            values = [self.answer[word] for word in self._answers_in(line)]
+        else:
+            values = [float(number) for number in _NUMBER.findall(line)]
+        if len(values) != count or max(map(abs, values)) > LARGEST_REWARD:
+            raise VerdictError(f"the last line does not hold {count} answers: {reply[-SHOWN:]!r}")
+        return values
+
+    def _answers_in(self, reply: str) -> list[str]:
+        return re.findall(rf"(?<!\w)(?:{'|'.join(map(re.escape, self.answer))})(?!\w)", reply.casefold())
+
     def value_of(self, reply: str) -> float:
         """Read the score from a reply.
 
@@ -114,8 +179,7 @@ class JudgeScorer(RetryingScorer):
             VerdictError: the reply contains no answer.
         """
         if self.answer:
-            matches = re.findall(rf"(?<!\w)(?:{'|'.join(map(re.escape, self.answer))})(?!\w)", reply.casefold())
-            if matches:
+            if matches := self._answers_in(reply):
                 return self.answer[matches[-1]]
             raise VerdictError(f"none of {', '.join(self.answer)} in {reply[:SHOWN]!r}")
         numbers = _NUMBER.findall(reply)
@@ -123,13 +187,14 @@ class JudgeScorer(RetryingScorer):
             return value
         raise VerdictError(f"no number up to {LARGEST_REWARD:g} in {reply[:SHOWN]!r}")
 
-    async def _vote(self, request: ScoreRequest, vote: str, context: Int32Array) -> Reply:
+    async def _vote(self, request: ScoreRequest, ballot: Ballot) -> Reply:
         """Sample one reply."""
+        context = ballot.context
         call = GenerateRequest(
-            request_id=f"{request.where}, vote {vote}",
+            request_id=f"{request.where}, vote {ballot.name}",
             token_ids=context,
             sampling=self.sampling,
-            seed=stable_hash64(request.seed, vote),
+            seed=stable_hash64(request.seed, ballot.name),
             priority=request.priority,
         )
         completion = await call_engine(self.engine, self.policy, call, self.clock)
@@ -138,4 +203,10 @@ class JudgeScorer(RetryingScorer):
         except LimitReachedError as refused:
             raise Unscorable(str(refused)) from None
         tokens = len(context) - completion.cached_tokens + len(completion.token_ids)
-        return Reply(self.value_of(reply), reply, tokens, completion.spans[0].version)
+        version = completion.spans[0].version
+        if not ballot.order:
+            return Reply([self.value_of(reply)], reply, tokens, version)
+        by_place = self.values_of(reply, len(ballot.order))
+        values = [by_place[ballot.order.index(member)] for member in range(len(by_place))]
+        places = " ".join(str(member + 1) for member in ballot.order)
+        return Reply(values, f"[order {places}] {reply}", tokens, version)

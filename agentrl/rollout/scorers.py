@@ -50,6 +50,8 @@ class Answer:
     """Tokens that models computed for it."""
     judged_by: PolicyVersion | None = None
     """Oldest version of the judge, if the judge learns."""
+    spread: float | None = None
+    """See `Score.spread`."""
 
 
 class Places:
@@ -145,7 +147,7 @@ class RetryingScorer(ABC):
             EpisodeError: the scorer failed, and no other one is named for that case.
             ScorerError: the scorer returned something that is not a score.
         """
-        if not self.cache:
+        if not self.cache or request.group:
             return await self._ask(request)
         key = hashlib.blake2b(self.content(request.scored).encode("utf-8", "replace"), digest_size=16).digest()
         flight = self._known.get(key)
@@ -186,15 +188,20 @@ class RetryingScorer(ABC):
                 try:
                     async with asyncio.timeout(self.timeout_s):
                         answer = await self.judge(request, attempt)
+                    value, values = self._checked(answer.value, request)
                     return Score(
-                        self._checked(answer.value, request),
+                        value,
                         answer.note,
                         queued,
                         answer.tokens,
                         judged_by=answer.judged_by,
+                        values=values,
+                        spread=answer.spread,
                     )
                 except Unscorable as unscorable:
-                    return Score(self._unscorable(unscorable, request), str(unscorable), queued)
+                    value = self._unscorable(unscorable, request)
+                    values = (value,) * len(request.group)
+                    return Score(None if values else value, str(unscorable), queued, values=values)
                 except (InfrastructureError, EngineLostError, EpisodeError) as error:
                     detail = str(error)
                 except AgentRLError:
@@ -214,7 +221,23 @@ class RetryingScorer(ABC):
             reason="scorer_failed",
         )
 
-    def _checked(self, value: Any, request: ScoreRequest) -> float | None:
+    def _checked(self, value: Any, request: ScoreRequest) -> tuple[float | None, tuple[float | None, ...]]:
+        """Return a checked score and no others, or None and those of a group's members."""
+        if not request.group:
+            return self._checked_number(value, request), ()
+        count = len(request.group)
+        if (
+            isinstance(value, str | bytes | Mapping)
+            or not hasattr(value, "__iter__")
+            or len(value := [*value]) != count
+        ):
+            raise ScorerError(
+                f"{request.where}: {self.name!r} scores groups, so it must return a list of {count} numbers, one for "
+                "each member in their order; it returned something else"
+            )
+        return None, tuple([self._checked_number(number, request) for number in value])
+
+    def _checked_number(self, value: Any, request: ScoreRequest) -> float | None:
         try:
             return None if value is None else finite_reward(value, f"{request.where}, of {self.name!r}")
         except RewardError as error:
@@ -237,7 +260,7 @@ class FunctionScorer(RetryingScorer):
     options: Mapping[str, Any] = field(default_factory=dict)
 
     async def judge(self, request: ScoreRequest, attempt: int) -> Answer:
-        value = self.function(request.scored, **self.options)
+        value = self.function(request.group or request.scored, **self.options)
         return Answer(await value if inspect.isawaitable(value) else value)
 
 

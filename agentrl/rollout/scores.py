@@ -102,7 +102,7 @@ class LiveScores:
         if named is None:
             known = ", ".join(settings.scorers) or "none"
             raise EnvironmentDefinitionError(f"ctx.score({scorer!r}): the run has no such scorer; there are: {known}")
-        if named.per == "episode":
+        if named.per in ("episode", "group"):
             raise EnvironmentDefinitionError(
                 f"ctx.score({scorer!r}): it scores whole conversations when they end; set scorers.{scorer}.per to "
                 "'turn' or 'request'"

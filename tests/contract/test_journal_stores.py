@@ -9,6 +9,8 @@ from agentrl.core.records import (
     EpisodeHeader,
     EpisodeSpec,
     FrozenGroupBaselines,
+    GroupScores,
+    MemberScore,
     PolicyVersion,
     Proposal,
     RoleMeanAtAdmission,
@@ -211,6 +213,19 @@ def test_what_a_group_is_compared_with_comes_back_as_it_was_frozen(on_journal: O
             journal.record_baselines(baselines)
         await journal.flush()
         assert journal.baselines() == {"g0": frozen, "g4": FrozenGroupBaselines("g4", ())}
+
+    on_journal(scenario)
+
+
+def test_scores_of_a_group_come_back_as_they_were_recorded(on_journal: OnJournal) -> None:
+    async def scenario(journal: AnyJournal) -> None:
+        members = (MemberScore("e0", "agent", 0, 0.1 + 0.2), MemberScore("e1", "agent", 0, None))
+        judged = PolicyVersion("solver", 1, 3)
+        one = GroupScores("g0", "ruler", 0.5, members, "first", 0.25, judged, 12, 1.5)
+        other = GroupScores("g0", "noted", None, members)
+        journal.record(one, other)
+        await journal.flush()
+        assert journal.group_scores() == {"g0": [other, one]}
 
     on_journal(scenario)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Sequence
 
 import agentrl
 
@@ -105,3 +106,32 @@ def infinite(scored: agentrl.Scored) -> float:
 def unmarked(scored: agentrl.Scored) -> float:
     """No scorer."""
     return 1.0
+
+
+@agentrl.scorer
+def ranked(scored: Sequence[agentrl.Scored], sign: float = 1.0) -> list[float | None]:
+    """The share of the group's other members that have fewer messages; nothing about a member whose guess is 9."""
+    lengths = [len(member.messages) for member in scored]
+    shares = [sign * sum(other < own for other in lengths) / len(lengths) for own in lengths]
+    return [None if member.turn.text.endswith("9") else share for member, share in zip(scored, shares, strict=True)]
+
+
+@agentrl.scorer
+async def slowly_ranked(scored: Sequence[agentrl.Scored], seconds: float = 3.0) -> list[float]:
+    """Later members are better, as is seen after some time."""
+    await asyncio.sleep(seconds)
+    return [float(place) for place in range(len(scored))]
+
+
+@agentrl.scorer
+def too_few(scored: Sequence[agentrl.Scored]) -> list[float]:
+    """One score for the whole group."""
+    return [1.0]
+
+
+@agentrl.scorer
+def lost_group(scored: Sequence[agentrl.Scored]) -> list[float]:
+    """Fails for the groups of four tasks of ten."""
+    if scored[0].task.data["digit"] in "0123":
+        raise RuntimeError("503")
+    return [float(place) for place in range(len(scored))]

@@ -8,6 +8,7 @@ import shutil
 import sqlite3
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,6 +26,7 @@ from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.testing.recording_trainer import RecordingTrainer
 from tests.journal_oracle import entry_checksum, judge, row_checksum
 from tests.sim.small_run import TASKS, config_for
+from tests.sim.test_scores import FUNCTIONS as SCORERS
 from tests.unit.test_supervisor import NoWaiting
 
 pytestmark = pytest.mark.damages_journal
@@ -232,14 +234,48 @@ CREDITS: list[dict[str, object]] = [
 def test_every_kind_of_credit_follows_from_the_page_also_after_a_loss(
     tmp_path: Path, credit: dict[str, object]
 ) -> None:
-    """The trainer is lost after a checkpoint, so some steps are taken twice, in two lineages."""
+    connection = trained_with_a_loss(tmp_path, {"credit": {"group_size": 4, **credit}})
+    told = connection.execute(
+        "SELECT count(DISTINCT lineage), count(DISTINCT reward) > 2, max(turn_advantages IS NOT NULL) FROM step_units"
+    ).fetchone()
+    assert told == (2, 1, int("turn_credit" in credit))
+    assert connection.execute("SELECT count(*) > 0 FROM baselines").fetchone() == (int("release" in credit),)
+    connection.close()
+
+
+@pytest.mark.parametrize("advantage", ["leave_one_out", "group_mean", "role_mean"])
+def test_scores_of_groups_follow_from_the_page_also_after_a_loss(tmp_path: Path, advantage: str) -> None:
+    ranked = {"function": f"{SCORERS}:slowly_ranked", "options": {"seconds": 0.0}, "per": "group"}
+    weights = {"reward": 1.0, "ranked": 2.0}
+    credit: dict[str, Any] = {
+        "group_size": 4,
+        "advantage": advantage,
+        "reward_weights": weights,
+        "turn_credit": "to_go",
+    }
+    if advantage == "role_mean":
+        del credit["turn_credit"]
+    connection = trained_with_a_loss(tmp_path, {"credit": credit, "scorers": {"ranked": ranked}})
+    query = (
+        "SELECT count(*) FROM step_units s JOIN trajectories t ON s.episode = t.episode AND s.seat = t.seat"
+        " WHERE s.reward > t.reward"
+    )
+    assert connection.execute(query).fetchone() > (10,)
+    connection.close()
+    with sqlite3.connect(tmp_path / "run" / "journal" / "control.db") as altered:
+        altered.execute("UPDATE group_scores SET scores = replace(scores, '3.0', '3.5')")
+    assert {each.split(":")[0] for each in judge(tmp_path / "run", ended=True)} >= {"checksum", "step"}
+
+
+def trained_with_a_loss(tmp_path: Path, changes: dict[str, Any]) -> sqlite3.Connection:
+    """The control log of a run whose trainer is lost after a checkpoint: some steps are taken in two lineages."""
     config = config_for(
         steps=5,
         name="run",
         directory=str(tmp_path),
         checkpoint={"every": 2, "versions": 0},
-        credit={"group_size": 4, **credit},
         policies={"guesser": {"step_size": 4, "max_staleness": 1}, "rival": {"step_size": 4, "max_staleness": 1}},
+        **changes,
     )
     trainers: list[RecordingTrainer] = []
 
@@ -258,13 +294,7 @@ def test_every_kind_of_credit_follows_from_the_page_also_after_a_loss(
     asyncio.run(run_training(config, Guesses, tasks=TASKS, quiet=True, factories=factories))
     assert len(trainers) == 2
     assert judge(tmp_path / "run", ended=True) == []
-    connection = sqlite3.connect(tmp_path / "run" / "journal" / "control.db")
-    told = connection.execute(
-        "SELECT count(DISTINCT lineage), count(DISTINCT reward) > 2, max(turn_advantages IS NOT NULL) FROM step_units"
-    ).fetchone()
-    assert told == (2, 1, int("turn_credit" in credit))
-    assert connection.execute("SELECT count(*) > 0 FROM baselines").fetchone() == (int("release" in credit),)
-    connection.close()
+    return sqlite3.connect(tmp_path / "run" / "journal" / "control.db")
 
 
 LIVES = [

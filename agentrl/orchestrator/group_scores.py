@@ -1,0 +1,290 @@
+"""Scores of whole groups: a scorer sees all members together, once the last one has ended (RULER, arXiv:2509.02479).
+
+The ended members of a group are held until the group is complete. Then each scorer of groups is asked once per policy
+and seat, with the members' conversations from the journal. The scores are journaled, and only then do the members
+enter the buffer, with rewards that include them. Until then they count as in flight.
+
+Invariants:
+1. No member is credited before the scores of its group are on disk. After a kill, recorded scores are used again, and
+   missing ones are asked for again.
+2. A failed scorer gives no reward: all members are dropped as `scorer_failed`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import TYPE_CHECKING, NamedTuple
+
+from agentrl.core import ids
+from agentrl.core.errors import AgentRLError, EpisodeError
+from agentrl.core.records import (
+    REWARD,
+    EpisodeHeader,
+    EpisodeSpec,
+    GroupScores,
+    MemberScore,
+    Scored,
+    ScoreRequest,
+    Turn,
+    dropped_header,
+)
+from agentrl.journal.entries import TurnEntry, sum_by_key
+from agentrl.journal.port import UnitDropped
+from agentrl.rollout.turn_entries import completion_from_entry, decode_message
+from agentrl.rollout.turn_sampler import call_priority
+
+if TYPE_CHECKING:
+    from agentrl.core.clock import Clock
+    from agentrl.core.ports import ChatFormat, Scorer
+    from agentrl.core.records import Message
+    from agentrl.journal.entries import JournalEntry
+    from agentrl.journal.run_log import RunJournal
+
+RecordEnd = Callable[[EpisodeSpec, EpisodeHeader], None]
+"""Receives the end of a member, with its final header."""
+
+
+class HeldEnd(NamedTuple):
+    """A member that ended and waits for the scores of its group."""
+
+    spec: EpisodeSpec
+    header: EpisodeHeader
+    record: RecordEnd
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class GroupScoring:
+    """Holds the ended members of groups until their scores are on disk."""
+
+    scorers: Mapping[str, Scorer]
+    """Scorers of groups, keyed by name."""
+    scored: Collection[str]
+    """Policies whose conversations are scored."""
+    chat_format_of: Callable[[str], ChatFormat]
+    """Chat format of a policy."""
+    store: RunJournal
+    weights: Mapping[str, float]
+    """Weight of each named reward; if empty, each weighs 1."""
+    run_seed: int
+    clock: Clock
+    known: dict[str, list[GroupScores]] = field(default_factory=dict)
+    """Scores on disk, keyed by group."""
+    fail: Callable[[BaseException], None] = lambda error: None
+    """Callback that ends the run."""
+    on_release: Callable[[], None] = lambda: None
+    """Callback after the members of a group have been recorded."""
+    on_scores: Callable[[str, GroupScores], None] = lambda policy, scores: None
+    """Callback for new scores of a policy's conversations."""
+    last_failure: str = ""
+    """Detail of the last failed scorer, for people."""
+    _held: dict[str, list[HeldEnd]] = field(default_factory=dict)
+    _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    """Requests in progress, keyed by group."""
+
+    def waiting(self) -> Iterator[str]:
+        """Yield the ids of the episodes that wait for scores."""
+        for held in self._held.values():
+            for end in held:
+                yield end.spec.episode_id
+
+    def hold(self, spec: EpisodeSpec, header: EpisodeHeader, record: RecordEnd, *, running: int) -> None:
+        """Hold an ended member until its group is complete and scored; then call `record`.
+
+        Args:
+            spec: the member.
+            header: its header, without the group's scores.
+            record: receives the member with its final header.
+            running: number of members of the group that have not been recorded, this one and held ones included.
+        """
+        held = self._held.setdefault(spec.group_id, [])
+        held.append(HeldEnd(spec, header, record))
+        if len(held) < running:
+            return
+        known = {scores.scorer for scores in self.known.get(spec.group_id, ())}
+        if known >= self.scorers.keys() or not any(self._roles(held).values()):
+            self._release(spec.group_id)
+            return
+        task = asyncio.get_running_loop().create_task(self._score(spec.group_id, held))
+        self._tasks[spec.group_id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(spec.group_id, None))
+
+    def drop_held(self, reason: str) -> None:
+        """Drop all held members. Nothing is asked for any more."""
+        self.close()
+        for group_id in list(self._held):
+            self._drop(group_id, reason)
+
+    def close(self) -> None:
+        """Cancel the requests in progress. Idempotent."""
+        for task in self._tasks.values():
+            task.cancel()
+
+    async def _score(self, group_id: str, held: Sequence[HeldEnd]) -> None:
+        recorded = self.known.setdefault(group_id, [])
+        missing = self.scorers.keys() - {scores.scorer for scores in recorded}
+        try:
+            roles = self._roles(held)
+            conversations = {end.spec.episode_id: self._conversations(end) for end in held if end.header.committed}
+            async with asyncio.TaskGroup() as group:
+                asking = [
+                    group.create_task(self._ask(self.scorers[name], group_id, held, roles, conversations))
+                    for name in sorted(missing)
+                ]
+            new = [task.result() for task in asking]
+            self.store.record(*new)
+            await self.store.flush()
+        except BaseExceptionGroup as errors:
+            self._end_without(group_id, errors.exceptions[0])
+            return
+        except AgentRLError as error:
+            self._end_without(group_id, error)
+            return
+        recorded.extend(new)
+        for policy in {policy for policy, _ in roles}:
+            for scores in new:
+                self.on_scores(policy, scores)
+        self._release(group_id)
+
+    def _end_without(self, group_id: str, error: BaseException) -> None:
+        """Drop a group whose scorer failed; any other error ends the run."""
+        if isinstance(error, EpisodeError):
+            self.last_failure = str(error)
+            self._drop(group_id, error.reason)
+        else:
+            self.fail(error)
+
+    async def _ask(
+        self,
+        scorer: Scorer,
+        group_id: str,
+        held: Sequence[HeldEnd],
+        roles: Mapping[tuple[str, str], Sequence[tuple[str, int]]],
+        conversations: Mapping[str, Mapping[tuple[str, int], Scored]],
+    ) -> GroupScores:
+        """Ask a scorer for the scores of a group, one request per policy and seat."""
+        started = self.clock.monotonic()
+        priority = min(call_priority(end.spec, end.header.tokens) for end in held)
+        found: list[MemberScore] = []
+        answers = []
+        for (policy, seat), agents in roles.items():
+            members = tuple(conversations[episode][seat, index] for episode, index in agents)
+            call_id = f"{group_id}?{scorer.name}"
+            request = ScoreRequest(
+                call_id=call_id,
+                where=f"group {group_id}, score of {scorer.name} for {policy} in seat {seat}",
+                seed=ids.stable_hash64(self.run_seed, call_id, policy, seat),
+                scored=members[0],
+                priority=priority,
+                group=members,
+            )
+            answer = await scorer.score(request)
+            answers.append(answer)
+            found += [
+                MemberScore(episode, seat, index, value)
+                for (episode, index), value in zip(agents, answer.values, strict=True)
+            ]
+        spreads = [answer.spread for answer in answers if answer.spread is not None]
+        return GroupScores(
+            group_id,
+            scorer.name,
+            None if scorer.credit == "note" else self.weights.get(scorer.name, 1.0),
+            tuple(found),
+            " || ".join(answer.note for answer in answers if answer.note),
+            fmean(spreads) if spreads else None,
+            min((answer.judged_by for answer in answers if answer.judged_by is not None), default=None),
+            sum(answer.tokens for answer in answers),
+            self.clock.monotonic() - started,
+        )
+
+    def _roles(self, held: Sequence[HeldEnd]) -> dict[tuple[str, str], list[tuple[str, int]]]:
+        """Return the agents to score, as (episode, number), by policy and seat, in order of admission."""
+        roles: dict[tuple[str, str], list[tuple[str, int]]] = {}
+        for end in sorted(held, key=lambda end: ids.episode_sort_key(end.spec.episode_id)):
+            for agent in end.header.trajectories if end.header.committed else ():
+                if agent.policy in self.scored:
+                    roles.setdefault((agent.policy, agent.seat), []).append((end.spec.episode_id, agent.index))
+        return roles
+
+    def _conversations(self, end: HeldEnd) -> dict[tuple[str, int], Scored]:
+        """Read the conversations of a member's agents from the journal."""
+        spec = end.spec
+        inherited = [] if spec.fork is None else self.store.prefix(spec.fork)
+        entries, _ = self.store.recorded(spec.episode_id, end.header.attempt)
+        return conversations([*inherited, *entries], spec, self.chat_format_of)
+
+    def _release(self, group_id: str) -> None:
+        scores = self.known.pop(group_id, [])
+        for end in self._held.pop(group_id):
+            end.record(end.spec, add_group_scores(end.header, scores, self.weights))
+        self.on_release()
+
+    def _drop(self, group_id: str, reason: str) -> None:
+        """Drop all members of a group, on disk too; those without a score would be trained otherwise."""
+        held = self._held.pop(group_id)
+        units = [
+            (end.spec.episode_id, end.header.attempt, policy)
+            for end in held
+            for policy in sorted({agent.policy for agent in end.header.trajectories} & set(self.scored))
+        ]
+        self.store.record(
+            *[UnitDropped(episode_id=name, attempt=at, policy=policy, reason=reason) for name, at, policy in units]
+        )
+        for end in held:
+            end.record(end.spec, dropped_header(end.spec, reason) if end.header.committed else end.header)
+        self.on_release()
+
+
+def conversations(
+    entries: Iterable[JournalEntry], spec: EpisodeSpec, chat_format_of: Callable[[str], ChatFormat]
+) -> dict[tuple[str, int], Scored]:
+    """Return the whole conversation of each agent, keyed by seat and number, as scorers see it.
+
+    Raises:
+        JournalError: an entry is damaged.
+    """
+    turns = [body for entry in entries if isinstance(body := entry.decode(), TurnEntry)]
+    messages: dict[tuple[str, int], list[Message]] = {}
+    found: dict[tuple[str, int], Scored] = {}
+    for entry in sorted(turns, key=lambda turn: (turn.seat, turn.index, turn.turn)):
+        completion = completion_from_entry(entry)
+        reply = chat_format_of(entry.policy).parse(completion.token_ids.tolist())
+        agent = entry.seat, entry.index
+        said = messages.setdefault(agent, [])
+        said += [*map(decode_message, entry.messages), reply]
+        turn = Turn(text=reply.content, message=reply, completion=completion)
+        found[agent] = Scored(task=spec.task, seat=entry.seat, turn=turn, number=entry.turn, messages=tuple(said))
+    return found
+
+
+def add_group_scores(
+    header: EpisodeHeader, scores: Sequence[GroupScores], weights: Mapping[str, float]
+) -> EpisodeHeader:
+    """Return a header whose rewards include the scores of its group. Sums are correctly rounded."""
+    by_agent: dict[tuple[str, int], list[tuple[str, float, float]]] = {}
+    for group in scores:
+        for member in group.scores:
+            if member.episode_id == header.episode_id and member.value is not None and group.weight is not None:
+                given = by_agent.setdefault((member.seat, member.agent), [])
+                given.append((group.scorer, member.value, group.weight))
+    if not by_agent:
+        return header
+    trajectories = []
+    for agent in header.trajectories:
+        own = by_agent.get((agent.seat, agent.index), ())
+        if own:
+            before = [] if agent.reward is None else [agent.reward]
+            named = list(agent.named_rewards)
+            if not named and agent.reward is not None:
+                weight = weights.get(REWARD, 1.0)
+                named = [(REWARD, agent.reward / weight if weight else 0.0)]
+            agent = replace(
+                agent,
+                reward=math.fsum([*before, *(value * weight for _, value, weight in own)]),
+                named_rewards=tuple(sum_by_key([*named, *((name, value) for name, value, _ in own)]).items()),
+            )
+        trajectories.append(agent)
+    return replace(header, trajectories=tuple(trajectories))
