@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from agentrl.config.policies import LocalPolicy
+from agentrl.config.policies import LocalPolicy, OpponentPoolPolicy, PolicyConfig
 from agentrl.config.run import RunConfig
 from agentrl.config.scorers import reward_model_name
 from agentrl.core.clock import Clock
@@ -99,7 +99,7 @@ def make_scorers(
                 rubric=section.rubric,
                 answer=section.answer,
                 votes=section.votes,
-                learns=section.judge in config.trained,
+                learns=isinstance(config.policies[section.judge], PolicyConfig | OpponentPoolPolicy),
                 **limits,
             )
     for name, section in config.scorers.items():

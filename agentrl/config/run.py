@@ -382,12 +382,17 @@ def _check_judge(config: RunConfig, name: str, judge: str) -> None:
     if not judge:
         return
     policy = config.policies.get(judge)
-    if not isinstance(policy, RemotePolicy | FrozenPolicy | PolicyConfig):
-        kinds = {**config.of_kind(RemotePolicy), **config.of_kind(FrozenPolicy), **config.trained}
+    if not isinstance(policy, RemotePolicy | FrozenPolicy | PolicyConfig | OpponentPoolPolicy):
+        kinds = {
+            **config.of_kind(RemotePolicy),
+            **config.of_kind(FrozenPolicy),
+            **config.of_kind(OpponentPoolPolicy),
+            **config.trained,
+        }
         what = f"its kind is {policy.kind!r}" if policy else "there is no such policy"
         raise ValueError(
-            f"scorers.{name}.judge = {judge!r}: {what}; a judge is a policy with kind = 'remote', 'frozen' or "
-            f"'trained' (there are: {', '.join(sorted(kinds)) or 'none'})"
+            f"scorers.{name}.judge = {judge!r}: {what}; a judge is a policy with kind = 'remote', 'frozen', "
+            f"'past' or 'trained' (there are: {', '.join(sorted(kinds)) or 'none'})"
         )
     if isinstance(policy, RemotePolicy) and not config.scorers[name].votes:
         raise ValueError(

@@ -47,8 +47,8 @@ class ScorerConfig(Section):
     options: WaveFixed[dict[str, Any]] = {}
     """Arguments of the function."""
     judge: WaveFixed[str] = ""
-    """Policy of the run that scores instead of a function: one that is remote or frozen, which needs no seat, or that
-    learns."""
+    """Policy of the run that scores instead of a function: one that is remote, frozen or past, which needs no seat, or
+    that learns."""
     rubric: WaveFixed[str] = ""
     """Instructions for the judge: text, or the name of a `.md` or `.txt` file, relative to the TOML file that names it.
     The run records the text."""

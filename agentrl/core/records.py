@@ -252,6 +252,8 @@ class ScoreRequest:
     scored: Scored
     priority: int = 0
     """Priority among waiting requests; lower values run first."""
+    pins: Mapping[str, PolicyVersion] = field(default_factory=dict)
+    """See `EpisodeSpec.pins`: versions of the policies that judge by earlier weights."""
     group: tuple[Scored, ...] = ()
     """The members of the group, if the scorer scores groups; `scored` is the first of them."""
 
@@ -271,7 +273,7 @@ class Score:
     cached: bool = False
     """Whether it was the score of equal content."""
     judged_by: PolicyVersion | None = None
-    """Oldest version of the judge, if the judge learns."""
+    """Oldest version of the judge, if its versions differ."""
     values: tuple[float | None, ...] = ()
     """Scores of the members of a group, in their order; `value` is then None."""
     spread: float | None = None

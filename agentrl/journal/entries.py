@@ -266,7 +266,7 @@ class ScoreEntry(RewardEntry, frozen=True, array_like=True, tag="score"):
     cached: bool = False
     """Whether the score is that of equal content, and was not asked for again."""
     judged_by: PolicyVersion | None = None
-    """Oldest version of the judge, if the judge learns."""
+    """Oldest version of the judge, if its versions differ: it learns, or is a policy of kind `past`."""
 
     @property
     def score(self) -> float:

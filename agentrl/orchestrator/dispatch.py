@@ -217,8 +217,9 @@ class Dispatcher:
         return playing if self.group_scoring is None else (*playing, *self.group_scoring.waiting())
 
     def pinned(self) -> Collection[PolicyVersion]:
-        """Return the versions to which training episodes in flight are pinned, children included."""
-        return self._pins.keys()
+        """Return the versions to which training episodes in flight are pinned, children and those that wait for scores
+        included."""
+        return self._pins.keys() if self.group_scoring is None else {*self._pins, *self.group_scoring.pins()}
 
     def admit_group(self, start: GroupStart, held_by: str = "") -> None:
         """Start a root group: `group_size` episodes from one start. `held_by` is `EpisodeSpec.held_by`."""

@@ -40,7 +40,7 @@ from agentrl.rollout.turn_sampler import call_priority
 if TYPE_CHECKING:
     from agentrl.core.clock import Clock
     from agentrl.core.ports import ChatFormat, Scorer
-    from agentrl.core.records import Message
+    from agentrl.core.records import Message, PolicyVersion
     from agentrl.journal.entries import JournalEntry
     from agentrl.journal.run_log import RunJournal
 
@@ -90,6 +90,11 @@ class GroupScoring:
         for held in self._held.values():
             for end in held:
                 yield end.spec.episode_id
+
+    def pins(self) -> Iterator[PolicyVersion]:
+        """Yield the versions to which episodes that wait for scores are pinned: some of them judge."""
+        for held in self._held.values():
+            yield from held[0].spec.pins.values()
 
     def hold(self, spec: EpisodeSpec, header: EpisodeHeader, record: RecordEnd, *, running: int) -> None:
         """Hold an ended member until its group is complete and scored; then call `record`.
@@ -179,6 +184,7 @@ class GroupScoring:
                 seed=ids.stable_hash64(self.run_seed, call_id, policy, seat),
                 scored=members[0],
                 priority=priority,
+                pins=held[0].spec.pins,
                 group=members,
             )
             answer = await scorer.score(request)

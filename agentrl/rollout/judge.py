@@ -73,7 +73,7 @@ class JudgeScorer(RetryingScorer):
     votes: int = 1
     """Number of replies; 0: the probabilities of the answers are computed instead."""
     learns: bool = False
-    """Whether the policy learns, so that its versions differ."""
+    """Whether the policy learns or has several past versions, so that scores name the version."""
 
     async def judge(self, request: ScoreRequest, attempt: int) -> Answer:
         votes = [f"{attempt}.{vote}" for vote in range(self.votes)]
@@ -82,7 +82,7 @@ class JudgeScorer(RetryingScorer):
         else:
             context = self._context(self.question(request.scored))
             if not self.votes:
-                return await self._expected(context)
+                return await self._expected(request, context)
             ballots = [Ballot(vote, context) for vote in votes]
         try:
             async with asyncio.TaskGroup() as group:
@@ -118,20 +118,22 @@ class JudgeScorer(RetryingScorer):
         random.Random(stable_hash64(request.seed, vote, "order")).shuffle(order)
         return Ballot(vote, self._context(self.group_question([request.group[member] for member in order])), order)
 
-    async def _expected(self, context: Int32Array) -> Answer:
+    async def _expected(self, request: ScoreRequest, context: Int32Array) -> Answer:
         """Return the expected value of the answers, by their probabilities as the beginning of the reply."""
         options = [np.array(self.chat_format.encode(answer), np.int32) for answer in self.answer]
         rows = [np.concatenate([context, option]) for option in options]
-        scored = await asyncio.gather(*(self.engine.score(self.policy, row) for row in rows))
+        pin = request.pins.get(self.policy)
+        scored = await asyncio.gather(*(self.engine.score(pin or self.policy, row) for row in rows))
         logprobs = [float(each[len(context) :].sum()) for each in scored]
         largest = max(logprobs)
         weights = [math.exp(logprob - largest) for logprob in logprobs]
         value = sum(map(operator.mul, weights, self.answer.values())) / sum(weights)
         note = ", ".join(f"{name} {math.exp(each):.3g}" for name, each in zip(self.answer, logprobs, strict=True))
-        return Answer(value, note, sum(map(len, rows)))
+        return Answer(value, note, sum(map(len, rows)), judged_by=pin)
 
-    def content(self, scored: Scored) -> str:
-        return self.question(scored)
+    def content(self, request: ScoreRequest) -> str:
+        pin, question = request.pins.get(self.policy), self.question(request.scored)
+        return question if pin is None else f"{pin}\n{question}"
 
     def question(self, scored: Scored) -> str:
         """Return the judge's prompt. Messages are JSON, so that no content can imitate the end of a message."""
@@ -197,7 +199,9 @@ class JudgeScorer(RetryingScorer):
             seed=stable_hash64(request.seed, ballot.name),
             priority=request.priority,
         )
-        completion = await call_engine(self.engine, self.policy, call, self.clock)
+        pin = request.pins.get(self.policy)
+        policy = self.policy if pin is None else pin.policy
+        completion = await call_engine(self.engine, policy, call, self.clock, pin=pin)
         try:
             reply = self.chat_format.parse(completion.token_ids.tolist()).content
         except LimitReachedError as refused:

@@ -28,6 +28,7 @@ from agentrl.core.errors import (
     RewardError,
     ScorerError,
     Unscorable,
+    VersionNotServedError,
     describe_user_code_error,
 )
 from agentrl.core.ids import stable_hash64
@@ -37,7 +38,7 @@ from agentrl.rollout.turn_sampler import LOST_IN_A_ROW
 
 if TYPE_CHECKING:
     from agentrl.core.ports import GenerateRequest, Sampler, ScoreCredit, ScoreOf
-    from agentrl.core.records import Completion, Message, PolicyVersion, Scored, ScoreRequest
+    from agentrl.core.records import Completion, Message, PolicyVersion, ScoreRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Answer:
     tokens: int = 0
     """Tokens that models computed for it."""
     judged_by: PolicyVersion | None = None
-    """Oldest version of the judge, if the judge learns."""
+    """Oldest version of the judge, if its versions differ."""
     spread: float | None = None
     """See `Score.spread`."""
 
@@ -135,8 +136,9 @@ class RetryingScorer(ABC):
     async def judge(self, request: ScoreRequest, attempt: int) -> Answer:
         """Return a score. Any exception is a failure, except `Unscorable` and `ScorerError`."""
 
-    def content(self, scored: Scored) -> str:
+    def content(self, request: ScoreRequest) -> str:
         """Return the content that alone decides about a score, for scorers with a cache."""
+        scored = request.scored
         messages = [json.dumps(message_content(message)) for message in scored.messages]
         return "\n".join([scored.task.id, scored.seat, str(scored.number), *messages])
 
@@ -149,7 +151,7 @@ class RetryingScorer(ABC):
         """
         if not self.cache or request.group:
             return await self._ask(request)
-        key = hashlib.blake2b(self.content(request.scored).encode("utf-8", "replace"), digest_size=16).digest()
+        key = hashlib.blake2b(self.content(request).encode("utf-8", "replace"), digest_size=16).digest()
         flight = self._known.get(key)
         is_new = flight is None
         if flight is None:
@@ -202,7 +204,7 @@ class RetryingScorer(ABC):
                     value = self._unscorable(unscorable, request)
                     values = (value,) * len(request.group)
                     return Score(None if values else value, str(unscorable), queued, values=values)
-                except (InfrastructureError, EngineLostError, EpisodeError) as error:
+                except (InfrastructureError, EngineLostError, VersionNotServedError, EpisodeError) as error:
                     detail = str(error)
                 except AgentRLError:
                     raise
@@ -264,16 +266,19 @@ class FunctionScorer(RetryingScorer):
         return Answer(await value if inspect.isawaitable(value) else value)
 
 
-async def call_engine(engine: Sampler, policy: str, request: GenerateRequest, clock: Clock) -> Completion:
+async def call_engine(
+    engine: Sampler, policy: str, request: GenerateRequest, clock: Clock, *, pin: PolicyVersion | None = None
+) -> Completion:
     """Make one call in a session of its own; wait while the engine is unavailable.
 
     Raises:
+        VersionNotServedError: the engine does not serve the version `pin`.
         EngineLostError: the engine was lost `LOST_IN_A_ROW` times in a row.
     """
     budget = RetryBudget(LOST_IN_A_ROW)
     while True:
         try:
-            session = engine.open(request.request_id, policy)
+            session = engine.open(request.request_id, policy, pin=pin)
             try:
                 completion = await session.generate(request)
             finally:

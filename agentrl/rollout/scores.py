@@ -80,6 +80,7 @@ class LiveScores:
                 seed=ids.stable_hash64(spec.seed, spec.attempt, call_id),
                 scored=scored,
                 priority=call_priority(spec, agent.sampled_tokens),
+                pins=spec.pins,
             )
             weight = 0.0 if scorer.credit == "note" else agent.weight_of(scorer.name, request.where)
             entry = ScoreEntry(agent.seat, agent.index, 0.0, turn, scorer.name, weight)
@@ -157,7 +158,7 @@ class LiveScores:
                 agent.rewards = (*agent.rewards, entry)
 
     def judges(self) -> dict[str, PolicyVersion]:
-        """Return the oldest version of each learning judge that scored the attempt."""
+        """Return the oldest version of each judge with several versions that scored the attempt."""
         versions: dict[str, PolicyVersion] = {}
         for entry in self._arrived.values():
             if isinstance(entry, ScoreEntry) and (by := entry.judged_by) is not None:

@@ -16,9 +16,10 @@ import agentrl
 from agentrl.config.load import load
 from agentrl.core.errors import ConfigError, EpisodeError
 from agentrl.core.ports import GenerateRequest, SamplingParams
-from agentrl.core.records import Message, PolicyVersion, Scored, ScoreRequest, Task
+from agentrl.core.records import GroupScores, Message, PolicyVersion, Scored, ScoreRequest, Task
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import ScoreEntry, TurnEntry
+from agentrl.journal.port import EpisodeEnd
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.rollout.judge import JudgeScorer, VerdictError
 from agentrl.rollout.scorers import Places
@@ -215,6 +216,46 @@ def test_a_policy_that_learns_judges_itself_and_each_score_names_its_version() -
     assert len(versions) > 1, "no update fell into the run"
 
 
+@pytest.mark.parametrize(("per", "votes"), [("episode", 0), ("episode", 1), ("group", 1)])
+def test_a_past_version_judges_the_whole_group_and_each_score_names_it(per: str, votes: int) -> None:
+    """The same version as the group's opponents from the past would have, so members are judged alike."""
+    asked: set[tuple[str, PolicyVersion]] = set()
+
+    def by_version(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+        if RUBRIC not in told(request):
+            return guess(request, policy, version)
+        asked.add((policy, version))
+        return [*b"yes yes yes yes"[: 15 if per == "group" else 3], STOP_TOKEN]
+
+    guesser = {"step_size": 8, "max_staleness": 1, "lora": {"rank": 2}}
+    policies = {"guesser": guesser, "past": {"kind": "past", "of": "guesser", "every": 2, "size": 2}}
+    section = {**config()["scorers"]["helpful"], "judge": "past", "per": per, "votes": votes, "cache": 64}
+    run = finished({"policies": policies, "scorers": {"helpful": section}, "steps": 9}, script=by_version)
+    specs = {end.spec.episode_id: end.spec for end in run.journal.of_kind(EpisodeEnd) if end.header.committed}
+    judges = {
+        name: next(body.judged_by for body in entries(run, name).values() if isinstance(body, ScoreEntry))
+        for name in specs
+        if per == "episode"
+    } or {
+        member.episode_id: record.judged_by for record in run.journal.of_kind(GroupScores) for member in record.scores
+    }
+    assert judges == {name: spec.pins["past"] for name, spec in specs.items()}
+    assert len({version.step for version in judges.values() if version is not None}) > 2
+    assert len({(specs[name].group_id, version) for name, version in judges.items()}) == len(
+        {spec.group_id for spec in specs.values()}
+    )
+    assert not votes or {version for _, version in asked} == set(judges.values())
+
+
+def test_a_judge_whose_version_is_gone_costs_the_episode_and_not_the_run() -> None:
+    judge = scorer(attempts=2)
+    pins = {"critic": PolicyVersion("critic", 0, 7)}
+    request = ScoreRequest(call_id="c", where="episode e0.0", seed=0, scored=scored("ask", "4"), pins=pins)
+    with pytest.raises(EpisodeError, match="failed 2 times") as failed:
+        simulate(lambda: judge.score(request), seed=0)
+    assert failed.value.reason == "scorer_failed"
+
+
 def test_a_shared_score_survives_the_request_that_began_it() -> None:
     engine = ScriptedEngine(slow_answer, versions={"critic": PolicyVersion("critic", 0, 0)}, seconds_per_token=0.1)
     judge = scorer(engine=engine, cache=10, run_seed=3)
@@ -292,7 +333,7 @@ def test_one_bad_vote_fails_the_score_and_not_the_others() -> None:
     ("changes", "message"),
     [
         ({"judge": "nobody"}, r"scorers\.helpful\.judge = 'nobody': there is no such policy; .*there are: critic"),
-        ({"judge": "pool"}, r"its kind is 'past'; a judge is a policy with kind = 'remote', 'frozen' or 'trained'"),
+        ({"judge": "bot"}, r"kind is 'bot'; a judge is a policy with kind = 'remote', 'frozen', 'past' or 'trained'"),
         ({"judge": "far", "votes": 0}, r"votes = 0 needs log-probabilities, which an endpoint does not give"),
         ({"votes": 0, "answer": {}}, "votes = 0 computes the probabilities of answers: set answer"),
         ({"rubric": ""}, "a judge needs a rubric"),
@@ -306,7 +347,7 @@ def test_one_bad_vote_fails_the_score_and_not_the_others() -> None:
 )
 def test_what_cannot_judge_is_refused(changes: dict[str, Any], message: str) -> None:
     remote = {"kind": "remote", "url": "http://127.0.0.1:1/v1", "model": "large"}
-    policies = {**CRITIC, "far": remote, "pool": {"kind": "past", "of": "guesser"}}
+    policies = {**CRITIC, "far": remote, "bot": {"kind": "bot", "id": "a:b"}}
     with pytest.raises(ValueError, match=message):
         config_for(**config(**changes) | {"policies": policies if changes.get("judge") in policies else CRITIC})
 
