@@ -151,7 +151,14 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'agentrl' has no attribute {name!r}")
-    return getattr(import_module(f"agentrl.{_HOME[name]}"), name)
+    try:
+        return getattr(import_module(f"agentrl.{_HOME[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        from agentrl.core.machine import install_command
+
+        raise ImportError(f"agentrl.{name} needs torch; install it with: {install_command('train')}") from error
 
 
 def __dir__() -> list[str]:

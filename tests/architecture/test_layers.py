@@ -37,6 +37,22 @@ def test_import_agentrl_loads_nothing_heavy() -> None:
     assert not modules_after("import agentrl").intersection(HEAVY)
 
 
+def test_the_core_alone_has_every_public_name_but_the_learners() -> None:
+    """What pyproject.toml lists as extras is hidden, as if only the core were installed."""
+    extras = ("torch", "transformers", "peft", "safetensors", "tokenizers", "jinja2", "ray", "vllm", "reasoning_gym")
+    statement = f"""
+for name in {extras}:
+    sys.modules[name] = None
+import agentrl, agentrl.cli.main
+for name in agentrl.__all__:
+    try:
+        getattr(agentrl, name)
+    except ImportError as error:
+        assert name == "LossBatch" and "needs torch; install it with" in str(error), error
+"""
+    assert "agentrl" in modules_after(statement)
+
+
 def test_a_version_is_published_in_one_place_which_waits_for_the_disk() -> None:
     """Else an engine might sample by weights that a crash takes from the journal."""
     calls = {

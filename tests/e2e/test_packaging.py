@@ -22,7 +22,7 @@ def wheel(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(place)]
     subprocess.run([*command, str(repository)], check=True, capture_output=True, cwd=place)
-    [built] = place.glob("agentrl-*.whl")
+    [built] = place.glob("episodic_rl-*.whl")
     return built
 
 

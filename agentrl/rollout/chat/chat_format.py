@@ -28,6 +28,7 @@ from tokenizers import Tokenizer
 from agentrl.core.errors import ModelError
 from agentrl.core.records import FinishReason, Message, Role, SampledTurn, ToolSpec
 from agentrl.core.reply_formats import HARMONY_THINKING, REPLY_FORMATS, THINKING, ReplyFormat
+from agentrl.core.text import common_prefix_length, valid_unicode
 from agentrl.rollout.chat import tools_in_system
 from agentrl.rollout.chat.chat_template import (
     PROBE,
@@ -38,10 +39,8 @@ from agentrl.rollout.chat.chat_template import (
     read_json,
     stop_token_ids,
     tool_for_template,
-    valid_unicode,
 )
 from agentrl.rollout.chat.template_checks import (
-    common_prefix_length,
     detect_thinking_message_form,
     rewrite_causes,
     thinking_message_forms,

@@ -22,6 +22,7 @@ from jinja2.nodes import CallBlock, Node
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from agentrl.core.errors import ModelError
+from agentrl.core.text import valid_unicode
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -194,13 +195,6 @@ class ControlTokens:
         if _ESCAPE not in text:
             return text
         return self._escaped.sub(lambda match: self._literals[int(match[1])] if match[1] else _ESCAPE, text)
-
-
-def valid_unicode(text: str) -> str:
-    """Replace lone surrogates in `text`, which have no encoding."""
-    if text.isascii():
-        return text
-    return text.encode("utf-8", "replace").decode()
 
 
 def message_for_template(

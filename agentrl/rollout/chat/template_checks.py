@@ -5,16 +5,15 @@ Invariant: a probe only renders; it knows no sampled tokens.
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from agentrl.core.errors import ModelError
+from agentrl.core.text import common_prefix_length
 from agentrl.rollout.chat.chat_template import PROBE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from agentrl.core.records import Message
     from agentrl.rollout.chat.chat_template import ChatTemplate
 
 RewriteCause = Literal["thinking", "whitespace", "tool_results", "tools", "date", "prompt", "history"]
@@ -62,26 +61,6 @@ def rewrite_causes(
     if "history" in causes:
         causes -= {"tools", "tool_results"}  # "history" already covers rewrites that depend on tools
     return tuple(cause for cause in get_args(RewriteCause) if cause in causes)
-
-
-def applicable_rewrite_causes(
-    rewrites: Sequence[str], conversation: Sequence[Message], messages: Sequence[Message]
-) -> Iterator[str]:
-    """Yield the causes for which a template rewrites a conversation when new messages arrive."""
-    replies = [message for message in conversation if message.role == "assistant"]
-    if not replies:
-        return
-    for cause in rewrites:
-        if cause == "thinking":
-            applies = any(message.thinking for message in replies) and any(
-                message.role == "user" for message in messages
-            )
-        elif cause == "whitespace":
-            applies = replies[-1].content != replies[-1].content.strip()
-        else:
-            applies = cause in ("tools", "prompt", "history")
-        if applies:
-            yield cause
 
 
 def thinking_message_forms(thinking: tuple[str, str], thought: str, content: str) -> Iterator[dict[str, Any]]:
@@ -160,11 +139,6 @@ class _TemplateCheck:
 
 def _result(content: str) -> dict[str, Any]:
     return {"role": "tool", "name": "probe", "tool_call_id": "call00000", "content": content}
-
-
-def common_prefix_length(one: Sequence[object], other: Sequence[object]) -> int:
-    """Return the length of the common prefix of two texts, in characters or pieces."""
-    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
 
 
 def _user(content: str) -> dict[str, Any]:

@@ -39,13 +39,12 @@ from agentrl.core.errors import (
 from agentrl.core.ids import stable_hash64
 from agentrl.core.records import Completion, Message, SamplingMask, VersionSpan
 from agentrl.core.reply_formats import UNWRITTEN_ID, parse_json_value
-from agentrl.core.text import plural
+from agentrl.core.text import common_prefix_length, plural
 from agentrl.environment.context import Endpoint, LimitReachedError
 from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError, bounded_repr
 from agentrl.journal.entries import ExternalRequestParameters, TurnEntry, encode_body, request_hash
 from agentrl.rollout.agent import CHARACTERS_PER_TOKEN
 from agentrl.rollout.chat.byte_formats import JsonChatFormat
-from agentrl.rollout.chat.template_checks import common_prefix_length
 from agentrl.rollout.effects import perform_effect
 from agentrl.rollout.external.token_tree import TokenTree, tools_text
 from agentrl.rollout.mismatch import describe_entry, shortened_repr
