@@ -31,6 +31,7 @@ from agentrl.environment.mixture import root_environments
 from agentrl.environment.registry import name_of
 from agentrl.journal.port import JournalStore
 from agentrl.journal.run_log import RunJournal
+from agentrl.observe.metrics import SCORE_REQUESTS, SCORE_TOKENS
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.checkpoints import KEPT_CHECKPOINTS, CheckpointWriter, JournalRetention, VersionRetention
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
@@ -47,6 +48,7 @@ from agentrl.orchestrator.scheduler import (
     Scheduler,
     SynchronousBatchScheduler,
 )
+from agentrl.orchestrator.score_limits import ScoreLimits
 from agentrl.orchestrator.tasks import Curriculum, GroupResult
 from agentrl.orchestrator.versions import (
     NOT_MEASURED,
@@ -115,7 +117,8 @@ def assemble_orchestrator(config: RunConfig, environment: type[Environment], par
     versions = {name: parts.versions.get(name, PolicyVersion(name, 0, 0)) for name in config.policies}
     board = PolicyBoard(versions, config.trained, parts.parents)
     dispatcher = make_dispatcher(config, environment, buffer, parts.store, changed, resume_state=parts.resume_state)
-    dispatcher.group_scoring = _group_scoring(config, parts, buffer, changed)
+    dispatcher.group_scoring = _group_scoring(config, parts, dispatcher)
+    dispatcher.score_limits = _score_limits(config, parts)
     plan = _plan(config, environment)
     opponents = _opponents(config, parts, dispatcher)
     scheduler = _scheduler(config, plan.demands[0], dispatcher, opponents, board)
@@ -210,9 +213,27 @@ def _plan(config: RunConfig, environment: type[Environment]) -> TrainingLoopSett
     )
 
 
-def _group_scoring(
-    config: RunConfig, parts: RunParts, buffer: EpisodeBuffer, changed: ChangeCondition
-) -> GroupScoring | None:
+def _score_limits(config: RunConfig, parts: RunParts) -> ScoreLimits | None:
+    """Return what scorers may spend, less what the journal says was spent.
+
+    Raises:
+        CheckFailedError: a limit was reached before the run was resumed.
+    """
+    limits = {
+        prefix + name: float(limit)
+        for name, scorer in config.scorers.items()
+        for prefix, limit in ((SCORE_REQUESTS, scorer.limit.requests), (SCORE_TOKENS, scorer.limit.tokens))
+        if limit
+    }
+    if not limits:
+        return None
+    spent = ScoreLimits.from_journal(limits, parts.store)
+    if (error := spent.exceeded()) is not None:
+        raise error
+    return spent
+
+
+def _group_scoring(config: RunConfig, parts: RunParts, dispatcher: Dispatcher) -> GroupScoring | None:
     """Make the part that scores groups; None if no scorer does, and no group that is not resolved was scored."""
     names = [name for name, scorer in config.scorers.items() if scorer.per == "group"]
     known = {group: list(scores) for group, scores in parts.resume_state.group_scores.items()}
@@ -235,8 +256,8 @@ def _group_scoring(
         run_seed=config.seed,
         clock=parts.clock,
         known=known,
-        on_release=changed.notify,
-        on_scores=buffer.counts.count_group_scores,
+        on_release=dispatcher.changed.notify,
+        on_scores=dispatcher.record_group_scores,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -13,6 +14,7 @@ from agentrl.core.clock import Clock
 from agentrl.core.custom_functions import FunctionCode, check_options, find_function
 from agentrl.core.ports import ChatFormat, Sampler, ScoreCredit, ScoreOf
 from agentrl.core.records import ScoreRequest
+from agentrl.core.text import plural
 from agentrl.rollout.episode import PolicySettings, RolloutSettings
 from agentrl.rollout.judge import JudgeScorer
 from agentrl.rollout.replay import CallNotRecordedError
@@ -107,6 +109,28 @@ def make_scorers(
         if section.on_failure != "drop":
             scorers[name].other = scorers[section.on_failure]
     return scorers
+
+
+def expected_scores(config: RunConfig) -> list[str]:
+    """Describe the expected number of scores of each scorer in the run, for people, if every agent takes all turns, and
+    no score is cached or retried. The number that `ctx.score` asks for is unknown."""
+    lines = []
+    for name, section in config.scorers.items():
+        episodes = sum(config.steps_of(policy) * section_of.step_size for policy, section_of in config.trained.items())
+        per_episode = {
+            "turn": float(config.sampling.max_turns),
+            "episode": 1.0,
+            "group": 1.0 / config.credit.group_size,
+        }
+        if section.per in per_episode:
+            scores = math.ceil(episodes * per_episode[section.per])
+            calls = scores * ((section.votes or len(section.answer)) if section.judge else 1)
+            limit = f" of {section.limit.requests:,} allowed" if section.limit.requests else ""
+            lines.append(
+                f"scorers.{name}: about {plural(scores, 'score')} of {plural(episodes, 'conversation')}, "
+                f"{plural(calls, 'request')}{limit}"
+            )
+    return lines
 
 
 def scored_policies(config: RunConfig) -> frozenset[str]:

@@ -36,12 +36,14 @@ def train(options: argparse.Namespace) -> int:
     config = _config(options)
     if options.dry_run:
         from agentrl.app.recovery import load_user_functions
+        from agentrl.app.scorers import expected_scores
 
         load_user_functions(config)
         if options.json:
             print_json(config.model_dump(mode="json"))
         else:
             sys.stdout.write(dump_toml(config))
+            sys.stdout.writelines(f"# {line}\n" for line in expected_scores(config))
         return 0
     with contextlib.suppress(ValueError, OSError):  # raised for streams without a descriptor
         faulthandler.enable()  # a crash in native code then prints the Python stack

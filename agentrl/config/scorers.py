@@ -38,6 +38,16 @@ def _default_cache(scorer: dict[str, Any]) -> int:
     return 4096 if scorer.get("judge") else 0
 
 
+class ScoreLimitConfig(Section):
+    """What a scorer may use in a run. When a limit is reached, the run writes a checkpoint and stops; raise the limit
+    to resume it. Scores in flight then, and those of dropped episodes, are in addition."""
+
+    requests: Free[Annotated[NonNegative, NumberUnit("requests")]] = 0
+    """Calls of the function or the model, votes and retries included; 0: no limit."""
+    tokens: Free[Annotated[NonNegative, NumberUnit("tokens")]] = 0
+    """Tokens that models compute for it; 0: no limit."""
+
+
 class ScorerConfig(Section):
     """A scorer, which gives turns or conversations a reward of its name while episodes run (docs/scores.md)."""
 
@@ -90,6 +100,8 @@ class ScorerConfig(Section):
     cache: Annotated[WaveFixed[NonNegative], DerivedDefault("4096 for a judge")] = Field(default_factory=_default_cache)
     """Number of contents whose scores each worker keeps: equal content is scored once. Default: 4096 for a judge, to
     which only the conversation counts; 0 for a function. A judge that learns keeps none."""
+    limit: ScoreLimitConfig = ScoreLimitConfig()
+    """What the scorer may use in the whole run."""
     on_failure: WaveFixed[str] = "drop"
     """What follows when all attempts have failed: `drop` drops the episode (`scorer_failed`), or the name of another
     scorer, which is asked instead. Never a number."""

@@ -274,6 +274,8 @@ class Score:
     """Whether it was the score of equal content."""
     judged_by: PolicyVersion | None = None
     """Oldest version of the judge, if its versions differ."""
+    requests: int = 0
+    """Calls of a function or a model made for it, retries included."""
     values: tuple[float | None, ...] = ()
     """Scores of the members of a group, in their order; `value` is then None."""
     spread: float | None = None
@@ -639,6 +641,8 @@ class GroupScores(NamedTuple):
     """Oldest version of the judge, if its versions differ."""
     tokens: int = 0
     """Tokens that models computed for it."""
+    requests: int = 0
+    """See `Score.requests`."""
     seconds: float = 0.0
     """Seconds from the request to the scores."""
 

@@ -96,7 +96,7 @@ COLUMNS = {
     "unit_drops": "episode attempt policy reason dropped_at",
     "proposals": "number episode attempt call environment key structure",
     "baselines": "group_id finishers earlier",
-    "group_scores": "group_id scorer weight scores note spread judged_by tokens seconds",
+    "group_scores": "group_id scorer weight scores note spread judged_by tokens requests seconds",
     "versions": "policy lineage step parent_lineage parent_step path kind sha256 published_at",
     "steps": (
         "policy lineage step started_lineage started_step loss grad_norm fed samples tokens seconds normaliser"
@@ -262,11 +262,11 @@ def encode_baselines_row(baselines: FrozenGroupBaselines) -> Sequence[Any]:
 
 def encode_group_scores_row(scores: GroupScores) -> Sequence[Any]:
     """Return the row of a group's scores."""
-    group_id, scorer, weight, members, note, spread, judged_by, tokens, seconds = scores
+    group_id, scorer, weight, members, note, spread, judged_by, tokens, requests, seconds = scores
     return (
         *(group_id, scorer, None if weight is None else float(weight), _JSON.encode(members).decode(), note),
         *(None if spread is None else float(spread), None if judged_by is None else _JSON.encode(judged_by).decode()),
-        *(tokens, float(seconds)),
+        *(tokens, requests, float(seconds)),
     )
 
 
@@ -396,14 +396,14 @@ def decode_group_scores_row(row: Sequence[Any]) -> GroupScores:
         JournalError: the row is damaged.
     """
     _verify("group_scores", row)
-    group_id, scorer, weight, members, note, spread, judged_by, tokens, seconds, _ = row
+    group_id, scorer, weight, members, note, spread, judged_by, tokens, requests, seconds, _ = row
     try:
         scores, judge = _MEMBER_SCORES.decode(members), _JUDGED_BY.decode(judged_by or "null")
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
         raise JournalError(
             f"group {group_id}: the scores of {scorer} cannot be read ({error}); the journal is damaged"
         ) from error
-    return GroupScores(group_id, scorer, weight, scores, note, spread, judge, tokens, seconds)
+    return GroupScores(group_id, scorer, weight, scores, note, spread, judge, tokens, requests, seconds)
 
 
 def _read_measured_against(row: Sequence[Any]) -> tuple[PolicyVersion, ...]:

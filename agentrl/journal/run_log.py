@@ -292,10 +292,15 @@ class RunLog:
     def group_scores(self) -> dict[str, list[GroupScores]]:
         """Return the scores of groups, keyed by group, sorted by scorer."""
         found: dict[str, list[GroupScores]] = {}
-        columns = "group_id, scorer, weight, scores, note, spread, judged_by, tokens, seconds, checksum"
+        columns = "group_id, scorer, weight, scores, note, spread, judged_by, tokens, requests, seconds, checksum"
         for row in self.rows(f"SELECT {columns} FROM group_scores ORDER BY group_id, scorer"):
             found.setdefault(row[0], []).append(decode_group_scores_row(row))
         return found
+
+    def metric_total(self, name: str) -> float:
+        """Return the sum of a metric over all episodes that ended."""
+        path = f'$."{name}"'
+        return float(self.rows("SELECT coalesce(sum(json_extract(metrics, ?)), 0) FROM episodes", path)[0][0])
 
     def headers_against(self, policies: Collection[str]) -> Iterator[EpisodeHeader]:
         """Yield committed training episodes in which one of these policies acted, in order of commit."""

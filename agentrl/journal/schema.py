@@ -68,8 +68,8 @@ _CONTROL = (
     "CREATE TABLE baselines (group_id TEXT NOT NULL, finishers TEXT NOT NULL, earlier TEXT NOT NULL,"
     " checksum INTEGER NOT NULL, PRIMARY KEY (group_id)) WITHOUT ROWID",
     "CREATE TABLE group_scores (group_id TEXT NOT NULL, scorer TEXT NOT NULL, weight REAL, scores TEXT NOT NULL,"
-    " note TEXT NOT NULL, spread REAL, judged_by TEXT, tokens INTEGER NOT NULL, seconds REAL NOT NULL,"
-    " checksum INTEGER NOT NULL, PRIMARY KEY (group_id, scorer)) WITHOUT ROWID",
+    " note TEXT NOT NULL, spread REAL, judged_by TEXT, tokens INTEGER NOT NULL, requests INTEGER NOT NULL,"
+    " seconds REAL NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY (group_id, scorer)) WITHOUT ROWID",
     "CREATE TABLE versions (policy TEXT NOT NULL, lineage INTEGER NOT NULL, step INTEGER NOT NULL,"
     " parent_lineage INTEGER, parent_step INTEGER, path TEXT NOT NULL, kind TEXT NOT NULL, sha256 TEXT NOT NULL,"
     " published_at REAL NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY (policy, lineage, step)) WITHOUT ROWID",

@@ -18,6 +18,10 @@ class Metric(NamedTuple):
 
 
 SCORES_EXPOSED = "scores/exposed_s"
+SCORE_REQUESTS = "scores/requests/"
+"""Prefix of the metric of a scorer's requests."""
+SCORE_TOKENS = "scores/tokens/"
+"""Prefix of the metric of the tokens that models computed for a scorer."""
 
 METRICS: tuple[Metric, ...] = (
     Metric("reward/mean", "reward", "mean reward of the units the step consumed"),
@@ -184,6 +188,13 @@ METRICS: tuple[Metric, ...] = (
         "seconds per episode between the end of its program and its last score: the part of scoring that sampling does "
         "not hide (docs/scores.md)",
     ),
+    Metric(
+        "scores/requests/<name>",
+        "requests",
+        "requests of a scorer per episode: calls of its function or model, votes and retries included; without those "
+        "of groups (docs/scores.md)",
+    ),
+    Metric("scores/tokens/<name>", "tokens", "tokens that models computed for a scorer, per episode"),
     Metric("parked", "times", "number of times that an episode was parked, per episode"),
     Metric(
         "no_room_s",

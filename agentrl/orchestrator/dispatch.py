@@ -22,6 +22,7 @@ from agentrl.core.ports import PolicyCounts, SpawnedGroup, Worker
 from agentrl.core.records import (
     EpisodeHeader,
     EpisodeSpec,
+    GroupScores,
     GroupStart,
     PolicyVersion,
     Proposal,
@@ -37,6 +38,7 @@ from agentrl.environment.registry import name_of, resolve
 from agentrl.journal.port import JournalStore
 from agentrl.orchestrator.buffer import EpisodeBuffer, UnitDrop
 from agentrl.orchestrator.group_scores import GroupScoring, RecordEnd
+from agentrl.orchestrator.score_limits import ScoreLimits
 from agentrl.orchestrator.tasks import MEMORY_SIZE, ProposalNoveltyTracker, Seen
 from agentrl.rollout.episode_context import MAX_CHILD_DEPTH
 
@@ -158,6 +160,8 @@ class Dispatcher:
     """Number of the next evaluation episode."""
     ended_children: dict[str, EpisodeHeader] = field(default_factory=dict)
     """Headers of children that ended in a previous attempt of the run, or of the episodes that forks were made from."""
+    score_limits: ScoreLimits | None = None
+    """What scorers may spend; None: no limit."""
     admission: AdmissionPolicy = field(default_factory=UnrestrictedAdmission)
     """Admission policy, set by `govern`."""
     group_scoring: GroupScoring | None = None
@@ -403,10 +407,26 @@ class Dispatcher:
         self, spec: EpisodeSpec, header: EpisodeHeader, counted: Mapping[str, PolicyCounts]
     ) -> None:
         """Count a committed training episode for each policy that acted in it; keep the metrics of evaluated ones."""
+        if self.score_limits is not None:
+            self.score_limits.add(counted.values())
+            self._check_score_limits(self.score_limits)
         if spec.purpose == "train":
             self.buffer.counts.count_committed(header, counted)
         elif spec.purpose == "evaluate":
             self._evaluation_counts[header.episode_id] = counted
+
+    def record_group_scores(self, policies: Collection[str], scores: GroupScores) -> None:
+        """Count the scores of a group, whose members are agents of these policies."""
+        for policy in policies:
+            self.buffer.counts.count_group_scores(policy, scores)
+        if self.score_limits is not None:
+            self.score_limits.add_group(scores)
+            self._check_score_limits(self.score_limits)
+
+    def _check_score_limits(self, limits: ScoreLimits) -> None:
+        error = limits.exceeded()
+        if error is not None:
+            self.fail(error)
 
     def evaluation_metrics(self, policy: str) -> dict[str, Mapping[str, float]]:
         """Return the values of `ctx.metric` in the newest evaluation's episodes with a policy, by episode id."""

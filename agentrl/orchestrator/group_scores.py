@@ -77,8 +77,8 @@ class GroupScoring:
     """Callback that ends the run."""
     on_release: Callable[[], None] = lambda: None
     """Callback after the members of a group have been recorded."""
-    on_scores: Callable[[str, GroupScores], None] = lambda policy, scores: None
-    """Callback for new scores of a policy's conversations."""
+    on_scores: Callable[[Collection[str], GroupScores], None] = lambda policies, scores: None
+    """Callback for new scores of the conversations of policies."""
     last_failure: str = ""
     """Detail of the last failed scorer, for people."""
     _held: dict[str, list[HeldEnd]] = field(default_factory=dict)
@@ -149,9 +149,8 @@ class GroupScoring:
             self._end_without(group_id, error)
             return
         recorded.extend(new)
-        for policy in {policy for policy, _ in roles}:
-            for scores in new:
-                self.on_scores(policy, scores)
+        for scores in new:
+            self.on_scores({policy for policy, _ in roles}, scores)
         self._release(group_id)
 
     def _end_without(self, group_id: str, error: BaseException) -> None:
@@ -203,6 +202,7 @@ class GroupScoring:
             fmean(spreads) if spreads else None,
             min((answer.judged_by for answer in answers if answer.judged_by is not None), default=None),
             sum(answer.tokens for answer in answers),
+            sum(answer.requests for answer in answers),
             self.clock.monotonic() - started,
         )
 

@@ -75,6 +75,10 @@ class JudgeScorer(RetryingScorer):
     learns: bool = False
     """Whether the policy learns or has several past versions, so that scores name the version."""
 
+    @property
+    def calls(self) -> int:
+        return self.votes or len(self.answer)
+
     async def judge(self, request: ScoreRequest, attempt: int) -> Answer:
         votes = [f"{attempt}.{vote}" for vote in range(self.votes)]
         if request.group:

@@ -132,6 +132,11 @@ class RetryingScorer(ABC):
     _known: OrderedDict[bytes, _Flight] = field(default_factory=OrderedDict)
     """Scores by content, in progress or kept; the least recently used first."""
 
+    @property
+    def calls(self) -> int:
+        """Number of calls that one attempt makes."""
+        return 1
+
     @abstractmethod
     async def judge(self, request: ScoreRequest, attempt: int) -> Answer:
         """Return a score. Any exception is a failure, except `Unscorable` and `ScorerError`."""
@@ -172,7 +177,7 @@ class RetryingScorer(ABC):
             raise
         finally:
             flight.waiting -= 1
-        return score if is_new else replace(score, queued=0.0, tokens=0, cached=True)
+        return score if is_new else replace(score, queued=0.0, tokens=0, requests=0, cached=True)
 
     async def _ask(self, request: ScoreRequest) -> Score:
         """Return a score, after retries.
@@ -197,13 +202,15 @@ class RetryingScorer(ABC):
                         queued,
                         answer.tokens,
                         judged_by=answer.judged_by,
+                        requests=self.calls * (attempt + 1),
                         values=values,
                         spread=answer.spread,
                     )
                 except Unscorable as unscorable:
                     value = self._unscorable(unscorable, request)
                     values = (value,) * len(request.group)
-                    return Score(None if values else value, str(unscorable), queued, values=values)
+                    requests = self.calls * (attempt + 1)
+                    return Score(None if values else value, str(unscorable), queued, requests=requests, values=values)
                 except (InfrastructureError, EngineLostError, VersionNotServedError, EpisodeError) as error:
                     detail = str(error)
                 except AgentRLError:
@@ -217,7 +224,8 @@ class RetryingScorer(ABC):
                     await clock.sleep(wait)
         if self.other is not None:
             score = await self.other.score(request)
-            return replace(score, note=f"by {self.other.name}, because {self.name} failed: {detail}"[:2000])
+            note = f"by {self.other.name}, because {self.name} failed: {detail}"[:2000]
+            return replace(score, note=note, requests=score.requests + self.calls * self.attempts)
         raise EpisodeError(
             f"{request.where}: the scorer {self.name!r} failed {self.attempts} times, the last time with: {detail}",
             reason="scorer_failed",

@@ -22,7 +22,7 @@ from agentrl.core.futures import retrieve_exception
 from agentrl.core.records import Scored, ScoreRequest
 from agentrl.environment.context import Verdict
 from agentrl.journal.entries import NondeterministicValueEntry, ScoreEntry, request_hash
-from agentrl.observe.metrics import SCORES_EXPOSED
+from agentrl.observe.metrics import SCORE_REQUESTS, SCORE_TOKENS, SCORES_EXPOSED
 from agentrl.rollout.call_journal import CallExecution
 from agentrl.rollout.turn_sampler import call_priority
 
@@ -84,7 +84,7 @@ class LiveScores:
             )
             weight = 0.0 if scorer.credit == "note" else agent.weight_of(scorer.name, request.where)
             entry = ScoreEntry(agent.seat, agent.index, 0.0, turn, scorer.name, weight)
-            asking = self._ask(scorer, request, entry, before)
+            asking = self._ask(scorer, request, entry, before, agent)
             task = asyncio.get_running_loop().create_task(asking, name=request.where)
             task.add_done_callback(retrieve_exception)  # the episode may end before it awaits the score
             self._running[call_id] = task
@@ -188,10 +188,15 @@ class LiveScores:
         for task in self._running.values():
             task.cancel()
 
-    async def _ask(self, scorer: Scorer, request: ScoreRequest, entry: ScoreEntry, before: Sequence[str]) -> None:
+    async def _ask(
+        self, scorer: Scorer, request: ScoreRequest, entry: ScoreEntry, before: Sequence[str], agent: TurnRecorder
+    ) -> None:
         clock = self._episode.services.clock
         started = clock.monotonic()
         score = await scorer.score(request)
+        for name, amount in ((SCORE_REQUESTS, score.requests), (SCORE_TOKENS, score.tokens)):
+            if amount:
+                self._episode.metric(name + scorer.name, amount, agent)
         body: ScoreEntry | NondeterministicValueEntry = NondeterministicValueEntry("score", score.value)
         if score.value is not None and scorer.credit != "note":
             seconds = clock.monotonic() - started

@@ -221,7 +221,7 @@ def test_scores_of_a_group_come_back_as_they_were_recorded(on_journal: OnJournal
     async def scenario(journal: AnyJournal) -> None:
         members = (MemberScore("e0", "agent", 0, 0.1 + 0.2), MemberScore("e1", "agent", 0, None))
         judged = PolicyVersion("solver", 1, 3)
-        one = GroupScores("g0", "ruler", 0.5, members, "first", 0.25, judged, 12, 1.5)
+        one = GroupScores("g0", "ruler", 0.5, members, "first", 0.25, judged, 12, 4, 1.5)
         other = GroupScores("g0", "noted", None, members)
         journal.record(one, other)
         await journal.flush()

@@ -1,0 +1,70 @@
+"""Limits on what scorers may spend in a run: requests, and tokens that models compute.
+
+What is spent is a metric of committed episodes (`scores/requests/NAME`, `scores/tokens/NAME`) and a column of scored
+groups. So the journal has it, and a resumed run continues from there. Scores in flight when a limit is reached are in
+addition to it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from agentrl.core.errors import CheckFailedError
+from agentrl.observe.metrics import SCORE_REQUESTS, SCORE_TOKENS
+
+if TYPE_CHECKING:
+    from agentrl.core.ports import PolicyCounts
+    from agentrl.core.records import GroupScores
+    from agentrl.journal.run_log import RunLog
+
+
+@dataclass(slots=True, kw_only=True)
+class ScoreLimits:
+    """The limits of a run's scorers, and what they have spent."""
+
+    limits: Mapping[str, float]
+    """Limit of each metric, such as `scores/requests/NAME`."""
+    spent: Counter[str] = field(default_factory=Counter)
+    """What has been spent, by metric."""
+
+    @classmethod
+    def from_journal(cls, limits: Mapping[str, float], log: RunLog) -> ScoreLimits:
+        """Make the limits of a run whose journal may hold scores."""
+        own = cls(limits=limits, spent=Counter({name: int(log.metric_total(name)) for name in limits}))
+        for scores in log.group_scores().values():
+            own._add_groups(scores)
+        return own
+
+    def add(self, counted: Iterable[PolicyCounts]) -> None:
+        """Count a committed episode."""
+        for counts in counted:
+            for name in self.limits.keys() & counts.metrics.keys():
+                self.spent[name] += int(counts.metrics[name])
+
+    def add_group(self, scores: GroupScores) -> None:
+        """Count a scored group."""
+        self._add_groups([scores])
+
+    def _add_groups(self, groups: Iterable[GroupScores]) -> None:
+        for scores in groups:
+            for name, amount in (
+                (SCORE_REQUESTS + scores.scorer, scores.requests),
+                (SCORE_TOKENS + scores.scorer, scores.tokens),
+            ):
+                if name in self.limits:
+                    self.spent[name] += amount
+
+    def exceeded(self) -> CheckFailedError | None:
+        """Return the error with which the run ends if a scorer has reached a limit."""
+        for name, limit in sorted(self.limits.items()):
+            if self.spent[name] >= limit:
+                _, what, scorer = name.split("/")
+                return CheckFailedError(
+                    f"the scorer {scorer!r} has used {self.spent[name]:,} {what} of scorers.{scorer}.limit.{what} = "
+                    f"{limit:,.0f}. The run stops with a checkpoint and keeps its episodes: raise the limit, then "
+                    "start again with --resume"
+                )
+        return None
