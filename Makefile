@@ -81,9 +81,10 @@ gpu-vllm:  ## vLLM beside its trainer measured on a GPU, written to docs/gpu_vll
 wheel-demo: $(DEV_STAMP)  ## build wheel and sdist, install the wheel into an empty environment, run the demo there
 	@$(BIN)/python -m benchmarks.installation wheel-demo
 
-docs-config: $(DEV_STAMP)  ## write docs/configuration.md and docs/metrics.md from the code
+docs-config: $(DEV_STAMP)  ## write docs/configuration.md, docs/metrics.md and docs/cli.md from the code
 	@$(BIN)/python -m docs.generators.configuration > docs/.configuration.md && mv docs/.configuration.md docs/configuration.md
 	@$(BIN)/python -m docs.generators.metrics > docs/.metrics.md && mv docs/.metrics.md docs/metrics.md
+	@$(BIN)/python -m docs.generators.commands > docs/.cli.md && mv docs/.cli.md docs/cli.md
 
 docs: $(DEV_STAMP) docs-config  ## build the pages of docs/ into site/
 	@$(INSTALL) -e '.[$(DEV_EXTRAS),docs]'

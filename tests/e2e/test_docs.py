@@ -60,10 +60,9 @@ def test_the_python_of_a_page_runs(page: Path, workplace: Path) -> None:
 
 
 def test_the_two_agents_of_the_readme_are_sound(tmp_path: Path) -> None:
-    _, block = python_of(ROOT / "README.md")
-    (tmp_path / "my_env.py").write_text(block, encoding="utf-8")
-    assert len([line for line in block.splitlines() if line.strip()]) <= 25
-    said = agentrl(tmp_path, "env", "check", "my_env.py:ProposeAndSolve")
+    for name, code in zip(("square.py", "my_env.py", "propose.py"), python_of(ROOT / "README.md"), strict=True):
+        (tmp_path / name).write_text(code, encoding="utf-8")
+    said = agentrl(tmp_path, "env", "check", "propose.py:ProposeAndSolve")
     [resumptions] = re.findall(r"resumed (\d+) times", said)
     assert "passed" in said
     assert int(resumptions) > 10, "the proposal was refused: no child episode was started"
@@ -82,7 +81,7 @@ def test_the_first_ten_minutes(page: Path, workplace: Path) -> None:
     lines = [line for line in lines if line.startswith(("agentrl ", "cd ")) and "api.example.com" not in line]
     lines = [line for line in lines if not line.startswith("agentrl run serve")]  # serves until it is stopped
     assert len(lines) > 3
-    for name, code in zip(("my_env.py", "squares.py"), python_of(ROOT / "README.md"), strict=True):
+    for name, code in zip(("square.py", "my_env.py", "propose.py"), python_of(ROOT / "README.md"), strict=True):
         (workplace / name).write_text(code, encoding="utf-8")
     small = {"train": SMALL.split(), "evaluate": ["--tasks=8"]}
     said, directory = "", workplace

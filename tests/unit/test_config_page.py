@@ -11,6 +11,7 @@ import agentrl
 from agentrl.config.fields import shipped_example
 from agentrl.config.load import dump_toml, load
 from agentrl.core.errors import ConfigError, InputError
+from docs.generators.commands import render_commands_page
 from docs.generators.configuration import configuration_page, documented_keys
 
 
@@ -18,6 +19,17 @@ def test_the_page_is_up_to_date(repository: Path) -> None:
     assert (repository / "docs/configuration.md").read_text(encoding="utf-8") == configuration_page(), (
         "run `make docs-config`"
     )
+
+
+def test_the_page_of_the_command_line_is_up_to_date(repository: Path) -> None:
+    page = (repository / "docs/cli.md").read_text(encoding="utf-8")
+    assert page == render_commands_page(), "run `make docs-config`"
+
+
+def test_the_page_of_the_python_api_has_every_public_name_once(repository: Path) -> None:
+    lines = (repository / "docs/api.md").read_text(encoding="utf-8").splitlines()
+    names = [line.removeprefix("::: agentrl.") for line in lines if line.startswith(":::")]
+    assert sorted(names) == sorted(agentrl.__all__)
 
 
 def test_every_field_has_its_row_with_a_reason() -> None:
