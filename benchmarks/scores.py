@@ -22,8 +22,9 @@
   the engine's or the reward model's process are killed with SIGKILL. `scores_lost` are turns without a score,
   `scores_twice` entries that are there twice, `wrong_scores` differ from what the function or a whole forward pass says
   of the recorded turn, `ledger_errors` are what the second reader finds otherwise (`tests/journal_oracle.py`).
-  `scores_again_per_kill` are requests of the function beyond the recorded scores, per kill, and
-  `scores_in_flight_per_kill` those in progress in the killed processes.
+  `scores_again_per_kill` are requests of killed processes whose scores are not in the journal, per kill: they are asked
+  for again. `scores_in_flight_per_kill` are those without an answer at the kill, and `scores_unwritten_per_kill` those
+  whose answer had not reached the disk, at most `unwritten_age_s` old. Each score's last digits name its request.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
 import re
 import signal
+import sqlite3
 import statistics
 import subprocess
 import sys
@@ -44,7 +47,9 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
 
 import agentrl
 from agentrl.app.run_parts import RunFactories
@@ -64,6 +69,7 @@ from tests.journal_oracle import judge
 from tests.processes import descendants
 from tests.support.chat_endpoint import ChatEndpoint, error, said, serving
 from tests.support.reward_models import recomputed_scores, save_reward_model
+from tests.support.score_functions import CALL
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -74,7 +80,7 @@ NAMES = (
     *("judge_agreement", "good_judge_agreement"),
     *("scorer_tokens_ratio", "scorer_tokens_ratio_without_cache", "reward_model_errors"),
     *("score_kills", "scorer_process_kills", "scores_lost", "scores_twice", "wrong_scores", "ledger_errors"),
-    *("scores_again_per_kill", "scores_in_flight_per_kill"),
+    *("scores_again_per_kill", "scores_in_flight_per_kill", "scores_unwritten_per_kill", "unwritten_age_s"),
 )
 TURNS, TURN_S, TOKENS = 8, 0.2, 8
 TIMEOUT_S = 2.0
@@ -443,7 +449,8 @@ def kills(root: Path, *, quick: bool, pairs: int) -> dict[str, float | None]:
     scorers_of_run = SLOW.format(here=FUNCTIONS, log=log) + PRM.format(cache_tokens=32768)
     toml.write_text(TOML.format(steps=16 if quick else 400, workers=2) + scorers_of_run)
     command = [sys.executable, "-m", "agentrl.cli.main", "train", str(toml), f"--directory={root}", "--resume"]
-    killed, least, in_flight = 0, 3 if quick else 50, 0
+    killed, least = 0, 3 if quick else 50
+    deaths: dict[int, float] = {}
     process: subprocess.Popen[bytes] | None = None
     while killed < least:
         if process is None:
@@ -455,12 +462,12 @@ def kills(root: Path, *, quick: bool, pairs: int) -> dict[str, float | None]:
         victims = _children(process.pid, {"worker": "worker_server", "model": "remote.server"}.get(what, ""))
         if not victims:
             continue
-        chosen = victims if what == "run" else [rng.choice(victims)]
+        chosen = [process.pid, *victims] if what == "run" else [rng.choice(victims)]
+        deaths |= dict.fromkeys(chosen, time.time())
         if what == "run":
             os.killpg(process.pid, signal.SIGKILL)
         else:
             os.kill(chosen[0], signal.SIGKILL)
-        in_flight += _in_progress(log, chosen)
         if what == "run":
             process.wait()
             process = None
@@ -476,8 +483,8 @@ def kills(root: Path, *, quick: bool, pairs: int) -> dict[str, float | None]:
     for violation in violations:
         print(violation, flush=True)
     lost, wrong, recorded = _checked_scores(root)
-    asked = log.read_text().count("asked")
-    print(f"{recorded} scores, asked for {asked} times; {in_flight} in flight at the kills", flush=True)
+    fates = _fates(log, deaths, root / "run" / "journal")
+    print(f"{recorded} scores of turns; requests: {fates.counts}", flush=True)
     twice = sum("there twice" in str(violation) for violation in violations)
     return {
         "score_kills": float(killed),
@@ -486,8 +493,10 @@ def kills(root: Path, *, quick: bool, pairs: int) -> dict[str, float | None]:
         "scores_twice": float(twice),
         "wrong_scores": float(wrong),
         "ledger_errors": float(len(violations) - twice),
-        "scores_again_per_kill": (asked - recorded) / killed,
-        "scores_in_flight_per_kill": in_flight / killed,
+        "scores_again_per_kill": sum(fates.counts[fate] for fate in AGAIN) / killed,
+        "scores_in_flight_per_kill": fates.counts["in flight"] / killed,
+        "scores_unwritten_per_kill": fates.counts["unwritten"] / killed,
+        "unwritten_age_s": fates.oldest_unwritten,
     }
 
 
@@ -506,9 +515,44 @@ def _children(process: int, module: str) -> list[int]:
     return found
 
 
-def _in_progress(log: Path, processes: Sequence[int]) -> int:
-    lines = Counter(log.read_text().splitlines())
-    return sum(lines[f"asked {number}"] - lines[f"done {number}"] for number in processes)
+AGAIN = ("in flight", "unwritten", "after the kill")
+
+
+class Fates(NamedTuple):
+    """What became of the requests of the function."""
+
+    counts: Counter[str]
+    oldest_unwritten: float
+    """Largest time between an answer that is not in the journal and the kill, in seconds."""
+
+
+def _fates(log: Path, deaths: Mapping[int, float], journal: Path) -> Fates:
+    """Compare the requests that the function logged with the scores in the journal."""
+    times: dict[str, dict[int, tuple[int, float]]] = {"asked": {}, "done": {}}
+    for line in log.read_text().splitlines():
+        what, process, call, at = line.split()
+        times[what][int(call)] = int(process), float(at)
+    written = set()
+    for partition in journal.glob("turns-*.db"):
+        with contextlib.closing(sqlite3.connect(f"file:{partition}?mode=ro", uri=True)) as connection:
+            for (body,) in connection.execute("SELECT body FROM entries WHERE call LIKE '%?slow'"):
+                value = msgspec.msgpack.decode(body)[3]
+                written.add(round((value - math.floor(value * 10 + 1e-3) / 10) / CALL))
+    counts: Counter[str] = Counter()
+    ages = [0.0]
+    for call, (process, asked) in times["asked"].items():
+        done = times["done"].get(call, (process, math.inf))[1]
+        death = deaths.get(process, math.inf)
+        if call in written:
+            counts["recorded"] += 1
+        elif death == math.inf:
+            counts["cut at the end of the run"] += 1
+        elif asked > death:
+            counts["after the kill"] += 1
+        else:
+            counts["in flight" if done > death else "unwritten"] += 1
+            ages += [] if done > death else [death - done]
+    return Fates(counts, max(ages))
 
 
 def _checked_scores(root: Path) -> tuple[int, int, int]:
@@ -527,7 +571,7 @@ def _checked_scores(root: Path) -> tuple[int, int, int]:
             body = entries.get(f"{turn.seat}.{turn.index}.{turn.turn}?slow")
             recorded += body is not None
             lost += body is None and line.stop_reason is not None
-            wrong += isinstance(body, ScoreEntry) and body.value != len(turn.token_ids) / 4 / 10
+            wrong += isinstance(body, ScoreEntry) and not 0 <= body.value - len(turn.token_ids) / 40 < 1e-4
     reader.close()
     return lost, wrong, recorded
 

@@ -70,19 +70,25 @@ def length(scored: agentrl.Scored) -> float:
 
 @agentrl.scorer
 async def timed(scored: agentrl.Scored, seconds: float = 0.2, spread: bool = False, log: str = "") -> float:
-    """A score that takes its time; with `spread`, from a quarter of it to four times of it."""
-    _note(log, "asked")
+    """A score that takes its time; with `spread`, from a quarter of it to four times of it. With `log`, its last digits
+    name the call."""
+    call = int.from_bytes(os.urandom(4)) if log else 0
+    _note(log, "asked", call)
     tokens = len(scored.turn.completion.token_ids)
     await asyncio.sleep(seconds * (0.25, 0.5, 1.0, 4.0)[tokens % 4] if spread else seconds)
-    _note(log, "done")
-    return tokens / 10
+    _note(log, "done", call)
+    return tokens / 10 + call * CALL
 
 
-def _note(log: str, what: str) -> None:
-    """Append a line with this process, in one write."""
+CALL = 1e-14
+"""Part of a score of `timed` that counts its call's number."""
+
+
+def _note(log: str, what: str, call: int) -> None:
+    """Append a line with this process, the call's number and the time, in one write."""
     if log:
         with open(log, "ab", buffering=0) as file:
-            file.write(f"{what} {os.getpid()}\n".encode())
+            file.write(f"{what} {os.getpid()} {call} {time.time():.4f}\n".encode())
 
 
 @agentrl.scorer
