@@ -13,7 +13,7 @@ from agentrl.app.policies import (
     units_per_root_group,
 )
 from agentrl.app.recovery import ResumeState
-from agentrl.app.scorers import make_scorers
+from agentrl.app.scorers import NO_SCORES, kept_scores, make_scorers
 from agentrl.cluster.worker_pool import WorkerPool
 from agentrl.config.policies import OpponentPoolPolicy
 from agentrl.config.run import RunConfig
@@ -443,6 +443,8 @@ def attach_local_worker(
 ) -> None:
     """Make a worker in this process, and give it to the host, which must exist first."""
     settings = rollout_settings(config, chat_format, engine.capabilities.max_context)
+    kept = kept_scores(config, store.newest_scores) if isinstance(store, RunJournal) else NO_SCORES
+    scorers = make_scorers(config, engine, chat_format, settings, clock, kept=kept)
     runner = EpisodeRunner(
         engine=engine,
         chat_format=chat_format,
@@ -450,7 +452,7 @@ def attach_local_worker(
         log=store.turn_log(TURN_LOG),
         host=dispatcher,
         clock=clock,
-        settings=replace(settings, scorers=make_scorers(config, engine, chat_format, settings, clock)),
+        settings=replace(settings, scorers=scorers),
     )
     dispatcher.worker = AsyncioWorker(
         runner,

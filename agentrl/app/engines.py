@@ -130,13 +130,22 @@ def external_policies(config: RunConfig) -> dict[str, ExternalPolicy]:
     from agentrl.engines.remote_policy import RemotePolicyClient
 
     endpoints = {
-        name: RemotePolicyClient(policy=name, config=policy) for name, policy in config.of_kind(RemotePolicy).items()
+        name: RemotePolicyClient(policy=name, config=_share_of_endpoint(config, name, policy))
+        for name, policy in config.of_kind(RemotePolicy).items()
     }
     bots = {
         name: Bot(policy=name, program=load_function(policy.id, f"policies.{name}.id"))
         for name, policy in config.of_kind(BotPolicy).items()
     }
     return {**endpoints, **bots}
+
+
+def _share_of_endpoint(config: RunConfig, name: str, policy: RemotePolicy) -> RemotePolicy:
+    """Return an endpoint's section with the share of `max_concurrent` of one process: a worker, or the run's process,
+    which scores groups."""
+    judges_groups = any(scorer.judge == name and scorer.per == "group" for scorer in config.scorers.values())
+    shares = 1 if config.workers == 1 else config.workers + judges_groups
+    return policy.model_copy(update={"max_concurrent": max(1, policy.max_concurrent // shares)})
 
 
 async def _engines_by_policy(

@@ -22,7 +22,7 @@ from agentrl.app.engines import (
     growing_engine,
     make_engine,
 )
-from agentrl.app.scorers import find_scorer_codes
+from agentrl.app.scorers import find_scorer_codes, kept_scores
 from agentrl.cluster.journal_stream import JournalReceiver
 from agentrl.cluster.worker_pool import PoolSettings, WorkerPool
 from agentrl.cluster.worker_wire import WorkerSetup
@@ -32,7 +32,7 @@ from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.errors import ConfigError, EnvironmentDefinitionError, InputError, describe_user_code_error
 from agentrl.core.machine import Gpu
 from agentrl.core.ports import ChatFormat, Engine, Trainer
-from agentrl.core.records import PolicyVersion, Task
+from agentrl.core.records import PolicyVersion, Score, Task
 from agentrl.engines.process import SILENCE_S, LocalPlacement, ProcessPlacement
 from agentrl.engines.remote.client import AddressableEngine, ProcessEngine
 from agentrl.engines.router import EngineRouter
@@ -49,6 +49,7 @@ from agentrl.environment.mixture import (
     with_task_id_prefix,
 )
 from agentrl.environment.registry import module_of, name_of, resolve
+from agentrl.journal.reader import TurnLogReader
 from agentrl.orchestrator.evaluation import HeldOutSplit
 from agentrl.rollout.chat.byte_formats import JsonChatFormat
 from agentrl.sandbox.checks import check_sandboxes
@@ -126,6 +127,7 @@ def make_workers(
         paths=tuple(map(os.path.abspath, sys.path)),
         capabilities=engine.capabilities.share(config.workers),
         scorers=find_scorer_codes(config),
+        kept_scores=_kept_scores(config, journal),
     )
     settings = PoolSettings(
         workers=config.workers,
@@ -142,6 +144,14 @@ def make_workers(
         receiver = JournalReceiver(journal, session.nodes()[0].address, log=log, clock=clock, tell=tell)
     placements = [_worker_placement(config, log, worker) for worker in range(config.workers)]
     return WorkerPool(settings, engines=shared, placements=placements, receiver=receiver, clock=clock, tell=tell)
+
+
+def _kept_scores(config: RunConfig, journal: Path) -> dict[str, dict[bytes, Score]]:
+    reader = TurnLogReader(journal)
+    try:
+        return kept_scores(config, reader.newest_scores)
+    finally:
+        reader.close()
 
 
 def watch_joining_nodes(

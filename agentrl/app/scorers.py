@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from agentrl.config.policies import LocalPolicy, OpponentPoolPolicy, PolicyConfig
 from agentrl.config.run import RunConfig
-from agentrl.config.scorers import reward_model_name
+from agentrl.config.scorers import ScorerConfig, reward_model_name
 from agentrl.core.clock import Clock
 from agentrl.core.custom_functions import FunctionCode, check_options, find_function
 from agentrl.core.ports import ChatFormat, Sampler, ScoreCredit, ScoreOf
-from agentrl.core.records import ScoreRequest
+from agentrl.core.records import Score, ScoreRequest
 from agentrl.core.text import plural
 from agentrl.rollout.episode import PolicySettings, RolloutSettings
 from agentrl.rollout.judge import JudgeScorer
 from agentrl.rollout.replay import CallNotRecordedError
 from agentrl.rollout.reward_model import RewardModelScorer
 from agentrl.rollout.scorers import FunctionScorer, Places, RetryingScorer
+
+NO_SCORES: Mapping[str, Mapping[bytes, Score]] = MappingProxyType({})
 
 
 def find_scorer_codes(config: RunConfig) -> dict[str, FunctionCode]:
@@ -46,6 +50,7 @@ def make_scorers(
     clock: Clock,
     codes: Mapping[str, FunctionCode] | None = None,
     workers: int | None = None,
+    kept: Mapping[str, Mapping[bytes, Score]] = NO_SCORES,
 ) -> dict[str, RetryingScorer]:
     """Make the scorers of one worker, or with `workers = 1` of the run's process.
 
@@ -57,6 +62,7 @@ def make_scorers(
         clock: times the waits.
         codes: code of the functions, as another process found it; None: found here.
         workers: number of processes that share `max_concurrent`; None: as configured.
+        kept: see `kept_scores`.
 
     Raises:
         ConfigError: a function cannot be loaded.
@@ -74,6 +80,8 @@ def make_scorers(
             "unscorable": section.unscorable,
             "places": Places(max(1, section.max_concurrent // (workers or config.workers))),
             "cache": 0 if section.judge in config.trained else section.cache,
+            "identity": _identity(config, section, codes.get(name)),
+            "recorded": kept.get(name, {}),
             "run_seed": config.seed,
             "clock": clock,
         }
@@ -109,6 +117,29 @@ def make_scorers(
         if section.on_failure != "drop":
             scorers[name].other = scorers[section.on_failure]
     return scorers
+
+
+def kept_scores(config: RunConfig, newest: Callable[[str, int], dict[bytes, Score]]) -> dict[str, dict[bytes, Score]]:
+    """Return the scores that scorers with a cache keep from earlier attempts of the run, by the scorer's name.
+
+    Args:
+        config: configuration of the run.
+        newest: returns a number of a scorer's newest scores from the journal.
+    """
+    return {
+        name: newest(name, section.cache)
+        for name, section in config.scorers.items()
+        if section.cache and section.per != "group" and section.judge not in config.trained
+    }
+
+
+def _identity(config: RunConfig, section: ScorerConfig, code: FunctionCode | None) -> str:
+    """Return all settings on which a scorer's answer depends: a resumed run may have changed them."""
+    policy = config.policies.get(section.judge)
+    judge = None if policy is None else [policy.model_dump(), config.sampling_of(section.judge).model_dump()]
+    decides = {"per", "options", "judge", "rubric", "answer", "votes", "reward_model", "steps", "combine", "unscorable"}
+    code_digest = "" if code is None else code.digest
+    return json.dumps([section.model_dump(include=decides), judge, code_digest], sort_keys=True, default=str)
 
 
 def expected_scores(config: RunConfig) -> list[str]:

@@ -212,7 +212,9 @@ class WorkerServer:
         self._external = external_policies(config)
         engine = SamplerRouter(of_policy, self._external, work.capabilities)
         settings = rollout_settings(config, chat_format, work.capabilities.max_context)
-        scorers = make_scorers(config, engine, chat_format, settings, SystemClock(), work.scorers)
+        scorers = make_scorers(
+            config, engine, chat_format, settings, SystemClock(), work.scorers, kept=work.kept_scores
+        )
         runner = EpisodeRunner(
             engine=engine,
             chat_format=chat_format,

@@ -21,6 +21,7 @@ from agentrl.core.records import (
     EpisodeSpec,
     PolicyVersion,
     ProposalNovelty,
+    Score,
     StopReason,
     Task,
     TrajectoryHeader,
@@ -72,6 +73,8 @@ class WorkerSetup(rpc.WireMessage, frozen=True):
     """Capabilities of the engine, with this worker's share of its KV budget."""
     scorers: dict[str, FunctionCode]
     """Code of the scorers' functions, by the scorer's name."""
+    kept_scores: dict[str, dict[bytes, Score]]
+    """Scores of earlier attempts of the run, by the scorer's name and the hash of the content."""
 
 
 class EngineAddresses(rpc.WireMessage, frozen=True):

@@ -139,7 +139,8 @@ class RemotePolicy(_Sampled, ExternalPolicyConfig):
     """Time limit of a request, from connecting to the last byte of the answer. A request that takes longer, or meets an
     overload, is repeated up to eight times, with waits of 1 to 30 s in between."""
     max_concurrent: Free[Annotated[Positive, NumberUnit("requests")]] = 64
-    """Maximum number of concurrent requests; further ones wait, and their `timeout_s` begins when they are sent."""
+    """Maximum number of concurrent requests, over all `workers`; further ones wait, and their `timeout_s` begins when
+    they are sent."""
 
     @field_validator("url")
     @classmethod

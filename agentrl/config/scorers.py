@@ -98,8 +98,8 @@ class ScorerConfig(Section):
     max_concurrent: Free[Annotated[Positive, NumberUnit("scores")]] = 64
     """Maximum number of scores in progress at once, over all `workers`."""
     cache: Annotated[WaveFixed[NonNegative], DerivedDefault("4096 for a judge")] = Field(default_factory=_default_cache)
-    """Number of contents whose scores each worker keeps: equal content is scored once. Default: 4096 for a judge, to
-    which only the conversation counts; 0 for a function. A judge that learns keeps none."""
+    """Number of contents whose scores each worker keeps: equal content is scored once, also after a resume. Default:
+    4096 for a judge, to which only the conversation counts; 0 for a function. A judge that learns keeps none."""
     limit: ScoreLimitConfig = ScoreLimitConfig()
     """What the scorer may use in the whole run."""
     on_failure: WaveFixed[str] = "drop"

@@ -276,6 +276,8 @@ class Score:
     """Oldest version of the judge, if its versions differ."""
     requests: int = 0
     """Calls of a function or a model made for it, retries included."""
+    content: bytes = b""
+    """Hash of the scorer and the scored content, if equal content is scored once."""
     values: tuple[float | None, ...] = ()
     """Scores of the members of a group, in their order; `value` is then None."""
     spread: float | None = None

@@ -21,7 +21,7 @@ from agentrl.core.errors import JournalError, StorageError
 from agentrl.journal import control_rows
 from agentrl.journal.port import AttemptPruning, EpisodeEnd, PruneTotals, VersionPublication
 from agentrl.journal.pruning import Settled
-from agentrl.journal.reader import read_fork_prefix
+from agentrl.journal.reader import read_fork_prefix, recorded_score
 from agentrl.journal.run_log import RunJournal
 from agentrl.journal.schema import CONTROL_FILE, open_database_in_memory
 from agentrl.journal.store import write_control_rows
@@ -29,7 +29,7 @@ from agentrl.journal.store import write_control_rows
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, WeightsRef
+    from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, Score, WeightsRef
     from agentrl.journal.entries import JournalEntry
     from agentrl.journal.port import ControlRecord, PruneRule
 
@@ -309,6 +309,11 @@ class MemoryJournal(RunJournal):
     def recorded(self, episode_id: str, attempt: int) -> tuple[list[JournalEntry], list[JournalEntry]]:
         log = fullest_partition(self.turn_logs, episode_id, attempt)
         return ([], []) if log is None else (log.read(episode_id, attempt), log.read_partials(episode_id, attempt))
+
+    def newest_scores(self, scorer: str, count: int) -> dict[bytes, Score]:
+        entries = [entry for log in self.turn_logs.values() for entry in log.entries[: log.on_disk]]
+        scores = [entry for entry in entries if entry.request_hash and entry.call_id.endswith(f"?{scorer}")]
+        return {entry.request_hash: recorded_score(entry) for entry in scores[-count:]}
 
     def prefix(self, point: ForkPoint) -> list[JournalEntry]:
         return read_fork_prefix(".", point, lambda _, at: self.recorded(at.episode_id, at.attempt)[0])

@@ -17,8 +17,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentrl.core.errors import EntriesError, JournalError, PrunedDataError
 from agentrl.core.ids import is_safe_name
+from agentrl.core.records import Score
 from agentrl.core.text import plural
-from agentrl.journal.entries import BeginEntry, JournalEntry, decode_entries, entry_checksum, episode_digest
+from agentrl.journal.entries import (
+    BeginEntry,
+    JournalEntry,
+    NondeterministicValueEntry,
+    ScoreEntry,
+    decode_entries,
+    entry_checksum,
+    episode_digest,
+)
 from agentrl.journal.schema import CONTROL_FILE, DAMAGE, all_rows, database_error, open_database_to_read
 
 if TYPE_CHECKING:
@@ -91,6 +100,27 @@ class TurnLogReader:
                 self.check_pruned(key.episode_id, key.attempt)
             _check_committed(key, rows)
         return answer
+
+    def newest_scores(self, scorer: str, count: int) -> dict[bytes, Score]:
+        """Return the newest scores of a scorer whose entries have a content hash, by that hash; about `count` of each
+        partition, among its newest entries.
+
+        Raises:
+            JournalError: a partition cannot be read, or an entry does not match its checksum.
+        """
+        found: dict[bytes, Score] = {}
+        statement = (
+            f"{_SELECT_COLUMNS} FROM entries WHERE id > (SELECT max(id) FROM entries) - ? AND call LIKE ?"
+            " AND length(asked) > 0 ORDER BY id DESC LIMIT ?"
+        )
+        for partition in sorted(self._directory.glob("turns-*.db")):
+            path, connection = self._open(partition.name)
+            # Entries of scores are rare among others: a window keeps the scan short.
+            for row in all_rows(connection, path, statement, 64 * count, f"%?{scorer}", count):
+                entry = verified_entry(path, row)
+                if entry.call_id.endswith(f"?{scorer}"):
+                    found.setdefault(entry.request_hash, recorded_score(entry))
+        return found
 
     def beginnings(self, keys: Sequence[AttemptLocation]) -> list[JournalEntry]:
         """Return the first entries of episodes, as far as they can be read; unordered."""
@@ -233,6 +263,19 @@ def read_fork_prefix(journal: str, point: ForkPoint, read: ReadAttempt, *, depth
         if begin.fork is None
         else [*read_fork_prefix(parent_journal, begin.fork, read, depth=depth + 1), *inherited]
     )
+
+
+def recorded_score(entry: JournalEntry) -> Score:
+    """Return the score that an entry records, as a cached one.
+
+    Raises:
+        JournalError: the entry is damaged.
+    """
+    body = entry.decode()
+    if isinstance(body, ScoreEntry):
+        return Score(body.score, body.note, cached=True, judged_by=body.judged_by, content=entry.request_hash)
+    value = body.value if isinstance(body, NondeterministicValueEntry) and isinstance(body.value, float) else None
+    return Score(value, cached=True, content=entry.request_hash)
 
 
 def load_fork_prefix(journal: str | Path, point: ForkPoint) -> list[JournalEntry]:

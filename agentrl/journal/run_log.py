@@ -36,7 +36,15 @@ from agentrl.journal.schema import CONTROL_FILE, all_rows, open_database_to_read
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, FrozenGroupBaselines, GroupScores, Purpose
+    from agentrl.core.records import (
+        EpisodeHeader,
+        EpisodeSpec,
+        ForkPoint,
+        FrozenGroupBaselines,
+        GroupScores,
+        Purpose,
+        Score,
+    )
     from agentrl.journal.entries import JournalEntry
 
 START_KEY = "life."
@@ -575,6 +583,10 @@ class RunJournal(RunLog, JournalStore):
         Raises:
             JournalError: the entries cannot be read.
         """
+
+    @abstractmethod
+    def newest_scores(self, scorer: str, count: int) -> dict[bytes, Score]:
+        """Return the newest scores of a scorer by the hash of their content; see `TurnLogReader.newest_scores`."""
 
     @abstractmethod
     def prefix(self, point: ForkPoint) -> list[JournalEntry]:

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
         EpisodeHeader,
         EpisodeSpec,
         ForkPoint,
+        Score,
     )
     from agentrl.journal.entries import JournalEntry
     from agentrl.journal.port import ControlRecord, PruneRule, PruneTotals
@@ -384,6 +385,9 @@ class SqliteJournal(RunJournal):
             self._turns.read(partition, episode_id, attempt),
             self._turns.partials(partition, episode_id, attempt),
         )
+
+    def newest_scores(self, scorer: str, count: int) -> dict[bytes, Score]:
+        return self._turns.newest_scores(scorer, count)
 
     def prefix(self, point: ForkPoint) -> list[JournalEntry]:
         return load_fork_prefix(self.directory, point)

@@ -412,13 +412,14 @@ class CallJournal:
         nothing."""
         return self._recorded.scores()
 
-    def record_score(self, call_id: str, body: EntryBody) -> None:
-        """Append a score when it arrives, unless the episode has ended or will continue elsewhere.
+    def record_score(self, call_id: str, body: EntryBody, content: bytes = b"") -> None:
+        """Append a score when it arrives, with the hash of its content, unless the episode has ended or will continue
+        elsewhere.
 
         Unlike `record`, this does not settle cancelled calls: the scorer's task says nothing about the program.
         """
         if not (self._ended or self._stopped):
-            entry = JournalEntry(self._episode_id, self._attempt, call_id, b"", encode_body(body))
+            entry = JournalEntry(self._episode_id, self._attempt, call_id, content, encode_body(body))
             self._log.append(entry)
             self._count(entry)
 

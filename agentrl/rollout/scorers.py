@@ -34,6 +34,7 @@ from agentrl.core.errors import (
 from agentrl.core.ids import stable_hash64
 from agentrl.core.records import Score
 from agentrl.environment.rewards import finite_reward
+from agentrl.journal.entries import request_hash
 from agentrl.rollout.turn_sampler import LOST_IN_A_ROW
 
 if TYPE_CHECKING:
@@ -125,6 +126,10 @@ class RetryingScorer(ABC):
     """Limit of the requests that run at once."""
     cache: int = 0
     """Number of contents whose scores are kept."""
+    identity: str = ""
+    """Everything but the content that decides about a score, such as the judge and its rubric."""
+    recorded: Mapping[bytes, Score] = field(default_factory=dict)
+    """Scores in the journal of a resumed run, by `Score.content`."""
     run_seed: int = 0
     other: RetryingScorer | None = None
     """Scorer that answers if this one fails; None: the episode is dropped."""
@@ -156,7 +161,11 @@ class RetryingScorer(ABC):
         """
         if not self.cache or request.group:
             return await self._ask(request)
-        key = hashlib.blake2b(self.content(request).encode("utf-8", "replace"), digest_size=16).digest()
+        content = self.content(request).encode("utf-8", "replace")
+        hashed = request_hash(self.identity.encode(), content)
+        if hashed in self.recorded:
+            return self.recorded[hashed]
+        key = hashlib.blake2b(content, digest_size=16).digest()
         flight = self._known.get(key)
         is_new = flight is None
         if flight is None:
@@ -177,6 +186,7 @@ class RetryingScorer(ABC):
             raise
         finally:
             flight.waiting -= 1
+        score = replace(score, content=hashed)
         return score if is_new else replace(score, queued=0.0, tokens=0, requests=0, cached=True)
 
     async def _ask(self, request: ScoreRequest) -> Score:

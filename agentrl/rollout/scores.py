@@ -214,7 +214,7 @@ class LiveScores:
                 judged_by=score.judged_by,
             )
         self._arrived[request.call_id] = body
-        self._episode.journal.record_score(request.call_id, body)
+        self._episode.journal.record_score(request.call_id, body, score.content)
 
 
 class LiveVerdict(Verdict):

@@ -14,6 +14,7 @@ from agentrl.core.records import (
     PolicyVersion,
     Proposal,
     RoleMeanAtAdmission,
+    Score,
     StepReport,
     TrainBatch,
     TrajectoryCredit,
@@ -23,9 +24,12 @@ from agentrl.core.records import (
 )
 from agentrl.journal.entries import (
     JournalEntry,
+    NondeterministicValueEntry,
     PartialTurnTokens,
+    ScoreEntry,
     TurnVersionSpan,
     decode_partial_turn,
+    encode_body,
     encode_partial_turn,
 )
 from agentrl.journal.port import StepRow
@@ -226,6 +230,33 @@ def test_scores_of_a_group_come_back_as_they_were_recorded(on_journal: OnJournal
         journal.record(one, other)
         await journal.flush()
         assert journal.group_scores() == {"g0": [other, one]}
+
+    on_journal(scenario)
+
+
+def test_the_newest_scores_of_each_content_are_found(on_journal: OnJournal) -> None:
+    async def scenario(journal: AnyJournal) -> None:
+        log = journal.turn_log("0")
+        judge = PolicyVersion("solver", 0, 3)
+        scores = [
+            ("a.0.0?judge", b"content1", ScoreEntry("a", 0, 0.25, 0, "judge", 1.0, note="old")),
+            ("a.0.1?judge", b"content1", ScoreEntry("a", 0, 0.5, 1, "judge", 1.0, note="new", judged_by=judge)),
+            ("a.0.2?judge", b"content2", ScoreEntry("a", 0, -1.0, 2, "judge", 1.0, difference_of=2.0)),
+            ("a.0.3?judge", b"content3", NondeterministicValueEntry("score", None)),
+            ("a.0.4?judge", b"", ScoreEntry("a", 0, 9.0, 4, "judge", 1.0)),
+            ("a.0.5?prejudge", b"content5", ScoreEntry("a", 0, 9.0, 5, "prejudge", 1.0)),
+        ]
+        for call_id, content, body in scores:
+            log.append(JournalEntry("e0", 0, call_id, content, encode_body(body)))
+        await log.flush()
+        found = journal.newest_scores("judge", 10)
+        assert {key: score.value for key, score in found.items()} == {
+            b"content1": 0.5,
+            b"content2": 2.0,
+            b"content3": None,
+        }
+        assert found[b"content1"] == Score(0.5, "new", cached=True, judged_by=judge, content=b"content1")
+        assert set(journal.newest_scores("judge", 2)) <= {b"content2", b"content3"}
 
     on_journal(scenario)
 

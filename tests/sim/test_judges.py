@@ -25,6 +25,7 @@ from agentrl.rollout.judge import JudgeScorer, VerdictError
 from agentrl.rollout.scorers import Places
 from agentrl.testing.virtual_time import simulate
 from tests.sim.small_run import SmallRun, config_for, guess
+from tests.sim.test_resume import second_life
 from tests.sim.test_scores import entries, finished, headers
 
 pytestmark = pytest.mark.sim
@@ -214,6 +215,36 @@ def test_a_policy_that_learns_judges_itself_and_each_score_names_its_version() -
         versions.update(judges)
     assert {version.policy for version in versions} == {"guesser"}
     assert len(versions) > 1, "no update fell into the run"
+
+
+def test_a_resumed_run_keeps_the_scores_of_its_journal_unless_the_judge_has_changed() -> None:
+    asked: list[str] = []
+
+    def counted(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+        if policy == "critic":
+            asked.append(told(request))
+        return judging(request, policy, version)
+
+    first = finished(config(attempts=8), script=counted)
+    rubrics = {"same": RUBRIC, "other": f"{RUBRIC} Be strict."}
+    again: dict[str, set[str]] = {}
+    for name, rubric in rubrics.items():
+        before, asked[:] = set(asked), []
+        run = second_life(first, first.journal.after_crash(), 2)
+        run.config = config_for(**config(attempts=8, rubric=rubric), steps=6)
+        run.script = counted
+        simulate(run.run, seed=0)
+        again[name] = set(asked)
+        if name == "same":
+            assert not before & again[name], "equal content was asked for again"
+            notes = {score.note for score in _scores(run) if score.cached}
+            assert notes <= {score.note for score in _scores(first)} | {score.note for score in _scores(run)}
+            assert {score.cached for score in _scores(run)} == {True, False}
+    assert len(again["other"]) > len(again["same"])
+
+
+def _scores(run: SmallRun) -> list[ScoreEntry]:
+    return [body for name in headers(run) for body in entries(run, name).values() if isinstance(body, ScoreEntry)]
 
 
 @pytest.mark.parametrize(("per", "votes"), [("episode", 0), ("episode", 1), ("group", 1)])

@@ -167,6 +167,7 @@ class Machine:
             paths=(),
             capabilities=CAPABILITIES,
             scorers={},
+            kept_scores={},
         )
         settings = PoolSettings(workers=workers, work=work, max_in_flight=in_flight, attempts=attempts, silence_s=1e6)
         self.pool = WorkerPool(

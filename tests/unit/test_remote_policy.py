@@ -351,6 +351,18 @@ def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         external_policies(config)
 
 
+@pytest.mark.parametrize(
+    ("workers", "per", "share"), [(1, "group", 12), (4, "episode", 3), (3, "group", 3), (99, "turn", 1)]
+)
+def test_the_requests_at_once_are_shared_by_the_processes_of_a_run(workers: int, per: str, share: int) -> None:
+    remote = {"kind": "remote", "url": "https://h/v1", "model": "m", "max_concurrent": 12}
+    ruler = {"judge": "judge", "rubric": "?", "unscorable": 0.0, "per": per}
+    policies: Any = {"guesser": {}, "judge": remote}
+    client = external_policies(config_for(policies=policies, scorers={"ruler": ruler}, workers=workers))["judge"]
+    assert isinstance(client, RemotePolicyClient)
+    assert client.config.max_concurrent == share
+
+
 def test_tools_and_calls_go_to_and_fro_in_their_form() -> None:
     chat = JsonChatFormat()
     tool = ToolSpec(name="add", description="Add.", parameters={"type": "object"})
