@@ -61,6 +61,32 @@ BOMBS = {
         os.memfd_create("x")
         print("reached")
     """),
+    "shared mappings": _python("""
+        import mmap
+        held = mmap.mmap(-1, 1000 << 20)
+        for place in range(0, len(held), 4096):
+            held[place] = 1
+        print("reached")
+    """),
+    "shared mappings of a device": _python("""
+        import mmap
+        with open("/dev/zero", "rb") as device:
+            held = mmap.mmap(device.fileno(), 1000 << 20, mmap.MAP_SHARED, mmap.PROT_READ)
+        for place in range(0, len(held), 4096):
+            held[place]
+        print("reached")
+    """),
+    "page tables": _python("""
+        import ctypes
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long
+        for _ in range(4):
+            start = libc.mmap(None, 1 << 38, 1, 0x4022, -1, 0)
+            for offset in range(0, 1 << 38, 2 << 20):
+                ctypes.c_ubyte.from_address(start + offset).value
+        print("reached")
+    """),
     "shared memory": _files("/dev/shm", 300, MIB),
     "disk": _files("/box", 200, MIB),
     "disk in /tmp": _files("/tmp", 200, MIB),

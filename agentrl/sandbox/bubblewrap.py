@@ -110,8 +110,14 @@ class BubblewrapLease:
         if (self.limits.network == "gateway") != (listener is not None):
             raise InputError("sandbox: give `listener` with network = 'gateway', and only then")
         variables, directory = {**self.limits.environment, **(environment or {})}, self.limits.directory
-        if not argv or any("\0" in text for pair in variables.items() for text in pair):
-            raise InputError("sandbox: a command needs a program, and its environment may not contain NUL")
+        if not argv:
+            raise InputError("sandbox: a command needs a program")
+        if bad := [name for name, value in variables.items() if not _is_variable(name, value)]:
+            raise InputError(
+                f"sandbox: the environment variable {bad[0]!r} has a name or a value that no process can have"
+            )
+        if seconds is not None and not seconds >= 0:
+            raise InputError(f"sandbox: seconds = {seconds} is no time limit")
         if refusal := _unusable(argv):
             return _not_started(refusal)
         try:
@@ -139,6 +145,8 @@ class BubblewrapLease:
                     port=GATEWAY_PORT,
                 )
                 outputs = [await stream.finish() for stream in streams]
+            except OSError as error:  # an earlier command may have made a link of a directory that is mounted on
+                return _not_started(str(error))
             finally:
                 for stream in streams:
                     stream.close()
@@ -183,6 +191,15 @@ class BubblewrapLease:
             self._is_closed = True
             if self._client.lost is None:
                 await self._client.ask("destroy", lease=self._name)
+
+
+def _is_variable(name: str, value: str) -> bool:
+    """Whether a process can have an environment variable."""
+    try:
+        text = os.fsencode(name + value)
+    except UnicodeEncodeError:
+        return False
+    return bool(name) and "=" not in name and b"\0" not in text
 
 
 def _unusable(argv: Sequence[str]) -> str:

@@ -20,7 +20,15 @@ Network = Literal["none", "gateway", "open"]
 """`gateway`: only a port that the sandbox's owner serves; `open`: the machine's own network."""
 _FIXED = ("bin", "dev", "etc", "lib", "lib32", "lib64", "proc", "sbin", "usr")
 """Directories below / that no sandbox without a `root` can write to."""
-_FLOORS = {"memory_mb": 32, "seconds": 0.1, "disk_mb": 1, "inodes": 64, "processes": 4, "output_bytes": 1}
+_RANGES = {
+    "memory_mb": (32, 1 << 24),
+    "seconds": (0.1, 30 * 86_400),
+    "disk_mb": (1, 1 << 24),
+    "inodes": (64, 1 << 30),
+    "processes": (4, 1 << 22),
+    "output_bytes": (1, 1 << 30),
+}
+"""Least and greatest value of each limit."""
 
 
 class SandboxError(InfrastructureError):
@@ -85,11 +93,11 @@ class SandboxLimits:
     """Environment variables of all commands, in addition to PATH, HOME and LANG."""
 
     def __post_init__(self) -> None:
-        for name, floor in _FLOORS.items():
-            if getattr(self, name) < floor:
-                raise InputError(
-                    f"sandbox: {name} = {getattr(self, name)} is too small; the least that works is {floor}"
-                )
+        for name, (least, greatest) in _RANGES.items():
+            value = getattr(self, name)
+            if not least <= value <= greatest:
+                what = "too large" if value > greatest else "too small"
+                raise InputError(f"sandbox: {name} = {value} is {what}; it must be from {least} to {greatest:,}")
         if self.network not in ("none", "gateway", "open"):
             raise InputError(f"sandbox: network = {self.network!r}; write 'none', 'gateway' or 'open'")
         here = (*self.read, *([self.root] if self.root is not None else []))

@@ -19,6 +19,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -51,7 +52,11 @@ MAX_CHANGED_BYTES = 48 << 20
 """Maximum size of the files changed by one command, if its changes are kept: they must fit a journal entry."""
 _TICK_NS = 50_000_000
 """Upper bound of the resolution of file times."""
+_ZERO_BYTES = 1 << 62
+"""Size of the empty file that replaces /dev/zero: shared mappings of the device are memory that no limit counts."""
 _SAMPLE_S = 0.02
+_SIZE = re.compile(rb"^(\w+):\s+(\d+) kB$", re.MULTILINE)
+"""A size in /proc/PID/status."""
 _START_S = 10.0
 """Seconds within which bubblewrap has to set up a sandbox."""
 _HOST_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ssl/certs", "/etc/localtime")
@@ -140,6 +145,12 @@ def _parts(path: str) -> list[str]:
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if not path.startswith("/") or ".." in parts or not parts:
         raise OSError(errno.EINVAL, "not an absolute path without '..'")
+    try:
+        unusable = b"\0" in os.fsencode(path)
+    except UnicodeEncodeError:
+        unusable = True
+    if unusable:
+        raise OSError(errno.EINVAL, "a path may contain neither NUL nor lone surrogates")
     return parts
 
 
@@ -210,22 +221,35 @@ class FileChanges:
                 record = record._replace(target="opaque")
             self.signatures[path] = (found.st_mode, len(record.target))
             if self._earlier.get(path) != self.signatures[path]:
-                self.records.append(record)
+                self._add(record)
             return True
         signature = self.signatures[path] = (found.st_mode, found.st_ino, found.st_size, found.st_ctime_ns)
         if found.st_nlink > 1 and (first := self._first.setdefault(found.st_ino, path)) != path:
-            self.records.append(record._replace(kind="same", target=first))
+            self._add(record._replace(kind="same", target=first))
         elif self._earlier.get(path) != signature or found.st_ctime_ns >= self._settled:
             if kind == "file":
-                self._room -= found.st_size
-                if self._room < 0:
-                    raise OSError(errno.EFBIG, f"more than {MAX_CHANGED_BYTES >> 20} MiB changed")
+                self._take(found.st_size)
                 _append(self.contents, directory, name, found.st_size)
                 record = record._replace(modified=found.st_mtime_ns, size=found.st_size)
             elif kind == "link":
                 record = record._replace(target=os.readlink(name, dir_fd=directory))
-            self.records.append(record)
+            self._add(record)
         return False
+
+    def gone(self) -> list[str]:
+        """Return the paths of the earlier walk that are gone."""
+        gone = [path for path in self._earlier if path not in self.signatures]
+        self._take(sum(len(os.fsencode(path)) for path in gone))
+        return gone
+
+    def _add(self, record: FileRecord) -> None:
+        self._take(len(os.fsencode(record.path)) + len(os.fsencode(record.target)))
+        self.records.append(record)
+
+    def _take(self, size: int) -> None:
+        self._room -= size
+        if self._room < 0:
+            raise OSError(errno.EFBIG, f"more than {MAX_CHANGED_BYTES >> 20} MiB changed")
 
 
 _KINDS = {
@@ -245,6 +269,12 @@ def _append(contents: int, directory: int, name: str, size: int) -> None:
             size -= copied
     finally:
         os.close(file)
+
+
+def _release(block: int) -> None:
+    """Let bubblewrap start its command, unless it has failed because of the sandbox's files."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(block, b"1")
 
 
 def _mode_of(directory: int, name: str, content: bytes) -> int:
@@ -293,6 +323,8 @@ class Lease:
         os.mkdir(path, 0o700)
         options = f"size={limits['disk_mb']}m,nr_inodes={limits['inodes']},mode=755"
         _mount("agentrl", path, "tmpfs", _NOSUID | _NODEV, options)
+        with open(f"{path}/zero", "wb") as file:
+            file.truncate(_ZERO_BYTES)
         self.writable = list(dict.fromkeys(["box", "tmp", *(_parts(path)[0] for path in limits["writable"])]))
         """Directories that commands may write to, if there is no root of its own."""
         directories = ("upper", "work", "top") if self.root else ("box", "tmp", "etc")
@@ -353,6 +385,22 @@ class Lease:
             directory = deeper
         return directory
 
+    def make_mount_points(self) -> None:
+        """Make what bubblewrap mounts on, in a sandbox with its own root. It would follow links of earlier commands."""
+        if not self.root:
+            return
+        for path in ("/proc", "/dev", *self.limits["read"]):
+            *parents, name = _parts(path)
+            with _in_file(path):
+                if os.path.isdir(path):
+                    os.close(self.open_directory([*parents, name], make=True))
+                    continue
+                directory = self.open_directory(parents, make=True)
+                try:
+                    os.close(_open_beneath(directory, name, os.O_RDONLY | os.O_CREAT | os.O_NONBLOCK, 0o644))
+                finally:
+                    os.close(directory)
+
     def write(self, path: str, content: bytes, mode: int | None = None, *, modified: int | None = None) -> None:
         *parents, name = _parts(path)
         if not self.root and (not parents or parents[0] not in self.writable):
@@ -387,16 +435,17 @@ class Lease:
         """
         started = time.time_ns()
         changes = FileChanges({} if everything else self.signatures, self.scanned - _TICK_NS)
+        gone: list[str] = []
         try:
             if self.root:
                 changes.walk(f"{self.path}/upper", "")
             else:
                 for name in self.writable:
                     changes.walk(self.path, name)
+            gone = changes.gone()
         except BaseException:
             os.close(changes.contents)
             raise
-        gone = [path for path in self.signatures if path not in changes.signatures]
         self.signatures, self.scanned = changes.signatures, started
         return changes.records, gone, changes.contents
 
@@ -466,23 +515,29 @@ class RunningCommand:
         self.killed = ""
         self.peak = 0
         self.pidfd = os.pidfd_open(process)
-        self.init_pidfd = os.pidfd_open(init)
+        try:
+            self.init_pidfd = os.pidfd_open(init)
+        except ProcessLookupError:
+            self.init_pidfd = os.dup(self.pidfd)
 
     def kill(self, why: str) -> None:
         self.killed = self.killed or why
-        for process in (self.init, self.process):  # process 1 of the sandbox first: the kernel ends all others with it
+        for process in (
+            self.init_pidfd,
+            self.pidfd,
+        ):  # the sandbox's process 1 first: the kernel ends all others with it
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+                signal.pidfd_send_signal(process, signal.SIGKILL)
 
     def private_memory(self) -> int:
-        """Private memory of the command's processes, in bytes. Files in tmpfs have their own limit."""
+        """Private memory of the command's processes and their page tables, in bytes. Files have their own limit."""
         total, processes = 0, [self.init]
         while processes:
             process = processes.pop()
             with contextlib.suppress(OSError, ValueError):
-                with open(f"/proc/{process}/statm", "rb") as file:
-                    pages = file.read().split()
-                total += (int(pages[1]) - int(pages[2])) * resource.getpagesize()
+                with open(f"/proc/{process}/status", "rb") as file:
+                    sizes = dict(_SIZE.findall(file.read()))
+                total += sum(int(sizes.get(name, 0)) for name in (b"RssAnon", b"VmSwap", b"VmPTE")) << 10
                 for task in os.listdir(f"/proc/{process}/task"):
                     with open(f"/proc/{process}/task/{task}/children", "rb") as file:
                         processes += map(int, file.read().split())
@@ -537,8 +592,8 @@ class Keeper:
             reply, sent = {"error": str(error)}, []
         except FileError as error:
             reply, sent = {"file_error": error.args}, []
-        except OSError as error:
-            reply, sent = {"error": f"{operation}: {error}"}, []
+        except Exception as error:  # any other one would end all sandboxes of the worker
+            reply, sent = {"error": f"{operation}: {type(error).__name__}: {error}"}, []
         for file in files:
             os.close(file)
         if reply is not None:
@@ -618,6 +673,7 @@ class Keeper:
 
     def do_run(self, number: int, files: list[int], lease: str, **options: Any) -> Answer:
         sandbox = self.lease(lease)
+        sandbox.make_mount_points()
         process, init, listener = self.start(sandbox, files, options)
         deadline = time.monotonic() + options["seconds"]
         command = RunningCommand(sandbox, process, init, deadline, options["memory_mb"] << 20)
@@ -694,6 +750,9 @@ class Keeper:
             str(16 << 20),
             "--tmpfs",
             "/dev/shm",
+            "--ro-bind",
+            f"{lease.path}/zero",
+            "/dev/zero",
             "--remount-ro",
             "/dev",
         ]
@@ -748,7 +807,7 @@ class Keeper:
         try:
             init = self.sandbox_init(info_read)
             self.limit_processes(lease, init, options["processes"])
-            os.write(block_write, b"1")
+            _release(block_write)
         except BaseException:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
@@ -796,14 +855,16 @@ class Keeper:
     def limit_processes(self, lease: Lease, init: int, processes: int) -> None:
         """Limit the number of processes inside, where only the sandbox's own are counted."""
         if lease.uid is None:
-            resource.prlimit(init, resource.RLIMIT_NPROC, (processes, processes))
+            with contextlib.suppress(ProcessLookupError):  # bubblewrap failed since, because of the sandbox's files
+                resource.prlimit(init, resource.RLIMIT_NPROC, (processes, processes))
             return
         helper = os.fork()  # root may lack the right to change others' limits; the lease's own user has it
         if helper == 0:
             try:
                 os.setresgid(lease.uid, lease.uid, lease.uid)
                 os.setresuid(lease.uid, lease.uid, lease.uid)
-                resource.prlimit(init, resource.RLIMIT_NPROC, (processes, processes))
+                with contextlib.suppress(ProcessLookupError):
+                    resource.prlimit(init, resource.RLIMIT_NPROC, (processes, processes))
                 os._exit(0)
             except BaseException:
                 os._exit(1)

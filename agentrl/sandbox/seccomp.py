@@ -1,7 +1,7 @@
 """The seccomp program of a sandbox: a classic BPF filter that refuses system calls with EPERM.
 
-It refuses what reaches kernel interfaces that no namespace separates (keyrings, vsock, io_uring, bpf, the clock),
-memory that no limit counts (memfd, System V IPC), and new namespaces. Everything else is allowed.
+It refuses kernel interfaces that no namespace separates (keyrings, vsock, io_uring, bpf, the clock), memory that no
+limit counts (memfd, System V IPC, shared mappings without a file), and new namespaces. Everything else is allowed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import NamedTuple
 from agentrl.core.errors import InputError
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_NUMBER, _ARCHITECTURE, _ARGUMENT_0, _ARGUMENT_1 = 0, 4, 16, 24
+_NUMBER, _ARCHITECTURE, _ARGUMENT_0, _ARGUMENT_1, _ARGUMENT_3 = 0, 4, 16, 24, 40
 """Offsets in the kernel's `struct seccomp_data`, in bytes; arguments are little-endian, their low halves come first."""
 _NEW_NAMESPACES = 0x7E020080
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET and NEWTIME."""
@@ -33,6 +34,7 @@ class _Architecture(NamedTuple):
     socket: int
     socketpair: int
     ioctl: int
+    mmap: int
     refused: tuple[int, ...]
 
 
@@ -53,6 +55,7 @@ _X86_64 = _Architecture(
     socket=41,
     socketpair=53,
     ioctl=16,
+    mmap=9,
     refused=(
         29, 30, 31, 64, 68,  # shmget, shmat, shmctl, semget, msgget
         103,  # syslog
@@ -76,6 +79,7 @@ _AARCH64 = _Architecture(
     socket=198,
     socketpair=199,
     ioctl=29,
+    mmap=222,
     refused=(
         194, 195, 196, 190, 186,  # shmget, shmctl, shmat, semget, msgget
         116,  # syslog
@@ -131,6 +135,15 @@ def program(machine: str | None = None) -> bytes:
     def result(action: int) -> None:
         code.append(struct.pack("<HBBI", _RETURN, 0, 0, action))
 
+    def refuse_bits(number: int, argument: int, *masks: int) -> None:
+        """Refuse a call if its argument has a bit of every mask."""
+        jump(_Jump(_EQUAL, number, 0, len(masks) + 3))
+        load(argument)
+        for index, mask in enumerate(masks):
+            jump(_Jump(_ANY_BIT, mask, 0, len(masks) - index))
+        result(refuse)
+        result(_ALLOW)
+
     refuse, absent = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
     load(_ARCHITECTURE)
     jump(_Jump(_EQUAL, table.audit, 1, 0))
@@ -142,11 +155,8 @@ def program(machine: str | None = None) -> bytes:
     # The flags of clone3 are in memory, out of the filter's reach: libraries fall back to clone.
     jump(_Jump(_EQUAL, table.clone3, 0, 1))
     result(absent)
-    jump(_Jump(_EQUAL, table.clone, 0, 4))
-    load(_ARGUMENT_0)
-    jump(_Jump(_ANY_BIT, _NEW_NAMESPACES, 0, 1))
-    result(refuse)
-    result(_ALLOW)
+    refuse_bits(table.clone, _ARGUMENT_0, _NEW_NAMESPACES)
+    refuse_bits(table.mmap, _ARGUMENT_3, _MAP_ANONYMOUS, _MAP_SHARED)  # MAP_SHARED_VALIDATE has the second bit too
     for number, families in ((table.socket, _FAMILIES), (table.socketpair, _FAMILIES[:1])):
         jump(_Jump(_EQUAL, number, 0, len(families) + 3))
         load(_ARGUMENT_0)

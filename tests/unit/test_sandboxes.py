@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -19,12 +20,12 @@ import pytest
 
 from agentrl import Sandbox
 from agentrl.core.errors import InputError
-from agentrl.sandbox import seccomp
+from agentrl.sandbox import keeper, seccomp
 from agentrl.sandbox.bubblewrap import BubblewrapDriver, BubblewrapLease
 from agentrl.sandbox.checks import check_sandboxes
 from agentrl.sandbox.driver import CommandResult, SandboxError
 from benchmarks.sandboxes_leaks import leaks, marked
-from benchmarks.sandboxes_limits import below
+from benchmarks.sandboxes_limits import BOMBS, below
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 
@@ -238,6 +239,9 @@ def test_a_lost_keeper_is_an_error_of_the_machine_and_is_replaced() -> None:
         ({"root": "/no/such/directory"}, "directory"),
         ({"root": "/etc/passwd"}, "directory"),
         ({"read": ("relative",)}, "absolute"),
+        ({"memory_mb": 10**30}, "memory_mb = 1000.* is too large"),
+        ({"seconds": float("nan")}, "seconds = nan"),
+        ({"seconds": float("inf")}, "seconds = inf is too large"),
     ],
 )
 def test_a_sandbox_that_cannot_work_is_refused(limits: dict[str, object], noun: str) -> None:
@@ -260,6 +264,97 @@ def test_a_command_that_cannot_start_fails_and_says_why(argv: list[str], files: 
     ran = in_lease(lambda lease: lease.run(argv, files=files), disk_mb=1)
     assert ran.status == 126
     assert why in ran.stderr.decode()
+
+
+def test_a_path_that_no_file_can_have_fails_and_the_keeper_goes_on() -> None:
+    async def use(lease: BubblewrapLease) -> CommandResult:
+        for path in ("/box/\ud800", "/box/a\0b", "/box/" + "a" * 5000):
+            for call in (lease.write({path: b"x"}), lease.read(path)):
+                with pytest.raises(OSError, match=r"surrogates|too long"):
+                    await call
+        assert b"surrogates" in (await lease.run(["true"], files={"\udcff\ud800": b""})).stderr
+        return await lease.run(["echo", "\ud800"])
+
+    assert in_lease(use).output == "?\n"
+
+
+def test_a_request_that_the_keeper_cannot_serve_ends_no_sandbox() -> None:
+    async def use(lease: BubblewrapLease) -> CommandResult:
+        with pytest.raises(SandboxError, match="surrogates not allowed"):
+            await lease._client.ask("create", lease="\ud800", disk_mb=1, inodes=64, root=None, read=[], writable=[])
+        return await lease.run(["echo", "ok"])
+
+    assert in_lease(use).ok
+
+
+@pytest.mark.parametrize("variables", [{"A=B": "c"}, {"": "c"}, {"A": "\ud800"}, {"A": "\0"}])
+def test_variables_that_no_process_can_have_are_refused(variables: dict[str, str]) -> None:
+    with pytest.raises(InputError, match="environment variable"):
+        in_lease(lambda lease: lease.run(["true"], environment=variables))
+
+
+def test_a_time_limit_that_is_no_number_is_refused() -> None:
+    with pytest.raises(InputError, match="seconds = nan"):
+        in_lease(lambda lease: lease.run(["true"], seconds=float("nan")))
+
+
+@pytest.mark.parametrize("name", ["shared mappings", "shared mappings of a device", "page tables"])
+def test_mapped_memory_is_refused_or_counted(name: str) -> None:
+    ran = in_lease(lambda lease: lease.run(BOMBS[name]), memory_mb=64, disk_mb=8, seconds=10)
+    assert b"reached" not in ran.stdout
+    assert not ran.ok
+    assert ran.killed != "time"
+
+
+def test_private_and_file_mappings_work_and_zeros_can_be_read() -> None:
+    program = """
+import mmap
+mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE)[0] = 1
+with open("x", "w+b") as file:
+    file.write(bytes(4096))
+    file.flush()
+    mmap.mmap(file.fileno(), 4096)[0] = 1
+print(open("/dev/zero", "rb").read(3), open("x", "rb").read(1))
+"""
+    assert in_lease(lambda lease: lease.run(["python3", "-c", program])).output == "b'\\x00\\x00\\x00' b'\\x01'\n"
+
+
+def test_the_names_of_changed_and_removed_files_count_as_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "top").mkdir()
+    for number in range(10):
+        (tmp_path / "top" / f"{number}{'x' * 99}").symlink_to("y" * 100)
+    monkeypatch.setattr(keeper, "MAX_CHANGED_BYTES", 3000)
+    whole = keeper.FileChanges({}, 0)
+    whole.walk(str(tmp_path), "top")
+    monkeypatch.setattr(keeper, "MAX_CHANGED_BYTES", 1000)
+    with pytest.raises(OSError, match="changed"):
+        keeper.FileChanges(whole.signatures, 0).gone()
+    cut = keeper.FileChanges({}, 0)
+    with pytest.raises(keeper.FileError, match="changed"):
+        cut.walk(str(tmp_path), "top")
+    for changes in (whole, cut):
+        os.close(changes.contents)
+
+
+def test_a_link_where_a_directory_is_mounted_leads_nowhere(tmp_path: Path) -> None:
+    """bubblewrap makes what it mounts on, also through a link to its view of the host."""
+    for name in ("usr", "proc", "dev", "tmp"):
+        (tmp_path / "root" / name).mkdir(parents=True)
+    for name in ("bin", "lib", "lib64"):
+        (tmp_path / "root" / name).symlink_to(f"usr/{name}")
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as host:
+        os.chmod(host, 0o777)
+
+        async def use(lease: BubblewrapLease) -> CommandResult:
+            moved = await lease.run(["sh", "-c", f"ls /etc; mv /etc /old; ln -s oldroot{host} /etc"])
+            assert moved.output == "ld.so.cache\n"
+            return await lease.run(["ls", "/"])
+
+        ran = in_lease(use, root=str(tmp_path / "root"), read=("/usr", "/etc/ld.so.cache"))
+        assert not os.listdir(host)
+    assert b"sandbox: [Errno 20] Not a directory: '/etc/ld.so.cache'" in ran.stderr
 
 
 def test_long_arguments_and_many_files_are_used() -> None:
@@ -331,7 +426,7 @@ def test_a_root_must_exist_and_belong_to_this_user_or_root(tmp_path: Path) -> No
 
 def test_the_smallest_memory_is_enough_for_python() -> None:
     assert in_lease(lambda lease: lease.run(["python3", "-c", "print(1)"]), memory_mb=32).output == "1\n"
-    with pytest.raises(InputError, match="memory_mb = 31 is too small; the least that works is 32"):
+    with pytest.raises(InputError, match="memory_mb = 31 is too small; it must be from 32"):
         Sandbox(memory_mb=31)
 
 
