@@ -6,6 +6,7 @@ sandbox over the files it left, and write the reward. What an image would have t
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 import math
@@ -18,14 +19,15 @@ from pathlib import Path
 from posixpath import join, normpath
 from typing import Any
 
-from agentrl.core.errors import EffectError, EnvironmentDefinitionError, EpisodeError
+from agentrl.core.errors import EffectError, EnvironmentDefinitionError, EpisodeError, InputError
+from agentrl.core.files import open_regular, read_at_most
 from agentrl.core.records import Task
 from agentrl.environment.context import EpisodeContext, EpisodeSandbox
 from agentrl.environment.environment import Split, TaskSource
 from agentrl.environment.sandbox_tools import bash
 from agentrl.environment.tasks import split_tasks
 from agentrl.environment.tools import ToolEnvironment, ToolEpisode
-from agentrl.sandbox.driver import Network
+from agentrl.sandbox.driver import Network, check_variables
 from agentrl.sandbox.sandbox import Sandbox, read_sources
 
 MACHINE = "/"
@@ -34,6 +36,7 @@ TESTS, VERDICT = "/tests", "/logs/verifier"
 DISK_MB = 256
 """Size of the files of a task, which are in memory, in MiB."""
 _VERDICT_BYTES = 65_536
+_TEXT_BYTES = 1 << 20
 _NEEDS_NETWORK = re.compile(
     r"\b(?:apt-get|apt|apk|dnf|yum) +(?:-\S+ +)*(?:install|update|add)\b|\b(?:curl|wget|uvx|npx)\b"
     r"|\bpip3? +install\b|\buv +(?:pip|run|tool|sync|add)\b|\bnpm +(?:i|install|ci)\b|\bgit +clone\b"
@@ -74,14 +77,15 @@ class HarborTask:
     def sandbox(self, root: str, network: Network) -> Sandbox:
         """Return the sandbox of the task over a root directory."""
         directory = self.workdir or "/box"
-        made = {directory, TESTS, VERDICT, *(str(Path(path).parent) for path in self.copies)}
+        copied = {path if source.is_dir() else str(Path(path).parent) for path, source in self.copies.items()}
+        made = {directory, TESTS, VERDICT} - {"/"} | (copied if root == MACHINE else copied - {"/"})
         return Sandbox(
             memory_mb=self.memory_mb,
             seconds=self.tests_s,
             disk_mb=DISK_MB,
             network=network,
             root=None if root == MACHINE else root,
-            writable=tuple(sorted(path for path in made if path != "/")),
+            writable=tuple(sorted(made)),
             directory=directory,
             environment=self.variables,
         )
@@ -100,16 +104,16 @@ def read_task(directory: Path, roots: Mapping[str, str], *, network: Network = "
     if task.refusals:
         return task
     try:
-        settings = tomllib.loads((directory / "task.toml").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        settings = tomllib.loads(_text(directory / "task.toml"))
+    except (OSError, ValueError, RecursionError) as error:
         task.refusals.append(f"{directory / 'task.toml'}: {error}")
         return task
     try:
         _read_settings(task, settings, directory / "task.toml")
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
         task.refusals.append(f"{directory / 'task.toml'}: {error}")
     try:
-        task.instruction = (directory / "instruction.md").read_text(encoding="utf-8")
+        task.instruction = _text(directory / "instruction.md")
     except (OSError, ValueError) as error:
         task.refusals.append(f"{directory / 'instruction.md'}: {error}")
     _read_tests(task, directory / "tests", network)
@@ -128,7 +132,41 @@ def read_task(directory: Path, roots: Mapping[str, str], *, network: Network = "
             f"{environment / 'Dockerfile'}: needs the image {task.image}; give a directory with its files in `roots`, "
             f"or {MACHINE!r} there for this machine's /usr"
         )
+    _check_sandbox(task, directory, roots, network)
     return task
+
+
+def _check_sandbox(task: HarborTask, directory: Path, roots: Mapping[str, str], network: Network) -> None:
+    """Refuse what no sandbox can hold or have."""
+    size = sum(_size(path) for path in (directory / "tests", *task.copies.values()))
+    if size > DISK_MB << 20:
+        task.refusals.append(f"{directory}: its files have {size >> 20:,} MiB; at most {DISK_MB} fit the sandbox")
+    if not task.refusals:
+        try:
+            task.sandbox(roots[task.image], network)
+            check_variables(task.tests_variables)
+        except InputError as error:
+            task.refusals.append(f"{directory}: {error}")
+
+
+def _text(path: Path) -> str:
+    """Read a text file of a task.
+
+    Raises:
+        OSError: it cannot be read, is no plain file, or is too long.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    with open_regular(path.resolve()) as file:
+        content = read_at_most(file, _TEXT_BYTES + 1)
+    if len(content) > _TEXT_BYTES:
+        raise OSError(errno.EFBIG, f"longer than {_TEXT_BYTES:,} bytes")
+    return content.decode()
+
+
+def _size(path: Path) -> int:
+    """Return the size of the plain files that `read_sources` reads, in bytes."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file() and not file.is_symlink())
 
 
 def _links_out(directory: Path) -> list[str]:
@@ -143,7 +181,7 @@ def _read_settings(task: HarborTask, settings: dict[str, Any], path: Path) -> No
     """Read task.toml.
 
     Raises:
-        TypeError, ValueError, AttributeError: a field has the wrong type.
+        TypeError, ValueError, AttributeError, OverflowError: a field has the wrong type, or its number is too large.
     """
     for keys, what in _REFUSED_FIELDS.items():
         value: Any = settings
@@ -158,21 +196,28 @@ def _read_settings(task: HarborTask, settings: dict[str, Any], path: Path) -> No
         task.refusals.append(f"{path}: environment.os: only linux is supported")
     if verifier.get("environment_mode") == "separate":
         task.refusals.append(f"{path}: verifier.environment_mode: a separate image for the tests is not supported")
-    task.image = environment.get("docker_image", "")
-    task.workdir = environment.get("workdir", "")
+    task.image = _string(environment.get("docker_image", ""))
+    task.workdir = _string(environment.get("workdir", ""))
     memory = environment.get("memory_mb", environment.get("memory"))
     task.memory_mb = task.memory_mb if memory is None else _mebibytes(memory)
     task.tests_s = float(verifier.get("timeout_sec", task.tests_s))
     for variables, table in ((task.variables, environment), (task.tests_variables, verifier)):
         for name, value in table.get("env", {}).items():
-            if "${" in value:
+            if "${" in _string(value):
                 task.refusals.append(f"{path}: env.{name}: a variable of this machine would reach the sandbox")
             variables[name] = value
+
+
+def _string(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{str(value)[:40]} must be a string")
+    return value
 
 
 def _mebibytes(size: int | str) -> int:
     if isinstance(size, int):
         return size
+    size = _string(size)
     factors = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
     unit = size.strip()[-1:].upper()
     if unit not in factors:
@@ -184,8 +229,10 @@ def _read_tests(task: HarborTask, tests: Path, network: Network) -> None:
     """Look for the test script, and for commands in it that need a network."""
     if not (tests / "test.sh").is_file():
         task.refusals.append(f"{tests / 'test.sh'}: there is none")
-    for script in sorted(tests.rglob("*.sh")):
-        for number, line in enumerate(script.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+    for script in sorted(path for path in tests.rglob("*.sh") if path.is_file() and not path.is_symlink()):
+        with open_regular(script) as file:
+            text = read_at_most(file, _TEXT_BYTES).decode("utf-8", "replace")
+        for number, line in enumerate(text.splitlines(), 1):
             found = _NEEDS_NETWORK.search(line.partition("#")[0] if number > 1 else "")
             if found and network == "none":
                 task.refusals.append(
@@ -210,7 +257,11 @@ class _Dockerfile:
         self.workdir = ""
 
     def read(self) -> None:
-        text = (self.environment / "Dockerfile").read_text(encoding="utf-8", errors="replace")
+        try:
+            text = _text(self.environment / "Dockerfile")
+        except (OSError, ValueError) as error:
+            self.task.refusals.append(f"{self.environment / 'Dockerfile'}: {error}")
+            return
         started, instruction = 0, ""
         for number, line in enumerate(text.splitlines(), 1):
             if line.lstrip().startswith("#") or not (line.strip() or instruction):
@@ -405,6 +456,13 @@ async def _verdict(judge: EpisodeSandbox) -> Any:
         raise ValueError(f"there is neither reward.json nor reward.txt in {VERDICT}") from error
 
 
+def _is_finite(value: Any) -> bool:
+    try:
+        return isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
+
+
 def checked_rewards(verdict: Any, declared: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Return the rewards of a verdict.
 
@@ -416,6 +474,6 @@ def checked_rewards(verdict: Any, declared: Mapping[str, Sequence[float]]) -> di
         raise ValueError(f"they wrote {names[:200] or 'nothing'}, but the declared rewards are {', '.join(declared)}")
     for name, value in verdict.items():
         low, high = declared[name]
-        if not isinstance(value, int | float) or not math.isfinite(value) or not low <= value <= high:
+        if not _is_finite(value) or not low <= value <= high:
             raise ValueError(f"they wrote {name} = {str(value)[:40]}, which is no number from {low:g} to {high:g}")
     return {name: float(value) for name, value in verdict.items()}

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import InputError
 from agentrl.sandbox import keeper, seccomp
-from agentrl.sandbox.driver import CommandResult, SandboxError, SandboxLimits
+from agentrl.sandbox.driver import CommandResult, SandboxError, SandboxLimits, check_variables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -112,10 +112,7 @@ class BubblewrapLease:
         variables, directory = {**self.limits.environment, **(environment or {})}, self.limits.directory
         if not argv:
             raise InputError("sandbox: a command needs a program")
-        if bad := [name for name, value in variables.items() if not _is_variable(name, value)]:
-            raise InputError(
-                f"sandbox: the environment variable {bad[0]!r} has a name or a value that no process can have"
-            )
+        check_variables(variables)
         if seconds is not None and not seconds >= 0:
             raise InputError(f"sandbox: seconds = {seconds} is no time limit")
         if refusal := _unusable(argv):
@@ -191,15 +188,6 @@ class BubblewrapLease:
             self._is_closed = True
             if self._client.lost is None:
                 await self._client.ask("destroy", lease=self._name)
-
-
-def _is_variable(name: str, value: str) -> bool:
-    """Whether a process can have an environment variable."""
-    try:
-        text = os.fsencode(name + value)
-    except UnicodeEncodeError:
-        return False
-    return bool(name) and "=" not in name and b"\0" not in text
 
 
 def _unusable(argv: Sequence[str]) -> str:

@@ -100,6 +100,7 @@ class SandboxLimits:
                 raise InputError(f"sandbox: {name} = {value} is {what}; it must be from {least} to {greatest:,}")
         if self.network not in ("none", "gateway", "open"):
             raise InputError(f"sandbox: network = {self.network!r}; write 'none', 'gateway' or 'open'")
+        check_variables(self.environment)
         here = (*self.read, *([self.root] if self.root is not None else []))
         for path in (*here, *self.writable, self.directory):
             if not path.startswith("/") or ".." in path.split("/"):
@@ -119,6 +120,24 @@ class SandboxLimits:
         if owner not in (0, os.getuid()):
             raise InputError(
                 f"sandbox: root {root} belongs to user {owner}, who could change it while commands run; copy it"
+            )
+
+
+def check_variables(variables: Mapping[str, str]) -> None:
+    """Check the environment variables of a command.
+
+    Raises:
+        InputError: no process can have one of them.
+    """
+    for name, value in variables.items():
+        try:
+            unusable = not name or "=" in name or b"\0" in os.fsencode(name + value)
+        except UnicodeEncodeError:
+            unusable = True
+        if unusable:
+            raise InputError(
+                f"sandbox: the environment variable {name!r} is unusable: a name needs a character and may have no "
+                "'=', and neither NUL nor lone surrogates may occur"
             )
 
 

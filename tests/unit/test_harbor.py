@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -113,6 +114,18 @@ REFUSED = {
     "env.KEY: a variable of this machine": {"task.toml": "[environment.env]\nKEY = '${KEY}'\n"},
     "'2T' is not a size": {"task.toml": "[environment]\nmemory = '2T'\n"},
     "task.toml: Expected '='": {"task.toml": "[environment]\nno\n"},
+    "memory_mb = 999999999999999999999999999999 is too large": {
+        "task.toml": f"[environment]\nmemory_mb = {'9' * 30}\n"
+    },
+    "seconds = inf is too large": {"task.toml": "[verifier]\ntimeout_sec = inf\n"},
+    "int too large": {"task.toml": f"[verifier]\ntimeout_sec = 1{'0' * 400}\n"},
+    "'app' is not an absolute path": {"task.toml": "[environment]\nworkdir = 'app'\n"},
+    "task.toml: 3 must be a string": {"task.toml": "[environment]\nworkdir = 3\n"},
+    "task.toml: maximum recursion": {"task.toml": f"a = {'[' * 9000}{']' * 9000}"},
+    "environment variable 'A=B' is unusable": {"task.toml": "[verifier.env]\n'A=B' = 'c'\n"},
+    "/etc cannot be writable": {"environment/Dockerfile": "FROM ubuntu:24.04\nCOPY . ../../etc\n"},
+    "/ cannot be writable": {"environment/Dockerfile": "FROM ubuntu:24.04\nCOPY Dockerfile /\n"},
+    "longer than 1,048,576 bytes": {"environment/Dockerfile": "#" * (1 << 20) + "\n"},
     "docker-compose.yaml: several services": {"environment/docker-compose.yaml": ""},
 }
 
@@ -182,6 +195,35 @@ def test_rewards_have_the_declared_names_and_bounds() -> None:
     for verdict in ({"tests": 1}, {"tests": 1, "style": 2}, {"tests": None, "style": 0}, [], None):
         with pytest.raises(ValueError, match="they wrote"):
             checked_rewards(verdict, declared)
+    with pytest.raises(ValueError, match="they wrote"):
+        checked_rewards({"reward": 10**400}, {"reward": (0.0, float("inf"))})
+
+
+@pytest.mark.parametrize(
+    "name", ["task.toml", "instruction.md", "environment/Dockerfile", "tests/test.sh", "tests/a.sh"]
+)
+def test_a_pipe_in_a_task_stops_nothing(name: str, tmp_path: Path) -> None:
+    task = write_task(tmp_path / "task", WORD)
+    (task / name).unlink(missing_ok=True)
+    os.mkfifo(task / name)
+    refusals = read_task(task, ROOTS).refusals
+    assert len(refusals) == (name != "tests/a.sh")
+    assert all(name in refusal for refusal in refusals)
+
+
+def test_scripts_behind_links_are_not_read(tmp_path: Path) -> None:
+    task = write_task(tmp_path / "task", WORD)
+    (task / "tests" / "endless.sh").symlink_to("/dev/zero")
+    assert not read_task(task, ROOTS).refusals
+
+
+@pytest.mark.parametrize("name", ["tests/large", "environment/large"])
+def test_files_that_do_not_fit_the_sandbox_are_refused_unread(name: str, tmp_path: Path) -> None:
+    copied = {"environment/Dockerfile": "FROM ubuntu:24.04\nCOPY . /app/\n"}
+    task = write_task(tmp_path / "task", {**WORD, **copied})
+    with open(task / name, "wb") as file:
+        file.truncate(1 << 40)
+    assert "its files have 1,048,576 MiB; at most 256 fit" in read_task(task, ROOTS).refusals[0]
 
 
 def test_a_share_of_the_tasks_is_held_out(tmp_path: Path) -> None:
