@@ -461,6 +461,8 @@ def statistics_page(figures: RunStatistics) -> TerminalPage:
         if policy.named_rewards:
             parts = ", ".join(f"{name} {format_number(value)}" for name, value in policy.named_rewards.items())
             page.line(f"rewards of {policy.policy} by name, before weights: {parts}")
+    for caveat in figures.caveats:
+        page.line(f"note: {caveat}")
     return page
 
 

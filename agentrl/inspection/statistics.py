@@ -5,9 +5,9 @@ The journal is the source of truth about episodes; `metrics.jsonl` and `status.j
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -83,6 +83,8 @@ class RunStatistics(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """Seconds from the first admission to the last write."""
     tokens_per_second: float | None
+    caveats: list[str]
+    """Settings of scorers that bias the gradient estimate or change the objective; see docs/scores.md."""
 
 
 def run_statistics(reader: RunReader) -> RunStatistics:
@@ -105,7 +107,36 @@ def run_statistics(reader: RunReader) -> RunStatistics:
         repeated=repeated,
         seconds=seconds,
         tokens_per_second=tokens / seconds if seconds else None,
+        caveats=scorer_caveats(log.config()),
     )
+
+
+def scorer_caveats(config: Mapping[str, Any]) -> list[str]:
+    """Return what the scorers of a configuration do to the gradient estimate, for people."""
+    policies, advantage = config.get("policies") or {}, (config.get("credit") or {}).get("advantage") or {}
+    estimator = advantage.get("name", "") if isinstance(advantage, dict) else advantage
+    caveats = []
+    for name, scorer in (config.get("scorers") or {}).items():
+        judge = scorer.get("judge") or ""
+        learns = (policies.get(judge) or {}).get("kind") == "trained"
+        credited = scorer.get("credit") != "note"
+        if scorer.get("per") == "group" and estimator == "leave_one_out" and credited:
+            caveats.append(
+                f"{name} scores members with their siblings in view, so the baseline of leave_one_out depends on the "
+                "member: the estimate is biased; group_mean makes no such promise"
+            )
+        if learns:
+            caveats.append(
+                f"{name} is judged by {judge}, which learns: the reward changes with the judge; each score names its "
+                "version"
+            )
+        elif judge and scorer.get("votes") and scorer.get("cache") and scorer.get("per") != "group":
+            caveats.append(
+                f"{name} scores equal content once: equal conversations share the judge's noise, without bias"
+            )
+        if scorer.get("combine") == "min":
+            caveats.append(f"{name} takes the worst step of a turn, which noise of the model lowers: no expectation")
+    return caveats
 
 
 def _episodes(reader: RunReader, environment: str, purpose: str, count: int) -> EpisodeStatistics:

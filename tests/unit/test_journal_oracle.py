@@ -21,6 +21,9 @@ from agentrl.core.errors import TrainerLostError
 from agentrl.core.ports import Engine, GenerateRequest
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
+from agentrl.inspection.reader import RunReader
+from agentrl.inspection.reasons import explain_episode
+from agentrl.inspection.statistics import run_statistics
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.testing.recording_trainer import RecordingTrainer
@@ -262,6 +265,12 @@ def test_scores_of_groups_follow_from_the_page_also_after_a_loss(tmp_path: Path,
     )
     assert connection.execute(query).fetchone() > (10,)
     connection.close()
+    reader = RunReader(tmp_path / "run")
+    reasons = [reason.text for reason in explain_episode(reader, "e3") if reason.about == "reward"]
+    caveats = run_statistics(reader).caveats
+    reader.close()
+    assert "guesser[0]: ranked 3, compared with the group; credited with weight 2" in reasons
+    assert len(caveats) == (advantage == "leave_one_out")
     with sqlite3.connect(tmp_path / "run" / "journal" / "control.db") as altered:
         altered.execute("UPDATE group_scores SET scores = replace(scores, '3.0', '3.5')")
     assert {each.split(":")[0] for each in judge(tmp_path / "run", ended=True)} >= {"checksum", "step"}

@@ -26,6 +26,7 @@ from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import PolicyVersion
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.inspection.reader import RunReader
+from agentrl.inspection.statistics import scorer_caveats
 from agentrl.rollout.chat.byte_formats import PlainChatFormat
 from agentrl.testing.execution import plain_rollout_settings
 from agentrl.testing.recording_trainer import RecordingTrainer
@@ -35,6 +36,7 @@ from tests.support import score_functions
 from tests.unit.test_supervisor import NoWaiting
 
 FUNCTIONS = str(Path(score_functions.__file__))
+JUDGE = {"rubric": "Is it right?", "unscorable": 0.0}
 
 
 class Asks(Guess):
@@ -158,6 +160,33 @@ def test_a_scorer_of_a_script_is_a_section_of_its_name() -> None:
     made = make_scorers(config.model_copy(update={"workers": 4}), engine, format, settings, SystemClock())
     assert made["short"].places.free == 16, "the limit is one for the run"
     assert scored_policies(config) == {"guesser"}
+
+
+@pytest.mark.parametrize(
+    ("advantage", "scorer", "expected"),
+    [
+        (
+            "leave_one_out",
+            {"function": f"{FUNCTIONS}:ranked", "per": "group"},
+            "one scores members with their siblings",
+        ),
+        ("group_mean", {"function": f"{FUNCTIONS}:ranked", "per": "group"}, ""),
+        ("leave_one_out", {"function": f"{FUNCTIONS}:ranked", "per": "group", "credit": "note"}, ""),
+        ("group_mean", {**JUDGE, "judge": "guesser"}, "one is judged by guesser, which learns"),
+        ("group_mean", {**JUDGE, "judge": "critic"}, "one scores equal content once"),
+        ("group_mean", {**JUDGE, "judge": "critic", "cache": 0}, ""),
+        ("group_mean", {**JUDGE, "judge": "critic", "votes": 0, "answer": {"yes": 1.0, "no": 0.0}}, ""),
+        ("group_mean", {"reward_model": "prm", "combine": "min", "unscorable": 0.0}, "one takes the worst step"),
+        ("leave_one_out", {"function": f"{FUNCTIONS}:short"}, ""),
+    ],
+)
+def test_settings_that_bias_the_estimate_are_named(advantage: str, scorer: dict[str, Any], expected: str) -> None:
+    policies: Any = {"guesser": {"step_size": 8}, "critic": {"kind": "frozen"}}
+    credit = {"group_size": 4, "advantage": advantage}
+    config = config_for(policies=policies, scorers={"one": scorer}, credit=credit).model_dump(mode="json")
+    caveats = scorer_caveats(config)
+    assert len(caveats) == bool(expected)
+    assert "".join(caveats).startswith(expected)
 
 
 def test_the_example_scores_the_next_partial_sum(repository: Path) -> None:
