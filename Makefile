@@ -28,7 +28,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 PINS := pyproject.toml constraints.txt
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
 
-.PHONY: help setup demo test test-all check sim chaos figures oldest smollm2 gpu-learner gpu-vllm wheel-demo docs-config docs fmt clean
+.PHONY: help setup demo test test-all check sim chaos figures oldest smollm2 gpu-learner gpu-vllm dist wheel-demo docs-config docs fmt clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/'
@@ -77,6 +77,14 @@ gpu-learner:  ## the learner measured on a GPU, written to docs/gpu_learner.json
 
 gpu-vllm:  ## vLLM beside its trainer measured on a GPU, written to docs/gpu_vllm.json
 	@$(or $(PYTHON),$(wildcard $(BIN)/python),python3) -m benchmarks.gpu_vllm
+
+dist: $(DEV_STAMP)  ## wheel, sdist, and an SBOM (CycloneDX) of the core with all it installs, into dist/
+	@rm -rf dist build/core
+	@$(BIN)/python -m hatchling build
+	@$(BIN)/python -m venv build/core
+	@build/core/bin/python -m pip install --quiet --disable-pip-version-check dist/*.whl
+	@$(INSTALL) cyclonedx-bom
+	@$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-file dist/sbom.cdx.json build/core/bin/python
 
 wheel-demo: $(DEV_STAMP)  ## build wheel and sdist, install the wheel into an empty environment, run the demo there
 	@$(BIN)/python -m benchmarks.installation wheel-demo
