@@ -266,11 +266,16 @@ def train_supervised(
 
 
 def save_model(model: Qwen3ForCausalLM, directory: Path, *, stop_tokens: int | list[int]) -> None:
-    """Write an ordinary Hugging Face directory; any of `stop_tokens` ends a turn."""
+    """Write an ordinary Hugging Face directory; any of `stop_tokens` ends a turn.
+
+    Weights are stored in float16, which halves the package; the configuration says float32, so they are computed in it.
+    """
     pad = model.config.pad_token_id
     model.generation_config = GenerationConfig(eos_token_id=stop_tokens, pad_token_id=pad, do_sample=True)
     transformers_logging.disable_progress_bar()
-    model.save_pretrained(directory)
+    halved: dict[int, torch.Tensor] = {}  # tied weights stay one tensor
+    weights = {name: halved.setdefault(value.data_ptr(), value.half()) for name, value in model.state_dict().items()}
+    model.save_pretrained(directory, state_dict=weights)
     (directory / "model.safetensors").chmod(0o644)
 
 
