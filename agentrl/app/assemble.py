@@ -8,6 +8,7 @@ from functools import partial
 
 from agentrl.app.policies import (
     check_engine_capabilities,
+    lease_limits,
     pinned_policy_step_lags,
     rollout_settings,
     units_per_root_group,
@@ -21,7 +22,7 @@ from agentrl.core import ids
 from agentrl.core.clock import Clock
 from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import ChatFormat, Engine, Observer, Trainer
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, GroupStart, PolicyVersion
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, GroupStart, PolicyVersion, WeightsRef
 from agentrl.credit.baselines import MeanAtStep, RoleMeans, SeatRole
 from agentrl.credit.estimators import REWARD_ESTIMATORS, AdvantageEstimator
 from agentrl.credit.release import FirstFinishersRelease, GroupReleasePolicy, GroupReleaseRule, WholeGroupRelease
@@ -50,6 +51,7 @@ from agentrl.orchestrator.scheduler import (
 )
 from agentrl.orchestrator.score_limits import ScoreLimits
 from agentrl.orchestrator.tasks import Curriculum, GroupResult
+from agentrl.orchestrator.trees import TreeLeases
 from agentrl.orchestrator.versions import (
     NOT_MEASURED,
     BestCheckpointTracker,
@@ -85,6 +87,8 @@ class RunParts:
     opponents: Mapping[str, Sequence[PolicyVersion]] = field(default_factory=dict)
     """Pinned versions for each past policy, oldest first; see `recovery.start_opponent_pools`."""
     resume_state: ResumeState = field(default_factory=ResumeState)
+    published: Callable[[PolicyVersion], WeightsRef | None] = lambda version: None
+    """Finds the weights of a version that an earlier start of the run published."""
     recorded_turns: Sequence[GroupStart] = ()
     """Recorded turns at which groups begin; see `recorded_turns`."""
     estimator: AdvantageEstimator | None = None
@@ -119,6 +123,9 @@ def assemble_orchestrator(config: RunConfig, environment: type[Environment], par
     dispatcher = make_dispatcher(config, environment, buffer, parts.store, changed, resume_state=parts.resume_state)
     dispatcher.group_scoring = _group_scoring(config, parts, dispatcher)
     dispatcher.score_limits = _score_limits(config, parts)
+    dispatcher.leases = TreeLeases(
+        served=parts.served, published=parts.published, limits=lease_limits(config), changed=changed
+    )
     plan = _plan(config, environment)
     opponents = _opponents(config, parts, dispatcher)
     scheduler = _scheduler(config, plan.demands[0], dispatcher, opponents, board)
@@ -198,7 +205,7 @@ def _journal_retention(config: RunConfig, parts: RunParts) -> JournalRetention:
 
 
 def _record_group(curriculum: Curriculum, group_size: int, spec: EpisodeSpec, headers: Sequence[EpisodeHeader]) -> None:
-    if spec.parent_id is None and spec.fork is None:
+    if spec.parent_id is None and spec.fork is None and headers:
         group = ids.root_episode_number(spec.episode_id) // group_size
         curriculum.record_group(GroupResult.of(group, spec.task, headers))
 

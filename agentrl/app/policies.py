@@ -94,10 +94,12 @@ def units_per_root_group(config: RunConfig, environment: type[Environment]) -> S
     }
     seats = [seat for kind in itertools.chain.from_iterable(kinds.values()) for seat in kind.seats]
     _check_names(config, environment, seats)
+    for root in kinds:
+        _check_branches(config, root, [kind.seats for kind in kinds[root]])
     size, trained = config.credit.group_size, config.trained
     policies = {config.policy_of(seat, group) for seat in seats for group in range(config.line_ups)}
     by_root = {
-        root: [_demand(config, kinds[root], group) for group in range(config.line_ups)]
+        root: [_demand(config, kinds[root], group, root.branches) for group in range(config.line_ups)]
         for root in trained_root_environments(environment)
     }
     first, demands = next(iter(by_root.items()))
@@ -120,12 +122,13 @@ def units_per_root_group(config: RunConfig, environment: type[Environment]) -> S
     return demands
 
 
-def _demand(config: RunConfig, kinds: Sequence[EpisodeKindSeats], group: int) -> GroupDemand:
-    """Return the units of each policy in a group of one environment."""
+def _demand(config: RunConfig, kinds: Sequence[EpisodeKindSeats], group: int, branches: int) -> GroupDemand:
+    """Return the units of each policy in a group of one environment, if each episode starts all its branches."""
     units: Counter[str] = Counter()
+    episodes = config.credit.group_size * (1 + branches)
     for kind in kinds:
         holders = {config.policy_of(seat, group) for seat in kind.seats}
-        units.update({name: kind.times * config.credit.group_size for name in holders if name in config.trained})
+        units.update({name: kind.times * episodes for name in holders if name in config.trained})
     return GroupDemand(episodes=config.credit.group_size, units=dict(units))
 
 
@@ -156,7 +159,7 @@ def _check_fill(size: int, name: str, policy: PolicyConfig, brought: Sequence[in
         raise ConfigError(
             f"credit.group_size = {size}: a group produces {plural(largest, 'unit')} of {name}, more than may be in "
             f"flight: (1 + max_staleness) × step_size = {bound}; raise policies.{name}.step_size to {largest} or more, "
-            "or lower credit.group_size or the fan-out"
+            "or lower credit.group_size, the fan-out or the branches"
         )
     if policy.max_staleness == 0 and smallest == largest and policy.step_size % largest:
         full = policy.step_size - policy.step_size % largest
@@ -165,6 +168,75 @@ def _check_fill(size: int, name: str, policy: PolicyConfig, brought: Sequence[in
             f"{plural(largest, 'unit')} of {name}, and with max_staleness = 0 only whole groups that fit are admitted, "
             f"so every step would have {full}. Set step_size = {full} or {full + largest}, or max_staleness = 1"
         )
+
+
+TREE_ADVANTAGES = ("leave_one_out", "none")
+"""Estimators that have a form for trees."""
+
+
+def _check_branches(config: RunConfig, root: type[Environment], seats: Sequence[Sequence[str]]) -> None:
+    """Refuse settings under which branches would be trained with a bias, or not at all.
+
+    Raises:
+        ConfigError: the message names the setting.
+    """
+    for environment in [root, *(child for child, _ in _descendants(root))]:
+        if environment.branches < 0:
+            raise ConfigError(f"{environment.__name__}.branches is {environment.branches}; it must not be negative")
+    if any(child.branches for child, _ in _descendants(root)):
+        raise ConfigError(
+            f"{root.__name__} spawns episodes with branches, and only episodes that a group starts with may branch: "
+            "set branches = 0 in the child environment"
+        )
+    if not root.branches:
+        return
+    trained = config.trained
+    held = {config.policy_of(seat, group) for seat in seats[0] for group in range(config.line_ups)}
+    learners = sorted(held.intersection(trained))
+    advantage, loss = config.credit.advantage.name, config.trainer.loss
+    full = [name for name in learners if trained[name].lora is None and trained[name].max_staleness]
+    several = f"seats of the policies {' and '.join(learners)}"
+    reasons = {
+        f"credit.advantage = {advantage!r}": (advantage not in TREE_ADVANTAGES, "set 'leave_one_out' or 'none'"),
+        f"credit.release = {config.credit.release!r}": (
+            config.credit.release != "group",
+            "a tree is released whole: set 'group'",
+        ),
+        "trainer.loss.name = 'dpo'": (loss.name == "dpo", "a branch is a part of a conversation: set another loss"),
+        "trainer.loss.normalizer = 'sequences'": (
+            loss.normalizer == "sequences",
+            "a branch is a part of a conversation: set it to the sampled tokens of a typical episode",
+        ),
+        several: (len(learners) > 1, "a tree stays on one version: bind all its seats to one trained policy"),
+        "full weights at max_staleness above 0": (
+            bool(full),
+            f"the engine serves one version of full weights: set policies.{'.'.join(full[:1])}.lora, or "
+            "max_staleness = 0",
+        ),
+        "cluster.address": (
+            config.on_cluster,
+            "workers on other machines cannot read the turns before a branch: remove it",
+        ),
+    }
+    for setting, (is_refused, remedy) in reasons.items():
+        if is_refused:
+            raise ConfigError(
+                f"{root.__name__} declares branches = {root.branches}, which cannot be combined with {setting}; "
+                f"{remedy}"
+            )
+
+
+def _descendants(environment: type[Environment], depth: int = 0) -> Iterator[tuple[type[Environment], int]]:
+    """Yield the environments of child episodes, with their depth."""
+    for child in child_environments(environment) if depth < MAX_CHILD_DEPTH else ():
+        yield child, depth + 1
+        yield from _descendants(child, depth + 1)
+
+
+def lease_limits(config: RunConfig) -> dict[str, int]:
+    """Return the number of versions of each policy that trees may lease at once; `adapter_slots_needed` has room for
+    them, the current version and the next."""
+    return {name: policy.max_staleness + 1 for name, policy in config.trained.items()}
 
 
 def _check_held(config: RunConfig, environment: type[Environment], policies: Collection[str], seats: list[str]) -> None:

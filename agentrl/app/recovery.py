@@ -12,6 +12,7 @@ disk, since a start that died before being recorded may have left files.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import os
 import shlex
@@ -49,6 +50,7 @@ from agentrl.orchestrator.group_scores import add_group_scores
 from agentrl.orchestrator.metrics import SelectionBiasTracker, selection_bias_from_journal
 from agentrl.orchestrator.opponents import opponent_pool_holder, opponent_pool_steps
 from agentrl.orchestrator.tasks import MEMORY_SIZE, GroupResult
+from agentrl.orchestrator.trees import tree_holder, unfinished_tree_members
 from agentrl.orchestrator.versions import BATCHES, NOT_MEASURED, BestRunningMean, PolicyBoard, ServedVersions, publish
 
 if TYPE_CHECKING:
@@ -211,13 +213,15 @@ class ResumeCheckpoint:
         trainer: Trainer,
         served: ServedVersions,
         journal: RunJournal,
+        resume_state: ResumeState,
     ) -> dict[str, list[PolicyVersion]]:
-        """Publish and serve the first versions of the trainable policies, and serve the opponents among their past
-        versions.
+        """Publish and serve the first versions of the trainable policies, and serve past versions: those of opponents,
+        and of unfinished trees.
 
         Returns:
             The versions of each opponent pool, oldest first.
         """
+        await serve_versions_of_trees(config, served, journal, resume_state)
         older: Mapping[str, Sequence[PolicyVersion]] = {}
         if self.manifest is not None:
             older = await serve_opponents_and_pins(
@@ -607,6 +611,30 @@ async def serve_opponents_and_pins(
         for name, pool in config.of_kind(OpponentPoolPolicy).items()
         if pool.of in versions
     }
+
+
+async def serve_versions_of_trees(
+    config: RunConfig, served: ServedVersions, journal: RunLog, resume_state: ResumeState
+) -> None:
+    """Serve the versions of the trees that are not finished, before anything resumes. An episode whose version is gone
+    is dropped or starts again when it samples.
+
+    Args:
+        config: configuration of the run.
+        served: table in which they are pinned.
+        journal: journal of the run.
+        resume_state: unfinished work, from the journal.
+    """
+    ended = (spec for spec, _ in resume_state.ended)
+    for (main_id, attempt), _, version in unfinished_tree_members(resume_state.unfinished, ended, config.trained):
+        policy, holder = config.trained[version.policy], tree_holder(main_id, attempt)
+        if config.deterministic or policy.lora is None or version in served.pinned_by(holder):
+            continue
+        leased = {each for each in served.pinned() if each.policy == version.policy}
+        weights = journal.published(version)
+        if weights is not None and (version in leased or len(leased) <= policy.max_staleness):
+            with contextlib.suppress(EngineError):  # the files were deleted
+                await served.pin(holder, weights)
 
 
 async def _serve_older_opponents(

@@ -268,7 +268,9 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
         await serve_configured_weights(config, served, store, await asyncio.to_thread(frozen_policy_weights, config))
         store.record_start(point.record)
         trainable = {name: point.versions[name] for name in config.trained}
-        opponents = await point.recovery.publish_first_versions(config, trainable, trainer, served, store)
+        opponents = await point.recovery.publish_first_versions(
+            config, trainable, trainer, served, store, point.resume_state
+        )
         running_best = await asyncio.to_thread(point.recovery.running_best, directory.versions)
         parts = _parts(setup, point, opponents, running_best, served=served, trainer=trainer, workers=workers)
         orchestrator = assemble_orchestrator(config, setup.environment, parts)
@@ -335,6 +337,7 @@ def _parts(
         opponents=opponents,
         parents=store.parents(),
         resume_state=point.resume_state,
+        published=store.published,
         recorded_turns=setup.recorded_turns,
         role_means=point.recovery.role_means,
         estimator=setup.estimator,

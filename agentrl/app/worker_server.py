@@ -31,7 +31,7 @@ from agentrl.config.run import RunConfig
 from agentrl.config.scorers import reward_model_name
 from agentrl.core import ids, rpc
 from agentrl.core.clock import ProtectedClockLoop, SystemClock
-from agentrl.core.errors import AgentRLError, format_foreign_error
+from agentrl.core.errors import VERSION_GONE, AgentRLError, EpisodeError, format_foreign_error
 from agentrl.core.files import was_closed_by_foreign_code
 from agentrl.core.network import SCHEME
 from agentrl.core.ports import SpawnedGroup
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from agentrl.core.ports import PolicyCounts
-    from agentrl.core.records import ProposalNovelty
+    from agentrl.core.records import ForkPoint, PolicyVersion, ProposalNovelty
     from agentrl.journal.port import TurnLog, WorkerTurnLog
 
 PARK_S = 10.0
@@ -115,6 +115,16 @@ class RunConnection:
         self._children[number, attempt, spawn_call] = on_end
         group_id = ids.spawned_group_id(parent.episode_id, attempt, spawn_call)
         return SpawnedGroup(group_id=group_id, episode_ids=tuple(children))
+
+    async def branch(
+        self, main: EpisodeSpec, point: ForkPoint, count: int, versions: Mapping[str, PolicyVersion]
+    ) -> Mapping[str, PolicyVersion]:
+        call, number = self._connection.next_call(), self.numbers[main.episode_id]
+        request = wire.StartBranches(call=call, number=number, point=point, count=count, versions=dict(versions))
+        reply: wire.BranchesStarted = await self._connection.ask(call, request)
+        if reply.refusal:
+            raise EpisodeError(reply.refusal, reason=VERSION_GONE, begin_again=True)
+        return reply.pins
 
     async def remember(self, spec: EpisodeSpec, call_id: str, key: str, structure: str) -> ProposalNovelty:
         call, number = self._connection.next_call(), self.numbers[spec.episode_id]

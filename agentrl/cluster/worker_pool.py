@@ -27,7 +27,7 @@ import msgspec
 from agentrl.cluster import worker_wire as wire
 from agentrl.cluster.worker_process import WorkerProcess
 from agentrl.core.clock import ATTEMPTS
-from agentrl.core.errors import AgentRLError, EngineError
+from agentrl.core.errors import AgentRLError, EngineError, EpisodeError
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, ProcessStatus, dropped_header
 from agentrl.core.text import plural
 from agentrl.journal.run_process import NAMED
@@ -375,6 +375,8 @@ class WorkerPool:
                 tasks = [message.tasks[index] for index in message.of]
                 on_end = partial(self._child_ended, placed, message.attempt, message.call)
                 self._host.spawn(placed.spec, message.environment, tasks, message.call, on_end)
+            case wire.StartBranches():
+                self._start(self._branch(process, placed.spec, message))
             case wire.RememberProposal():
                 self._start(self._remember(process, placed.spec, message))
             case wire.AttemptStarted():
@@ -419,6 +421,14 @@ class WorkerPool:
     async def _remember(self, process: WorkerProcess, spec: EpisodeSpec, asked: wire.RememberProposal) -> None:
         known = await self._host.remember(spec, asked.call_id, asked.key, asked.structure)
         process.tell(wire.ProposalReply(call=asked.call, known=known))
+
+    async def _branch(self, process: WorkerProcess, main: EpisodeSpec, request: wire.StartBranches) -> None:
+        try:
+            versions = await self._host.branch(main, request.point, request.count, request.versions)
+            reply = wire.BranchesStarted(call=request.call, pins=dict(versions))
+        except EpisodeError as error:
+            reply = wire.BranchesStarted(call=request.call, pins={}, refusal=str(error))
+        process.tell(reply)
 
     def _commit(
         self,

@@ -19,6 +19,7 @@ from agentrl.core.records import (
     EpisodeDataLocation,
     EpisodeHeader,
     EpisodeSpec,
+    ForkPoint,
     PolicyVersion,
     ProposalNovelty,
     Score,
@@ -123,6 +124,15 @@ class ProposalReply(rpc.Reply, frozen=True):
     known: ProposalNovelty
 
 
+class BranchesStarted(rpc.Reply, frozen=True):
+    """Answer to `StartBranches`."""
+
+    pins: dict[str, PolicyVersion]
+    """Versions on which the tree must stay, by policy."""
+    refusal: str = ""
+    """Reason if the version of the tree can no longer be served; then nothing was started."""
+
+
 class CancelEpisodes(rpc.WireMessage, frozen=True):
     """Request to stop all episodes in flight: call 0."""
 
@@ -139,6 +149,7 @@ ToWorker = (
     | UnparkEpisode
     | ChildEpisodeEnded
     | ProposalReply
+    | BranchesStarted
     | CancelEpisodes
     | ShutDownWorker
 )
@@ -165,6 +176,16 @@ class SpawnChildEpisodes(rpc.WireMessage, frozen=True):
     environment: str
     tasks: tuple[Task, ...]
     of: tuple[int, ...]
+
+
+class StartBranches(rpc.WireMessage, frozen=True):
+    """Request for branches of a running episode; see `core.ports.EpisodeHost.branch`."""
+
+    call: int
+    number: int
+    point: ForkPoint
+    count: int
+    versions: dict[str, PolicyVersion]
 
 
 class RememberProposal(rpc.WireMessage, frozen=True):
@@ -223,6 +244,7 @@ FromWorker = (
     | WorkerHeartbeat
     | EpisodeEnded
     | SpawnChildEpisodes
+    | StartBranches
     | RememberProposal
     | AttemptStarted
     | EpisodeProgressed

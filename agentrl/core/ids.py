@@ -1,10 +1,11 @@
 """Deterministic ids and random streams: a restarted run uses the same names and draws the same numbers.
 
-Root episode `k` is `e<k>` (evaluation: `v<k>`, fork: `f<k>`). A child's id is (parent, attempt, spawn call, index). A
-call id belongs to a logical branch of an episode, never to a global order: `branch#n`, where the root branch is `r` and
-the k-th coroutine of the gather at call `r#3` is the branch `r/3.k`. A turn that an external agent requests is
-`seat:hash.n`: the hash of the request, and the number of equal requests before it. A score is `seat.index.turn?scorer`,
-or `seat.index?scorer` for a whole conversation. Random streams are keyed, so that one branch's draws cannot shift
+Root episode `k` is `e<k>` (evaluation: `v<k>`, fork: `f<k>`). A child's id is (parent, attempt, spawn call, index). The
+id of a branch (`ctx.branch`) is (main episode, attempt, call, `b` and its number from 1). A call id belongs to a
+logical branch of an episode's program, never to a global order: `branch#n`, where the root branch is `r` and the k-th
+coroutine of the gather at call `r#3` is the branch `r/3.k`. A turn that an external agent requests is `seat:hash.n`:
+the hash of the request, and the number of equal requests before it. A score is `seat.index.turn?scorer`, or
+`seat.index?scorer` for a whole conversation. Random streams are keyed, so that one branch's draws cannot shift
 another's.
 """
 
@@ -17,6 +18,7 @@ import uuid
 import zlib
 
 _NUMBER = re.compile(r"\d+")
+_BRANCH = re.compile(r"~[^~]*\.b\d+$")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 ROOT_BRANCH = "r"
@@ -32,20 +34,48 @@ def child_episode_id(parent_id: str, attempt: int, spawn_call: str, index: int) 
     return f"{parent_id}~{attempt}.{spawn_call}.{index}"
 
 
+def branch_episode_id(main_id: str, attempt: int, branch_call: str, number: int) -> str:
+    """The id of branch `number`, from 1, that a call of `ctx.branch` started; stable, as `child_episode_id`."""
+    return f"{main_id}~{attempt}.{branch_call}.b{number}"
+
+
+def main_episode_id(episode_id: str) -> str:
+    """The id of the episode from which a branch was started; any other episode's own id.
+
+    Example:
+        >>> main_episode_id("e17~0.r#8.b1"), main_episode_id("e17~0.r#8.1")
+        ('e17', 'e17~0.r#8.1')
+    """
+    return _BRANCH.sub("", episode_id)
+
+
+def child_depth(episode_id: str) -> int:
+    """The number of an episode's ancestors that spawned a child to start it; branches do not count.
+
+    Example:
+        >>> child_depth("e17"), child_depth("e17~0.r#8.b1"), child_depth("e17~0.r#8.b1~0.r#9.0")
+        (0, 0, 1)
+    """
+    parts = episode_id.split("~")[1:]
+    return sum(not _BRANCH.search(f"~{part}") for part in parts)
+
+
 def spawned_group_id(parent_id: str, attempt: int, spawn_call: str) -> str:
     """The id of the group of children that a call spawned."""
     return f"{parent_id}~{attempt}.{spawn_call}"
 
 
 def group_id_of(episode_id: str, group_size: int) -> str:
-    """The id of the group that an episode belongs to: that of its spawn, or of its root's task.
+    """The id of the group that an episode belongs to: that of its spawn, or of its root's task. A branch belongs to the
+    group of its main episode.
 
     Example:
-        >>> group_id_of("e17", 8), group_id_of("e17~0.r#3.1", 8)
-        ('g2', 'e17~0.r#3')
+        >>> group_id_of("e17", 8), group_id_of("e17~0.r#3.1", 8), group_id_of("e17~0.r#8.b1", 8)
+        ('g2', 'e17~0.r#3', 'g2')
     """
-    spawned, _, _ = episode_id.rpartition(".")
-    return spawned or f"g{root_episode_number(episode_id) // group_size}"
+    main_id = main_episode_id(episode_id)
+    spawned, _, _ = main_id.rpartition(".")
+    return spawned or f"g{root_episode_number(main_id) // group_size}"
 
 
 def call_id(branch: str, number: int) -> str:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         EpisodeSpec,
         FinishReason,
         Float32Array,
+        ForkPoint,
         Int32Array,
         Message,
         PolicyVersion,
@@ -372,6 +373,25 @@ class EpisodeHost(Protocol):
         A child that is already running (its parent was resumed) is not started again. `known` holds the ids of the
         children that this call spawned in the episode a fork came from: children that ended or still run are shared,
         the others start over.
+        """
+        ...
+
+    async def branch(
+        self, main: EpisodeSpec, point: ForkPoint, count: int, versions: Mapping[str, PolicyVersion]
+    ) -> Mapping[str, PolicyVersion]:
+        """Admit and start the branches of a call, except those that exist: `main` was resumed.
+
+        Args:
+            main: the main episode.
+            point: the call; `branch` is set for each branch.
+            count: number of branches.
+            versions: version that sampled the newest token of each policy.
+
+        Returns:
+            The versions on which the whole tree must stay, by policy; served until its last episode has ended.
+
+        Raises:
+            EpisodeError: a version can no longer be served.
         """
         ...
 

@@ -298,6 +298,15 @@ class SeatBinding(NamedTuple):
     pin: PolicyVersion | None = None
 
 
+class AgentTurns(NamedTuple):
+    """The number of turns that an agent has taken."""
+
+    seat: str
+    agent: int
+    """Number of the agent within its seat."""
+    turns: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkPoint:
     """The call at which a fork leaves an attempt of its parent. Earlier entries are read where the parent wrote
@@ -312,6 +321,10 @@ class ForkPoint:
     """Id of the first call that belongs to the fork."""
     messages: tuple[dict[str, Any], ...] = ()
     """Messages for the policy at that call; empty: those of the environment."""
+    branch: int = 0
+    """Number that `ctx.branch` returns in this episode, which it started; 0: any other fork."""
+    turns: tuple[AgentTurns, ...] = ()
+    """For a branch, the turns that each agent had taken at the call."""
 
     @property
     def edits(self) -> dict[str, Sequence[Mapping[str, Any]]]:
@@ -352,6 +365,11 @@ class EpisodeSpec:
         """
         seed = ids.stable_hash64(self.seed, self.attempt, call_id, number)
         return dataclasses.replace(self, **{"seed": seed, "attempt": 0, "fork": None, "held_by": "", **differences})
+
+    @property
+    def branched_from(self) -> str | None:
+        """Id of the main episode, if `ctx.branch` started this one."""
+        return self.fork.episode_id if self.fork is not None and self.fork.branch else None
 
     def pinned(self, pins: Mapping[str, PolicyVersion]) -> EpisodeSpec:
         """Return a copy of the spec with these pins."""

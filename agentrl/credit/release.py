@@ -25,6 +25,7 @@ from agentrl.core.errors import GroupTooSmallError
 from agentrl.core.records import (
     EpisodeHeader,
     EpisodeSpec,
+    ForkPoint,
     FrozenGroupBaselines,
     RoleMeanAtAdmission,
     TrajectoryCredit,
@@ -35,6 +36,7 @@ from agentrl.credit.baselines import RewardHistory, RewardInRole, SeatRole
 from agentrl.credit.estimators import AdvantageEstimator
 from agentrl.credit.group import Advantage, AdvantageFunction, AgentCredit, Group
 from agentrl.credit.to_go import advantages_to_go
+from agentrl.credit.trees import tree_credits
 
 E = TypeVar("E", bound=Hashable)
 
@@ -52,6 +54,8 @@ class OpenGroup:
     """Number of members to be sampled; after a resume fewer may be left. 0 until the first is admitted."""
     task: str | None = None
     """Id of the root episode's task."""
+    main: EpisodeSpec | None = None
+    """Spec of a member that is no branch."""
     headers: list[EpisodeHeader] = field(default_factory=list)
     """Headers of the members that ended, dropped ones included, in order of their ends."""
     released: int = 0
@@ -59,6 +63,8 @@ class OpenGroup:
     earlier: tuple[RoleMeanAtAdmission, ...] = ()
     """Mean rewards of the group's policies in earlier groups, when the group was admitted."""
     frozen: FrozenGroupBaselines | None = None
+    branches: dict[str, ForkPoint] = field(default_factory=dict)
+    """Calls that started members of the group as branches of other members, by the branch's id."""
     squares: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Sums for each policy of a complete group: of its squared advantages, and of those that leave-one-out over the
     whole group would have given."""
@@ -67,6 +73,18 @@ class OpenGroup:
     def committed(self) -> list[EpisodeHeader]:
         """Members that ended and were not dropped."""
         return [header for header in self.headers if header.committed]
+
+    @property
+    def mains(self) -> list[EpisodeHeader]:
+        """Members that ended and are no branches."""
+        return [header for header in self.headers if header.episode_id not in self.branches]
+
+    @property
+    def lost_branches(self) -> set[str]:
+        """Ids of the ended branches whose main episode was dropped, or was committed by another attempt."""
+        attempts = {header.episode_id: header.attempt for header in self.mains if header.committed}
+        ended = ((header.episode_id, self.branches.get(header.episode_id)) for header in self.headers)
+        return {name for name, point in ended if point is not None and attempts.get(point.episode_id) != point.attempt}
 
     @property
     def late(self) -> int:
@@ -136,14 +154,22 @@ class WholeGroupRelease:
         if group.running:
             return (), {}
         compared: dict[tuple[str, str], list[tuple[str, TrajectoryHeader]]] = {}
-        for header in sorted(group.headers, key=lambda header: ids.episode_sort_key(header.episode_id)):
+        lost = group.lost_branches
+        members_of_trees = (header for header in group.headers if header.episode_id not in lost)
+        for header in sorted(members_of_trees, key=lambda header: ids.episode_sort_key(header.episode_id)):
             # Keep this order, because floating-point sums depend on it.
             for trajectory in rewarded_trajectories(header, self._trainable):
                 key = (trajectory.policy, trajectory.seat)
                 compared.setdefault(key, []).append((header.episode_id, trajectory))
         earlier = {(policy, seat): mean for policy, seat, mean in group.earlier}
         credits: dict[tuple[str, str, int], TrajectoryCredit] = {}
-        for (policy, seat), members in compared.items():
+        for (policy, seat), found in compared.items():
+            rewarded = {episode_id for episode_id, _ in found}
+            members = [
+                (name, trajectory)
+                for name, trajectory in found
+                if name not in group.branches or group.branches[name].episode_id in rewarded
+            ]
             whole = Group(
                 rewards=tuple(trajectory.reward or 0.0 for _, trajectory in members),
                 episodes=tuple(episode_id for episode_id, _ in members),
@@ -159,7 +185,10 @@ class WholeGroupRelease:
                 history=earlier.get((policy, seat)),
             )
             try:
-                group_credits = self._credited(whole)
+                if group.branches:
+                    group_credits = self._tree_credits(whole, members, group.branches)
+                else:
+                    group_credits = self._credited(whole)
             except GroupTooSmallError:
                 if len(set(whole.episodes)) >= group.size:
                     raise  # nothing was lost, so every such group would be too small
@@ -171,6 +200,15 @@ class WholeGroupRelease:
                 role = SeatRole(policy, spec.environment, seat)
                 self._history.add(group.task, [RewardInRole(role, reward) for reward in whole.rewards])
         return group.release_ended(), credits
+
+    def _tree_credits(
+        self, whole: Group, members: Sequence[tuple[str, TrajectoryHeader]], branches: Mapping[str, ForkPoint]
+    ) -> Sequence[AgentCredit]:
+        """Compute the advantage of each agent of a group with branches."""
+        assert not isinstance(self._advantage, AdvantageEstimator), "config.run refuses it"
+        agents = [(episode_id, trajectory.seat, trajectory.index) for episode_id, trajectory in members]
+        turn_rewards = whole.turn_rewards if self._to_go else ()
+        return tree_credits(self._advantage, whole.rewards, agents, branches, turn_rewards)
 
     def _credited(self, group: Group) -> Sequence[AgentCredit]:
         """Compute the advantage of each agent of a group."""

@@ -77,6 +77,50 @@ class EpisodeContext(ABC):
             EpisodeError: the attempt would exceed the number that `fan_out` declares; none starts.
         """
 
+    @property
+    @abstractmethod
+    def branches_left(self) -> int:
+        """Number of branches that `branch` may still start here: 0 in branches, evaluations and forks."""
+
+    @abstractmethod
+    async def branch(self, n: int) -> int:
+        """Continue the episode `n` more times from here, each as a further episode of its group.
+
+        Returns 0 here, and 1 to `n` in the branches, which recall everything before the call. All turns before the call
+        are sampled and trained once. Each branch counts 1/(n + 1) of the episode, so the gradient stays unbiased if the
+        decision to branch depends on the past alone. In branches, evaluations, forks and replays the call returns 0 and
+        starts nothing.
+
+        Example:
+            class Retry(agentrl.Environment):
+                branches = 3
+
+                async def run(self, ctx):
+                    solver = ctx.agent("agent")
+                    plan = await solver.act(agentrl.user("Make a plan."))
+                    if "?" in plan.text and ctx.branches_left >= 3:
+                        await ctx.branch(3)
+                    answer = await solver.act(agentrl.user("Now solve it."))
+                    solver.reward(grade(answer.text))
+
+        Raises:
+            EnvironmentDefinitionError: `n` is not a positive whole number.
+            EpisodeError: the episode cannot branch here: more branches than the environment's `branches`, no turn yet,
+                inside `gather`, after `spawn` or `endpoint`, or with a resource that is pinned to its process.
+        """
+
+    @abstractmethod
+    async def roulette(self, survival: float) -> bool:
+        """Stop the episode without bias: return True with probability `survival`, else False.
+
+        After True, every later reward weighs 1/`survival`, so that the expected reward stays that of whole episodes
+        (Russian roulette; Kahn 1955). After False, end the episode: every agent that acted has got a reward of 0. The
+        probability may depend on the past alone. Outside training it returns True, with weight 1.
+
+        Raises:
+            EnvironmentDefinitionError: `survival` is not above 0 and at most 1.
+        """
+
     @abstractmethod
     async def gather(self, *awaitables: Awaitable[Any]) -> list[Any]:
         """Await several things at once, each on a separate branch; returns the results in the given order."""

@@ -50,6 +50,9 @@ class Environment(ABC):
     """Maximum number of child episodes that one episode starts, keyed by class name. Admission reserves this many, and
     a further spawn is refused. For a class that is not named, admission reserves the largest number that any episode
     has started so far."""
+    branches: ClassVar[int] = 0
+    """Maximum number of branches that one episode starts (`ctx.branch`), over all its calls. Admission reserves this
+    many."""
     splits: ClassVar[tuple[str, ...]] = ("train", "held_out")
     """The splits that `tasks` knows; `evaluation.tasks` may name further ones."""
     truncated_reward: ClassVar[float | None] = 0.0

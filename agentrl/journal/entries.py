@@ -274,6 +274,15 @@ class ScoreEntry(RewardEntry, frozen=True, array_like=True, tag="score"):
         return self.value if self.difference_of is None else self.difference_of
 
 
+class BranchEntry(msgspec.Struct, frozen=True, array_like=True, tag="branch"):
+    """A call of `ctx.branch`: the branches that it started, or the branch's own number."""
+
+    children: tuple[str, ...]
+    """Ids of the branches; empty in a branch, and where nothing is trained."""
+    number: int = 0
+    """Value that the call returned: 0 in the main episode, from 1 in its branches."""
+
+
 class GatherOrderEntry(msgspec.Struct, frozen=True, array_like=True, tag="order"):
     """The order in which the coroutines of a `gather` ended; not all of them, if one raised."""
 
@@ -321,6 +330,7 @@ EntryBody = (
     | NondeterministicValueEntry
     | RewardEntry
     | ScoreEntry
+    | BranchEntry
     | GatherOrderEntry
     | CancelEntry
     | TimeLimitEntry

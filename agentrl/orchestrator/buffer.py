@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+from agentrl.core import ids
 from agentrl.core.errors import AgentRLError
 from agentrl.core.records import (
     EpisodeDataLocation,
@@ -28,7 +29,14 @@ from agentrl.core.records import (
 )
 from agentrl.credit.release import Credits, GroupReleasePolicy, OpenGroup, rewarded_trajectories
 from agentrl.observe.metrics import PASS_RATES
-from agentrl.orchestrator.metrics import AS_TRAINED, NO_SIGNAL, TOO_FEW_MEMBERS, EpisodeTotals, SelectionBiasTracker
+from agentrl.orchestrator.metrics import (
+    AS_TRAINED,
+    NO_SIGNAL,
+    TOO_FEW_MEMBERS,
+    TREE_LOST,
+    EpisodeTotals,
+    SelectionBiasTracker,
+)
 
 
 class LedgerError(AgentRLError):
@@ -86,9 +94,22 @@ class ReadyUnit(NamedTuple):
     """Whether no other episode could be compared with this one, so that the advantage is 0."""
 
     @property
+    def tree(self) -> str:
+        """Id of the main episode of the unit's tree; units of a tree enter one step."""
+        return ids.main_episode_id(self.unit.episode_id)
+
+    @property
     def has_signal(self) -> bool:
         """Whether any advantage of the unit differs from 0."""
         return any(_has_signal(credit) for credit in self.unit.credits)
+
+
+def _by_tree(released: Sequence[EpisodeHeader]) -> list[EpisodeHeader]:
+    """Return members with those of a tree together, trees in the order of their first ends."""
+    trees: dict[str, list[EpisodeHeader]] = {}
+    for header in released:
+        trees.setdefault(ids.main_episode_id(header.episode_id), []).append(header)
+    return [header for tree in trees.values() for header in tree]
 
 
 def _has_signal(credit: TrajectoryCredit) -> bool:
@@ -138,7 +159,7 @@ class EpisodeBuffer:
         self._rewarded: set[str] = set()
         """Policies with a rewarded unit."""
         self.on_group: Callable[[EpisodeSpec, Sequence[EpisodeHeader]], None] = lambda spec, headers: None
-        """Callback for a complete group, with the spec of the member that ended last and all headers."""
+        """Callback for a complete group, with the spec of a member and the headers of all, branches left out."""
         self._groups: dict[str, OpenGroup] = {}
         self._ready: dict[str, deque[ReadyUnit]] = {policy: deque() for policy in self.trainable}
         self._in_flight: Counter[str] = Counter()
@@ -170,7 +191,13 @@ class EpisodeBuffer:
                 dropped members do not return.
         """
         running = spec.group_size if members is None else members
+        if members is None and spec.branched_from is not None:
+            self._groups[spec.group_id].running += 1
         group = self._groups.setdefault(spec.group_id, OpenGroup(running))
+        if spec.branched_from is not None and spec.fork is not None:
+            group.branches[spec.episode_id] = spec.fork
+        else:
+            group.main = spec
         self.release.record_admission(spec, group)  # before `size` is set: 0 marks the group's first member
         group.size = spec.group_size
         self.ledger.admitted += 1
@@ -203,15 +230,16 @@ class EpisodeBuffer:
         for policy in policies:
             self._in_flight[policy] -= 1
             self._late[policy] += group.late - before
-        drops += self._drop_uncompared(released, credits)
+        released = _by_tree(released)
+        drops += self._drop_uncompared(released, credits, group.branches)
         if self._drops_no_signal:
             drops += self._drop_without_signal(released, credits)
         for member in released:
             self._make_ready(member, credits, group, spec.environment)
         if group.running == 0:
             del self._groups[spec.group_id]
-            self.on_group(spec, group.headers)
-            self._count_pass_rate(group.headers)
+            self.on_group(group.main or spec, group.mains)
+            self._count_pass_rate(group.mains)
             self._count_states(group.headers)
             for policy, (given, whole) in group.squares.items():
                 self.counts.count_squared_advantages(policy, given, whole)
@@ -238,16 +266,19 @@ class EpisodeBuffer:
         if not policies:
             self._close_episode(header.episode_id, reason="frozen")
 
-    def _drop_uncompared(self, released: Sequence[EpisodeHeader], credits: Credits) -> list[UnitDrop]:
-        """Drop the units of members that have agents without a credit."""
+    def _drop_uncompared(
+        self, released: Sequence[EpisodeHeader], credits: Credits, branches: Collection[str]
+    ) -> list[UnitDrop]:
+        """Drop the units of members that have agents without a credit; those of branches have lost their tree."""
         drops = []
         for header in released:
             for policy in sorted(self._unresolved.get(header.episode_id, ())):
                 own = (t for t in header.trajectories if t.policy == policy)
                 if not all((header.episode_id, t.seat, t.index) in credits for t in own):
-                    drops.append(UnitDrop(header.episode_id, header.attempt, policy, TOO_FEW_MEMBERS))
-                    self._resolve(header.episode_id, policy, reason=TOO_FEW_MEMBERS)
-                    self.without_signal[policy] += 1
+                    reason = TREE_LOST if header.episode_id in branches else TOO_FEW_MEMBERS
+                    drops.append(UnitDrop(header.episode_id, header.attempt, policy, reason))
+                    self._resolve(header.episode_id, policy, reason=reason)
+                    self.without_signal[policy] += reason == TOO_FEW_MEMBERS
         return drops
 
     def _drop_without_signal(self, released: Sequence[EpisodeHeader], credits: Credits) -> list[UnitDrop]:
@@ -330,9 +361,12 @@ class EpisodeBuffer:
         return self._late[policy]
 
     def pop_ready(self, policy: str, count: int) -> list[ReadyUnit]:
-        """Remove and return up to `count` ready units, oldest release first; resolve each by `consume` or `drop`."""
-        queue = self._ready[policy]
-        return [queue.popleft() for _ in range(min(count, len(queue)))]
+        """Remove and return `count` ready units, oldest release first, and the rest of the last one's tree; fewer if
+        fewer are ready. Resolve each by `consume` or `drop`."""
+        queue, taken = self._ready[policy], list[ReadyUnit]()
+        while queue and (len(taken) < count or (taken and queue[0].tree == taken[-1].tree)):
+            taken.append(queue.popleft())
+        return taken
 
     def pop_ready_where(self, policy: str, wanted: Callable[[ReadyUnit], bool]) -> list[ReadyUnit]:
         """Remove and return the `wanted` ready units, oldest release first; resolve each by `consume` or `drop`."""

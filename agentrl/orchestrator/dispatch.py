@@ -22,6 +22,7 @@ from agentrl.core.ports import PolicyCounts, SpawnedGroup, Worker
 from agentrl.core.records import (
     EpisodeHeader,
     EpisodeSpec,
+    ForkPoint,
     GroupScores,
     GroupStart,
     PolicyVersion,
@@ -40,6 +41,7 @@ from agentrl.orchestrator.buffer import EpisodeBuffer, UnitDrop
 from agentrl.orchestrator.group_scores import GroupScoring, RecordEnd
 from agentrl.orchestrator.score_limits import ScoreLimits
 from agentrl.orchestrator.tasks import MEMORY_SIZE, ProposalNoveltyTracker, Seen
+from agentrl.orchestrator.trees import TreeLeases, unfinished_tree_members
 from agentrl.rollout.episode_context import MAX_CHILD_DEPTH
 
 PREFIX: Mapping[Purpose, str] = {"train": "e", "evaluate": "v", "replay": "p", "fork": "f"}
@@ -187,6 +189,8 @@ class Dispatcher:
     _sharers: dict[str, list[OnEnd]] = field(default_factory=dict)
     """Callbacks of forks that wait for a child of the episode they were forked from."""
     reservations: ChildUnitReservations = field(init=False)
+    leases: TreeLeases | None = None
+    """Leases of trees; None: no episode may branch."""
     _evaluating: Sequence[asyncio.Future[EpisodeHeader]] = ()
     _evaluated: list[EpisodeHeader] = field(default_factory=list)
     """Ended child episodes of the newest evaluation."""
@@ -260,6 +264,7 @@ class Dispatcher:
             self._record_start(spec, members[spec.group_id])
         for spec, header in ended:
             self._hold(spec, header, self._restore_end)
+        self._restore_trees(unfinished, [spec for spec, _ in ended])
         self._resumed = {spec.episode_id for spec in unfinished}
         self._to_resume = unfinished
         self.resume_unfinished()
@@ -318,6 +323,45 @@ class Dispatcher:
         self._start(starting)
         return SpawnedGroup(group_id=group_id, episode_ids=tuple(episode_ids))
 
+    async def branch(
+        self, main: EpisodeSpec, point: ForkPoint, count: int, versions: Mapping[str, PolicyVersion]
+    ) -> Mapping[str, PolicyVersion]:
+        """Start the branches of a running episode: further members of its group, which are always admitted."""
+        assert self.leases is not None, "the run's settings were checked for branches"
+        pins = {
+            policy: version
+            for policy, version in versions.items()
+            if policy in self.buffer.trainable and policy not in main.pins
+        }
+        for version in pins.values():
+            await self.leases.acquire(main, version)
+        running = self._running.get(main.episode_id)
+        if running is None or running.attempt != main.attempt:
+            return pins  # the episode was dropped or restarted while it waited
+        started = {**self.ended_children, **self._children.get(main.episode_id, {}), **self._running}
+        specs = []
+        for number in range(1, count + 1):
+            episode_id = ids.branch_episode_id(main.episode_id, main.attempt, point.call_id, number)
+            if episode_id not in started:
+                spec = running.start_another(
+                    *(point.call_id, number),
+                    episode_id=episode_id,
+                    parent_id=main.episode_id,
+                    fork=replace(point, branch=number),
+                )
+                specs.append(spec.pinned({**main.pins, **pins}))
+        self.reservations.hand_over_branches(main.episode_id, count, point.call_id)
+        for spec in specs:
+            self.leases.add(main.episode_id, main.attempt, spec.episode_id)
+        self._start([(spec, None) for spec in specs])
+        return pins
+
+    def _restore_trees(self, unfinished: Sequence[EpisodeSpec], ended: Sequence[EpisodeSpec]) -> None:
+        """Count the members of unfinished trees, whose versions are served again."""
+        for main, member, version in unfinished_tree_members(unfinished, ended, self.buffer.trainable):
+            if self.leases is not None:
+                self.leases.add(*main, member, version)
+
     def _rejoin(self, parent_id: str, episode_id: str, on_end: OnEnd) -> bool:
         """Attach a re-executed parent to an existing child; returns whether it exists. `on_end` is called when it has
         ended."""
@@ -350,6 +394,7 @@ class Dispatcher:
     def readmit(self, spec: EpisodeSpec) -> None:
         """Note that a further attempt of a running episode begins."""
         self.store.admit(spec)
+        self._leave_tree(spec.episode_id, spec.attempt - 1)
         self.memory.forget(spec.episode_id)
         self._reserve(spec)
         self._set_running(spec)
@@ -531,6 +576,7 @@ class Dispatcher:
         if running is None or running.attempt != header.attempt:
             self.buffer.counts.count_superseded()
             return
+        self._leave_tree(spec.episode_id, header.attempt, spec.fork)
         self._remove_running(spec.episode_id)
         self._resumed.discard(spec.episode_id)
         self._children.pop(spec.episode_id, None)
@@ -571,6 +617,13 @@ class Dispatcher:
             failure = (scoring and scoring.last_failure) or self.worker.last_failure
             hint = f"Last failure: {failure}" if failure else f"`agentrl episode show` shows {header.episode_id}"
             self.fail(CheckFailedError(f"{why}. {hint}"))
+
+    def _leave_tree(self, episode_id: str, attempt: int, fork: ForkPoint | None = None) -> None:
+        """Note that an attempt no longer needs the version of its tree."""
+        if self.leases is not None:
+            self.leases.member_ended(episode_id, attempt, episode_id)
+            if fork is not None and fork.branch:
+                self.leases.member_ended(fork.episode_id, fork.attempt, episode_id)
 
     def drop_frozen(self) -> None:
         """Drop the ready units of frozen policies: they would be far out of date when those policies learn again."""
@@ -614,7 +667,9 @@ class Dispatcher:
         try:
             root = self._roots.get(spec.environment) if spec.parent_id is None else None
             environment = root or resolve(spec.environment)
-            self.reservations.reserve(spec.episode_id, environment, self._group(spec.purpose, spec.episode_id))
+            branching = () if spec.branched_from is not None else self.buffer.policies_of(spec)
+            group = self._group(spec.purpose, spec.episode_id)
+            self.reservations.reserve(spec.episode_id, environment, group, branching=branching)
         except (EnvironmentDefinitionError, ConfigError):
             # the code was edited since the child was spawned; its runner reports the error
             self.reservations.cancel(spec.episode_id)
@@ -643,7 +698,9 @@ class _Parent:
     left: Mapping[str, int]
     spawned: Mapping[type[Environment], int]
     calls: tuple[str, ...] = ()
-    """Spawn calls that were made: a re-executed parent makes them again."""
+    """Calls that started children or branches: a re-executed parent makes them again."""
+    of_branch: Mapping[str, int] = field(default_factory=lambda: _NONE)
+    """Units of one branch."""
 
 
 class ChildUnitReservations:
@@ -675,12 +732,19 @@ class ChildUnitReservations:
         """Return the units of the policy expected from children that have not begun."""
         return self._sum[policy]
 
-    def reserve(self, episode_id: str, environment: type[Environment], group: int) -> None:
-        """Reserve the units of an episode's children; replaces the reservation of an earlier attempt."""
+    def reserve(
+        self, episode_id: str, environment: type[Environment], group: int, *, branching: Collection[str] = ()
+    ) -> None:
+        """Reserve the units of an episode's children, and of its branches if it has `branching` policies; replaces the
+        reservation of an earlier attempt."""
         self.cancel(episode_id)
-        if self._children(environment):
-            left = self._below(environment, group, _depth(episode_id))
-            self._parents[episode_id] = _Parent(environment, group, left, _NONE)
+        branches = environment.branches if branching else 0
+        if branches or self._children(environment):
+            left = self._below(environment, group, ids.child_depth(episode_id))
+            of_branch = Counter(branching) + left
+            for policy, units in of_branch.items() if branches else ():
+                left[policy] += branches * units
+            self._parents[episode_id] = _Parent(environment, group, left, _NONE, of_branch=of_branch)
             self._sum.update(left)
             return
         shared = self._childless
@@ -699,12 +763,24 @@ class ChildUnitReservations:
         parent.spawned = {**parent.spawned, environment: parent.spawned.get(environment, 0) + count}
         most = self._most.setdefault(parent.environment, Counter())
         most[environment] = max(most[environment], parent.spawned[environment])
-        for policy, units in self._of_child(environment, parent.group, _depth(parent_id) + 1).items():
+        for policy, units in self._of_child(environment, parent.group, ids.child_depth(parent_id) + 1).items():
             left = parent.left.get(policy, 0)
             taken = min(units * count, left)
             if taken:
                 parent.left = {**parent.left, policy: left - taken}
                 self._sum[policy] -= taken
+
+    def hand_over_branches(self, main_id: str, count: int, branch_call: str) -> None:
+        """Move units from an episode's reservation to its branches, which are counted themselves."""
+        main = self._parents.get(main_id)
+        if main is None or branch_call in main.calls:
+            return
+        main.calls = (*main.calls, branch_call)
+        for policy, units in main.of_branch.items():
+            left = main.left.get(policy, 0)
+            taken = min(units * count, left)
+            main.left = {**main.left, policy: left - taken}
+            self._sum[policy] -= taken
 
     def cancel(self, episode_id: str) -> None:
         """Cancel the rest of an episode's reservation after it has ended."""
@@ -729,8 +805,3 @@ class ChildUnitReservations:
     def _children(self, environment: type[Environment]) -> Mapping[type[Environment], int]:
         declared, most = child_environments(environment), self._most.get(environment)
         return Counter(declared) | most if most else declared
-
-
-def _depth(episode_id: str) -> int:
-    """Number of ancestors of an episode."""
-    return episode_id.count("~")

@@ -32,6 +32,8 @@ NO_SIGNAL = "no_signal"
 """Drop reason of the units of a group without any advantage (`credit.dynamic_sampling`)."""
 TOO_FEW_MEMBERS = "too_few_members"
 """Drop reason of the units of a group with too few members for the estimator, such as k or fewer for `pass_at_k`."""
+TREE_LOST = "tree_lost"
+"""Drop reason of a branch whose main episode was dropped, restarted or not rewarded."""
 AS_TRAINED: tuple[str | None, ...] = (None, NO_SIGNAL)
 """Drop reasons (None: trained) of units that selection bias counts as trained: those without an advantage would have
 given no gradient."""

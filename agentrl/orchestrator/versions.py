@@ -157,6 +157,8 @@ class ServedVersions:
         started with are absent."""
         self._pins: dict[str, dict[PolicyVersion, WeightsRef]] = {}
         """Pinned versions, keyed by holder."""
+        self._known: dict[PolicyVersion, WeightsRef] = {}
+        """Weights of all versions that were served in this start of the run."""
         self._unpinning: set[asyncio.Task[None]] = set()
         """Tasks that tell the engine of unpinned versions; a reference keeps a task from being collected."""
 
@@ -182,7 +184,7 @@ class ServedVersions:
             pins.pop(weights.version, None)
             pins.update(replaced)
             raise
-        self.current[policy] = weights
+        self.current[policy] = self._known[weights.version] = weights
 
     async def pin(self, holder: str, weights: WeightsRef) -> None:
         """Serve a version until `holder` unpins it, independent of later updates. Idempotent.
@@ -214,6 +216,10 @@ class ServedVersions:
         self._unpinning.discard(task)
         if not task.cancelled():
             task.exception()  # mark as retrieved: the next call or version reports the engine's failure
+
+    def find(self, version: PolicyVersion) -> WeightsRef | None:
+        """Return the weights of a version that was current in this start of the run; None if it was not."""
+        return self._known.get(version)
 
     def pinned_by(self, holder: str) -> list[PolicyVersion]:
         """Return the versions that a holder pins, in the order of pinning."""

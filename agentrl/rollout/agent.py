@@ -31,7 +31,7 @@ from agentrl.rollout.turn_sampler import TurnSampler
 
 if TYPE_CHECKING:
     from agentrl.core.ports import ChatFormat, SamplingParams
-    from agentrl.core.records import FinishReason, Int32Array
+    from agentrl.core.records import FinishReason, Int32Array, PolicyVersion
     from agentrl.rollout.call_journal import JournaledCall
     from agentrl.rollout.episode import LiveEpisode
 
@@ -238,6 +238,10 @@ class LiveAgent(TurnRecorder):
         raise LimitReachedError(
             f"agent {self.seat!r} has used its context of {limit} tokens", stop_reason="context_length"
         )
+
+    def keep_version(self, version: PolicyVersion) -> None:
+        """Sample all later turns with a version."""
+        self._sampler.keep_version(version)
 
     def restart(self, *messages: Message) -> None:
         """Begin a new row; the messages are sent with the next `act`."""

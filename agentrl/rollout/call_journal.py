@@ -464,6 +464,11 @@ class CallJournal:
         """First entry of the episode from which this one was forked."""
         return self._recorded.forked_from
 
+    @property
+    def partition(self) -> str:
+        """Name of the partition to which entries are appended."""
+        return self._log.name
+
     async def flush(self) -> None:
         """Wait until everything written is on disk."""
         await self._log.flush()

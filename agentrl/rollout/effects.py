@@ -277,7 +277,7 @@ class JournaledResource(Resource):
     """
 
     __slots__ = (
-        *("_calls", "_episode", "_level", "_object", "_random", "_random_key", "_restore", "_seed", "_state"),
+        *("_calls", "_episode", "_object", "_random", "_random_key", "_restore", "_seed", "_state"),
         "name",
     )
 
@@ -285,7 +285,7 @@ class JournaledResource(Resource):
         self, episode: LiveEpisode, factory: Callable[[], object], name: str, level: ResourceLevel, seed: int | None
     ) -> None:
         self._episode = episode
-        self._level = level
+        self.level = level
         self._seed = seed
         self._calls = 0
         self._state = b""
@@ -319,11 +319,11 @@ class JournaledResource(Resource):
         self._calls += 1
         recorded = call.recorded
         if isinstance(recorded, ResourceCallEntry):
-            if recorded.level != self._level:
-                journal.mismatch(call.call_id, f"{self.name} was {recorded.level}", f"the code now says {self._level}")
-            if self._level == "pinned":
+            if recorded.level != self.level:
+                journal.mismatch(call.call_id, f"{self.name} was {recorded.level}", f"the code now says {self.level}")
+            if self.level == "pinned":
                 raise_resource_lost(self._episode, call, self.name)
-            if self._level == "snapshot":
+            if self.level == "snapshot":
                 return self._remembered(call, where)
         return await self._performed(call, method, arguments)
 
@@ -333,7 +333,7 @@ class JournaledResource(Resource):
         For a `snapshot` resource it is the state after the last call, which a resume restores: an object that is closed
         afterward, or is not restored because nothing calls it again, has another one.
         """
-        if self._level == "snapshot":
+        if self.level == "snapshot":
             return decode(self._state) if self._state else None
         get_state = getattr(self._object, "get_state", None)
         return after_journal_round_trip(get_state(), f"{self.name}.get_state") if callable(get_state) else None
@@ -358,7 +358,7 @@ class JournaledResource(Resource):
                 if (failure := infrastructure_failure(error)) is not None:
                     raise failure from error
                 problem, cause = error_text(error), error
-            if self._level == "snapshot":
+            if self.level == "snapshot":
                 state = self._new_state()
         seconds = clock.monotonic() - started
         recorded = journal.recall(call, ResourceCallEntry)
@@ -366,7 +366,7 @@ class JournaledResource(Resource):
             journal.record(
                 call,
                 ResourceCallEntry(
-                    self.name, self._level, method, value, seconds, to_journal_data(list(arguments)), problem, state
+                    self.name, self.level, method, value, seconds, to_journal_data(list(arguments)), problem, state
                 ),
             )
         elif recorded.value != value or _kind(recorded.error) != _kind(problem):
@@ -405,12 +405,12 @@ class JournaledResource(Resource):
 
     def _memoised_name(self) -> str | None:
         """Name of the resource if its calls are never repeated, else None."""
-        return None if self._level == "replay" else self.name
+        return None if self.level == "replay" else self.name
 
     def _random_of(self, call: JournaledCall) -> GlobalRandomState:
         """Return the generators for a call. Without a `seed`, those of a fork change at its first own call."""
         assert call.branch is not None
-        if self._level == "snapshot" or (self._seed is None and call.branch.key != self._random_key):
+        if self.level == "snapshot" or (self._seed is None and call.branch.key != self._random_key):
             self.close()
             self._random_key = call.branch.key
             self._random = self._new_random()

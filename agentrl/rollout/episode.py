@@ -170,6 +170,10 @@ class EpisodeScores(Protocol):
         """Ask a scorer for the score of an agent's newest turn."""
         ...
 
+    async def arrived(self) -> None:
+        """Wait for the requests in flight."""
+        ...
+
     def judges(self) -> Mapping[str, PolicyVersion]:
         """Return the oldest version of each learning judge that scored the attempt."""
         ...
@@ -198,6 +202,8 @@ class LiveEpisode:
     """Time limit of the program, while it runs."""
     scores: EpisodeScores | None = None
     """Scores of the attempt; None if there are no scorers, and no scores in its journal."""
+    roulette_weight: float = 1.0
+    """Factor on the rewards that are given from now on; see `EpisodeContext.roulette`."""
     note: str = ""
     """Note on a successful episode: how its external agent departed from an earlier attempt."""
     _counts: dict[str, float] | None = None

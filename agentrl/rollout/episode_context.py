@@ -16,7 +16,7 @@ from agentrl.core.errors import (
     EnvironmentDefinitionError,
     EpisodeError,
 )
-from agentrl.core.ids import seeded_uuid4
+from agentrl.core.ids import child_depth, seeded_uuid4
 from agentrl.core.ports import PolicyCounts
 from agentrl.core.records import PolicyVersion, ProposalNovelty, StopReason, Task, ToolSpec
 from agentrl.core.text import plural
@@ -64,6 +64,7 @@ from agentrl.rollout.journal_data import (
 from agentrl.rollout.mismatch import shortened_repr
 from agentrl.rollout.sandbox import NAME as SANDBOX
 from agentrl.rollout.sandbox import JournaledSandbox
+from agentrl.rollout.trees import LeveledResource, LiveBranches, play_roulette
 from agentrl.rollout.turn_recorder import TurnRecorder
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class LiveEpisodeContext(EpisodeContext):
     """The `EpisodeContext` that `run` is given."""
 
     __slots__ = (
+        "_branches",
         "_fan_out",
         "_spawned",
         "agents",
@@ -102,6 +104,7 @@ class LiveEpisodeContext(EpisodeContext):
         self._fan_out = environment.fan_out
         self._spawned: Mapping[str, int] = _NO_CHILDREN
         """Number of child episodes of this attempt, keyed by class name."""
+        self._branches = LiveBranches(episode, environment.branches)
         self.task = episode.spec.task
         self.limits = episode.limits
         episode.agents = self.agents = list[TurnRecorder]()
@@ -227,7 +230,7 @@ class LiveEpisodeContext(EpisodeContext):
         Raises:
             EpisodeError: the number exceeds the limit; none was admitted.
         """
-        if self.episode.spec.episode_id.count("~") >= MAX_CHILD_DEPTH:
+        if child_depth(self.episode.spec.episode_id) >= MAX_CHILD_DEPTH:
             raise EpisodeError(f"child episodes nest deeper than {MAX_CHILD_DEPTH}", reason="environment_error")
         name = name_of(environment)
         identity, data = ("", task) if not isinstance(task, Task) else (task.id, task.data)
@@ -279,6 +282,17 @@ class LiveEpisodeContext(EpisodeContext):
                 f"started. Declare the total that one episode starts: fan_out = {{{name!r}: {requested}}}",
                 reason="fan_out",
             )
+
+    @property
+    def branches_left(self) -> int:
+        return self._branches.left
+
+    async def branch(self, n: int) -> int:
+        resources: list[LeveledResource] = [*self.resources, *self.sandboxes]
+        return await self._branches.start(n, self.agents, resources, has_children=bool(self._spawned))
+
+    async def roulette(self, survival: float) -> bool:
+        return await play_roulette(self.episode, survival, self.agents)
 
     def score(self, scorer: str, agent: Agent) -> Verdict:
         """Ask for the score of an agent's newest turn."""

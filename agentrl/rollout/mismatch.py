@@ -6,6 +6,7 @@ from agentrl.core.errors import ReplayMismatchError
 from agentrl.core.records import REWARD
 from agentrl.core.text import agent_name, plural, valid_unicode
 from agentrl.journal.entries import (
+    BranchEntry,
     ChildResultEntry,
     EffectEntry,
     EntryBody,
@@ -63,6 +64,12 @@ def describe_entry(body: EntryBody) -> str:
             return f"{body.kind} = {shortened_repr(body.value)}"
         case TimeLimitEntry():
             return f"the end of the episode's time ({body.stop_reason})"
+        case BranchEntry():
+            return (
+                f"branch {body.number}"
+                if body.number
+                else f"the start of {plural(len(body.children), 'branch', 'branches')}"
+            )
         case GatherOrderEntry():
             return f"the order in which {len(body.order)} branches ended"
     return f"an entry of kind {type(body).__struct_config__.tag}"

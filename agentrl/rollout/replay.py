@@ -19,7 +19,7 @@ from agentrl.rollout.mismatch import describe_entry
 from agentrl.rollout.runner import EpisodeRunner
 
 if TYPE_CHECKING:
-    from agentrl.core.records import EpisodeHeader, EpisodeSpec, Task
+    from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, Task
     from agentrl.journal.entries import EntryBody, JournalEntry, TurnEntry
     from agentrl.journal.port import TurnLog
 
@@ -214,6 +214,12 @@ class ReplayHost:
             return SpawnedGroup(group_id=recorded.group_id, episode_ids=recorded.children)
         names = [ids.child_episode_id(parent.episode_id, parent.attempt, spawn_call, i) for i in range(len(tasks))]
         return SpawnedGroup(group_id=f"{parent.episode_id}~{parent.attempt}.{spawn_call}", episode_ids=tuple(names))
+
+    async def branch(
+        self, main: EpisodeSpec, point: ForkPoint, count: int, versions: Mapping[str, PolicyVersion]
+    ) -> Mapping[str, PolicyVersion]:
+        """Start nothing: a replay follows one episode."""
+        return {}
 
     async def remember(self, spec: EpisodeSpec, call_id: str, key: str, structure: str) -> ProposalNovelty:
         """Return an empty recollection: the episode reads the recorded one from its journal."""

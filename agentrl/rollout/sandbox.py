@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.core.errors import EffectError, EpisodeError
-from agentrl.environment.context import EpisodeSandbox
+from agentrl.environment.context import EpisodeSandbox, ResourceLevel
 from agentrl.journal.entries import ResourceCallEntry, request_hash
 from agentrl.rollout.call_journal import CallExecution
 from agentrl.rollout.effects import error_text, raise_resource_lost
@@ -54,6 +54,11 @@ class JournaledSandbox(EpisodeSandbox):
         """Held by the command that runs: what it changed is read before the next begins."""
         self._is_behind = False
         self._copies = 0
+
+    @property
+    def level(self) -> ResourceLevel:
+        """Level of the sandbox as a resource."""
+        return "snapshot" if self._limits.network == "none" else "pinned"
 
     async def run(
         self,
@@ -109,7 +114,7 @@ class JournaledSandbox(EpisodeSandbox):
         journal, clock, where = self._episode.journal, self._episode.services.clock, f"{self.name}.{method}"
         digests = self._state.supply(contents.values(), keep=self._lease is None)
         arguments = [*arguments, dict(zip(contents, digests, strict=True))]
-        level = "snapshot" if self._limits.network == "none" else "pinned"
+        level = self.level
         call = journal.open(
             request_hash(*map(encode_arguments, (self.name, method, arguments))),
             lambda: f"{where}({shortened_repr(to_journal_data(arguments))})",

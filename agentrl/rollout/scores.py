@@ -131,6 +131,17 @@ class LiveScores:
         journal.record(call, NondeterministicValueEntry("score", value))
         return value
 
+    async def arrived(self) -> None:
+        """Wait for the requests in flight.
+
+        Raises:
+            EpisodeError: a scorer failed.
+        """
+        if self._running:
+            done, _ = await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+
     async def settle(self) -> None:
         """Wait for all scores without an engine session, and credit the agents with them.
 
@@ -148,9 +159,7 @@ class LiveScores:
         for agent in agents.values():
             agent.close()
         if self._running:
-            done, _ = await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()
+            await self.arrived()
             episode.metric(SCORES_EXPOSED, episode.services.clock.monotonic() - started)
         for _, entry in sorted(self._arrived.items()):
             if isinstance(entry, ScoreEntry):

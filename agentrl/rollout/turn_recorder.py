@@ -111,8 +111,8 @@ class TurnRecorder(Agent):
         return self._sampled
 
     def weight_of(self, name: str, where: str) -> float:
-        """Return the weight of a named reward; raise `RewardError` if the configuration gives weights to others but not
-        to this one."""
+        """Return the weight of a reward that is given now; raise `RewardError` if the configuration gives weights to
+        others but not to this one."""
         check_reward_name(name, where)
         weights = self._episode.services.settings.reward_weights
         if weights and name not in weights:
@@ -120,7 +120,7 @@ class TurnRecorder(Agent):
                 f"{where}: the reward {name!r} has no weight; add it to credit.reward_weights, which has "
                 f"{', '.join(sorted(weights))}"
             )
-        return weights.get(name, 1.0)
+        return weights.get(name, 1.0) * self._episode.roulette_weight
 
     def gate(self, accepted: bool, *, penalty: float) -> bool:
         """Count the decision; on a refusal, journal the penalty as a reward."""
@@ -242,13 +242,19 @@ class TurnRecorder(Agent):
         for sampler in self._samplers():
             yield from sampler.running_versions()
 
+    def newest_version(self) -> PolicyVersion | None:
+        """Return the version that sampled the agent's newest token; None before its first."""
+        sampled = (turn.completion.spans[-1] for turn in reversed(self._turns) if turn.completion.spans)
+        newest = next(sampled, None)
+        return None if newest is None else newest.version
+
     def header(self) -> TrajectoryHeader:
         """Make the agent's part of the episode's header.
 
         Raises:
             RewardError: rewards of one name, or of one turn, are too large together.
         """
-        oldest = min(self.versions(), key=_age, default=None)
+        oldest = min(self.versions(), key=_age, default=self.newest_version())
         rewards = self.rewards
         named = sum_by_key((given.name, given.value) for given in rewards)
         by_turn = sum_by_key((given.turn, given.weighted) for given in rewards if given.turn is not None)

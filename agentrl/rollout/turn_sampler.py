@@ -23,7 +23,7 @@ import numpy as np
 
 from agentrl.core.clock import RetryBudget
 from agentrl.core.errors import VERSION_GONE, EngineLostError, EpisodeError, VersionNotServedError
-from agentrl.core.ids import stable_hash64
+from agentrl.core.ids import child_depth, stable_hash64
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import Completion, PolicyVersion
 from agentrl.journal.entries import TurnPause
@@ -248,7 +248,10 @@ class TurnSampler:
         """
         why = f"its episode is pinned to {self._pin}"
         if self._pin is None:
-            why = f"it was sampled by {self._kept_version} and must stay on it (engine.refresh = 'episode')"
+            why = (
+                f"it was sampled by {self._kept_version} and must stay on it (ctx.branch, or engine.refresh = "
+                "'episode')"
+            )
         gone = EpisodeError(
             f"the conversation of {self._name} cannot continue: {why}, which the engine has lost ({error})",
             reason=VERSION_GONE,
@@ -263,6 +266,14 @@ class TurnSampler:
             pin = self._pin or self._kept_version
             self._session = engine.open(self._name, self.weights_of, pin=pin)
         return self._session
+
+    def keep_version(self, version: PolicyVersion) -> None:
+        """Sample all later turns with a version, which the engine serves."""
+        if self._pin is None and self._kept_version != version:
+            self._kept_version = version
+            if self._session is not None:
+                self._session.close()
+                self._session = None
 
     def _keep_version(self, sampled: Completion) -> None:
         """Note the version of the conversation, if its policy keeps versions. Recorded turns do not count: no version
@@ -300,6 +311,6 @@ def call_priority(spec: EpisodeSpec, sampled: int) -> int:
     sampled so far, most first: if lengths are heavy-tailed, the episode that has sampled most has most left. Siblings
     are ordered like unrelated episodes.
     """
-    depth = min(spec.episode_id.count("~"), MAX_PRIORITY_DEPTH)
+    depth = min(child_depth(spec.episode_id), MAX_PRIORITY_DEPTH)
     tokens_left = MAX_PRIORITY_TOKENS - min(sampled, MAX_PRIORITY_TOKENS)
     return (spec.deadline * (MAX_PRIORITY_DEPTH + 1) + depth) * (MAX_PRIORITY_TOKENS + 1) + tokens_left

@@ -10,7 +10,12 @@ from typing import Any, ClassVar
 import agentrl
 from agentrl.app.assemble import RunParts, assemble_orchestrator
 from agentrl.app.policies import pinned_policy_step_lags
-from agentrl.app.recovery import ResumeState, serve_opponents_and_pins, start_opponent_pools
+from agentrl.app.recovery import (
+    ResumeState,
+    serve_opponents_and_pins,
+    serve_versions_of_trees,
+    start_opponent_pools,
+)
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import LoopClock
 from agentrl.core.ports import GenerateRequest
@@ -168,6 +173,7 @@ class SmallRun:
         }
         weights = {name: await self.trainer.publish(name, version) for name, version in versions.items()}
         served = ServedVersions(engine, batches=pinned_policy_step_lags(self.config))
+        await serve_versions_of_trees(self.config, served, self.journal, self.resume_state)
         older = await serve_opponents_and_pins(self.config, served, self.journal, self.resumed_at, self.drawn_from)
         for name, published in weights.items():
             self.journal.record_version(published, self.resumed_at.get(name))
@@ -188,6 +194,7 @@ class SmallRun:
             versions=versions,
             parents=self.journal.parents(),
             resume_state=self.resume_state,
+            published=self.journal.published,
             estimator=make_advantage_estimator(advantage.name, advantage.options)
             if (advantage := self.config.credit.advantage).name not in REWARD_ESTIMATORS
             else None,

@@ -162,7 +162,8 @@ class CrashScenario:
         engine.machine = machine
         first = {name: versions[name] for name in self.trainable}
         served = ServedVersions(engine, batches=pinned_policy_step_lags(self.config))
-        opponents = await recovery.publish_first_versions(self.config, first, trainer, served, journal)
+        resume_state = recovery.resume_state(self.config, journal)
+        opponents = await recovery.publish_first_versions(self.config, first, trainer, served, journal, resume_state)
         parts = RunParts(
             served=served,
             trainer=trainer,
@@ -175,7 +176,8 @@ class CrashScenario:
             versions=versions,
             opponents=opponents,
             parents=journal.parents(),
-            resume_state=recovery.resume_state(self.config, journal),
+            resume_state=resume_state,
+            published=journal.published,
             role_means=recovery.role_means,
             running_best=recovery.running_best(VERSIONS, disk=disk),
             disk=disk,

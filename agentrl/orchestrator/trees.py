@@ -1,0 +1,135 @@
+"""The versions on which trees of episodes stay: an episode, and the branches that it started (`ctx.branch`).
+
+A tree belongs to one attempt of its main episode. All its members sample with the version of the newest token before
+the first branch, which stays served until the last member has ended.
+
+Invariant: at most `limits` versions of a policy are leased at once, so that a further version always finds room in the
+engine. A tree waits for a lease; an update never does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from agentrl.core.errors import VERSION_GONE, EngineError, EpisodeError
+from agentrl.core.records import EpisodeSpec, PolicyVersion, WeightsRef
+from agentrl.orchestrator.versions import ServedVersions
+
+
+def tree_holder(main_id: str, attempt: int) -> str:
+    """Return the name under which a tree holds versions in `ServedVersions`."""
+    return f"tree of {main_id}.{attempt}"
+
+
+def unfinished_tree_members(
+    unfinished: Sequence[EpisodeSpec], ended: Iterable[EpisodeSpec], trained: Collection[str]
+) -> Iterator[tuple[tuple[str, int], str, PolicyVersion]]:
+    """Yield the running members of trees in a journal: main episode with attempt, member, and version.
+
+    Args:
+        unfinished: episodes that will continue.
+        ended: committed episodes of groups that are not complete.
+        trained: policies that learn.
+    """
+    attempts = {spec.episode_id: spec.attempt for spec in unfinished}
+    for spec in (*unfinished, *ended):
+        point = spec.fork
+        if point is None or not point.branch:
+            continue
+        for policy, version in spec.pins.items():
+            if policy in trained:
+                tree = (point.episode_id, point.attempt)
+                if spec.episode_id in attempts:
+                    yield tree, spec.episode_id, version
+                if attempts.get(point.episode_id) == point.attempt:
+                    yield tree, point.episode_id, version
+
+
+class Changes(Protocol):
+    """Wakes waiters; see `dispatch.ChangeCondition`."""
+
+    def notify(self) -> None:
+        """Announce a change."""
+        ...
+
+    async def wait_for(self, predicate: Callable[[], bool]) -> None:
+        """Return when the predicate is true."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class TreeLeases:
+    """The leases of the running trees."""
+
+    served: ServedVersions
+    published: Callable[[PolicyVersion], WeightsRef | None]
+    """Finds the weights of a version; None if it was never published."""
+    limits: Mapping[str, int]
+    """Maximum number of versions of each policy that are leased at once."""
+    changed: Changes
+    _members: dict[str, set[str]] = field(default_factory=dict)
+    """Ids of the running members of each tree, keyed by holder."""
+    _leased: dict[str, PolicyVersion] = field(default_factory=dict)
+    """Version of each tree, keyed by holder."""
+
+    async def acquire(self, main: EpisodeSpec, version: PolicyVersion) -> None:
+        """Lease a version for the tree of a main episode, once there is room for it. Idempotent.
+
+        Raises:
+            EpisodeError: the engine cannot serve the version any more; the main episode starts again.
+        """
+        holder = tree_holder(main.episode_id, main.attempt)
+        self._members.setdefault(holder, set()).add(main.episode_id)
+        if self._leased.get(holder) == version:
+            return
+        await self.changed.wait_for(lambda: holder not in self._members or self._has_room(version))
+        if holder not in self._members:
+            return  # the episode was superseded while it waited
+        self._leased[holder] = version
+        try:
+            weights = self.served.find(version) or self.published(version)
+            if weights is None:
+                raise EngineError("it was never published")
+            await self.served.pin(holder, weights)
+        except EngineError as error:
+            self._release(holder)
+            raise EpisodeError(
+                f"episode {main.episode_id} cannot branch: {version}, which sampled its newest turn, is no longer "
+                f"served ({error})",
+                reason=VERSION_GONE,
+                begin_again=True,
+            ) from error
+
+    def add(self, main_id: str, attempt: int, member: str, version: PolicyVersion | None = None) -> None:
+        """Count a member that starts, or is resumed with the version that its tree leased in a previous start."""
+        holder = tree_holder(main_id, attempt)
+        self._members.setdefault(holder, set()).add(member)
+        if version is not None and version in self.served.pinned_by(holder):
+            self._leased[holder] = version
+
+    def member_ended(self, main_id: str, attempt: int, member: str) -> None:
+        """Note the end of a member; the last one returns the lease."""
+        holder = tree_holder(main_id, attempt)
+        members = self._members.get(holder)
+        if members is not None:
+            members.discard(member)
+            if not members:
+                self._release(holder)
+
+    @property
+    def leased(self) -> Collection[PolicyVersion]:
+        """The leased versions."""
+        return set(self._leased.values())
+
+    def _has_room(self, version: PolicyVersion) -> bool:
+        leased = {each for each in self._leased.values() if each.policy == version.policy}
+        return version in leased or len(leased) < self.limits.get(version.policy, 0)
+
+    def _release(self, holder: str) -> None:
+        self._members.pop(holder, None)
+        version = self._leased.pop(holder, None)
+        if version is not None:
+            self.served.unpin(holder, version)
+        self.changed.notify()

@@ -1,0 +1,193 @@
+"""`ctx.branch` and `ctx.roulette`: an episode that continues several times from here, and one that stops without bias.
+
+A branch is an episode of its main episode's group. It recalls the turns before the call from the journal, and samples
+its own from there, under the version that sampled the newest token (`orchestrator/trees.py` leases it). The main
+episode stays on that version too, so the whole tree behind the call is sampled by one version.
+
+Invariants:
+1. The entry of the call is on disk before a branch starts, which reads the entries before it.
+2. A re-executed main episode finds its branches again by their ids, and starts only the missing ones.
+3. Only the main episode of training branches. Evaluations, forks, replays and branches get 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from agentrl.core import ids
+from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError, EpisodeError
+from agentrl.core.records import AgentTurns, ForkPoint, PolicyVersion
+from agentrl.core.text import plural
+from agentrl.journal.entries import BranchEntry, NondeterministicValueEntry, request_hash
+from agentrl.rollout.agent import LiveAgent
+from agentrl.rollout.call_journal import current_branch
+
+if TYPE_CHECKING:
+    from agentrl.environment.context import ResourceLevel
+    from agentrl.rollout.episode import LiveEpisode
+    from agentrl.rollout.turn_recorder import TurnRecorder
+
+BRANCHES_REFUSED = "branches"
+"""Drop reason of an episode whose call of `ctx.branch` was refused."""
+
+
+class LeveledResource(Protocol):
+    """A resource or a sandbox of an episode."""
+
+    name: str
+
+    @property
+    def level(self) -> ResourceLevel:
+        """How the resource is recalled."""
+        ...
+
+
+class LiveBranches:
+    """The branches of one attempt.
+
+    Args:
+        episode: the running attempt.
+        declared: `Environment.branches`.
+    """
+
+    __slots__ = ("_declared", "_episode", "_started")
+
+    def __init__(self, episode: LiveEpisode, declared: int) -> None:
+        self._episode = episode
+        self._declared = declared
+        self._started = 0
+        """Number of branches that the attempt started."""
+
+    @property
+    def left(self) -> int:
+        """Number of branches that `start` may still start."""
+        return max(self._declared - self._started, 0) if self._may_branch else 0
+
+    @property
+    def _may_branch(self) -> bool:
+        spec = self._episode.spec
+        return spec.purpose == "train" and spec.branched_from is None
+
+    async def start(
+        self, count: int, agents: Sequence[TurnRecorder], resources: Iterable[LeveledResource], *, has_children: bool
+    ) -> int:
+        """Start `count` branches of a main episode; returns 0 there, and its number in a branch.
+
+        Raises:
+            EnvironmentDefinitionError: `count` is not a positive whole number.
+            EpisodeError: the episode cannot branch here; the message has the reason.
+        """
+        episode = self._episode
+        journal, spec = episode.journal, episode.spec
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise EnvironmentDefinitionError(f"ctx.branch({count!r}): the number of branches must be 1 or more")
+        call = journal.open(
+            request_hash(b"branch", str(count).encode()),
+            lambda: f"the start of {plural(count, 'branch', 'branches')}",
+        )
+        await journal.reach(call)
+        recorded = journal.recall(call, BranchEntry)
+        if recorded is not None and (call.is_inherited or not recorded.children):
+            self._started += len(recorded.children)
+            return recorded.number
+        if recorded is None:
+            number = spec.fork.branch if spec.fork is not None and spec.fork.call_id == call.call_id else 0
+            if number or not self._may_branch:
+                journal.record(call, BranchEntry((), number))
+                return number
+            self._check(count, agents, resources, has_children=has_children)
+            await self._scores_arrived()
+            numbers = range(1, count + 1)
+            names = (ids.branch_episode_id(spec.episode_id, spec.attempt, call.call_id, n) for n in numbers)
+            journal.record(call, BranchEntry(tuple(names)))
+            await journal.flush()
+        self._started += count
+        point = ForkPoint(
+            journal=".",
+            partition=journal.partition,
+            episode_id=spec.episode_id,
+            attempt=spec.attempt,
+            call_id=call.call_id,
+            turns=tuple(AgentTurns(agent.seat, agent.index, len(agent.turns)) for agent in agents),
+        )
+        newest: dict[str, PolicyVersion] = {}
+        for agent in agents:
+            version = agent.newest_version()
+            if version is not None:
+                newest[agent.policy] = max(newest.get(agent.policy, version), version)
+        with episode.time_limit_paused():
+            pins = await episode.services.host.branch(spec, point, count, newest)
+        for agent in agents:
+            if isinstance(agent, LiveAgent) and agent.policy in pins:
+                agent.keep_version(pins[agent.policy])
+        return 0
+
+    async def _scores_arrived(self) -> None:
+        """Wait for the scores of the turns so far, so that the main episode and its branches have the same ones."""
+        if self._episode.scores is not None:
+            try:
+                await self._episode.scores.arrived()
+            except AgentRLError as error:
+                self._episode.journal.fail(error)  # a program that catches the error must not turn it into a reward
+                raise
+
+    def _check(
+        self, count: int, agents: Sequence[TurnRecorder], resources: Iterable[LeveledResource], *, has_children: bool
+    ) -> None:
+        """Refuse branches that could not continue the episode exactly, or that admission has not reserved.
+
+        Raises:
+            EpisodeError: the message has the reason.
+        """
+        pinned = next((resource.name for resource in resources if resource.level == "pinned"), None)
+        if count > self.left:
+            name = self._episode.spec.environment.rpartition(":")[2]
+            before = f" after {self._started} before" if self._started else ""
+            why = (
+                f"{name} declares branches = {self._declared}, but ctx.branch asked for {count}{before}: none was "
+                f"started. Set branches = {self._started + count}, or ask ctx.branches_left"
+            )
+        elif current_branch().path != ids.ROOT_BRANCH:
+            why = "ctx.branch was called inside ctx.gather; call it in run() itself"
+        elif any(not isinstance(agent, LiveAgent) for agent in agents):
+            why = "ctx.branch was called after ctx.endpoint; an external agent cannot continue in a second episode"
+        elif not any(agent.turns for agent in agents):
+            why = "ctx.branch was called before any turn; raise credit.group_size instead"
+        elif has_children:
+            why = "ctx.branch was called after ctx.spawn, whose children would belong to two episodes. Branch before it"
+        elif pinned is not None:
+            why = (
+                f"ctx.branch cannot copy {pinned}, which is pinned to its process; give the resource level 'replay' or "
+                "'snapshot'"
+            )
+        else:
+            return
+        raise EpisodeError(why, reason=BRANCHES_REFUSED)
+
+
+async def play_roulette(episode: LiveEpisode, survival: float, agents: Sequence[TurnRecorder]) -> bool:
+    """Decide whether an episode continues, with probability `survival`; see `EpisodeContext.roulette`.
+
+    Raises:
+        EnvironmentDefinitionError: `survival` is not in (0, 1].
+    """
+    journal, spec = episode.journal, episode.spec
+    if isinstance(survival, bool) or not isinstance(survival, int | float) or not 0.0 < survival <= 1.0:
+        raise EnvironmentDefinitionError(f"ctx.roulette({survival!r}): the probability must be above 0 and at most 1")
+    call = journal.open(request_hash(b"roulette", repr(float(survival)).encode()), lambda: f"roulette({survival:g})")
+    await journal.reach(call)
+    recorded = journal.recall(call, NondeterministicValueEntry)
+    if recorded is None:
+        survives = ids.random_stream(spec.seed, spec.attempt, call.call_id).random() < survival
+        recorded = NondeterministicValueEntry("roulette", survives if spec.purpose == "train" else None)
+        journal.record(call, recorded)
+    if recorded.value is None:  # an evaluation measures whole episodes
+        return True
+    if recorded.value:
+        episode.roulette_weight /= survival
+        return True
+    for agent in agents:
+        if agent.turns:
+            agent.reward(0.0)
+    return False
