@@ -64,5 +64,50 @@ def by_state(
     }
 
 
+def pieces(
+    estimator: str, members: Sequence[tuple[str, int]], rewards: Sequence[float], forks: dict[str, Row]
+) -> list[list[tuple[int, float, float]]]:
+    """The pieces of members, as (episode, agent): the first turn, the advantage and the baseline of each piece.
+
+    `forks` has the call that started each branch, as its `begin` has it.
+    """
+
+    def of_point(main: str, call: str) -> list[int]:
+        names = [name for name, fork in forks.items() if (fork["episode_id"], fork["call_id"]) == (main, call)]
+        return [number for number, (episode, _) in enumerate(members) if episode in names]
+
+    def calls_of(main: str) -> list[str]:
+        calls = {fork["call_id"] for name, fork in forks.items() if fork["episode_id"] == main}
+        return sorted(calls, key=lambda call: int(call.rpartition("#")[2]))
+
+    def value(number: int, behind: int) -> float:
+        """Of a member behind its first `behind` calls."""
+        episode, agent = members[number]
+        later = calls_of(episode)[behind:]
+        if not later:
+            return rewards[number]
+        branches = [rewards[other] for other in of_point(episode, later[0]) if members[other][1] == agent]
+        return math.fsum([value(number, behind + 1), *branches]) / (1 + len(branches))
+
+    found: list[list[tuple[int, float, float]]] = [[] for _ in members]
+    mains = [number for number, (episode, _) in enumerate(members) if episode not in forks]
+    firsts = advantages(estimator, [value(number, 0) for number in mains], [members[number][0] for number in mains])
+    for number, credit in zip(mains, firsts, strict=True):
+        found[number].append((0, *credit))
+    for main in dict.fromkeys(members[number][0] for number in mains):
+        own, weight = [number for number in mains if members[number][0] == main], 1.0
+        for behind, call in enumerate(calls_of(main), start=1):
+            branches = of_point(main, call)
+            weight /= 1 + len({members[number][0] for number in branches})
+            values = [*(value(number, behind) for number in own), *(rewards[number] for number in branches)]
+            siblings = [*own, *branches]
+            turns = {agent: count for _, agent, count in forks[members[branches[0]][0]]["turns"]}
+            compared = advantages(estimator, values, [members[number][0] for number in siblings])
+            for number, (advantage, baseline) in zip(siblings, compared, strict=True):
+                first = turns.get(members[number][1], 0) if number in own else 0
+                found[number].append((first, weight * advantage, baseline))
+    return found
+
+
 def agent_of(row: Row) -> tuple[str, int, str, int]:
     return row["episode"], row["attempt"], row["seat"], row["agent"]

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tests.journal_credit import COMPARED, Credit, Row, advantages, agent_of, by_state
+from tests.journal_credit import COMPARED, Credit, Row, advantages, agent_of, by_state, pieces
 
 Attempt = tuple[str, int]
 """Episode and attempt."""
@@ -356,6 +356,9 @@ class _Judge:
         agents: dict[tuple[str, int], list[Turn]] = defaultdict(list)
         for turn in own.turns:
             agents[turn.seat, turn.index].append(turn)
+        if own.fork is not None and own.fork.get("branch"):
+            for turn in inherited.turns:
+                agents[turn.seat, turn.index] += []
         if {(row["seat"], row["agent"]) for row in rows} != agents.keys():
             self.say(
                 "entries", f"{key}: trajectories of {[(r['seat'], r['agent']) for r in rows]}, {set(agents)} acted"
@@ -370,7 +373,8 @@ class _Judge:
             self.judge_rows(key, agent, agents[agent], before)
             if row["tokens"] != sum(turn.counted for turn in agents[agent]):
                 self.say("entries", f"{key}: {agent} has {row['tokens']} tokens in `trajectories`")
-            oldest = min(((v[1], v[2]) for v in own.sampled_by(*agent)), default=(0, 0))
+            newest = [turn.versions[-1][1:] for turn in before if turn.versions]
+            oldest = min(((v[1], v[2]) for v in own.sampled_by(*agent)), default=newest[-1] if newest else (0, 0))
             told = (row["lineage"], row["oldest_step"])
             if told != oldest and not (
                 (own.kinds["cancel"] or own.kinds["limit"]) and told <= oldest
@@ -721,7 +725,7 @@ class _Judge:
             compared = [by_state(members, **options) for members in self.compared(committed).values()]
             by_agent = {agent: own for group in compared for agent, own in group.items()}
             return _Expected(lambda row: by_agent.get(agent_of(row)))
-        if estimator in ("none", "gae") and credit.get("turn_credit") != "to_go":
+        if estimator in ("none", "gae") and not self.branches(committed) and credit.get("turn_credit") != "to_go":
             return _Expected(lambda row: (row["reward"], 0.0, None))
         if estimator not in COMPARED:  # a function of the user's: only the sum can be recomputed
             return _Expected(
@@ -744,9 +748,49 @@ class _Judge:
                 compared[episode["group_id"], row["policy"], row["seat"]].append(row)
         return compared
 
+    def branches(self, committed: Mapping[Attempt, Row]) -> dict[str, Row]:
+        """The calls that started the committed branches, by the branch's id."""
+        begun = ((key[0], self.recorded[row["partition"], *key].fork) for key, row in committed.items())
+        return {name: fork for name, fork in begun if fork is not None and fork.get("branch")}
+
+    def of_trees(self, members: list[Row], forks: dict[str, Row], estimator: str, *, to_go: bool) -> dict[Any, Credit]:
+        """The credit of members of a group with branches; lost ones have none."""
+        attempts = {row["episode"]: row["attempt"] for row in members if row["episode"] not in forks}
+        own = {row["episode"]: forks[row["episode"]] for row in members if row["episode"] in forks}
+        kept = {name: fork for name, fork in own.items() if attempts.get(fork["episode_id"]) == fork["attempt"]}
+        rows = [row for row in members if row["episode"] not in own or row["episode"] in kept]
+        agents = [(row["episode"], row["agent"]) for row in rows]
+        rewards = [row["reward"] for row in rows]
+        turn_rewards = [json.loads(row["turn_rewards"] or "[]") if to_go else [] for row in rows]
+        of_seat = {
+            name: {**fork, "turns": [each for each in fork["turns"] if each[0] == members[0]["seat"]]}
+            for name, fork in kept.items()
+        }
+        whole = pieces(estimator, agents, rewards, of_seat)
+        last = max((turn + 1 for given in turn_rewards for turn, _ in given), default=0)
+        ends = max(last, *(first for own_pieces in whole for first, _, _ in own_pieces))
+        found: dict[Any, Credit] = {}
+        for number, row in enumerate(rows):
+            turns = range(ends + 1) if last else range(whole[number][-1][0] + 1)
+            by_turn = []
+            for now in turns:
+                at = whole
+                if last:
+                    paid = [math.fsum(value for turn, value in given if turn < now) for given in turn_rewards]
+                    left = [reward - before for reward, before in zip(rewards, paid, strict=True)]
+                    at = pieces(estimator, agents, left, of_seat)
+                by_turn.append(next(piece[1:] for piece in reversed(at[number]) if piece[0] <= now))
+            is_alone = not last and len(whole[number]) == 1
+            found[agent_of(row)] = (*by_turn[0], None if is_alone else [value for value, _ in by_turn])
+        return found
+
     def whole_groups(self, committed: Mapping[Attempt, Row], estimator: str, *, to_go: bool) -> _Expected:
-        found = {}
+        found: dict[Any, Credit] = {}
+        forks = self.branches(committed)
         for members in self.compared(committed).values():
+            if any(row["episode"] in forks for row in members):
+                found |= self.of_trees(members, forks, estimator, to_go=to_go)
+                continue
             episodes = [row["episode"] for row in members]
             rewards = [row["reward"] for row in members]
             turn_rewards = [json.loads(row["turn_rewards"] or "[]") for row in members]

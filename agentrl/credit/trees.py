@@ -119,21 +119,20 @@ def tree_credits(
     """
     whole = tree_advantages(advantage, rewards, agents, branches)
     paid = max((turn + 1 for own in turn_rewards for turn, _ in own), default=0)
-    last = max(paid, *(piece.first for pieces in whole for piece in pieces))
-    at_turn = [whole] * (last + 1)
+    at_turn: list[list[list[Piece]]] = []
     if paid:
-        at_turn = []
-        for now in range(last + 1):
+        for now in range(max(paid, *(piece.first for pieces in whole for piece in pieces)) + 1):
             before = [math.fsum(value for turn, value in own if turn < now) for own in turn_rewards]
             to_go = [reward - earlier for reward, earlier in zip(rewards, before, strict=True)]
             at_turn.append(tree_advantages(advantage, to_go, agents, branches))
     credits = []
     for number, pieces in enumerate(whole):
-        by_turn = [_piece_of(turns[number], turn) for turn, turns in enumerate(at_turn)]
-        needs_turns = paid or len(pieces) > 1
-        first = by_turn[0] if len(pieces) > 1 else pieces[-1]
-        turns = tuple(piece.advantage for piece in by_turn) if needs_turns else ()
-        credits.append(AgentCredit(turns[0] if turns else first.advantage, first.baseline, turns))
+        if paid:
+            by_turn = [_piece_of(turns[number], turn) for turn, turns in enumerate(at_turn)]
+        else:
+            by_turn = [_piece_of(pieces, turn) for turn in range(pieces[-1].first + 1)]
+        turns = tuple(piece.advantage for piece in by_turn) if paid or len(pieces) > 1 else ()
+        credits.append(AgentCredit(by_turn[0].advantage, by_turn[0].baseline, turns))
     return credits
 
 
