@@ -213,6 +213,10 @@ def _check_branches(config: RunConfig, root: type[Environment], seats: Sequence[
             f"the engine serves one version of full weights: set policies.{'.'.join(full[:1])}.lora, or "
             "max_staleness = 0",
         ),
+        "a scorer with per = 'group'": (
+            any(scorer.per == "group" for scorer in config.scorers.values()),
+            "its judge would compare branches with whole episodes: set per = 'episode'",
+        ),
         "cluster.address": (
             config.on_cluster,
             "workers on other machines cannot read the turns before a branch: remove it",

@@ -77,10 +77,10 @@ class EpisodeContext(ABC):
             EpisodeError: the attempt would exceed the number that `fan_out` declares; none starts.
         """
 
-    @property
     @abstractmethod
     def branches_left(self) -> int:
-        """Number of branches that `branch` may still start here: 0 in branches, evaluations and forks."""
+        """Return the number of branches that `branch` may still start here: 0 in branches, evaluations and forks.
+        Journaled."""
 
     @abstractmethod
     async def branch(self, n: int) -> int:
@@ -98,7 +98,7 @@ class EpisodeContext(ABC):
                 async def run(self, ctx):
                     solver = ctx.agent("agent")
                     plan = await solver.act(agentrl.user("Make a plan."))
-                    if "?" in plan.text and ctx.branches_left >= 3:
+                    if "?" in plan.text and ctx.branches_left() >= 3:
                         await ctx.branch(3)
                     answer = await solver.act(agentrl.user("Now solve it."))
                     solver.reward(grade(answer.text))

@@ -275,12 +275,12 @@ class ScoreEntry(RewardEntry, frozen=True, array_like=True, tag="score"):
 
 
 class BranchEntry(msgspec.Struct, frozen=True, array_like=True, tag="branch"):
-    """A call of `ctx.branch`: the branches that it started, or the branch's own number."""
+    """A call of `ctx.branch`."""
 
     children: tuple[str, ...]
-    """Ids of the branches; empty in a branch, and where nothing is trained."""
+    """Ids of the branches that it started; empty where nothing is trained."""
     number: int = 0
-    """Value that the call returned: 0 in the main episode, from 1 in its branches."""
+    """Result of the call. 0 on disk; a branch recalls the entry of its main episode with its own number."""
 
 
 class GatherOrderEntry(msgspec.Struct, frozen=True, array_like=True, tag="order"):

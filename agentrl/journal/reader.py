@@ -15,16 +15,20 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from agentrl.core.errors import EntriesError, JournalError, PrunedDataError
 from agentrl.core.ids import is_safe_name
 from agentrl.core.records import Score
 from agentrl.core.text import plural
 from agentrl.journal.entries import (
     BeginEntry,
+    BranchEntry,
     JournalEntry,
     NondeterministicValueEntry,
     ScoreEntry,
     decode_entries,
+    encode_body,
     entry_checksum,
     episode_digest,
 )
@@ -237,7 +241,8 @@ def read_whole_partition(path: Path, run: str) -> Iterator[JournalEntry]:
 
 
 def read_fork_prefix(journal: str, point: ForkPoint, read: ReadAttempt, *, depth: int = 0) -> list[JournalEntry]:
-    """Read the entries before a fork point in order, including each ancestor's `begin`.
+    """Read the entries before a fork point in order, including each ancestor's `begin`. Those of a branch end with the
+    call that started it.
 
     Args:
         journal: directory to which the point's journal directory is relative.
@@ -257,7 +262,11 @@ def read_fork_prefix(journal: str, point: ForkPoint, read: ReadAttempt, *, depth
     calls = [entry.call_id for entry in entries]
     if not isinstance(begin, BeginEntry) or point.call_id not in calls:
         raise JournalError(f"a fork refers to call {point.call_id} of {name}, which does not exist")
-    inherited = entries[: calls.index(point.call_id)]
+    end = calls.index(point.call_id)
+    inherited = entries[:end]
+    if point.branch:  # the branch recalls the call that started it, with another result
+        body = encode_body(BranchEntry((), point.branch))
+        inherited.append(msgspec.structs.replace(entries[end], body=body))
     return (
         inherited
         if begin.fork is None

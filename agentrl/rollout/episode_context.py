@@ -283,9 +283,8 @@ class LiveEpisodeContext(EpisodeContext):
                 reason="fan_out",
             )
 
-    @property
     def branches_left(self) -> int:
-        return self._branches.left
+        return self._branches.left()
 
     async def branch(self, n: int) -> int:
         resources: list[LeveledResource] = [*self.resources, *self.sandboxes]

@@ -6,8 +6,10 @@ episode stays on that version too, so the whole tree behind the call is sampled 
 
 Invariants:
 1. The entry of the call is on disk before a branch starts, which reads the entries before it.
-2. A re-executed main episode finds its branches again by their ids, and starts only the missing ones.
-3. Only the main episode of training branches. Evaluations, forks, replays and branches get 0.
+2. A branch recalls the call too, with its own number as the result (`journal.reader.read_fork_prefix`), so a program
+   that does not make it there is a mismatch.
+3. A re-executed main episode finds its branches again by their ids, and starts only the missing ones.
+4. Only the main episode of training branches. Evaluations, forks, replays and branches get 0.
 """
 
 from __future__ import annotations
@@ -59,10 +61,17 @@ class LiveBranches:
         self._started = 0
         """Number of branches that the attempt started."""
 
-    @property
     def left(self) -> int:
-        """Number of branches that `start` may still start."""
-        return max(self._declared - self._started, 0) if self._may_branch else 0
+        """Return the number of branches that `start` may still start; journaled, because a branch must see there what
+        its main episode saw."""
+        journal = self._episode.journal
+        call = journal.open(request_hash(b"branches left"), lambda: "the number of branches left")
+        recorded = journal.recall(call, NondeterministicValueEntry)
+        if recorded is None:
+            value = max(self._declared - self._started, 0) if self._may_branch else 0
+            recorded = NondeterministicValueEntry("branches_left", value)
+            journal.record(call, recorded)
+        return int(recorded.value)
 
     @property
     def _may_branch(self) -> bool:
@@ -92,10 +101,9 @@ class LiveBranches:
             self._started += len(recorded.children)
             return recorded.number
         if recorded is None:
-            number = spec.fork.branch if spec.fork is not None and spec.fork.call_id == call.call_id else 0
-            if number or not self._may_branch:
-                journal.record(call, BranchEntry((), number))
-                return number
+            if not self._may_branch:
+                journal.record(call, BranchEntry(()))
+                return 0
             self._check(count, agents, resources, has_children=has_children)
             await self._scores_arrived()
             numbers = range(1, count + 1)
@@ -141,12 +149,12 @@ class LiveBranches:
             EpisodeError: the message has the reason.
         """
         pinned = next((resource.name for resource in resources if resource.level == "pinned"), None)
-        if count > self.left:
+        if count > self._declared - self._started:
             name = self._episode.spec.environment.rpartition(":")[2]
             before = f" after {self._started} before" if self._started else ""
             why = (
                 f"{name} declares branches = {self._declared}, but ctx.branch asked for {count}{before}: none was "
-                f"started. Set branches = {self._started + count}, or ask ctx.branches_left"
+                f"started. Set branches = {self._started + count}, or ask ctx.branches_left()"
             )
         elif current_branch().path != ids.ROOT_BRANCH:
             why = "ctx.branch was called inside ctx.gather; call it in run() itself"

@@ -14,7 +14,7 @@ from agentrl.app.recovery import read_resume_state
 from agentrl.core import ids
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
-from agentrl.journal.entries import BranchEntry, TurnEntry
+from agentrl.journal.entries import BranchEntry, NondeterministicValueEntry, TurnEntry
 from agentrl.journal.port import EpisodeEnd, StepRow
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.plugin import SeededSimulation
@@ -47,8 +47,8 @@ class Retry(agentrl.Environment):
         for number in range(6):
             turn = await agent.act(agentrl.user(f"turn {number}"))
             total = await tally.call("add", len(turn.text))
-            if number == 2:
-                await ctx.branch(2)
+            if number == 2 and ctx.branches_left() == 2:
+                agent.reward(float(await ctx.branch(2)), name="branch")
             await ctx.sleep(ctx.rng.random() * 0.3)
         agent.reward(float(total % 7))
 
@@ -100,10 +100,11 @@ def check_trees(run: SmallRun) -> int:
             continue
         entries = bodies(run, header)
         turns = [body for body in entries if isinstance(body, TurnEntry)]
-        [call] = [body for body in entries if isinstance(body, BranchEntry)]
+        calls = [body for body in entries if isinstance(body, BranchEntry)]
         if spec.branched_from is not None:
             main_spec, main = ended[spec.branched_from]
-            assert call == BranchEntry((), int(name[-1]))
+            assert not calls
+            assert dict(header.trajectories[0].named_rewards)["branch"] == int(name[-1])
             assert [turn.turn for turn in turns] == [3, 4, 5]
             assert (spec.group_id, spec.group_size) == (main_spec.group_id, main_spec.group_size)
             assert (header.turns, len(header.trajectories)) == (3, 1)
@@ -113,7 +114,7 @@ def check_trees(run: SmallRun) -> int:
                 assert after == versions_of(main_turns[2:3]) or len(versions_of(main_turns[2:3])) > 1
         else:
             assert len(turns) == 6
-            assert len(call.children) == 2
+            assert [len(call.children) for call in calls] == [2]
     trees: dict[str, set[int]] = {}
     for name, step in steps.items():
         trees.setdefault(ids.main_episode_id(name), set()).add(step)
@@ -158,6 +159,7 @@ def test_evaluations_do_not_branch(simulated_loop: SeededSimulation) -> None:
         run.held_out = TASKS[:2]
         await run.run()
         evaluated = [entry.decode() for entry in run.journal.turn_log("0").read("v0", 0)]
-        assert [body for body in evaluated if isinstance(body, BranchEntry)] == [BranchEntry(())]
+        assert NondeterministicValueEntry("branches_left", 0) in evaluated
+        assert not any(isinstance(body, BranchEntry) for body in evaluated)
 
     simulated_loop.run(main)
