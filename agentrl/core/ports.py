@@ -143,6 +143,15 @@ class EngineSession(Protocol):
         """
         ...
 
+    def hold(self, version: PolicyVersion) -> None:
+        """Stay on a version from the next call on, which must be current or pinned by `Engine.serve`, and keep the KV
+        that it computed.
+
+        Raises:
+            VersionNotServedError: the engine does not serve that version; it may also be raised by the next call.
+        """
+        ...
+
     def close(self) -> None:
         """Release the KV, the slot and the lease; abort a call in flight. Idempotent."""
         ...

@@ -59,6 +59,8 @@ class ExternalSession:
         """See `agentrl.core.ports.EngineSession.generate`; the whole answer comes at once."""
         return await self.external.generate(request, f"episode and seat {self.session_id}")
 
+    def hold(self, version: PolicyVersion) -> None: ...
+
     def close(self) -> None: ...
 
 

@@ -50,6 +50,13 @@ class OpenSessionRequest(rpc.WireMessage, frozen=True):
     pin: PolicyVersion | None
 
 
+class HoldVersionRequest(rpc.WireMessage, frozen=True):
+    """Request to keep a session on a version."""
+
+    session: int
+    version: PolicyVersion
+
+
 class CloseSessionRequest(rpc.WireMessage, frozen=True):
     """Request to close a session."""
 
@@ -114,6 +121,7 @@ class WeightTransferEnded(rpc.WireMessage, frozen=True):
 Request = (
     LoadEngineRequest
     | OpenSessionRequest
+    | HoldVersionRequest
     | CloseSessionRequest
     | StartGenerationRequest
     | rpc.CancelCall

@@ -353,6 +353,8 @@ class RewardModelSession:
         """Score the context of a request."""
         return await self.engine.score_context(request)
 
+    def hold(self, version: PolicyVersion) -> None: ...
+
     def close(self) -> None: ...
 
 

@@ -430,6 +430,9 @@ class ScriptedSession:
             completion = engine.end(started)
         return completion
 
+    def hold(self, version: PolicyVersion) -> None:
+        self._pin = version
+
     def close(self) -> None:
         if self.closed:
             return

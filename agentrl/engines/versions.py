@@ -129,6 +129,11 @@ LiveT = TypeVar("LiveT", bound=LiveVersion)
 class SessionBackend(Protocol):
     """The engine's interface to its sessions."""
 
+    @property
+    def versions(self) -> Any:
+        """The engine's `VersionTable`."""
+        ...
+
     async def generate(self, session: Any, request: GenerateRequest, on_delta: NewTokensCallback | None) -> Completion:
         """Make one call of `session`."""
         ...
@@ -166,6 +171,15 @@ class VersionedSession(Generic[LiveT]):
 
     async def generate(self, request: GenerateRequest, on_delta: NewTokensCallback | None = None) -> Completion:
         return await self.engine.generate(self, request, on_delta)
+
+    def hold(self, version: PolicyVersion) -> None:
+        if not self.closed:
+            pin: LiveT = self.engine.versions.of_version(version)
+            pin.pins += 1
+            before, self.pin = self.pin, pin
+            if before is not None:
+                before.pins -= 1
+                self.engine.versions.settle(before)
 
     def close(self) -> None:
         if self.closed:

@@ -272,8 +272,11 @@ class TurnSampler:
         if self._pin is None and self._kept_version != version:
             self._kept_version = version
             if self._session is not None:
-                self._session.close()
-                self._session = None
+                try:
+                    self._session.hold(version)
+                except (VersionNotServedError, EngineLostError):
+                    self._session.close()
+                    self._session = None  # the next call opens it again, and handles the error
 
     def _keep_version(self, sampled: Completion) -> None:
         """Note the version of the conversation, if its policy keeps versions. Recorded turns do not count: no version

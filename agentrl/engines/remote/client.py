@@ -140,6 +140,11 @@ class RoutedSession(Generic[ReplicaT]):
             replica.sessions += 1
         return self._replica, self._session
 
+    def hold(self, version: PolicyVersion) -> None:
+        self._pin = version
+        if self._session is not None:
+            self._session.hold(version)
+
     def close(self) -> None:
         self._closed = True
         self._close_session()

@@ -118,5 +118,8 @@ class ConnectionSession:
     async def generate(self, request: GenerateRequest, on_delta: NewTokensCallback | None = None) -> Completion:
         return await self._connection.generate(self._number, request, on_delta)
 
+    def hold(self, version: PolicyVersion) -> None:
+        self._connection.send(protocol.HoldVersionRequest(session=self._number, version=version))
+
     def close(self) -> None:
         self._connection.send(protocol.CloseSessionRequest(session=self._number))

@@ -70,10 +70,8 @@ class ConnectionHandler:
                 self._answer(message.call, self._generate(message))
             case protocol.OpenSessionRequest():
                 self._open(message)
-            case protocol.CloseSessionRequest():
-                session = self._sessions.pop(message.session, None)
-                if session is not None and not isinstance(session, AgentRLError):
-                    session.close()
+            case protocol.HoldVersionRequest() | protocol.CloseSessionRequest():
+                self._change_session(message)
             case protocol.AbortRequest():
                 self._engine.abort(message.request_id)
             case protocol.ServeVersionsRequest():
@@ -93,6 +91,20 @@ class ConnectionHandler:
             self._sessions[message.session] = self._engine.open(message.name, message.policy, pin=message.pin)
         except AgentRLError as error:
             self._sessions[message.session] = error
+
+    def _change_session(self, message: protocol.HoldVersionRequest | protocol.CloseSessionRequest) -> None:
+        session = self._sessions.pop(message.session, None)
+        if session is None or isinstance(session, AgentRLError):
+            return
+        if isinstance(message, protocol.HoldVersionRequest):
+            try:
+                session.hold(message.version)
+            except AgentRLError as error:  # the next call raises it
+                self._sessions[message.session] = error
+            else:
+                self._sessions[message.session] = session
+                return
+        session.close()
 
     def request_weights(self, number: int, version: PolicyVersion, address: str) -> None:
         """Ask the owner for full weights; see `WeightReceiver.listen`."""
@@ -226,8 +238,11 @@ class ClientHandler(ConnectionHandler):
         match message:
             case protocol.StartGenerationRequest() | protocol.AbortRequest():
                 message = msgspec.structs.replace(message, request_id=self._prefix + message.request_id)
-            case protocol.OpenSessionRequest() | protocol.CloseSessionRequest() | protocol.LogprobsRequest():
+            case protocol.OpenSessionRequest() | protocol.HoldVersionRequest() | protocol.CloseSessionRequest():
                 pass
+            case protocol.LogprobsRequest():
+                pass
+
             case _:
                 raise ValueError(f"a client sent an unexpected message ({type(message).__name__})")
         super().handle(message)
