@@ -301,10 +301,15 @@ class HarnessEnvironment(Environment):
                 environment=endpoint.variables(url),
                 listener=endpoint.serve if sandbox.network == "gateway" else None,
             )
-            records, _, contents = await lease.changes(everything=True)
+            try:
+                records, _, contents = await lease.changes(everything=True)
+                await asyncio.to_thread(_copy_out, hashed_files(records, contents), self._directory)
+            except OSError as error:
+                raise EpisodeError(
+                    f"the files that the program left cannot be copied: {error}", reason="too_large"
+                ) from error
         finally:
             await lease.close()
-        await asyncio.to_thread(_copy_out, hashed_files(records, contents), self._directory)
         written = (ran.stdout + ran.stderr)[-OUTPUT_BYTES:].decode("utf-8", "replace")
         failure = None
         if ran.killed:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.core.errors import EffectError, EpisodeError
@@ -21,10 +21,10 @@ from agentrl.rollout.journal_data import encode_arguments, to_journal_data
 from agentrl.rollout.mismatch import shortened_repr
 from agentrl.sandbox.driver import CommandResult
 from agentrl.sandbox.sandbox import as_bytes, open_lease
-from agentrl.sandbox.state import FileState, HashedFile, hashed_files
+from agentrl.sandbox.state import FileState, HashedFile, change_size, hashed_files
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
     from agentrl.rollout.episode import LiveEpisode
     from agentrl.sandbox.driver import SandboxLease
@@ -36,6 +36,8 @@ NAME = "sandbox"
 """Prefix of the names of sandboxes in the journal."""
 HASHED_AT_ONCE = 1 << 20
 """Maximum bytes that are hashed in the event loop, for about a millisecond."""
+MAX_CHANGED_BYTES = 48 << 20
+"""Maximum size of what one command changes: it must fit a journal entry."""
 _closing: set[asyncio.Task[None]] = set()
 
 
@@ -95,7 +97,8 @@ class JournaledSandbox(EpisodeSandbox):
             state = self._state
             if self._lease is not None:
                 self._is_behind = True
-                files, _ = await changed_files(self._lease, everything=True)
+                with self._kept():
+                    files, _ = await changed_files(self._lease, everything=True)
                 state = FileState.of(files)
         copy = JournaledSandbox(self._episode, self._limits, f"{self.name}.{self._copies}", state.part(only, without))
         try:
@@ -164,14 +167,26 @@ class JournaledSandbox(EpisodeSandbox):
         entry holds.
         """
         everything, self._is_behind = self._is_behind, True
-        try:
+        with self._kept():
             files, gone = await changed_files(lease, everything=everything)
+        self._is_behind = False
+        change = self._state.update(files, None if everything else gone)
+        if change is not None and (size := change_size(change)) > MAX_CHANGED_BYTES:
+            raise EpisodeError(
+                f"{self.name}: a command changed files and names of {size >> 20} MiB; at most "
+                f"{MAX_CHANGED_BYTES >> 20} MiB fit a journal entry",
+                reason="too_large",
+            )
+        return change
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise EpisodeError(
                 f"{self.name}: the files that a command left cannot be kept: {error}", reason="too_large"
             ) from error
-        self._is_behind = False
-        return self._state.update(files, None if everything else gone)
 
     def close(self) -> None:
         """Remove the files, at the end of the attempt."""

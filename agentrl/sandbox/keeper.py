@@ -48,8 +48,8 @@ _OPENAT2 = 437
 _BENEATH = 1 | 2 | 4 | 8  # RESOLVE_NO_XDEV, NO_MAGICLINKS, NO_SYMLINKS, BENEATH
 _FIRST_UID, _UIDS = 2_000_000_000, 512
 """As root, each lease has its own user id: limits on processes bind every user but the real root."""
-MAX_CHANGED_BYTES = 48 << 20
-"""Maximum size of the files changed by one command, if its changes are kept: they must fit a journal entry."""
+_NAMES_BYTES = 48 << 20
+"""Maximum size of names and holes of files that are read at once, in addition to that of the disk."""
 _TICK_NS = 50_000_000
 """Upper bound of the resolution of file times."""
 _ZERO_BYTES = 1 << 62
@@ -86,11 +86,14 @@ def _in_file(path: str) -> Iterator[None]:
 
 
 def memory_file(content: bytes) -> int:
-    """Return the descriptor of a file in memory."""
-    file = os.memfd_create("agentrl", os.MFD_CLOEXEC)
+    """Return the descriptor of a file in memory that cannot change: a command may receive it as standard input."""
+    file = os.memfd_create("agentrl", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     view = memoryview(content)
     while view:
         view = view[os.write(file, view) :]
+    fcntl.fcntl(
+        file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+    )
     os.lseek(file, 0, os.SEEK_SET)
     return file
 
@@ -178,16 +181,17 @@ class FileChanges:
     Args:
         earlier: signatures of the earlier walk, by path.
         settled: time before which a change was seen by the earlier walk.
+        room: maximum size of contents and names, in bytes.
     """
 
-    def __init__(self, earlier: dict[str, tuple[int, ...]], settled: int) -> None:
+    def __init__(self, earlier: dict[str, tuple[int, ...]], settled: int, room: int) -> None:
         self.signatures: dict[str, tuple[int, ...]] = {}
         self.records: list[FileRecord] = []
         """Records, parents first."""
         self.contents = os.memfd_create("agentrl", os.MFD_CLOEXEC)
         """Contents of the plain files among them, one after another."""
         self._earlier, self._settled = earlier, settled
-        self._room = MAX_CHANGED_BYTES
+        self._room = self._limit = room
         self._first: dict[int, str] = {}
         """First path of each file with several names, by inode."""
 
@@ -249,7 +253,7 @@ class FileChanges:
     def _take(self, size: int) -> None:
         self._room -= size
         if self._room < 0:
-            raise OSError(errno.EFBIG, f"more than {MAX_CHANGED_BYTES >> 20} MiB changed")
+            raise OSError(errno.EFBIG, f"files and names of more than {self._limit >> 20} MiB")
 
 
 _KINDS = {
@@ -434,7 +438,9 @@ class Lease:
         No command may run meanwhile. With `everything`, all files are returned.
         """
         started = time.time_ns()
-        changes = FileChanges({} if everything else self.signatures, self.scanned - _TICK_NS)
+        # More than the disk holds, since sparse files and names are larger than what they take of it.
+        room = (self.limits["disk_mb"] << 20) + _NAMES_BYTES
+        changes = FileChanges({} if everything else self.signatures, self.scanned - _TICK_NS, room)
         gone: list[str] = []
         try:
             if self.root:

@@ -139,6 +139,12 @@ class FileState:
         return state
 
 
+def change_size(change: dict[str, Any]) -> int:
+    """Return the size of the contents and names in a change, in bytes."""
+    names = sum(len(path) + len(target) for path, *_, target, _ in change["changed"])
+    return names + sum(map(len, change["gone"])) + sum(map(len, change["contents"].values()))
+
+
 def _is_below(path: str, tops: Sequence[str]) -> bool:
     """Whether a file is at or below one of some absolute paths."""
     return any(f"{path}/".startswith(f"{top.strip('/')}/") for top in tops)

@@ -260,9 +260,35 @@ def test_a_state_that_fits_no_entry_ends_the_episode_by_name() -> None:
     class Large(agentrl.Environment):
         async def run(self, ctx: agentrl.EpisodeContext) -> None:
             box = ctx.sandbox(agentrl.Sandbox(disk_mb=100))
-            await box.run(["sh", "-c", "for i in 1 2; do truncate -s 30M $i; done"])
+            await box.run(["sh", "-c", "for i in 1 2; do echo $i > $i; truncate -s 30M $i; done"])
 
     assert "48 MiB" in execute(Large, fails=True)
+
+
+def test_files_that_fit_no_entry_together_can_be_copied_and_restored() -> None:
+    class Growing(agentrl.Environment):
+        async def run(self, ctx: agentrl.EpisodeContext) -> None:
+            box = ctx.sandbox(agentrl.Sandbox(disk_mb=100))
+            for name in ("one", "two"):
+                await box.run(["sh", "-c", "echo $1 > $1; truncate -s 30M $1", "sh", name])
+            async with box.copy(only=["/box"]) as judge:
+                assert (await judge.run(["wc", "-c", "one", "two"])).output.split()[-2] == "62914560"
+
+    whole = execute(Growing)
+    assert len(commands(whole.entries)) == 3
+    execute(Growing, whole.entries[:-2])
+
+
+def test_files_that_no_copy_can_hold_end_the_episode_by_name() -> None:
+    class Sparse(agentrl.Environment):
+        async def run(self, ctx: agentrl.EpisodeContext) -> None:
+            box = ctx.sandbox(agentrl.Sandbox(disk_mb=40))
+            for name in ("one", "two", "three"):
+                await box.run(["truncate", "-s", "40M", name])
+            async with box.copy():
+                raise AssertionError("the copy exceeds the disk")
+
+    assert "more than 88 MiB" in execute(Sparse, fails=True)
 
 
 def test_deep_directories_and_closed_files_are_kept() -> None:

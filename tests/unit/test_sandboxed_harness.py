@@ -111,6 +111,16 @@ def test_a_failed_agent_gets_the_failed_reward(end: str, error: str) -> None:
     assert error in played(Unrewarded, ["one"]).said
 
 
+def test_paths_too_long_for_this_machine_end_the_episode_by_name() -> None:
+    class Deep(Agent):
+        deep = "for _ in range(20):\n    os.mkdir('d' * 203)\n    os.chdir('d' * 203)\n"
+        command = ("/usr/bin/python3", "-c", f"{AGENT}ask('x')\n{deep}", "[]")
+
+    done = played(Deep, ["one"])
+    assert done.header.drop_reason == "too_large", done.said
+    assert "File name too long" in done.said
+
+
 def test_a_sandbox_without_a_network_is_refused() -> None:
     class Deaf(Agent):
         sandbox = agentrl.Sandbox()

@@ -98,6 +98,13 @@ def test_output_is_cut_and_the_flood_is_not_kept() -> None:
     assert (len(ran.stdout), ran.truncated) == (1000, True)
 
 
+def test_the_standard_input_cannot_be_changed() -> None:
+    program = "import os; print(os.read(0, 9)); os.lseek(0, 0, 0); os.write(0, b'longer')"
+    ran = in_lease(lambda lease: lease.run(["python3", "-c", program], stdin=b"input"))
+    assert ran.output == "b'input'\n"
+    assert b"PermissionError" in ran.stderr
+
+
 def test_output_that_is_no_text_is_readable() -> None:
     assert shell(r"printf '\377ok'").output == "\N{REPLACEMENT CHARACTER}ok"
 
@@ -319,22 +326,18 @@ print(open("/dev/zero", "rb").read(3), open("x", "rb").read(1))
     assert in_lease(lambda lease: lease.run(["python3", "-c", program])).output == "b'\\x00\\x00\\x00' b'\\x01'\n"
 
 
-def test_the_names_of_changed_and_removed_files_count_as_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_names_of_changed_and_removed_files_count_as_changes(tmp_path: Path) -> None:
     (tmp_path / "top").mkdir()
     for number in range(10):
         (tmp_path / "top" / f"{number}{'x' * 99}").symlink_to("y" * 100)
-    monkeypatch.setattr(keeper, "MAX_CHANGED_BYTES", 3000)
-    whole = keeper.FileChanges({}, 0)
+    whole, cut = keeper.FileChanges({}, 0, room=3000), keeper.FileChanges({}, 0, room=1000)
     whole.walk(str(tmp_path), "top")
-    monkeypatch.setattr(keeper, "MAX_CHANGED_BYTES", 1000)
-    with pytest.raises(OSError, match="changed"):
-        keeper.FileChanges(whole.signatures, 0).gone()
-    cut = keeper.FileChanges({}, 0)
-    with pytest.raises(keeper.FileError, match="changed"):
+    with pytest.raises(keeper.FileError, match="names"):
         cut.walk(str(tmp_path), "top")
-    for changes in (whole, cut):
+    later = keeper.FileChanges(whole.signatures, 0, room=1000)
+    with pytest.raises(OSError, match="names"):
+        later.gone()
+    for changes in (whole, cut, later):
         os.close(changes.contents)
 
 
