@@ -389,6 +389,34 @@ def test_a_judge_that_learns_is_refused_where_weights_must_not_depend_on_time() 
         config_for(**config(judge="guesser") | {"policies": policies, "deterministic": True})
 
 
+def test_the_pages_judge_is_paid_for_right_verdicts(repository: Path) -> None:
+    """The judge says yes to even digits, and the right answer is 4."""
+    page = (repository / "docs/scores.md").read_text(encoding="utf-8")
+    code = page[page.index("class Judged(") :].partition("```")[0]
+    scope: dict[str, Any] = {"agentrl": agentrl, "__name__": __name__}
+    exec(compile(code, "docs/scores.md", "exec"), scope)
+
+    def play(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+        if policy == "solver":
+            return [ord(str(request.seed % 10)), STOP_TOKEN]
+        reply = re.findall(r"Reply: '(\d)", told(request))[-1]
+        return [*(b"Yes." if reply in "02468" else b"No."), STOP_TOKEN]
+
+    policies = {"solver": {"step_size": 8, "max_staleness": 1}, "judge": {"step_size": 8, "max_staleness": 1}}
+    tasks = [agentrl.Task(id="t", data={"question": "Guess.", "answer": "4"})]
+    run = finished({"policies": policies}, environment=scope["Judged"], tasks=tasks, script=play)
+    seen = set()
+    for episode, header in headers(run).items():
+        turns = [body for body in entries(run, episode).values() if isinstance(body, TurnEntry)]
+        digit = next(turn.text[0] for turn in turns if turn.seat == "solver")
+        rewards = {trajectory.seat: trajectory.reward for trajectory in header.trajectories}
+        says_yes = digit in "02468"
+        assert rewards == {"solver": float(says_yes), "judge": float(says_yes == (digit == "4"))}
+        seen.add(tuple(rewards.values()))
+    assert len(seen) > 1
+    assert {batch.policy for batch in run.trainer.batches} == {"solver", "judge"}
+
+
 TOML = """
 [environment]
 id = "calculator"
