@@ -24,7 +24,9 @@
   of the recorded turn, `ledger_errors` are what the second reader finds otherwise (`tests/journal_oracle.py`).
   `scores_again_per_kill` are requests of killed processes whose scores are not in the journal, per kill: they are asked
   for again. `scores_in_flight_per_kill` are those without an answer at the kill, and `scores_unwritten_per_kill` those
-  whose answer had not reached the disk, at most `unwritten_age_s` old. Each score's last digits name its request.
+  whose answer had not reached the disk, at most `unwritten_age_s` old. `scores_after_kill_per_kill` were asked by
+  workers that outlived their run, at most `outlived_s` after the kill: they end when the kernel has closed the killed
+  process's connections. Each score's last digits name its request.
 """
 
 from __future__ import annotations
@@ -81,6 +83,7 @@ NAMES = (
     *("scorer_tokens_ratio", "scorer_tokens_ratio_without_cache", "reward_model_errors"),
     *("score_kills", "scorer_process_kills", "scores_lost", "scores_twice", "wrong_scores", "ledger_errors"),
     *("scores_again_per_kill", "scores_in_flight_per_kill", "scores_unwritten_per_kill", "unwritten_age_s"),
+    *("scores_after_kill_per_kill", "outlived_s"),
 )
 TURNS, TURN_S, TOKENS = 8, 0.2, 8
 TIMEOUT_S = 2.0
@@ -497,6 +500,8 @@ def kills(root: Path, *, quick: bool, pairs: int) -> dict[str, float | None]:
         "scores_in_flight_per_kill": fates.counts["in flight"] / killed,
         "scores_unwritten_per_kill": fates.counts["unwritten"] / killed,
         "unwritten_age_s": fates.oldest_unwritten,
+        "scores_after_kill_per_kill": fates.counts["after the kill"] / killed,
+        "outlived_s": fates.outlived,
     }
 
 
@@ -524,6 +529,8 @@ class Fates(NamedTuple):
     counts: Counter[str]
     oldest_unwritten: float
     """Largest time between an answer that is not in the journal and the kill, in seconds."""
+    outlived: float
+    """Largest time between a kill and a later request of a killed run's process, in seconds."""
 
 
 def _fates(log: Path, deaths: Mapping[int, float], journal: Path) -> Fates:
@@ -539,7 +546,7 @@ def _fates(log: Path, deaths: Mapping[int, float], journal: Path) -> Fates:
                 value = msgspec.msgpack.decode(body)[3]
                 written.add(round((value - math.floor(value * 10 + 1e-3) / 10) / CALL))
     counts: Counter[str] = Counter()
-    ages = [0.0]
+    ages, outlived = [0.0], [0.0]
     for call, (process, asked) in times["asked"].items():
         done = times["done"].get(call, (process, math.inf))[1]
         death = deaths.get(process, math.inf)
@@ -549,10 +556,11 @@ def _fates(log: Path, deaths: Mapping[int, float], journal: Path) -> Fates:
             counts["cut at the end of the run"] += 1
         elif asked > death:
             counts["after the kill"] += 1
+            outlived.append(asked - death)
         else:
             counts["in flight" if done > death else "unwritten"] += 1
             ages += [] if done > death else [death - done]
-    return Fates(counts, max(ages))
+    return Fates(counts, max(ages), max(outlived))
 
 
 def _checked_scores(root: Path) -> tuple[int, int, int]:

@@ -288,8 +288,11 @@ class GaeConfig(Section):
     """λ of the returns that the values learn. Null: that of the advantages. With 1, values learn whole returns also
     where `trace_decay` is smaller."""
     value_learning_rate: Rate = 0.03
-    """Learning rate of the value head, the same in all steps: about how far a value can move in a step, in the unit of
-    the reward."""
+    """Learning rate of the value head, the same in all steps: about how far a value can move in an update, in the unit
+    of the reward."""
+    value_updates: Annotated[int, Field(ge=1, le=1000), NumberUnit("updates")] = 1
+    """Optimizer updates of the value head in a step, all towards the step's returns. More than one keeps a matrix of
+    the squared width of the model."""
 
 
 class CreditConfig(Section):

@@ -25,6 +25,9 @@ from agentrl.learn.storage import LearnerProgress, load_checkpoint, save_checkpo
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from agentrl.config.policies import PolicyConfig
     from agentrl.config.sections import GaeConfig, OptimizerConfig
     from agentrl.learn.models import PolicyModel
@@ -53,17 +56,60 @@ class ValueHead(nn.Module):
 
     AdamW moves each weight by at most about its learning rate in a step. Divided by H, so does V for a model of any
     width, since hidden states after the last norm are of order 1.
+
+    Values are linear in the parameters, so the squared error of fixed returns is quadratic. Its gradient after an
+    update follows from the one before and the second derivative, Σ w x xᵀ with x = (h / H, 1): no hidden state is kept
+    for further updates in the same step.
+
+    Args:
+        width: H.
+        device: device of the parameters.
+        updates: number of updates per step.
     """
 
-    def __init__(self, model: PolicyModel, device: torch.device) -> None:
+    def __init__(self, width: int, device: torch.device, updates: int = 1) -> None:
         super().__init__()
-        width = model.model.config.get_text_config().hidden_size
         self.weight = nn.Parameter(torch.zeros(width, device=device))
         self.bias = nn.Parameter(torch.zeros((), device=device))
+        self.updates = updates
+        self.curvature = torch.zeros((width + 1, width + 1), device=device) if updates > 1 else None
+        """Second derivative of the step's value loss, summed over tokens; None if one update needs none."""
+        self._inputs: Tensor | None = None
+        """Inputs x of the newest call, [n, H + 1]."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the values [n] of hidden states [n, width], without a gradient by the hidden states."""
-        return hidden.detach().float() @ self.weight / len(self.weight) + self.bias
+        scaled = hidden.detach().float() / len(self.weight)
+        if self.curvature is not None:
+            self._inputs = torch.cat([scaled, torch.ones_like(scaled[:, :1])], dim=1)
+        return scaled @ self.weight + self.bias
+
+    def add_curvature(self, weights: Tensor) -> None:
+        """Add the tokens of the newest call to the second derivative, with their weights in the loss, [n]."""
+        if self.curvature is not None and self._inputs is not None:
+            self.curvature += self._inputs.T @ (self._inputs * weights[:, None])
+            self._inputs = None
+
+    @torch.no_grad()
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the step's updates, the first with the accumulated gradient."""
+        assert self.weight.grad is not None
+        assert self.bias.grad is not None
+        start = torch.cat([self.weight, self.bias[None]])
+        gradient = torch.cat([self.weight.grad, self.bias.grad[None]])
+        for update in range(self.updates):
+            if update and self.curvature is not None:
+                moved = torch.cat([self.weight, self.bias[None]]) - start
+                further = gradient + self.curvature @ moved
+                self.weight.grad.copy_(further[:-1])
+                self.bias.grad.copy_(further[-1])
+            optimizer.step()
+
+    def discard(self) -> None:
+        """Forget the step's second derivative."""
+        self._inputs = None
+        if self.curvature is not None:
+            self.curvature.zero_()
 
 
 class Learner:
@@ -98,7 +144,8 @@ class Learner:
         self.value_parameters: dict[str, nn.Parameter] = {}
         """Parameters of the value head; empty without one."""
         if gae is not None:
-            self.value_head = ValueHead(model, device)
+            width = model.model.config.get_text_config().hidden_size
+            self.value_head = ValueHead(width, device, gae.value_updates)
             self.value_parameters = dict(self.value_head.named_parameters())
             self.value_optimizer = _adamw(self.value_parameters, gae.value_learning_rate)
 
@@ -115,8 +162,20 @@ class Learner:
         return [_gradient(parameter) for parameter in self.model.parameters.values()]
 
     def value_gradients(self) -> list[Tensor]:
-        """Return the gradients of the value head; empty without one."""
-        return [_gradient(parameter) for parameter in self.value_parameters.values()]
+        """Return the gradients of the value head, and the second derivative for further updates; empty without one."""
+        gradients = [_gradient(parameter) for parameter in self.value_parameters.values()]
+        if self.value_head is not None and self.value_head.curvature is not None:
+            gradients.append(self.value_head.curvature)
+        return gradients
+
+    def add_value_curvature(self, weights: NDArray[np.float32]) -> None:
+        """Add a micro-batch to the second derivative of the value loss, if further updates need it.
+
+        Args:
+            weights: weight of each token in the loss, [n].
+        """
+        if self.value_head is not None:
+            self.value_head.add_curvature(torch.from_numpy(weights).to(self.value_head.bias.device))
 
     def load(self, directory: Path) -> LearnerProgress:
         """Load weights and optimizer state from a policy's folder in a checkpoint; see `load_checkpoint`.
@@ -147,14 +206,17 @@ class Learner:
                 group["lr"] = rate
             self.optimizer.step()
             self.model.round_masters()
-        if self.value_head is not None and any(bool(gradient.any()) for gradient in self.value_gradients()):
-            self.value_optimizer.step()
+        parameters = self.value_parameters.values()
+        if self.value_head is not None and any(bool(_gradient(parameter).any()) for parameter in parameters):
+            self.value_head.update(self.value_optimizer)
 
     def discard(self) -> None:
         """Discard the accumulated gradient."""
         self.open = None
         for parameter in (*self.model.parameters.values(), *self.value_parameters.values()):
             parameter.grad = None
+        if self.value_head is not None:
+            self.value_head.discard()
 
 
 def _adamw(parameters: dict[str, nn.Parameter], learning_rate: float) -> torch.optim.AdamW:

@@ -266,7 +266,7 @@ def _step(config: RunConfig, policy: str, model: PolicyModel, length: int, limit
     )
     value_head = None
     if config.credit.advantage.gae is not None:
-        value_head = ValueHead(model, model.model.device)
+        value_head = ValueHead(model.model.config.get_text_config().hidden_size, model.model.device)
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
     with AllocationCounter([*module.parameters(), *module.buffers(), *gradients]) as counted:
         reference = _reference_output(batch, model.model.device) if mark.divergence else None

@@ -244,6 +244,11 @@ class PolicyTrainer:
         """Whether a token's loss depends on other tokens of the step, so that the ranks must exchange columns first."""
         return not self._loss.mark.per_token or self._config.trainer.loss.normalizer == "sequences"
 
+    @property
+    def _learns_all_values(self) -> bool:
+        """Whether tokens without a derivative count: those of values that later updates of a step move."""
+        return self._gae is not None and self._gae.value_updates > 1
+
     def _accumulate(
         self, learner: Learner, step: StepAccumulator, samples: Sequence[TrainingSample], *, normaliser: float
     ) -> None:
@@ -268,7 +273,7 @@ class PolicyTrainer:
             used = [
                 index
                 for index, (start, stop) in enumerate(pairwise(columns.starts.tolist()))
-                if any(bool(derivative[start:stop].any()) for derivative in derivatives)
+                if self._learns_all_values or any(bool(derivative[start:stop].any()) for derivative in derivatives)
             ]
         else:
             used = [index for index, sample in enumerate(samples) if self._is_forwarded(sample)]
@@ -298,6 +303,7 @@ class PolicyTrainer:
                 (output, by) for output, by in pairs if output is not None and output.requires_grad and by is not None
             ]
             torch.autograd.backward([output for output, _ in live], [by for _, by in live])
+            learner.add_value_curvature(weights[tokens])
         token_losses = (
             self._add_outputs(step, outputs, columns, used, first)
             if step_gradients is None

@@ -249,6 +249,45 @@ def test_the_policy_gets_the_gradient_of_its_own_loss(model: Path, tmp_path: Pat
     assert columns["advantages"].tolist() == pytest.approx([expected[key][0] for key in keys], abs=1e-5)
 
 
+@pytest.mark.parametrize("micro_batch_tokens", [8192, 24])
+def test_further_updates_of_the_values_follow_the_gradient_over_all_tokens(
+    model: Path, tmp_path: Path, micro_batch_tokens: int
+) -> None:
+    advantage = {**GAE, "value_updates": 4}
+    trainer = started(config_of(model, advantage, micro_batch_tokens=micro_batch_tokens), tmp_path)
+    head = trainer._learner("policy").value_head
+    assert head is not None
+    parameters = [parameter.detach().clone().requires_grad_() for parameter in (head.weight, head.bias)]
+    inputs, targets = inputs_and_targets(model)
+    optimizer = torch.optim.AdamW(parameters, lr=0.03, betas=(0.9, 0.95), weight_decay=0.0)
+    for _ in range(4):
+        optimizer.zero_grad()
+        weight, bias = parameters
+        (0.5 * (inputs @ weight + bias - targets) ** 2 / 40.0).sum().backward()
+        optimizer.step()
+    taken(trainer, 1)
+    assert not head.curvature.any()  # type: ignore[union-attr]
+    torch.testing.assert_close(head.weight.detach(), parameters[0].detach(), atol=2e-5, rtol=0)
+    torch.testing.assert_close(head.bias.detach(), parameters[1].detach(), atol=2e-5, rtol=0)
+
+
+def inputs_and_targets(model: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inputs of the value head at all trained tokens, and what it should learn there."""
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    expected, _ = by_hand(model)
+    inputs, targets = [], []
+    for number, trajectories in enumerate(CONVERSATIONS.trajectories):
+        rows = [row for trajectory in trajectories for row in trajectory.rows]
+        for row_index, row in enumerate(rows):
+            with torch.no_grad():
+                hidden = network.model(torch.from_numpy(row.token_ids).long()[None]).last_hidden_state[0]
+            for at in np.flatnonzero(row.loss_mask).tolist():
+                advantage, _, value = expected[f"e{number}", row_index, at]
+                inputs.append(hidden[at - 1] / 32)
+                targets.append(advantage + value)
+    return torch.stack(inputs), torch.tensor(targets)
+
+
 def _ranges(rows: list[list[Any]], columns: dict[str, Any]) -> list[tuple[list[Any], int, int]]:
     offsets = columns["offsets"].tolist()
     return list(zip(rows, offsets[:-1], offsets[1:], strict=True))

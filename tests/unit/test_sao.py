@@ -19,6 +19,7 @@ import torch
 
 from agentrl.config.sections import GaeConfig
 from agentrl.core.errors import ConfigError
+from agentrl.learn.learner import ValueHead
 from agentrl.learn.loss_batch import LossBatch, TokenColumns
 from agentrl.learn.losses import importance_sampling, make_loss
 from agentrl.learn.trainer import PolicyTrainer
@@ -114,6 +115,35 @@ def test_values_learn_verls_returns_at_a_trace_decay_of_their_own(value_trace_de
     np.testing.assert_allclose(by_value, new.grad.numpy(), atol=1e-6)
 
 
+@pytest.mark.parametrize("updates", [1, 2, 5])
+def test_further_updates_of_the_values_have_the_gradient_of_the_same_returns(updates: int) -> None:
+    """Against updates that compute all values again; verl's clip of values begins at moves of 0.5."""
+    width, pieces = 16, [slice(0, 20), slice(20, 37), slice(37, None)]
+    hidden = torch.from_numpy(RNG.normal(size=(60, width)).astype(np.float32))
+    returns = torch.from_numpy(RNG.normal(size=60).astype(np.float32))
+    weights = torch.from_numpy(RNG.random(60).astype(np.float32) / 60)
+    head, other = (ValueHead(width, torch.device("cpu"), count) for count in (updates, 1))
+    optimizer, again = (torch.optim.AdamW(each.parameters(), lr=0.02, weight_decay=0.0) for each in (head, other))
+    for _ in range(3):
+        for piece in pieces:
+            values = head(hidden[piece])
+            values.backward(weights[piece] * (values.detach() - returns[piece]))
+            head.add_curvature(weights[piece])
+        head.update(optimizer)
+        head.discard()
+        optimizer.zero_grad()
+        old = other(hidden).detach()
+        for _ in range(updates):
+            again.zero_grad()
+            values = other(hidden)
+            clipped = torch.clamp(values, old - 0.5, old + 0.5)
+            (0.5 * weights * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)).sum().backward()
+            again.step()
+        assert float((other(hidden).detach() - old).abs().max()) < 0.5
+        torch.testing.assert_close(head.weight, other.weight, atol=1e-6, rtol=0)
+        torch.testing.assert_close(head.bias, other.bias, atol=1e-6, rtol=0)
+
+
 def test_the_loss_outside_the_band_is_masked_as_in_verls_bypass_mode() -> None:
     agent = np.repeat(np.arange(ROWS), LENGTH).reshape(ROWS, LENGTH)[MASK]
     behavior = np.log(RNG.random(len(agent)))
@@ -138,7 +168,9 @@ def test_the_loss_outside_the_band_is_masked_as_in_verls_bypass_mode() -> None:
 
 def test_the_preset_of_the_page_is_a_configuration(repository: Path, tmp_path: Path) -> None:
     config = preset(repository, tmp_path)
-    assert config.credit.advantage.gae == GaeConfig(trace_decay=0.95, value_trace_decay=1.0, value_learning_rate=0.1)
+    assert config.credit.advantage.gae == GaeConfig(
+        trace_decay=0.95, value_trace_decay=1.0, value_learning_rate=0.05, value_updates=4
+    )
     assert (config.credit.group_size, config.trainer.loss.name) == (1, "importance_sampling")
     make_loss(config.trainer)
     with pytest.raises(ConfigError, match="value_trace_decay"):
