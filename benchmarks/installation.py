@@ -1,4 +1,4 @@
-"""Installing agentrl as a user does: `python -m benchmarks.installation [core|oldest|wheel-demo]`; without a word, all.
+"""Installing agentrl as a user does: `python -m benchmarks.installation [core|oldest|wheel-demo|docs]`; all by default.
 
 The wheel is built from the sdist of the working tree and goes into empty environments.
 
@@ -8,6 +8,8 @@ The wheel is built from the sdist of the working tree and goes into empty enviro
 * `oldest`: the same at the lowest versions pyproject.toml allows.
 * `wheel-demo`: with what the demo needs; the demo runs from an empty directory. `installation_s`, `demo_s`,
   `reward_start`, `reward_end`.
+* `docs`: `docs_words`, of all pages but the decisions; `pages_over_1000_words_on_the_newcomers_way`, of the README and
+  the tutorials; `broken_links`, links to files and headings that do not exist.
 
 Needs a package index, 2 GB of disk and some minutes; `make test` leaves it out.
 """
@@ -28,8 +30,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.report import Report
+from tests.markdown_pages import PAGES, broken_links
 
 ROOT = Path(__file__).parents[1]
+NEWCOMERS_WAY = (
+    "README.md",
+    "index.md",
+    "getting_started.md",
+    "own_model.md",
+    "gpu.md",
+    "outside_agents.md",
+    "coevolution.md",
+    "faq.md",
+)
+"""The README and the tutorials."""
 PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet")
 
 
@@ -125,7 +139,22 @@ def wheel_demo(work: Path) -> dict[str, float | None]:
     return {"installation_s": installed - started, "demo_s": ended - installed, **rewards}
 
 
-PARTS = {"core": core, "oldest": oldest, "wheel-demo": wheel_demo}
+def documentation(work: Path) -> dict[str, float | None]:
+    """The pages: their words, and their links."""
+    del work
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in pages}
+    broken = [f"{page.name}: {target}" for page in PAGES for target in broken_links(page)]
+    long = [name for name in NEWCOMERS_WAY if words[name] > 1000]
+    print("\n".join([*broken, *(f"{name}: {words[name]} words" for name in long)]))
+    return {
+        "docs_words": sum(words.values()),
+        "pages_over_1000_words_on_the_newcomers_way": len(long),
+        "broken_links": len(broken),
+    }
+
+
+PARTS = {"core": core, "oldest": oldest, "wheel-demo": wheel_demo, "docs": documentation}
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,8 @@ PAGES = (
     *sorted((ROOT / "docs").rglob("*.md")),
 )
 NOT_EXECUTED = re.compile(r"<!-- not executed: \S.* -->")
+LINK = re.compile(r"!?\[([^\]]*)\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ +(.*)$", flags=re.MULTILINE)
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 
 
@@ -46,3 +49,21 @@ def python_of(page: Path) -> list[str]:
 def prose(page: Path) -> str:
     """A page without its fenced blocks."""
     return _FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def broken_links(page: Path) -> Iterator[str]:
+    """The targets of a page's links that are no file, no heading of that file, and no https address."""
+    for _, target in LINK.findall(prose(page)):
+        path, _, anchor = target.partition("#")
+        found = page if not path else page.parent / path
+        if "://" in target:
+            if not target.startswith("https://"):
+                yield target
+        elif not found.exists() or (anchor and anchor not in _anchors(found)):
+            yield target
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and mkdocs make them."""
+    words = (re.sub(r"[^\w\s-]", "", heading.lower()).strip() for heading in _HEADING.findall(prose(page)))
+    return {re.sub(r"\s", "-", text) for text in words}
