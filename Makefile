@@ -28,7 +28,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 PINS := pyproject.toml constraints.txt
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -c constraints.txt
 
-.PHONY: help setup demo test test-all check sim chaos figures oldest smollm2 gpu-learner gpu-vllm dist wheel-demo docs-config docs fmt clean
+.PHONY: help setup demo test test-all check sim chaos figures oldest smollm2 gpu-learner gpu-vllm dist wheel-demo docs-config docs gallery fmt clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/'
@@ -97,6 +97,10 @@ docs-config: $(DEV_STAMP)  ## write docs/configuration.md, docs/metrics.md and d
 docs: $(DEV_STAMP) docs-config  ## build the pages of docs/ into site/
 	@$(INSTALL) -e '.[$(DEV_EXTRAS),docs]'
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+gallery: $(DEV_STAMP)  ## six example runs as pages for a browser, into site/gallery/; about ten minutes
+	@$(INSTALL) -e '.[$(DEV_EXTRAS),openai]'
+	@$(BIN)/python -m docs.generators.gallery
 
 fmt: $(DEV_STAMP)  ## format and mend what lint can mend
 	@$(BIN)/ruff check --quiet --fix-only .
