@@ -2,7 +2,7 @@
 
     python -m docs.generators.gallery [site/gallery]
 
-Needs the extras `train,calculator,games,openai`. A page holds the newest episodes of its run.
+Needs the extras `train,calculator,games,openai`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 AGENTRL = (sys.executable, "-m", "agentrl.cli")
-MAX_PAGE_BYTES = 8_000_000
+MAX_PAGE_BYTES = 20_000_000
 
 
 class Exhibit(NamedTuple):
