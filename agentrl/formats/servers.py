@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,8 @@ def _rows(path: str) -> list[dict[str, Any]]:
         for line in Path(path).read_text(encoding="utf-8").splitlines():
             rows.append(json.loads(line))
             rows[-1]["responses_create_params"]["input"]
+            for tool in rows[-1]["responses_create_params"].get("tools") or []:
+                _check_tool(tool["name"])
     except OSError as error:
         raise EnvironmentDefinitionError(f"{path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -100,6 +103,16 @@ def _rows(path: str) -> list[dict[str, Any]]:
             f"{path}, line {len(rows) or 1}: a row is a JSON object with responses_create_params.input ({error!r})"
         ) from error
     return rows
+
+
+def _check_tool(name: str) -> None:
+    """Check that a tool's name is a path of its own.
+
+    Raises:
+        ValueError: posting a call of it would reach another path of the server.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,128}", name) or name in ("seed_session", "verify", ".", ".."):
+        raise ValueError(f"{name[:40]!r} cannot name a tool")
 
 
 class _NemoSession(_Connection):
@@ -193,7 +206,7 @@ class OpenEnv(SessionEnvironment):
         object."""
         try:
             found = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
 

@@ -1,7 +1,8 @@
 """The seccomp program of a sandbox: a classic BPF filter that refuses system calls with EPERM.
 
 It refuses kernel interfaces that no namespace separates (keyrings, vsock, io_uring, bpf, the clock), memory that no
-limit counts (memfd, System V IPC, shared mappings without a file), and new namespaces. Everything else is allowed.
+limit counts (memfd, System V IPC, shared mappings without a file), new namespaces, and system calls that are newer than
+this table. Everything else is allowed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ _TERMINAL_REQUESTS = (0x5412, 0x541C)
 """TIOCSTI and TIOCLINUX, which type into a terminal."""
 
 
+_UNKNOWN = 470
+"""System calls from this number on are newer than Linux 6.17, or x32 variants on x86-64; they are absent."""
+
+
 class _Architecture(NamedTuple):
     audit: int
     """Identifier in `seccomp_data.arch`."""
@@ -45,6 +50,7 @@ _COMMON = (
     443,  # quotactl_fd
     447,  # memfd_secret
     450,  # set_mempolicy_home_node
+    467,  # open_tree_attr
 )
 """System calls since Linux 5.0 have one number on all architectures."""
 
@@ -149,9 +155,8 @@ def program(machine: str | None = None) -> bytes:
     jump(_Jump(_EQUAL, table.audit, 1, 0))
     result(_KILL)
     load(_NUMBER)
-    if machine == "x86_64":  # the x32 variants of all calls
-        jump(_Jump(_AT_LEAST, 0x40000000, 0, 1))
-        result(absent)
+    jump(_Jump(_AT_LEAST, _UNKNOWN, 0, 1))
+    result(absent)
     # The flags of clone3 are in memory, out of the filter's reach: libraries fall back to clone.
     jump(_Jump(_EQUAL, table.clone3, 0, 1))
     result(absent)

@@ -200,6 +200,20 @@ def test_nemo_gym_is_pinned(nemo: str, tmp_path: Path) -> None:
     assert report.resume_class == "pinned"
 
 
+@pytest.mark.parametrize("name", ["verify", "seed_session", "../verify", "x?y", "", "/health"])
+def test_a_row_whose_tool_names_another_path_is_refused(name: str, tmp_path: Path) -> None:
+    tool = {"name": name, "parameters": {}}
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"responses_create_params": {"input": "?", "tools": [tool]}}))
+    with pytest.raises(EnvironmentDefinitionError, match="cannot name a tool"):
+        NemoGym.tasks("train", file=str(file))
+
+
+def test_an_action_that_is_nested_too_deeply_is_no_action() -> None:
+    assert OpenEnv().action("[" * 100_000) == {}
+    assert OpenEnv().action('{"a": 1}') == {"a": 1}
+
+
 # --- OpenEnv ----------------------------------------------------------------------------------------------------------
 
 
