@@ -12,10 +12,12 @@ import pytest
 import agentrl
 from agentrl.app.recovery import read_resume_state
 from agentrl.core import ids
+from agentrl.core.errors import VERSION_GONE, CheckFailedError, EngineError
 from agentrl.core.ports import GenerateRequest
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, WeightsRef
 from agentrl.journal.entries import BranchEntry, NondeterministicValueEntry, TurnEntry
-from agentrl.journal.port import EpisodeEnd, StepRow
+from agentrl.journal.port import EpisodeEnd, StepRow, UnitDropped
+from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import TASKS, SmallRun, config_for
@@ -163,3 +165,139 @@ def test_evaluations_do_not_branch(simulated_loop: SeededSimulation) -> None:
         assert not any(isinstance(body, BranchEntry) for body in evaluated)
 
     simulated_loop.run(main)
+
+
+class Restarted(Retry):
+    """Main episodes whose first attempt fails after they branched."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent = ctx.agent("guesser")
+        await agent.act(agentrl.user("first"))
+        number = await ctx.branch(2)
+        turn = await agent.act(agentrl.user("second"))
+        if not number and len(turn.text) % 3 == 0:
+            raise RuntimeError("the episode fails")
+        agent.reward(float(len(turn.text) % 7))
+
+
+def test_a_restarted_main_episode_loses_its_branches(simulated_loop: SeededSimulation) -> None:
+    async def main() -> int:
+        run = retry_run(Restarted, steps=2)
+        await run.run()
+        ended = ends(run)
+        attempts = {name: header.attempt for name, (_, header) in ended.items() if header.committed}
+        trained = {unit.episode_id for batch in run.trainer.batches for unit in batch.units}
+        lost = {drop.episode_id for drop in run.journal.of_kind(UnitDropped) if drop.reason == "tree_lost"}
+        for name, (spec, header) in ended.items():
+            if spec.fork is not None and header.committed and name in trained | lost:
+                assert (attempts.get(spec.fork.episode_id) == spec.fork.attempt) == (name in trained)
+        return len(lost)
+
+    assert min(simulated_loop.run(main, seeds=3)) > 0
+
+
+class Pinned(Retry):
+    """Branches with a resource that cannot be copied."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent = ctx.agent("guesser")
+        tally = ctx.resource(Tally, level="pinned")
+        await agent.act(agentrl.user("first"))
+        await tally.call("add", 1)
+        await ctx.branch(1)
+
+
+class TooMany(Retry):
+    """More branches than declared."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("guesser").act(agentrl.user("first"))
+        await ctx.branch(1)
+        await ctx.branch(2)
+
+
+class TooEarly(Retry):
+    """Branches before any turn."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.branch(1)
+
+
+class Gathered(Retry):
+    """Branches inside a coroutine of `gather`."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("guesser").act(agentrl.user("first"))
+        await ctx.gather(ctx.branch(1))
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (Pinned, "cannot copy resource r.1, which is pinned to its process"),
+        (TooMany, "declares branches = 2, but ctx.branch asked for 2 after 1 before"),
+        (TooEarly, "before any turn; raise credit.group_size"),
+        (Gathered, "inside ctx.gather"),
+    ],
+)
+def test_branches_that_cannot_be_exact_are_refused_by_name(
+    simulated_loop: SeededSimulation, environment: type[agentrl.Environment], message: str
+) -> None:
+    async def main() -> None:
+        run = retry_run(environment, steps=1)
+        with pytest.raises(CheckFailedError, match=message):
+            await run.run()
+
+    simulated_loop.run(main, seeds=1)
+
+
+class Stopped(agentrl.Environment):
+    """A quarter of the episodes with an even first turn continue."""
+
+    seats = ("guesser",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent = ctx.agent("guesser")
+        turn = await agent.act(agentrl.user("first"))
+        agent.reward(1.0, 0)
+        if len(turn.text) % 2 == 0 and not await ctx.roulette(0.25):
+            return
+        await agent.act(agentrl.user("second"))
+        agent.reward(1.0)
+
+
+def test_survivors_of_roulette_weigh_more(simulated_loop: SeededSimulation) -> None:
+    async def main() -> Counter[tuple[float, int, str]]:
+        run = retry_run(Stopped, steps=1, evaluation={"tasks": 10})
+        run.held_out = TASKS
+        await run.run()
+        return Counter((header.reward, header.turns, header.purpose) for _, header in ends(run).values())
+
+    found = sum(simulated_loop.run(main, seeds=3), Counter[Any]())
+    kinds = found.keys() - {(None, 0, "train")}  # cut at the end of the run
+    assert kinds == {(2.0, 2, "train"), (5.0, 2, "train"), (1.0, 1, "train"), (2.0, 2, "evaluate")}
+    stopped, survived = found[1.0, 1, "train"], found[5.0, 2, "train"]
+    assert 0.1 < survived / (survived + stopped) < 0.45
+
+
+def test_a_version_that_is_gone_costs_the_episode(simulated_loop: SeededSimulation) -> None:
+    async def main() -> int:
+        run = retry_run(steps=2)
+
+        def during(orchestrator: Orchestrator) -> None:
+            versions, pin = orchestrator.versions, orchestrator.versions.pin
+
+            async def lose_some(holder: str, weights: WeightsRef) -> None:
+                if holder.startswith("tree of e") and int(holder.split()[-1][1:].partition(".")[0]) % 5 == 0:
+                    raise EngineError("its files were deleted")
+                await pin(holder, weights)
+
+            versions.pin = lose_some  # type: ignore[method-assign]
+
+        run.during = during
+        await run.run()
+        reasons = Counter(header.drop_reason for _, header in ends(run).values())
+        check_trees(run)
+        return reasons[VERSION_GONE]
+
+    assert min(simulated_loop.run(main, seeds=2)) > 0
