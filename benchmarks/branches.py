@@ -194,7 +194,7 @@ def training(directory: Path, *, quick: bool) -> dict[str, float | None]:
         policies={"solver": {"learning_rate": 1e-5, "step_size": 64, "max_staleness": 0}},
         credit={"group_size": 4},
         sampling={"max_tokens": 32, "max_turns": 6},
-        engine={"slots": 96, "max_context": 192},
+        engine={"slots": 160, "max_context": 192},
         trainer={
             "loss": {"name": "reinforce", "normalizer": 64},
             "micro_batch_tokens": 8192,

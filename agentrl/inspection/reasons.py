@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from agentrl.core import ids
 from agentrl.core.errors import JournalError
 from agentrl.core.text import plural
 from agentrl.inspection.conversation import (
@@ -62,7 +63,10 @@ def explain_conversation(reader: RunReader, view: ConversationView) -> list[Reas
 
 
 def _admission(reader: RunReader, line: EpisodeLine, problems: list[str]) -> list[Reason]:
-    if line.parent is not None:
+    if ids.main_episode_id(line.episode) != line.episode:
+        text = f"as branch {line.episode.rpartition('.b')[2]} of {line.parent}, in group {line.group}"
+        reasons = [Reason("admitted", f"{text}; branches are always admitted")]
+    elif line.parent is not None:
         reasons = [
             Reason("admitted", f"as a child of {line.parent}, in group {line.group}; children are always admitted")
         ]
@@ -304,6 +308,9 @@ def _units(reader: RunReader, view: ConversationView, problems: list[str]) -> li
 def _consumed(policy: str, row: Row) -> str:
     version_text = f"{policy}@{row['lineage']}.{row['step']}"
     numbers = f"reward {row['reward']:.3g} - baseline {row['baseline']:.3g} = advantage {row['advantage']:.3g}"
+    if abs(row["reward"] - row["baseline"] - row["advantage"]) > 1e-6 * (1.0 + abs(row["reward"])):
+        # scaled, or along a tree of branches
+        numbers = f"reward {row['reward']:.3g}, baseline {row['baseline']:.3g}, advantage {row['advantage']:.3g}"
     by_turn = _advantages_by_turn(row)
     if len(set(by_turn)) > 1:
         values = ", ".join(f"{value:.3g}" for value in by_turn[:SHOWN_TURNS])

@@ -6,7 +6,7 @@ data. Entries and partials of training attempts, and files of step columns, may 
 * is settled: it was dropped or replaced by a later attempt, or each of its units was dropped, or trained by a step that
   every resumable checkpoint counts as taken; so no rollback makes it ready again;
 * was an input of no step that is kept: the newest `keep` before the newest checkpoint, and all after the oldest one;
-* is referred to by no fork in `RUN/forks`.
+* is referred to by no fork in `RUN/forks`, and by no unfinished branch.
 
 Invariant: a row in `pruned` or `pruned_files` is on disk before its data is removed, and the entries of an attempt are
 removed in one transaction. A kill therefore leaves them complete or absent, and a reader that finds none can give the
@@ -83,7 +83,12 @@ def prune(
     pruned = PruneTotals(rule=str(rule), last=rule.last)
     if not rule.sealed:
         return pruned
-    settled = Settled(log, rule, _forked(journal))
+    branched = frozenset(
+        (spec.fork.episode_id, spec.fork.attempt)
+        for spec in log.unfinished()
+        if spec.fork is not None and spec.fork.branch
+    )
+    settled = Settled(log, rule, _forked(journal) | branched)
     for path in sorted(journal.glob("turns-*.db")):
         run = str(log.info()["run"])
         opened = (

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import agentrl
+from agentrl.cli.main import main
 from agentrl.core.errors import ConfigError
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import TurnEntry
@@ -23,7 +24,7 @@ BASE: dict[str, Any] = {
     "policies": {"solver": {"learning_rate": 3e-4, "step_size": 32, "lora": {"rank": 4}}},
     "credit": {"group_size": 4},
     "sampling": {"max_tokens": 32, "max_turns": 6},
-    "engine": {"slots": 64, "max_context": 192},
+    "engine": {"slots": 96, "max_context": 192},
     "trainer": {"loss": {"normalizer": 64}, "micro_batch_tokens": 8192},
     "evaluation": {"tasks": 0},
     "checkpoint": {"every": 0},
@@ -35,10 +36,12 @@ def config(directory: Path, name: str, **changes: Any) -> agentrl.RunConfig:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_trees_are_sampled_and_trained_once(tmp_path: Path, workers: int) -> None:
+def test_trees_are_sampled_and_trained_once(tmp_path: Path, workers: int, capsys: pytest.CaptureFixture[str]) -> None:
     run = agentrl.train(config(tmp_path, "run", workers=workers), environment=BranchingCalculator, quiet=True).path
     assert judge(run, ended=True) == []
     reader = RunReader(run)
+    assert main(["episode", "why", str(run), "e0~0.r#2.b2"]) == 0
+    assert "as branch 2 of e0, in group g0; branches are always admitted" in capsys.readouterr().out
     first_turns = reused = 0
     for line in reader.episodes("purpose = 'train' and turns > 0", limit=1000):
         view = reader.episode(line.episode)
