@@ -245,7 +245,13 @@ def test_a_model_that_vllm_does_not_know_is_refused_in_one_line(
 
 
 @needs_vllm
-@pytest.mark.parametrize(("captured", "setting"), [("capture_routing", "capture_routing"), ("capture_mask", "top_p")])
+@pytest.mark.parametrize(
+    ("captured", "setting"),
+    [
+        ("capture_mask", "top_p"),
+        pytest.param("capture_routing", "capture_routing", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_what_the_model_runner_of_cpus_does_not_return_is_refused(zoo: ModelZoo, captured: str, setting: str) -> None:
     async def main() -> None:
         engine = ProcessEngine(program(zoo.directory("qwen3_moe"), adapter_slots=0, **{captured: True}), START)

@@ -1,23 +1,29 @@
-"""Processes of engines, forked from a warm one: they start at once."""
+"""Engine and worker processes, forked from a warm one: they start at once."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib
 import os
+import signal
 import socket
 import sys
 from multiprocessing.context import ForkServerProcess
+from typing import Any
 
-from agentrl.engines.process import PRIVATE_DIRECTORY_VARIABLE, ChildProgram, PrivateDirectory
-from agentrl.engines.remote import server
+from agentrl.engines.process import PRIVATE_DIRECTORY_VARIABLE, ChildProgram, PrivateDirectory, _cause
 from tests.support.warm import WARM
 
 
-def _serve(connection: socket.socket, directory: str) -> None:
-    """Be `python -m agentrl.engines.remote.server`; the process to end with is the one it was forked from."""
-    os.environ[PRIVATE_DIRECTORY_VARIABLE] = directory
-    sys.argv = [server.__file__, str(connection.detach()), str(os.getppid())]
-    server.main()
+def _serve(module: str, connection: socket.socket, variables: dict[str, str]) -> None:
+    """Be `python -m MODULE`, in a session of its own; the process to end with is the one it was forked from."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(variables)
+    program: Any = importlib.import_module(module)
+    sys.argv = [str(program.__file__), str(connection.detach()), str(os.getppid())]
+    program.main()
 
 
 class WarmPlacement:
@@ -26,12 +32,12 @@ class WarmPlacement:
     gpus = ()
 
     async def start(self, program: ChildProgram) -> WarmChild:
-        """Fork a process; only programs of engines, which all run the same module."""
-        assert program.module == server.__name__
+        """Fork a process."""
         ours, theirs = socket.socketpair()
         files = PrivateDirectory()
+        variables = {**os.environ, PRIVATE_DIRECTORY_VARIABLE: str(files.path)}
         with theirs:
-            process = WARM.Process(target=_serve, args=(theirs, str(files.path)))
+            process = WARM.Process(target=_serve, args=(program.module, theirs, variables))
             process.start()
         return WarmChild(process, files, *await asyncio.open_connection(sock=ours))
 
@@ -56,12 +62,18 @@ class WarmChild:
         self.process_id = process.pid
         self.reader = reader
         self.writer = writer
-        self.kill = process.kill
         self._process = process
         self._files = files
+
+    def kill(self) -> None:
+        """See `ChildProcessHandle.kill`."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process_id, signal.SIGKILL)
+        self._process.kill()  # it may not lead its session yet
 
     async def wait(self) -> str:
         """See `ChildProcessHandle.wait`; its private files are removed too."""
         await asyncio.to_thread(self._process.join)
         self._files.remove()
-        return f"died (exit code {self._process.exitcode})"
+        assert self._process.exitcode is not None
+        return f"died ({_cause(self._process.exitcode)})"

@@ -28,6 +28,7 @@ from agentrl.environment.registry import name_of
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
+from tests.contract.warm_processes import WarmPlacement
 from tests.contract.worker_environments import TwoTurns
 
 VERSIONS = {"policy": PolicyVersion("policy", 0, 0), "stranger": PolicyVersion("stranger", 0, 0)}
@@ -119,7 +120,10 @@ async def workplace(
     kv_tokens: int | None = None,
     **settings: Any,
 ) -> AsyncIterator[Workplace]:
-    """Workers over a scripted engine; with one, it is in this process."""
+    """Workers over a scripted engine; with one, it is in this process.
+
+    Their processes are forked from a warm one where `placement` names no other.
+    """
     config = config_of(workers, **settings)
     place = directory / "place"
     place.mkdir(exist_ok=True)
@@ -133,7 +137,7 @@ async def workplace(
             "kv_tokens": kv_tokens,
         }
         program = ChildProgram("tests.contract.scripted_program:scripted_engine", arguments)
-        engine = await ProcessEngine(program, VERSIONS, clock=SystemClock()).ready()
+        engine = await ProcessEngine(program, VERSIONS, clock=SystemClock(), placement=WarmPlacement()).ready()
         stack.push_async_callback(engine.close)
         buffer = EpisodeBuffer((), WholeGroupRelease((), REWARD_ESTIMATORS["none"]))
         dispatcher = make_dispatcher(
@@ -152,8 +156,7 @@ async def workplace(
             chat_format = make_chat_format(config)
             attach_local_worker(*(config, environment, dispatcher, engine, chat_format, journal, SystemClock(), fail))
         else:
-            if placement is not None:
-                pool.placements = [placement] * len(pool.placements)
+            pool.placements = [placement or WarmPlacement()] * len(pool.placements)
             stack.push_async_callback(pool.close)
             pool.attach(dispatcher, journal, fail)
             dispatcher.worker, dispatcher.fail = pool, fail

@@ -142,6 +142,7 @@ def test_each_process_has_the_gpus_of_the_plan_also_once_all_were_started_again(
     assert said.splitlines() == ["[1, 1, 1, 1] [1, 1, 1, 1]", "[1, 1, 2] [1, 1, 2]"]
 
 
+@pytest.mark.exhaustive
 def test_a_second_run_gets_no_gpu_of_the_first_and_is_told_how_many_it_lacks(address: str) -> None:
     with _start(_FIRST_RUN, address) as first:
         assert first.stdout is not None

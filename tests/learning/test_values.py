@@ -51,7 +51,7 @@ def computed(run: Path) -> dict[int, StepRecomputeResult]:
 
 
 def test_steps_are_computed_again_and_the_advantage_may_change(repository: Path, tmp_path: Path) -> None:
-    small = ("--policies.solver.step_size=8", "--evaluation.tasks=0", "--checkpoint.versions=0")
+    small = ("--policies.solver.step_size=4", "--evaluation.tasks=0", "--checkpoint.versions=0")
     lives = [(3, GAE), (4, "--credit.advantage=none"), (6, GAE)]
     for number, (steps, advantage) in enumerate(lives):
         config = config_of(repository, tmp_path, advantage, f"--steps={steps}", *small)

@@ -16,7 +16,15 @@ from typing import Any
 from agentrl.cli.main import main
 
 WARM = multiprocessing.get_context("forkserver")
-WARM.set_forkserver_preload(["agentrl.app.training", "agentrl.engines.embedded.engine", "agentrl.learn.trainer"])
+WARM.set_forkserver_preload(
+    [
+        "agentrl.app.training",
+        "agentrl.app.worker_server",
+        "agentrl.engines.embedded.engine",
+        "agentrl.engines.remote.server",
+        "agentrl.learn.trainer",
+    ]
+)
 
 
 def command(directory: Path, *arguments: str, file_size: int = 0) -> subprocess.CompletedProcess[str]:

@@ -120,6 +120,7 @@ def test_the_path_for_cuda_gives_the_same_output(name: str, window: int | None) 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for CPUs with g++")
 def test_one_compiled_kernel_is_for_all_rows_and_windows() -> None:
     torch.compiler.reset()

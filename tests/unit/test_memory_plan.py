@@ -157,7 +157,7 @@ def test_a_rank_of_several_holds_its_shard(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run_memory, "machine_memory", lambda: Memory(free=1 << 36, total=1 << 36))
-    ranks = ["doctor", str(repository / "examples/01_tool_use.toml"), "--trainer.ranks=4", "--json"]
+    ranks = ["doctor", str(repository / "examples/01_tool_use.toml"), *OVERRIDES, "--trainer.ranks=4", "--json"]
     assert main([*ranks, "--trainer.sharding=full"]) == 0
     report = json.loads(capsys.readouterr().out)
     found = [check["result"] for check in report["sections"]["memory"] if check["name"] == "4 × trainer rank"]
@@ -170,7 +170,7 @@ def test_doctor_says_what_does_not_fit_and_what_to_turn(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run_memory, "machine_memory", lambda: Memory(free=1 << 28, total=1 << 30))
-    assert main(["doctor", str(repository / "examples/01_tool_use.toml")]) == 1
+    assert main(["doctor", str(repository / "examples/01_tool_use.toml"), *OVERRIDES]) == 1
     said = capsys.readouterr().out
     assert "it does not fit" in said
     assert "trainer.micro_batch_tokens" in said
@@ -190,7 +190,9 @@ def test_sizes_of_no_model_are_named_at_once(repository: Path, tmp_path: Path, n
 
 
 def test_a_context_beyond_the_positions_is_named(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", str(repository / "examples/01_tool_use.toml"), "--engine.max_context=100000"]) == 1
+    assert (
+        main(["doctor", str(repository / "examples/01_tool_use.toml"), *OVERRIDES, "--engine.max_context=100000"]) == 1
+    )
     assert "1024 positions" in capsys.readouterr().out
 
 
@@ -213,7 +215,7 @@ def cards(monkeypatch: pytest.MonkeyPatch, count: int, gib: int) -> None:
 
 
 DETERMINISTIC = ("--deterministic=true", "--policies.solver.max_staleness=0")
-VLLM = ("--engine.vllm.enforce_eager=true", "--policies.solver.lora.rank=4")
+VLLM = (*OVERRIDES, "--engine.vllm.enforce_eager=true", "--policies.solver.lora.rank=4")
 
 
 @pytest.mark.usefixtures("doctor_imports_once")
@@ -262,7 +264,7 @@ def test_doctor_names_offloading_and_counts_what_is_offloaded(
     two = planned("--trainer.sharding=offload", ranks=2).offloaded
     assert two is not None
     assert len(two.parts) == 2, "the shards that layers are gathered from, too"
-    offloaded = [str(repository / "examples/01_tool_use.toml"), *OVERRIDES[1:], "--trainer.sharding=offload"]
+    offloaded = [str(repository / "examples/01_tool_use.toml"), *OVERRIDES, "--trainer.sharding=offload"]
     cards(monkeypatch, 1, 24)
     assert main(["doctor", *offloaded]) == 0
     assert "free in main memory" in " ".join(capsys.readouterr().out.split())
@@ -295,7 +297,7 @@ def test_memory_of_a_gpu_that_another_process_holds_is_told_by_doctor_and_before
     words = "GPU 0: engine 0 takes 45% of its memory, 10.8 GiB, and 2.0 are free: stop what else computes there"
     assert main(["doctor", file, *VLLM]) == 1
     assert words in " ".join(capsys.readouterr().out.split())
-    assert main(["train", file, *VLLM, f"--directory={tmp_path}", "--trainer.micro_batch_tokens=512"]) != 0
+    assert main(["train", file, *VLLM, f"--directory={tmp_path}"]) != 0
     assert words in " ".join(capsys.readouterr().err.split())
 
 
