@@ -30,6 +30,7 @@ from agentrl.core.records import PolicyVersion, StepReport, Task, TrainBatch, We
 from agentrl.engines.process import ChildProgram, LocalPlacement
 from agentrl.engines.remote.client import ProcessEngine
 from agentrl.engines.scripted import ScriptedEngine
+from agentrl.journal.port import ControlRecord, VersionPublication
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.checkpoints import CheckpointWriter
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
@@ -155,7 +156,7 @@ def acknowledging(file: Path) -> None:
     def say(*what: Any) -> None:
         os.write(descriptor, (json.dumps(what) + "\n").encode())
 
-    commit, write, record = SqliteJournal.commit_episode, CheckpointWriter.write, SqliteJournal.record_version
+    commit, write, record = SqliteJournal.commit_episode, CheckpointWriter.write, SqliteJournal.record
 
     async def commit_episode(self: Any, spec: Any, header: Any, *rest: Any) -> None:
         await commit(self, spec, header, *rest)
@@ -167,12 +168,14 @@ def acknowledging(file: Path) -> None:
         say("checkpoint", path.name)
         return path
 
-    def record_version(self: Any, weights: WeightsRef, parent: Any) -> None:
-        say("version", *weights.version, weights.sha256)
-        record(self, weights, parent)
+    def record_and_say(self: Any, *records: ControlRecord) -> None:
+        for each in records:
+            if isinstance(each, VersionPublication):
+                say("version", *each.weights.version, each.weights.sha256)
+        record(self, *records)
 
-    for owner, method in ((SqliteJournal, commit_episode), (SqliteJournal, record_version)):
-        setattr(owner, method.__name__, method)
+    SqliteJournal.commit_episode = commit_episode  # type: ignore[method-assign]
+    SqliteJournal.record = record_and_say  # type: ignore[method-assign]
     CheckpointWriter.write = write_checkpoint  # type: ignore[method-assign]
 
 

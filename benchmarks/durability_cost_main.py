@@ -70,7 +70,7 @@ def main_job(seed: int) -> None:
 
     counted = Counted()
     counted.around(GroupCommitWriter, "_round")
-    for method in ("admit", "record_drop", "record_version", "record_step", "record_metrics"):
+    for method in ("admit", "record"):
         counted.around(SqliteJournal, method)
     for method in ("append", "append_partial", "remove_partials"):
         counted.around(SqliteTurnLog, method)

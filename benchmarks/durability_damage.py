@@ -19,6 +19,7 @@ from typing import Any
 from agentrl.core.errors import JournalError
 from agentrl.core.records import PolicyVersion
 from agentrl.journal.entries import JournalEntry, RewardEntry, ToolEntry, encode_body, episode_digest
+from agentrl.journal.port import UnitDropped, VersionPublication
 from agentrl.journal.reader import AttemptLocation, TurnLogReader
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.store import SqliteJournal
@@ -129,7 +130,8 @@ class Run:
         journal = SqliteJournal(self.path, info={"name": "damage"})
         log = journal.turn_log("w0")
         for step in range(5):
-            journal.record_version(weights("policy", 0, step), PolicyVersion("policy", 0, step - 1) if step else None)
+            before = PolicyVersion("policy", 0, step - 1) if step else None
+            journal.record(VersionPublication(weights("policy", 0, step), before))
         committed = []
         for number, entries in enumerate(self.entries.values()):
             episode = spec(number)
@@ -141,8 +143,8 @@ class Run:
                 await journal.commit_episode(episode, header(episode, len(entries)), digest, {"metric": 1.0})
                 committed.append(episode)
         for step in range(1, 5):
-            journal.record_step(step_of("policy", 0, step, committed[40 * (step - 1) : 40 * step]))
-        journal.record_drop("e0", 1, "policy", "no_reward")
+            journal.record(step_of("policy", 0, step, committed[40 * (step - 1) : 40 * step]))
+        journal.record(UnitDropped("e0", 1, "policy", "no_reward"))
         await journal.close()
 
 

@@ -40,7 +40,7 @@ from agentrl.journal.entries import (
     encode_body,
     episode_digest,
 )
-from agentrl.journal.port import PruneRule
+from agentrl.journal.port import MetricRow, PruneRule, VersionPublication
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.buffer import Ledger
 from agentrl.orchestrator.checkpoints import CheckpointWriter, resumable_versions
@@ -138,7 +138,7 @@ async def write_run(run: Path, episodes: int) -> None:
     checkpoints = CheckpointWriter(run / "checkpoints", keep=2)
     steps = episodes // STEP
     given = WeightsRef(version=PolicyVersion(POLICY, 0, 0), path="", kind="full", sha256="00")
-    journal.record_version(given, None)
+    journal.record(VersionPublication(given, None))
 
     async def play(spec: EpisodeSpec, step: int) -> None:
         entries = _entries(spec, step)
@@ -153,10 +153,10 @@ async def write_run(run: Path, episodes: int) -> None:
         for step in range(first + 1, min(first + 256, steps) + 1):
             version = PolicyVersion(POLICY, 0, step)
             weights = WeightsRef(version=version, path="", kind="full", sha256="00")
-            journal.record_version(weights, PolicyVersion(POLICY, 0, step - 1))
+            journal.record(VersionPublication(weights, PolicyVersion(POLICY, 0, step - 1)))
             trained = specs[(step - 1 - first) * STEP : (step - first) * STEP]
-            journal.record_step(step_of(POLICY, 0, step, trained, partition=PARTITION))
-            journal.record_metrics(POLICY, step, {"reward/mean": 0.5, "loss": 0.1})
+            journal.record(step_of(POLICY, 0, step, trained, partition=PARTITION))
+            journal.record(MetricRow(POLICY, step, {"reward/mean": 0.5, "loss": 0.1}))
         await journal.flush()
     journal.admit(*(_spec(steps * STEP + number) for number in range(GROUP)))
     await journal.flush()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from agentrl.core import ids
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, TrajectoryCredit
 from agentrl.credit.release import Credits, GroupReleasePolicy, OpenGroup
+from agentrl.journal.port import UnitDropped
 from agentrl.orchestrator.buffer import ReadyUnit
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.scheduler import GroupDemand
@@ -153,7 +154,7 @@ def _drop_before_steps(orchestrator: Orchestrator, unwanted: Callable[[ReadyUnit
 
     def may_step(policy: str, demand: GroupDemand) -> bool:
         for drop in buffer.drop(buffer.pop_ready_where(policy, unwanted), reason):
-            orchestrator.store.record_drop(drop.episode_id, drop.attempt, drop.policy, drop.reason)
+            orchestrator.store.record(UnitDropped(drop.episode_id, drop.attempt, drop.policy, drop.reason))
         return inner(policy, demand)
 
     scheduler.may_step = may_step  # type: ignore[method-assign]

@@ -22,6 +22,7 @@ from agentrl.core.records import PolicyVersion
 from agentrl.inspection.export.exporting import export
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.viewer.server import serve_viewer
+from agentrl.journal.port import MetricRow, VersionPublication
 from agentrl.journal.store import SqliteJournal
 from benchmarks.inspection_reading import write_large_run
 from tests.browser import HOW_TO_INSTALL, Browser, find_chromium
@@ -58,13 +59,14 @@ async def write_steps(run: Path, steps: int) -> None:
     """Add steps with the metrics of the overview, and an evaluation at every tenth, to a run."""
     journal = SqliteJournal(run / "journal")
     for step in range(steps + 1):
-        journal.record_version(weights("solver", 0, step), PolicyVersion("solver", 0, step - 1) if step else None)
+        before = PolicyVersion("solver", 0, step - 1) if step else None
+        journal.record(VersionPublication(weights("solver", 0, step), before))
         if step:
-            journal.record_step(step_of("solver", 0, step, []))
-            journal.record_metrics("solver", step, dict.fromkeys(METRICS, step / steps))
+            journal.record(step_of("solver", 0, step, []))
+            journal.record(MetricRow("solver", step, dict.fromkeys(METRICS, step / steps)))
         if step % 10 == 0:
             evaluated = {"evaluation/reward": step / steps, "evaluation/reward_error": 0.05}
-            journal.record_metrics("solver", step, evaluated)
+            journal.record(MetricRow("solver", step, evaluated))
     await journal.close()
 
 

@@ -30,7 +30,7 @@ from agentrl.journal.entries import (
     encode_body,
     episode_digest,
 )
-from agentrl.journal.port import StepRow
+from agentrl.journal.port import MetricRow, StepRow, VersionPublication
 from agentrl.journal.store import SqliteJournal
 
 
@@ -172,14 +172,14 @@ def entries_with(number: int, text: str) -> list[EntryBody]:
 async def write_run(directory: Path, *, text: str = "plain", name: str = "demo") -> None:
     """Episodes e0 to e5 (e5 dropped) with rewards 0 to 5, two steps that consumed e0 to e3, and e99 in flight."""
     journal = SqliteJournal(directory / "journal", info={"name": name})
-    journal.record_version(weights("policy", 0, 0), None)
+    journal.record(VersionPublication(weights("policy", 0, 0), None))
     for number in range(6):
         await write_episode(journal, number, text)
     for step in (1, 2):
         row = step_of("policy", 0, step, [spec(2 * step - 2), spec(2 * step - 1)], rewards=True)
-        journal.record_version(weights("policy", 0, step), PolicyVersion("policy", 0, step - 1))
-        journal.record_step(row)
-        journal.record_metrics("policy", step, {"loss": 0.1 * step, "grad_norm": float("nan")})
+        journal.record(VersionPublication(weights("policy", 0, step), PolicyVersion("policy", 0, step - 1)))
+        journal.record(row)
+        journal.record(MetricRow("policy", step, {"loss": 0.1 * step, "grad_norm": float("nan")}))
     journal.admit(spec(99))
     begin = entries_with(99, text)[0]
     journal.turn_log("w0").append(JournalEntry("e99", 0, "begin", b"", encode_body(begin)))

@@ -325,7 +325,7 @@ def _release(config: RunConfig, parts: RunParts) -> GroupReleasePolicy:
         trainable,
         GroupReleaseRule() if credit.release == "late" else GroupReleaseRule(share=0.0),
         history=parts.resume_state.history,
-        freeze=parts.store.record_baselines,
+        freeze=parts.store.record,
         frozen=parts.resume_state.baselines,
         compares=credit.advantage.name == "leave_one_out",
     )

@@ -46,6 +46,7 @@ from agentrl.engines.remote_policy import RemotePolicyClient
 from agentrl.environment.environment import Environment
 from agentrl.inspection.conversation import PolicyTurn, read_conversation
 from agentrl.inspection.reader import RunReader
+from agentrl.journal.port import MetricRow
 from agentrl.journal.run_process import record_process_state, recording_process_state
 from agentrl.observe.run_state import MetricsFile
 from agentrl.orchestrator.buffer import EpisodeBuffer
@@ -216,7 +217,7 @@ async def _record_metrics(run: Path, measured: Mapping[str, Mapping[str, float]]
     store = SqliteJournal(run / "journal")
     with contextlib.closing(MetricsFile(run / "metrics.jsonl")) as file:
         for policy, metrics in measured.items():
-            store.record_metrics(policy, 0, metrics)
+            store.record(MetricRow(policy, 0, metrics))
             file.record(policy, 0, metrics)
     await store.close()
 

@@ -53,7 +53,7 @@ class EpisodeEnd:
     detail: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class UnitDropped:
     """A committed unit that will not be trained on."""
 
@@ -63,7 +63,7 @@ class UnitDropped:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class VersionPublication:
     """A published version, and the version it was made from."""
 
@@ -73,7 +73,7 @@ class VersionPublication:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow:
-    """An optimizer step, and the units that it consumed."""
+    """An optimizer step, and the units that it consumed. It is recorded with its version, atomically."""
 
     report: StepReport
     version: PolicyVersion
@@ -81,9 +81,9 @@ class StepRow:
     batch: TrainBatch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MetricRow:
-    """Metric values at a step of a policy."""
+    """Metric values at a step of a policy; NaN and infinity are stored as NULL."""
 
     policy: str
     step: int
@@ -164,7 +164,7 @@ class PruneTotals:
     bytes: int = 0
     """Bytes of entries, partials and files; the file system gets back slightly less, because of partly filled pages."""
     last: Mapping[str, int] = field(default_factory=dict)
-    """See `PruneRule.last`."""
+    """Last step whose data may be removed, by policy."""
 
 
 # --- writers ---------------------------------------------------------------------------------------------------------
@@ -269,7 +269,8 @@ class CommitLog(Protocol):
 class JournalStore(ABC):
     """Writes a run's journal: the orchestrator's interface.
 
-    A journal implements `record`, `commit_episode` (see `CommitLog`) and the waits. The other methods build the record.
+    `record` takes every kind of control record. Only an episode's end, which waits for its entries, has a method of its
+    own: `commit_episode` (see `CommitLog`).
     """
 
     @abstractmethod
@@ -308,27 +309,3 @@ class JournalStore(ABC):
             InputError: the data of a task cannot be serialized; none is admitted.
         """
         self.record(*[Admission(spec=spec) for spec in specs])
-
-    def record_drop(self, episode_id: str, attempt: int, policy: str, reason: str) -> None:
-        """Record that a committed unit will not be trained."""
-        self.record(UnitDropped(episode_id=episode_id, attempt=attempt, policy=policy, reason=reason))
-
-    def record_proposal(self, proposal: Proposal) -> None:
-        """Record a proposal for the run's memory."""
-        self.record(proposal)
-
-    def record_baselines(self, baselines: FrozenGroupBaselines) -> None:
-        """Record the baselines of a group's members, before a step that consumes one of them."""
-        self.record(baselines)
-
-    def record_version(self, weights: WeightsRef, parent: PolicyVersion | None) -> None:
-        """Record a published version."""
-        self.record(VersionPublication(weights=weights, parent=parent))
-
-    def record_step(self, row: StepRow) -> None:
-        """Record an optimizer step and that its units were consumed by it."""
-        self.record(row)
-
-    def record_metrics(self, policy: str, step: int, values: Mapping[str, float]) -> None:
-        """Record metric values at a step of a policy; NaN and infinity become NULL."""
-        self.record(MetricRow(policy=policy, step=step, values=dict(values)))

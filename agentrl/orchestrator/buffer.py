@@ -28,6 +28,7 @@ from agentrl.core.records import (
     Unit,
 )
 from agentrl.credit.release import Credits, GroupReleasePolicy, OpenGroup, rewarded_trajectories
+from agentrl.journal.port import UnitDropped
 from agentrl.observe.metrics import PASS_RATES
 from agentrl.orchestrator.metrics import (
     AS_TRAINED,
@@ -116,15 +117,6 @@ def _has_signal(credit: TrajectoryCredit) -> bool:
     return any(credit.turn_advantages or (credit.advantage,))
 
 
-class UnitDrop(NamedTuple):
-    """A unit that will not be trained, with the reason."""
-
-    episode_id: str
-    attempt: int
-    policy: str
-    reason: str
-
-
 class EpisodeBuffer:
     """Groups of episodes on their way to a trainer.
 
@@ -209,9 +201,9 @@ class EpisodeBuffer:
             if policy in self.selection_bias:
                 self.selection_bias[policy].record_admission(spec)
 
-    def record_end(self, spec: EpisodeSpec, header: EpisodeHeader) -> list[UnitDrop]:
+    def record_end(self, spec: EpisodeSpec, header: EpisodeHeader) -> list[UnitDropped]:
         """Record that an admitted episode ended; returns the units dropped because of it."""
-        drops: list[UnitDrop] = []
+        drops: list[UnitDropped] = []
         self.ledger.in_flight -= 1
         policies = self.policies_of(spec)
         for policy in policies & self.selection_bias.keys():
@@ -245,7 +237,7 @@ class EpisodeBuffer:
                 self.counts.count_squared_advantages(policy, given, whole)
         return drops
 
-    def _commit(self, header: EpisodeHeader, drops: list[UnitDrop]) -> None:
+    def _commit(self, header: EpisodeHeader, drops: list[UnitDropped]) -> None:
         self.ledger.ready += 1
         policies = {trajectory.policy for trajectory in header.trajectories} & self.trainable
         self._unresolved[header.episode_id] = set(policies)
@@ -258,7 +250,7 @@ class EpisodeBuffer:
             elif without := [t.seat for t in header.trajectories if t.policy == policy and t.reward is None]:
                 if policy not in self._rewarded:
                     self.unrewarded.setdefault(policy, Counter())[without[0]] += 1
-                drops.append(UnitDrop(header.episode_id, header.attempt, policy, "no_reward"))
+                drops.append(UnitDropped(header.episode_id, header.attempt, policy, "no_reward"))
                 self._resolve(header.episode_id, policy, reason="no_reward")
             else:
                 self._rewarded.add(policy)
@@ -268,7 +260,7 @@ class EpisodeBuffer:
 
     def _drop_uncompared(
         self, released: Sequence[EpisodeHeader], credits: Credits, branches: Collection[str]
-    ) -> list[UnitDrop]:
+    ) -> list[UnitDropped]:
         """Drop the units of members that have agents without a credit; those of branches have lost their tree."""
         drops = []
         for header in released:
@@ -276,12 +268,12 @@ class EpisodeBuffer:
                 own = (t for t in header.trajectories if t.policy == policy)
                 if not all((header.episode_id, t.seat, t.index) in credits for t in own):
                     reason = TREE_LOST if header.episode_id in branches else TOO_FEW_MEMBERS
-                    drops.append(UnitDrop(header.episode_id, header.attempt, policy, reason))
+                    drops.append(UnitDropped(header.episode_id, header.attempt, policy, reason))
                     self._resolve(header.episode_id, policy, reason=reason)
                     self.without_signal[policy] += reason == TOO_FEW_MEMBERS
         return drops
 
-    def _drop_without_signal(self, released: Sequence[EpisodeHeader], credits: Credits) -> list[UnitDrop]:
+    def _drop_without_signal(self, released: Sequence[EpisodeHeader], credits: Credits) -> list[UnitDropped]:
         """Drop the units of a whole group in which no unit of their policy has an advantage."""
         trajectories = [(header.episode_id, own) for header in released for own in header.trajectories]
         found = [(own.policy, credits.get((episode_id, own.seat, own.index))) for episode_id, own in trajectories]
@@ -292,7 +284,7 @@ class EpisodeBuffer:
             if policy in with_signal:
                 continue
             for header in units:
-                drops.append(UnitDrop(header.episode_id, header.attempt, policy, NO_SIGNAL))
+                drops.append(UnitDropped(header.episode_id, header.attempt, policy, NO_SIGNAL))
                 self._resolve(header.episode_id, policy, reason=NO_SIGNAL)
             self.without_signal[policy] += len(units)
             if units:
@@ -385,11 +377,11 @@ class EpisodeBuffer:
             self._consumed[ready.unit.policy] += 1
             self._resolve(ready.unit.episode_id, ready.unit.policy, reason=None)
 
-    def drop(self, units: Iterable[ReadyUnit], reason: str) -> list[UnitDrop]:
+    def drop(self, units: Iterable[ReadyUnit], reason: str) -> list[UnitDropped]:
         """Record that popped units will not be trained."""
         drops = []
         for ready in units:
-            drops.append(UnitDrop(ready.unit.episode_id, ready.unit.attempt, ready.unit.policy, reason))
+            drops.append(UnitDropped(ready.unit.episode_id, ready.unit.attempt, ready.unit.policy, reason))
             self._resolve(ready.unit.episode_id, ready.unit.policy, reason=reason)
         return drops
 

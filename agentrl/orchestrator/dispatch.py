@@ -37,7 +37,7 @@ from agentrl.environment.environment import Environment, child_environments
 from agentrl.environment.mixture import root_environment_of_task, root_environments, seat_prefix
 from agentrl.environment.registry import name_of, resolve
 from agentrl.journal.port import JournalStore
-from agentrl.orchestrator.buffer import EpisodeBuffer, UnitDrop
+from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.group_scores import GroupScoring, RecordEnd
 from agentrl.orchestrator.score_limits import ScoreLimits
 from agentrl.orchestrator.tasks import MEMORY_SIZE, ProposalNoveltyTracker, Seen
@@ -387,7 +387,7 @@ class Dispatcher:
         proposal = Proposal(self.memory.next_number, *made_by, spec.environment, key, structure)
         known = self.memory.recall(proposal)
         if spec.purpose == "train" and self.memory.remember(proposal):
-            self.store.record_proposal(proposal)
+            self.store.record(proposal)
             self.buffer.counts.count_proposal(is_repeated=known.times > 0)
         return known
 
@@ -440,7 +440,8 @@ class Dispatcher:
                 continue
             header = dropped_header(spec, reason)
             self.reservations.cancel(spec.episode_id)
-            self._record_drops(self.buffer.record_end(spec, header))
+            for drop in self.buffer.record_end(spec, header):
+                self.store.record(drop)
             headers.append((spec, header))
         await asyncio.gather(*(self.store.commit_episode(spec, header, b"", {}) for spec, header in headers))
 
@@ -603,11 +604,13 @@ class Dispatcher:
 
     def _restore_end(self, spec: EpisodeSpec, header: EpisodeHeader) -> None:
         """Hand an episode that ended in a previous attempt of the run to the buffer."""
-        self._record_drops(self.buffer.record_end(spec, header))
+        for drop in self.buffer.record_end(spec, header):
+            self.store.record(drop)
 
     def _record_end(self, spec: EpisodeSpec, header: EpisodeHeader) -> None:
         """Hand an ended training episode to the buffer, and end the run if a policy starves."""
-        self._record_drops(self.buffer.record_end(spec, header))
+        for drop in self.buffer.record_end(spec, header):
+            self.store.record(drop)
         learning = self.admission.learning()
         self._drop_units_of_others(learning)
         self.buffer.counts.count_end(header, header.winner)
@@ -632,7 +635,8 @@ class Dispatcher:
     def _drop_units_of_others(self, learning: Collection[str]) -> None:
         for policy in self.buffer.trainable.difference(learning) if learning else ():
             ready = self.buffer.pop_ready(policy, self.buffer.ready(policy))
-            self._record_drops(self.buffer.drop(ready, "frozen"))
+            for drop in self.buffer.drop(ready, "frozen"):
+                self.store.record(drop)
 
     def _record_start(self, spec: EpisodeSpec, members: int | None = None) -> None:
         """Count an episode in: in the buffer, in the reservations for its children, and as running."""
@@ -673,10 +677,6 @@ class Dispatcher:
         except (EnvironmentDefinitionError, ConfigError):
             # the code was edited since the child was spawned; its runner reports the error
             self.reservations.cancel(spec.episode_id)
-
-    def _record_drops(self, drops: Sequence[UnitDrop]) -> None:
-        for drop in drops:
-            self.store.record_drop(drop.episode_id, drop.attempt, drop.policy, drop.reason)
 
 
 def _settle(future: asyncio.Future[EpisodeHeader], header: EpisodeHeader) -> None:

@@ -21,7 +21,7 @@ from agentrl.core.errors import CheckFailedError
 from agentrl.core.intervals import confidence_half_width
 from agentrl.core.ports import Observer
 from agentrl.core.records import EpisodeHeader, PolicyVersion, Task
-from agentrl.journal.port import JournalStore
+from agentrl.journal.port import JournalStore, MetricRow
 from agentrl.observe.metrics import find_registered_metric
 from agentrl.orchestrator.dispatch import ChangeCondition, Dispatcher
 from agentrl.orchestrator.metrics import MAX_METRICS, mean_named_rewards
@@ -123,7 +123,7 @@ class Evaluator:
             self.tell(f"{error}. The evaluation of {', '.join(map(str, versions.values()))} has no result")
             return
         for policy, version in versions.items():
-            self.store.record_metrics(policy, version.step, metrics[policy])
+            self.store.record(MetricRow(policy, version.step, metrics[policy]))
             self.best.record_metrics(policy, metrics[policy], versions)
         self.observer.on_evaluation(versions, metrics)
 

@@ -36,7 +36,7 @@ from agentrl.core.records import PolicyVersion, StepReport, TrainBatch
 from agentrl.core.text import plural
 from agentrl.credit.baselines import RoleMeans
 from agentrl.credit.step_credit import OptimizerStepCreditAssigner
-from agentrl.journal.port import JournalStore, StepRow
+from agentrl.journal.port import JournalStore, MetricRow, StepRow
 from agentrl.observe.run_state import RunSnapshot
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.checkpoints import CheckpointWriter, JournalRetention, VersionRetention
@@ -346,7 +346,7 @@ class Orchestrator:
         metrics = self._metrics.of_step(report, taken, waited)
         metrics |= {"run/lineage": float(version.lineage), "run/code_changes": float(self.code_changes)}
         self.board.advance(version)
-        self.store.record_metrics(policy, version.step, metrics)
+        self.store.record(MetricRow(policy, version.step, metrics))
         self.best.record_metrics(policy, metrics, self._versions())
         self.observer.on_step(policy, version.step, metrics)
         await self.opponents.add_version(weights)
@@ -394,7 +394,7 @@ class Orchestrator:
     def _skip(self, policy: str, taken: Sequence[ReadyUnit], error: NonFiniteError) -> None:
         """Drop the units of a step whose gradient is not finite; `SKIPPED_IN_A_ROW` such steps end the run."""
         for drop in self.buffer.drop(taken, "nonfinite_gradient"):
-            self.store.record_drop(drop.episode_id, drop.attempt, drop.policy, drop.reason)
+            self.store.record(drop)
         self._skipped[policy] += 1
         said = f"{error}. Skipped steps of the policy in a row: {self._skipped[policy]}; {SKIPPED_IN_A_ROW} end the run"
         if self._skipped[policy] == SKIPPED_IN_A_ROW:
@@ -411,7 +411,7 @@ class Orchestrator:
         if not lost or self._untrainable[policy] > 4096:
             raise error
         for drop in self.buffer.drop(lost, "untrainable"):
-            self.store.record_drop(drop.episode_id, drop.attempt, drop.policy, drop.reason)
+            self.store.record(drop)
         self.buffer.put_back(policy, rest)
         first = lost[0].unit
         self.tell(
@@ -481,7 +481,7 @@ class Orchestrator:
         for policy in self.board.trainable:
             leftover: list[ReadyUnit] = self.buffer.pop_ready(policy, self.buffer.ready(policy))
             for drop in self.buffer.drop(leftover, "run_ended"):
-                self.store.record_drop(drop.episode_id, drop.attempt, drop.policy, drop.reason)
+                self.store.record(drop)
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -1,7 +1,7 @@
 """Versions of policies: the current ones, those served, and the best.
 
 `PolicyBoard` knows the current version of each policy and the staleness of others; `publish` makes versions.
-`ServedVersions` knows for whom the engine serves versions; the engine has the table of wanted and confirmed versions.
+`ServedVersions` knows for whom the engine serves versions; the engine has the table of requested and confirmed versions.
 `BestCheckpointTracker` remembers the versions at which a metric was best, and ends a run by its rules.
 
 Invariants: weights leave the trainer only after the journal has recorded their version on disk; steps of a lineage only
@@ -22,7 +22,7 @@ from typing import Any
 from agentrl.core.errors import EngineError
 from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.journal.port import JournalStore, StepRow
+from agentrl.journal.port import JournalStore, StepRow, VersionPublication
 
 
 class PolicyBoard:
@@ -122,14 +122,12 @@ async def publish(
 async def record_published_version(
     store: JournalStore, weights: WeightsRef, parent: PolicyVersion | None = None, step: StepRow | None = None
 ) -> None:
-    """Record a version and the step that made it, on disk on return, so that an engine may serve the weights.
+    """Record a version and the step that made it, atomically and on disk on return: an engine may serve the weights.
 
     Raises:
         StorageError: writing failed.
     """
-    store.record_version(weights, parent)
-    if step is not None:
-        store.record_step(step)
+    store.record(VersionPublication(weights, parent), *([] if step is None else [step]))
     await store.flush()
 
 
@@ -140,7 +138,7 @@ BATCHES = "synchronous batches"
 class ServedVersions:
     """The versions that a run needs from its engine: the current ones, and the pinned ones with their holders.
 
-    The engine keeps the table of wanted and confirmed versions. It is told of each change: a new current version, and
+    The engine keeps the table of requested and confirmed versions. It is told of each change: a new current version, and
     all pinned versions.
 
     Args:

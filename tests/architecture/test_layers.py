@@ -56,15 +56,14 @@ for name in agentrl.__all__:
 def test_a_version_is_published_in_one_place_which_waits_for_the_disk() -> None:
     """Else an engine might sample by weights that a crash takes from the journal."""
     calls = {
-        (source.path, node.func.attr)
+        (source.path, ast.unparse(node.func))
         for source in sources("agentrl/app", "agentrl/orchestrator")
         for node in ast.walk(source.tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-        if node.func.attr in ("record_version", "record_step")
-        or (node.func.attr == "publish" and "trainer" in ast.unparse(node.func.value))
+        if isinstance(node, ast.Call)
+        if ast.unparse(node.func) == "VersionPublication" or ast.unparse(node.func).endswith("trainer.publish")
     }
     place = "agentrl/orchestrator/versions.py"
-    assert calls == {(place, "publish"), (place, "record_version"), (place, "record_step")}
+    assert calls == {(place, "trainer.publish"), (place, "VersionPublication")}
 
 
 def test_the_second_reader_of_journals_imports_nothing_of_agentrl() -> None:

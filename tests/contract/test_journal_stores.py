@@ -32,7 +32,7 @@ from agentrl.journal.entries import (
     encode_body,
     encode_partial_turn,
 )
-from agentrl.journal.port import StepRow
+from agentrl.journal.port import StepRow, UnitDropped, VersionPublication
 from tests.contract.journal_kinds import AnyJournal, OnJournal, entry
 from tests.support.builders import make_episode_header, make_spec
 
@@ -72,8 +72,8 @@ def consume(journal: AnyJournal, header: EpisodeHeader, made: PolicyVersion, sta
         metrics={},
         input_digest="",
     )
-    journal.record_step(StepRow(report=report, version=made, batch=batch))
-    journal.record_version(weights(made), started_from)
+    journal.record(StepRow(report=report, version=made, batch=batch))
+    journal.record(VersionPublication(weights(made), started_from))
 
 
 def weights(version: PolicyVersion) -> WeightsRef:
@@ -122,12 +122,12 @@ def test_roots_are_counted_once_and_what_never_ended_is_found(on_journal: OnJour
 def test_units_are_ready_until_they_are_consumed_or_dropped(on_journal: OnJournal) -> None:
     async def scenario(journal: AnyJournal) -> None:
         start, first = PolicyVersion("policy", 0, 0), PolicyVersion("policy", 0, 1)
-        journal.record_version(weights(start), None)
+        journal.record(VersionPublication(weights(start), None))
         headers = [await finish(journal, make_spec(f"e{number}")) for number in range(3)]
         await finish(journal, make_spec("e3", seats={"agent": "frozen"}))
         await finish(journal, make_spec("v0", purpose="evaluate"))
         consume(journal, headers[0], first, start)
-        journal.record_drop("e1", 0, "policy", "stale")
+        journal.record(UnitDropped("e1", 0, "policy", "stale"))
         await journal.flush()
 
         ready = list(journal.ready_units({"policy": first}))
@@ -160,7 +160,7 @@ def test_proposals_come_back_in_order_the_newest_and_those_of_unfinished_episode
     async def scenario(journal: AnyJournal) -> None:
         made = [Proposal(n, f"e{n}", 0, "r#1", "Propose", f"key {n % 2}", "3 terms") for n in range(6)]
         for proposal in (*made, made[2]._replace(number=9)):
-            journal.record_proposal(proposal)
+            journal.record(proposal)
         for number in (0, 2, 3, 4):
             await finish(journal, make_spec(f"e{number}"))
         await journal.flush()
@@ -177,7 +177,7 @@ def test_proposals_of_dropped_episodes_and_of_attempts_begun_anew_do_not_come_ba
         made = [Proposal(n, f"e{n}", 0, "r#1", "Propose", "key", "") for n in range(6)]
         for proposal in made:
             journal.admit(make_spec(proposal.episode_id))
-            journal.record_proposal(proposal)
+            journal.record(proposal)
         for number in (0, 1, 4):
             await finish(journal, make_spec(f"e{number}"))
         dropped = make_spec("e5")
@@ -214,7 +214,7 @@ def test_what_a_group_is_compared_with_comes_back_as_it_was_frozen(on_journal: O
         frozen = FrozenGroupBaselines("g0", ("e3", "e1"), (RoleMeanAtAdmission("solver", "agent", 0.1 + 0.2),))
         again = FrozenGroupBaselines("g0", ("e1", "e2"))
         for baselines in (frozen, FrozenGroupBaselines("g4", ()), again):
-            journal.record_baselines(baselines)
+            journal.record(baselines)
         await journal.flush()
         assert journal.baselines() == {"g0": frozen, "g4": FrozenGroupBaselines("g4", ())}
 
@@ -264,12 +264,12 @@ def test_the_newest_scores_of_each_content_are_found(on_journal: OnJournal) -> N
 def test_after_a_rollback_only_the_surviving_lineage_has_consumed(on_journal: OnJournal) -> None:
     async def scenario(journal: AnyJournal) -> None:
         versions = [PolicyVersion("policy", 0, step) for step in range(3)]
-        journal.record_version(weights(versions[0]), None)
+        journal.record(VersionPublication(weights(versions[0]), None))
         headers = [await finish(journal, make_spec(f"e{number}")) for number in range(3)]
         consume(journal, headers[0], versions[1], versions[0])
         consume(journal, headers[1], versions[2], versions[1])
         resumed, again = PolicyVersion("policy", 1, 1), PolicyVersion("policy", 1, 2)
-        journal.record_version(weights(resumed), versions[1])
+        journal.record(VersionPublication(weights(resumed), versions[1]))
         consume(journal, headers[2], again, resumed)
         await journal.flush()
 

@@ -16,6 +16,7 @@ from agentrl.cli.main import main
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.viewer.server import serve_viewer
 from agentrl.journal.entries import JournalEntry, TurnEntry, TurnVersionSpan, encode_body
+from agentrl.journal.port import MetricRow, VersionPublication
 from agentrl.journal.store import SqliteJournal
 from tests.browser import HOW_TO_INSTALL, Tab, find_chromium
 from tests.journal_cases import entries_with, header, spec, step_of, weights
@@ -61,14 +62,14 @@ async def write_long_run(directory: Path) -> None:
     for entry in entries:
         journal.turn_log("w0").append(entry)
     await journal.commit_episode(each, header(each, len(entries)), episode_digest(entries), {})
-    journal.record_version(weights("policy", 0, 0), None)
+    journal.record(VersionPublication(weights("policy", 0, 0), None))
     for step in range(1, STEPS + 1):
-        journal.record_version(weights("policy", 0, step), PolicyVersion("policy", 0, step - 1))
-        journal.record_step(step_of("policy", 0, step, []))
+        journal.record(VersionPublication(weights("policy", 0, step), PolicyVersion("policy", 0, step - 1)))
+        journal.record(step_of("policy", 0, step, []))
         measured = {"reward/mean": 0.36 + 0.24 * step / STEPS, "constant": 0.0, "mismatch/k3": 1e-7 * step, "mine": 3.0}
-        journal.record_metrics("policy", step, measured)
+        journal.record(MetricRow("policy", step, measured))
     for step in EVALUATED:
-        journal.record_metrics("policy", step, {"evaluation/reward": step / 200, "evaluation/reward_error": 0.05})
+        journal.record(MetricRow("policy", step, {"evaluation/reward": step / 200, "evaluation/reward_error": 0.05}))
     await journal.close()
 
 

@@ -23,6 +23,7 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import name_of
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import SpawnEntry, TurnEntry
+from agentrl.journal.port import VersionPublication
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.orchestrator.versions import ServedVersions
@@ -270,7 +271,7 @@ def test_weights_given_by_hand_are_found_again_and_never_taken_for_the_runs(tmp_
     of_the_run = WeightsRef(version=PolicyVersion("policy", 0, 1), path=str(published), kind="adapter", sha256="00")
 
     async def play(world: World) -> None:
-        world.store.record_version(of_the_run, None)
+        world.store.record(VersionPublication(of_the_run, None))
         await world.engine.serve([of_the_run])
         await world.play(Walk)
 

@@ -19,10 +19,10 @@ from agentrl.config.run import RunConfig
 from agentrl.core.errors import EngineError
 from agentrl.core.files import LOCAL, Disk
 from agentrl.core.ports import GenerateRequest, Trainer
-from agentrl.core.records import EpisodeDataLocation, EpisodeHeader, EpisodeSpec, PolicyVersion, WeightsRef
+from agentrl.core.records import EpisodeDataLocation, EpisodeHeader, EpisodeSpec, PolicyVersion
 from agentrl.credit.baselines import RoleMeans
 from agentrl.journal.entries import JournalEntry
-from agentrl.journal.port import ControlRecord
+from agentrl.journal.port import ControlRecord, VersionPublication
 from agentrl.journal.run_log import RunLog
 from agentrl.orchestrator.buffer import Ledger
 from agentrl.orchestrator.checkpoints import CheckpointWriter
@@ -226,9 +226,9 @@ class HastyJournal(SimJournal):
 
     is_hasty = False
 
-    def record_version(self, weights: WeightsRef, parent: PolicyVersion | None) -> None:
-        super().record_version(weights, parent)
-        self.is_hasty = True
+    def record(self, *records: ControlRecord) -> None:
+        super().record(*records)
+        self.is_hasty |= any(isinstance(record, VersionPublication) for record in records)
 
     async def flush(self) -> None:
         if not self.is_hasty:

@@ -23,6 +23,7 @@ from agentrl.core.records import GroupStart, PolicyVersion, Task
 from agentrl.credit.estimators import REWARD_ESTIMATORS, make_advantage_estimator
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.memory import MemoryJournal
+from agentrl.journal.port import VersionPublication
 from agentrl.orchestrator import loop
 from agentrl.orchestrator.evaluation import HeldOutSplit
 from agentrl.orchestrator.loop import Orchestrator, RunOutcome
@@ -176,7 +177,7 @@ class SmallRun:
         await serve_versions_of_trees(self.config, served, self.journal, self.resume_state)
         older = await serve_opponents_and_pins(self.config, served, self.journal, self.resumed_at, self.drawn_from)
         for name, published in weights.items():
-            self.journal.record_version(published, self.resumed_at.get(name))
+            self.journal.record(VersionPublication(published, self.resumed_at.get(name)))
             await served.make_current(published)
         opponents = await start_opponent_pools(self.config, served, older)
         await self.journal.flush()

@@ -49,17 +49,17 @@ async def written(records: SimJournal, directory: Path) -> SqliteJournal:
             case EpisodeEnd():
                 await journal.commit_episode(record.spec, record.header, record.digest, record.metrics, record.detail)
             case UnitDropped():
-                journal.record_drop(record.episode_id, record.attempt, record.policy, record.reason)
+                journal.record(UnitDropped(record.episode_id, record.attempt, record.policy, record.reason))
             case VersionPublication():
-                journal.record_version(record.weights, record.parent)
+                journal.record(VersionPublication(record.weights, record.parent))
             case MetricRow():
-                journal.record_metrics(record.policy, record.step, record.values)
+                journal.record(MetricRow(record.policy, record.step, record.values))
             case FrozenGroupBaselines():
-                journal.record_baselines(record)
+                journal.record(record)
             case Proposal():
-                journal.record_proposal(record)
+                journal.record(record)
             case _:
-                journal.record_step(record)
+                journal.record(record)
     await journal.flush()
     return journal
 

@@ -16,6 +16,7 @@ from agentrl.core.records import (
     Task,
     TrajectoryHeader,
 )
+from agentrl.journal.port import MetricRow, VersionPublication
 from agentrl.journal.store import SqliteJournal
 from tests.journal_cases import weights
 
@@ -45,13 +46,14 @@ async def _write(
     journal = SqliteJournal(directory / "journal", info=info)
     newest = len(curve)
     for step in range(newest + 1):
-        journal.record_version(weights("solver", 0, step), PolicyVersion("solver", 0, step - 1) if step else None)
+        before = PolicyVersion("solver", 0, step - 1) if step else None
+        journal.record(VersionPublication(weights("solver", 0, step), before))
         if step:
             measured = {"reward/mean": curve[step - 1], "step/tokens": tokens, "run/seconds": 2.0 * step}
-            journal.record_metrics("solver", step, measured)
+            journal.record(MetricRow("solver", step, measured))
     if rewards:
         mean = sum(rewards.values()) / len(rewards)
-        journal.record_metrics("solver", newest, {"evaluation/reward": mean, "evaluation/reward_error": 0.05})
+        journal.record(MetricRow("solver", newest, {"evaluation/reward": mean, "evaluation/reward_error": 0.05}))
 
     async def play(number: int, task: str, reward: float) -> None:
         spec = EpisodeSpec(

@@ -14,6 +14,7 @@ import pytest
 from agentrl.cli.main import main
 from agentrl.core.clock import SystemClock
 from agentrl.journal.entries import EntryBody, JournalEntry, RewardEntry, TurnEntry, TurnPause, encode_body
+from agentrl.journal.port import VersionPublication
 from agentrl.journal.run_process import record_process_state
 from agentrl.journal.store import SqliteJournal
 from agentrl.observe.run_state import RunSnapshot, write_run_snapshot
@@ -64,7 +65,7 @@ async def take_a_turn(run: Path) -> None:
 
 async def publish_and_take_another(run: Path) -> None:
     journal = SqliteJournal(run / "journal")
-    journal.record_version(weights("policy", 0, 7), None)
+    journal.record(VersionPublication(weights("policy", 0, 7), None))
     await journal.flush()
     await journal.close()
     turn = entries_with(99, "And now?")[1]

@@ -19,6 +19,7 @@ from agentrl.inspection.reader import RunReader, list_runs
 from agentrl.inspection.render import MAX_CELL, episode_table, reward_curves_page, run_table
 from agentrl.inspection.render_episode import conversation_page
 from agentrl.journal.entries import encode_body, entry_checksum
+from agentrl.journal.port import MetricRow, VersionPublication
 from agentrl.journal.store import SqliteJournal
 from tests.journal_cases import HOSTILE, entries_with, weights, write_run
 
@@ -99,11 +100,13 @@ def test_a_metric_is_told_along_the_surviving_line(tmp_path: Path) -> None:
     async def write() -> None:
         journal = SqliteJournal(tmp_path / "journal")
         for lineage, parent, first in ((0, None, 0), (1, PolicyVersion("policy", 0, 4), 4)):
-            journal.record_version(weights("policy", lineage, first), parent)
+            journal.record(VersionPublication(weights("policy", lineage, first), parent))
             for step in range(first, 7 - lineage):
-                journal.record_version(weights("policy", lineage, step), PolicyVersion("policy", lineage, step - 1))
-                journal.record_metrics("policy", step, {"loss": lineage + 0.1 * step})
-            journal.record_metrics("policy", 6 - lineage, {"evaluation/reward": float(lineage)})
+                journal.record(
+                    VersionPublication(weights("policy", lineage, step), PolicyVersion("policy", lineage, step - 1))
+                )
+                journal.record(MetricRow("policy", step, {"loss": lineage + 0.1 * step}))
+            journal.record(MetricRow("policy", 6 - lineage, {"evaluation/reward": float(lineage)}))
         await journal.close()
 
     asyncio.run(write())

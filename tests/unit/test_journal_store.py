@@ -18,7 +18,7 @@ import pytest
 from agentrl.core.errors import EpisodeError, InputError, JournalError, RunDirectoryError, StorageError
 from agentrl.core.records import EpisodeSpec, PolicyVersion, Task, TrajectoryHeader
 from agentrl.journal.entries import BeginEntry, JournalEntry, encode_body
-from agentrl.journal.port import JournalStore, TurnLog
+from agentrl.journal.port import JournalStore, TurnLog, UnitDropped, VersionPublication
 from agentrl.journal.run_log import RunLog, SqliteRunLog
 from agentrl.journal.schema import MAX_VALUE_BYTES
 from agentrl.journal.store import GroupCommitWriter, SqliteJournal, WriterDatabase
@@ -98,10 +98,10 @@ def test_only_units_of_surviving_steps_are_consumed(tmp_path: Path) -> None:
     async def main() -> None:
         journal = SqliteJournal(tmp_path)
         await write(journal, episodes)
-        journal.record_version(weights("policy", 0, 0), None)
+        journal.record(VersionPublication(weights("policy", 0, 0), None))
         for step in (1, 2, 3):
-            journal.record_step(step_of("policy", 0, step, [episodes[step - 1]]))
-            journal.record_version(weights("policy", 0, step), PolicyVersion("policy", 0, step - 1))
+            journal.record(step_of("policy", 0, step, [episodes[step - 1]]))
+            journal.record(VersionPublication(weights("policy", 0, step), PolicyVersion("policy", 0, step - 1)))
         await journal.flush()
 
         def ready(lineage: int, step: int) -> list[str]:
@@ -111,14 +111,14 @@ def test_only_units_of_surviving_steps_are_consumed(tmp_path: Path) -> None:
         assert ready(0, 3) == ["e3", "e4", "e5"]
         assert ready(0, 2) == ["e2", "e3", "e4", "e5"]
         assert ready(0, 0) == [each.episode_id for each in episodes]
-        journal.record_version(weights("policy", 1, 3), PolicyVersion("policy", 0, 2))
-        journal.record_step(step_of("policy", 1, 3, [episodes[4]]))
-        journal.record_drop("e5", 0, "policy", "stale")
+        journal.record(VersionPublication(weights("policy", 1, 3), PolicyVersion("policy", 0, 2)))
+        journal.record(step_of("policy", 1, 3, [episodes[4]]))
+        journal.record(UnitDropped("e5", 0, "policy", "stale"))
         await journal.flush()
         assert ready(1, 3) == ["e2", "e3"]
         assert ready(0, 3) == ["e3", "e4"]
         assert journal.highest_lineage() == 1
-        journal.record_step(step_of("policy", 7, 1, [episodes[0]]))
+        journal.record(step_of("policy", 7, 1, [episodes[0]]))
         await journal.flush()
         with pytest.raises(JournalError, match=r"policy@7\.9"):
             ready(7, 9)
@@ -139,7 +139,7 @@ def test_published_weights_are_those_that_lie_in_the_run(tmp_path: Path) -> None
     async def main() -> None:
         journal = SqliteJournal(tmp_path / "run" / "journal")
         for each in (published, stray):
-            journal.record_version(each, None)
+            journal.record(VersionPublication(each, None))
         await journal.flush()
         here = replace(published, path=str(versions / "policy" / "0.3"))
         assert journal.published(published.version) == here, "wherever it was written"
@@ -349,8 +349,8 @@ def test_begin_entries_decode(tmp_path: Path) -> None:
 def test_a_step_that_was_fed_nothing_is_whole_and_one_that_lacks_its_last_record_is_not(tmp_path: Path) -> None:
     async def main() -> None:
         journal = SqliteJournal(tmp_path)
-        journal.record_step(step_of("policy", 0, 1, []))
-        journal.record_step(step_of("policy", 0, 2, [spec(0), spec(1)]))
+        journal.record(step_of("policy", 0, 1, []))
+        journal.record(step_of("policy", 0, 2, [spec(0), spec(1)]))
         await journal.close()
 
     asyncio.run(main())
@@ -398,7 +398,7 @@ def test_a_negative_zero_is_a_zero_and_no_damage(tmp_path: Path) -> None:
         each = spec(0)
         journal.admit(each)
         await journal.commit_episode(each, header(each, 0, reward=-0.0), b"", {})
-        journal.record_step(row)
+        journal.record(row)
         await journal.close()
 
     asyncio.run(main())

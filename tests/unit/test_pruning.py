@@ -22,7 +22,7 @@ from agentrl.inspection.reader import RunReader
 from agentrl.inspection.steps import step_view
 from agentrl.journal import pruning
 from agentrl.journal.entries import RewardEntry, encode_body, entry_checksum
-from agentrl.journal.port import PruneRule, PruneTotals
+from agentrl.journal.port import PruneRule, PruneTotals, VersionPublication
 from agentrl.journal.reader import TurnLogReader
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.run_process import RunLock
@@ -103,12 +103,12 @@ def test_a_reader_says_when_and_by_which_rule_and_not_that_it_is_damaged(tmp_pat
 def test_the_columns_of_a_pruned_step_are_said_to_be_pruned(tmp_path: Path) -> None:
     async def main() -> None:
         journal = SqliteJournal(tmp_path / "journal")
-        journal.record_version(weights("policy", 0, 0), None)
+        journal.record(VersionPublication(weights("policy", 0, 0), None))
         await write(journal, [spec(0), spec(1)])
         row = step_of("policy", 0, 1, [spec(0), spec(1)])
         row = replace(row, report=replace(row.report, columns="steps/policy/0.1.safetensors"))
-        journal.record_version(weights("policy", 0, 1), PolicyVersion("policy", 0, 0))
-        journal.record_step(row)
+        journal.record(VersionPublication(weights("policy", 0, 1), PolicyVersion("policy", 0, 0)))
+        journal.record(row)
         await journal.flush()
         path = tmp_path / row.report.columns  # type: ignore[operator]
         path.parent.mkdir(parents=True)
@@ -141,9 +141,9 @@ def test_units_of_a_line_that_a_rollback_undid_stay_until_they_are_trained_again
 
     async def main() -> None:
         journal = SqliteJournal(tmp_path / "journal")
-        journal.record_version(weights("policy", 1, 1), PolicyVersion("policy", 0, 1))
-        journal.record_version(weights("policy", 1, 2), PolicyVersion("policy", 1, 1))
-        journal.record_step(step_of("policy", 1, 2, [replace(spec(4), group_id="g2")]))
+        journal.record(VersionPublication(weights("policy", 1, 1), PolicyVersion("policy", 0, 1)))
+        journal.record(VersionPublication(weights("policy", 1, 2), PolicyVersion("policy", 1, 1)))
+        journal.record(step_of("policy", 1, 2, [replace(spec(4), group_id="g2")]))
         await journal.flush()
         sealed = [{"policy": PolicyVersion("policy", 1, 2)}]
         await journal.prune(PruneRule(keep=0, sealed=sealed))
@@ -161,13 +161,13 @@ MANY = range(8, 104)
 async def long_run(run: Path) -> None:
     """Two of three episodes were trained, in steps of eight; each has tens of kB of entries."""
     journal = SqliteJournal(run / "journal")
-    journal.record_version(weights("policy", 0, 0), None)
+    journal.record(VersionPublication(weights("policy", 0, 0), None))
     for number in MANY:
         await write_episode(journal, number, os.urandom(3000).hex())
     for step in range(1, 9):
-        journal.record_version(weights("policy", 0, step), PolicyVersion("policy", 0, step - 1))
+        journal.record(VersionPublication(weights("policy", 0, step), PolicyVersion("policy", 0, step - 1)))
         numbers = range(8 * step, 8 * step + 8)
-        journal.record_step(step_of("policy", 0, step, [spec(number) for number in numbers], rewards=True))
+        journal.record(step_of("policy", 0, step, [spec(number) for number in numbers], rewards=True))
     await journal.close()
 
 
@@ -283,10 +283,10 @@ def test_labels_never_go_back_whatever_the_clock_does(monkeypatch: pytest.Monkey
 def test_the_ledger_takes_no_damage_for_pruned_and_nothing_pruned_for_damage(tmp_path: Path) -> None:
     async def begun() -> None:
         journal = SqliteJournal(tmp_path / "journal")
-        journal.record_version(weights("policy", 0, 0), None)
+        journal.record(VersionPublication(weights("policy", 0, 0), None))
         await write(journal, [spec(0), spec(1)])
-        journal.record_version(weights("policy", 0, 1), PolicyVersion("policy", 0, 0))
-        journal.record_step(step_of("policy", 0, 1, [spec(0), spec(1)]))
+        journal.record(VersionPublication(weights("policy", 0, 1), PolicyVersion("policy", 0, 0)))
+        journal.record(step_of("policy", 0, 1, [spec(0), spec(1)]))
         await journal.close()
 
     asyncio.run(begun())
