@@ -348,7 +348,7 @@ def _valid(message: object) -> Message:
         raise EnvironmentDefinitionError(
             f"act() and restart() need messages, such as agentrl.user('…'), not {type(message).__name__}"
         )
-    content = message.content if message.content.isascii() else valid_unicode(message.content)
+    content = valid_unicode(message.content)
     return message if content == message.content else dataclasses.replace(message, content=content)
 
 
