@@ -72,7 +72,7 @@ class EngineActor:
         return self._process.process_id, node
 
     async def wait(self) -> str:
-        """See `ChildProcessHandle.wait`, of the process that was started."""
+        """Wait for the end of the process that was started."""
         assert self._process is not None
         return await self._process.wait()
 
@@ -114,7 +114,7 @@ class RayPlacement:
         self._node, self._gpus, self._choose = node, (), None
 
     async def start(self, program: ChildProgram) -> ActorChildProcess:
-        """See `ProcessPlacement.start`; also starts Ray if there is none, or a dead one."""
+        """Start a process. Starts Ray first if it does not run or is dead."""
         starting = asyncio.get_running_loop().create_task(asyncio.to_thread(self._start_actor), name="start an actor")
         with kept_signal_handlers():
             try:
@@ -193,7 +193,7 @@ class RayPlacement:
         return process_scheduling_strategy(self._node, self._process)
 
     async def close(self) -> None:
-        """See `ProcessPlacement.close`; also leaves Ray."""
+        """Release the placement, and leave Ray."""
         await asyncio.to_thread(self._session.stop)
 
 
@@ -230,7 +230,7 @@ class ActorChildProcess:
         return await asyncio.shield(self._living)
 
     def kill(self) -> None:
-        """See `ChildProcessHandle.kill`; the actor ends the process, so its files are removed too."""
+        """Kill the process through its actor, so that its files are removed too."""
         if self._ending is None and not self._living.done() and not self._dead():
             self._actor.kill.remote()
             # then the actor is killed

@@ -183,18 +183,18 @@ class StreamedTurnLog:
         await self._connection.ask(call, Flush(call=call))
 
     async def take_over(self, episode_id: str, attempt: int) -> None:
-        """See `TurnLog.take_over`; `read` and `read_partials` then each return the recorded entries once."""
+        """Take over an attempt. `read` and `read_partials` then each return the recorded entries once."""
         call = self._connection.next_call()
         request = TakeOverAttempt(call=call, episode_id=episode_id, attempt=attempt)
         self._found[episode_id, attempt] = await self._connection.ask(call, request)
 
     def read(self, episode_id: str, attempt: int) -> list[JournalEntry]:
-        """See `TurnLog.read`, for an attempt that was taken over."""
+        """Return the entries of an attempt that was taken over."""
         found = self._found.get((episode_id, attempt))
         return [] if found is None else list(found.entries)
 
     def read_partials(self, episode_id: str, attempt: int) -> list[JournalEntry]:
-        """See `TurnLog.read_partials`, for an attempt that was taken over."""
+        """Return the partial turns of an attempt that was taken over."""
         found = self._found.pop((episode_id, attempt), None)
         return [] if found is None else list(found.partials)
 
@@ -207,7 +207,7 @@ class StreamedTurnLog:
         raise JournalError("a fork can only be run on the host of its run")
 
     async def advanced(self) -> list[str]:
-        """See `WorkerTurnLog.advanced`; also checks for errors of the disk of the run's host."""
+        """Return the episodes with new entries on disk. Raises disk errors of the run's host."""
         call = self._connection.next_call()
         reply: ProgressedEpisodes = await self._connection.ask(call, FindProgressedEpisodes(call=call))
         return list(reply.episodes)

@@ -215,7 +215,7 @@ class TrainerRank:
             ) from None
 
     def start(self, resume_from: str | None) -> tuple[int, tuple[str, ...]]:
-        """See `PolicyTrainer.start`. Returns the process id and that method's result."""
+        """Start the rank's trainer. Returns the process id and the result of `PolicyTrainer.start`."""
         directory = None if resume_from is None else Path(resume_from)
         if resume_from is not None and self._files is not None:
             directory = self._directory / "checkpoint"
@@ -342,7 +342,7 @@ class RayTrainerPool:
             ) from error
 
     def statuses(self) -> list[ProcessStatus]:
-        """See `ProcessStatusSource.statuses`; all ranks do the same."""
+        """Return one status per rank. All ranks do the same."""
         gpus = map(self._plan.devices.gpu_of_rank, range(len(self._actors)))
         return [
             ProcessStatus(
@@ -362,7 +362,7 @@ class RayTrainerPool:
         await asyncio.to_thread(self._stop)
 
     async def forward_backward(self, batch: TrainBatch) -> None:
-        """See `PolicyTrainer.forward_backward`; a failure on one rank discards the step's gradient on all."""
+        """Accumulate gradients on all ranks. A failure on one rank discards the step's gradient on all."""
         try:
             await self._all("forward_backward", batch)
         except AgentRLError:

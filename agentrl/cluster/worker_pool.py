@@ -88,7 +88,7 @@ class PoolSettings:
 
 
 class WorkerPool:
-    """See `agentrl.core.ports.Worker`. Starts its processes when it is attached.
+    """Runs episodes in worker processes, which start when the pool is attached.
 
     Args:
         settings: number of processes and their arguments.
@@ -193,7 +193,7 @@ class WorkerPool:
     # --- the port -----------------------------------------------------------------------------------------------------
 
     def submit(self, spec: EpisodeSpec, on_end: OnEnd, *, resume: bool = False) -> None:
-        """See `core.ports.Worker.submit`; an episode waits in the queue while all processes are full."""
+        """Run an episode. It waits in the queue while all processes are full."""
         self._next += 1
         placed = self._episodes[self._next] = PlacedEpisode(self._next, spec, on_end, resume)
         self._numbers[spec.episode_id] = placed.number
@@ -231,7 +231,7 @@ class WorkerPool:
             await self._idle.wait()
 
     async def cancel(self) -> None:
-        """See `core.ports.Worker.cancel`; a process that does not stop is killed."""
+        """Stop all episodes. A process that does not stop is killed."""
         self._is_cancelling = True
         self._queue.clear()
         try:
@@ -314,7 +314,7 @@ class WorkerPool:
             self._fill()
 
     def lost(self, process: WorkerProcess) -> None:
-        """See `WorkerProcessOwner`: the episodes of the process continue elsewhere from their journaled entries."""
+        """Reassign the episodes of the process. They resume from their journaled entries."""
         self._deaths += 1
         left = self._leave(process, *sorted(process.episodes))
         for placed in left:
@@ -342,7 +342,7 @@ class WorkerPool:
         self._fill()  # assigns episodes that are no longer suspects
 
     def failed(self, error: AgentRLError) -> None:
-        """See `worker_process.WorkerProcessOwner`; names the episodes that were with processes when they died."""
+        """Report the failure, with the episodes that ran in processes when they died."""
         suspects = sorted((each for each in self._episodes.values() if each.deaths), key=lambda each: -len(each.deaths))
         if suspects and isinstance(error, EngineError):
             names = ", ".join(f"{_name_of(each)} {plural(len(each.deaths), 'time')}" for each in suspects[:NAMED])

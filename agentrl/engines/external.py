@@ -50,13 +50,13 @@ class ExternalPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExternalSession:
-    """See `agentrl.core.ports.EngineSession`; holds no resources."""
+    """A session of an external policy. It holds no resources."""
 
     external: ExternalPolicy
     session_id: str
 
     async def generate(self, request: GenerateRequest, on_delta: NewTokensCallback | None = None) -> Completion:
-        """See `agentrl.core.ports.EngineSession.generate`; the whole answer comes at once."""
+        """Make one call. `on_delta` gets the whole reply at once."""
         return await self.external.generate(request, f"episode and seat {self.session_id}")
 
     def hold(self, version: PolicyVersion) -> None: ...
@@ -66,7 +66,7 @@ class ExternalSession:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Bot:
-    """See `ExternalPolicy`: a policy that is a program."""
+    """A policy that is a program instead of a model."""
 
     policy: str
     program: Program

@@ -212,7 +212,7 @@ class LocalPlacement:
         return EngineProcess(process, files, self._log)
 
     async def close(self) -> None:
-        """See `ProcessPlacement.close`; nothing to release."""
+        """Do nothing: there is nothing to release."""
 
 
 def gpu_visibility_variables(gpus: Sequence[str]) -> dict[str, str]:
@@ -255,7 +255,7 @@ class EngineProcess(ChildProcess):
         self._log = log
 
     async def wait(self) -> str:
-        """See `ChildProcessHandle.wait`; its private files are removed too."""
+        """Wait for the end of the process, then remove its private files."""
         how = await super().wait()
         self._files.remove()
         return how if self._log is None else f"{how}; its output is in {self._log}"

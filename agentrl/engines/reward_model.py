@@ -203,7 +203,7 @@ def _tolerance(dtype: torch.dtype) -> float:
 
 
 class RewardModelEngine:
-    """See `agentrl.core.ports.Engine`; made by `load`."""
+    """An engine that scores steps with a reward model and samples nothing. Make one with `load`."""
 
     def __init__(self, model: RewardModel, *, max_context: int, cache_tokens: int, fixed_shapes: bool) -> None:
         self.capabilities = EngineCapabilities(
@@ -345,7 +345,7 @@ class RewardModelEngine:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RewardModelSession:
-    """See `agentrl.core.ports.EngineSession`; holds nothing: contexts are kept by the engine."""
+    """A session without state: the engine keeps the contexts."""
 
     engine: RewardModelEngine
 

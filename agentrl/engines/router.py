@@ -1,16 +1,16 @@
 """Routes a run's calls and versions to its engines: replicas of each base model, endpoints, and bots.
 
 `EngineRouter` is the run's engine and implements `core.ports.Engine`. A `Fleet` holds the replicas of one base model:
-it spreads conversations over them, and brings them to the wanted versions in turn. A worker process, which has no say
+it spreads conversations over them, and brings them to the requested versions in turn. A worker process, which has no say
 in versions, routes its calls with a `SamplerRouter`. None of them knows what kind of engines the replicas are.
 
-The table of versions has a `VersionRow` per policy and replica, `wanted` and `confirmed`. A replica serves all policies
+The table of versions has a `VersionRow` per policy and replica, `requested` and `confirmed`. A replica serves all policies
 of its base model with one request, so their rows are stored together in `Replica.versions`. What the run wants of a
 base model, and what at least one replica has confirmed, is in `Fleet.versions`. Endpoints and bots have no versions.
-`Fleet.reconcile` is the only code that moves a replica from `confirmed` to `wanted`.
+`Fleet.reconcile` is the only code that moves a replica from `confirmed` to `requested`.
 
 Invariants: a conversation stays with its replica, which has its KV, until that is lost or behind; every replica is
-brought to the wanted versions, also when it joins or returns late, and is fenced while it is behind: it finishes its
+brought to the requested versions, also when it joins or returns late, and is fenced while it is behind: it finishes its
 calls and gets no new ones; a version that the first replica refuses has reached none, unless that replica's disk
 refused it; a fenced replica is reported with its reason, again after a minute, after two more, and so on.
 """
@@ -55,7 +55,7 @@ class Replica:
     refusal: Exception | None = None
     """Error with which the replica refused the last request."""
     following: asyncio.Task[None] | None = None
-    """Task that makes the replica serve the wanted versions."""
+    """Task that makes the replica serve the requested versions."""
     is_fenced: bool = False
     why: str = ""
     """Reason for the fence."""
@@ -101,7 +101,7 @@ class Fleet:
         return [replica.engine for replica in self._replicas]
 
     def add(self, engine: Engine, number: int) -> None:
-        """Use one more replica, of equal capabilities, once it serves the wanted versions."""
+        """Use one more replica, of equal capabilities, once it serves the requested versions."""
         replica = Replica(number, engine, is_fenced=True, why="it starts")
         self._replicas.append(replica)
         if isinstance(engine, AddressableEngine):
@@ -202,13 +202,13 @@ class Fleet:
         has caught up. An adapter may have to wait for a slot, which conversations free when they end, and unpinned
         versions at once; this method waits too.
         """
-        wanted = self.versions.want(current, pinned)
+        requested = self.versions.request(current, pinned)
         for replica in self._replicas:
             replica.refusal = None
             if replica.has_request and replica.following is not None and not replica.following.done():
                 # The replica still works on an earlier request, which may wait for a place that only versions unpinned
                 # since then can free: unpin them now. What is new reaches it when that request has ended.
-                self._unpin(replica.engine.serve((), replica.versions.wanted.pinned & wanted.pinned))
+                self._unpin(replica.engine.serve((), replica.versions.requested.pinned & requested.pinned))
         await run_shielded(self._roll_out())
 
     def _unpin(self, unpinning: Coroutine[Any, Any, None]) -> None:
@@ -227,21 +227,21 @@ class Fleet:
         """Bring the replicas to the newest request, one after another; if none accepts it, return to the last accepted
         one."""
         async with self._one_at_a_time:
-            wanted = self.versions.wanted
+            requested = self.versions.requested
             try:
                 for replica in self._living():
                     await self._in_turn(replica)
                 while not self._is_taken():
                     await self._change()
             except Exception:
-                if self.versions.refuse(wanted):
+                if self.versions.refuse(requested):
                     for replica in self._replicas:
                         self._follow(replica)
                 raise
-            self.versions.confirm(self.versions.wanted)
+            self.versions.confirm(self.versions.requested)
 
     async def _in_turn(self, replica: Replica) -> None:
-        """Wait until a replica serves the wanted versions, and fence it if it does not; skip fenced ones.
+        """Wait until a replica serves the requested versions, and fence it if it does not; skip fenced ones.
 
         Raises:
             EngineError: the replica refused, and no other replica accepted.
@@ -249,7 +249,9 @@ class Fleet:
         following = self._follow(replica)
         if replica.is_fenced:
             return
-        is_full = any(weights.kind == "full" for weights in self.versions.wanted.all - replica.versions.confirmed.all)
+        is_full = any(
+            weights.kind == "full" for weights in self.versions.requested.all - replica.versions.confirmed.all
+        )
         silent = f"no answer within {FENCE_S:g} s"
         try:
             async with asyncio.timeout(FENCE_S):
@@ -269,11 +271,11 @@ class Fleet:
             await self._change()
 
     def _missing(self, replica: Replica) -> str:
-        new = self.versions.wanted.all - replica.versions.confirmed.all
+        new = self.versions.requested.all - replica.versions.confirmed.all
         return ", ".join(sorted(str(weights.version) for weights in new))
 
     def _is_taken(self) -> bool:
-        """Return whether a replica serves the wanted versions.
+        """Return whether a replica serves the requested versions.
 
         Raises:
             EngineError: no replica will; the message has the reason.
@@ -290,11 +292,11 @@ class Fleet:
 
     def _is_behind(self, replica: Replica) -> bool:
         """Whether a replica lacks a version, or has a current one that the others refused."""
-        serves, wanted = replica.versions.confirmed, self.versions.wanted
-        return serves.current != wanted.current or not wanted.pinned <= serves.pinned
+        serves, requested = replica.versions.confirmed, self.versions.requested
+        return serves.current != requested.current or not requested.pinned <= serves.pinned
 
     def _follow(self, replica: Replica) -> asyncio.Task[None]:
-        """Return the task that makes a replica serve the wanted versions, starting it if none runs."""
+        """Return the task that makes a replica serve the requested versions, starting it if none runs."""
         if replica.following is None or replica.following.done():
             name = f"engine replica {replica.number}"
             replica.following = asyncio.get_running_loop().create_task(self.reconcile(replica), name=name)
@@ -302,13 +304,13 @@ class Fleet:
         return replica.following
 
     async def reconcile(self, replica: Replica) -> None:
-        """Wait for a lost replica, ask it for the versions wanted, again as long as these change, and lift its
+        """Wait for a lost replica, ask it for the requested versions, again as long as these change, and lift its
         fence."""
         while not self._closed and replica.failure is None:
             try:
                 if replica.is_lost:
                     await self._answers(replica)
-                elif not (replica.has_request and replica.versions.wanted is self.versions.wanted):
+                elif not (replica.has_request and replica.versions.requested is self.versions.requested):
                     await self._ask(replica)
                 else:
                     break
@@ -321,18 +323,20 @@ class Fleet:
             self._moved()
 
     async def _ask(self, replica: Replica) -> None:
-        """Make a replica serve the versions wanted now; callers that wait for it get its refusal."""
-        wanted = replica.versions.wanted = self.versions.wanted
+        """Make a replica serve the versions requested now; callers that wait for it get its refusal."""
+        requested = replica.versions.requested = self.versions.requested
         replica.has_request, replica.refusal = True, None
         try:
-            await replica.engine.serve(wanted.current.values(), wanted.pinned)
+            await replica.engine.serve(requested.current.values(), requested.pinned)
         except (EngineLostError, EngineFailedError):
             replica.has_request = False
             raise
         except Exception as error:  # noqa: BLE001 - report any failure to the callers waiting for these versions
             replica.refusal = error
             return
-        replica.versions.confirmed = replica.versions.confirmed.followed_by(wanted.current.values(), wanted.pinned)
+        replica.versions.confirmed = replica.versions.confirmed.followed_by(
+            requested.current.values(), requested.pinned
+        )
 
     def _fence(self, replica: Replica, why: str) -> None:
         if not replica.is_fenced:
@@ -531,7 +535,7 @@ class EngineRouter(SamplerRouter[Fleet]):
         return super().open(session_id, policy, pin=pin)
 
     def add(self, engine: Engine, *, base: int = 0) -> None:
-        """Use one more replica of a base model, of equal capabilities, once it serves the wanted versions."""
+        """Use one more replica of a base model, of equal capabilities, once it serves the requested versions."""
         self.fleets[base].add(engine, sum(len(fleet.engines) for fleet in self.fleets))
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:

@@ -64,7 +64,7 @@ class _Call:
 
 
 class ScriptedEngine:
-    """See `agentrl.core.ports.Engine`.
+    """An engine whose tokens follow from a seed instead of a model, for tests and simulations.
 
     Args:
         script: called for each request, returns the whole turn; or replies, of which a request gets number `seed %
@@ -107,7 +107,7 @@ class ScriptedEngine:
         )
         self._script: Script = script if callable(script) else _replies(script)
         self._current = dict(versions)
-        self._wanted = VersionSet()
+        self._requested = VersionSet()
         self._loaded: frozenset[WeightsRef] = frozenset()
         """Wanted versions that are loaded."""
         self._per_call = seconds_per_call
@@ -143,7 +143,7 @@ class ScriptedEngine:
 
     def has_pin(self, version: PolicyVersion) -> bool:
         """Whether sessions may be pinned to a version although it is not current."""
-        return any(weights.version == version for weights in self._loaded & self._wanted.pinned)
+        return any(weights.version == version for weights in self._loaded & self._requested.pinned)
 
     def check_alive(self, where: str, life: int) -> None:
         """Refuse work while the engine is closed or gone, and of sessions of an earlier life."""
@@ -303,18 +303,18 @@ class ScriptedEngine:
             if (policy := weights.version.policy) not in self._current:
                 served = ", ".join(sorted(self._current))
                 raise EngineError(f"weights {weights.version} refused: no policy {policy!r} here; it serves: {served}")
-        self._wanted = self._wanted.followed_by(current, pinned)
-        self._loaded &= self._wanted.all
+        self._requested = self._requested.followed_by(current, pinned)
+        self._loaded &= self._requested.all
         failures = []
         for weights in in_loading_order(current, pinned):
             try:
                 if weights not in self._loaded:
                     await self.load(weights)
-                    self._loaded |= {weights} & self._wanted.all
+                    self._loaded |= {weights} & self._requested.all
             except EngineError as error:
                 failures.append(error)
             else:
-                if self._wanted.is_current(weights) and self._current[weights.version.policy] != weights.version:
+                if self._requested.is_current(weights) and self._current[weights.version.policy] != weights.version:
                     self._make_current(weights.version)
         if failures:
             raise failures[0]
@@ -382,7 +382,7 @@ class ScriptedEngine:
         return scores
 
     async def ping(self) -> None:
-        """See `agentrl.core.ports.Engine.ping`; returns at once, because the engine computes in the event loop."""
+        """Return at once, because the engine computes in the event loop."""
         self.check_alive("ping", self.life)
 
     def busy_seconds(self) -> float:
@@ -390,7 +390,7 @@ class ScriptedEngine:
         return self._busy + (asyncio.get_running_loop().time() - self._busy_since if self._calls else 0.0)
 
     async def close(self) -> None:
-        """See `agentrl.core.ports.Engine.close`; calls in flight fail."""
+        """Close the engine; calls in flight fail."""
         self.closed = True
         _let_go(self._waiting.values())
         for call in self._calls.values():

@@ -5,7 +5,7 @@ compute in this process use a `VersionTable`, whose subclasses load weights and 
 version from `open` until it is closed and its last call has ended: by a pin, a lease, or a call in flight.
 `VersionLeases` implements each refresh between two turns. `InProcessEngine` checks every call.
 Invariants: a version that is current, pinned by the owner, or held by a session or a call is not forgotten; a version
-id never serves two digests; a version that is no longer wanted when its turn comes is not loaded.
+id never serves two digests; a version that is no longer requested when its turn comes is not loaded.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class VersionSet:
             {**self.current, **{weights.version.policy: weights for weights in current}}, frozenset(pinned)
         )
 
-    def without_pins_but(self, wanted: VersionSet) -> VersionSet:
-        """Return the same versions without pins that are no longer `wanted`."""
-        return VersionSet(self.current, self.pinned & wanted.pinned)
+    def without_pins_but(self, requested: VersionSet) -> VersionSet:
+        """Return the same versions without pins that are no longer `requested`."""
+        return VersionSet(self.current, self.pinned & requested.pinned)
 
     @property
     def all(self) -> frozenset[WeightsRef]:
@@ -63,33 +63,33 @@ class VersionSet:
 
 @dataclass(slots=True)
 class VersionRow:
-    """One row of the table of versions: those wanted of an engine, and those it has confirmed.
+    """One row of the table of versions: those requested of an engine, and those it has confirmed.
 
     `router.Fleet` has a row per replica and one for all its replicas. `ProcessEngine` has the row that its next process
     starts from. A row's policies are the engine's.
     """
 
-    wanted: VersionSet = field(default_factory=VersionSet)
+    requested: VersionSet = field(default_factory=VersionSet)
     """Newest request."""
     confirmed: VersionSet = field(default_factory=VersionSet)
     """The part of the requests that is served."""
 
-    def want(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef]) -> VersionSet:
+    def request(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef]) -> VersionSet:
         """Record a request, and return it. Versions that it unpins are no longer confirmed, so that no engine that
         starts meanwhile loads them."""
-        self.wanted = self.wanted.followed_by(current, pinned)
-        self.confirmed = self.confirmed.without_pins_but(self.wanted)
-        return self.wanted
+        self.requested = self.requested.followed_by(current, pinned)
+        self.confirmed = self.confirmed.without_pins_but(self.requested)
+        return self.requested
 
     def confirm(self, served: VersionSet) -> None:
         """Record versions that are served, without pins that were released meanwhile."""
-        self.confirmed = served.without_pins_but(self.wanted)
+        self.confirmed = served.without_pins_but(self.requested)
 
     def refuse(self, request: VersionSet) -> bool:
         """Return to the confirmed versions, unless a newer request decides. Returns whether it did."""
-        if self.wanted is not request:
+        if self.requested is not request:
             return False
-        self.wanted = self.confirmed
+        self.requested = self.confirmed
         return True
 
 
@@ -149,7 +149,7 @@ class SessionBackend(Protocol):
 
 @dataclass(slots=True, eq=False)
 class VersionedSession(Generic[LiveT]):
-    """See `agentrl.core.ports.EngineSession`; made by an engine's `open`."""
+    """A conversation with an engine in this process. `open` of the engine makes it."""
 
     engine: SessionBackend
     session_id: str
@@ -301,7 +301,7 @@ class VersionLeases(Generic[LiveT]):
         return True
 
 
-class VersionNotWantedError(EngineError):
+class VersionNotRequestedError(EngineError):
     """The owner dropped a version that was waiting to be loaded."""
 
 
@@ -327,7 +327,7 @@ class VersionTable(ABC, Generic[LiveT]):
         """Policies whose new calls wait for an update."""
         self.rounding: dict[str, ObservedRounding] = {}
         """Rounding seen in the versions that passed the canary check, by policy."""
-        self._wanted = VersionSet()
+        self._requested = VersionSet()
         self._one_at_a_time = asyncio.Lock()
         self._changed = asyncio.Event()
         self._closed = False
@@ -375,20 +375,19 @@ class VersionTable(ABC, Generic[LiveT]):
     # --- reconciliation -----------------------------------------------------------------------------------------------
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef]) -> None:
-        """See `agentrl.core.ports.Engine.serve`. Raises the first of several failures, after serving the other
-        versions."""
+        """Serve these versions. Of several failures, the first is raised, after the other versions are served."""
         for weights in (*current, *pinned):
             self.of_policy(weights.version.policy)
-        self._wanted = self._wanted.followed_by(current, pinned)
+        self._requested = self._requested.followed_by(current, pinned)
         for serving in list(self.live.values()):
-            serving.pinned = self._wanted.has_pin(serving.version)
+            serving.pinned = self._requested.has_pin(serving.version)
             self.settle(serving)
         failures = []
         async with self._one_at_a_time:
             for weights in in_loading_order(current, pinned):
                 try:
                     await self._reconcile(weights)
-                except VersionNotWantedError:
+                except VersionNotRequestedError:
                     continue
                 except EngineLostError:
                     raise
@@ -398,7 +397,7 @@ class VersionTable(ABC, Generic[LiveT]):
             raise failures[0]
 
     async def _reconcile(self, weights: WeightsRef) -> None:
-        self._check_wanted(weights)
+        self._check_requested(weights)
         known = self.live.get(weights.version)
         if known is None or not known.digest:
             await self._load(weights)
@@ -406,12 +405,12 @@ class VersionTable(ABC, Generic[LiveT]):
             raise version_refused_error(
                 weights, "this version is already served with different weights; version ids are never reused"
             )
-        elif self._wanted.is_current(weights) and not self.is_current(known):
+        elif self._requested.is_current(weights) and not self.is_current(known):
             await self._make_current(known)
 
     @abstractmethod
     async def _load(self, weights: WeightsRef) -> None:
-        """Load a version that is not live, and make it current if it is wanted as current.
+        """Load a version that is not live, and make it current if it is requested as current.
 
         Raises:
             EngineError: the files do not match their digest or the model; nothing has changed.
@@ -425,15 +424,15 @@ class VersionTable(ABC, Generic[LiveT]):
     def settle(self, serving: LiveT) -> None:
         """Forget a version without holders; called when a call, pin or lease of it has ended."""
 
-    def _check_wanted(self, weights: WeightsRef) -> None:
-        if weights not in self._wanted.all:
-            raise VersionNotWantedError(f"weights {weights.version} are no longer needed")
+    def _check_requested(self, weights: WeightsRef) -> None:
+        if weights not in self._requested.all:
+            raise VersionNotRequestedError(f"weights {weights.version} are no longer needed")
 
     async def _wait_for_adapter_slot(self, weights: WeightsRef, adapters: Collection[LiveT]) -> None:
         """Wait until one of the live `adapters`, which fill all slots, may be gone.
 
         Raises:
-            VersionNotWantedError: the owner dropped the version.
+            VersionNotRequestedError: the owner dropped the version.
             EngineError: no slot will ever be free.
         """
         if self.leases.revoke(adapters):
@@ -444,7 +443,7 @@ class VersionTable(ABC, Generic[LiveT]):
                 weights, f"all {self.places} adapter slots are taken by {taken}; unpin one, or raise adapter_slots"
             )
         await self._change()
-        self._check_wanted(weights)
+        self._check_requested(weights)
 
     async def _change(self) -> None:
         self._check_open()  # the engine may have been closed while files were read

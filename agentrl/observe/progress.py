@@ -84,10 +84,10 @@ class LineDisplay:
             self.line(format_evaluation_metrics(version, metrics[policy]))
 
     def show(self) -> None:
-        """See `Display.show`; does nothing, because all changes are written at once."""
+        """Do nothing: all changes are written at once."""
 
     def close(self) -> None:
-        """See `Display.close`; nothing to clean up."""
+        """Do nothing: there is nothing to clean up."""
 
 
 class LiveScreenDisplay:

@@ -105,7 +105,7 @@ class OnePlaceEngine(ScriptedEngine):
 
     async def load(self, weights: WeightsRef) -> None:
         """See `ScriptedEngine.load`."""
-        while self._wanted.pinned - {weights}:
+        while self._requested.pinned - {weights}:
             await asyncio.sleep(0.01)
 
 

@@ -104,7 +104,7 @@ class EmbeddedSettings:
 
 
 class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
-    """See `agentrl.core.ports.Engine`. Make one with `load`; it belongs to one event loop.
+    """The engine that samples in this process. Make one with `load`; it belongs to one event loop.
 
     Its KV memory is one row per slot regardless of length, so it reports no `kv_tokens`: a conversation keeps its row
     between turns until another one needs it.
@@ -355,7 +355,7 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
     # --- control ------------------------------------------------------------------------------------------------------
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
-        """See `agentrl.core.ports.Engine.serve`; the module describes the effect on calls in flight."""
+        """Serve these versions. The module docstring describes the effect on calls in flight."""
         self._check_running("an update")
         try:
             await self.versions.serve(current, pinned)
@@ -562,7 +562,7 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
 
     async def _turn_boundary(self, weights: WeightsRef) -> None:
         old = self.of_policy(weights.version.policy)
-        while old.calls and self._wanted.is_current(weights) and self._overwritable(old.version.policy) is not None:
+        while old.calls and self._requested.is_current(weights) and self._overwritable(old.version.policy) is not None:
             if self.paused:
                 raise version_refused_error(
                     weights, "the engine is paused in the middle of turns; resume it, or use refresh token"
@@ -574,7 +574,7 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
         self._engine.interrupt()
         async with self._engine.between_passes:
             self._check_open()
-            is_current = self._wanted.is_current(weights)
+            is_current = self._requested.is_current(weights)
             target = self._overwritable(weights.version.policy) if is_current else None
             served = target or self._new_copy()
             before = served.copied() if target is not None and canary is not None else None
@@ -614,7 +614,7 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
         policy = weights.version.policy
         old = self.of_policy(policy)
         is_free = self.leases.refresh_of(policy) == "token" and not old.held and old.adapter != BASE
-        return is_free and self._wanted.is_current(weights)
+        return is_free and self._requested.is_current(weights)
 
     async def _swap_adapter(self, weights: WeightsRef, adapter: AdapterWeights, canary: Canary | None) -> bool:
         """Fill a free slot or, if there is none, that of the policy's current version; returns False if that is held.
@@ -626,7 +626,7 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
         async with self._engine.between_passes:
             self._check_open()
             old, bank = self.of_policy(weights.version.policy), self._bank()
-            is_current, place = self._wanted.is_current(weights), bank.free_slot()
+            is_current, place = self._requested.is_current(weights), bank.free_slot()
             if place is None:
                 if not self._is_replaceable(weights):
                     return False
@@ -656,7 +656,7 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
 
     def _add(self, new: EmbeddedVersion, *, is_current: bool) -> None:
         """Add a version with loaded weights to the live ones; call it between two passes."""
-        new.pinned = self._wanted.has_pin(new.version)
+        new.pinned = self._requested.has_pin(new.version)
         self.live[new.version] = new
         if is_current:
             self._promote(new)

@@ -172,7 +172,7 @@ def pick_replica(loads: Sequence[int], policy: str, opening: int) -> int:
 
 
 class ProcessEngine:
-    """See `agentrl.core.ports.Engine`. Starts its process at once; `ready` waits for it.
+    """An engine in a process of its own. The process starts at once; `ready` waits for it.
 
     Args:
         program: program of the process.
@@ -221,7 +221,6 @@ class ProcessEngine:
         self._address = ""
         """Address of the process while it serves."""
         self._moved: Callable[[], None] = lambda: None
-        """See `AddressableEngine.on_move`."""
         self._busy_before = 0.0
         """Seconds that former processes have computed."""
         self._tell = tell or (lambda line: None)
@@ -267,26 +266,26 @@ class ProcessEngine:
                 self._sending.add(task)
                 task.add_done_callback(self._sending.discard)
 
-    async def _send_weights(self, wanted: protocol.WeightsRequest, connection: EngineConnection) -> None:
+    async def _send_weights(self, request: protocol.WeightsRequest, connection: EngineConnection) -> None:
         """Make the trainer send weights that the process asked for, or send the rest of their file; if the trainer does
         not, the process loads that file."""
         try:
-            if not wanted.address:
+            if not request.address:
                 if connection.files is not None:
-                    await connection.files.send_remainder(wanted.version)
+                    await connection.files.send_remainder(request.version)
             elif self.deliver is not None:
-                await self.deliver(wanted.version, wanted.address)
+                await self.deliver(request.version, request.address)
         except (SupersededVersionError, TrainerLostError):
             pass  # the trainer's own caller reports a lost trainer
         except Exception as error:  # noqa: BLE001 - the engine waits for the answer below
             if connection.is_open:
                 why = error if isinstance(error, AgentRLError) else repr(error)
-                self._tell(f"the trainer did not send {wanted.version} ({why}); the engine loads the published file")
+                self._tell(f"the trainer did not send {request.version} ({why}); the engine loads the published file")
         finally:
-            connection.send(protocol.WeightTransferEnded(number=wanted.number))
+            connection.send(protocol.WeightTransferEnded(number=request.number))
 
     async def welcome(self) -> None:
-        """See `SupervisedProcessOwner.welcome`: gives a fresh process the versions of its predecessor."""
+        """Give a fresh process the versions of its predecessor."""
         connection = self._connection
         if connection is None:
             raise EngineLostError("the engine's process is not connected")
@@ -370,7 +369,7 @@ class ProcessEngine:
         return await self._connected()
 
     def replica_lost(self, replica: EngineConnection, error: EngineLostError | EngineFailedError) -> None:
-        """See `ReplicaRouter.replica_lost`; the supervisor handles the loss."""
+        """Do nothing: the supervisor handles the loss."""
         if isinstance(error, EngineFailedError):
             raise error
 
@@ -388,25 +387,25 @@ class ProcessEngine:
     # --- control ----------------------------------------------------------------------------------------------------
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
-        """See `agentrl.core.ports.Engine.serve`; a version that repeatedly kills the process is refused.
+        """Serve these versions. A version that repeatedly kills the process is refused.
 
         A pin that was served before and that a new process could not load is not requested again, and does not raise
         here: sessions that sample from it get the error.
         """
-        wanted = self._versions.want(current, pinned)
-        kept = wanted.pinned.difference(wanted.current.values())
+        requested = self._versions.request(current, pinned)
+        kept = requested.pinned.difference(requested.current.values())
         self._gone = {weights: error for weights, error in self._gone.items() if weights in kept}
         try:
             await run_shielded(self._serve(in_loading_order(current, pinned)))
         except EngineError:
-            self._versions.refuse(wanted)
+            self._versions.refuse(requested)
             raise
 
     async def _serve(self, asked: Sequence[WeightsRef]) -> None:
         for _ in range(LOSSES_OF_AN_UPDATE):
             connection = await self._connected()
-            wanted = self._versions.wanted
-            sent = VersionSet(wanted.current, wanted.pinned.difference(self._gone))
+            requested = self._versions.requested
+            sent = VersionSet(requested.current, requested.pinned.difference(self._gone))
             with contextlib.suppress(EngineLostError):
                 await connection.serve(sent.current.values(), sent.pinned)
                 self._versions.confirm(sent)
@@ -420,7 +419,7 @@ class ProcessEngine:
         return self._first_versions.get(policy) if weights is None else weights.version
 
     async def ping(self) -> None:
-        """See `agentrl.core.ports.Engine.ping`; the supervisor handles processes that hang."""
+        """Wait for a connected process. The supervisor replaces a process that hangs."""
         await self._connected()
 
     def abort(self, request_id: str) -> None:
@@ -435,11 +434,11 @@ class ProcessEngine:
         return scores
 
     def busy_seconds(self) -> float:
-        """See `agentrl.core.ports.Engine.busy_seconds`; at most 0.2 s old."""
+        """Return the busy time in seconds, at most 0.2 s old."""
         return self._busy_before + (self._connection.busy if self._connection is not None else 0.0)
 
     async def close(self) -> None:
-        """See `agentrl.core.ports.Engine.close`; calls in flight fail."""
+        """Close the engine; calls in flight fail."""
         connection = self._connection
         if connection is not None:
             connection.close(EngineError("the engine was closed"))
@@ -477,8 +476,8 @@ class AddressableEngine(Protocol):
 
 
 class EngineClient:
-    """See `agentrl.core.ports.Sampler`. The owner of the processes decides the versions; a call for another version
-    fails."""
+    """Samples from the engine processes of another process. Their owner decides the versions. A call for
+    another version fails."""
 
     def __init__(self, capabilities: EngineCapabilities) -> None:
         self.capabilities = capabilities
@@ -502,7 +501,7 @@ class EngineClient:
     def open(
         self, session_id: str, policy: str, *, pin: PolicyVersion | None = None
     ) -> RoutedSession[EngineConnection]:
-        """See `agentrl.core.ports.Sampler.open`; the first call chooses the process."""
+        """Open a session. Its first call chooses the process."""
         return RoutedSession(self, session_id, policy, pin)
 
     def abort(self, request_id: str) -> None:
@@ -514,12 +513,12 @@ class EngineClient:
         return replica.is_open and any(self._connection(address) is replica for address in self._addresses)
 
     def replica_lost(self, replica: EngineConnection, error: EngineLostError | EngineFailedError) -> None:
-        """See `ReplicaRouter.replica_lost`; the connection has ended, or the owner's engine fails other calls too."""
+        """Do nothing: the connection has ended, or the owner's engine fails other calls too."""
         if isinstance(error, EngineFailedError):
             raise error
 
     async def pick(self, policy: str, opening: int) -> EngineConnection:
-        """See `ReplicaRouter.pick`; waits while no process takes calls."""
+        """Choose a process, and wait while none takes calls."""
         while True:
             while not self._addresses:
                 self._moved.clear()

@@ -79,11 +79,11 @@ class EngineConnection(rpc.Connection):
         return protocol.decode_logprobs(scored.logprobs)
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef]) -> None:
-        wanted = in_loading_order(current, pinned)
+        requested = in_loading_order(current, pinned)
         pieces: list[asyncio.Task[None]] = []
         try:
             if self.files is not None:
-                await self.files.send(wanted, pieces)
+                await self.files.send(requested, pieces)
         except EngineError:
             await asyncio.gather(*pieces, return_exceptions=True)
             raise
@@ -94,12 +94,12 @@ class EngineConnection(rpc.Connection):
         # refused by its digest; why it came in part is raised first.
         answers: list[object] = await asyncio.gather(*pieces, serving, return_exceptions=True)
         if self.files is not None:
-            answers = [*self.files.take_failures(wanted), *answers]
+            answers = [*self.files.take_failures(requested), *answers]
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
         if self.files is not None:
-            self.files.keep_only(wanted)
+            self.files.keep_only(requested)
 
     def _handle(self, message: protocol.Reply) -> None:
         if isinstance(message, protocol.BusyHeartbeat):  # the owner receives the other messages by `on_message`

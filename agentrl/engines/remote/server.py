@@ -163,10 +163,10 @@ class ConnectionHandler:
         """Serve versions, using the copies of those whose files were sent, and remove the other copies."""
         async with self._keeping:  # waits for the preceding chunks
             pass
-        wanted = {weights.sha256 for weights in (*message.current, *message.pinned)}
+        requested = {weights.sha256 for weights in (*message.current, *message.pinned)}
         current, pinned = ([self.versions.local(each) for each in some] for some in (message.current, message.pinned))
         await self._engine.serve(current, pinned)
-        self.versions.keep(wanted)
+        self.versions.keep(requested)
 
     async def _score(self, message: protocol.LogprobsRequest) -> protocol.LogprobsReply:
         scores = await self._engine.score(
@@ -214,9 +214,9 @@ class ReceivedWeightFiles:
             return weights
         return replace(weights, path=str(self._root / weights.sha256))
 
-    def keep(self, wanted: Collection[str]) -> None:
+    def keep(self, requested: Collection[str]) -> None:
         """Remove the copies of other versions."""
-        for digest in self._known.difference(wanted):
+        for digest in self._known.difference(requested):
             self._known.discard(digest)
             shutil.rmtree(self._root / digest, ignore_errors=True)
 

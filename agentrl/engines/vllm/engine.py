@@ -153,7 +153,7 @@ def _logprobs_of(chosen: CompletionOutput) -> list[float]:
 
 
 class VllmEngine(InProcessEngine[VllmVersion]):
-    """See `agentrl.core.ports.Engine`. Make one with `load`; it belongs to one event loop.
+    """The engine over vLLM. Make one with `load`; it belongs to one event loop.
 
     Raises:
         ModelError: the directory holds no such model.
@@ -470,7 +470,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             await self._llm.abort([call.name for call in stopped])
 
     def abort(self, request_id: str) -> None:
-        """See `agentrl.core.ports.Engine.abort`; does nothing for a call that has ended."""
+        """End a call early. Does nothing if it has ended."""
         call = self._calls.get(request_id)
         if call is not None:
             call.ending = True
@@ -485,7 +485,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
     async def score(
         self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
     ) -> Float32Array:
-        """See `agentrl.core.ports.Engine.score`; vLLM scores at temperature 1."""
+        """Compute log-probabilities. vLLM scores at temperature 1."""
         if temperature != 1.0:
             raise EngineCapabilityError(f"vLLM scores tokens only at temperature 1, not {temperature}")
         versions = self.versions
@@ -497,19 +497,19 @@ class VllmEngine(InProcessEngine[VllmVersion]):
                 return scores  # otherwise weights were replaced in between, and the scores may mix both versions
 
     async def ping(self) -> None:
-        """See `agentrl.core.ports.Engine.ping`: vLLM's core responds between two steps of its worker."""
+        """Wait for vLLM's core, which responds between two steps of its worker."""
         try:
             await self._llm.is_sleeping()
         except EngineDeadError as error:
             raise EngineLostError("vLLM died") from error
 
     def busy_seconds(self) -> float:
-        """See `agentrl.core.ports.Engine.busy_seconds`: seconds in which any call was in flight."""
+        """Return the seconds in which at least one call was in flight."""
         self._work(0)
         return self._busy
 
     async def close(self) -> None:
-        """See `agentrl.core.ports.Engine.close`; calls in flight fail."""
+        """Close the engine; calls in flight fail."""
         if self._closed:
             return
         self._closed = True

