@@ -154,13 +154,13 @@ class DifferingSide(msgspec.Struct, frozen=True):
 class FirstDifference(msgspec.Struct, frozen=True, kw_only=True):
     """The first difference between two episodes."""
 
-    what: str
+    kind: str
     """Kind of the difference: `context` (the policy's input), `sampled` (its output), `act`, `environment`, `ended`."""
     call: str
     agent: str = ""
     turn: int | None = None
     token: int | None = None
-    """Position of the token in the turn's context or in its sampled tokens, depending on `what`."""
+    """Position of the token in the turn's context or in its sampled tokens, depending on `kind`."""
     a: DifferingSide
     b: DifferingSide
 
@@ -212,7 +212,7 @@ def _environments(left: EpisodeView, right: EpisodeView) -> FirstDifference | No
     if (left.summary.environment, left.summary.task) == (right.summary.environment, right.summary.task):
         return None
     sides = [DifferingSide(f"{line.environment}, task {line.task}") for line in (left.summary, right.summary)]
-    return FirstDifference(what="environment", call="begin", a=sides[0], b=sides[1])
+    return FirstDifference(kind="environment", call="begin", a=sides[0], b=sides[1])
 
 
 def _departure(call: str, left: EntryBody | None, right: EntryBody | None) -> FirstDifference | None:
@@ -225,14 +225,14 @@ def _departure(call: str, left: EntryBody | None, right: EntryBody | None) -> Fi
             else DifferingSide(describe_journal_entry(body))
             for body in (left, right)
         ]
-        return FirstDifference(what="ended", call=call, agent=agent, turn=turn, a=sides[0], b=sides[1])
+        return FirstDifference(kind="ended", call=call, agent=agent, turn=turn, a=sides[0], b=sides[1])
     if isinstance(left, TurnEntry) and isinstance(right, TurnEntry):
         return _turn_departure(call, left, right)
     if _comparable(left) == _comparable(right):
         return None
     agent, turn = _position(left)
     return FirstDifference(
-        what="act",
+        kind="act",
         call=call,
         agent=agent,
         turn=turn,
@@ -251,7 +251,7 @@ def _turn_departure(call: str, left_turn: TurnEntry, right_turn: TurnEntry) -> F
         if at is None:
             continue
         sides = [_side(body, part, at) for body in (left_turn, right_turn)]
-        return FirstDifference(what=part, call=call, agent=agent, turn=turn, token=at, a=sides[0], b=sides[1])
+        return FirstDifference(kind=part, call=call, agent=agent, turn=turn, token=at, a=sides[0], b=sides[1])
     return None
 
 

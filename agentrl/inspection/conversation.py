@@ -33,10 +33,6 @@ if TYPE_CHECKING:
     from agentrl.inspection.reader import RunReader
 
 
-MAX_READ = 1 << 18
-"""Maximum length of a reply that is parsed, in characters; a longer one is shown as sampled."""
-
-
 class _Act(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     """An act of the episode."""
 
@@ -150,7 +146,7 @@ class RewardAct(_Act, frozen=True, kw_only=True, tag="reward"):
 class OtherAct(_Act, frozen=True, kw_only=True, tag="other"):
     """Any other entry of the journal."""
 
-    what: str
+    entry_kind: str
     value: Any
 
 
@@ -304,16 +300,17 @@ def _act(call: str, body: EntryBody, waits: _Waits) -> Act:
                 weight=body.weight,
             )
         case NondeterministicValueEntry():
-            return OtherAct(call=call, what=body.kind, value=body.value)
+            return OtherAct(call=call, entry_kind=body.kind, value=body.value)
         case CancelEntry():
-            return OtherAct(call=call, what="cancelled", value=None)
+            return OtherAct(call=call, entry_kind="cancelled", value=None)
     fields = {name: getattr(body, name) for name in body.__struct_fields__}
-    return OtherAct(call=call, what=type(body).__name__.removesuffix("Entry").lower(), value=fields)
+    return OtherAct(call=call, entry_kind=type(body).__name__.removesuffix("Entry").lower(), value=fields)
 
 
 def _turn(call: str, turn: TurnEntry, waits: _Waits) -> PolicyTurn:
     whose = turn.weights_of or turn.policy
-    reply = guess_reply_parts(turn.text) if len(turn.text) <= MAX_READ else ReplyParts("", turn.text, ())
+    # A longer reply is shown as sampled, because parsing would take too long.
+    reply = guess_reply_parts(turn.text) if len(turn.text) <= 1 << 18 else ReplyParts("", turn.text, ())
     return PolicyTurn(
         call=call,
         seat=turn.seat,

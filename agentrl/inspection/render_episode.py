@@ -35,10 +35,6 @@ if TYPE_CHECKING:
     from agentrl.inspection.timelines import EpisodeTimeline
     from agentrl.inspection.tokens import EpisodeToken, EpisodeTokens, TokenRow
 
-SHOWN_WAIT_S = 0.05
-"""Shortest wait between two turns that gets a line, in seconds."""
-SHOWN_ENDS = (120, 300)
-"""Characters shown of the head and of the tail of an effect's long result: a traceback names its cause last."""
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 _COLOURS = ("blue", "dark_orange", "green", "magenta", "red", "cyan", "yellow", "purple")
 _MARKS = {"turn": "█", "tool": "▓", "effect": "▒", "wait": "·", "child": "◆", "reward": "★"}
@@ -125,7 +121,7 @@ def summary_page(view: ConversationView) -> TerminalPage:
 
 
 def _turn(page: TerminalPage, act: PolicyTurn) -> None:
-    if act.waited >= SHOWN_WAIT_S:
+    if act.waited >= 0.05:  # shorter waits get no line
         page.line((f"  … waited {act.waited:.3f} s", "magenta"))
     for message in act.messages:
         role = str(message.get("role", "?"))
@@ -389,8 +385,8 @@ def _departure(page: TerminalPage, departure: FirstDifference) -> None:
     if departure.turn is not None:
         place += f", turn {departure.turn} of {departure.agent}"
     if departure.token is not None:
-        place += f", token {departure.token} of what was {'told' if departure.what == 'context' else 'sampled'}"
-    page.line(f"they part at {place} ({departure.what})")
+        place += f", token {departure.token} of what was {'told' if departure.kind == 'context' else 'sampled'}"
+    page.line(f"they part at {place} ({departure.kind})")
     for side, style in ((departure.a, "cyan"), (departure.b, "dark_orange")):
         _side(page, side, style)
 
@@ -407,5 +403,5 @@ def _json(value: Any) -> str:
 
 def _ends(text: str) -> str:
     """Cut the middle out of a long text."""
-    head, tail = SHOWN_ENDS
+    head, tail = 120, 300  # a traceback names its cause last
     return text if len(text) <= head + tail else f"{text[:head]} … {text[-tail:]}"

@@ -239,7 +239,7 @@ def test_two_episodes_part_where_the_query_layer_says(tab: Tab, sample_file: str
     for a, b in zip(names, [*names[4:], *names[:4]], strict=True):
         found = compare_episodes_across_runs(reader, a, reader, b).departure
         show(tab, f"{sample_file}#/compare?a={quote(a)}&b={quote(b)}")
-        if found is None or found.what == "environment":
+        if found is None or found.kind == "environment":
             assert "the same" in text(tab, ".verdict")
             continue
         assert f"They part at {found.call}," in text(tab, ".verdict")

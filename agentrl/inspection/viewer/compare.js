@@ -26,7 +26,7 @@ export async function compareView(page, { parameters }) {
     title: `${a} and ${b}`,
     content: [
       form,
-      element("p", { class: "verdict", role: "status" }, departure ? ["They part at ", element("a", { href: address(["compare"], { a, b, call: departure.call }) }, departure.call), `, after ${plural(same, "act")} alike: ${DEPARTURES[departure.what]}${departure.token === undefined ? "" : `, from token ${departure.token} on`}.`] : "They are the same, but for times."),
+      element("p", { class: "verdict", role: "status" }, departure ? ["They part at ", element("a", { href: address(["compare"], { a, b, call: departure.call }) }, departure.call), `, after ${plural(same, "act")} alike: ${DEPARTURES[departure.kind]}${departure.token === undefined ? "" : `, from token ${departure.token} on`}.`] : "They are the same, but for times."),
       legend([...hues].map(([version, hue]) => [version, hue, ""])),
       problems(sides.flatMap(({ view }) => view.problems)),
       element("div", { class: "versus heads" }, sides.map(({ name, view }) => element("h2", {}, element("a", { href: episodeAddress(name), class: "id" }, name), " ", signed(view.summary.reward)))),
@@ -81,7 +81,7 @@ function pairRow({ call, left, right, found }, sides, hues, departure) {
 }
 
 function actCell(act, { tokens, name }, found, hues) {
-  const heading = { turn: () => `${act.seat}[${act.index}], turn ${act.turn}`, tool: () => act.name, effect: () => act.name, child: () => act.child, reward: () => `${act.name === "reward" ? "reward" : `reward ${act.name}`} of ${act.seat}[${act.index}]`, spawn: () => `starts ${act.children.length}` }[act.kind]?.() ?? act.what;
+  const heading = { turn: () => `${act.seat}[${act.index}], turn ${act.turn}`, tool: () => act.name, effect: () => act.name, child: () => act.child, reward: () => `${act.name === "reward" ? "reward" : `reward ${act.name}`} of ${act.seat}[${act.index}]`, spawn: () => `starts ${act.children.length}` }[act.kind]?.() ?? act.entry_kind;
   const label = element("header", {}, element("b", {}, heading), element("a", { class: "quiet", href: episodeAddress(name, null, null, { call: act.call }) }, "open"));
   return element("div", { class: "half" }, label, actBody(act, tokens, found, hues));
 }
@@ -90,10 +90,10 @@ function actBody(act, tokens, found, hues) {
   if (act.kind === "reward") return signed(act.value);
   if (act.kind === "child") return Object.values(act.rewards).map((value) => signed(value));
   if (act.kind !== "turn") return content(told(act.observation ?? act.error ?? act.value ?? ""), "content small");
-  const messages = found?.what === "context" ? act.messages.map((message) => content(told(message.content ?? ""), "content small")) : null;
+  const messages = found?.kind === "context" ? act.messages.map((message) => content(told(message.content ?? ""), "content small")) : null;
   const sampled = sampledOf(tokens, act);
   if (!sampled?.columns.text?.some(Boolean) || sampled.until - sampled.from > 4000) return [messages, content(act.text, "content reply")];
   const run = paintedTokens(sampled.columns, sampled.from, sampled.until, "version", hues);
-  if (found?.what === "sampled") [...run.childNodes].forEach((node, place) => node.classList.add(place < found.token ? "shared" : "own"));
+  if (found?.kind === "sampled") [...run.childNodes].forEach((node, place) => node.classList.add(place < found.token ? "shared" : "own"));
   return [messages, element("pre", { class: "content reply", dir: "auto" }, run)];
 }

@@ -137,7 +137,7 @@ function reward(act) {
 }
 
 function other(act) {
-  return element("article", { class: "act line" }, element("span", { class: "kind" }, act.what ?? act.kind), act.value === null || act.value === undefined ? null : content(told(act.value), "content small"));
+  return element("article", { class: "act line" }, element("span", { class: "kind" }, act.entry_kind ?? act.kind), act.value === null || act.value === undefined ? null : content(told(act.value), "content small"));
 }
 
 function update(published) {

@@ -4,7 +4,7 @@ import { tokensByTurn } from "./tokens.js";
 
 const TIMES = new Set(["seconds", "at", "waited", "cached_tokens", "tokens", "versions", "pauses"]);
 
-/** Acts side by side by call, and the first departure: { call, what, token } or null. */
+/** Acts side by side by call, and the first departure: { call, kind, token } or null. */
 export function aligned(a, b) {
   const [ours, theirs] = [a, b].map(({ view }) => new Map(view.acts.map((act) => [act.call, act])));
   const turns = [a, b].map(({ tokens }) => turnTokens(tokens));
@@ -20,15 +20,15 @@ export function aligned(a, b) {
 }
 
 function departs(left, right, turns) {
-  if (!left || !right) return { what: "ended" };
+  if (!left || !right) return { kind: "ended" };
   if (left.kind === "turn" && right.kind === "turn") return turnDeparts(...[left, right].map((act, side) => turns[side].get(turnKey(act)) ?? { context: [], sampled: [] }));
-  return comparable(left) === comparable(right) ? null : { what: "act" };
+  return comparable(left) === comparable(right) ? null : { kind: "act" };
 }
 
 function turnDeparts(left, right) {
-  for (const what of ["context", "sampled"]) {
-    const token = firstDifference(left[what], right[what]);
-    if (token !== null) return { what, token };
+  for (const kind of ["context", "sampled"]) {
+    const token = firstDifference(left[kind], right[kind]);
+    if (token !== null) return { kind, token };
   }
   return null;
 }
