@@ -1,12 +1,12 @@
 """Routes a run's calls and versions to its engines: replicas of each base model, endpoints, and bots.
 
 `EngineRouter` is the run's engine and implements `core.ports.Engine`. A `Fleet` holds the replicas of one base model:
-it spreads conversations over them, and brings them to the requested versions in turn. A worker process, which has no say
-in versions, routes its calls with a `SamplerRouter`. None of them knows what kind of engines the replicas are.
+it spreads conversations over them, and brings them to the requested versions in turn. A worker process does not decide
+versions; it routes its calls with a `SamplerRouter`. None of them knows the replicas' kind of engine.
 
-The table of versions has a `VersionRow` per policy and replica, `requested` and `confirmed`. A replica serves all policies
-of its base model with one request, so their rows are stored together in `Replica.versions`. What the run wants of a
-base model, and what at least one replica has confirmed, is in `Fleet.versions`. Endpoints and bots have no versions.
+The table of versions has a `VersionRow` per policy and replica, `requested` and `confirmed`. One request covers all
+policies of a base model, so their rows are stored together in `Replica.versions`. `Fleet.versions` holds the run's
+request for a base model, and the versions confirmed by at least one replica. Endpoints and bots have no versions.
 `Fleet.reconcile` is the only code that moves a replica from `confirmed` to `requested`.
 
 Invariants: a conversation stays with its replica, which has its KV, until that is lost or behind; every replica is

@@ -1,7 +1,7 @@
 """Versions of policies: the current ones, those served, and the best.
 
 `PolicyBoard` knows the current version of each policy and the staleness of others; `publish` makes versions.
-`ServedVersions` knows for whom the engine serves versions; the engine has the table of requested and confirmed versions.
+`ServedVersions` knows who needs which version; the engine has the table of requested and confirmed versions.
 `BestCheckpointTracker` remembers the versions at which a metric was best, and ends a run by its rules.
 
 Invariants: weights leave the trainer only after the journal has recorded their version on disk; steps of a lineage only
@@ -138,8 +138,8 @@ BATCHES = "synchronous batches"
 class ServedVersions:
     """The versions that a run needs from its engine: the current ones, and the pinned ones with their holders.
 
-    The engine keeps the table of requested and confirmed versions. It is told of each change: a new current version, and
-    all pinned versions.
+    The engine keeps the table of requested and confirmed versions. Each change is sent to it: a new current version,
+    and all pinned versions.
 
     Args:
         engine: engine that serves the versions.
