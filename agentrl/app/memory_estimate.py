@@ -32,8 +32,6 @@ MAX_CONTEXT = 1 << 15
 """Longest context that is chosen for a model that states no number of positions, in tokens."""
 FALLBACK_CONTEXT = 1 << 11
 """Context, and micro-batch, of a run whose memory cannot be predicted, in tokens."""
-MAX_CHOSEN = 10**8
-"""Largest number in a run's files that may come from this module."""
 MAX_MICRO_BATCH = 1 << 14
 """Size in tokens beyond which a larger micro-batch is hardly faster."""
 _CONTEXTS = "fewer engine.slots, or a smaller engine.max_context"
@@ -43,8 +41,6 @@ _ENGINE = "engine"
 _ACTIVATIONS = "activations"
 _VLLM = "vLLM"
 _GAPS = "gaps between them in the heap"
-_FRAGMENTATION = 0.2
-"""Gaps in glibc's heap, as a share of the activations: 2 to 34 % in `benchmarks.real_models --part doctor`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,7 +303,8 @@ def with_chosen_token_limits(config: RunConfig, before: Mapping[str, Any]) -> Ru
 def _chosen_before(before: Mapping[str, Any], section: str, name: str) -> int:
     values = before.get(section)
     value = values.get(name) if isinstance(values, Mapping) else None
-    return value if type(value) is int and 0 < value <= MAX_CHOSEN else 0
+    # larger numbers in a run's files do not come from this module
+    return value if type(value) is int and 0 < value <= 10**8 else 0
 
 
 def _with_sizes(config: RunConfig, context: int, tokens: int) -> RunConfig:
@@ -410,7 +407,8 @@ def _trainer(config: RunConfig, *, on_gpu: bool) -> list[MemoryPart]:
     if prediction.shards > 1:
         parts.append(part(name="layers that are whole while they compute", bytes=prediction.gathered, setting=_DTYPE))
     if not on_gpu:
-        gaps = int(_FRAGMENTATION * prediction.activations)
+        # glibc's heap had gaps of 2 to 34 % of the activations in `benchmarks.real_models --part doctor`
+        gaps = int(0.2 * prediction.activations)
         parts.append(part(name=f"{_GAPS}, about", bytes=gaps, setting=tokens))
     return parts
 

@@ -45,9 +45,6 @@ if TYPE_CHECKING:
 
 MAX_EXTERNAL_CONTEXT = 1 << 20
 """Longest conversation, in bytes, with an external policy; its endpoint bounds the tokens."""
-GIVEN = -1
-"""Lineage of weights that a user supplied; their step comes from their digest. No run publishes such versions, so
-tokens recorded with them are never mistaken for a run's."""
 _IDENTIFYING = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _MAX_HEADER_BYTES = 1 << 26
 SPARE = 1
@@ -517,7 +514,9 @@ def weights_from_directory(policy: str, directory: str | Path) -> WeightsRef:
                 digest = sha256_of(*files)
             except OSError as error:
                 raise InputError(f"{error.filename}: cannot be read ({error.strerror})") from error
-            version = PolicyVersion(policy, GIVEN, 1 + int(digest[:8], 16))
+            # Lineage -1 marks weights from a user; their step comes from their digest. No run publishes such versions,
+            # so tokens recorded with them are never mistaken for a run's.
+            version = PolicyVersion(policy, -1, 1 + int(digest[:8], 16))
             return WeightsRef(version=version, path=str(directory), kind=kind, sha256=digest)
     names = " nor ".join(WEIGHT_FILES[kind][0] for kind in kinds)
     raise InputError(

@@ -58,11 +58,6 @@ if TYPE_CHECKING:
     from agentrl.observe.run_directory import RunDirectory
 
 
-SELECTION_BIAS_STEPS = 4 * LENGTH_STEPS
-"""Number of steps' worth of the newest episodes from which a resumed run rebuilds its selection bias: more than are
-compared, because some of them are held back."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartPoint:
     """The state with which a start of a run begins."""
@@ -321,7 +316,8 @@ def read_resume_state(
             yield spec, add_group_scores(header, group_scores.get(spec.group_id, ()), weights or {})
 
     sizes = step_sizes or {}
-    dispatched = list(log.dispatched(SELECTION_BIAS_STEPS * sum(sizes.values())))
+    # The selection bias is rebuilt from more episodes than are compared, because some of them are held back.
+    dispatched = list(log.dispatched(4 * LENGTH_STEPS * sum(sizes.values())))
     named = {spec.episode_id for spec, _ in (*ended, *dispatched)}
     drops = log.resolved_units(consumed_through, named)
     resolved = {(policy, name): reason for (name, _, policy), reason in drops.items()}

@@ -76,8 +76,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SUBPROCESS_WORKERS = 2
-"""Number of worker processes of a run whose main process was killed by an episode."""
 INTERRUPTED = 130
 SAME_PRESS_S = 0.5
 """Seconds within which several signals count as one: `timeout` and shells send theirs to the process and to its
@@ -359,7 +357,8 @@ def _new_record(setup: RunSetup) -> RunProcessRecord:
     # Worker processes can build only this format themselves.
     can_be_apart = setup.factories.chat_format is make_chat_format
     is_suspicious = bool(suspects) or record.has_killer
-    record.workers = max(configured, SUBPROCESS_WORKERS) if is_suspicious and can_be_apart else configured
+    # An episode killed the main process: continue in worker processes.
+    record.workers = max(configured, 2) if is_suspicious and can_be_apart else configured
     if last.is_playing:
         ended = (
             f"ended: {last.fault}"

@@ -57,8 +57,6 @@ if TYPE_CHECKING:
 
 PARK_S = 10.0
 """Maximum seconds for a leaving worker to park its turns: spot machines get 30 s or more of notice."""
-ALIVE_S = 1.0
-"""Seconds between heartbeats to the run."""
 PROGRESS_S = 0.2
 """Seconds between reports of progress: without one, an episode is suspected when its worker dies."""
 
@@ -309,7 +307,7 @@ async def _serve(connection: socket.socket) -> None:
     def tell(line: str) -> None:  # threads may call this
         loop.call_soon_threadsafe(run.send, wire.LogLine(line=f"worker {work.number}: {line}"))
 
-    alive = loop.create_task(run.send_heartbeats(ALIVE_S, _heartbeat))
+    alive = loop.create_task(run.send_heartbeats(1.0, _heartbeat))
     try:
         log = await _open_log(work, tell)
         server = WorkerServer(work, run, log)

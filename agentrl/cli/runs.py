@@ -40,10 +40,6 @@ if TYPE_CHECKING:
     from agentrl.journal.port import PruneTotals
 
 RUNS = Path("runs")
-FRAME_S = 1.0
-"""Minimum seconds between two frames of `run view`."""
-READING_SHARE = 0.1
-"""Maximum share of the time that `run view` spends reading: a long run is read less often."""
 MIRROR_RETRY_S = (1.0, 60.0)
 """First and longest pause after a failed round of a mirror; it doubles with each failure. After the run has ended, the
 failure after the longest pause ends the mirror."""
@@ -250,7 +246,8 @@ def _show_frames(reader: RunReader) -> None:
             started = clock.monotonic()
             frame, has_ended = _frame(reader, console.width)
             live.update(frame, refresh=True)
-            wait_s = max(FRAME_S, (clock.monotonic() - started) / READING_SHARE)
+            # at most one frame a second, and at most a tenth of the time for reading: a long run is read less often
+            wait_s = max(1.0, (clock.monotonic() - started) / 0.1)
 
 
 @contextlib.contextmanager

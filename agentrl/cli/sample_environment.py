@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 4
 ROUNDS = 2
-LOST_PAGE = 7
-"""Remainder modulo 23 of the sums on the archive's lost page."""
 REVISION = -0.1
 """Reward of a turn whose answer the checker rejected."""
 _SUM = re.compile(r"\d{1,3}( \+ \d{1,3}){1,4}")
@@ -117,7 +115,7 @@ def look_up(written: str, right: int) -> dict[str, Any]:
     Raises:
         LookupError: the page is lost, so the episode fails.
     """
-    if right % 23 == LOST_PAGE:
+    if right % 23 == 7:  # one page of the archive is lost
         raise LookupError(f"the page of {written} is lost")
     return {"page": right % 23, "seen": 0}
 

@@ -60,7 +60,6 @@ class LoopClock:
 
 
 FIRST_WAIT_S = 1.0
-LONGEST_WAIT_S = 30.0
 ATTEMPTS = 5
 """Number of losses in a row, without progress in between, after which a trainer, engine, worker or sandbox is given up.
 The waits sum to half a minute: a further restart would not help."""
@@ -89,7 +88,7 @@ class RetryBudget:
         self._in_a_row += 1
         if self._in_a_row > self._attempts:
             return None
-        return min(FIRST_WAIT_S * 2.0 ** (self._in_a_row - 1), LONGEST_WAIT_S)
+        return min(FIRST_WAIT_S * 2.0 ** (self._in_a_row - 1), 30.0)
 
     def achieved(self) -> None:
         """Reset the count after progress."""

@@ -21,8 +21,6 @@ UNKNOWN_S = 10.0
 """Seconds after which an unknown connection is closed; at most twice as long."""
 UNKNOWN_SHARE = 4
 """Divisor of the process's limit on open files that gives the maximum number of unknown connections."""
-OTHER_SHARE = 4
-"""Divisor of that limit that gives the number of open files that are left to the rest of the process."""
 RETRY_S = 0.2
 """Seconds without accepting after the process could open no file."""
 WARNING_S = 60.0
@@ -142,7 +140,8 @@ class BoundedServer:
     def _make_room(self) -> bool:
         """Close the oldest of too many unknown connections. Returns whether the process may have another connection."""
         files = file_limit()
-        max_unknown, max_connections = files // UNKNOWN_SHARE, files - files // OTHER_SHARE
+        # A quarter of the open files is left to the rest of the process.
+        max_unknown, max_connections = files // UNKNOWN_SHARE, files - files // 4
         if len(self._pending) > max_unknown or len(self._pending) + len(self._admitted) > max_connections:
             self._forget_closed()
             self._close_oldest(len(self._pending) - max_unknown)

@@ -85,9 +85,6 @@ _EXACT = _Limits(tolerance=1e-2, floor=1e-5)
 """Limits if engine and file are in float32."""
 _ROUNDED = _Limits(tolerance=0.25, floor=1e-2)
 """Limits if either is in 16 bits, before any version of the policy has passed."""
-_GROWTH = 3.0
-"""Factor by which the rounding of a version in 16 bits may exceed that of earlier versions that changed as much. For
-models of 3, 4 and 30 layers, moved by 1 % and 10 % of their weights' deviation, it was 1.4; in eight bits 4 to 10."""
 
 
 def read_canary(weights: WeightsRef, metadata: Mapping[str, str], tensors: Mapping[str, Any]) -> Canary | None:
@@ -198,7 +195,9 @@ def _rounded(seen: ObservedRounding, change: float) -> _Limits:
     """
     if not seen.distance:
         return _ROUNDED
-    growth = _GROWTH * max(1.0, change / max(seen.change, _ROUNDED.floor))
+    # In 16 bits a version may round three times as much as earlier versions that changed as much. Models of 3, 4 and 30
+    # layers, moved by 1 % and 10 % of their weights' deviation, rounded 1.4 times as much; in eight bits, 4 to 10.
+    growth = 3.0 * max(1.0, change / max(seen.change, _ROUNDED.floor))
     return _Limits(min(max(growth * seen.distance, 2 * _ROUNDED.floor), _ROUNDED.tolerance), _ROUNDED.floor)
 
 

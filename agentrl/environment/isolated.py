@@ -41,7 +41,6 @@ _LONGEST_BYTES = 64 << 20
 
 _START_S = 60.0
 """Longest time a process may take to import a module on a busy machine."""
-_LONGEST_END_S = 2.0
 _PR_SET_PDEATHSIG = 1
 _STATES = ("get_state", "set_state")
 _servers: dict[tuple[int, str], _ServerProcess] = {}
@@ -209,7 +208,7 @@ def _end(process: subprocess.Popen[bytes], line: socket.socket) -> None:
     line.close()  # closing the connection ends the server and its children
     for end in (process.terminate, process.kill):
         try:
-            process.wait(timeout=_LONGEST_END_S)
+            process.wait(timeout=2.0)
         except subprocess.TimeoutExpired:  # a fork of this process may hold the connection open, too
             end()
     process.wait()

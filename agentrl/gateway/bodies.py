@@ -27,8 +27,6 @@ MAX_BRACKETS = 1 << 18
 """Maximum number of opening brackets and braces in a body, including those in texts: each may create an object."""
 MAX_SEPARATORS = 1 << 20
 """Maximum number of commas in a body."""
-MAX_WINDOW_BITS = 23
-"""Base-2 logarithm of the largest window of a zstd body, in bytes: the limit of RFC 9659."""
 MAX_DEPTH = 64
 """Maximum nesting of objects and lists in a body."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -48,7 +46,8 @@ def decompress_body(body: bytes, encoding: str) -> bytes:
         case "gzip" | "x-gzip" | "deflate":
             unpacker: Any = zlib.decompressobj(47)  # 32 + 15: accepts gzip and zlib headers
         case "zstd":
-            unpacker = zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: MAX_WINDOW_BITS})
+            # windows up to 8 MiB: the limit of RFC 9659
+            unpacker = zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: 23})
         case _:
             raise RequestRefusedError(f"content-encoding {encoding[:40]!r} is not supported; use gzip, deflate or zstd")
     try:

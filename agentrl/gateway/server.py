@@ -46,12 +46,6 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 KEEPALIVE_S = 10.0
 """Seconds between the keep-alive bytes to a waiting client."""
-ATTEMPT_SHARE = 2
-"""Divisor of the process's limit on open files that gives the maximum number of connections of one attempt."""
-IDLE_S = 75.0
-"""Seconds without a request after which a connection is closed."""
-MOST_HEADERS = 64
-"""Maximum number of header lines of a request, which is read before its key is known."""
 MOST_HEADER_BYTES = 2048
 """Maximum length of a header line."""
 MOST_CALLS = 1024
@@ -213,14 +207,15 @@ class Gateway:
 
         application = web.Application()
         application.router.add_route("*", "/{path:.*}", self._answer)
+        # Headers are bounded, because they are read before the key is known.
         runner = web.AppRunner(
             application,
             access_log=None,
             logger=connections.http_logger(),
             handler_cancellation=True,
             auto_decompress=False,
-            keepalive_timeout=IDLE_S,
-            max_headers=MOST_HEADERS,
+            keepalive_timeout=75.0,
+            max_headers=64,
             max_field_size=MOST_HEADER_BYTES,
             max_line_size=MOST_HEADER_BYTES,
         )
@@ -283,7 +278,7 @@ class Gateway:
         self._server.admit(connection)
         self._attempts[connection] = opened
         opened.connections.add(connection)
-        max_connections = connections.file_limit() // ATTEMPT_SHARE
+        max_connections = connections.file_limit() // 2  # the other half is for other attempts
         if (
             len(opened.connections)
             > max_connections

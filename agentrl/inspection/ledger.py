@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from agentrl.journal.run_log import SqliteRunLog
 
-MAX_PROBLEMS = 20
-"""Maximum number of problems with a message; further ones are counted."""
 
 MAX_MANIFEST_BYTES = 64 << 20
 
@@ -325,7 +323,7 @@ class _Counting:
         return fates
 
     def _problem(self, text: str) -> None:
-        if len(self._problems) < MAX_PROBLEMS:
+        if len(self._problems) < 20:  # further ones are only counted
             self._problems.append(text)
         else:
             self._more += 1

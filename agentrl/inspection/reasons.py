@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 SHOWN_TURNS = 12
 """Number of turns whose advantages are shown."""
-SLOW_SHARE = 0.3
-"""Share of an episode's seconds above which a delay is named."""
 MAX_NAMED = 8
 
 
@@ -136,7 +134,7 @@ def _time(view: ConversationView) -> list[Reason]:
     timed = [(act.seconds, _named(act)) for act in own_acts if isinstance(act, PolicyTurn | ToolAct | EffectAct)]
     timed += [(act.waited, f"the wait before {_named(act)}") for act in own_acts if isinstance(act, PolicyTurn)]
     for seconds, name in sorted(timed, reverse=True)[:MAX_NAMED]:
-        if total and seconds > SLOW_SHARE * total:
+        if total and seconds > 0.3 * total:  # shorter delays are not named
             reasons.append(Reason("time", f"{name} took {seconds:.3f} of its {total:.3f} s"))
     inside = [act for act in view.acts if isinstance(act, PolicyTurn) and len(act.versions) > 1]
     for act in inside[:MAX_NAMED]:

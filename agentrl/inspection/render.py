@@ -267,8 +267,6 @@ def metric_curves_page(metric: str, values: Mapping[str, Sequence[tuple[int, flo
     return page
 
 
-CURVE_ROWS = 20
-"""Maximum number of rows of a compared curve on a terminal."""
 SIDE_BY_SIDE = ("reward/mean", "episodes/tokens", "entropy", "k3", "grad_norm", "tokens/sampled_per_s", "run/seconds")
 """Metrics that a terminal shows side by side, with those of evaluations; `--json` has all of them."""
 
@@ -320,7 +318,7 @@ def comparison_page(comparison: RunsComparison) -> TerminalPage:
     for policy, metric in dict.fromkeys((curve.policy, curve.metric) for curve in comparison.curves):
         curves = {c.group: c.points for c in comparison.curves if (c.policy, c.metric) == (policy, metric)}
         places = sorted({point.x for points in curves.values() for point in points})
-        stride = -(-len(places) // CURVE_ROWS)
+        stride = -(-len(places) // 20)  # show at most 20 rows of a curve
         title = f"{metric} of {policy}" if several else metric
         page.heading(title if stride == 1 else f"{title}, 1 in {stride} points")
         rows = _curve_rows(names, curves, places[::-1][::stride][::-1])

@@ -34,9 +34,6 @@ ERRORS = {"evaluation/reward": "evaluation/reward_error"}
 ERROR_GROUPS = ("evaluation/metric/", "evaluation/pass_at/", "evaluation/split_reward/")
 """Groups of estimates; the interval of `evaluation/pass_at/1` is `evaluation/pass_at_error/1`."""
 _UNCOMPARED = frozenset({"name", "directory"})
-_SEED = "seed"
-_LAST = 5
-"""Number of newest steps over which a training metric is averaged."""
 _NEWEST = ("evaluation/", "run/", "episodes/trained", "episodes/dropped", "episodes/superseded")
 """Starts of the names of evaluations, clocks and totals, of which the newest value is compared."""
 _TRAINING_SETTINGS = ("steps", "trainer.", "credit.", "checkpoint.", "best.", "freeze")
@@ -226,7 +223,7 @@ def _grouped(runs: Sequence[_Run]) -> dict[str, list[int]]:
         for places in groups.values():
             first = runs[places[0]]
             is_same_kind = first.is_evaluation == run.is_evaluation
-            if run.settings and is_same_kind and _differing([first, run]) == [_SEED]:
+            if run.settings and is_same_kind and _differing([first, run]) == ["seed"]:
                 places.append(at)
                 break
         else:
@@ -280,7 +277,8 @@ def _latest(runs: Sequence[_Run], metric: str, policy: str) -> float | None:
     for run in runs:
         values = [value for _, value in run.values.get(metric, {}).get(policy, []) if value is not None]
         if values:
-            newest = values[-1:] if metric.startswith(_NEWEST) else values[-_LAST:]
+            # a training metric is averaged over the newest 5 steps
+            newest = values[-1:] if metric.startswith(_NEWEST) else values[-5:]
             means.append(statistics.fmean(newest))
     return statistics.fmean(means) if means else None
 

@@ -36,7 +36,6 @@ FILE = "search.db"
 MAX_TEXT = 100_000
 """Maximum characters of one entry that are indexed."""
 _SHIFT = 20
-_BATCH = 20_000
 _TABLES = (
     "CREATE TABLE partitions (name TEXT PRIMARY KEY, indexed INTEGER NOT NULL) WITHOUT ROWID",
     "CREATE TABLE episodes (number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, entries INTEGER NOT NULL)",
@@ -141,7 +140,7 @@ def _bring_up_to_date(index: sqlite3.Connection, journal: Path) -> None:
             while rows := partition.execute(
                 "SELECT episode, attempt, call, asked, body, checksum, id FROM entries"
                 " WHERE id > ? ORDER BY id LIMIT ?",
-                (last, _BATCH),
+                (last, 20_000),
             ).fetchall():
                 last = rows[-1][6]
                 _add(index, path, rows, last)

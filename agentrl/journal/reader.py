@@ -48,9 +48,6 @@ _BULK = 256
 ReadAttempt = Callable[[str, "ForkPoint"], "list[JournalEntry]"]
 """Reads the own entries of the attempt that a fork point names, in a journal directory."""
 
-MAX_FORK_DEPTH = 64
-"""Maximum number of forks of forks; more means that references form a cycle."""
-
 
 class AttemptLocation(NamedTuple):
     """An attempt to read, with entry count and digest of its commit, if known."""
@@ -256,7 +253,7 @@ def read_fork_prefix(journal: str, point: ForkPoint, read: ReadAttempt, *, depth
     parent_journal = os.path.normpath(os.path.join(journal, point.journal))
     name = f"episode {point.episode_id}, attempt {point.attempt}, in {parent_journal}"
     entries = read(parent_journal, point)
-    if not entries or depth == MAX_FORK_DEPTH:
+    if not entries or depth == 64:  # more forks of forks mean that the references form a cycle
         raise JournalError(f"a fork refers to {name}, which cannot be found; was the run moved without its forks?")
     begin = decode_entries(entries[:1])[0]
     calls = [entry.call_id for entry in entries]

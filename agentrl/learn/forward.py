@@ -629,10 +629,6 @@ def flex_tree_attention(
     return attended
 
 
-_LARGE_SHARED_MEMORY = 160 << 10
-"""Shared memory per block, in bytes, that fits torch's own kernel sizes for flex_attention: A100, H100, B200."""
-
-
 def flex_options(width: int, dtype: torch.dtype, shared_memory: int) -> dict[str, int] | None:
     """Return options with which the kernels of flex_attention fit a card; None: torch's own.
 
@@ -645,7 +641,8 @@ def flex_options(width: int, dtype: torch.dtype, shared_memory: int) -> dict[str
         shared_memory: bytes per block that the card allows.
     """
     # On an A100, torch's kernel for float32 and heads of 256 wants 305,792 bytes of 166,912.
-    if shared_memory >= _LARGE_SHARED_MEMORY and (dtype != torch.float32 or width <= 128):
+    # 160 KiB of shared memory per block fit torch's own kernel sizes for flex_attention: A100, H100, B200
+    if shared_memory >= 160 << 10 and (dtype != torch.float32 or width <= 128):
         return None
     if dtype != torch.float32:
         return {"num_stages": 2}

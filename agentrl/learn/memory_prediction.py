@@ -37,8 +37,6 @@ _SHORT = 16
 """Length of the first rows that are measured, in tokens."""
 _LOOP = 1.3
 """Operations of a forward pass, as a multiple of those over the first rows, above which it loops over its tokens."""
-_OPTIMIZER_STATES = 2
-"""Number of optimizer states per parameter: AdamW's two moments, float32 like the parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +156,8 @@ def _weight_sizes(config: RunConfig, models: Mapping[str, PolicyModel]) -> tuple
     trained = _trained(models)
     everyone = (*models.values(), *references.values())
     computed = {parameter for model in everyone for parameter in model.model.parameters()}
-    return _bytes(computed - trained), _bytes(trained) * (2 + _OPTIMIZER_STATES)
+    # parameters, gradients and AdamW's two moments, all of one type
+    return _bytes(computed - trained), _bytes(trained) * 4
 
 
 def _micro_batch_tokens(config: RunConfig) -> int:

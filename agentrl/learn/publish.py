@@ -52,10 +52,6 @@ _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "chat_templates/*")
 
 _CONTEXTS = 1
 """Number of contexts of a canary. One is enough to distinguish versions; each adds a forward pass per publication."""
-_TOKENS = 128
-"""Number of next tokens tested after each context."""
-_LENGTH = 16
-"""Number of tokens in a context."""
 
 
 class Publisher:
@@ -192,7 +188,7 @@ class CanaryBuilder:
 
     def __init__(self, model: PolicyModel, *, max_context: int) -> None:
         vocabulary = int(model.model.config.get_text_config().vocab_size)
-        length = max(1, min(_LENGTH, max_context - 1))
+        length = max(1, min(16, max_context - 1))  # of a context, in tokens
 
         def drawn(kind: str, count: int) -> Int32Array:
             return np.array([stable_hash64("probe", kind, at) % vocabulary for at in range(count)], np.int32)
@@ -200,7 +196,7 @@ class CanaryBuilder:
         # Tokens are drawn from the whole vocabulary, because the probabilities of likely tokens hardly change with the
         # weights.
         self._contexts = drawn("contexts", _CONTEXTS * length).reshape(_CONTEXTS, length)
-        self._token_ids = drawn("tokens", _TOKENS)
+        self._token_ids = drawn("tokens", 128)  # tested after each context
         self._start_logprobs = self._logprobs(model)
 
     def of(self, model: PolicyModel) -> Canary:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 BLOCKED_S = 1.0
 _EPISODE = re.compile(r"[a-z]\d+(~.*)?")
-_MAX_CALLERS = 5
 _PACKAGE = __file__.rpartition("/observe/")[0]
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")})
 
@@ -132,7 +131,7 @@ class _Watch:
         file, number = stack[0].f_code.co_filename, stack[0].f_lineno
         task = asyncio.current_task(self._loop)
         name = "" if task is None or not _EPISODE.fullmatch(task.get_name()) else f" in episode {task.get_name()}"
-        callers = "".join(f", called from {_location(frame)}" for frame in stack[1:_MAX_CALLERS])
+        callers = "".join(f", called from {_location(frame)}" for frame in stack[1:5])
         description = (
             f"the event loop has been blocked for {seconds:.1f} s{name} by {_location(stack[0])}: "
             f"`{linecache.getline(file, number).strip()}`{callers}. No episode makes progress meanwhile: "

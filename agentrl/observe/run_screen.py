@@ -28,14 +28,10 @@ if TYPE_CHECKING:
 
 WIDTH = 100
 """Maximum width of the view in characters; the minimum is 60."""
-PLOT_HEIGHT = 5
 MAX_TEXT = 4000
 """Maximum number of characters shown of one text."""
-MAX_WAITS = 8
 MAX_NODES = 16
 """Nodes that are shown."""
-MAX_WORDS = 8
-"""Maximum number of seats and opponents shown per policy."""
 BY_WORD = (
     ("reward/<seat>", "{} reward", "{:.3f}"),
     ("named_reward/<name>", "{}", "{:.3f}"),
@@ -145,7 +141,7 @@ def _plot(policy: PolicyMetricHistory, width: int) -> RenderableType:
     if len(rewards) < 2:
         return Text("reward: the curve begins with the second step", "dim")
     return Text(
-        plot_curve(rewards, steps=steps, title="reward of training by step", width=width - 10, height=PLOT_HEIGHT),
+        plot_curve(rewards, steps=steps, title="reward of training by step", width=width - 10, height=5),
         "green",
     )
 
@@ -186,7 +182,7 @@ def _by_word(policy: PolicyMetricHistory) -> list[tuple[str, str, str]]:
         for name in sorted(policy.last)
         if (metric := find_registered_metric(name)) is not None and metric.name == group
     ]
-    return rows[:MAX_WORDS]
+    return rows[:8]
 
 
 def _held_out(policy: PolicyMetricHistory) -> Text:
@@ -211,7 +207,7 @@ def _status(status: RunSnapshot) -> RenderableType:
         commonest = sorted(status.dropped.items(), key=lambda item: -item[1])[:3]
         counts += f" ({', '.join(f'{terminal_safe_line(reason)} {count:,}' for reason, count in commonest)})"
     table.add_row("episodes", Text(counts))
-    for number, wait in enumerate(status.waits[:MAX_WAITS]):
+    for number, wait in enumerate(status.waits[:8]):
         table.add_row("waits" if number == 0 else "", Text(terminal_safe_line(wait)))
     if status.bottleneck:
         table.add_row("bottleneck", Text(terminal_safe_line(status.bottleneck)))

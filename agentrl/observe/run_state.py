@@ -34,8 +34,6 @@ Values = Mapping[str, float]
 
 LARGEST = 1e100
 """Largest magnitude of a value; larger ones cannot be summed or drawn and are left out like infinity."""
-RECENT_STEPS = 5
-"""Number of newest steps of a policy whose waits are kept."""
 MAX_METRICS_BYTES = 64 << 20
 """Maximum number of bytes read from the end of `metrics.jsonl`."""
 MAX_LINE_BYTES = 1 << 20
@@ -188,8 +186,8 @@ class PolicyMetricHistory:
     """Held-out metrics by step, in order."""
     waited: int = 0
     """Number of steps of other policies since the policy's newest step."""
-    waits: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
-    """Numbers of steps of other policies between the policy's last steps."""
+    waits: deque[int] = field(default_factory=lambda: deque(maxlen=5))
+    """Numbers of steps of other policies between the policy's newest steps."""
 
     @property
     def step(self) -> int:

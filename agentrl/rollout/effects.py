@@ -66,10 +66,6 @@ _tool_limit: ContextVar[tuple[asyncio.Timeout | None, float]] = ContextVar("agen
 """Timer and time limit, in seconds, of the tool that runs."""
 
 
-LONGEST_STRUCTURE = 64
-"""Maximum length of a structure in characters; a longer one is remembered by its digest."""
-
-
 async def perform_effect(
     episode: LiveEpisode,
     name: str,
@@ -207,7 +203,8 @@ async def remember_proposal(episode: LiveEpisode, key: str, structure: str) -> P
     journal = episode.journal
     if not (isinstance(key, str) and isinstance(structure, str)):
         raise EnvironmentDefinitionError(f"ctx.remember takes text, not {key!r} and {structure!r}")
-    digest, structure = _digest(key), structure if len(structure) <= LONGEST_STRUCTURE else _digest(structure)
+    # A structure of more than 64 characters is remembered by its digest.
+    digest, structure = _digest(key), structure if len(structure) <= 64 else _digest(structure)
     structure = structure.encode("utf-8", "replace").decode()
     digest_of_call = request_hash(b"remember", digest.encode(), structure.encode())
     call = journal.open(digest_of_call, lambda: f"whether a proposal of structure {structure!r} is remembered")

@@ -35,11 +35,6 @@ HEADROOM = 0.1
 """Share of the memory left free for the tokens that running calls sample."""
 MAX_IDLE_S = 60.0
 """Maximum time an idle reservation is kept, in seconds, however slow the engine."""
-AVERAGED_IDLES = 64
-"""Approximate number of idle times of a kind over which the cost of keeping is averaged."""
-FIRST_PART = 64
-"""Number of tokens in the first part of a prefix. Each part ends at twice the tokens of the previous one, so parts are
-few."""
 
 
 class KVBudget:
@@ -139,7 +134,9 @@ class KVBudget:
             return ()
         parts, key, start = [], hash(weights), 0
         while start < len(context):
-            stop = min(max(2 * start, FIRST_PART), len(context))
+            # The first part of a prefix has 64 tokens. Each part ends at twice the tokens of the previous one, so parts
+            # are few.
+            stop = min(max(2 * start, 64), len(context))
             key = hash((key, context[start:stop].tobytes()))
             parts.append((key, stop - start))
             start = stop
@@ -347,7 +344,8 @@ class _KeepingCosts:
         cost = seconds / self._most_s if seconds < self._most_s else 2.0
         self._idles[kind] += 1
         before = self._means.get(kind, 0.0)
-        self._means[kind] = before + (cost - before) / min(self._idles[kind], AVERAGED_IDLES)
+        # the cost of keeping, averaged over about 64 idle times of a kind
+        self._means[kind] = before + (cost - before) / min(self._idles[kind], 64)
 
     def keep_s(self, kind: Hashable) -> float:
         """Return for how many seconds to keep an idle reservation of a kind."""

@@ -206,7 +206,7 @@ def _readable(output: bytes) -> str | bytes:
 async def changed_files(lease: SandboxLease, *, everything: bool) -> tuple[list[HashedFile], list[str]]:
     """Return the files that changed, and the paths that are gone; see `SandboxLease.changes`."""
     records, gone, contents = await lease.changes(everything=everything)
-    if len(contents) <= HASHED_AT_ONCE:
+    if len(contents) <= 1 << 20:  # hashing them in the event loop takes about a millisecond
         return hashed_files(records, contents), gone
     return await asyncio.to_thread(hashed_files, records, contents), gone
 

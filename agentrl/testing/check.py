@@ -63,18 +63,11 @@ MAX_CUTS = 64
 HASH_SEEDS = (1, 44, 38, 50, 9, 24, 67)
 """Values of PYTHONHASHSEED under which a task is played again. A set of any two of 67 usual names of seats (`alice`,
 `bob`, `solver`, `judge`, …) has both orders among them, so one of them differs from this process."""
-MOST_GAMES = 4
-"""Maximum number of episodes per task."""
-EXCERPT = 300
-"""Characters of a program's output in a finding."""
-REPEATED_S = 0.3
-"""Seconds; code that blocks the event loop twice for longer than this is reported."""
 _STRAY = re.compile(
     r"\b(?:random\.(?:Random|RandomState|default_rng)\(\)|random\.SystemRandom\("
     r"|(?:time\.(?:time|monotonic|perf_counter)|uuid\.uuid[14]|os\.urandom|secrets\.\w+"
     r"|datetime\.(?:now|utcnow|today))\()"
 )
-_MOST_STRAY_LINES = 3
 _PROVED = {
     "replay": " with the same outcome",
     "snapshot": " with the same outcome, resources from their snapshots",
@@ -230,7 +223,7 @@ def _check_requests(environment: type[HarnessEnvironment], last: ExecutedEpisode
     if last.header.stop_reason != "completed":
         end = f"the last one ended as {last.header.stop_reason}"
     elif is_command:
-        written = results[-1]["output"].strip()[-EXCERPT:]
+        written = results[-1]["output"].strip()[-300:]
         end = f"the program exited 0 and printed {repr(written) if written else 'nothing'}"
     else:
         end = f"play returned {shortened_repr(results[-1])}"
@@ -291,7 +284,7 @@ def _games(
 ) -> Iterator[tuple[int, Task]]:
     """Yield each task once; then repeat tasks a few times while the policy has called some but not all of the tools."""
     tools = set(environment.tool_table()) if issubclass(environment, ToolEnvironment) else set()
-    for number in range(MOST_GAMES * len(tasks)):
+    for number in range(4 * len(tasks)):  # at most four episodes per task
         if number >= len(tasks) and (not report.called or tools <= report.called):
             break
         yield number, tasks[number % len(tasks)]
@@ -404,8 +397,9 @@ async def _check_episode(
     spec = _spec(environment, task, number, seed)
     script = random_policy(environment)
     report.on_progress(f"episode {number + 1}, task {task.id!r}: playing it")
+    # Report code that blocks the event loop twice for longer than 0.3 s.
     with (
-        watch_event_loop(loop_problems.append, repeated_s=REPEATED_S, users_only=True),
+        watch_event_loop(loop_problems.append, repeated_s=0.3, users_only=True),
         watch_side_effects(environment) as side_effects,
     ):
         first = await execute_episode(environment, spec, script)
@@ -617,5 +611,5 @@ def _stray_lines(environment: type[Environment]) -> str:
         (True, False)
     """
     lines = enumerate(environment.source().splitlines(), start=1)
-    stray = [f"line {number}: `{line.strip()}`" for number, line in lines if _STRAY.search(line)][:_MOST_STRAY_LINES]
+    stray = [f"line {number}: `{line.strip()}`" for number, line in lines if _STRAY.search(line)][:3]
     return f". Look at {', '.join(stray)}" if stray else ""

@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 
 _WORTH_SHARING = 8
 """Minimum length of a common prefix, in tokens, that is copied from another conversation instead of computed."""
-_TURNS_IN_A_ROW = 16
-"""Number of calls per slot that may overtake a waiting one: for each step of priority, or because their session has a
-slot."""
 
 
 @dataclass(slots=True, eq=False)
@@ -202,7 +199,8 @@ class Batcher:
         self._seated: list[ActiveRequest] = []
         self.running: dict[int, ActiveRequest] = {}
         self._deferred = 0
-        self._turns_in_a_row = _TURNS_IN_A_ROW * cache.slots
+        # So many calls may overtake a waiting one: for each step of priority, or because their session has a slot.
+        self._turns_in_a_row = 16 * cache.slots
         self._passed_over = 0
         self._layout: list[tuple[ServedModelCopy, Slots, NDArray[np.int64]]] | None = None
 

@@ -24,11 +24,6 @@ if TYPE_CHECKING:
 
     from agentrl.engines.weights.files import EngineMemoryEstimate
 
-LARGE_BATCH = 8192
-"""Tokens of a pass on a large GPU, as vLLM's own server sets them; an engine in process gets 2,048."""
-SMALL_BATCH = 2048
-_GRAPHS = 1 << 30
-"""Bytes of CUDA graphs and of the workspaces of libraries."""
 
 BLOCK = 32
 """Number of tokens per KV block; vLLM's attention on CPU needs multiples of 32."""
@@ -42,7 +37,8 @@ def block_size(shapes: PreTrainedModel, *, on_gpu: bool) -> dict[str, int]:
 
 def batch_tokens(total: int) -> int:
     """Return the maximum number of tokens of a pass on a GPU with `total` bytes of memory."""
-    return LARGE_BATCH if total >= LARGE_GPU else SMALL_BATCH
+    # vLLM's own server sets 8,192 on large GPUs; its engine in process always gets 2,048
+    return 8192 if total >= LARGE_GPU else 2048
 
 
 def parts(arguments: Mapping[str, Any]) -> int:
@@ -67,7 +63,8 @@ def bytes_besides_cache(
     width: int = 4 * config.hidden_size + 3 * max(getattr(config, "intermediate_size", None) or 0, routed)
     tokens = arguments.get("max_num_batched_tokens", batch_tokens(total))
     activations: int = int(tokens) * width * shapes.dtype.itemsize
-    return (held.weights + held.adapters) // parts(arguments) + held.logits + activations + _GRAPHS
+    graphs = 1 << 30  # CUDA graphs, and the workspaces of libraries
+    return (held.weights + held.adapters) // parts(arguments) + held.logits + activations + graphs
 
 
 def least_bytes_of_share(

@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from agentrl.journal.entries import TurnEntry
 
 VERSION = "ATIF-v1.8"
-MAX_PROMPT_IDS = 4_000_000
-"""Maximum number of prompt tokens of an episode; the format repeats the whole context at each turn. Longer episodes are
-written without prompts, and the file says so."""
 MAX_NAME = 180
 _SOURCES = {"system": "system", "user": "user", "assistant": "agent"}
 
@@ -73,7 +70,9 @@ def atif_trajectory(run: str, view: EpisodeView, conversation: ConversationView)
     line = view.summary
     name = f"{line.episode}.{line.attempt}"
     rows = assemble_token_rows(view)
-    has_prompts = sum(map(_prompt_ids, rows)) <= MAX_PROMPT_IDS
+    # The format repeats the whole context at each turn. Longer episodes are written without prompts, and the file says
+    # so.
+    has_prompts = sum(map(_prompt_ids, rows)) <= 4_000_000
     calls = _calls(conversation)
     copied = {_key(act) for act in conversation.acts[: conversation.inherited] if isinstance(act, PolicyTurn)}
     steps = [list(_steps(row, calls, copied, has_prompts=has_prompts)) for row in rows]

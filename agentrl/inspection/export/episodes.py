@@ -36,11 +36,6 @@ if TYPE_CHECKING:
     from agentrl.inspection.tokens import AssembledTokenRow, ReadStep, StepTokenValues
 
 
-STEP_FILES = 4
-"""Number of steps whose columns are cached during an export; neighboring episodes were mostly trained in neighboring
-steps."""
-BATCH_BYTES = 16 << 20
-"""Bytes of the table that are buffered before a write."""
 _EPISODE = (
     *("run", "episode", "attempt", "status", "purpose", "environment", "task_id", "group", "parent"),
     *("stop_reason", "drop_reason", "detail", "turns", "tokens", "seconds", "admitted_at", "committed_at"),
@@ -149,7 +144,8 @@ def exported_episodes(selection: ExportSelection) -> Iterator[ExportedEpisode]:
     """Yield the episodes of a selection; unreadable data is added to the selection's problems."""
     reader = selection.reader
     run = str(reader.info().get("run", ""))
-    read = lru_cache(STEP_FILES)(read_step_row_columns)
+    # Neighboring episodes were mostly trained in neighboring steps, so a few steps' columns are cached.
+    read = lru_cache(4)(read_step_row_columns)
     for episode, attempt in selection.keys:
         try:
             exported = _exported(reader, run, reader.episode(episode, attempt), read)
@@ -349,7 +345,7 @@ def write_parquet_table(selection: ExportSelection, path: Path) -> None:
                 batches.append(pa.RecordBatch.from_pylist(parquet_table_rows(episode), schema))
             except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
                 selection.problems.append(f"{episode.episode}: left out: the table has no place for it ({error})")
-            if sum(batch.nbytes for batch in batches) > BATCH_BYTES:
+            if sum(batch.nbytes for batch in batches) > 16 << 20:
                 writer.write_table(pa.Table.from_batches(batches, schema))
                 batches.clear()
         writer.write_table(pa.Table.from_batches(batches, schema))

@@ -131,7 +131,6 @@ def _check(target: Path, format: str, *, force: bool = False) -> None:
 
 MAX_EPISODES = 10_000
 """Maximum number of episodes in a page; use `agentrl run serve` for more."""
-_LEVEL = 6
 
 
 def write_html_page(selection: ExportSelection, path: Path) -> None:
@@ -187,4 +186,4 @@ def _answer(
 
 
 def _packed(value: Any) -> bytes:
-    return gzip.compress(as_json(value), _LEVEL, mtime=0)
+    return gzip.compress(as_json(value), 6, mtime=0)

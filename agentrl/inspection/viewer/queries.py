@@ -29,8 +29,6 @@ from agentrl.observe.run_state import read_run_snapshot
 
 Parameters = Mapping[str, str]
 
-MAX_PAGE = 1_000
-"""Maximum number of episodes in one answer."""
 PARTS = 120
 """Number of parts of a run's timeline."""
 EXACT = 2**53
@@ -161,7 +159,7 @@ def _episodes(reader: RunReader, parameters: Parameters) -> EpisodeListPage:
         sort=parameters.get("sort") or "admitted_at",
         training_first=not parameters.get("sort"),
         descending=not parameters.get("ascending"),
-        limit=min(_number(parameters, "limit", 100), MAX_PAGE),
+        limit=min(_number(parameters, "limit", 100), 1_000),
         offset=_number(parameters, "offset", 0),
         among=among,
     )

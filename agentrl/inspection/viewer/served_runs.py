@@ -12,8 +12,6 @@ from agentrl.inspection.run_comparison import CURVES, compare_runs
 from agentrl.inspection.viewer.queries import answer_viewer_query, as_json
 from agentrl.journal.schema import CONTROL_FILE
 
-MAX_OPEN = 16
-"""Maximum number of runs that are kept open."""
 MAX_COMPARED = 20
 """Maximum number of runs in a comparison."""
 
@@ -60,7 +58,7 @@ class ServedRuns:
         if name not in self._open:
             if not name or Path(name).name != name or not _is_run(self._place / name):
                 raise InputError(f"{self._place}: no run {name!r}; choose one of the list")
-            if len(self._open) >= MAX_OPEN:
+            if len(self._open) >= 16:  # close the run that was opened first
                 self._open.pop(next(iter(self._open))).close()
             self._open[name] = RunReader(self._place / name)
         return self._open[name]

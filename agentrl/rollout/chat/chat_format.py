@@ -57,15 +57,11 @@ AUTO = "auto"
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _ANCHOR = "\ue002"
-_FRAMES = 64
-"""Number of openings kept for reuse; further ones are rendered each time."""
 _KEPT_CHARACTERS = 1 << 20
 """Number of characters whose tokens are kept for reuse: members of a group get the same prompt, tools often give the
 same answers, and half of a small policy's replies are among its last few hundred."""
 _MAX_TOKEN_CHARACTERS = 1024
 """Maximum length of an added token; compiling one takes time that grows with the square of its length."""
-_SPARE_ROWS = 2048
-"""Number of embedding rows that may have no token: models are padded to round sizes, the largest seen by 1,069."""
 _MAX_PROBE_CHARACTERS = 200_000
 """Maximum length of the text that a template puts around a few words; the longest in use puts some thousand
 characters.
@@ -223,7 +219,7 @@ class TemplateChatFormat:
         key = (tuple(map(id, tools)), tuple(message.content for message in messages[:-1]))
         opening = self._openings.get(key)
         if opening is None:
-            if len(self._openings) >= _FRAMES:
+            if len(self._openings) >= 64:  # further openings are rendered each time
                 return self._encode_pieces(self._opening_pieces(messages, tools))
             specs = tuple(tools)
             frame = self._frame(lambda content: self._opening_pieces((*messages[:-1], _with(last, content)), specs))
@@ -721,7 +717,8 @@ def _check_vocabulary(directory: Path, tokenizer: Tokenizer) -> None:
             f"{directory}: the tokenizer has {len(tokens)} tokens, but the model's embeddings have {rows} rows: token "
             f"{beyond[0]} has none. {mend}"
         )
-    if rows - len(tokens) > max(_SPARE_ROWS, rows // 10):
+    # Models are padded to round sizes; the largest padding seen is 1,069 rows.
+    if rows - len(tokens) > max(2048, rows // 10):
         raise ModelError(
             f"{directory}: the tokenizer has only {len(tokens)} tokens for {rows} rows of the model's embeddings, so "
             f"it belongs to another model. {mend}"

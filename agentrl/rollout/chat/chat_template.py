@@ -41,7 +41,6 @@ PROBE = f"{_ESCAPE}p{_END}"
 
 MAX_RENDERED_CHARACTERS = 1 << 26
 """Maximum length of a rendered conversation; templates are trusted, and this bound names a faulty one."""
-_MAX_TOKEN_ID = 2**31 - 1
 
 
 class AddedToken(NamedTuple):
@@ -266,7 +265,7 @@ def stop_token_ids(directory: Path) -> list[int]:
         value = read_json(directory / name).get("eos_token_id")
         if value is not None:
             ids = value if isinstance(value, list) else [value]
-            if not all(type(item) is int and 0 <= item <= _MAX_TOKEN_ID for item in ids):
+            if not all(type(item) is int and 0 <= item <= 2**31 - 1 for item in ids):
                 raise ModelError(
                     f"{directory / name}: eos_token_id is {ascii(value)[:80]}, not a token id or a list of ids"
                 )
