@@ -254,13 +254,17 @@ class WorkerPool:
 
     def _assign(self, placed: PlacedEpisode) -> None:
         """Assign an episode to the process with the fewest episodes, silent ones last; queue it if all are full."""
-        able = [each for each in self.processes if each.is_ready and not each.is_leaving and self._takes(each, placed)]
+        able = [
+            process
+            for process in self.processes
+            if process.is_ready and not process.is_leaving and self._takes(process, placed)
+        ]
         if not able or self._unready or (placed.is_suspect and self._can_wait(placed)):
             self._queue[placed.number] = placed
             return
-        process = min(able, key=lambda each: len(each.episodes))
+        process = min(able, key=lambda process: len(process.episodes))
         if process.is_behind:  # asked of the others only now, since each asks the clock
-            process = min(able, key=lambda each: (each.is_behind, len(each.episodes)))
+            process = min(able, key=lambda process: (process.is_behind, len(process.episodes)))
         placed.process = process
         process.episodes.add(placed.number)
         process.roots += placed.spec.parent_id is None
@@ -284,7 +288,7 @@ class WorkerPool:
     def _can_wait(self, placed: PlacedEpisode) -> bool:
         """Whether an episode can wait without a process at no cost, because it is parked or has children in flight."""
         return placed.is_parked or any(
-            each.spec.parent_id == placed.spec.episode_id for each in self._episodes.values()
+            other.spec.parent_id == placed.spec.episode_id for other in self._episodes.values()
         )
 
     def _leave(self, process: WorkerProcess, *numbers: int) -> list[PlacedEpisode]:
@@ -333,8 +337,8 @@ class WorkerPool:
             for placed in self._episodes.values():
                 if placed is not killer:
                     placed.deaths -= killer.deaths
-            for each in self.processes:
-                each.suspects = {number for number in each.suspects if self._episodes[number].is_suspect}
+            for other in self.processes:
+                other.suspects = {number for number in other.suspects if self._episodes[number].is_suspect}
             self._commit(killer, dropped_header(killer.spec, "worker_lost"), b"", {}, detail, {})
             process.supervisor.achieved()  # the cause of its deaths has been dropped, so restart the count
         for placed in left:
@@ -343,9 +347,13 @@ class WorkerPool:
 
     def failed(self, error: AgentRLError) -> None:
         """Report the failure, with the episodes that ran in processes when they died."""
-        suspects = sorted((each for each in self._episodes.values() if each.deaths), key=lambda each: -len(each.deaths))
+        suspects = sorted(
+            (suspect for suspect in self._episodes.values() if suspect.deaths), key=lambda suspect: -len(suspect.deaths)
+        )
         if suspects and isinstance(error, EngineError):
-            names = ", ".join(f"{_name_of(each)} {plural(len(each.deaths), 'time')}" for each in suspects[:NAMED])
+            names = ", ".join(
+                f"{_name_of(suspect)} {plural(len(suspect.deaths), 'time')}" for suspect in suspects[:NAMED]
+            )
             more = f" and {len(suspects) - NAMED} more" if len(suspects) > NAMED else ""
             error = EngineError(
                 f"{error}. Episodes that were running in processes that died, and have made no progress since: "

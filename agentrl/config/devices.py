@@ -70,7 +70,7 @@ class DevicePlan:
 
     def shares_gpu(self, number: int) -> bool:
         """Whether a trainer rank or another engine computes on a GPU of an engine."""
-        others = {at for other, held in enumerate(self.engines) if other != number for at in held}
+        others = {at for other, gpus in enumerate(self.engines) if other != number for at in gpus}
         return not {*self.ranks, *others}.isdisjoint(self.engines[number])
 
     def transfer_to(self, number: int) -> Transfer | None:
@@ -78,18 +78,18 @@ class DevicePlan:
         `nccl` if it shares no GPU with rank 0; None otherwise: it loads the published file."""
         if not (self.ranks and self.engines):
             return None
-        held = self.engines[number]
-        if held == self.ranks[:1]:
+        gpus = self.engines[number]
+        if gpus == self.ranks[:1]:
             return "ipc"
-        return None if self.ranks[0] in held else "nccl"
+        return None if self.ranks[0] in gpus else "nccl"
 
     def share_of_rank(self, rank: int) -> float:
         """The share of its GPU's memory that a trainer rank may allocate."""
         at = self.ranks[rank]
-        taken = [share for held, share in zip(self.engines, self.shares, strict=True) if at in held]
+        shares = [share for gpus, share in zip(self.engines, self.shares, strict=True) if at in gpus]
         total = self.gpus[at].memory.total
-        contexts = CONTEXT * (1 + len(taken)) / total if total else 0.0  # GPUs of a cluster name no memory
-        return 1.0 - contexts - sum(taken)
+        contexts = CONTEXT * (1 + len(shares)) / total if total else 0.0  # GPUs of a cluster name no memory
+        return 1.0 - contexts - sum(shares)
 
     def name_of_engine(self, number: int) -> str:
         """The number of an engine, with its base model where there are several."""
@@ -102,7 +102,7 @@ class DevicePlan:
         """
         messages = []
         for at, gpu in enumerate(self.gpus):
-            numbers = [number for number, held in enumerate(self.engines) if at in held]
+            numbers = [number for number, gpus in enumerate(self.engines) if at in gpus]
             share, (free, total) = sum(self.shares[number] for number in numbers), gpu.memory
             if share * total > free:
                 names = " and ".join(map(self.name_of_engine, numbers))
@@ -115,11 +115,11 @@ class DevicePlan:
 
     def mixed_gpus(self) -> list[str]:
         """Describe the trainer and the engines whose GPUs are different models; one message for each."""
-        users = {self.name_of_engine(number): held for number, held in enumerate(self.engines)}
+        users = {self.name_of_engine(number): gpus for number, gpus in enumerate(self.engines)}
         users |= {"the trainer": self.ranks}
         messages = []
-        for user, held in users.items():
-            cards = dict.fromkeys(f"{self.gpus[at].name} ({self.gpus[at].memory.total / GIB:.0f} GiB)" for at in held)
+        for user, gpus in users.items():
+            cards = dict.fromkeys(f"{self.gpus[at].name} ({self.gpus[at].memory.total / GIB:.0f} GiB)" for at in gpus)
             if len(cards) > 1:
                 messages.append(
                     f"{user} computes on different GPU models, {' and '.join(cards)}, and can use each only as far as "
@@ -131,17 +131,17 @@ class DevicePlan:
         """Describe the assignment, one line per GPU."""
         lines = []
         for at, gpu in enumerate(self.gpus):
-            users = [f"trainer rank {rank}" for rank, held in enumerate(self.ranks) if held == at]
-            engines = [number for number, held in enumerate(self.engines) if at in held]
+            users = [f"trainer rank {rank}" for rank, device in enumerate(self.ranks) if device == at]
+            engines = [number for number, gpus in enumerate(self.engines) if at in gpus]
             if users and engines:
                 users = [f"{users[0]} ({self.share_of_rank(self.ranks.index(at)):.0%} of its memory)"]
             for number in engines:
                 of_what = "" if users else " of its memory"
                 users.append(f"{self.name_of_engine(number)} ({self.shares[number]:.0%}{of_what})")
-            users += [f"reward model {scorer}" for scorer, held in self.reward_models.items() if held == at]
+            users += [f"reward model {scorer}" for scorer, device in self.reward_models.items() if device == at]
             where = f" of node {gpu.node[:8]}" if gpu.node else ""
             lines.append(f"GPU {gpu.id}{where}: {' and '.join(users) or 'not used'}")
-        on_cpu = [scorer for scorer, held in self.reward_models.items() if held is None]
+        on_cpu = [scorer for scorer, device in self.reward_models.items() if device is None]
         return [*lines, *(f"CPU: reward model {scorer}" for scorer in on_cpu)]
 
 
@@ -162,28 +162,28 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
     bases = config.bases if engines else []
     may_share = not any(gpu.node for gpu in gpus)
     count = config.trainer.ranks if ranks and config.trained else 0
-    replicas, each = config.engine.count * len(bases), config.engine.devices
+    replicas, gpus_per_engine = config.engine.count * len(bases), config.engine.devices
     # Embedded engines reserve no memory, so they share GPUs across base models; vLLMs share only scarce GPUs.
-    fits = config.engine.kind == "vllm" and replicas * each <= len(gpus)
+    fits = config.engine.kind == "vllm" and replicas * gpus_per_engine <= len(gpus)
     sharing = len(bases) if bases and may_share and not fits else 1
-    wanted = replicas // sharing
+    engine_count = replicas // sharing
     free: dict[str, list[int]] = defaultdict(list)
     for at, gpu in enumerate(gpus):
         free[gpu.node].append(at)
     blocks: list[tuple[int, ...]] = []
-    for _ in range(wanted):
+    for _ in range(engine_count):
         # Of nodes with equally many GPUs, take the last: rank 0 is on the first.
         node = max(reversed(free), key=lambda name: len(free[name]))
-        if len(free[node]) < each:
+        if len(free[node]) < gpus_per_engine:
             break
-        blocks.append(tuple(free[node][-each:]))
-        del free[node][-each:]
-    taken = {at for block in blocks for at in block}
-    left = [at for at in range(len(gpus)) if may_share or at not in taken]
-    if len(blocks) < wanted or len(left) < count:
-        raise ConfigError(_too_few(config, len(gpus), ranks=count, engines=wanted, may_share=may_share))
-    held = tuple(left[:count])
-    unused = [at for at in range(len(gpus)) if at not in taken and at not in held]
+        blocks.append(tuple(free[node][-gpus_per_engine:]))
+        del free[node][-gpus_per_engine:]
+    engine_gpus = {at for block in blocks for at in block}
+    rank_candidates = [at for at in range(len(gpus)) if may_share or at not in engine_gpus]
+    if len(blocks) < engine_count or len(rank_candidates) < count:
+        raise ConfigError(_too_few(config, len(gpus), ranks=count, engines=engine_count, may_share=may_share))
+    rank_gpus = tuple(rank_candidates[:count])
+    unused = [at for at in range(len(gpus)) if at not in engine_gpus and at not in rank_gpus]
     reward_models = {
         scorer: unused.pop(0) if section.device == "auto" and unused else None
         for scorer, section in config.reward_models.items()
@@ -192,10 +192,11 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
     names = [base.base_name for base in bases] if len(bases) > 1 else []
     plan = DevicePlan(
         gpus=tuple(gpus),
-        ranks=held,
+        ranks=rank_gpus,
         engines=tuple(blocks),
         shares=tuple(
-            config.engine.memory_share or (SHARED if set(block) & set(held) else ALONE) / sharing for block in blocks
+            config.engine.memory_share or (SHARED if set(block) & set(rank_gpus) else ALONE) / sharing
+            for block in blocks
         ),
         bases=tuple(name for name in names for _ in range(config.engine.count)),
         reward_models=reward_models,
@@ -204,7 +205,7 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
         # a rank cannot start with less
         if plan.share_of_rank(rank) < 0.05:
             raise ConfigError(
-                f"engines and CUDA contexts take {1 - plan.share_of_rank(rank):.0%} of GPU {gpus[held[rank]].id}, "
+                f"engines and CUDA contexts take {1 - plan.share_of_rank(rank):.0%} of GPU {gpus[rank_gpus[rank]].id}, "
                 f"which leaves {plan.share_of_rank(rank):.0%} to trainer rank {rank}: lower engine.memory_share, or "
                 "use a larger GPU"
             )
@@ -216,11 +217,11 @@ def _too_few(config: RunConfig, count: int, *, ranks: int, engines: int, may_sha
     bases = f" for each of {len(config.bases)} base models" if len(config.bases) > 1 else ""
     sizes = f"engine.replicas = {config.engine.count} of {each} GPU{'s' * (each > 1)} each{bases}"
     sizes = sizes if engines else "no engine"
-    needed = f"trainer.ranks = {ranks} and {sizes}" if ranks else sizes
+    requested = f"trainer.ranks = {ranks} and {sizes}" if ranks else sizes
     lower = "trainer.ranks, engine.replicas or a parallel size of [engine.vllm]"
-    there = f"{count} GPU{'s' * (count > 1)}"
+    available = f"{count} GPU{'s' * (count > 1)}"
     if may_share:
-        return f"{needed} do not fit on {there}, even where ranks share GPUs with engines; lower {lower}"
+        return f"{requested} do not fit on {available}, even where ranks share GPUs with engines; lower {lower}"
     total = ranks + engines * each
     missing = (
         f"{total} are needed, {total - count} more than are free"
@@ -228,9 +229,9 @@ def _too_few(config: RunConfig, count: int, *, ranks: int, engines: int, may_sha
         else f"{total} would be enough, if those of one engine were on one node"
     )
     return (
-        f"{needed} do not fit on the {plural(count, 'free GPU')} of the Ray cluster, where an engine's GPUs are on one "
-        f"node and none is shared: {missing}; add nodes, lower {lower}, or run on one machine without cluster.address, "
-        "where a rank and an engine can share a GPU"
+        f"{requested} do not fit on the {plural(count, 'free GPU')} of the Ray cluster, where an engine's GPUs are on "
+        f"one node and none is shared: {missing}; add nodes, lower {lower}, or run on one machine without "
+        "cluster.address, where a rank and an engine can share a GPU"
     )
 
 
@@ -264,9 +265,9 @@ class NodePlan:
         """Return the node and the number of GPUs of each process that has any, by its name: first the ranks."""
         ranks = {f"trainer rank {rank}": (node, 1) for rank, node in enumerate(self.ranks) if self.devices.ranks}
         engines = {
-            f"engine {number}": (node, len(held))
+            f"engine {number}": (node, len(gpus))
             for number, node in enumerate(self.engines)
-            if (held := self.devices.gpus_of_engine(number))
+            if (gpus := self.devices.gpus_of_engine(number))
         }
         return ranks | engines
 
@@ -276,8 +277,8 @@ class NodePlan:
         for at, node in enumerate(self.nodes):
             users = [
                 f"{name} {number}"
-                for name, held in (("trainer rank", self.ranks), ("engine", self.engines), ("worker", self.workers))
-                for number, place in enumerate(held)
+                for name, assigned in (("trainer rank", self.ranks), ("engine", self.engines), ("worker", self.workers))
+                for number, place in enumerate(assigned)
                 if place == node
             ]
             where = f"{node.address} (the run's host)" if at == 0 else node.address
@@ -296,14 +297,14 @@ def plan_nodes(config: RunConfig, nodes: Sequence[Node]) -> NodePlan:
         ConfigError: there are too few free GPUs, or none for rank 0 on the run's host.
     """
     gpus = [Gpu(str(number), "", Memory(0, 0), node.id) for node in nodes for number in range(node.gpus)]
-    held, by_id = sum(node.held for node in nodes), {node.id: node for node in nodes}
-    others = f"other programs of the Ray cluster hold {plural(held, 'GPU')}: wait until they end, or add nodes"
-    if held and not gpus and config.bases:
+    occupied, by_id = sum(node.held for node in nodes), {node.id: node for node in nodes}
+    others = f"other programs of the Ray cluster hold {plural(occupied, 'GPU')}: wait until they end, or add nodes"
+    if occupied and not gpus and config.bases:
         raise ConfigError(f"no GPU is free: {others}")
     try:
         devices = plan_devices(config, gpus)
     except ConfigError as error:
-        if not held:
+        if not occupied:
             raise
         raise ConfigError(f"{error}. In addition, {others}") from None
     ranks = config.trainer.ranks if config.trained else 0
@@ -322,7 +323,8 @@ def plan_nodes(config: RunConfig, nodes: Sequence[Node]) -> NodePlan:
         nodes=tuple(nodes),
         ranks=tuple(by_id[gpu.node] if gpu else nodes[rank % len(nodes)] for rank, gpu in enumerate(placed)),
         engines=tuple(
-            by_id[held[0].node] if held else nodes[-1 - replica % len(nodes)] for replica, held in enumerate(hosts)
+            by_id[engine_gpus[0].node] if engine_gpus else nodes[-1 - replica % len(nodes)]
+            for replica, engine_gpus in enumerate(hosts)
         ),
         workers=_worker_nodes(config, nodes),
     )

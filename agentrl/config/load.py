@@ -147,8 +147,8 @@ def dump_toml(config: BaseModel) -> str:
 def _resolve_path(source: Path, path: str, *, key: str) -> str:
     """Resolve a path against the file that names it, if something exists there."""
     try:
-        there = source.parent / path
-        return str(there.resolve()) if there.exists() else path
+        beside_source = source.parent / path
+        return str(beside_source.resolve()) if beside_source.exists() else path
     except OSError as error:
         raise ConfigError(f"{source}: {key} = {format_short(path)}: cannot be read ({error.strerror})") from error
 
@@ -175,10 +175,10 @@ def _resolve_splits(source: Path, tasks: int | Mapping[str, int]) -> int | dict[
 def _resolve_policy(source: Path, name: str, policy: AnyPolicy) -> AnyPolicy:
     if isinstance(policy, BotPolicy):
         return policy.model_copy(update={"id": _resolve_code(source, policy.id, key=f"policies.{name}.id")})
-    given = {"model": policy.model} if isinstance(policy, LocalPolicy) else {}
-    given |= {"path": policy.path} if isinstance(policy, FrozenPolicy) else {}
-    given |= {"reference": policy.reference} if isinstance(policy, PolicyConfig) else {}
-    resolved = {key: _resolve_path(source, path, key=f"policies.{name}.{key}") for key, path in given.items() if path}
+    paths = {"model": policy.model} if isinstance(policy, LocalPolicy) else {}
+    paths |= {"path": policy.path} if isinstance(policy, FrozenPolicy) else {}
+    paths |= {"reference": policy.reference} if isinstance(policy, PolicyConfig) else {}
+    resolved = {key: _resolve_path(source, path, key=f"policies.{name}.{key}") for key, path in paths.items() if path}
     return policy.model_copy(update=resolved)
 
 
@@ -378,16 +378,16 @@ def config_error(error: ValidationError, source: str, model: type[BaseModel] = R
 
 def describe_validation_error(error: ValidationError, model: type[BaseModel] = RunConfig) -> str:
     """Describe the problems in a pydantic error about a section, one line each."""
-    told: dict[str, list[str]] = {}
+    expectations: dict[str, list[str]] = {}
     """Accepted values by problem: each member of a union adds its own."""
     for detail in error.errors(include_url=False):
         if detail["type"] == "default_factory_not_called":  # follows from another error of the same section
             continue
-        problem, wanted = _explain(detail, model)
-        told[problem] = told.get(problem, []) + ([wanted] if wanted else [])
+        problem, expected = _explain(detail, model)
+        expectations[problem] = expectations.get(problem, []) + ([expected] if expected else [])
     lines = [
-        f"{problem}: expected {' or '.join(dict.fromkeys(wanted))}" if wanted else problem
-        for problem, wanted in told.items()
+        f"{problem}: expected {' or '.join(dict.fromkeys(expected))}" if expected else problem
+        for problem, expected in expectations.items()
     ]
     if len(lines) > SHOWN:
         lines[SHOWN:] = [f"and {len(lines) - SHOWN} more"]
@@ -401,8 +401,8 @@ def converted_values(data: Any, read: Any, path: str = "") -> Iterator[str]:
         for key, value in data.items():
             yield from converted_values(value, by_key.get(str(key)), f"{path}.{key}" if path else str(key))
     elif isinstance(data, list) and isinstance(read, list | tuple):
-        for index, (given, taken) in enumerate(zip(data, read, strict=False)):
-            yield from converted_values(given, taken, f"{path}.{index}")
+        for index, (value, converted) in enumerate(zip(data, read, strict=False)):
+            yield from converted_values(value, converted, f"{path}.{index}")
     elif isinstance(data, str | bool) != isinstance(read, str | bool) and isinstance(read, int | float):
         mend = f", without quotes: {format_short(read)}" if isinstance(data, str) else ""
         yield f"{path} = {format_short(data)}: expected {_WORDS[type(read)]}{mend}"
@@ -450,7 +450,7 @@ def format_short(value: Any) -> str:
 def _explain(detail: ErrorDetails, top: type[BaseModel]) -> tuple[str, str]:
     """Return the problem, and the accepted value if the given one has another type."""
     place = _locate(detail["loc"], top)
-    dotted, kind, given = ".".join(place.path), detail["type"], detail["input"]
+    dotted, kind, value = ".".join(place.path), detail["type"], detail["input"]
     if place.unnamed is not None:
         before, key = place.path[: place.unnamed], place.path[place.unnamed]
         return f"{'.'.join([*before, key])}: a name is missing: {'.'.join([*before, 'NAME', key])}", ""
@@ -466,9 +466,9 @@ def _explain(detail: ErrorDetails, top: type[BaseModel]) -> tuple[str, str]:
     if kind == "union_tag_invalid":
         tag, expected = detail["ctx"]["discriminator"].strip("'"), detail["ctx"]["expected_tags"]
         return f"{dotted}.{tag} = {format_short(detail['ctx']['tag'])}", f"one of {expected}"
-    problem = f"{dotted} = {format_short(given)}"
+    problem = f"{dotted} = {format_short(value)}"
     if place.path[-1] == "[key]":
-        problem = f"{'.'.join(place.path[:-2])}, key {format_short(given)}"
+        problem = f"{'.'.join(place.path[:-2])}, key {format_short(value)}"
     if kind in ("dict_type", "model_type", "model_attributes_type"):
         return problem, _in_words(place.annotation, dotted)
     what = kind.partition("_")[0]
@@ -535,8 +535,8 @@ def _in_words(annotation: Any, dotted: str = "") -> str:
     if named:
         return f"tables [{dotted}.NAME]"
     if members:
-        needed = [name for name, field in members[0].model_fields.items() if field.is_required()]
-        return "a table { " + ", ".join(f"{name} = ..." for name in needed or members[0].model_fields) + " }"
+        required = [name for name, field in members[0].model_fields.items() if field.is_required()]
+        return "a table { " + ", ".join(f"{name} = ..." for name in required or members[0].model_fields) + " }"
     if get_origin(bare) is dict:
         key, value = map(_in_words, get_args(bare))
         return f"a table {{ {'NAME' if key == 'text' else key} = {value}, ... }}"

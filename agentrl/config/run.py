@@ -244,8 +244,8 @@ class RunConfig(Section):
     @property
     def engine_in_process(self) -> bool:
         """Whether the engine runs in the run's process."""
-        here = self.engine.replicas == 0 and self.workers == 1 and not self.in_ray
-        return self.engine.kind == "embedded" and here
+        in_process = self.engine.replicas == 0 and self.workers == 1 and not self.in_ray
+        return self.engine.kind == "embedded" and in_process
 
     @property
     def in_ray(self) -> bool:
@@ -315,13 +315,13 @@ class RunConfig(Section):
     @property
     def filtered(self) -> list[str]:
         """Policies sampled through a filter by the run's engine; their kept sets are recorded and used in training."""
-        here = [name for name, policy in self.policies.items() if not isinstance(policy, ExternalPolicyConfig)]
-        return [name for name in here if self.sampling_of(name).is_filtered]
+        local = [name for name, policy in self.policies.items() if not isinstance(policy, ExternalPolicyConfig)]
+        return [name for name in local if self.sampling_of(name).is_filtered]
 
     @property
     def line_ups(self) -> int:
         """Period of the seat assignment, in groups: after this many groups, every seat has its first policy again."""
-        return math.lcm(*(len(held) for held in self.seats.values() if isinstance(held, tuple)), 1)
+        return math.lcm(*(len(holder) for holder in self.seats.values() if isinstance(holder, tuple)), 1)
 
     def policy_of(self, seat: str, group: int = 0) -> str:
         """Return the policy that holds `seat` in a group. Bindings of child episodes (`Env.seat`) fall back to the bare
@@ -333,8 +333,8 @@ class RunConfig(Section):
         bare = seat.rsplit(".", 1)[-1]
         for key in (seat, bare):
             if key in self.seats:
-                held = self.seats[key]
-                return held if isinstance(held, str) else held[group % len(held)]
+                holder = self.seats[key]
+                return holder if isinstance(holder, str) else holder[group % len(holder)]
         players = [name for name in self.policies if name not in self.judges]
         if len(players) == 1:
             return players[0]
@@ -346,8 +346,8 @@ class RunConfig(Section):
 
 
 def _check_model(config: RunConfig) -> None:
-    here = [name for name, policy in config.policies.items() if not isinstance(policy, ExternalPolicyConfig)]
-    if without := [name for name in here if not config.base_of(name)]:
+    local = [name for name, policy in config.policies.items() if not isinstance(policy, ExternalPolicyConfig)]
+    if without := [name for name in local if not config.base_of(name)]:
         raise ValueError(
             f"model.path is needed for {', '.join(f'policies.{name}' for name in without)}: the directory of a local "
             "Hugging Face model such as agentrl.environments:calculator/model. Remote endpoints and bots need none"
@@ -438,8 +438,8 @@ def _check_scorers(config: RunConfig) -> None:
         chain = [name]
         while (other := config.scorers[chain[-1]].on_failure) != "drop":
             if other not in config.scorers:
-                known = ", ".join(["drop", *sorted(config.scorers.keys() - {name})])
-                raise ValueError(f"scorers.{chain[-1]}.on_failure = {other!r}: there is no such scorer; give {known}")
+                choices = ", ".join(["drop", *sorted(config.scorers.keys() - {name})])
+                raise ValueError(f"scorers.{chain[-1]}.on_failure = {other!r}: there is no such scorer; give {choices}")
             if (config.scorers[other].per == "group") != (scorer.per == "group"):
                 raise ValueError(
                     f"scorers.{chain[-1]}.on_failure = {other!r}: one of the two scores groups and the other does not; "
@@ -526,14 +526,14 @@ def _check_recorded_turns(config: RunConfig) -> None:
 
 
 def _check_seats(config: RunConfig) -> None:
-    known = ", ".join(sorted(config.policies))
-    for seat, held in config.seats.items():
-        names = (held,) if isinstance(held, str) else held
+    choices = ", ".join(sorted(config.policies))
+    for seat, holder in config.seats.items():
+        names = (holder,) if isinstance(holder, str) else holder
         if not names:
             raise ValueError(f"seats.{seat}: the list is empty; name the policies that hold it, group by group")
         for name in names:
             if name not in config.policies:
-                raise ValueError(f"seats.{seat}: no policy {name!r}; there are: {known}")
+                raise ValueError(f"seats.{seat}: no policy {name!r}; there are: {choices}")
     trained = config.trained
     for name, past in config.of_kind(OpponentPoolPolicy).items():
         if past.of not in trained:
@@ -548,9 +548,9 @@ def _check_sampling(config: RunConfig, name: str) -> None:
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
         key = ".".join(map(str, detail["loc"]))
-        said = f"no such setting of [sampling] (it has {', '.join(type(config.sampling).model_fields)})"
+        problem = f"no such setting of [sampling] (it has {', '.join(type(config.sampling).model_fields)})"
         raise ValueError(
-            f"policies.{name}.sampling.{key}: {said if detail['type'] == 'extra_forbidden' else detail['msg']}"
+            f"policies.{name}.sampling.{key}: {problem if detail['type'] == 'extra_forbidden' else detail['msg']}"
         ) from None
     if isinstance(config.policies[name], RemotePolicy) and (sampling.top_k or sampling.min_p):
         raise ValueError(
@@ -561,12 +561,12 @@ def _check_sampling(config: RunConfig, name: str) -> None:
 
 def _check_freeze(config: RunConfig) -> None:
     """Check that every phase has a policy that learns, and that every frozen policy learns in some phase."""
-    phases = [{held} if isinstance(held, str) else set(held) for held, _ in config.freeze]
+    phases = [{policies} if isinstance(policies, str) else set(policies) for policies, _ in config.freeze]
     named: set[str] = set().union(*phases)
     for number, frozen in enumerate(phases):
         for name in sorted(frozen - config.trained.keys()):
-            known = ", ".join(config.trained) or "none"
-            raise ValueError(f"freeze[{number}]: {name!r} is not a trained policy; there are: {known}")
+            choices = ", ".join(config.trained) or "none"
+            raise ValueError(f"freeze[{number}]: {name!r} is not a trained policy; there are: {choices}")
         if frozen == named:
             raise ValueError(
                 f"freeze[{number}]: `freeze` names no other policy, so no steps could end this phase; add a phase for "
@@ -617,7 +617,7 @@ def _check_deterministic(config: RunConfig) -> None:
         "steps as a table": isinstance(config.steps, dict),
         "best.stop_at": config.best.stop_at is not None,
         "best.stop_fall": config.best.stop_fall is not None,
-        **{f"seats.{seat} as a list": isinstance(held, tuple) for seat, held in config.seats.items()},
+        **{f"seats.{seat} as a list": isinstance(holder, tuple) for seat, holder in config.seats.items()},
     }
     for what, asked in refused.items():
         if asked:

@@ -58,8 +58,8 @@ class Canary:
     def metadata(self) -> dict[str, str]:
         """Encode the canary for the metadata of the version's safetensors file."""
         columns = (self.contexts, self.token_ids, self.logprobs, self.start_logprobs)
-        said = CanaryJson(*(column.tolist() for column in columns))
-        return {CANARY_KEY: msgspec.json.encode(said).decode()}
+        canary = CanaryJson(*(column.tolist() for column in columns))
+        return {CANARY_KEY: msgspec.json.encode(canary).decode()}
 
     def asks_like(self, other: Canary) -> bool:
         """Whether answers to both canaries can be compared."""
@@ -99,9 +99,9 @@ def read_canary(weights: WeightsRef, metadata: Mapping[str, str], tensors: Mappi
     try:
         if len(text) > 1 << 20:
             raise ValueError(f"{len(text)} characters")
-        said = msgspec.json.decode(text, type=CanaryJson)
-        contexts, tokens = np.array(said.contexts, np.int64), np.array(said.token_ids, np.int64)
-        logprobs, start = (np.array(rows, np.float64) for rows in (said.logprobs, said.start_logprobs))
+        canary = msgspec.json.decode(text, type=CanaryJson)
+        contexts, tokens = np.array(canary.contexts, np.int64), np.array(canary.token_ids, np.int64)
+        logprobs, start = (np.array(rows, np.float64) for rows in (canary.logprobs, canary.start_logprobs))
     except (ValueError, OverflowError) as error:  # msgspec's errors are ValueErrors
         raise version_refused_error(weights, f"its canary cannot be read ({str(error)[:200]!a})") from error
     if contexts.ndim != 2 or not (0 < len(contexts) <= 64 and 0 < contexts.shape[1] <= 512):

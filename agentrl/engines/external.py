@@ -74,21 +74,21 @@ class Bot:
     async def generate(self, request: GenerateRequest, where: str) -> Completion:
         """Ask the program."""
         lines = bytes(request.token_ids.tolist()).decode().split("\n")[:-1]
-        told = [line for line in map(json.loads, lines) if "tools" not in line]
-        conversation = [Message(role=line["role"], content=line["content"]) for line in told]
+        message_lines = [line for line in map(json.loads, lines) if "tools" not in line]
+        conversation = [Message(role=line["role"], content=line["content"]) for line in message_lines]
         try:
-            said = self.program(conversation, random_stream("bot", request.seed))
-            if inspect.isawaitable(said):
-                said = await said
+            reply = self.program(conversation, random_stream("bot", request.seed))
+            if inspect.isawaitable(reply):
+                reply = await reply
         except EpisodeError:
             raise
         except Exception as error:
             raise self._failed(where, f"raised {format_foreign_error(error)}") from error
-        if not isinstance(said, str):
-            raise self._failed(where, f"returned {said!r:.200}; it must return text")
-        if len(said) > MAX_CHARACTERS:
-            raise self._failed(where, f"returned {len(said)} characters; at most {MAX_CHARACTERS} are allowed")
-        line = json.dumps({"role": "assistant", "content": said}, ensure_ascii=False) + "\n"
+        if not isinstance(reply, str):
+            raise self._failed(where, f"returned {reply!r:.200}; it must return text")
+        if len(reply) > MAX_CHARACTERS:
+            raise self._failed(where, f"returned {len(reply)} characters; at most {MAX_CHARACTERS} are allowed")
+        line = json.dumps({"role": "assistant", "content": reply}, ensure_ascii=False) + "\n"
         return external_completion(self.policy, line.encode("utf-8", "replace"), "stop")
 
     def abort(self, request_id: str) -> None:
@@ -101,12 +101,12 @@ class Bot:
         return EpisodeError(f"{where}, policy {self.policy!r}: the bot {what}", reason="bot_error")
 
 
-def external_completion(policy: str, said: bytes, reason: FinishReason) -> Completion:
+def external_completion(policy: str, reply: bytes, reason: FinishReason) -> Completion:
     """Make the completion of an external policy from the bytes of its line."""
     version = PolicyVersion(policy, 0, 0)
     return Completion(
-        token_ids=np.frombuffer(said, dtype=np.uint8).astype(np.int32),
-        logprobs=np.zeros(len(said), dtype=np.float32),
+        token_ids=np.frombuffer(reply, dtype=np.uint8).astype(np.int32),
+        logprobs=np.zeros(len(reply), dtype=np.float32),
         finish_reason=reason,
-        spans=(VersionSpan(0, len(said), version),) if said else (),
+        spans=(VersionSpan(0, len(reply), version),) if reply else (),
     )

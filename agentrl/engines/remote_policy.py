@@ -118,50 +118,52 @@ class RemotePolicyClient:
             return []
 
     async def _ask(self, request: GenerateRequest, where: str) -> Completion:
-        here = f"{where}, policy {self.policy!r} at {self.config.url}"
+        call_name = f"{where}, policy {self.policy!r} at {self.config.url}"
         async with self._places:
-            status, content = await self._send("POST", "/chat/completions", here, self._body(request))
+            status, content = await self._send("POST", "/chat/completions", call_name, self._body(request))
             while status == 400 and content is not None and self._adapt(content, request):
-                status, content = await self._send("POST", "/chat/completions", here, self._body(request))
+                status, content = await self._send("POST", "/chat/completions", call_name, self._body(request))
         if status != 200 or content is None:
-            return self._not_answered(status, content, here)
+            return self._not_answered(status, content, call_name)
         try:
             message, reason = _answer(content)
             line = _line(self._stripped(message))
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
-            told = self._without_key(repr(error))[:REFUSAL_SHOWN]
+            problem = self._without_key(repr(error))[:REFUSAL_SHOWN]
             raise EpisodeError(
-                f"{here}: its answer is not a chat completion ({told})", reason="remote_answer"
+                f"{call_name}: its answer is not a chat completion ({problem})", reason="remote_answer"
             ) from None
-        most = BYTES_PER_TOKEN * request.sampling.max_tokens + MORE_BYTES
-        if len(line) > most:
-            told = f"its answer has {len(line)} bytes, too many for the {request.sampling.max_tokens} requested tokens"
-            raise EpisodeError(f"{here}: {told}", reason="remote_answer")
+        max_bytes = BYTES_PER_TOKEN * request.sampling.max_tokens + MORE_BYTES
+        if len(line) > max_bytes:
+            problem = (
+                f"its answer has {len(line)} bytes, too many for the {request.sampling.max_tokens} requested tokens"
+            )
+            raise EpisodeError(f"{call_name}: {problem}", reason="remote_answer")
         self._refusals_left = REFUSED_IN_A_ROW
         if reason == "content_filter":
-            return _refused(self.policy, f"{here}: its answer was filtered")
+            return _refused(self.policy, f"{call_name}: its answer was filtered")
         return external_completion(self.policy, line, "length" if reason == "length" else "stop")
 
-    def _not_answered(self, status: int, content: bytes | None, here: str) -> Completion:
+    def _not_answered(self, status: int, content: bytes | None, where: str) -> Completion:
         """Return the turn recorded for a refusal because of the content.
 
         Raises:
             EngineLostError: the endpoint may answer later.
             EpisodeError: the endpoint refuses regardless of content.
         """
-        said = f"more than {MAX_ANSWER_BYTES} bytes" if content is None else content.decode("utf-8", "replace")
-        told = f"{here}: status {status}: {self._without_key(_unescaped(said))[:REFUSAL_SHOWN]}"
+        answer = f"more than {MAX_ANSWER_BYTES} bytes" if content is None else content.decode("utf-8", "replace")
+        problem = f"{where}: status {status}: {self._without_key(_unescaped(answer))[:REFUSAL_SHOWN]}"
         if status in BUSY or status >= 500:
-            raise EngineLostError(told)
-        if status in ABOUT_THE_REQUEST and _CONTEXT.search(said):
-            return _refused(self.policy, told, "context_length")
+            raise EngineLostError(problem)
+        if status in ABOUT_THE_REQUEST and _CONTEXT.search(answer):
+            return _refused(self.policy, problem, "context_length")
         if self._refusals_left and status in ABOUT_THE_REQUEST:
             self._refusals_left -= 1
-            return _refused(self.policy, told)
+            return _refused(self.policy, problem)
         if status == 401:
             key = f"the key in {self.config.api_key_env}" if self._key else "no key was sent: name its variable"
-            told = f"{told} ({key})"
-        raise EpisodeError(told, reason="remote_refused")
+            problem = f"{problem} ({key})"
+        raise EpisodeError(problem, reason="remote_refused")
 
     def _adapt(self, content: bytes, request: GenerateRequest) -> bool:
         """Adapt later requests to a refusal that names a parameter; returns whether it did."""
@@ -176,7 +178,7 @@ class RemotePolicyClient:
         return False
 
     async def _send(
-        self, method: str, path: str, here: str, body: dict[str, Any] | None = None
+        self, method: str, path: str, where: str, body: dict[str, Any] | None = None
     ) -> tuple[int, bytes | None]:
         """Return status and body of an answer; the body is None if it is too long."""
         if self._client is None:
@@ -195,21 +197,21 @@ class RemotePolicyClient:
                 packed = response.headers.get("Content-Encoding", "identity")
                 if packed.lower() != "identity":
                     raise EpisodeError(
-                        f"{here}: it compresses its answers although the request forbids it "
+                        f"{where}: it compresses its answers although the request forbids it "
                         f"({self._without_key(packed)[:REFUSAL_SHOWN]!r})",
                         reason="remote_answer",
                     )
                 return response.status, await _limited(response)
         except TimeoutError:
-            raise EngineLostError(f"{here}: no answer within {self.config.timeout_s:g} s") from None
+            raise EngineLostError(f"{where}: no answer within {self.config.timeout_s:g} s") from None
         except aiohttp.ClientError as error:
             # The error's text may quote the request, which contains the key.
-            raise EngineLostError(f"{here}: {type(error).__name__}") from None
+            raise EngineLostError(f"{where}: {type(error).__name__}") from None
 
     def _body(self, request: GenerateRequest) -> dict[str, Any]:
-        said = bytes(request.token_ids.tolist()).decode()
+        text = bytes(request.token_ids.tolist()).decode()
         # `splitlines` would also split at separators inside messages.
-        lines = [json.loads(line) for line in said.split("\n")[:-1]]
+        lines = [json.loads(line) for line in text.split("\n")[:-1]]
         sampling = request.sampling
         body: dict[str, Any] = {
             "model": self.config.model,
@@ -257,14 +259,14 @@ def _answer(content: bytes) -> tuple[dict[str, Any], Any]:
     answer = json.loads(content)
     choice = answer["choices"][0]
     message = choice["message"]
-    said: dict[str, Any] = {"role": "assistant", "content": message.get("content") or ""}
+    reply: dict[str, Any] = {"role": "assistant", "content": message.get("content") or ""}
     if message.get("tool_calls"):
-        said["tool_calls"] = message["tool_calls"]
-    if not isinstance(said["content"], str):
+        reply["tool_calls"] = message["tool_calls"]
+    if not isinstance(reply["content"], str):
         raise ValueError("its content is not text")
     if counts := reported_token_usage(answer):
-        said["usage"] = counts
-    return said, choice.get("finish_reason")
+        reply["usage"] = counts
+    return reply, choice.get("finish_reason")
 
 
 def _unescaped(text: str) -> str:

@@ -122,7 +122,9 @@ class Fleet:
     def addresses(self) -> tuple[str, ...]:
         """Addresses of the unfenced replicas."""
         engines = [replica.engine for replica in self._replicas if not replica.is_fenced]
-        return tuple(each for engine in engines if isinstance(engine, AddressableEngine) for each in engine.addresses)
+        return tuple(
+            address for engine in engines if isinstance(engine, AddressableEngine) for address in engine.addresses
+        )
 
     def on_move(self, moved: Callable[[], None]) -> None:
         self._moved = moved
@@ -135,7 +137,7 @@ class Fleet:
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> RoutedSession[Replica]:
         """Open a session, as `Engine.open` does; its first call chooses the replica."""
         session = RoutedSession(self, session_id, policy, pin)
-        for replica in sorted(self._living(), key=lambda each: each.is_fenced):
+        for replica in sorted(self._living(), key=lambda candidate: candidate.is_fenced):
             try:
                 replica.open(session_id, policy, pin=pin).close()  # errors must surface here, not at the first call
             except EngineLostError as error:
@@ -348,18 +350,20 @@ class Fleet:
         self._changed.set()
 
     def _count(self) -> str:
-        return f"{sum(not each.is_fenced for each in self._replicas)} of {len(self._replicas)} replicas take calls"
+        return (
+            f"{sum(not replica.is_fenced for replica in self._replicas)} of {len(self._replicas)} replicas take calls"
+        )
 
     async def _remind(self) -> None:
         """Report the replicas that get no calls, until all do."""
         wait = 60.0
-        while any(each.is_fenced for each in self._replicas):
+        while any(replica.is_fenced for replica in self._replicas):
             await asyncio.sleep(wait)
             wait *= 2
-            for each in self._replicas:
-                if each.is_fenced:
-                    why = each.failure or each.refusal or each.why
-                    self._tell(f"engine replica {each.number} still gets no calls: {why}; {self._count()}")
+            for replica in self._replicas:
+                if replica.is_fenced:
+                    why = replica.failure or replica.refusal or replica.why
+                    self._tell(f"engine replica {replica.number} still gets no calls: {why}; {self._count()}")
 
     async def ping(self) -> None:
         """Return once one replica takes calls."""
@@ -404,7 +408,9 @@ class Fleet:
 
 def _combine_replicas(replicas: Sequence[EngineCapabilities]) -> EngineCapabilities:
     """Combine the capabilities of several equal engines: their memory and compute add up."""
-    return replace(replicas[0], kv_tokens=_total_kv(replicas), prefill_rate=sum(each.prefill_rate for each in replicas))
+    return replace(
+        replicas[0], kv_tokens=_total_kv(replicas), prefill_rate=sum(engine.prefill_rate for engine in replicas)
+    )
 
 
 def _combine_fleets(fleets: Sequence[EngineCapabilities]) -> EngineCapabilities:
@@ -415,21 +421,21 @@ def _combine_fleets(fleets: Sequence[EngineCapabilities]) -> EngineCapabilities:
     """
     return replace(
         fleets[0],
-        refresh=frozenset[Any]().union(*(each.refresh for each in fleets)),
-        expert_routing=all(each.expert_routing for each in fleets),
-        sampling_mask=all(each.sampling_mask for each in fleets),
-        adapters=sum(each.adapters for each in fleets),
-        max_context=min(each.max_context for each in fleets),
-        exact_continuation=all(each.exact_continuation for each in fleets),
+        refresh=frozenset[Any]().union(*(fleet.refresh for fleet in fleets)),
+        expert_routing=all(fleet.expert_routing for fleet in fleets),
+        sampling_mask=all(fleet.sampling_mask for fleet in fleets),
+        adapters=sum(fleet.adapters for fleet in fleets),
+        max_context=min(fleet.max_context for fleet in fleets),
+        exact_continuation=all(fleet.exact_continuation for fleet in fleets),
         kv_tokens=_total_kv(fleets),
-        prefill_rate=sum(each.prefill_rate for each in fleets),
-        keeps_version=frozenset[str]().union(*(each.keeps_version for each in fleets)),
-        shares_prefixes=all(each.shares_prefixes for each in fleets),
+        prefill_rate=sum(fleet.prefill_rate for fleet in fleets),
+        keeps_version=frozenset[str]().union(*(fleet.keeps_version for fleet in fleets)),
+        shares_prefixes=all(fleet.shares_prefixes for fleet in fleets),
     )
 
 
 def _total_kv(engines: Sequence[EngineCapabilities]) -> int | None:
-    capacities = [each.kv_tokens for each in engines if each.kv_tokens is not None]
+    capacities = [engine.kv_tokens for engine in engines if engine.kv_tokens is not None]
     return sum(capacities) if len(capacities) == len(engines) else None
 
 

@@ -420,11 +420,11 @@ class JournalRetention:
         return used > self._budget
 
     def _forecast(self, used: int, steps_left: int) -> None:
-        told = f"journal and step columns take {_mib(used)} of journal.budget_mib = {self._budget // MIB}"
+        usage = f"journal and step columns take {_mib(used)} of journal.budget_mib = {self._budget // MIB}"
         advice = "raise it, or prune more with journal.keep (docs/operations.md, Disk)"
         if used > 0.9 * self._budget and "full" not in self._warned:
             self._warned |= {"full", "growth"}
-            self._warn(f"{told}; {advice}")
+            self._warn(f"{usage}; {advice}")
         # a forecast of growth needs three sizes
         if len(self._sizes) < 3 or "growth" in self._warned:
             return
@@ -434,7 +434,7 @@ class JournalRetention:
             self._warned.add("growth")
             steps = max(int((self._budget - used) / growth), 0)
             self._warn(
-                f"{told}, and each step adds {_mib(growth)}: the budget will be used up in about "
+                f"{usage}, and each step adds {_mib(growth)}: the budget will be used up in about "
                 f"{plural(steps, 'step')}, and the run has {steps_left} left; {advice}"
             )
 

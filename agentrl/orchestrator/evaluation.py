@@ -157,9 +157,9 @@ def evaluation_metrics(
     if len(held_out) > 1:
         by_task, first = _by_task(headers, attempts), 0
         for split in held_out:
-            own = by_task[first : first + len(split.tasks)]
+            split_results = by_task[first : first + len(split.tasks)]
             first += len(split.tasks)
-            for name, value in _estimates(own, policy).items():
+            for name, value in _estimates(split_results, policy).items():
                 group, _, rest = name.partition("/")
                 what, _, word = rest.partition("/")
                 metrics["/".join(filter(None, (f"{group}/split_{what}", split.name, word)))] = value
@@ -199,8 +199,8 @@ def _by_task(headers: Sequence[EpisodeHeader], attempts: int) -> list[_TaskResul
 
 def _reward_of(header: EpisodeHeader, policy: str | None) -> float | None:
     """Return the reward of a policy, or of all policies, in an episode; None if it did not act there."""
-    own = [trajectory.reward or 0.0 for trajectory in header.trajectories if policy in (None, trajectory.policy)]
-    return sum(own) if own else None
+    rewards = [trajectory.reward or 0.0 for trajectory in header.trajectories if policy in (None, trajectory.policy)]
+    return sum(rewards) if rewards else None
 
 
 def _is_solved(header: EpisodeHeader, policy: str | None) -> bool:
@@ -227,7 +227,7 @@ def _estimates(tasks: Sequence[_TaskResult], policy: str | None) -> dict[str, fl
         ]
         for task in tasks
     ]
-    means = [_mean(own) for own in rewards if own]
+    means = [_mean(task_rewards) for task_rewards in rewards if task_rewards]
     if not means:
         return {}
     metrics = {"evaluation/reward": _mean(means), "evaluation/reward_error": confidence_half_width(means)}
@@ -237,7 +237,11 @@ def _estimates(tasks: Sequence[_TaskResult], policy: str | None) -> dict[str, fl
     ]
     most = max(map(len, attempted))
     for k in (1 << power for power in range(most.bit_length())):
-        passed = [1 - math.comb(len(own) - sum(own), k) / math.comb(len(own), k) for own in attempted if len(own) >= k]
+        passed = [
+            1 - math.comb(len(outcomes) - sum(outcomes), k) / math.comb(len(outcomes), k)
+            for outcomes in attempted
+            if len(outcomes) >= k
+        ]
         metrics |= {
             f"evaluation/pass_at/{k}": _mean(passed),
             f"evaluation/pass_at_error/{k}": confidence_half_width(passed),
@@ -278,7 +282,9 @@ def _rewards(headers: Sequence[EpisodeHeader], policy: str | None, attempts: int
     named = mean_named_rewards(list(itertools.chain.from_iterable(played)))
     parts = {f"evaluation/named_reward/{name}": value for name, value in named.items()}
     spread = {
-        "evaluation/reward_deviation": statistics.pstdev(sum(t.reward or 0.0 for t in own) for own in played if own)
+        "evaluation/reward_deviation": statistics.pstdev(
+            sum(t.reward or 0.0 for t in trajectories) for trajectories in played if trajectories
+        )
     }
     return metrics | (seats if len(seats) > 1 else {}) | parts | spread
 

@@ -296,8 +296,8 @@ class Orchestrator:
     def _credited(self, policy: str, taken: Sequence[ReadyUnit]) -> Sequence[ReadyUnit]:
         """Return the units of a step, with advantages of an estimator over the step if the run uses one."""
         if self.roles is not None:
-            given = [(ready.environment, ready.unit, ready.trajectories) for ready in taken]
-            units = self.roles.credited(policy, self.board.step(policy) + 1, given)
+            samples = [(ready.environment, ready.unit, ready.trajectories) for ready in taken]
+            units = self.roles.credited(policy, self.board.step(policy) + 1, samples)
         elif self.step_advantages is not None:
             units = self.step_advantages.credited(policy, [(ready.environment, ready.unit) for ready in taken])
         else:
@@ -396,10 +396,12 @@ class Orchestrator:
         for drop in self.buffer.drop(taken, "nonfinite_gradient"):
             self.store.record(drop)
         self._skipped[policy] += 1
-        said = f"{error}. Skipped steps of the policy in a row: {self._skipped[policy]}; {SKIPPED_IN_A_ROW} end the run"
+        message = (
+            f"{error}. Skipped steps of the policy in a row: {self._skipped[policy]}; {SKIPPED_IN_A_ROW} end the run"
+        )
         if self._skipped[policy] == SKIPPED_IN_A_ROW:
-            raise NonFiniteError(said) from error
-        self.tell(said)
+            raise NonFiniteError(message) from error
+        self.tell(message)
 
     def _drop_untrainable(self, policy: str, taken: Sequence[ReadyUnit], error: UntrainableUnitsError) -> None:
         """Drop the units of a step whose rows cannot be trained; put the others back."""

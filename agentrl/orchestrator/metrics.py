@@ -98,13 +98,13 @@ class EpisodeTotals:
     def count_committed(self, header: EpisodeHeader, counted: Mapping[str, PolicyCounts]) -> None:
         """Count a committed episode for each policy that acted in it."""
         for policy, (turns, metrics) in counted.items():
-            own = [trajectory for trajectory in header.trajectories if trajectory.policy == policy]
-            rewards = [trajectory.reward for trajectory in own if trajectory.reward is not None]
+            trajectories = [trajectory for trajectory in header.trajectories if trajectory.policy == policy]
+            rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
             broken = min(sum(metrics.get(name, 0.0) for name in BROKEN_FORMAT), float(turns))
             self._add("committed", policy=policy)
             self._add("turns", turns, policy=policy)
             self._add("broken turns", broken, policy=policy)
-            self._add("tokens", sum(trajectory.tokens for trajectory in own), policy=policy)
+            self._add("tokens", sum(trajectory.tokens for trajectory in trajectories), policy=policy)
             if rewards:
                 form = "broken" if broken else "kept"
                 self._add("rewarded", 1.0, form, policy)
@@ -123,10 +123,10 @@ class EpisodeTotals:
         self._add("games", label=opponent)
         self._add("score", score, label=opponent)
 
-    def count_squared_advantages(self, policy: str, given: float, whole: float) -> None:
-        """Add a complete group's summed squared advantages: as trained (`given`), and as leave-one-out would give them
+    def count_squared_advantages(self, policy: str, credited: float, whole: float) -> None:
+        """Add a complete group's summed squared advantages: as trained (`credited`), and with leave-one-out baselines
         (`whole`)."""
-        self._add("squares of advantages", given, "given", policy)
+        self._add("squares of advantages", credited, "given", policy)
         self._add("squares of advantages", whole, "leave one out", policy)
 
     def count_pass_rate(self, pass_rate: str) -> None:
@@ -224,9 +224,11 @@ class _Lengths(NamedTuple):
     @classmethod
     def of(cls, lengths: Iterable[tuple[float | None, bool]]) -> _Lengths:
         """Sum up pairs of (length, whether the unit was trained)."""
-        known = [(length, trained) for length, trained in lengths if length is not None]
-        own = [length for length, trained in known if trained]
-        return cls(len(known), math.fsum(length for length, _ in known), len(own), math.fsum(own))
+        measured = [(length, trained) for length, trained in lengths if length is not None]
+        trained_lengths = [length for length, trained in measured if trained]
+        return cls(
+            len(measured), math.fsum(length for length, _ in measured), len(trained_lengths), math.fsum(trained_lengths)
+        )
 
     def plus(self, other: _Lengths, sign: int = 1) -> _Lengths:
         """Return the sums with those of `other` added, or subtracted if `sign` is -1."""
@@ -281,15 +283,15 @@ class _DispatchedGroup:
         return not self.open and len(self.members) >= self.size
 
     def settled(self) -> _SettledGroup:
-        units = [own for own in self.members.values() if not own.is_absent]
-        rewards = [own.reward for own in units if own.reward is not None]
+        units = [unit for unit in self.members.values() if not unit.is_absent]
+        rewards = [unit.reward for unit in units if unit.reward is not None]
         return _SettledGroup(
             units=len(units),
-            trained=sum(own.trained is True for own in units),
-            held=sum(own.trained is None for own in units),
+            trained=sum(unit.trained is True for unit in units),
+            held=sum(unit.trained is None for unit in units),
             reward=math.fsum(rewards) / len(rewards) if rewards else None,
-            tokens=_Lengths.of((own.tokens, own.trained is True) for own in units),
-            seconds=_Lengths.of((own.seconds, own.trained is True) for own in units),
+            tokens=_Lengths.of((unit.tokens, unit.trained is True) for unit in units),
+            seconds=_Lengths.of((unit.seconds, unit.trained is True) for unit in units),
         )
 
 
@@ -335,26 +337,26 @@ class SelectionBiasTracker:
 
     def record_end(self, policy: str, header: EpisodeHeader) -> None:
         """Record that an episode with a seat of the policy has ended."""
-        own = self._open(header.episode_id)
-        if own is None:
+        unit = self._open(header.episode_id)
+        if unit is None:
             return
         acted = [trajectory for trajectory in header.trajectories if trajectory.policy == policy]
-        own.seconds = header.seconds or None  # 0 if the episode was cancelled
+        unit.seconds = header.seconds or None  # 0 if the episode was cancelled
         if acted:
             rewards = [trajectory.reward for trajectory in acted if trajectory.reward is not None]
-            own.tokens = float(sum(trajectory.tokens for trajectory in acted))
-            own.reward = math.fsum(rewards) if rewards else None
+            unit.tokens = float(sum(trajectory.tokens for trajectory in acted))
+            unit.reward = math.fsum(rewards) if rewards else None
             return
-        own.is_absent = header.committed
+        unit.is_absent = header.committed
         self.record_resolution(header.episode_id, trained=False)
 
     def record_resolution(self, episode_id: str, *, trained: bool) -> None:
         """Record that a unit was trained or dropped."""
-        own = self._open(episode_id)
-        if own is None:
+        unit = self._open(episode_id)
+        if unit is None:
             return
         group = self._groups[self._group_of[episode_id]]
-        own.trained = trained
+        unit.trained = trained
         group.open -= 1
         if trained:
             self._overtaken = max(self._overtaken or 0.0, (self._left - group.place) / self._step_size)
@@ -379,21 +381,21 @@ class SelectionBiasTracker:
 
     def _open(self, episode_id: str) -> _Member | None:
         group = self._groups.get(self._group_of.get(episode_id, ""))
-        own = None if group is None else group.members[episode_id]
-        return own if own is not None and own.trained is None else None
+        unit = None if group is None else group.members[episode_id]
+        return unit if unit is not None and unit.trained is None else None
 
     def _settle(self) -> None:
-        most = LENGTH_STEPS * self._step_size
+        compared = LENGTH_STEPS * self._step_size
         while self._groups:
             name, oldest = next(iter(self._groups.items()))
-            if not oldest.is_resolved and self._left < oldest.place + len(oldest.members) + most:
+            if not oldest.is_resolved and self._left < oldest.place + len(oldest.members) + compared:
                 return
             del self._groups[name]
             for episode_id in oldest.members:
                 del self._group_of[episode_id]
             self._settled.append(oldest.settled())
             self._count(self._settled[-1])
-            while self._units - self._settled[0].units >= most:
+            while self._units - self._settled[0].units >= compared:
                 self._count(self._settled.popleft(), -1)
 
     def _count(self, group: _SettledGroup, sign: int = 1) -> None:
@@ -404,14 +406,14 @@ class SelectionBiasTracker:
         self._seconds = self._seconds.plus(group.seconds, sign)
 
     def _reward_shift(self) -> float | None:
-        known = [(group.reward, group.units, group.trained) for group in self._settled if group.reward is not None]
-        units, trained = sum(units for _, units, _ in known), sum(trained for _, _, trained in known)
+        rewarded = [(group.reward, group.units, group.trained) for group in self._settled if group.reward is not None]
+        units, trained = sum(units for _, units, _ in rewarded), sum(trained for _, _, trained in rewarded)
         if not trained:
             return None
-        mean = math.fsum(reward for reward, _, _ in known) / len(known)
-        spread = math.sqrt(math.fsum((reward - mean) ** 2 for reward, _, _ in known) / len(known))
-        of_all = math.fsum(reward * units for reward, units, _ in known) / units
-        of_trained = math.fsum(reward * trained for reward, _, trained in known) / trained
+        mean = math.fsum(reward for reward, _, _ in rewarded) / len(rewarded)
+        spread = math.sqrt(math.fsum((reward - mean) ** 2 for reward, _, _ in rewarded) / len(rewarded))
+        of_all = math.fsum(reward * units for reward, units, _ in rewarded) / units
+        of_trained = math.fsum(reward * trained for reward, _, trained in rewarded) / trained
         return (of_trained - of_all) / spread if spread > 1e-9 else 0.0
 
 
@@ -452,18 +454,18 @@ def mean_named_rewards(trajectories: Sequence[TrajectoryHeader]) -> dict[str, fl
     named rewards; one without names counts under `reward` with its weighted reward."""
     if not any(trajectory.named_rewards for trajectory in trajectories):
         return {}
-    given = [dict(each.named_rewards) or {REWARD: each.reward or 0.0} for each in trajectories]
-    names = sorted({name for own in given for name in own})
-    return {name: math.fsum(own.get(name, 0.0) for own in given) / len(given) for name in names}
+    named = [dict(each.named_rewards) or {REWARD: each.reward or 0.0} for each in trajectories]
+    names = sorted({name for rewards in named for name in rewards})
+    return {name: math.fsum(rewards.get(name, 0.0) for rewards in named) / len(named) for name in names}
 
 
 def reward_agreement(trajectories: Sequence[TrajectoryHeader]) -> dict[str, float]:
     """Return how well each named reward agrees with the unnamed one: the share of pairs of conversations that it orders
     alike, among those that the unnamed reward orders. Ties count half, so chance is ½. Left out without such a pair."""
-    given = [rewards for each in trajectories if REWARD in (rewards := dict(each.named_rewards))][:_COMPARED]
+    named = [rewards for each in trajectories if REWARD in (rewards := dict(each.named_rewards))][:_COMPARED]
     found = {}
-    for name in sorted({name for rewards in given for name in rewards} - {REWARD}):
-        pairs = itertools.combinations([(own[REWARD], own[name]) for own in given if name in own], 2)
+    for name in sorted({name for rewards in named for name in rewards} - {REWARD}):
+        pairs = itertools.combinations([(rewards[REWARD], rewards[name]) for rewards in named if name in rewards], 2)
         orders = [(x - y) * (a - b) for (a, x), (b, y) in pairs if a != b]
         if orders:
             found[name] = sum((order > 0) + (order == 0) / 2 for order in orders) / len(orders)

@@ -96,7 +96,7 @@ class StepMetrics:
             if limit is not None:  # tokens of previous attempts do not count, because a rollback trains on them again
                 is_own = [trajectory.lineage == lineage for trajectory in trajectories]
                 metrics["staleness/exceeded"] = float(
-                    sum(lag > limit for lag, own in zip(lags, is_own, strict=True) if own)
+                    sum(lag > limit for lag, is_current in zip(lags, is_own, strict=True) if is_current)
                 )
         if rate := self._tokens_per_s(policy, now, ended.of("tokens")):
             metrics["tokens/sampled_per_s"] = rate
@@ -107,10 +107,10 @@ class StepMetrics:
         if len(self._members) > 1:
             for root in self._members:
                 units = zip(taken, rewards, strict=True)
-                own = [reward for ready, reward in units if ready.environment == name_of(root)]
-                metrics[f"mixture/share/{root.__name__}"] = len(own) / max(len(taken), 1)
-                if own:
-                    metrics[f"mixture/reward/{root.__name__}"] = _mean(own)
+                root_rewards = [reward for ready, reward in units if ready.environment == name_of(root)]
+                metrics[f"mixture/share/{root.__name__}"] = len(root_rewards) / max(len(taken), 1)
+                if root_rewards:
+                    metrics[f"mixture/reward/{root.__name__}"] = _mean(root_rewards)
         metrics |= {f"named_reward/{name}": value for name, value in mean_named_rewards(trajectories).items()}
         metrics |= {f"reward_agreement/{name}": value for name, value in reward_agreement(trajectories).items()}
         metrics.update(report.metrics)

@@ -238,7 +238,7 @@ class Batcher:
         After many turns, a waiting call gets the slot that was idle longest.
         """
         if self._passed_over >= self._turns_in_a_row:
-            self._seat_waiting(held, resolve, patient=False, most=1)
+            self._seat_waiting(held, resolve, patient=False, limit=1)
         seated, self._seated = self._seated, []
         for call in seated:
             if call.session.slot < 0:
@@ -256,12 +256,12 @@ class Batcher:
         resolve: Callable[[EmbeddedSession], EmbeddedVersion],
         *,
         patient: bool = True,
-        most: int | None = None,
+        limit: int | None = None,
     ) -> None:
-        """Start up to `most` waiting calls, as long as there are slots for them."""
+        """Start up to `limit` waiting calls, as long as there are slots for them."""
         aside: list[ActiveRequest] = []
-        most = len(self._waiting) if most is None else most
-        while self._waiting and most:
+        limit = len(self._waiting) if limit is None else limit
+        while self._waiting and limit:
             if not self._table.has_slot(patient=patient and 2 * len(self.running) >= self._cache.slots):
                 break
             call = heapq.heappop(self._waiting)
@@ -269,7 +269,7 @@ class Batcher:
                 aside.append(call)
             else:
                 self._begin(call, resolve)
-                self._passed_over, most = 0, most - 1
+                self._passed_over, limit = 0, limit - 1
         for call in aside:
             heapq.heappush(self._waiting, call)
 
@@ -278,8 +278,8 @@ class Batcher:
         # Resolve before a slot is taken: a lease is valid only while its KV cache is intact.
         serving = resolve(call.session)
         slot = table.assign_slot(call.session)
-        mine = table.computed_by[slot] is serving
-        reused = self._columns.common_prefix(slot, request.token_ids) if mine else 0
+        has_prefix = table.computed_by[slot] is serving
+        reused = self._columns.common_prefix(slot, request.token_ids) if has_prefix else 0
         self._columns.begin(slot, request, reused=reused)
         table.computed_by[slot] = serving
         call.serving, call.cached, call.fresh = serving, reused, reused < _WORTH_SHARING

@@ -294,14 +294,14 @@ class VllmVersionTable(VersionTable[VllmVersion]):
     async def _check_answer(
         self, weights: WeightsRef, new: VllmVersion, old: VllmVersion, loading: Awaitable[None] | None
     ) -> None:
-        asked: dict[str, Awaitable[Any]] = {} if loading is None else {"load it": loading}
+        checks: dict[str, Awaitable[Any]] = {} if loading is None else {"load it": loading}
         if (canary := new.canary) is not None:
-            asked["answer its canary"] = self._control.next_logprobs(
+            checks["answer its canary"] = self._control.next_logprobs(
                 canary.contexts, canary.token_ids, adapter=new.adapter, salt=new.salt
             )
         # Wait for all: vLLM would die if an adapter were unloaded during the canary's request.
-        outcomes: list[Any] = await asyncio.gather(*asked.values(), return_exceptions=True)
-        for what, outcome in zip(asked, outcomes, strict=True):
+        outcomes: list[Any] = await asyncio.gather(*checks.values(), return_exceptions=True)
+        for what, outcome in zip(checks, outcomes, strict=True):
             if isinstance(outcome, EngineDeadError):
                 raise outcome
             if isinstance(outcome, BaseException):
@@ -347,9 +347,9 @@ class VllmVersionTable(VersionTable[VllmVersion]):
         try:
             canary = await asyncio.to_thread(self._check_offer, weights, delivery.offer)
             delivery.answer()
-            while (asked := await delivery.next_call()).method == "init":
-                await self._control.answer(delivery, asked)
-            if asked.method == "start":
+            while (call := await delivery.next_call()).method == "init":
+                await self._control.answer(delivery, call)
+            if call.method == "start":
                 return delivery, canary
         except (TransferError, EngineError, OSError) as error:
             delivery.answer(error=str(error))
@@ -511,13 +511,13 @@ class VllmControl:
         Returns:
             Whether all weights came; if not, vLLM's weights belong to no version, and it waits for others.
         """
-        asked, is_begun = TransferCall(method="start", info={}), False
+        call, is_begun = TransferCall(method="start", info={}), False
         try:
-            while await self.answer(delivery, asked, label):
-                if asked.method == "finish":
+            while await self.answer(delivery, call, label):
+                if call.method == "finish":
                     return True
                 is_begun = True
-                asked = await delivery.next_call()
+                call = await delivery.next_call()
             is_begun = False  # vLLM's worker has ended the failed update itself
         except TransferError:
             pass
@@ -525,16 +525,16 @@ class VllmControl:
             await self._llm.finish_weight_update()
         return False
 
-    async def answer(self, delivery: IncomingTransfer, asked: TransferCall, label: str = "") -> bool:
+    async def answer(self, delivery: IncomingTransfer, call: TransferCall, label: str = "") -> bool:
         """Execute a trainer's request to vLLM, and answer the trainer."""
         try:
-            match asked.method:
+            match call.method:
                 case "init":
-                    await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=asked.info))
+                    await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=call.info))
                 case "start":
                     await self._llm.start_weight_update()
                 case "update":
-                    await self._llm.update_weights(WeightTransferUpdateRequest(update_info=asked.info))
+                    await self._llm.update_weights(WeightTransferUpdateRequest(update_info=call.info))
                 case "finish":
                     await self._llm.finish_weight_update(weight_version=label)
         except EngineDeadError:
@@ -596,8 +596,8 @@ class VllmControl:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        asked = (self._ask(context, parameters, adapter, salt, priority=_FIRST) for context in contexts)
-        found: list[Any] = [output.outputs[0].logprobs for output in await asyncio.gather(*asked)]
+        requests = (self._ask(context, parameters, adapter, salt, priority=_FIRST) for context in contexts)
+        found: list[Any] = [output.outputs[0].logprobs for output in await asyncio.gather(*requests)]
         return np.array([[rows[0][token].logprob for token in ids] for rows in found], np.float32)
 
     async def _ask(

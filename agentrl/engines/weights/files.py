@@ -139,8 +139,8 @@ def map_weights_to_state(
             if tensor.untyped_storage()._cdata not in stored:  # a tied weight may be stored under its other name
                 raise version_refused_error(weights, f"{name} is missing")
         elif matched[name].shape != tensor.shape:
-            have, need = tuple(matched[name].shape), tuple(tensor.shape)
-            raise version_refused_error(weights, f"{name} has shape {have}, but the model's is {need}")
+            published, expected_shape = tuple(matched[name].shape), tuple(tensor.shape)
+            raise version_refused_error(weights, f"{name} has shape {published}, but the model's is {expected_shape}")
     return matched
 
 
@@ -151,12 +151,12 @@ def check_dtypes(weights: WeightsRef, read: Mapping[str, Tensor], expected: Mapp
         EngineError: there are such weights; the message names the first tensor.
     """
     for name in read.keys() & expected.keys():
-        have, need = read[name].dtype, expected[name].dtype
-        if have != need:
+        published, computed = read[name].dtype, expected[name].dtype
+        if published != computed:
             raise version_refused_error(
                 weights,
-                f"its trainer published {name} in {dtype_name(have)}, and the engine computes in {dtype_name(need)}; "
-                "trainer and engine need the same model.dtype",
+                f"its trainer published {name} in {dtype_name(published)}, and the engine computes in "
+                f"{dtype_name(computed)}; trainer and engine need the same model.dtype",
             )
 
 
