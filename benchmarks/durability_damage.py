@@ -28,7 +28,7 @@ from tests.journal_cases import header, spec, step_of, weights
 EPISODES = 256
 ENTRIES = 6
 FLIPS, CUTS = 20_000, 1_000
-NEIGHBOURS = 8
+NEIGHBORS = 8
 """Episodes that may share a page of 4,096 bytes with the damage: those are damaged, all others undamaged."""
 
 
@@ -45,7 +45,7 @@ def figures(quick: bool) -> dict[str, float | None]:
                 with run.spoilt(name, flip=(draw.randrange(size), draw.randrange(8))):
                     wrong, errors = run.read()
                 unnoticed += wrong
-                readable += errors <= NEIGHBOURS
+                readable += errors <= NEIGHBORS
         for index in range(cuts):
             name = "control.db" if index % 4 == 0 else "turns-w0.db"
             with run.spoilt(name, cut=draw.randrange((run.path / name).stat().st_size)):

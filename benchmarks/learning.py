@@ -8,7 +8,7 @@
   `benchmarks.learning_record`); value and gradient count as one pair each. `oracle_max_error` is the largest difference
   of ours, relative to the largest entry. `splitting_error`: the largest relative difference of a step's loss and
   gradient norm in float64, between one micro-batch and many, one rank and two, rows as they are and forked (each token
-  in a row of its own), over losses that see a whole step and all normalisers. `lines_sapo`: lines of a script that
+  in a row of its own), over losses that see a whole step and all normalizers. `lines_sapo`: lines of a script that
   trains with its own loss. `user_loss_under_ray`: 1 if a loss that raises does so by name in a rank, one that is right
   trains as in this process, and one patched by hand is refused.
 * `credit`. `dpo_ties_paired`: pairs of conversations of equal reward, of 20 to 6,000 tokens, that `dpo` compares.

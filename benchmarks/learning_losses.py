@@ -139,7 +139,7 @@ def _error(found: Sequence[float], expected: Any) -> float:
 
 
 def _weights(kind: str, lengths: np.ndarray[Any, Any], longest: int) -> np.ndarray[Any, Any]:
-    """Return the factor by which the other library multiplies each token's loss: the trainer's normaliser."""
+    """Return the factor by which the other library multiplies each token's loss: the trainer's normalizer."""
     tokens = np.repeat(lengths, lengths).astype(float)
     if kind == "sequence_mean":
         return 1 / (len(lengths) * tokens)

@@ -133,7 +133,7 @@ def trained_bytes(config: RunConfig) -> int:
         )
         trainer.start()
         for step in range(1, STEPS + 1):
-            trainer.forward_backward(TrainBatch(step_id=step, policy=POLICY, units=units, normaliser=1.0))
+            trainer.forward_backward(TrainBatch(step_id=step, policy=POLICY, units=units, normalizer=1.0))
             trainer.optim_step(POLICY, step)
     return peak[0]
 

@@ -8,7 +8,7 @@ alone, packed, with shared prefixes, split over micro-batches, and padded. `fami
 `families_refused`: those that are refused by name before anything is sampled; listed above the table.
 `max_dlogp`: largest difference of a token's log-probability, in nats. `max_gradient_error`: largest difference of the
 gradient of their sum, over its norm. `planted_errors_found`: share of the errors planted in the trainer's forward pass
-(a neighbour's hidden state leaks, positions + 1, positions × 1.1) that the check at start does not let pass.
+(a neighbor's hidden state leaks, positions + 1, positions × 1.1) that the check at start does not let pass.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def step_of(
         input_digest="ab",
     )
     return StepRow(
-        report=report, version=version, batch=TrainBatch(step_id=step, policy=policy, units=units, normaliser=8.0)
+        report=report, version=version, batch=TrainBatch(step_id=step, policy=policy, units=units, normalizer=8.0)
     )
 
 

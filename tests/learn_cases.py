@@ -186,7 +186,7 @@ class Episodes:
     def batch(self, step_id: int = 1) -> TrainBatch:
         """All units as one batch."""
         return TrainBatch(
-            step_id=step_id, policy=self.policy, units=self.units(), normaliser=8.0 * len(self.advantages)
+            step_id=step_id, policy=self.policy, units=self.units(), normalizer=8.0 * len(self.advantages)
         )
 
 

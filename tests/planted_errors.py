@@ -15,7 +15,7 @@ from agentrl.learn.models import why_unshared
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LEAK, POSITIONS, FACTOR = "leaked neighbour", "positions + 1", "wrong rope factor"
+LEAK, POSITIONS, FACTOR = "leaked neighbor", "positions + 1", "wrong rope factor"
 
 
 class PlantedErrors:

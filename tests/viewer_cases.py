@@ -97,16 +97,16 @@ def faint_texts(tab: Tab) -> list[str]:
 
 CONTRAST = """(() => {
   const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
-  const colours = new Map();
-  const parse = (colour) => {
-    if (!colours.has(colour)) {
+  const colors = new Map();
+  const parse = (color) => {
+    if (!colors.has(color)) {
       canvas.clearRect(0, 0, 1, 1);
-      canvas.fillStyle = colour;
+      canvas.fillStyle = color;
       canvas.fillRect(0, 0, 1, 1);
       const [r, g, b, a] = canvas.getImageData(0, 0, 1, 1).data;
-      colours.set(colour, [r, g, b, a / 255]);
+      colors.set(color, [r, g, b, a / 255]);
     }
-    return colours.get(colour);
+    return colors.get(color);
   };
   const over = (top, alpha, under) => under.map((value, place) => top[place] * alpha + value * (1 - alpha));
   const luminance = (rgb) => {

@@ -619,7 +619,7 @@ def _batch(reader: RunReader, policy: str, lineage: int, step: int) -> tuple[Tra
     key = (policy, lineage, step)
     (row,) = verified_control_rows(reader.log, "steps", "policy = ? AND lineage = ? AND step = ?", *key)
     units = tuple(_units(reader, *key))
-    batch = TrainBatch(step_id=step, policy=policy, units=units, normaliser=row["normaliser"])
+    batch = TrainBatch(step_id=step, policy=policy, units=units, normalizer=row["normaliser"])
     return batch, PolicyVersion(policy, row["started_lineage"], row["started_step"])
 
 

@@ -228,7 +228,7 @@ READING = (
             Command("show", "show what happened in an episode", "episodes:episode_show", (*_EPISODE, _FOLLOW)),
             Command(
                 "tokens",
-                "show an episode's tokens, coloured by the version that sampled them",
+                "show an episode's tokens, colored by the version that sampled them",
                 "episodes:episode_tokens",
                 (
                     *_EPISODE,

@@ -184,7 +184,7 @@ class SampleRunTrainer(RecordingTrainer):
         rows = json.dumps([(sample.episode_id, sample.row_index) for sample in fed])
         write_step_columns_file(self._directory / path, columns, {"rows": rows})
         ratio = np.exp(columns["trainer_logprobs"] - columns["behavior_logprobs"])
-        pushes = columns["advantages"] * ratio / batches[0].normaliser
+        pushes = columns["advantages"] * ratio / batches[0].normalizer
         return StepReport(
             step_id=step_id,
             policy=policy,

@@ -190,7 +190,7 @@ class SamplingConfig(Section):
     """Sampling parameters of policies."""
 
     temperature: PerEpisode[Rate] = 1.0
-    """Divisor of the logits, in sampling and in training alike: training optimises the policy at this temperature."""
+    """Divisor of the logits, in sampling and in training alike: training optimizes the policy at this temperature."""
     top_k: PerEpisode[Annotated[NonNegative, NumberUnit("tokens")]] = 0
     """Keep the k likeliest tokens; 0 keeps all. The set that a filter keeps is recorded and used in training."""
     top_p: PerEpisode[Annotated[float, Field(gt=0, le=1)]] = 1.0

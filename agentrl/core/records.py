@@ -53,7 +53,7 @@ class Task:
     id: str
     """Id of the task, unique within its source; episodes of one task are comparable."""
     data: Mapping[str, Any]
-    """Input of the environment; JSON-serialisable."""
+    """Input of the environment; JSON-serializable."""
 
 
 # --- policies and versions --------------------------------------------------------------------------------------------
@@ -704,7 +704,7 @@ class TrainBatch:
     """Step that these units produce: current step + 1. Trainers are idempotent by it."""
     policy: str
     units: tuple[Unit, ...]
-    normaliser: float
+    normalizer: float
     """Constant that divides the summed token losses; see `trainer.loss.normalizer`."""
 
 

@@ -215,7 +215,7 @@ def _too_far(weights: WeightsRef, difference: float, tolerance: float, dtype: ob
 def _distance(answer: Float32Array, logprobs: Float32Array) -> float:
     """Return the mean |Δ log-probability| in nats, after subtracting each context's mean Δ.
 
-    The subtracted mean is the rounding error of the shared normaliser: left in, it makes different versions look alike.
+    The subtracted mean is the rounding error of the shared normalizer: left in, it makes different versions look alike.
     """
     difference = answer.astype(np.float64) - logprobs
     return float(np.abs(difference - difference.mean(axis=1, keepdims=True)).mean())

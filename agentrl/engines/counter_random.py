@@ -18,7 +18,7 @@ def uniform(seeds: NDArray[np.uint64], counters: NDArray[np.int64]) -> NDArray[n
     """Return numbers in [0, 1) with 48 random bits, a pure function of (seed, counter), both `[B]`.
 
     The output function of SplitMix64 (Steele, Lea & Flood, 2014, doi:10.1145/2714064.2660195), applied to the seed
-    first, so that neighbouring seeds do not share a sequence.
+    first, so that neighboring seeds do not share a sequence.
     """
     with np.errstate(over="ignore"):
         mixed = _mix(_mix(seeds) + counters.astype(np.uint64) * _GOLDEN)

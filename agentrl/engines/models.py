@@ -462,7 +462,7 @@ def _check_directory(path: str | Path) -> None:
     if not (Path(path) / "config.json").is_file():
         raise ModelError(
             f"{path}: contains no model (config.json is missing). Give the local directory of a Hugging Face causal "
-            "LM, such as DIR after `hf download ORGANISATION/NAME --local-dir DIR`"
+            "LM, such as DIR after `hf download ORGANIZATION/NAME --local-dir DIR`"
         )
     # Transformers would load the adapter too, and unpickle adapter_model.bin.
     if (Path(path) / "adapter_config.json").exists():

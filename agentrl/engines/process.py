@@ -141,7 +141,7 @@ class LocalPlacement:
     Args:
         log: file to which their error streams are appended; None: this process's error stream.
         gpus: ids of their GPUs as in `CUDA_VISIBLE_DEVICES`; empty: the GPUs of this process.
-        interface: network interface towards the other machines of a cluster.
+        interface: network interface toward the other machines of a cluster.
     """
 
     def __init__(self, log: Path | None = None, *, gpus: Sequence[str] = (), interface: str = "lo") -> None:

@@ -134,7 +134,7 @@ class EpisodeContext(ABC):
         guarantee: Guarantee = "idempotent",
         reconcile: Reconcile[T] | None = None,
     ) -> T:
-        """Act on the outside world. The JSON-serialisable result is journaled, and re-execution returns it without
+        """Act on the outside world. The JSON-serializable result is journaled, and re-execution returns it without
         acting again.
 
         Args:
@@ -404,7 +404,7 @@ class Resource(ABC):
 
     @abstractmethod
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the object; the JSON-serialisable result is journaled.
+        """Call a method of the object; the JSON-serializable result is journaled.
 
         Raises:
             EffectError: the method raised; re-execution raises the same. agentrl's own errors pass through unchanged.

@@ -179,7 +179,7 @@ def observation_of(value: Any, where: str) -> str:
     """Convert a tool's result to the policy's observation: strings unchanged, anything else as JSON.
 
     Raises:
-        EpisodeError: the result is neither a string nor JSON-serialisable.
+        EpisodeError: the result is neither a string nor JSON-serializable.
     """
     if isinstance(value, str):
         return value[:MAX_OBSERVATION_CHARACTERS]

@@ -368,7 +368,7 @@ def step_page(view: StepView) -> TerminalPage:
     facts.append(
         ("fed", f"{plural(line.units, 'unit')}, {plural(line.samples, 'row')}, {plural(line.tokens, 'trained token')}")
     )
-    facts.append(("normaliser", f"{view.normaliser:g}"))
+    facts.append(("normalizer", f"{view.normalizer:g}"))
     facts.append(("digest", view.input_digest))
     facts.append(("columns", view.columns_file or "none were written"))
     facts += [(name, _small(value)) for name, value in view.metrics.items()]

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from agentrl.inspection.tokens import EpisodeToken, EpisodeTokens, TokenRow
 
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
-_COLOURS = ("blue", "dark_orange", "green", "magenta", "red", "cyan", "yellow", "purple")
+_COLORS = ("blue", "dark_orange", "green", "magenta", "red", "cyan", "yellow", "purple")
 _MARKS = {"turn": "█", "tool": "▓", "effect": "▒", "wait": "·", "child": "◆", "reward": "★"}
 
 
@@ -182,38 +182,38 @@ def tokens_page(view: EpisodeTokens, *, details: bool = False) -> TerminalPage:
     """Make a page with an episode's tokens, colored by the version that sampled them; with `details`, one per line."""
     page = TerminalPage()
     versions = dict.fromkeys(token.version for row in view.rows for token in row.tokens if token.version)
-    colours = {version: _COLOURS[place % len(_COLOURS)] for place, version in enumerate(versions)}
+    colors = {version: _COLORS[place % len(_COLORS)] for place, version in enumerate(versions)}
     page.line((view.episode, "bold"), f" · attempt {view.attempt} · context is dim, and never trained")
-    page.line(*((f" {version} ", f"bold {colour}") for version, colour in colours.items()))
+    page.line(*((f" {version} ", f"bold {color}") for version, color in colors.items()))
     for row in view.rows:
         trained = f"trained into {row.step}" if row.step else "no step trained it"
         page.heading(
             f"{row.seat}[{row.index}] · {row.policy} · row {row.row} · {plural(len(row.tokens), 'token')} · {trained}"
         )
         if details:
-            _token_table(page, row, colours)
+            _token_table(page, row, colors)
         else:
-            _token_text(page, row, colours)
+            _token_text(page, row, colors)
     page.problems(view.problems)
     return page
 
 
-def _token_text(page: TerminalPage, row: TokenRow, colours: dict[str, str]) -> None:
+def _token_text(page: TerminalPage, row: TokenRow, colors: dict[str, str]) -> None:
     pieces: dict[int, list[tuple[str, str]]] = {}
     for token in row.tokens:
-        style = colours.get(token.version or "", "dim") if token.loss_mask else "dim"
+        style = colors.get(token.version or "", "dim") if token.loss_mask else "dim"
         pieces.setdefault(token.turn, []).append((token.text or f"{token.id} ", style))
     for turn, parts in pieces.items():
         page.line((f"  turn {turn}", "bold"))
         page.flow(parts, indent=4)
 
 
-def _token_table(page: TerminalPage, row: TokenRow, colours: dict[str, str]) -> None:
+def _token_table(page: TerminalPage, row: TokenRow, colors: dict[str, str]) -> None:
     rows: list[list[Part]] = []
     for token in row.tokens:
         if not token.loss_mask:
             continue
-        style = colours.get(token.version or "", "")
+        style = colors.get(token.version or "", "")
         values = [token.logprob, token.trainer_logprob, token.ratio, token.advantage, token.entropy]
         counts = ["" if value is None else str(value) for value in (token.kept, token.lag)]
         cells: list[Part] = [

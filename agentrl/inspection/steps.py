@@ -68,7 +68,7 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True):
 
     line: StepLine
     started_from: str
-    normaliser: float
+    normalizer: float
     input_digest: str
     columns_file: str | None
     metrics: dict[str, float | None]
@@ -146,7 +146,7 @@ def step_view(reader: RunReader, step: int, policy: str | None = None, lineage: 
     return StepView(
         line=line,
         started_from=str(PolicyVersion(line.policy, row["started_lineage"], row["started_step"])),
-        normaliser=row["normaliser"],
+        normalizer=row["normaliser"],
         input_digest=row["input_digest"],
         columns_file=row["columns_file"],
         metrics=_metrics(row["metrics"], problems),

@@ -173,12 +173,12 @@ def encode_admission_row(spec: EpisodeSpec, now: float) -> Sequence[Any]:
     try:
         encoded = _ENCODER.encode(spec)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise unserialisable_task_error(spec.episode_id, spec.task, error) from error
+        raise unserializable_task_error(spec.episode_id, spec.task, error) from error
     key = (spec.episode_id, spec.attempt, spec.purpose)
     return (*key, spec.environment, spec.task.id, spec.parent_id, spec.group_id, encoded, float(now))
 
 
-def unserialisable_task_error(episode_id: str, task: Task, error: Exception) -> InputError:
+def unserializable_task_error(episode_id: str, task: Task, error: Exception) -> InputError:
     """Make the error of a task that cannot be serialized."""
     return InputError(
         f"episode {episode_id}: task {task.id!r} cannot be written to the journal ({error}); give Task.data JSON "
@@ -290,7 +290,7 @@ def encode_step_row(row: StepRow, now: float) -> Sequence[Any]:
         report.samples,
         report.tokens,
         float(report.seconds),
-        float(row.batch.normaliser),
+        float(row.batch.normalizer),
         report.input_digest,
         report.columns,
         _JSON.encode(report.metrics).decode(),

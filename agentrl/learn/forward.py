@@ -563,9 +563,9 @@ class _ChunkedAttention(torch.autograd.Function):
     ) -> Tensor:
         _, heads, count, width = query.shape
         output = query.new_empty(1, count, heads, width).transpose(1, 2)
-        normalisers = []
+        normalizers = []
         for chunk in tree.chunks(window):
-            attended, normaliser = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            attended, normalizer = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 query[:, :, chunk.start : chunk.stop],
                 key[:, :, chunk.keys],
                 value[:, :, chunk.keys],
@@ -575,24 +575,24 @@ class _ChunkedAttention(torch.autograd.Function):
                 scale=scale,
             )
             output[:, :, chunk.start : chunk.stop] = attended
-            normalisers.append(normaliser)
-        ctx.save_for_backward(query, key, value, output, *normalisers)
+            normalizers.append(normalizer)
+        ctx.save_for_backward(query, key, value, output, *normalizers)
         ctx.tree, ctx.window, ctx.scale = tree, window, scale
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, *normalisers = ctx.saved_tensors
+        query, key, value, output, *normalizers = ctx.saved_tensors
         of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        for chunk, normaliser in zip(ctx.tree.chunks(ctx.window), normalisers, strict=True):
+        for chunk, normalizer in zip(ctx.tree.chunks(ctx.window), normalizers, strict=True):
             gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 gradient[:, :, chunk.start : chunk.stop],
                 query[:, :, chunk.start : chunk.stop],
                 key[:, :, chunk.keys],
                 value[:, :, chunk.keys],
                 output[:, :, chunk.start : chunk.stop],
-                normaliser,
+                normalizer,
                 0.0,
                 chunk.is_causal,
                 attn_mask=ctx.tree.mask(chunk, ctx.window, query.dtype),

@@ -191,7 +191,7 @@ class PolicyTrainer:
         step.units.update((unit.episode_id, unit.attempt) for unit in units)
         complete = False
         try:
-            self._accumulate(learner, step, samples, normaliser=batch.normaliser)
+            self._accumulate(learner, step, samples, normalizer=batch.normalizer)
             complete = True
         finally:
             if not complete:  # a partial gradient must never be applied
@@ -250,7 +250,7 @@ class PolicyTrainer:
         return self._gae is not None and self._gae.value_updates > 1
 
     def _accumulate(
-        self, learner: Learner, step: StepAccumulator, samples: Sequence[TrainingSample], *, normaliser: float
+        self, learner: Learner, step: StepAccumulator, samples: Sequence[TrainingSample], *, normalizer: float
     ) -> None:
         """Run samples through the model in micro-batches, and add their gradient and sums to the step.
 
@@ -260,7 +260,7 @@ class PolicyTrainer:
         version = learner.version._replace(step=learner.step)
         first, totals = step.columns.add(samples, version), step.totals
         columns = TokenColumns.of(samples, version, group_size=self._config.credit.group_size)
-        weights = self._token_weights(columns, normaliser)
+        weights = self._token_weights(columns, normalizer)
         totals["samples"] += len(samples)
         totals["tokens"] += len(columns)
         learner.model.activate()
@@ -327,11 +327,11 @@ class PolicyTrainer:
         step.columns.record(first, columns.starts, used, logprobs, entropies)
         return token_losses
 
-    def _token_weights(self, columns: TokenColumns, normaliser: float) -> NDArray[np.float32]:
+    def _token_weights(self, columns: TokenColumns, normalizer: float) -> NDArray[np.float32]:
         """Return the loss weight of each token, [n], over the whole step and all ranks."""
         count = len(columns)
         if self._config.trainer.loss.normalizer != "sequences":
-            return np.full(count, 1.0 / normaliser, np.float32)
+            return np.full(count, 1.0 / normalizer, np.float32)
         lengths = np.bincount(columns.agent) if count else np.zeros(0, np.int64)
         total = torch.tensor([len(lengths)], dtype=torch.float64)
         self._ranks.sum([total])

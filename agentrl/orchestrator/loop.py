@@ -321,7 +321,7 @@ class Orchestrator:
             step_id=version.step,
             policy=policy,
             units=tuple(ready.unit for ready in taken),
-            normaliser=self._normaliser(policy, taken),
+            normalizer=self._normalizer(policy, taken),
         )
         waited = self._metrics.before_step(policy)
         self._stepping[policy] = batch.step_id
@@ -353,7 +353,7 @@ class Orchestrator:
         await self.retention.prune(weights, self._needed())
         return True
 
-    def _normaliser(self, policy: str, taken: Sequence[ReadyUnit]) -> float:
+    def _normalizer(self, policy: str, taken: Sequence[ReadyUnit]) -> float:
         """Return the divisor of the step's loss, in tokens; the trainer computes that of a mean over sequences."""
         if self.plan.tokens_per_unit:
             return float(self.plan.step_size[policy] * self.plan.tokens_per_unit)

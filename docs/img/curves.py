@@ -1,4 +1,4 @@
-"""Curves as inline SVG, drawn by a few lines of ours: no script, no style of others, colours by CSS class."""
+"""Curves as inline SVG, drawn by a few lines of ours: no script, no style of others, colors by CSS class."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Line(NamedTuple):
     label: str
     steps: Sequence[int]
     values: Sequence[float]
-    colour: int = 0
+    color: int = 0
     """From 0 to 5: the CSS classes `c0` … `c5`."""
     dots: bool = False
     """Draw each point: for what is measured rarely."""
@@ -72,9 +72,9 @@ def plot(
         points = [(x(step), y(value)) for step, value in _thinned(line)]
         path = " ".join(f"{px:.1f},{py:.1f}" for px, py in points)
         if len(points) > 1:
-            parts.append(f'<polyline class="c{line.colour}" points="{path}"/>')
+            parts.append(f'<polyline class="c{line.color}" points="{path}"/>')
         if line.dots or len(points) == 1:
-            parts += [f'<circle class="c{line.colour}" cx="{px:.1f}" cy="{py:.1f}" r="3"/>' for px, py in points]
+            parts += [f'<circle class="c{line.color}" cx="{px:.1f}" cy="{py:.1f}" r="3"/>' for px, py in points]
     return "".join([*parts, "</svg>"])
 
 

@@ -1,8 +1,8 @@
-"""Draw an episode's tokens from a run's journal as an SVG: a box per token, coloured by the version that sampled it.
+"""Draw an episode's tokens from a run's journal as an SVG: a box per token, colored by the version that sampled it.
 
     python docs/img/episode_tokens.py RUN EPISODE OUT.svg
 
-Grey tokens are context (prompts and tool results), which is never trained. Needs the run's model for its tokenizer.
+Gray tokens are context (prompts and tool results), which is never trained. Needs the run's model for its tokenizer.
 A turn of several versions needs full weights, or `engine.refresh = "token"`: under `lazy`, the default for adapters,
 a conversation changes its version between two turns only.
 """
@@ -23,7 +23,7 @@ from agentrl.journal.entries import TurnEntry
 WIDTH, MARGIN, GUTTER = 940, 16, 64
 LINE, BOX, CHARACTER, PADDING = 26, 20, 6.7, 4
 CONTEXT = "#ececec"
-COLOURS = ("#9ecae9", "#ffbf79", "#88d27a", "#d6a5c9", "#f58518")
+COLORS = ("#9ecae9", "#ffbf79", "#88d27a", "#d6a5c9", "#f58518")
 FONT = "font-family='ui-monospace, SFMono-Regular, Menlo, Consolas, monospace' font-size='11'"
 
 
@@ -40,16 +40,16 @@ def tokens(turn: TurnEntry) -> Iterator[tuple[int, str | None]]:
 def draw(turns: list[TurnEntry], tokenizer: Tokenizer, *, title: str) -> str:
     """The SVG."""
     versions = list(dict.fromkeys(version for turn in turns for _, version in tokens(turn) if version))
-    if len(versions) > len(COLOURS):
-        raise SystemExit(f"{len(versions)} versions, but only {len(COLOURS)} colours: choose another episode")
-    colours: dict[str | None, str] = {None: CONTEXT, **dict(zip(versions, COLOURS, strict=False))}
+    if len(versions) > len(COLORS):
+        raise SystemExit(f"{len(versions)} versions, but only {len(COLORS)} colors: choose another episode")
+    colors: dict[str | None, str] = {None: CONTEXT, **dict(zip(versions, COLORS, strict=False))}
     boxes: list[str] = []
     x, y = float(MARGIN), MARGIN + 4
     boxes.append(f"<text x='{x}' y='{y + 10}' font-weight='bold'>{escape(title)}</text>")
     y += LINE
-    for version, colour in colours.items():
+    for version, color in colors.items():
         name = version or "context, not trained"
-        boxes.append(f"<rect x='{x:.1f}' y='{y}' width='14' height='14' rx='3' fill='{colour}' stroke='#999'/>")
+        boxes.append(f"<rect x='{x:.1f}' y='{y}' width='14' height='14' rx='3' fill='{color}' stroke='#999'/>")
         boxes.append(f"<text x='{x + 20:.1f}' y='{y + 11}'>{escape(name)}</text>")
         x += 44 + CHARACTER * len(name)
     for turn in turns:
@@ -62,7 +62,7 @@ def draw(turns: list[TurnEntry], tokenizer: Tokenizer, *, title: str) -> str:
                 x, y = MARGIN + GUTTER, y + LINE
             ink = "#111" if version else "#888"
             boxes.append(
-                f"<rect x='{x:.1f}' y='{y}' width='{width:.1f}' height='{BOX}' rx='3' fill='{colours[version]}'/>"
+                f"<rect x='{x:.1f}' y='{y}' width='{width:.1f}' height='{BOX}' rx='3' fill='{colors[version]}'/>"
                 f"<text x='{x + PADDING:.1f}' y='{y + 14}' fill='{ink}'>{escape(text)}</text>"
             )
             x += width + 2

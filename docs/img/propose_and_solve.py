@@ -83,12 +83,12 @@ def frontiers(curves: Sequence[Curve]) -> Iterator[str]:
     def at(step: int, share: float) -> tuple[float, float]:
         return LEFT + step / last * PANEL_WIDTH, TOP + (1 - share) * PANEL_HEIGHT
 
-    for colour, each in zip(LINES, curves, strict=False):
+    for color, each in zip(LINES, curves, strict=False):
         points = " ".join("{:.1f},{:.1f}".format(*at(*point)) for point in zip(each.steps, each.shares, strict=True))
-        yield f"<polyline points='{points}' fill='none' stroke='{colour}' stroke-width='2'/>"
+        yield f"<polyline points='{points}' fill='none' stroke='{color}' stroke-width='2'/>"
         if each.best in each.steps:
             x, y = at(each.best, each.shares[each.steps.index(each.best)])
-            yield f"<circle cx='{x:.1f}' cy='{y:.1f}' r='5' fill='#fff' stroke='{colour}' stroke-width='2'/>"
+            yield f"<circle cx='{x:.1f}' cy='{y:.1f}' r='5' fill='#fff' stroke='{color}' stroke-width='2'/>"
 
 
 def terms(kinds: Sequence[str]) -> Iterator[str]:
@@ -97,7 +97,7 @@ def terms(kinds: Sequence[str]) -> Iterator[str]:
     known = sorted(set(kinds))
     ends = [max(round(part / 100 * len(kinds)), 1) for part in range(101)]
     below = [0.0] * len(ends)
-    for colour, kind in zip(TERMS, known, strict=False):
+    for color, kind in zip(TERMS, known, strict=False):
         above = []
         for bottom, end in zip(below, ends, strict=True):
             newest = Counter(kinds[max(end - NEWEST, 0) : end])
@@ -107,11 +107,11 @@ def terms(kinds: Sequence[str]) -> Iterator[str]:
         points = " ".join(
             f"{RIGHT + part / 100 * PANEL_WIDTH:.1f},{TOP + (1 - share) * PANEL_HEIGHT:.1f}" for part, share in outline
         )
-        yield f"<polygon points='{points}' fill='{colour}'/>"
+        yield f"<polygon points='{points}' fill='{color}'/>"
         below = above
-    for number, (colour, kind) in enumerate(zip(TERMS, known, strict=False)):
+    for number, (color, kind) in enumerate(zip(TERMS, known, strict=False)):
         x = RIGHT + 52 * number
-        yield f"<rect x='{x}' y='{TOP - 11}' width='10' height='6' fill='{colour}'/>"
+        yield f"<rect x='{x}' y='{TOP - 11}' width='10' height='6' fill='{color}'/>"
         yield f"<text x='{x + 14}' y='{TOP - 5}' font-size='10' fill='#555'>{escape(kind.split()[0])}</text>"
 
 

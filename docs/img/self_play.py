@@ -40,8 +40,8 @@ def main() -> None:
     for number, (name, opponent) in enumerate(EXAMPLE["OPPONENTS"].items()):
         scores = [EXAMPLE["score"](opponent, version, options.games) for version in chosen]
         print(name, *(f"{step}: {score:.3f}" for step, score in zip(steps, scores, strict=True)))
-        lines.append(Line(f"against {name}", steps, scores, colour=number, dots=True))
-    lines.append(Line("perfect play against random moves", [steps[0], steps[-1]], [PERFECT, PERFECT], colour=2))
+        lines.append(Line(f"against {name}", steps, scores, color=number, dots=True))
+    lines.append(Line("perfect play against random moves", [steps[0], steps[-1]], [PERFECT, PERFECT], color=2))
     options.out.write_text(framed(lines))
 
 
@@ -56,7 +56,7 @@ def framed(lines: list[Line]) -> str:
     drawn = plot(lines, title=title, low=0.4, high=1.0)
     heights = (HEIGHT - 34 - 15 * place for place in range(len(lines)))
     rows = "".join(
-        f'<text class="c{line.colour}" x="{WIDTH - 16}" y="{height}" text-anchor="end">{line.label}</text>'
+        f'<text class="c{line.color}" x="{WIDTH - 16}" y="{height}" text-anchor="end">{line.label}</text>'
         for height, line in zip(heights, reversed(lines), strict=True)
     )
     head, body = drawn.split(">", 1)

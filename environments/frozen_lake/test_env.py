@@ -33,7 +33,7 @@ def reward_of(moves: str, *, shaped: bool = True) -> float:
     return environment.reward(Task(id="t", data={"shaped": shaped}), episode)
 
 
-def test_the_map_is_shown_once_then_the_position_and_its_neighbours() -> None:
+def test_the_map_is_shown_once_then_the_position_and_its_neighbors() -> None:
     _, game = game_on(MAP)
     assert game.reset() == "SFFF\nFHFH\nFFFH\nHFFG\n00#FF#"
     assert game.step("R")["observation"] == "01SHF#"

@@ -97,7 +97,7 @@ def test_recorded_logprobs_come_back_with_their_kept_sets_and_not_without(zoo: M
     assert max(map(abs, found.values())) < 1e-4
     biased = difference(model, trained(replace(row, sampling_mask=None)))
     assert np.mean(list(biased.values())) < -0.1, "the filters removed next to nothing"
-    assert max(biased.values()) < 1e-4, "renormalising can only raise a probability"
+    assert max(biased.values()) < 1e-4, "renormalizing can only raise a probability"
 
 
 def test_a_set_may_be_none_forced_or_missing(zoo: ModelZoo) -> None:

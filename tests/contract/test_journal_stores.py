@@ -59,7 +59,7 @@ def consume(journal: AnyJournal, header: EpisodeHeader, made: PolicyVersion, sta
         location=header.location,
         credits=(credit,),
     )
-    batch = TrainBatch(step_id=made.step, policy=made.policy, units=(unit,), normaliser=1.0)
+    batch = TrainBatch(step_id=made.step, policy=made.policy, units=(unit,), normalizer=1.0)
     report = StepReport(
         step_id=made.step,
         policy=made.policy,

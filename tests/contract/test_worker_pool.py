@@ -204,7 +204,7 @@ def test_a_stopped_worker_holds_up_nobody_else_and_is_replaced(tmp_path: Path, m
     run(main)
 
 
-def test_an_episode_that_kills_workers_is_dropped_and_its_neighbours_end(tmp_path: Path) -> None:
+def test_an_episode_that_kills_workers_is_dropped_and_its_neighbors_end(tmp_path: Path) -> None:
     async def main() -> None:
         async with workplace(tmp_path, 2, environments.Poison) as at:
             at.submit(at.spec("e0"))

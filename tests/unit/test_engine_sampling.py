@@ -80,7 +80,7 @@ def test_ties_at_the_edge_of_top_k_are_broken_by_token_id() -> None:
     assert found[0].tolist() == [True, True, False, False, False, False]
 
 
-def test_a_filtered_token_is_never_drawn_and_the_rest_renormalised() -> None:
+def test_a_filtered_token_is_never_drawn_and_the_rest_renormalized() -> None:
     logits = torch.log(torch.tensor([[0.4, 0.1, 0.3, 0.2]])).expand(1000, 4)
     tokens, logprobs, _ = sample(logits, batch(np.linspace(0, 1 - 1e-9, 1000).tolist(), top_k=2))
     assert set(tokens.tolist()) == {0, 2}

@@ -124,7 +124,7 @@ class Conversations:
             )
             for number, agents in enumerate(self.returns)
         )
-        return TrainBatch(step_id=step_id, policy="policy", units=units, normaliser=40.0)
+        return TrainBatch(step_id=step_id, policy="policy", units=units, normalizer=40.0)
 
 
 CONVERSATIONS = Conversations()

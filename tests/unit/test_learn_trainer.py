@@ -117,9 +117,9 @@ def test_two_batches_of_a_step_add_up_to_one(model: Path, tmp_path: Path, episod
     whole = started(run_config(model), tmp_path / "whole", episodes)
     whole.forward_backward(episodes.batch())
     parts = started(run_config(model), tmp_path / "parts", episodes)
-    units, normaliser = episodes.units(), episodes.batch().normaliser
+    units, normalizer = episodes.units(), episodes.batch().normalizer
     for piece in (units[:3], units[3:]):
-        parts.forward_backward(TrainBatch(step_id=1, policy="policy", units=piece, normaliser=normaliser))
+        parts.forward_backward(TrainBatch(step_id=1, policy="policy", units=piece, normalizer=normalizer))
     one, two = whole.optim_step("policy", 1), parts.optim_step("policy", 1)
     assert two.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
     assert two.loss == pytest.approx(one.loss, rel=1e-5)
@@ -133,7 +133,7 @@ def test_a_step_of_nothing_leaves_weights_and_optimizer_as_they_are(
     trainer.forward_backward(episodes.batch())
     trainer.optim_step("policy", 1)  # from now on there is momentum
     before = weights(trainer, tmp_path / "one", step=1)
-    trainer.forward_backward(TrainBatch(step_id=2, policy="policy", units=(), normaliser=1.0))
+    trainer.forward_backward(TrainBatch(step_id=2, policy="policy", units=(), normalizer=1.0))
     report = trainer.optim_step("policy", 2)
     assert (report.samples, report.tokens, report.grad_norm) == (0, 0, 0.0)
     assert same(weights(trainer, tmp_path / "one", step=2), before)

@@ -1,4 +1,4 @@
-"""References: the frozen model that a loss reads, as teacher or as what the divergence pulls towards."""
+"""References: the frozen model that a loss reads, as teacher or as what the divergence pulls toward."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ def test_the_gradient_is_that_of_a_loop(models: tuple[Path, Path], tmp_path: Pat
         )
         mask = torch.from_numpy(row.loss_mask)[1:]
         total = total + (own.exp() * (own - theirs.detach())).sum(1)[mask].sum()
-    (total / Episodes(rows).batch().normaliser).backward()
+    (total / Episodes(rows).batch().normalizer).backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in student.parameters() if p.grad is not None])
     assert found["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
-    assert found["loss"] == pytest.approx(float(total.detach()) / Episodes(rows).batch().normaliser, rel=1e-4)
+    assert found["loss"] == pytest.approx(float(total.detach()) / Episodes(rows).batch().normalizer, rel=1e-4)
 
 
 WHOLE_STEP = """

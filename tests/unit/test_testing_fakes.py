@@ -27,7 +27,7 @@ def batch(step_id: int, *, policy: str = "policy", episode_id: str = "e0") -> Tr
     credit = TrajectoryCredit(seat="agent", index=0, reward=1.0, advantage=0.5, baseline=0.5)
     location = EpisodeDataLocation("turns-worker-0.db", 1)
     unit = Unit(episode_id=episode_id, attempt=0, policy=policy, location=location, credits=(credit,))
-    return TrainBatch(step_id=step_id, policy=policy, units=(unit,), normaliser=64.0)
+    return TrainBatch(step_id=step_id, policy=policy, units=(unit,), normalizer=64.0)
 
 
 def test_the_fakes_implement_the_ports() -> None:

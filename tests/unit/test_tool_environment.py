@@ -64,7 +64,7 @@ class Desk(agentrl.ToolEnvironment):
         return "done outside"
 
     @agentrl.tool
-    def unserialisable(self) -> object:
+    def unserializable(self) -> object:
         """Returns what no policy can read."""
         return object()
 
@@ -118,9 +118,9 @@ def test_several_calls_in_one_turn_are_answered_in_order() -> None:
 
 
 def test_a_result_that_is_no_json_drops_the_episode_and_says_where() -> None:
-    played = play(Desk, [call("unserialisable")])
+    played = play(Desk, [call("unserializable")])
     assert played.header.drop_reason == "environment_error"
-    assert "Desk.unserialisable returned object" in played.said
+    assert "Desk.unserializable returned object" in played.said
 
 
 def test_turns_run_out() -> None:

@@ -5,7 +5,7 @@ the engine's worker thread. The event loop plans which slots run and which weigh
 
 Invariants: rows of a pass do not affect one another; padding is written to a position that is never read; the n-th
 token of a request depends only on (seed, n) and its distribution, never on the rest of the batch; a logprob is that of
-the processed distribution (after temperature and filters, renormalised); a token outside the kept set is never sampled.
+the processed distribution (after temperature and filters, renormalized); a token outside the kept set is never sampled.
 
 Models differ in how they use a cache, a mask and positions. Instead of keeping a list of supported ones,
 `check_slots_match_forward` makes the model prefill two ragged contexts in pieces and decode, and compares the result

@@ -195,7 +195,7 @@ class _AdapterConfig(msgspec.Struct, kw_only=True):
     use_rslora: bool = False
     bias: Literal["none"] = "none"
     init_lora_weights: bool | Literal["gaussian", "orthogonal", "eva"] | None = True
-    """Initialisation of the adapter; other values begin by changing the base model."""
+    """Initialization of the adapter; other values begin by changing the base model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

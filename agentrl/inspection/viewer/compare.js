@@ -2,7 +2,7 @@
 
 import { append, content, element, problems } from "./dom.js";
 import { number, plural, told } from "./text.js";
-import { palette, signed } from "./colours.js";
+import { palette, signed } from "./colors.js";
 import { address, episodeAddress } from "./routes.js";
 import { card, legend } from "./charts.js";
 import { forkName, parentOf } from "./family.js";

@@ -2,7 +2,7 @@
 
 import { append, chip, content, element, facts, isFailed } from "./dom.js";
 import { number, percent, plural, seconds, shortName, told } from "./text.js";
-import { palette, signed, versionChip } from "./colours.js";
+import { palette, signed, versionChip } from "./colors.js";
 import { address, episodeAddress } from "./routes.js";
 import { paintChoice, paintedTokens, tokensByTurn } from "./tokens.js";
 

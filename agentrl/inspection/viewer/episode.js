@@ -2,7 +2,7 @@
 
 import { chip, element, facts, problems, status } from "./dom.js";
 import { clock, number, seconds, shortName } from "./text.js";
-import { signed, versionChip } from "./colours.js";
+import { signed, versionChip } from "./colors.js";
 import { address, episodeAddress } from "./routes.js";
 import { card } from "./charts.js";
 import { conversationPanel, outcome } from "./conversation.js";
@@ -47,7 +47,7 @@ const panels = {
 };
 
 function head(name, line) {
-  const [before, after] = neighbours();
+  const [before, after] = neighbors();
   const links = [
     before ? element("a", { href: before, id: "before", title: "the previous episode of the list  [" }, "← previous") : null,
     after ? element("a", { href: after, id: "after", title: "the next episode of the list  ]" }, "next →") : null,
@@ -60,11 +60,11 @@ function head(name, line) {
     line.purpose === "train" ? null : chip(line.purpose),
     name.startsWith("forks/") ? element("a", { href: address(["compare"], { a: name }) }, "compare with its parent") : null,
     element("span", { class: "quiet", title: line.environment }, shortName(line.environment)),
-    element("nav", { class: "neighbours", "aria-label": "Other episodes" }, links),
+    element("nav", { class: "neighbors", "aria-label": "Other episodes" }, links),
   );
 }
 
-function neighbours() {
+function neighbors() {
   const bare = (hash) => hash.split("?")[0].split("/").slice(0, 3).join("/");
   const place = listed.addresses.findIndex((each) => bare(each) === bare(location.hash));
   return place < 0 ? [null, null] : [listed.addresses[place - 1], listed.addresses[place + 1]];

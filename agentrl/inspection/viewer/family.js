@@ -2,7 +2,7 @@
 
 import { chip, element, status } from "./dom.js";
 import { number, plural, safeText, shortName } from "./text.js";
-import { signedBar } from "./colours.js";
+import { signedBar } from "./colors.js";
 import { address, episodeAddress } from "./routes.js";
 import { card, most } from "./charts.js";
 

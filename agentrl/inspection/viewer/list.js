@@ -2,7 +2,7 @@
 
 import { chip, element, facts, isFailed, problems, replace, status, statusLabel } from "./dom.js";
 import { clock, number, plural, safeText, seconds, shortName } from "./text.js";
-import { signedBar } from "./colours.js";
+import { signedBar } from "./colors.js";
 import { address, episodeAddress } from "./routes.js";
 import { chart, most } from "./charts.js";
 

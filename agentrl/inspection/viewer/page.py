@@ -19,7 +19,7 @@ from typing import NamedTuple
 MODULES = (
     "text",
     "dom",
-    "colours",
+    "colors",
     "routes",
     "where",
     "sources",

@@ -2,7 +2,7 @@
 
 import { chip, element, facts, problems, replace } from "./dom.js";
 import { clock, fixed, number, seconds } from "./text.js";
-import { signed, signedBar } from "./colours.js";
+import { signed, signedBar } from "./colors.js";
 import { address, episodeAddress } from "./routes.js";
 import { card, chart, most } from "./charts.js";
 import { isShare } from "./series.js";
@@ -50,7 +50,7 @@ export async function stepView(page, { parts: [policy, lineage, step] }) {
     title: `${policy}@${lineage}.${step}`,
     content: [
       element("div", { class: "head" }, element("h1", {}, "Step that made ", element("span", { class: "id" }, `${policy}@${lineage}.${step}`)), line.survives ? null : chip("rolled back", "warn")),
-      facts([["started from", view.started_from], ["reward", signed(line.reward)], ["loss", number(line.loss)], ["gradient norm", number(line.grad_norm)], ["units", line.units], ["samples", line.samples], ["tokens", number(line.tokens)], ["normaliser", number(view.normaliser)], ["took", seconds(line.seconds)], ["at, UTC", clock(line.stepped_at)], ["input digest", element("code", {}, view.input_digest)]], "facts wide"),
+      facts([["started from", view.started_from], ["reward", signed(line.reward)], ["loss", number(line.loss)], ["gradient norm", number(line.grad_norm)], ["units", line.units], ["samples", line.samples], ["tokens", number(line.tokens)], ["normalizer", number(view.normalizer)], ["took", seconds(line.seconds)], ["at, UTC", clock(line.stepped_at)], ["input digest", element("code", {}, view.input_digest)]], "facts wide"),
       problems(view.problems),
       element("h2", {}, "What it was fed"),
       table(["trajectory", "reward", "baseline", "advantage", "tokens", "mean ratio", "largest lag"], view.fed.map((unit) => fedRow(unit, largest)), new Set(["reward", "baseline", "advantage", "tokens", "mean ratio", "largest lag"])),

@@ -2,7 +2,7 @@
 
 import { append, element, facts } from "./dom.js";
 import { number, percent, safeText } from "./text.js";
-import { PAINTS, painter, palette, versionChip } from "./colours.js";
+import { PAINTS, painter, palette, versionChip } from "./colors.js";
 import { card, legend } from "./charts.js";
 import { amend } from "./routes.js";
 import { recall, remember } from "./sources.js";

@@ -186,7 +186,7 @@ class TemplateChatFormat:
         """
         directory = Path(model_dir)
         if not directory.is_dir():
-            name = str(model_dir) if _HUB_NAME.fullmatch(str(model_dir)) else "ORGANISATION/NAME"
+            name = str(model_dir) if _HUB_NAME.fullmatch(str(model_dir)) else "ORGANIZATION/NAME"
             raise ModelError(
                 f"there is no model directory {directory}, and agentrl downloads nothing here; fetch a model from the "
                 f"Hugging Face hub with `hf download {name} --local-dir DIR`, and give that DIR"

@@ -1,4 +1,4 @@
-// Colours that mean something: versions by hue, quantities by how strong a tint is. The style sheet has the hues.
+// Colors that mean something: versions by hue, quantities by how strong a tint is. The style sheet has the hues.
 
 import { fixed, number } from "./text.js";
 import { element } from "./dom.js";
