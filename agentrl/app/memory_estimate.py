@@ -198,7 +198,7 @@ def gpu_memory_needs(config: RunConfig, plan: MemoryEstimate) -> list[GpuMemoryN
 
 
 def _vllm_least(base: RunConfig, total: int, *, shared: bool) -> int:
-    """Return the bytes without which a base model's vLLM does not start, on each of its GPUs.
+    """Return the minimum bytes with which a base model's vLLM starts, on each of its GPUs.
 
     Args:
         base: one of `RunConfig.bases`.

@@ -144,8 +144,8 @@ def evaluate(options: argparse.Namespace) -> int:
         metrics = run_evaluation(config, _weights(options.policy), journal=journal, on_progress=on_progress)
         if options.compare:
             other = _weights(options.compare) if options.compare != ["base"] else None
-            beside = journal.with_name(f"{journal.name}-compared")
-            compared = run_evaluation(config, other, journal=beside, on_progress=on_progress)
+            compared_journal = journal.with_name(f"{journal.name}-compared")
+            compared = run_evaluation(config, other, journal=compared_journal, on_progress=on_progress)
             both = {name.replace("evaluation/", "compared/", 1): value for name, value in compared.items()}
             metrics.update({**both, **metrics.compared_with(compared)})
     if options.json:

@@ -2,8 +2,8 @@
 
 Owns: the watch for new nodes, and the number of workers and engines they get. Does not own: the comparison of a node
 with the run's host (`nodes.py`), episodes (`worker_pool.py`) or versions (`engines.fleet`).
-Invariants: a node is used only after it was compared; workers and engines per node stay as at the start, rounded
-down, so that a node that is lost and joins again takes a worker back, and adds none.
+Invariants: a node is used only after it was compared; the number of workers and engines per node stays that of the
+start, rounded down. A node that is lost and joins again therefore takes a worker back, and adds none.
 """
 
 from __future__ import annotations

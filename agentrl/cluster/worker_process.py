@@ -202,7 +202,7 @@ class WorkerProcess:
             self._handle(message)
         except ValueError:
             raise  # the process is replaced, as after any invalid message
-        except Exception as error:  # noqa: BLE001 - a bug of ours, or the disk: the run must not wait for ever
+        except Exception as error:  # noqa: BLE001 - a bug of ours, or the disk: the run must not wait forever
             self._owner.failed(error if isinstance(error, AgentRLError) else _bug(error))
             self.supervisor.kill()
 

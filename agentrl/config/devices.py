@@ -3,8 +3,8 @@
 Trainer ranks take GPUs from the first, one each; engines take them from the last, as many each as the product of vLLM's
 parallel sizes; each base model has its own engines. Where there are fewer GPUs than both need, ranks and engines share
 GPUs in the middle: the engine takes a stated share of the memory when it starts, and the rank may not allocate more
-than the rest. So either may start first, and an engine can restart beside a loaded trainer. If the engines alone need
-more GPUs than there are, the engines of all base models share them. A reward model takes a GPU that is left, or the
+than the rest. So either may start first, and an engine can restart while a trainer is loaded. If the engines alone need
+more GPUs than there are, the engines of all base models share them. A reward model takes an unused GPU, or the
 CPU. GPUs of a Ray cluster are never shared, and an
 engine's GPUs are on one node.
 
@@ -335,7 +335,7 @@ def _worker_nodes(config: RunConfig, nodes: Sequence[Node]) -> tuple[Node, ...]:
 
 
 def reassign_lost_ranks(plan: NodePlan, config: RunConfig, nodes: Sequence[Node]) -> NodePlan:
-    """Move each trainer rank whose node has left to a node with a free GPU, and spread the workers anew.
+    """Move each trainer rank whose node has left to a node with a free GPU, and redistribute the workers.
 
     Engines stay in the plan: their placement takes another node by itself.
 

@@ -50,7 +50,7 @@ Free = Annotated[T, ResumeRule("may differ")]
 WaveFixed = Annotated[T, ResumeRule("may differ", of_deterministic=False)]
 """May differ on resume, except in a deterministic run, where one value holds for each whole batch."""
 PerEpisode = Annotated[T, ResumeRule("per episode", of_deterministic=False)]
-"""May differ on resume: new episodes use the new value, episodes that have begun keep theirs."""
+"""May differ on resume: new episodes use the new value, running episodes keep theirs."""
 Fixed = Annotated[T, ResumeRule("refused")]
 """Identifies the run; may not differ on resume."""
 

@@ -74,14 +74,14 @@ class RunConfig(Section):
     """Optimizer steps of each policy that learns: one number for all, or a table with the number of each, such as `{
     proposer = 40, solver = 13 }`."""
     max_in_flight: Free[Episodes] = 256
-    """Maximum number of training episodes that run at once; an evaluation runs as many of its own beside them.
+    """Maximum number of training episodes that run at once; an evaluation runs as many in addition.
     Staleness bounds the former too; this limit protects memory and services."""
     workers: Free[Annotated[Positive, NumberUnit("processes")]] = 1
     """Processes that play episodes; 1: the run's own. Use more if environments need more CPU than one core has. When
     one dies, its calls in flight are lost and its episodes continue in the others (docs/operations.md)."""
     episode_timeout_s: Free[Seconds] = 600.0
     """Maximum time an environment's program may spend between two turns of its agents, in tools, effects, sleeps and
-    its own code, so that a hanging program cannot hold its resources for ever. Sampling, waiting for the engine or for
+    its own code, so that a hanging program cannot hold its resources forever. Sampling, waiting for the engine or for
     child episodes, and parked time do not count. Beyond it, an episode whose agents have acted is truncated
     (`time_limit`) with the environment's penalty; an episode that hangs before any turn, or outside ctx, is dropped
     (`episode_timeout`)."""

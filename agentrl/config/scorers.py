@@ -104,7 +104,7 @@ class ScorerConfig(Section):
     """What the scorer may use in the whole run."""
     on_failure: WaveFixed[str] = "drop"
     """What follows when all attempts have failed: `drop` drops the episode (`scorer_failed`), or the name of another
-    scorer, which is asked instead. Never a number."""
+    scorer, which is called instead. Never a number."""
     unscorable: WaveFixed[Annotated[float, Field(ge=-1e6, le=1e6), NumberUnit("reward")] | None] = None
     """Score of content that no attempt can judge: a function raises `agentrl.Unscorable`; a judge's endpoint refuses
     the content, or it is longer than the model's context. Null: such content stops the run. Judges and reward models

@@ -485,8 +485,8 @@ class ClusterConfig(Section):
     stays on this machine. `local`: a Ray of the run's own, on this machine, that ends with it. Empty: no Ray, unless
     there are several trainer ranks. Without a cluster the run listens on loopback only."""
     min_nodes: Free[Annotated[NonNegative, NumberUnit("nodes")]] = 0
-    """Nodes that the run waits for, at its start and again when the machine of a trainer rank was lost. 0: ranks go on
-    with those that are left."""
+    """Nodes that the run waits for, at its start and again when the machine of a trainer rank was lost. 0: the run
+    continues on the remaining nodes."""
 
     def check(self) -> None:
         if self.min_nodes and self.address in ("", "local"):

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 ONE_LOAD_AT_A_TIME = Lock()
-"""Lock around loading: transformers changes global state meanwhile, and engines and trainers of one process load in
+"""Lock around loading, during which transformers changes global state. Engines and trainers of one process load in
 threads.
 """
 _ONE_TENSOR_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"

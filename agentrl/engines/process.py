@@ -359,7 +359,7 @@ class SupervisedProcessOwner(Protocol):
         """Make a fresh child ready to serve.
 
         Raises:
-            EngineLostError: the child died meanwhile; another may be tried.
+            EngineLostError: the child died before it was ready; another may be tried.
             AgentRLError: a child will never serve.
         """
         ...

@@ -198,7 +198,7 @@ class Fleet:
     # --- control ----------------------------------------------------------------------------------------------------
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
-        """Serve versions, as `Engine.serve` does: update the replicas in turn, so that the others sample meanwhile.
+        """Serve versions, as `Engine.serve` does: update the replicas in turn, while the others sample.
 
         A replica that takes longer than `FENCE_S` for full weights, or fails where another did not, is fenced until it
         has caught up. An adapter may have to wait for a slot, which conversations free when they end, and unpinned
@@ -260,7 +260,7 @@ class Fleet:
                 await self._followed(replica, following)
         except TimeoutError:
             if not is_full:
-                what = f"{silent}: it waits for a place for the adapter, or hangs"
+                what = f"{silent}: it waits for a free adapter slot, or hangs"
                 self._tell(f"engine replica {replica.number} has not taken {self._missing(replica)} ({what})")
                 await self._followed(replica, following)
         is_refused = isinstance(replica.refusal, EngineStorageError) and len(self._living()) > 1

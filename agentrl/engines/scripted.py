@@ -153,7 +153,7 @@ class ScriptedEngine:
             raise EngineLostError(f"{where}: the engine was lost with all its sessions")
 
     async def wait_to_run(self, request_id: str) -> bool:
-        """Wait while the engine is paused; returns False if the call was aborted meanwhile."""
+        """Wait while the engine is paused; returns False if the call was aborted during the wait."""
         waiting = self._waiting
         while self.paused and not self.closed:
             gate = waiting[request_id] = asyncio.get_running_loop().create_future()

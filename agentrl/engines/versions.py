@@ -75,14 +75,14 @@ class VersionRow:
     """The part of the requests that is served."""
 
     def request(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef]) -> VersionSet:
-        """Record a request, and return it. Versions that it unpins are no longer confirmed, so that no engine that
-        starts meanwhile loads them."""
+        """Record a request, and return it. Versions that it unpins are no longer confirmed: a restarted engine does not
+        load them."""
         self.requested = self.requested.followed_by(current, pinned)
         self.confirmed = self.confirmed.without_pins_but(self.requested)
         return self.requested
 
     def confirm(self, served: VersionSet) -> None:
-        """Record versions that are served, without pins that were released meanwhile."""
+        """Record versions that are served, without pins released since the request."""
         self.confirmed = served.without_pins_but(self.requested)
 
     def refuse(self, request: VersionSet) -> bool:

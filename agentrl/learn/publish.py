@@ -65,8 +65,8 @@ class Publisher:
     def publish(self, version: PolicyVersion, model: PolicyModel, canary: Canary | None = None) -> WeightsRef:
         """Write a version. Publishing the same weights again under the same id changes nothing.
 
-        If the model is sharded, the other ranks iterate over `model.published()` meanwhile; this rank does so to the
-        end even if writing fails.
+        If the model is sharded, all ranks iterate over `model.published()` together; this rank does so to the end even
+        if writing fails.
 
         Raises:
             TrainerError: the id exists with other weights.

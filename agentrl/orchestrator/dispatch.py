@@ -382,7 +382,7 @@ class Dispatcher:
         return True
 
     async def remember(self, spec: EpisodeSpec, call_id: str, key: str, structure: str) -> ProposalNovelty:
-        """Compare a proposal with the remembered ones; those of training episodes are recorded and remembered."""
+        """Compare a proposal with the remembered ones; record and remember it if its episode is for training."""
         made_by = (spec.episode_id, spec.attempt, call_id)
         proposal = Proposal(self.memory.next_number, *made_by, spec.environment, key, structure)
         known = self.memory.recall(proposal)
@@ -729,7 +729,7 @@ class ChildUnitReservations:
         self._sum: Counter[str] = Counter()
 
     def units(self, policy: str) -> int:
-        """Return the units of the policy expected from children that have not begun."""
+        """Return the units of the policy expected from children that have not started."""
         return self._sum[policy]
 
     def reserve(

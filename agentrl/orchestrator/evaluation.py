@@ -68,7 +68,7 @@ class Evaluator:
 
         So the versions of an evaluation have the same step, although policies take their steps at different times. If
         a policy comes to its next evaluation before the others, the current versions are evaluated. Training continues
-        meanwhile; nothing happens if an evaluation is running.
+        during the evaluation. Nothing happens if one is already running.
         """
         if self._busy:
             return

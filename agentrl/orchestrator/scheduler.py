@@ -29,7 +29,7 @@ from agentrl.orchestrator.versions import PolicyBoard
 class BoundedStaleness:
     """Bounds the mean lag of one policy's units, and the largest lag if `max_lag` is set.
 
-    Capacity rule: outstanding units (begun or reserved, neither trained nor dropped) are at most (1 + S) · step_size.
+    Capacity rule: outstanding units (started or reserved, neither trained nor dropped) are at most (1 + S) · step_size.
     With full steps that is AReaL's bound on all that was ever admitted, (n + 1 + S) · step_size after n steps
     (arXiv:2505.24298); a step with too few units leaves no credit behind.
 
@@ -211,7 +211,7 @@ class Scheduler:
         return None
 
     def _outstanding(self, policy: str) -> int:
-        """Return the number of units begun or reserved, and neither trained nor dropped."""
+        """Return the number of units started or reserved, and neither trained nor dropped."""
         return self._buffer.outstanding(policy) + self._reservations.units(policy)
 
     def _has_enough(self, policy: str) -> bool:

@@ -408,8 +408,8 @@ class CallJournal:
     # --- scores -------------------------------------------------------------------------------------------------------
 
     def recorded_scores(self) -> dict[str, EntryBody]:
-        """Return the recorded scores, keyed by call id: a `ScoreEntry`, or the value None of a scorer that said
-        nothing."""
+        """Return the recorded scores, keyed by call id: a `ScoreEntry`, or None if the scorer gave no
+        value."""
         return self._recorded.scores()
 
     def record_score(self, call_id: str, body: EntryBody, content: bytes = b"") -> None:

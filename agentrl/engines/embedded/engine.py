@@ -434,7 +434,7 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
         task = self._loop_task
         if task is not None:
             await asyncio.wait([task])
-        async with self.between_passes:  # let a swap that has begun finish
+        async with self.between_passes:  # let a running swap finish
             self._worker.shutdown()
 
 
@@ -570,7 +570,7 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
             await self._change()
 
     async def _swap_full(self, weights: WeightsRef, read: Mapping[str, Tensor], canary: Canary | None) -> None:
-        """Swap in full weights. Once begun, the swap finishes even if the caller is cancelled."""
+        """Swap in full weights. A started swap finishes even if the caller is cancelled."""
         self._engine.interrupt()
         async with self._engine.between_passes:
             self._check_open()
@@ -619,7 +619,7 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
     async def _swap_adapter(self, weights: WeightsRef, adapter: AdapterWeights, canary: Canary | None) -> bool:
         """Fill a free slot or, if there is none, that of the policy's current version; returns False if that is held.
 
-        Once begun, the swap finishes even if the caller is cancelled.
+        A started swap finishes even if the caller is cancelled.
         """
         replaced = None
         self._engine.interrupt()

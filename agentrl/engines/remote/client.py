@@ -450,7 +450,7 @@ class ProcessEngine:
             self._connection.send(message)
 
     async def _until_answered(self, ask: Callable[[EngineConnection], Any]) -> Any:
-        """Send a request to the process or, if it dies meanwhile, to the next one; for requests that may be
+        """Send a request to the process or, if it dies, to the next one; for requests that may be
         repeated.
         """
         while True:

@@ -1,7 +1,7 @@
 """The server of an engine in a child process: `python -m agentrl.engines.remote.server FD PARENT`.
 
 Serves its owner over the socket it was started with, and ends with it. Serves other clients, which may only sample, at
-a Unix socket in its private directory or, on another machine than its owner's, at a TCP port with a token.
+a Unix socket in its private directory or, if its owner is on another machine, at a TCP port with a token.
 Owns the engine, the tasks of its calls, and the files of versions that its owner sent.
 """
 

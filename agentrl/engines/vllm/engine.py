@@ -439,9 +439,9 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             raise EngineLostError("vLLM died while its weights were updated") from error
 
     async def _switch_calls(self, old: VllmVersion, new: VllmVersion) -> None:
-        """Move calls from `old` to `new`: begun turns in place where weights are replaced, others as new requests.
+        """Move calls from `old` to `new`: open turns in place where weights are replaced, others as new requests.
 
-        If the context is to be computed again and its experts are recorded, a begun turn is a new request too: within
+        If the context is to be computed again and its experts are recorded, an open turn is a new request too: within
         one request vLLM returns the experts of each position once, those of the older weights.
         """
         in_place = new.adapter is None and (self.versions.keep_kv or not self._expert_layers)

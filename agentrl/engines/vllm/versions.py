@@ -1,14 +1,14 @@
 """The versions that one vLLM serves: updates to published versions, and the requests to vLLM that they need.
 
 `VllmVersionTable` owns the live versions, adapter slots, private copies of weights, and the steps of an update: read
-and check, load beside the others or in their place. `VllmControl` owns the other requests to vLLM: to pause, to load
+and check, then add to the others or replace them. `VllmControl` owns the other requests to vLLM: to pause, to load
 weights, to score tokens. Neither knows the tokens of calls.
 Invariants: until an update has succeeded the old version stays, and no failure leaves vLLM paused; tokens of a version
 leave the engine only after it has passed its canary check. The check runs while calls already sample from the version,
 because its answer takes as long as a first token; for an adapter, both are requested together with its loading.
 
 refresh   adapters (nothing is paused)               full weights (one version at a time; new calls wait)
-token     calls go on under the new one, as a new    pause, load, go on; KV of begun turns kept or recomputed
+token     calls continue under it, as a new          pause, load, resume; KV of open turns kept or recomputed
           request over the tokens they have
 turn      calls in flight end on theirs              the same, once those in flight have ended
 episode   sessions stay on theirs until they close   refused

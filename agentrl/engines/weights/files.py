@@ -67,8 +67,8 @@ class WeightFile:
     metadata: dict[str, str]
 
 
-def read_weights(weights: WeightsRef, *, beside: bytes = b"") -> WeightFile:
-    """Read a version's safetensors file after checking its digest, which also covers the bytes `beside` it.
+def read_weights(weights: WeightsRef, *, config: bytes = b"") -> WeightFile:
+    """Read a version's safetensors file after checking its digest, which also covers the bytes of its `config`.
 
     Raises:
         EngineError: the file is missing, damaged or not the one whose digest was published; or a tensor is of a wrong
@@ -80,9 +80,9 @@ def read_weights(weights: WeightsRef, *, beside: bytes = b"") -> WeightFile:
     except OSError as error:
         raise version_refused_error(weights, f"{path} cannot be read ({error.strerror})") from error
     digest = hashlib.sha256(content)
-    digest.update(beside)
+    digest.update(config)
     if digest.hexdigest() != weights.sha256:
-        what = f"{path} and its configuration" if beside else path
+        what = f"{path} and its configuration" if config else path
         raise version_refused_error(
             weights, f"the SHA-256 digest of {what} is {digest.hexdigest()}, but {weights.sha256} was published"
         )
@@ -214,7 +214,7 @@ def read_adapter(weights: WeightsRef) -> AdapterWeights:
         EngineError: the files are damaged, not the published ones, or of a kind that is not served.
     """
     content = _read_config(weights)
-    file = read_weights(weights, beside=content)
+    file = read_weights(weights, config=content)
     config = _decode_config(weights, content)
     rank = config.r
     scale = config.lora_alpha / (math.sqrt(rank) if config.use_rslora else rank)
@@ -249,7 +249,7 @@ def read_adapter_tensors(weights: WeightsRef) -> Mapping[str, Tensor]:
     Raises:
         EngineError: the files are damaged, or not the published ones.
     """
-    return read_weights(weights, beside=_read_config(weights)).tensors
+    return read_weights(weights, config=_read_config(weights)).tensors
 
 
 def copy_weight_files(weights: WeightsRef, directory: Path) -> WeightsRef:

@@ -68,7 +68,7 @@ STALL_S = 60.0
 JOIN_TIMEOUT = timedelta(seconds=45)
 """Time that a process waits for the others to join a group."""
 ANSWER_S = 150.0
-"""Maximum seconds for which rank 0 waits for an engine's answer: the other ranks wait for rank 0 meanwhile, and give up
+"""Maximum seconds for which rank 0 waits for an engine's answer. The other ranks wait for rank 0, and give up
 after `ranks.TIMEOUT`."""
 REJOIN_S = 600.0
 """Seconds after which rank 0 retries a gloo group with an engine: an attempt may block the engine for
