@@ -34,8 +34,6 @@ T = TypeVar("T")
 
 NAME = "sandbox"
 """Prefix of the names of sandboxes in the journal."""
-HASHED_AT_ONCE = 1 << 20
-"""Maximum bytes that are hashed in the event loop, for about a millisecond."""
 MAX_CHANGED_BYTES = 48 << 20
 """Maximum size of what one command changes: it must fit a journal entry."""
 _closing: set[asyncio.Task[None]] = set()
