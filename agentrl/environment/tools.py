@@ -308,6 +308,9 @@ class ToolEnvironment(Environment):
         this machine, whose plain files are copied."""
         return {}
 
+    async def between_turns(self, ctx: EpisodeContext) -> None:
+        """Act after the tools of a turn have answered, before the next turn: the place for `ctx.branch`."""
+
     def anchor_state(self) -> str | None:
         """Return the environment's state before a turn, as text, for advantages that compare turns in equal states; see
         `Agent.act`. None: the messages since the agent's last turn."""
@@ -374,6 +377,8 @@ class ToolEnvironment(Environment):
                     observations = []
                     for call in turn.tool_calls:  # a comprehension would keep a cell for each name it uses
                         observations.append(await run_tool(ctx, self, tools, call))
+                    if observations:
+                        await self.between_turns(ctx)
             except LimitReachedError as limit:
                 ctx.truncate(limit)
                 truncated = True

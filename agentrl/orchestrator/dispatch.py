@@ -190,7 +190,7 @@ class Dispatcher:
     """Callbacks of forks that wait for a child of the episode they were forked from."""
     reservations: ChildUnitReservations = field(init=False)
     leases: TreeLeases | None = None
-    """Leases of trees; None: no episode may branch."""
+    """Leases of trees; None: the engine serves one version, as in checks of environments."""
     _evaluating: Sequence[asyncio.Future[EpisodeHeader]] = ()
     _evaluated: list[EpisodeHeader] = field(default_factory=list)
     """Ended child episodes of the newest evaluation."""
@@ -327,14 +327,12 @@ class Dispatcher:
         self, main: EpisodeSpec, point: ForkPoint, count: int, versions: Mapping[str, PolicyVersion]
     ) -> Mapping[str, PolicyVersion]:
         """Start the branches of a running episode: further members of its group, which are always admitted."""
-        assert self.leases is not None, "the run's settings were checked for branches"
-        pins = {
-            policy: version
-            for policy, version in versions.items()
-            if policy in self.buffer.trainable and policy not in main.pins
-        }
-        for version in pins.values():
-            await self.leases.acquire(main, version)
+        pins: dict[str, PolicyVersion] = {}
+        if self.leases is not None:
+            trained = self.buffer.trainable.difference(main.pins)
+            pins = {policy: version for policy, version in versions.items() if policy in trained}
+            for version in pins.values():
+                await self.leases.acquire(main, version)
         running = self._running.get(main.episode_id)
         if running is None or running.attempt != main.attempt:
             return pins  # the episode was dropped or restarted while it waited
@@ -350,9 +348,9 @@ class Dispatcher:
                     fork=replace(point, branch=number),
                 )
                 specs.append(spec.pinned({**main.pins, **pins}))
+                if self.leases is not None:
+                    self.leases.add(main.episode_id, main.attempt, episode_id)
         self.reservations.hand_over_branches(main.episode_id, count, point.call_id)
-        for spec in specs:
-            self.leases.add(main.episode_id, main.attempt, spec.episode_id)
         self._start([(spec, None) for spec in specs])
         return pins
 

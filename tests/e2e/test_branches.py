@@ -40,7 +40,7 @@ def test_trees_are_sampled_and_trained_once(tmp_path: Path, workers: int, capsys
     run = agentrl.train(config(tmp_path, "run", workers=workers), environment=BranchingCalculator, quiet=True).path
     assert judge(run, ended=True) == []
     reader = RunReader(run)
-    assert main(["episode", "why", str(run), "e0~0.r#2.b2"]) == 0
+    assert main(["episode", "why", str(run), "e0~0.r#3.b2"]) == 0
     assert "as branch 2 of e0, in group g0; branches are always admitted" in capsys.readouterr().out
     first_turns = reused = 0
     for line in reader.episodes("purpose = 'train' and turns > 0", limit=1000):

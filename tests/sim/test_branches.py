@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -301,3 +301,7 @@ def test_a_version_that_is_gone_costs_the_episode(simulated_loop: SeededSimulati
         return reasons[VERSION_GONE]
 
     assert min(simulated_loop.run(main, seeds=2)) > 0
+
+
+def test_a_branching_program_runs_again_from_every_entry(always_replay: Callable[..., None]) -> None:
+    always_replay(Retry, tasks=TASKS[:1], episodes=1)
