@@ -1,4 +1,4 @@
-"""The examples of sandboxes: 13, a reward for code."""
+"""The examples of sandboxes: 13, a reward for code, and 14, a suite of Harbor tasks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import agentrl
+from agentrl.config.load import load
 from agentrl.rollout.chat.chat_format import TemplateChatFormat
 from agentrl.testing import play
 from tests.markdown_pages import ROOT
@@ -67,3 +68,47 @@ def test_the_model_learns_where_parentheses_belong(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr[-2000:]
     before, after = ran.stdout.splitlines()[-2].split(": ")[1].split(", ")
     assert float(after.removesuffix(" after")) > float(before.removesuffix(" before")) + 0.4
+
+
+@pytest.fixture(scope="module")
+def harbor() -> dict[str, Any]:
+    return runpy.run_path(str(EXAMPLES / "14_harbor.py"))
+
+
+def harbor_tasks(harbor: dict[str, Any], directory: Path) -> dict[str, agentrl.Task]:
+    harbor["write_suite"](directory)
+    options = {"directory": str(directory), "roots": {"ubuntu:24.04": "/"}}
+    return {task.id: task for split in ("train", "held_out") for task in harbor["Shown"].tasks(split, **options)}
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize(
+    ("task", "command", "reward"),
+    [
+        ("make-apple", "mkdir apple", 1.0),
+        ("make-apple", "touch apple", 0.0),
+        ("delete-river", "rm river.txt", 1.0),
+        ("delete-river", "rm *", 0.0),
+        ("delete-river", "ls", 0.0),
+    ],
+)
+def test_a_harbor_task_is_rewarded_by_its_tests(
+    harbor: dict[str, Any], tmp_path: Path, task: str, command: str, reward: float
+) -> None:
+    tasks = harbor_tasks(harbor, tmp_path)
+    assert len(tasks) == 32
+    call = {"name": "bash", "arguments": {"command": command}}
+    result = play(harbor["Shown"], tasks[task], [call, "Done."])
+    assert result.reward == reward
+
+
+@pytest.mark.learning
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_smollm2_learns_to_use_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not (ROOT / "models/SmolLM2-135M-Instruct").is_dir():
+        pytest.skip("the model is not there: make smollm2")
+    monkeypatch.chdir(tmp_path)
+    subprocess.run([sys.executable, str(EXAMPLES / "14_harbor.py"), "harbor_tasks"], check=True)
+    run = agentrl.train(load(EXAMPLES / "14_harbor.toml", [f"--directory={tmp_path / 'runs'}"]), quiet=True)
+    assert run.summary["reward_end"] > run.summary["reward_start"] + 0.2
