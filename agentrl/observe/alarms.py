@@ -166,6 +166,9 @@ ADVICE_ON_DROPS = {
     "episode_timeout": "find out with `agentrl episode show` where `run()` hangs, and make that call a tool or an "
     "effect, so that the episode ends as truncated; or raise episode_timeout_s",
     "fan_out": "declare in `fan_out` the total number of child episodes that an episode starts, or start fewer",
+    "branches": "`agentrl episode show` of a dropped one says why it may not branch there, or how many `branches` to "
+    "declare",
+    "tree_lost": "find out with `agentrl episode list` why the episodes that branched were dropped or restarted",
     "prompt_too_long": "raise engine.max_context or shorten the first prompt",
     "no_reward": "give every agent a reward on every path through `run()`, or set `truncated_reward`",
     "too_few_children": "find out with `agentrl episode list` why child episodes were dropped, or start more of them",

@@ -305,3 +305,26 @@ def test_a_version_that_is_gone_costs_the_episode(simulated_loop: SeededSimulati
 
 def test_a_branching_program_runs_again_from_every_entry(always_replay: Callable[..., None]) -> None:
     always_replay(Retry, tasks=TASKS[:1], episodes=1)
+
+
+def test_a_deterministic_run_trains_the_same_trees_after_a_kill(simulated_loop: SeededSimulation) -> None:
+    moments = itertools.count(2.5, 0.6)
+
+    def trained(*runs: SmallRun) -> list[Any]:
+        batches = {batch.step_id: batch for run in runs for batch in run.trainer.batches}
+        return [[(unit.episode_id, unit.credits) for unit in batches[step].units] for step in sorted(batches)]
+
+    async def main() -> list[Any]:
+        first = retry_run(steps=3, deterministic=True)
+        journal = await first.cut_after(next(moments))
+        version = PolicyVersion("guesser", 0, len(journal.of_kind(StepRow)))
+        state = read_resume_state(journal, {"guesser": version}, group_size=4)
+        second = retry_run(
+            steps=3, deterministic=True, journal=journal, resume_state=state, resumed_at={"guesser": version}
+        )
+        await second.run()
+        return trained(first, second)
+
+    first, *others = simulated_loop.run(main)
+    assert len(first) == 3
+    assert all(other == first for other in others)
