@@ -15,7 +15,8 @@
 * `training`: the bundled model is trained for a step. `prefix_computed_once` is the share of branches whose first turn
   reuses the whole recalled context in the engine, `prefix_trained_once` the number of times that a sampled token is
   trained, at most and at least (1). `tree_loss_error` and `tree_grad_norm_error` compare the step's loss and gradient
-  norm with those of the unrolled trees: each continuation as a whole row, by a plain loop in float64.
+  norm with those of the unrolled trees: each continuation as a whole row, by a plain loop in float64. The loss is a sum
+  of terms of both signs, so its error is relative to the sum of their absolute values.
 """
 
 from __future__ import annotations
@@ -216,12 +217,12 @@ def training(directory: Path, *, quick: bool) -> dict[str, float | None]:
     step, samples = _step(path)
     trained = Counter(key for sample in samples for key in _keys(sample, np.flatnonzero(sample.loss_mask)))
     whole = {key for sample in samples for key in _keys(sample, _sampled_positions(sample, samples))}
-    loss, norm = _unrolled(samples, step["normaliser"])
+    loss, scale, norm = _unrolled(samples, step["normaliser"])
     once = trained.keys() == whole and set(trained.values()) == {1}
     return {
         "prefix_computed_once": reused / first_turns,
         "prefix_trained_once": 1.0 if once else max(trained.values()) if trained.keys() >= whole else 0.0,
-        "tree_loss_error": abs(loss - step["loss"]) / abs(loss),
+        "tree_loss_error": abs(loss - step["loss"]) / scale,
         "tree_grad_norm_error": abs(norm - step["grad_norm"]) / norm,
     }
 
@@ -279,9 +280,9 @@ def _sampled_positions(sample: TrainingSample, samples: list[TrainingSample]) ->
     return np.flatnonzero(own)
 
 
-def _unrolled(samples: list[TrainingSample], normaliser: float) -> tuple[float, float]:
-    """Loss and gradient norm if every continuation is a whole row: a token's advantage is divided by the number of rows
-    that contain it."""
+def _unrolled(samples: list[TrainingSample], normaliser: float) -> tuple[float, float, float]:
+    """Loss, sum of its terms' absolute values, and gradient norm if every continuation is a whole row: a token's
+    advantage is divided by the number of rows that contain it."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -294,7 +295,7 @@ def _unrolled(samples: list[TrainingSample], normaliser: float) -> tuple[float, 
         for at in np.flatnonzero(sample.loss_mask):
             advantages[sample.episode_id, int(at)] = float(sample.advantages[at])
         leaves.update(_keys(sample, positions))
-    total = 0.0
+    total = scale = 0.0
     for sample, positions in rows:
         tokens = torch.tensor(sample.token_ids.astype(np.int64))[None]
         logprobs = torch.log_softmax(model(input_ids=tokens).logits[0].double()[:-1], -1)
@@ -305,8 +306,9 @@ def _unrolled(samples: list[TrainingSample], normaliser: float) -> tuple[float, 
         loss = -torch.stack(terms).sum() / normaliser
         loss.backward()
         total += float(loss.detach())
+        scale += sum(abs(float(term.detach())) for term in terms) / normaliser
     norm = sum(float((each.grad.double() ** 2).sum()) for each in model.parameters() if each.grad is not None)
-    return total, math.sqrt(norm)
+    return total, scale, math.sqrt(norm)
 
 
 PARTS = {"gradient": gradient, "versions": versions, "training": training}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -135,7 +135,9 @@ class SlotTable:
     """The slots of one engine."""
 
     def __init__(self, slots: int, *, clock: Clock) -> None:
-        self._free = list(range(slots))
+        self._free = deque(range(slots))
+        """Free slots, the one freed longest ago first: a conversation that has ended leaves a prefix that others may
+        copy."""
         self._idle: OrderedDict[int, tuple[EmbeddedSession, float]] = OrderedDict()
         self._clock = clock
         self.computed_by: list[EmbeddedVersion | None] = [None] * slots
@@ -154,7 +156,7 @@ class SlotTable:
         if session.slot >= 0:
             del self._idle[session.slot]
         elif self._free:
-            session.slot = heapq.heappop(self._free)
+            session.slot = self._free.popleft()
             self.computed_by[session.slot] = None
         else:
             session.slot, (evicted, _) = self._idle.popitem(last=False)
@@ -170,7 +172,7 @@ class SlotTable:
         """Free the slot of an idle session, if it has one."""
         if session.slot >= 0:
             del self._idle[session.slot]
-            heapq.heappush(self._free, session.slot)
+            self._free.append(session.slot)
             session.slot = -1
 
 
