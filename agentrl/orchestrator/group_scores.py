@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.core import ids
-from agentrl.core.errors import AgentRLError, EpisodeError
+from agentrl.core.errors import EpisodeError
 from agentrl.core.records import (
     REWARD,
     EpisodeHeader,
@@ -145,7 +145,7 @@ class GroupScoring:
         except BaseExceptionGroup as errors:
             self._end_without(group_id, errors.exceptions[0])
             return
-        except AgentRLError as error:
+        except Exception as error:  # noqa: BLE001 - a task that ended silently would hold its group forever
             self._end_without(group_id, error)
             return
         recorded.extend(new)
@@ -231,6 +231,7 @@ class GroupScoring:
     def _drop(self, group_id: str, reason: str) -> None:
         """Drop all members of a group, on disk too; those without a score would be trained otherwise."""
         held = self._held.pop(group_id)
+        self.known.pop(group_id, None)
         units = [
             (end.spec.episode_id, end.header.attempt, policy)
             for end in held

@@ -16,6 +16,7 @@ from agentrl.core.records import GroupScores, PolicyVersion, ScoreRequest
 from agentrl.credit.advantages.group_baselines import group_mean
 from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.port import EpisodeEnd, StepRow, UnitDropped
+from agentrl.orchestrator import group_scores as group_scores_module
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.plugin import SeededSimulation
 from agentrl.testing.virtual_time import simulate
@@ -248,3 +249,12 @@ def test_content_cannot_pass_for_another_conversation() -> None:
 def test_settings_that_contradict_group_scores_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config_for(**{**RANKED, **changes})
+
+
+def test_an_unexpected_error_before_the_scorers_are_asked_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(*_: object) -> dict[tuple[str, int], agentrl.Scored]:
+        raise LookupError("no such turn")
+
+    monkeypatch.setattr(group_scores_module, "conversations", unreadable)
+    with pytest.raises(LookupError, match="no such turn"):
+        finished(RANKED)
