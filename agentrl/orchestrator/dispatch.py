@@ -328,14 +328,14 @@ class Dispatcher:
     ) -> Mapping[str, PolicyVersion]:
         """Start the branches of a running episode: further members of its group, which are always admitted."""
         pins: dict[str, PolicyVersion] = {}
-        if self.leases is not None:
+        if self.leases is not None and self._is_current(main):  # nothing would end the lease of a superseded attempt
             trained = self.buffer.trainable.difference(main.pins)
             pins = {policy: version for policy, version in versions.items() if policy in trained}
             for version in pins.values():
                 await self.leases.acquire(main, version)
-        running = self._running.get(main.episode_id)
-        if running is None or running.attempt != main.attempt:
-            return pins  # the episode was dropped or restarted while it waited
+        if not self._is_current(main):
+            return pins  # the episode was dropped or restarted, perhaps while it waited
+        running = self._running[main.episode_id]
         started = {**self.ended_children, **self._children.get(main.episode_id, {}), **self._running}
         specs = []
         for number in range(1, count + 1):
@@ -353,6 +353,11 @@ class Dispatcher:
         self.reservations.hand_over_branches(main.episode_id, count, point.call_id)
         self._start([(spec, None) for spec in specs])
         return pins
+
+    def _is_current(self, spec: EpisodeSpec) -> bool:
+        """Whether an attempt is in flight: not ended, and not superseded by a further one."""
+        running = self._running.get(spec.episode_id)
+        return running is not None and running.attempt == spec.attempt
 
     def _restore_trees(self, unfinished: Sequence[EpisodeSpec], ended: Sequence[EpisodeSpec]) -> None:
         """Count the members of unfinished trees, whose versions are served again."""

@@ -303,6 +303,21 @@ def test_a_version_that_is_gone_costs_the_episode(simulated_loop: SeededSimulati
     assert min(simulated_loop.run(main, seeds=2)) > 0
 
 
+def test_a_late_call_of_a_superseded_attempt_leases_nothing(simulated_loop: SeededSimulation) -> None:
+    async def main() -> None:
+        run = retry_run(steps=1)
+        await run.run()
+        dispatcher = run.orchestrator.dispatcher
+        branch = next(spec for spec, _ in ends(run).values() if spec.branched_from is not None)
+        assert branch.fork is not None
+        main_spec, _ = ends(run)[branch.fork.episode_id]
+        await dispatcher.branch(main_spec, branch.fork, 2, {"guesser": PolicyVersion("guesser", 0, 0)})
+        assert dispatcher.leases is not None
+        assert not dispatcher.leases.leased
+
+    simulated_loop.run(main, seeds=1)
+
+
 def test_a_branching_program_runs_again_from_every_entry(always_replay: Callable[..., None]) -> None:
     always_replay(Retry, tasks=TASKS[:1], episodes=1)
 
