@@ -145,13 +145,13 @@ class Orchestrator:
         Raises:
             AgentRLError: the error passed to `fail`, or raised in a loop; the newest checkpoint stays valid.
         """
-        self._failure = asyncio.get_running_loop().create_future()
+        failure = self._failed()
         with rare_collections():
             main = asyncio.get_running_loop().create_task(self._main(), name="main")
             try:
-                await asyncio.wait({main, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({main, failure}, return_when=asyncio.FIRST_COMPLETED)
                 if not main.done():
-                    self._failure.result()
+                    failure.result()
                 await main
             finally:
                 if not main.done():
@@ -161,7 +161,7 @@ class Orchestrator:
                 if self.dispatcher.group_scoring is not None:
                     self.dispatcher.group_scoring.close()
                 await self.journal_retention.close()
-                self._failure.cancel()
+                failure.cancel()
         return self.outcome
 
     def stop(self) -> None:
@@ -206,8 +206,14 @@ class Orchestrator:
             if not self._stopping:
                 self._stopping, self._check_failure = True, error
                 self.changed.notify()
-        elif self._failure is not None and not self._failure.done():
-            self._failure.set_exception(error)
+        elif not self._failed().done():
+            self._failed().set_exception(error)
+
+    def _failed(self) -> asyncio.Future[None]:
+        """Return the future that `fail` ends; resumed episodes and groups may fail before `run` begins."""
+        if self._failure is None:
+            self._failure = asyncio.get_running_loop().create_future()
+        return self._failure
 
     # --- the loops --------------------------------------------------------------------------------------------------
 

@@ -218,6 +218,15 @@ def test_nonfinite_steps_in_a_row_end_the_run_and_each_is_told_with_its_number(
     simulated_loop.run(main)
 
 
+def test_a_failure_between_assembly_and_start_ends_the_run(simulated_loop: SeededSimulation) -> None:
+    async def main() -> None:
+        run = SmallRun(during=lambda orchestrator: orchestrator.fail(StorageError("the disk is full")))
+        with pytest.raises(StorageError, match="the disk is full"):
+            await run.run()
+
+    simulated_loop.run(main, seeds=1)
+
+
 def test_evaluation_is_pinned_and_does_not_hold_up_training(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         config = config_for(steps=4, evaluation={"tasks": 6, "every": 2})
