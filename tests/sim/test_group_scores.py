@@ -251,10 +251,15 @@ def test_settings_that_contradict_group_scores_are_refused(changes: dict[str, An
         config_for(**{**RANKED, **changes})
 
 
-def test_an_unexpected_error_before_the_scorers_are_asked_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_before_the_scorers_are_asked_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, simulated_loop: SeededSimulation
+) -> None:
     def unreadable(*_: object) -> dict[tuple[str, int], agentrl.Scored]:
         raise LookupError("no such turn")
 
+    async def main() -> None:
+        with pytest.raises(LookupError, match="no such turn"):
+            await SmallRun(config=config_for(**RANKED)).run()
+
     monkeypatch.setattr(group_scores_module, "conversations", unreadable)
-    with pytest.raises(LookupError, match="no such turn"):
-        finished(RANKED)
+    simulated_loop.run(main, seeds=1)
