@@ -29,6 +29,8 @@ class Exhibit(NamedTuple):
     command: tuple[str, ...]
     run: str
     """Directory of the run, relative to where the command ran."""
+    where: str = ""
+    """Filter of the episodes on the page; empty: all."""
 
 
 def example(file: str) -> tuple[str, ...]:
@@ -50,6 +52,7 @@ EXHIBITS = (
         "One policy plays both sides of TicTacToe, and against its past versions.",
         example("06_self_play.py"),
         "runs/self_play",
+        "oldest_step >= 40",
     ),
     Exhibit(
         "propose_and_solve",
@@ -91,7 +94,8 @@ def write(out: Path) -> None:
             print(f"{exhibit.title}: {' '.join(exhibit.command[-2:])}", flush=True)
             subprocess.run(exhibit.command, cwd=directory, check=True, stdout=subprocess.DEVNULL)
             page = out / f"{exhibit.name}.html"
-            export = ("run", "export", exhibit.run, "--to", "html", "--out", str(page), "--force")
+            export = ["run", "export", exhibit.run, "--to", "html", "--out", str(page), "--force"]
+            export += ["--where", exhibit.where] if exhibit.where else []
             subprocess.run([*AGENTRL, *export], cwd=directory, check=True)
         size = page.stat().st_size
         if size > MAX_PAGE_BYTES:
