@@ -60,6 +60,7 @@ EXHIBITS = (
         "A proposer is rewarded for sums that the solver gets right about half of the time. Both learn.",
         example("03_propose_and_solve.py"),
         "runs/propose_and_solve",
+        "oldest_step >= 5",
     ),
     Exhibit(
         "openai_client",
