@@ -1,6 +1,6 @@
 """Branches: an episode that computed its first step tries the rest three more times.
 
-python 13_branches.py        (about two minutes on two CPU cores; needs no other file)
+python 15_branches.py        (about two minutes on two CPU cores; needs no other file)
 
 `ctx.branch(3)` starts three further episodes of the group. They recall the turns before the call, and go their own ways
 from there. The shared turns are sampled and trained once, and each continuation counts a quarter, so the gradient is
