@@ -267,6 +267,8 @@ class ScoreEntry(RewardEntry, frozen=True, array_like=True, tag="score"):
     """Whether the score is that of equal content, and was not asked for again."""
     judged_by: PolicyVersion | None = None
     """Oldest version of the judge, if its versions differ: it learns, or is a policy of kind `past`."""
+    requests: int = 0
+    """Requests that the score took, votes and retries included."""
 
     @property
     def score(self) -> float:

@@ -407,9 +407,8 @@ class CallJournal:
 
     # --- scores -------------------------------------------------------------------------------------------------------
 
-    def recorded_scores(self) -> dict[str, EntryBody]:
-        """Return the recorded scores, keyed by call id: a `ScoreEntry`, or None if the scorer gave no
-        value."""
+    def recorded_scores(self) -> list[JournalEntry]:
+        """Return the entries of recorded scores, inherited ones included."""
         return self._recorded.scores()
 
     def record_score(self, call_id: str, body: EntryBody, content: bytes = b"") -> None:
@@ -913,9 +912,9 @@ class RecordedCalls:
         """Yield the ids of calls that return in order, in the order in which they were appended."""
         return filter(ids.has_call_number, self._entries)
 
-    def scores(self) -> dict[str, EntryBody]:
-        """Return the bodies of recorded scores, keyed by call id."""
-        return {call_id: entry.decode() for call_id, entry in self._entries.items() if ids.is_score(call_id)}
+    def scores(self) -> list[JournalEntry]:
+        """Return the entries of recorded scores."""
+        return [entry for call_id, entry in self._entries.items() if ids.is_score(call_id)]
 
     def get(self, call_id: str) -> JournalEntry | None:
         """Return the entry of a call that has not returned yet; answers are left out."""

@@ -36,12 +36,15 @@ if TYPE_CHECKING:
 class LiveScores:
     """The scores of one attempt."""
 
-    __slots__ = ("_arrived", "_chains", "_episode", "_running")
+    __slots__ = ("_arrived", "_chains", "_episode", "_inherited", "_running")
 
     def __init__(self, episode: LiveEpisode) -> None:
         self._episode = episode
-        self._arrived = episode.journal.recorded_scores()
+        recorded = episode.journal.recorded_scores()
+        self._arrived = {entry.call_id: entry.decode() for entry in recorded}
         """Scores in the journal, keyed by call id."""
+        self._inherited = {entry.call_id for entry in recorded if entry.episode_id != episode.spec.episode_id}
+        """Call ids of scores that another episode paid for."""
         self._running: dict[str, asyncio.Task[None]] = {}
         """Requests in flight, keyed by call id."""
         self._chains: dict[tuple[str, int, str], list[str]] = {}
@@ -161,10 +164,12 @@ class LiveScores:
         if self._running:
             await self.arrived()
             episode.metric(SCORES_EXPOSED, episode.services.clock.monotonic() - started)
-        for _, entry in sorted(self._arrived.items()):
+        for call_id, entry in sorted(self._arrived.items()):
             if isinstance(entry, ScoreEntry):
                 agent = agents[entry.seat, entry.index]
                 agent.rewards = (*agent.rewards, entry)
+                if call_id not in self._inherited:
+                    self._count(agent, entry.name, entry.requests, entry.tokens)
 
     def judges(self) -> dict[str, PolicyVersion]:
         """Return the oldest version of each judge with several versions that scored the attempt."""
@@ -203,9 +208,6 @@ class LiveScores:
         clock = self._episode.services.clock
         started = clock.monotonic()
         score = await scorer.score(request)
-        for name, amount in ((SCORE_REQUESTS, score.requests), (SCORE_TOKENS, score.tokens)):
-            if amount:
-                self._episode.metric(name + scorer.name, amount, agent)
         body: ScoreEntry | NondeterministicValueEntry = NondeterministicValueEntry("score", score.value)
         if score.value is not None and scorer.credit != "note":
             seconds = clock.monotonic() - started
@@ -221,9 +223,17 @@ class LiveScores:
                 tokens=score.tokens,
                 cached=score.cached,
                 judged_by=score.judged_by,
+                requests=score.requests,
             )
+        else:  # the entry has no room for what it cost
+            self._count(agent, scorer.name, score.requests, score.tokens)
         self._arrived[request.call_id] = body
         self._episode.journal.record_score(request.call_id, body, score.content)
+
+    def _count(self, agent: TurnRecorder, scorer: str, requests: int, tokens: int) -> None:
+        for name, amount in ((SCORE_REQUESTS, requests), (SCORE_TOKENS, tokens)):
+            if amount:
+                self._episode.metric(name + scorer, amount, agent)
 
 
 class LiveVerdict(Verdict):

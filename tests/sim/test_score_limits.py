@@ -52,6 +52,25 @@ def test_a_spent_limit_ends_the_run_and_a_raised_one_continues_it(simulated_loop
     simulated_loop.run(main)
 
 
+def test_scores_before_a_kill_count_in_the_resumed_episode(simulated_loop: SeededSimulation) -> None:
+    config = {"scorers": {"slow": scorer("slow", options={"seconds": 1.0})}, "steps": 4}
+
+    async def main() -> int:
+        first = SmallRun(config=config_for(**config))
+        journal = await first.cut_after(3.0)
+        known = [entry.episode_id for entry in journal.turn_log("0").entries if "?" in entry.call_id]
+        second = second_life(first, journal, len(first.trainer.batches))
+        await second.run()
+        ended = headers(second)
+        committed = [name for name in ended if ended[name].committed]
+        recorded = sum("?" in call for name in committed for call in entries(second, name))
+        assert second.journal.metric_total("scores/requests/slow") == recorded
+        resumed = {spec.episode_id for spec in second.resume_state.unfinished}
+        return sum(name in resumed and name in committed for name in known)
+
+    assert max(simulated_loop.run(main)) > 0, "no episode was cut between its scores"
+
+
 def test_votes_and_retries_count_as_requests_and_cached_scores_do_not() -> None:
     run = finished({**judge_config(votes=3, attempts=8, cache=4096), "steps": 6}, script=judging)
     made = sum(metrics.get("scores/requests/helpful", 0.0) for _, _, metrics in run.seen.steps)
