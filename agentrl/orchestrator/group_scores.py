@@ -118,7 +118,7 @@ class GroupScoring:
         task.add_done_callback(lambda _: self._tasks.pop(spec.group_id, None))
 
     def drop_held(self, reason: str) -> None:
-        """Drop all held members. Nothing is asked for any more."""
+        """Drop all held members, and cancel their requests."""
         self.close()
         for group_id in list(self._held):
             self._drop(group_id, reason)
@@ -260,10 +260,12 @@ def conversations(
         completion = completion_from_entry(entry)
         reply = chat_format_of(entry.policy).parse(completion.token_ids.tolist())
         agent = entry.seat, entry.index
-        said = messages.setdefault(agent, [])
-        said += [*map(decode_message, entry.messages), reply]
+        conversation = messages.setdefault(agent, [])
+        conversation += [*map(decode_message, entry.messages), reply]
         turn = Turn(text=reply.content, message=reply, completion=completion)
-        found[agent] = Scored(task=spec.task, seat=entry.seat, turn=turn, number=entry.turn, messages=tuple(said))
+        found[agent] = Scored(
+            task=spec.task, seat=entry.seat, turn=turn, number=entry.turn, messages=tuple(conversation)
+        )
     return found
 
 
@@ -275,14 +277,14 @@ def add_group_scores(
     for group in scores:
         for member in group.scores:
             if member.episode_id == header.episode_id and member.value is not None and group.weight is not None:
-                given = by_agent.setdefault((member.seat, member.agent), [])
-                given.append((group.scorer, member.value, group.weight))
+                agent_scores = by_agent.setdefault((member.seat, member.agent), [])
+                agent_scores.append((group.scorer, member.value, group.weight))
     if not by_agent:
         return header
     trajectories = []
     for agent in header.trajectories:
-        own = by_agent.get((agent.seat, agent.index), ())
-        if own:
+        agent_scores = by_agent.get((agent.seat, agent.index), [])
+        if agent_scores:
             before = [] if agent.reward is None else [agent.reward]
             named = list(agent.named_rewards)
             if not named and agent.reward is not None:
@@ -290,8 +292,8 @@ def add_group_scores(
                 named = [(REWARD, agent.reward / weight if weight else 0.0)]
             agent = replace(
                 agent,
-                reward=math.fsum([*before, *(value * weight for _, value, weight in own)]),
-                named_rewards=tuple(sum_by_key([*named, *((name, value) for name, value, _ in own)]).items()),
+                reward=math.fsum([*before, *(value * weight for _, value, weight in agent_scores)]),
+                named_rewards=tuple(sum_by_key([*named, *((name, value) for name, value, _ in agent_scores)]).items()),
             )
         trajectories.append(agent)
     return replace(header, trajectories=tuple(trajectories))

@@ -100,7 +100,7 @@ def write(out: Path) -> None:
             subprocess.run([*AGENTRL, *export], cwd=directory, check=True)
         size = page.stat().st_size
         if size > MAX_PAGE_BYTES:
-            raise SystemExit(f"{page} has {size:,} bytes; at most {MAX_PAGE_BYTES:,} are wanted")
+            raise SystemExit(f"{page} has {size:,} bytes; the limit is {MAX_PAGE_BYTES:,}")
         cards.append(
             f'<li><a href="{page.name}">{html.escape(exhibit.title)}</a> ({size / 1e6:.1f} MB)<br>'
             f"{html.escape(exhibit.text)}</li>"

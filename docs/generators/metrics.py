@@ -31,7 +31,7 @@ What could not be measured is left out.
 episodes with the policy that set it and were committed since its last step. In an evaluation it is
 `evaluation/metric/<name>`. An environment that reads free text counts what it
 cannot read as `ctx.metric("turns/illegal", 1)`, so that the alarms know. That, cut turns and tool calls are counted for
-the agent that acted last and for nobody else, so no policy is blamed for another.
+the agent that acted last only, so no policy is blamed for another.
 
 **Measured tokens.** `entropy`, `kept_mass`, `k3` and its variants by lag, seat and mismatch, `abs_logprob_difference`,
 `mean_ratio`, `masked_fraction`, `truncated_fraction`, `effective_sample_fraction` and `reference_kl` are means over the
