@@ -131,8 +131,9 @@ def test_a_group_larger_than_the_bound_on_what_is_in_flight_is_refused() -> None
         "credit.group_size = 4 is larger than max_in_flight = 3, so no group could start: raise max_in_flight, or "
         "lower credit.group_size"
     )
-    assert "raise policies.guesser.step_size to 12 or more, or lower credit.group_size or the fan-out" in refused(
-        Ask, step_size=5
+    assert (
+        "raise policies.guesser.step_size to 12 or more, or lower credit.group_size, the fan-out or the branches"
+        in refused(Ask, step_size=5)
     )
 
 
