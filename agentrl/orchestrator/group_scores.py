@@ -220,7 +220,7 @@ class GroupScoring:
         spec = end.spec
         inherited = [] if spec.fork is None else self.store.prefix(spec.fork)
         entries, _ = self.store.recorded(spec.episode_id, end.header.attempt)
-        return conversations([*inherited, *entries], spec, self.chat_format_of)
+        return conversations([*inherited, *entries], spec, self.scored, self.chat_format_of)
 
     def _release(self, group_id: str) -> None:
         scores = self.known.pop(group_id, [])
@@ -246,14 +246,18 @@ class GroupScoring:
 
 
 def conversations(
-    entries: Iterable[JournalEntry], spec: EpisodeSpec, chat_format_of: Callable[[str], ChatFormat]
+    entries: Iterable[JournalEntry],
+    spec: EpisodeSpec,
+    scored: Collection[str],
+    chat_format_of: Callable[[str], ChatFormat],
 ) -> dict[tuple[str, int], Scored]:
-    """Return the whole conversation of each agent, keyed by seat and number, as scorers see it.
+    """Return the whole conversation of each agent of the `scored` policies, keyed by seat and number, as scorers see
+    it. Other policies' turns may hold refusals of an endpoint, which have no message.
 
     Raises:
         JournalError: an entry is damaged.
     """
-    turns = [body for entry in entries if isinstance(body := entry.decode(), TurnEntry)]
+    turns = [body for entry in entries if isinstance(body := entry.decode(), TurnEntry) and body.policy in scored]
     messages: dict[tuple[str, int], list[Message]] = {}
     found: dict[tuple[str, int], Scored] = {}
     for entry in sorted(turns, key=lambda turn: (turn.seat, turn.index, turn.turn)):

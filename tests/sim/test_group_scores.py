@@ -14,10 +14,11 @@ from agentrl.core.errors import AgentRLError, EpisodeError, ScorerError
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import GroupScores, PolicyVersion, ScoreRequest
 from agentrl.credit.advantages.group_baselines import group_mean
+from agentrl.environment.context import LimitReachedError
 from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.port import EpisodeEnd, StepRow, UnitDropped
 from agentrl.orchestrator import group_scores as group_scores_module
-from agentrl.rollout.chat.byte_formats import STOP_TOKEN
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.testing.plugin import SeededSimulation
 from agentrl.testing.virtual_time import simulate
 from tests.sim.small_run import SmallRun, config_for, guess
@@ -263,3 +264,16 @@ def test_an_unexpected_error_before_the_scorers_are_asked_ends_the_run(
 
     monkeypatch.setattr(group_scores_module, "conversations", unreadable)
     simulated_loop.run(main, seeds=1)
+
+
+def test_turns_of_other_policies_are_not_parsed() -> None:
+    run = finished({**RANKED, "steps": 1})
+    entries = run.journal.turn_log("0").read("e0", 0)
+    spec = next(end.spec for end in run.journal.of_kind(EpisodeEnd) if end.spec.episode_id == "e0")
+
+    def refused(policy: str) -> PlainChatFormat:
+        raise LimitReachedError(f"the endpoint of {policy} refused the turn", stop_reason="refused")
+
+    assert group_scores_module.conversations(entries, spec, {"other"}, refused) == {}
+    found = group_scores_module.conversations(entries, spec, {"guesser"}, lambda _: PlainChatFormat())
+    assert found.keys() == {("guesser", 0)}
