@@ -23,7 +23,8 @@ from agentrl.app.scorers import scored_policies
 from agentrl.config.fields import base_model_display_name
 from agentrl.config.policies import ExternalPolicyConfig, FrozenPolicy, OpponentPoolPolicy, PolicyConfig
 from agentrl.config.run import RunConfig
-from agentrl.config.sections import SamplingConfig
+from agentrl.config.sections import ADVANTAGE_NAMES, SamplingConfig
+from agentrl.core.custom_functions import declaration_of, find_function
 from agentrl.core.errors import ConfigError, EngineError, InputError
 from agentrl.core.files import WEIGHT_FILES, sha256_of
 from agentrl.core.ports import ChatFormat, EngineCapabilities, SamplingParams
@@ -168,7 +169,14 @@ def _check_fill(size: int, name: str, policy: PolicyConfig, brought: Sequence[in
 
 
 TREE_ADVANTAGES = ("leave_one_out", "none")
-"""Estimators that have a form for trees."""
+"""Built-in estimators that have a form for trees."""
+
+
+def _has_tree_form(advantage: str) -> bool:
+    """Whether an estimator can be used with branches."""
+    if advantage in ADVANTAGE_NAMES:
+        return advantage in TREE_ADVANTAGES
+    return declaration_of(find_function("advantage", advantage, key="credit.advantage")[1]).over == "tree"
 
 
 def _check_branches(config: RunConfig, root: type[Environment], seats: Sequence[Sequence[str]]) -> None:
@@ -194,7 +202,10 @@ def _check_branches(config: RunConfig, root: type[Environment], seats: Sequence[
     full = [name for name in learners if trained[name].lora is None and trained[name].max_staleness]
     several = f"seats of the policies {' and '.join(learners)}"
     reasons = {
-        f"credit.advantage = {advantage!r}": (advantage not in TREE_ADVANTAGES, "set 'leave_one_out' or 'none'"),
+        f"credit.advantage = {advantage!r}": (
+            not _has_tree_form(advantage),
+            "set 'leave_one_out' or 'none', or mark your function with @agentrl.advantage(over=\"tree\")",
+        ),
         f"credit.release = {config.credit.release!r}": (
             config.credit.release != "group",
             "a tree is released whole: set 'group'",

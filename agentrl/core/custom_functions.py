@@ -52,8 +52,8 @@ class FunctionDeclaration(NamedTuple):
     """Whether the function reads `reference_logprobs`. For losses only."""
     divergence: bool = False
     """Whether the function reads `reference_kl`, and so `reference_logprobs`. For losses only."""
-    over: Literal["group", "step"] = "group"
-    """Agents that one call compares. For advantages only."""
+    over: Literal["group", "step", "tree"] = "group"
+    """Agents that one call compares: "tree": those of a group, by their pieces. For advantages only."""
 
 
 @overload
@@ -86,8 +86,8 @@ def loss(function: Any = None, *, per_token: bool = False, reference: bool = Fal
 @overload
 def advantage(function: F) -> F: ...
 @overload
-def advantage(*, over: Literal["group", "step"] = "group") -> Callable[[F], F]: ...
-def advantage(function: Any = None, *, over: Literal["group", "step"] = "group") -> Any:
+def advantage(*, over: Literal["group", "step", "tree"] = "group") -> Callable[[F], F]: ...
+def advantage(function: Any = None, *, over: Literal["group", "step", "tree"] = "group") -> Any:
     """Mark a function of a `Group` as an advantage estimator, for `train(config, advantage=…)` or `credit.advantage`.
 
     The function returns one advantage per reward of the group, in order; for turn-level credit, one list per reward,
@@ -95,7 +95,9 @@ def advantage(function: Any = None, *, over: Literal["group", "step"] = "group")
 
     Args:
         function: the estimator.
-        over: the agents that one call compares: those of one group, or all of an optimizer step.
+        over: the agents that one call compares: those of one group, or all of an optimizer step. With "tree" it gets
+            the `pieces` of a group's agents and returns one list per agent, with a finite number per piece; only such
+            functions can be used with `ctx.branch`.
 
     Example:
         >>> @advantage

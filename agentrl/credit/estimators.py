@@ -59,6 +59,46 @@ class AdvantageEstimator:
             GroupTooSmallError: the function cannot compare so few members.
             InputError: the function raised, or did not return one advantage per agent or per turn.
         """
+        credits = []
+        returned = self._returned(group)
+        for value, reward in zip(returned, group.rewards, strict=True):
+            turns = tuple(value) if isinstance(value, list | tuple) else ()
+            numbers = turns or (value,)
+            for number in numbers:
+                if not _is_finite_number(number):
+                    raise InputError(
+                        f"the advantage {self.name} returned {value!r} for a reward of {reward}; it must return finite "
+                        "numbers, or for each agent a list of them, one per turn"
+                    )
+            first = float(numbers[0])
+            credits.append(AgentCredit(first, reward - first, tuple(map(float, turns))))
+        return credits
+
+    def of_trees(self, group: Group) -> list[list[float]]:
+        """Return the advantage of each piece of `group.pieces`.
+
+        Raises:
+            GroupTooSmallError: the function cannot compare so few members.
+            InputError: the function raised, or did not return a finite number per piece.
+        """
+        by_agent = []
+        for episode, value, pieces in zip(group.episodes, self._returned(group), group.pieces, strict=True):
+            if not isinstance(value, list | tuple) or len(value) != len(pieces):
+                raise InputError(
+                    f"the advantage {self.name} returned {value!r} for the {len(pieces)} pieces of {episode}; "
+                    'marked with over="tree", it must return a list per agent, with one number per piece'
+                )
+            for number, piece in zip(value, pieces, strict=True):
+                if not _is_finite_number(number):
+                    raise InputError(
+                        f"the advantage {self.name} returned {number!r} for the piece of {episode} from turn "
+                        f"{piece.first}, with value {piece.value}; it must return finite numbers"
+                    )
+            by_agent.append([float(number) for number in value])
+        return by_agent
+
+    def _returned(self, group: Group) -> list[Any]:
+        """Call the function; it must return one entry per agent."""
         try:
             returned = list(self.function(group, **self.options))
         except GroupTooSmallError:
@@ -70,19 +110,7 @@ class AdvantageEstimator:
                 f"the advantage {self.name} returned {len(returned)} advantages for a group of {len(group.rewards)} "
                 "rewards; it must return one per reward, in their order"
             )
-        credits = []
-        for value, reward in zip(returned, group.rewards, strict=True):
-            turns = tuple(value) if isinstance(value, list | tuple) else ()
-            numbers = turns or (value,)
-            for number in numbers:
-                if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-                    raise InputError(
-                        f"the advantage {self.name} returned {value!r} for a reward of {reward}; it must return finite "
-                        "numbers, or for each agent a list of them, one per turn"
-                    )
-            first = float(numbers[0])
-            credits.append(AgentCredit(first, reward - first, tuple(map(float, turns))))
-        return credits
+        return returned
 
     def to_go(self, group: Group) -> list[AgentCredit]:
         """Return the credit of each agent per turn, from the rewards to go; see `advantages_to_go`."""
@@ -92,6 +120,10 @@ class AdvantageEstimator:
 
         by_turn = advantages_to_go(of_rewards, group.rewards, group.turn_rewards, group.episodes)
         return [credit._replace(by_turn=turns) for credit, turns in zip(self(group), by_turn, strict=True)]
+
+
+def _is_finite_number(number: Any) -> bool:
+    return not isinstance(number, bool) and isinstance(number, int | float) and math.isfinite(number)
 
 
 def make_advantage_estimator(

@@ -33,12 +33,36 @@ class AgentCredit(NamedTuple):
     by_turn: tuple[float, ...] = ()
 
 
+class Piece(NamedTuple):
+    """Consecutive turns of one agent between two branch points (`credit.trees`)."""
+
+    first: int
+    """Number of the agent's first turn in the piece, counted over the whole conversation."""
+    value: float
+    """V: the reward at the end of an episode, else the mean over the pieces that follow."""
+    parent_value: float
+    """V of the piece before; for the first piece of a tree, the mean V over the trees of the group."""
+    baseline: float
+    """Leave-one-out: the mean V over the other pieces of the branch point, or over the other trees of the group. V
+    itself if there is nothing to compare."""
+    weight: float
+    """w: 1 for the first piece of a tree; after a call with n branches, that of the piece before, divided by n + 1."""
+    leaves: int
+    """Number of episodes that end below the piece."""
+
+    @property
+    def advantage(self) -> float:
+        """w · (V - b), which `leave_one_out` gives to every token of the piece."""
+        return self.weight * (self.value - self.baseline)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """The agents that an advantage estimator compares: agents of one policy in one seat of an environment.
 
     An estimator marked with `over="step"` gets the agents of all units of an optimizer step; any other gets those of a
-    group. All sequences have one entry per agent, in the order in which the estimator returns the advantages.
+    group. Only one marked with `over="tree"` gets their `pieces`. All sequences have one entry per agent, in the order
+    in which the estimator returns the advantages.
 
     Example:
         >>> Group(rewards=(1.0, 0.0), episodes=("e0", "e1")).mean
@@ -61,6 +85,9 @@ class Group:
     """Number of sampled tokens of each agent; empty over a step."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """Copy of `credit.reward_weights`; a name that is absent has weight 1."""
+    pieces: tuple[tuple[Piece, ...], ...] = ()
+    """Pieces of each agent, in the order of its turns. A main episode has its first piece and one more after each call
+    of `ctx.branch`; a branch has one. Empty unless the estimator is marked with `over="tree"`."""
     groups: tuple[str, ...] = ()
     """Id of each agent's group; all the same unless the estimator compares a step."""
     policy: str = ""
@@ -72,7 +99,7 @@ class Group:
 
     @property
     def mean(self) -> float:
-        """Mean of the rewards."""
+        """Mean of the rewards: of all leaves, if the group has trees."""
         return math.fsum(self.rewards) / len(self.rewards)
 
     @property

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 from agentrl.core import ids
@@ -34,9 +34,9 @@ from agentrl.core.records import (
 from agentrl.credit.advantages.group_baselines import leave_one_out, no_baseline
 from agentrl.credit.baselines import RewardHistory, RewardInRole, SeatRole
 from agentrl.credit.estimators import AdvantageEstimator
-from agentrl.credit.group import Advantage, AdvantageFunction, AgentCredit, Group
+from agentrl.credit.group import Advantage, AdvantageFunction, AgentCredit, Group, Piece
 from agentrl.credit.to_go import advantages_to_go
-from agentrl.credit.trees import tree_credits
+from agentrl.credit.trees import AgentKey, tree_credits
 
 E = TypeVar("E", bound=Hashable)
 
@@ -134,6 +134,7 @@ class WholeGroupRelease:
     ) -> None:
         self._trainable = frozenset(trainable)
         self._advantage = advantage
+        self._over_trees = isinstance(advantage, AdvantageEstimator) and advantage.mark.over == "tree"
         self._to_go = to_go
         self._history = history
         self._weights = weights or {}
@@ -185,7 +186,7 @@ class WholeGroupRelease:
                 history=earlier.get((policy, seat)),
             )
             try:
-                if group.branches:
+                if group.branches or self._over_trees:
                     group_credits = self._tree_credits(whole, members, group.branches)
                 else:
                     group_credits = self._credited(whole)
@@ -204,11 +205,18 @@ class WholeGroupRelease:
     def _tree_credits(
         self, whole: Group, members: Sequence[tuple[str, TrajectoryHeader]], branches: Mapping[str, ForkPoint]
     ) -> Sequence[AgentCredit]:
-        """Compute the advantage of each agent of a group with branches."""
-        assert not isinstance(self._advantage, AdvantageEstimator), "config.run refuses it"
-        agents = [(episode_id, trajectory.seat, trajectory.index) for episode_id, trajectory in members]
+        """Compute the advantage of each agent of a group from its trees."""
+        agents: list[AgentKey] = [(episode_id, member.seat, member.index) for episode_id, member in members]
         turn_rewards = whole.turn_rewards if self._to_go else ()
-        return tree_credits(self._advantage, whole.rewards, agents, branches, turn_rewards)
+        estimator = self._advantage
+        if not isinstance(estimator, AdvantageEstimator):
+            return tree_credits(estimator, whole.rewards, agents, branches, turn_rewards)
+        assert self._over_trees, "app.policies refuses it"
+
+        def rule(rewards: Sequence[float], pieces: Sequence[Sequence[Piece]]) -> list[list[float]]:
+            return estimator.of_trees(replace(whole, rewards=tuple(rewards), pieces=tuple(map(tuple, pieces))))
+
+        return tree_credits(leave_one_out, whole.rewards, agents, branches, turn_rewards, rule)
 
     def _credited(self, group: Group) -> Sequence[AgentCredit]:
         """Compute the advantage of each agent of a group."""

@@ -13,35 +13,34 @@ the same continuation, so V(u) has the mean of one, the weights of C(u) sum to t
 alone. The decision to branch must depend on the past alone, which `ctx.branch` ensures. Without branches it is the
 estimator itself.
 
-VinePPO (arXiv:2410.01679) and TreeRL (arXiv:2506.11902) estimate values at branch points in related ways.
+VinePPO (arXiv:2410.01679) and TreeRL (arXiv:2506.11902) estimate values at branch points in related ways. A user's
+estimator marked with `over="tree"` replaces A_u.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
 
 from agentrl.core import ids
 from agentrl.core.records import ForkPoint
-from agentrl.credit.group import Advantage, AdvantageFunction, AgentCredit
+from agentrl.credit.group import Advantage, AdvantageFunction, AgentCredit, Piece
 
 AgentKey = tuple[str, str, int]
 """Episode, seat and index of an agent."""
 
 
-class Piece(NamedTuple):
-    """Consecutive turns of one agent between two branch points."""
-
-    first: int
-    """Number of the agent's first turn in the piece, counted over the whole conversation."""
-    advantage: float
-    """A_u, with its weight."""
-    baseline: float
+TreeRule = Callable[[Sequence[float], Sequence[Sequence[Piece]]], Sequence[Sequence[float]]]
+"""Returns A_u of every piece, from the rewards and the pieces of the agents."""
 
 
-def tree_advantages(
+def built_in_rule(_: Sequence[float], pieces: Sequence[Sequence[Piece]]) -> list[list[float]]:
+    """A_u = w(u) · (V(u) - b(u))."""
+    return [[piece.advantage for piece in own] for own in pieces]
+
+
+def tree_pieces(
     advantage: AdvantageFunction,
     rewards: Sequence[float],
     agents: Sequence[AgentKey],
@@ -50,7 +49,7 @@ def tree_advantages(
     """Compute the pieces of each agent, in the order of their turns.
 
     Args:
-        advantage: estimator that compares the pieces of a branch point, and the trees of the group.
+        advantage: estimator of the baselines among the pieces of a branch point, and among the trees of the group.
         rewards: reward of each agent in one seat.
         agents: the agents.
         branches: the call that started each branch, by its id. Its main episode must be among the agents' episodes.
@@ -62,7 +61,7 @@ def tree_advantages(
         ...                   turns=(AgentTurns("s", 0, 1),))
         >>> agents = [("e0", "s", 0), ("e0~0.r#1.b1", "s", 0), ("e1", "s", 0)]
         >>> [[(piece.first, piece.advantage) for piece in pieces]
-        ...  for pieces in tree_advantages(leave_one_out, [1.0, 0.0, 0.0], agents, {"e0~0.r#1.b1": point})]
+        ...  for pieces in tree_pieces(leave_one_out, [1.0, 0.0, 0.0], agents, {"e0~0.r#1.b1": point})]
         [[(0, 0.5), (1, 0.5)], [(0, -0.5)], [(0, -0.5)]]
     """
     values = dict(zip(agents, rewards, strict=True))
@@ -75,18 +74,23 @@ def tree_advantages(
             points[point.episode_id][point.call_id].append(episode)
     behind: dict[tuple[str, str], dict[AgentKey, float]] = {}
     """V of the main episode's agents behind each branch point, by main episode and call."""
+    leaves = dict.fromkeys(agents, 1)
+    leaves_behind: dict[tuple[str, str], dict[AgentKey, int]] = {}
     mains = [episode for episode in by_episode if episode not in branches]
     for main in mains:
         for call_id in sorted(points[main], key=ids.episode_sort_key, reverse=True):
             behind[main, call_id] = {agent: values[agent] for agent in by_episode[main]}
+            leaves_behind[main, call_id] = {agent: leaves[agent] for agent in by_episode[main]}
             for agent in by_episode[main]:
                 same = [(episode, *agent[1:]) for episode in points[main][call_id]]
                 found = [values[agent], *(values[other] for other in same if other in values)]
                 values[agent] = math.fsum(found) / len(found)
+                leaves[agent] += len(found) - 1
     roots = [agent for main in mains for agent in by_episode[main]]
     pieces: dict[AgentKey, list[Piece]] = defaultdict(list)
-    for agent, (value, baseline) in _compared(advantage, roots, values).items():
-        pieces[agent].append(Piece(0, value, baseline))
+    group_value = math.fsum(values[agent] for agent in roots) / max(1, len(roots))
+    for agent, (_, baseline) in _compared(advantage, roots, values).items():
+        pieces[agent].append(Piece(0, values[agent], group_value, baseline, 1.0, leaves[agent]))
     for main in mains:
         weight = 1.0
         for call_id in sorted(points[main], key=ids.episode_sort_key):
@@ -94,9 +98,15 @@ def tree_advantages(
             weight /= 1 + len(episodes)
             children = [*by_episode[main], *(agent for episode in episodes for agent in by_episode[episode])]
             turns = {(seat, index): count for seat, index, count in branches[episodes[0]].turns}
-            for agent, (value, baseline) in _compared(advantage, children, values | behind[main, call_id]).items():
+            at_point = values | behind[main, call_id]
+            below = leaves | leaves_behind[main, call_id]
+            same_agent: dict[tuple[str, int], list[float]] = defaultdict(list)
+            for agent in children:
+                same_agent[agent[1:]].append(at_point[agent])
+            for agent, (_, baseline) in _compared(advantage, children, at_point).items():
                 first = turns.get(agent[1:], 0) if agent[0] == main else 0
-                pieces[agent].append(Piece(first, weight * value, baseline))
+                parent_value = math.fsum(same_agent[agent[1:]]) / len(same_agent[agent[1:]])
+                pieces[agent].append(Piece(first, at_point[agent], parent_value, baseline, weight, below[agent]))
     return [pieces[agent] for agent in agents]
 
 
@@ -106,39 +116,49 @@ def tree_credits(
     agents: Sequence[AgentKey],
     branches: Mapping[str, ForkPoint],
     turn_rewards: Sequence[Sequence[tuple[int, float]]] = (),
+    rule: TreeRule = built_in_rule,
 ) -> list[AgentCredit]:
-    """Return the credit of each agent; see `tree_advantages`.
+    """Return the credit of each agent; see `tree_pieces`.
 
     Args:
-        advantage: see `tree_advantages`, as the next three.
+        advantage: see `tree_pieces`, as the next three.
         rewards: R.
         agents: the agents.
         branches: the calls that started branches.
         turn_rewards: rewards for single turns of each agent, as (turn, reward), if a turn is credited with the rewards
             to go alone (`to_go.advantages_to_go`); empty: with R.
+        rule: gives A_u of every piece; with rewards to go it is called once per turn.
     """
-    whole = tree_advantages(advantage, rewards, agents, branches)
+
+    def of_rewards(rewards: Sequence[float]) -> list[list[_Credited]]:
+        pieces = tree_pieces(advantage, rewards, agents, branches)
+        return [list(zip(own, given, strict=True)) for own, given in zip(pieces, rule(rewards, pieces), strict=True)]
+
+    whole = of_rewards(rewards)
     paid = max((turn + 1 for own in turn_rewards for turn, _ in own), default=0)
-    at_turn: list[list[list[Piece]]] = []
+    at_turn: list[list[list[_Credited]]] = []
     if paid:
-        for now in range(max(paid, *(piece.first for pieces in whole for piece in pieces)) + 1):
+        for now in range(max(paid, *(piece.first for pieces in whole for piece, _ in pieces)) + 1):
             before = [math.fsum(value for turn, value in own if turn < now) for own in turn_rewards]
-            to_go = [reward - earlier for reward, earlier in zip(rewards, before, strict=True)]
-            at_turn.append(tree_advantages(advantage, to_go, agents, branches))
+            at_turn.append(of_rewards([reward - earlier for reward, earlier in zip(rewards, before, strict=True)]))
     credits = []
     for number, pieces in enumerate(whole):
         if paid:
             by_turn = [_piece_of(turns[number], turn) for turn, turns in enumerate(at_turn)]
         else:
-            by_turn = [_piece_of(pieces, turn) for turn in range(pieces[-1].first + 1)]
-        turns = tuple(piece.advantage for piece in by_turn) if paid or len(pieces) > 1 else ()
-        credits.append(AgentCredit(by_turn[0].advantage, by_turn[0].baseline, turns))
+            by_turn = [_piece_of(pieces, turn) for turn in range(pieces[-1][0].first + 1)]
+        turns = tuple(value for _, value in by_turn) if paid or len(pieces) > 1 else ()
+        credits.append(AgentCredit(by_turn[0][1], by_turn[0][0].baseline, turns))
     return credits
 
 
-def _piece_of(pieces: Sequence[Piece], turn: int) -> Piece:
+_Credited = tuple[Piece, float]
+"""A piece and its A_u."""
+
+
+def _piece_of(pieces: Sequence[_Credited], turn: int) -> _Credited:
     """Return the piece to which a turn belongs."""
-    return next(piece for piece in reversed(pieces) if piece.first <= turn)
+    return next(credited for credited in reversed(pieces) if credited[0].first <= turn)
 
 
 def _compared(

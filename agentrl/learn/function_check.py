@@ -26,9 +26,22 @@ from torch import Tensor
 from agentrl.config.sections import LOSS_NAMES, LossConfig, TrainerConfig
 from agentrl.core.custom_functions import FunctionDeclaration, find_function
 from agentrl.core.errors import AgentRLError, GroupTooSmallError, Unscorable, describe_user_code_error
-from agentrl.core.records import Completion, Message, PolicyVersion, Scored, Task, ToolCall, Turn, VersionSpan
+from agentrl.core.records import (
+    AgentTurns,
+    Completion,
+    ForkPoint,
+    Message,
+    PolicyVersion,
+    Scored,
+    Task,
+    ToolCall,
+    Turn,
+    VersionSpan,
+)
+from agentrl.credit.advantages.group_baselines import leave_one_out
 from agentrl.credit.estimators import AdvantageEstimator, make_advantage_estimator
 from agentrl.credit.group import Group
+from agentrl.credit.trees import AgentKey, tree_pieces
 from agentrl.environment.rewards import finite_reward
 from agentrl.learn.loss_batch import IDS, LossBatch, TokenColumns, TokenGradients
 from agentrl.learn.losses import Loss, make_loss
@@ -333,7 +346,9 @@ def check_advantage(reference: str, *, title: str = "") -> FunctionReport:
     """
     report = FunctionReport(title or f"advantage {reference}")
     estimator = make_advantage_estimator(reference, {})
+    over_trees = estimator.mark.over == "tree"
     for name, group in _groups(estimator.mark.over == "step"):
+        group = _with_trees(group) if over_trees else group
         state = random.getstate()
         try:
             advantages, again = (_values(estimator, group) for _ in range(2))
@@ -356,14 +371,17 @@ def check_advantage(reference: str, *, title: str = "") -> FunctionReport:
             report.findings.append(f"{name}: an agent's advantage depends on its place in the group")
         if report.findings:
             return report
+    compared = "piece" if over_trees else "agent"
     report.passed += [
-        "returns a finite advantage per agent, also for equal rewards, one agent and large groups",
+        f"returns a finite advantage per {compared}, also for equal rewards, one agent and large groups",
         "is pure, and treats the agents of a group alike in any order",
     ]
     return report
 
 
 def _values(estimator: AdvantageEstimator, group: Group) -> list[tuple[float, ...]]:
+    if estimator.mark.over == "tree":
+        return [tuple(values) for values in estimator.of_trees(group)]
     return [credit.by_turn or (credit.value,) for credit in estimator(group)]
 
 
@@ -393,8 +411,26 @@ def _groups(over_step: bool) -> Iterator[tuple[str, Group]]:
         yield name, group
 
 
+def _with_trees(group: Group) -> Group:
+    """Return the group with its agents in trees of up to four: a main episode with a branch and, later, with two."""
+    agents: list[AgentKey] = []
+    branches: dict[str, ForkPoint] = {}
+    for at in range(len(group.rewards)):
+        main, place = f"e{at // 4}", at % 4
+        call, branch = ("r#1", 1) if place == 1 else ("r#5", place - 1)
+        name = f"{main}~0.{call}.b{branch}" if place else main
+        if place:
+            turns = (AgentTurns("agent", 0, 1 if call == "r#1" else 2),)
+            branches[name] = ForkPoint(
+                journal=".", partition="", episode_id=main, attempt=0, call_id=call, branch=branch, turns=turns
+            )
+        agents.append((name, "agent", 0))
+    pieces = tree_pieces(leave_one_out, group.rewards, agents, branches)
+    return replace(group, episodes=tuple(agent[0] for agent in agents), pieces=tuple(map(tuple, pieces)))
+
+
 def _reordered(group: Group, order: Sequence[int]) -> Group:
-    columns = ("rewards", "episodes", "groups", "named_rewards", "turn_rewards", "turn_states", "tokens")
+    columns = ("rewards", "episodes", "groups", "named_rewards", "turn_rewards", "turn_states", "tokens", "pieces")
     filled = {name: values for name in columns if (values := getattr(group, name))}
     turned: Any = {name: tuple(values[at] for at in order) for name, values in filled.items()}
     return replace(group, **turned)

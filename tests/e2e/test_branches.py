@@ -13,6 +13,7 @@ from agentrl.core.errors import ConfigError
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import TurnEntry
 from tests.journal_oracle import judge
+from tests.support import user_functions
 from tests.support.branching_calculator import BranchingCalculator
 
 pytestmark = [pytest.mark.e2e]
@@ -58,6 +59,10 @@ def test_trees_are_sampled_and_trained_once(tmp_path: Path, workers: int, capsys
     ("setting", "changes"),
     [
         ("credit.advantage = 'group_std'", {"credit": {"group_size": 4, "advantage": "group_std"}}),
+        (
+            'over="tree"',
+            {"credit": {"group_size": 4, "advantage": f"{Path(user_functions.__file__).resolve()}:centred"}},
+        ),
         ("credit.release = 'late'", {"credit": {"group_size": 4, "release": "late"}}),
         ("trainer.loss.normalizer = 'sequences'", {"trainer": {"loss": {"normalizer": "sequences"}}}),
         ("full weights at max_staleness above 0", {"policies": {"solver": {"step_size": 32}}}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
+from pathlib import Path as FilePath
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import TASKS, SmallRun, config_for
+from tests.support import user_functions
 
 pytestmark = pytest.mark.sim
 
@@ -153,6 +155,22 @@ def test_trees_survive_a_crash(simulated_loop: SeededSimulation) -> None:
         return sum(spec.branched_from is not None for spec in state.unfinished)
 
     assert sum(simulated_loop.run(main)) > 5, "trees were in flight"
+
+
+def test_a_run_with_an_estimator_over_trees_trains_with_its_credit(simulated_loop: SeededSimulation) -> None:
+    formula = f"{FilePath(user_functions.__file__).resolve()}:pieces_by_formula"
+
+    async def main() -> None:
+        credits = []
+        for advantage in ("leave_one_out", formula):
+            run = retry_run(steps=2, credit={"group_size": 4, "turn_credit": "to_go", "advantage": advantage})
+            await run.run()
+            credits.append({unit.episode_id: unit.credits for batch in run.trainer.batches for unit in batch.units})
+        assert any(credit.advantage for own in credits[0].values() for credit in own)
+        assert any("~" in name for name in credits[0])
+        assert credits[0] == credits[1]
+
+    simulated_loop.run(main, seeds=1)
 
 
 def test_evaluations_do_not_branch(simulated_loop: SeededSimulation) -> None:

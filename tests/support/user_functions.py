@@ -148,6 +148,31 @@ def over_the_step(group: agentrl.Group) -> list[float]:
     return [reward - group.mean for reward in group.rewards]
 
 
+@agentrl.advantage(over="tree")
+def pieces_by_formula(group: agentrl.Group) -> list[list[float]]:
+    return [[piece.weight * (piece.value - piece.baseline) for piece in own] for own in group.pieces]
+
+
+@agentrl.advantage(over="tree")
+def one_number_per_agent(group: agentrl.Group) -> list[float]:
+    return list(group.rewards)
+
+
+@agentrl.advantage(over="tree")
+def only_first_pieces(group: agentrl.Group) -> list[list[float]]:
+    return [[own[0].value] for own in group.pieces]
+
+
+@agentrl.advantage(over="tree")
+def too_few_trees(group: agentrl.Group) -> list[list[float]]:
+    return [[0.0]]
+
+
+@agentrl.advantage(over="tree")
+def infinite_pieces(group: agentrl.Group) -> list[list[float]]:
+    return [[float("inf") if piece.first == 1 else piece.value for piece in own] for own in group.pieces]
+
+
 def unmarked(batch: agentrl.LossBatch) -> Tensor:
     return batch.logprobs
 
