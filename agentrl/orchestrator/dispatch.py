@@ -263,7 +263,7 @@ class Dispatcher:
         for spec in unfinished:
             self._record_start(spec, members[spec.group_id])
         for spec, header in ended:
-            self._hold(spec, header, self._restore_end)
+            self._hold(spec, header, self._record_in_buffer)
         self._restore_trees(unfinished, [spec for spec, _ in ended])
         self._resumed = {spec.episode_id for spec in unfinished}
         self._to_resume = unfinished
@@ -433,7 +433,7 @@ class Dispatcher:
         """Stop every episode in flight; training episodes are dropped with `reason`."""
         await self.worker.cancel()
         if self.group_scoring is not None:
-            self.group_scoring.drop_held(reason)
+            self.group_scoring.drop_held(reason, self._record_in_buffer)
         running, self._running = self._running, {}
         self._in_flight.clear()
         self._pins.clear()
@@ -443,8 +443,7 @@ class Dispatcher:
                 continue
             header = dropped_header(spec, reason)
             self.reservations.cancel(spec.episode_id)
-            for drop in self.buffer.record_end(spec, header):
-                self.store.record(drop)
+            self._record_in_buffer(spec, header)
             headers.append((spec, header))
         await asyncio.gather(*(self.store.commit_episode(spec, header, b"", {}) for spec, header in headers))
 
@@ -605,15 +604,14 @@ class Dispatcher:
         else:
             self.group_scoring.hold(spec, header, record, running=self.buffer.running(spec.group_id))
 
-    def _restore_end(self, spec: EpisodeSpec, header: EpisodeHeader) -> None:
-        """Hand an episode that ended in a previous attempt of the run to the buffer."""
+    def _record_in_buffer(self, spec: EpisodeSpec, header: EpisodeHeader) -> None:
+        """Hand an ended training episode to the buffer."""
         for drop in self.buffer.record_end(spec, header):
             self.store.record(drop)
 
     def _record_end(self, spec: EpisodeSpec, header: EpisodeHeader) -> None:
         """Hand an ended training episode to the buffer, and end the run if a policy starves."""
-        for drop in self.buffer.record_end(spec, header):
-            self.store.record(drop)
+        self._record_in_buffer(spec, header)
         learning = self.admission.learning()
         self._drop_units_of_others(learning)
         self.buffer.counts.count_end(header, header.winner)

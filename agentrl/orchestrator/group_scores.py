@@ -117,10 +117,11 @@ class GroupScoring:
         self._tasks[spec.group_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(spec.group_id, None))
 
-    def drop_held(self, reason: str) -> None:
-        """Drop all held members, and cancel their requests."""
+    def drop_held(self, reason: str, record: RecordEnd) -> None:
+        """Drop all held members at the end of a run, and cancel their requests; `record` receives the members."""
         self.close()
-        for group_id in list(self._held):
+        for group_id, held in list(self._held.items()):
+            self._held[group_id] = [end._replace(record=record) for end in held]
             self._drop(group_id, reason)
 
     def close(self) -> None:

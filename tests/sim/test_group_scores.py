@@ -277,3 +277,22 @@ def test_turns_of_other_policies_are_not_parsed() -> None:
     assert group_scores_module.conversations(entries, spec, {"other"}, refused) == {}
     found = group_scores_module.conversations(entries, spec, {"guesser"}, lambda _: PlainChatFormat())
     assert found.keys() == {("guesser", 0)}
+
+
+def test_members_that_wait_when_a_metric_ends_the_run_are_no_failures(simulated_loop: SeededSimulation) -> None:
+    async def main() -> int:
+        run = SmallRun(
+            config=config_for(
+                scorers={"stuck": scorer("often_stuck", per="group", timeout_s=10_000.0)},
+                best={"metric": "reward/mean", "stop_at": -100.0, "window": 1},
+                policies={"guesser": {"step_size": 8, "max_staleness": 11}},
+                max_in_flight=256,
+                steps=40,
+            ),
+            trainer_options={"step_seconds": 100.0},
+        )
+        await run.run()
+        assert run.orchestrator.ended_early
+        return len([drop for drop in run.journal.of_kind(UnitDropped) if drop.reason == "run_ended"])
+
+    assert min(simulated_loop.run(main, seeds=1)) > 32

@@ -141,3 +141,11 @@ def lost_group(scored: Sequence[agentrl.Scored]) -> list[float]:
     if scored[0].task.data["digit"] in "0123":
         raise RuntimeError("503")
     return [float(place) for place in range(len(scored))]
+
+
+@agentrl.scorer
+async def often_stuck(scored: Sequence[agentrl.Scored], seconds: float = 5_000.0) -> list[float]:
+    """Takes long for the groups of four tasks of ten."""
+    if scored[0].task.data["digit"] in "0123":
+        await asyncio.sleep(seconds)
+    return [float(place) for place in range(len(scored))]
