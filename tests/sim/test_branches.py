@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path as FilePath
@@ -21,6 +22,7 @@ from agentrl.journal.port import EpisodeEnd, StepRow, UnitDropped
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.plugin import SeededSimulation
+from tests.markdown_pages import ROOT, python_of
 from tests.sim.small_run import TASKS, SmallRun, config_for
 from tests.support import user_functions
 
@@ -62,9 +64,9 @@ def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> lis
 
 
 def retry_run(environment: type[agentrl.Environment] = Retry, **changes: Any) -> SmallRun:
-    parts = {
-        name: changes.pop(name) for name in ("journal", "resume_state", "resumed_at", "lineage") if name in changes
-    }
+    names = ("journal", "resume_state", "resumed_at", "lineage", "tasks")
+    parts = {name: changes.pop(name) for name in names if name in changes}
+    play = changes.pop("script", script)
     settings = {
         "steps": 4,
         "policies": {"guesser": {"step_size": 12, "max_staleness": 2, "lora": {"rank": 1}}},
@@ -73,7 +75,7 @@ def retry_run(environment: type[agentrl.Environment] = Retry, **changes: Any) ->
     }
     return SmallRun(
         environment=environment,
-        script=script,
+        script=play,
         config=config_for(**settings),
         engine_options={"seconds_per_token": 0.02},
         trainer_options={"step_seconds": 0.1, "publish_seconds": 0.05},
@@ -296,6 +298,54 @@ def test_survivors_of_roulette_weigh_more(simulated_loop: SeededSimulation) -> N
     assert kinds == {(2.0, 2, "train"), (5.0, 2, "train"), (1.0, 1, "train"), (2.0, 2, "evaluate")}
     stopped, survived = found[1.0, 1, "train"], found[5.0, 2, "train"]
     assert 0.1 < survived / (survived + stopped) < 0.45
+
+
+def test_the_page_s_program_branches_and_stops_by_a_score(simulated_loop: SeededSimulation, tmp_path: FilePath) -> None:
+    (text,) = [text for text in python_of(ROOT / "docs" / "branches.md") if "class Prove(" in text]
+    mine = tmp_path / "mine.py"
+    mine.write_text(text, encoding="utf-8")
+    scope: dict[str, Any] = {"__name__": __name__}
+    exec(compile(text, str(mine), "exec"), scope)
+    scorers = {"progress": {"function": f"{mine}:progress", "per": "request", "credit": "note"}}
+
+    def letters(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+        draw = random.Random(request.seed)
+        return [*(draw.choice(b"abcdefgx") for _ in range(draw.randint(1, 5))), STOP_TOKEN]
+
+    async def main() -> None:
+        run = retry_run(
+            scope["Prove"],
+            scorers=scorers,
+            steps=2,
+            policies={"prover": {"step_size": 16, "max_staleness": 1, "lora": {"rank": 1}}},
+            tasks=[agentrl.Task(id="t", data={"question": "Say x.", "answer": "x"})],
+            script=letters,
+        )
+        await run.run()
+        rewards: Counter[float | None] = Counter()
+        branching = 0
+        for spec, header in ends(run).values():
+            if not header.committed:
+                continue
+            scores = [1.0]
+            for body in bodies(run, header):
+                if isinstance(body, TurnEntry) and "x" not in body.text:
+                    scores.append(len(set(body.text.removesuffix("<|stop|>"))) / 10)
+                if isinstance(body, BranchEntry):
+                    branching += 1
+                    assert spec.branched_from is None
+                    assert scores[-1] < 0.5
+            rewards[header.reward] += 1
+            low = sum(score < 0.3 for score in scores)
+            stopped = bool(header.reward == 0 and scores[-1] < 0.3)
+            assert header.reward in (0.0, 4.0 ** (low - stopped)) or spec.branched_from is not None
+        assert branching > 4
+        assert rewards[0.0] > 4
+        assert rewards[1.0] > 4
+        assert rewards[4.0] > 0
+        assert any("~" in unit.episode_id for batch in run.trainer.batches for unit in batch.units)
+
+    simulated_loop.run(main, seeds=1)
 
 
 def test_a_version_that_is_gone_costs_the_episode(simulated_loop: SeededSimulation) -> None:
