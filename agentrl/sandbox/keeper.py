@@ -327,9 +327,19 @@ class Lease:
         os.mkdir(path, 0o700)
         options = f"size={limits['disk_mb']}m,nr_inodes={limits['inodes']},mode=755"
         _mount("agentrl", path, "tmpfs", _NOSUID | _NODEV, options)
+        try:
+            self._prepare(limits["writable"])
+        except BaseException:
+            _libc.umount2(path.encode(), _DETACH)
+            os.rmdir(path)
+            raise
+
+    def _prepare(self, writable: Sequence[str]) -> None:
+        """Make the directories and files that every sandbox has."""
+        path, uid = self.path, self.uid
         with open(f"{path}/zero", "wb") as file:
             file.truncate(_ZERO_BYTES)
-        self.writable = list(dict.fromkeys(["box", "tmp", *(_parts(path)[0] for path in limits["writable"])]))
+        self.writable = list(dict.fromkeys(["box", "tmp", *(_parts(name)[0] for name in writable)]))
         """Directories that commands may write to, if there is no root of its own."""
         directories = ("upper", "work", "top") if self.root else ("box", "tmp", "etc")
         for name in directories:
@@ -345,7 +355,7 @@ class Lease:
         if uid is not None:
             for name in ("upper", "upper/box") if self.root else ("box", "tmp"):
                 os.chown(f"{path}/{name}", uid, uid)
-        for name in limits["writable"]:
+        for name in writable:
             directory = self.open_directory(_parts(name), make=True)
             if uid is not None:
                 os.fchown(directory, uid, uid)

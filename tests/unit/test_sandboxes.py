@@ -294,6 +294,20 @@ def test_a_request_that_the_keeper_cannot_serve_ends_no_sandbox() -> None:
     assert in_lease(use).ok
 
 
+def test_a_sandbox_that_cannot_be_made_leaves_nothing_mounted(tmp_path: Path) -> None:
+    (tmp_path / "a:b").mkdir()
+
+    async def use(lease: BubblewrapLease) -> CommandResult:
+        for _ in range(2):  # what the first left in place would be in the way of the second
+            with pytest.raises(SandboxError, match="may not contain"):
+                await lease._client.ask(
+                    "create", lease="again", disk_mb=1, inodes=64, root=str(tmp_path / "a:b"), read=[], writable=[]
+                )
+        return await lease.run(["echo", "ok"])
+
+    assert in_lease(use).ok
+
+
 @pytest.mark.parametrize("variables", [{"A=B": "c"}, {"": "c"}, {"A": "\ud800"}, {"A": "\0"}])
 def test_variables_that_no_process_can_have_are_refused(variables: dict[str, str]) -> None:
     with pytest.raises(InputError, match="environment variable"):
