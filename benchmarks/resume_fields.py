@@ -117,6 +117,8 @@ CHANGED: dict[str, Any] = {
     "scorers.scorer.judge": "frozen",
     "scorers.scorer.rubric": "Is it short?",
     "scorers.scorer.answer": {str(digit): digit / 10 for digit in range(10)},
+    "scorers.scorer.limit.requests": 100_000,
+    "scorers.scorer.limit.tokens": 100_000,
     "scorers.scorer.on_failure": "other",
     "scorers.scorer.unscorable": 0.5,
     "credit.advantage.name": "group_mean",

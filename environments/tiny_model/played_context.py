@@ -191,6 +191,18 @@ class PlayedContext(EpisodeContext):
             "`agentrl.evaluate`"
         )
 
+    def branches_left(self) -> int:
+        """Return 0: branches need a run."""
+        return 0
+
+    async def branch(self, n: int) -> int:
+        """Return 0 and start nothing, as in an evaluation."""
+        return 0
+
+    async def roulette(self, survival: float) -> bool:
+        """Return True, as in an evaluation."""
+        return True
+
     async def remember(self, key: str, structure: str = "") -> ProposalNovelty:
         """Return an empty recollection: this context remembers no proposals."""
         return ProposalNovelty(times=0, share=0.0)

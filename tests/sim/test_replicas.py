@@ -462,9 +462,7 @@ def test_an_adapter_may_wait_for_its_place_and_conversations_stay_meanwhile() ->
         await updating
         assert [each.updates[-1].step for each in engines] == [1, 1]
         (line,) = told
-        assert line.endswith(
-            "not taken solver@0.1 (no answer within 30 s: it waits for a place for the adapter, or hangs)"
-        )
+        assert line.endswith("not taken solver@0.1 (no answer within 30 s: it waits for a free adapter slot, or hangs)")
         await engine.close()
 
     simulate(main, seed=0)
