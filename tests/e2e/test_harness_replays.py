@@ -131,7 +131,12 @@ def test_a_replay_runs_the_program_again_and_samples_nothing(
     [
         ("Loop", "envs.py", ("branch {branch}", "part {branch}"), r"content: '2 * 1, branch 0', now '2 * 1, part 0'"),
         ("Loop", "envs.py", ("in range(2)", "in range(1)"), "the external agent no longer requests it"),
-        ("Loop", "envs.py", ("in range(2)", "in range(3)"), "a turn that was not requested in the recording"),
+        (  # after all recorded turns: before, it would be a recorded turn that differs
+            "Loop",
+            "envs.py",
+            ("branch in range(3)))", "branch in range(3))); await self.ask(client, task, 3)"),
+            "a turn that was not requested in the recording",
+        ),
         ("Program", "program.py", ("And twice ", "And also "), "content: 'And twice 2?', now 'And also 2?'"),
         ("Program", "program.py", ('open("answer', 'sys.exit(3) # open("answer'), "the program failed: exit status 3"),
     ],
