@@ -253,7 +253,7 @@ class ScoreRequest:
     priority: int = 0
     """Priority among waiting requests; lower values run first."""
     pins: Mapping[str, PolicyVersion] = field(default_factory=dict)
-    """See `EpisodeSpec.pins`: versions of the policies that judge by earlier weights."""
+    """Versions of the policies that judge by earlier weights, keyed by policy."""
     group: tuple[Scored, ...] = ()
     """The members of the group, if the scorer scores groups; `scored` is the first of them."""
 
@@ -656,13 +656,13 @@ class GroupScores(NamedTuple):
     note: str = ""
     """Explanation for readers."""
     spread: float | None = None
-    """See `Score.spread`."""
+    """Standard deviation of a member's score over the votes, as the mean over members; None: fewer than two votes."""
     judged_by: PolicyVersion | None = None
     """Oldest version of the judge, if its versions differ."""
     tokens: int = 0
     """Tokens that models computed for it."""
     requests: int = 0
-    """See `Score.requests`."""
+    """Calls of a function or a model made for it, retries included."""
     seconds: float = 0.0
     """Seconds from the request to the scores."""
 

@@ -53,7 +53,7 @@ class Answer:
     judged_by: PolicyVersion | None = None
     """Oldest version of the judge, if its versions differ."""
     spread: float | None = None
-    """See `Score.spread`."""
+    """Standard deviation of a member's score over the votes, as the mean over members; None: fewer than two votes."""
 
 
 class Places:
