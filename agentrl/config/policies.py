@@ -192,8 +192,8 @@ class OpponentPoolPolicy(Section):
     """Steps of that policy between two versions that join the pool; the version that a run starts from joins first."""
     size: Free[Annotated[int, Field(gt=0, le=10**4), NumberUnit("versions")]] = 4
     """Number of versions in the pool: the newest that joined. Each takes an adapter slot of the engine."""
-    choose: Free[Literal["uniform", "latest", "prioritised"]] = "uniform"
-    """Choice of a group's opponent. `uniform`: each version equally often; `latest`: the newest; `prioritised`: in
+    choose: Free[Literal["uniform", "latest", "prioritized"]] = "uniform"
+    """Choice of a group's opponent. `uniform`: each version equally often; `latest`: the newest; `prioritized`: in
     proportion to (1 - win rate)², so that the policy meets more often the versions it beats less often (PFSP: Vinyals
     et al., 2019, Nature 575)."""
 

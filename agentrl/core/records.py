@@ -682,7 +682,6 @@ class TrajectoryCredit:
     baseline: float
     turn_advantages: tuple[float, ...] = ()
     named_rewards: tuple[tuple[str, float], ...] = ()
-    """See `TrajectoryHeader.named_rewards`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

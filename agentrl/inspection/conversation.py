@@ -167,7 +167,6 @@ class ConversationView(msgspec.Struct, frozen=True):
     summary: EpisodeLine
     agents: list[AgentLine]
     measured_against: list[str]
-    """See `EpisodeView`."""
     metrics: dict[str, float | None]
     detail: str
     """Message of the failure that dropped the episode; empty if it was not dropped."""

@@ -557,7 +557,7 @@ def _loses_to_pool(policy: PolicyMetricHistory, opponent: str) -> Iterator[Alarm
             f"steps, {then:.2f} before: it is forgetting, or going in circles",
             "see which with `agentrl run winrates`; resume from the checkpoint that won most, with a lower learning "
             f"rate or a larger step_size; more groups against {opponent} in [seats], more versions (size), choose = "
-            "'prioritised'",
+            "'prioritized'",
         )
 
 

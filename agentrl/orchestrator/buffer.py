@@ -157,7 +157,7 @@ class EpisodeBuffer:
         self._in_flight: Counter[str] = Counter()
         """Number of units of running episodes, by policy."""
         self._late: Counter[str] = Counter()
-        """See `late`."""
+        """Number of units of running episodes whose group has released other members, by policy."""
         self._consumed: Counter[str] = Counter()
         """Number of units trained in this attempt of the run, by policy."""
         self._begun: dict[str, dict[str, int]] = {policy: {} for policy in self.trainable}

@@ -48,7 +48,7 @@ class OpponentPool:
     """Policy whose past versions form the pool."""
     every: int
     size: int
-    choose: Literal["uniform", "latest", "prioritised"]
+    choose: Literal["uniform", "latest", "prioritized"]
     served: list[PolicyVersion]
     """Served versions, oldest first. Opponents are drawn from the newest `size`; one more may still have episodes in
     flight."""
@@ -63,13 +63,13 @@ class OpponentPool:
         return opponent_pool_holder(self.name)
 
     def draw(self, *key: object) -> PolicyVersion:
-        """Draw the opponent of a group; `prioritised` uses (1 - win rate)², PFSP's hard weighting (Vinyals et al.,
+        """Draw the opponent of a group; `prioritized` uses (1 - win rate)², PFSP's hard weighting (Vinyals et al.,
         2019)."""
         versions = self.drawn_from()
         if self.choose == "latest":
             return versions[-1]
         weights = [1.0] * len(versions)
-        if self.choose == "prioritised":
+        if self.choose == "prioritized":
             weights = [(1.0 - self.tallies.get(version, GameTally()).win_rate) ** 2 for version in versions]
         at = random_stream("opponent", self.name, *key).random() * sum(weights)
         for version, weight in zip(versions, weights, strict=True):

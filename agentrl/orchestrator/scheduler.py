@@ -306,7 +306,7 @@ FAILED_IN_A_ROW = 32
 """Number of episodes in a row that seat a policy and give it no unit, from at least two groups, that ends the run."""
 FAILED_GROUPS = 8
 """Minimum number of groups of those episodes if they are child episodes: one bad proposal fails in all its children."""
-VAIN_IN_A_ROW = 256
+NO_UNIT_IN_A_ROW = 256
 """Number of root episodes in a row that, with their children, give no unit to any learning policy, that ends the
 run.
 """
@@ -338,24 +338,24 @@ class StarvationGuard:
             seated: trained policies that hold a seat of the episode.
             learning: policies that learn now.
         """
-        given = {trajectory.policy for trajectory in header.trajectories if trajectory.reward is not None}
-        for policy in given:
+        with_unit = {trajectory.policy for trajectory in header.trajectories if trajectory.reward is not None}
+        for policy in with_unit:
             self._failed[policy] = self._waiting[policy] = 0
             self._failed_groups.pop(policy, None)
-        not_given = set(learning) - given
-        in_vain = not_given.intersection(seated)
-        for policy in in_vain:
+        without_unit = set(learning) - with_unit
+        seated_without_unit = without_unit.intersection(seated)
+        for policy in seated_without_unit:
             self._failed[policy] += 1
         if header.parent_id is None:
-            for policy in not_given:
+            for policy in without_unit:
                 self._waiting[policy] += 1
-        for policy in sorted(in_vain):
+        for policy in sorted(seated_without_unit):
             self._failed_groups[policy].add(header.parent_id or header.episode_id)
             of_enough_groups = header.parent_id is None or len(self._failed_groups[policy]) >= FAILED_GROUPS
             if self._failed[policy] >= self._failures and of_enough_groups:
                 return self._failing(policy, header)
-        if learning and min(self._waiting[policy] for policy in learning) >= VAIN_IN_A_ROW:
-            return self._in_vain(learning, header)
+        if learning and min(self._waiting[policy] for policy in learning) >= NO_UNIT_IN_A_ROW:
+            return self._nothing_learned(learning, header)
         return None
 
     def _failing(self, policy: str, header: EpisodeHeader) -> str:
@@ -369,12 +369,12 @@ class StarvationGuard:
             f"{header.episode_id}, {why}"
         )
 
-    def _in_vain(self, learning: Collection[str], header: EpisodeHeader) -> str:
+    def _nothing_learned(self, learning: Collection[str], header: EpisodeHeader) -> str:
         names = " and ".join(sorted(learning))
         return (
-            f"the last {VAIN_IN_A_ROW} root episodes, with their children, gave {names} nothing to train on, and no "
+            f"the last {NO_UNIT_IN_A_ROW} root episodes, with their children, gave {names} nothing to train on, and no "
             f"other policy learns: no episode seats {names}, or none rewards it. `agentrl episode show` says what "
-            f"became of {header.episode_id}. Where a gate refuses all that is proposed: a base model that makes "
+            f"became of {header.episode_id}. If a gate refuses every proposal: use a base model that makes "
             "valid proposals, a wider gate, a higher temperature, or a proposer that learns from its penalty"
         )
 

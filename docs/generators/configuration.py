@@ -53,7 +53,7 @@ A reward, a tool or a task source is code: it belongs in an environment, not her
 `--resume` reads the configuration again. The column *on resume* says whether a setting may change between two starts:
 
 * *may differ*: the new value holds from now on.
-* *may differ¹*: likewise, but not in a run with `deterministic = true`.
+* *may differ¹*: the same, except in a run with `deterministic = true`, where it may not.
 * *per episode¹*: the new value holds for episodes that begin from now on, and for every attempt that begins again. An
   episode that has begun keeps its value to the end; its first journal entry records it. So no row mixes two
   temperatures, and a replay has the limits that the episode was played under.

@@ -84,7 +84,7 @@ def games(run: SmallRun) -> list[tuple[int, PolicyVersion, frozenset[PolicyVersi
     return found
 
 
-@pytest.mark.parametrize("choose", ["uniform", "latest", "prioritised"])
+@pytest.mark.parametrize("choose", ["uniform", "latest", "prioritized"])
 def test_a_group_plays_one_past_version_and_never_a_future_one(simulated_loop: SeededSimulation, choose: str) -> None:
     async def main() -> None:
         Places.most = 0
@@ -126,7 +126,7 @@ class Swallows(Duel):
 
 @pytest.mark.parametrize(
     ("choose", "environment"),
-    [("uniform", Duel), ("latest", Duel), ("prioritised", Duel), ("uniform", Swallows)],
+    [("uniform", Duel), ("latest", Duel), ("prioritized", Duel), ("uniform", Swallows)],
 )
 def test_a_pinned_version_that_no_engine_serves_costs_its_episodes_and_not_the_run(
     simulated_loop: SeededSimulation, choose: str, environment: type[agentrl.Environment]
@@ -269,7 +269,7 @@ def test_the_harder_ones_are_drawn_more_often() -> None:
         of="player",
         every=2,
         size=3,
-        choose="prioritised",
+        choose="prioritized",
         served=versions,
         tallies={versions[0]: GameTally(98, 98.0), versions[1]: GameTally(98, 49.0), versions[2]: GameTally(98, 0.0)},
     )
