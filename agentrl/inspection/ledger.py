@@ -22,20 +22,22 @@ from agentrl.core.errors import JournalError
 from agentrl.core.files import open_regular, read_at_most
 from agentrl.core.records import PolicyVersion, reported_token_usage
 from agentrl.core.text import agent_name, plural
-from agentrl.journal.entries import EntryBody, RewardEntry, TurnEntry, decode_entries, sum_by_key
+from agentrl.journal.entries import BeginEntry, EntryBody, RewardEntry, TurnEntry, decode_entries, sum_by_key
 from agentrl.journal.reader import read_whole_partition
+from agentrl.journal.rows import EntriesError, ForkPrefixes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from agentrl.journal.entries import JournalEntry
     from agentrl.journal.run_log import SqliteRunLog
 
 
 MAX_MANIFEST_BYTES = 64 << 20
 
-_TURN = b"\xa4turn"
-"""Encoded kind of a turn, after the three bytes with which an array of 16 or more elements begins."""
+_TURN, _BEGIN = b"\xa4turn", b"\xa5begin"
+"""Encoded kinds of a turn and of the first entry, after the three bytes of an array of 16 or more elements."""
 _REWARD, _SCORE = b"\xa6reward", b"\xa5score"
 """Encoded kinds of rewards, after the one byte with which a shorter array begins."""
 
@@ -201,6 +203,8 @@ class _Counting:
             if key not in missing:
                 continue
             missing[key] -= 1
+            if entry.body[3:9] == _BEGIN:
+                self._add_inherited(acted.setdefault(key, _AgentTotals()), path.parent, entry)
             if entry.body[3:8] == _TURN or entry.body[1:8] == _REWARD or entry.body[1:7] == _SCORE:
                 (body,) = decode_entries([entry])
                 acted.setdefault(key, _AgentTotals()).add(body)
@@ -211,6 +215,18 @@ class _Counting:
                 on_read(read)
                 self._compare_agents(log, key, acted.pop(key, _AgentTotals()))
         return missing
+
+    def _add_inherited(self, totals: _AgentTotals, journal: Path, entry: JournalEntry) -> None:
+        """Add the turns and rewards with which an episode began, if it is a fork."""
+        try:
+            inherited = ForkPrefixes(journal).of([entry])
+        except EntriesError as error:
+            self._problem(f"episode {entry.episode_id} attempt {entry.attempt}: {error}")
+            return
+        (begin,) = decode_entries([entry])
+        is_branch = isinstance(begin, BeginEntry) and begin.fork is not None and begin.fork.branch > 0
+        for body in decode_entries(inherited):
+            totals.inherit(body, is_branch=is_branch)
 
     def _compare_agents(self, log: SqliteRunLog, key: Key, totals: _AgentTotals) -> None:
         """Compare an episode's turns and rewards, by agent, with its trajectories."""
@@ -227,7 +243,8 @@ class _Counting:
                     f"episode {key[0]} attempt {key[1]}: {name} has {was} in its entries, {came} in trajectories"
                 )
         for agent, numbers in totals.turns.items():
-            if sorted(numbers) != [*range(len(numbers))]:
+            first = totals.inherited[agent]
+            if sorted(numbers) != [*range(first, first + len(numbers))]:
                 name = agent_name(*agent)
                 self._problem(f"episode {key[0]} attempt {key[1]}: {name} has turns {sorted(numbers)} in its entries")
 
@@ -334,7 +351,9 @@ class _AgentTotals:
 
     def __init__(self) -> None:
         self.turns: dict[Agent, list[int]] = {}
-        """Numbers of the turns."""
+        """Numbers of the attempt's own turns."""
+        self.inherited: Counter[Agent] = Counter()
+        """Number of turns that a fork inherited."""
         self._tokens: Counter[Agent] = Counter()
         self._rewards: dict[Agent, list[RewardEntry]] = {}
 
@@ -345,6 +364,15 @@ class _AgentTotals:
             self._tokens[body.seat, body.index] += _sampled_tokens(body)
         elif isinstance(body, RewardEntry):
             self._rewards.setdefault((body.seat, body.index), []).append(body)
+
+    def inherit(self, body: EntryBody, *, is_branch: bool) -> None:
+        """Add an entry that the attempt inherited. Agents of a branch have a trajectory even without a turn in it."""
+        if isinstance(body, TurnEntry):
+            self.inherited[body.seat, body.index] += 1
+            if is_branch:
+                self.turns.setdefault((body.seat, body.index), [])
+        elif isinstance(body, RewardEntry):
+            self.add(body)
 
     def described(self, agent: Agent) -> str:
         """Describe an agent's part in the words of `_described`."""

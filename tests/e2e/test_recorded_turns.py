@@ -61,6 +61,7 @@ def test_a_share_of_the_groups_begins_at_recorded_turns(recorded: Path, capsys: 
     run = agentrl.train(
         config(recorded.parent, "b", run=str(recorded), where="turns > 1", at=1, share=0.5), quiet=True
     ).path
+    assert main(["run", "ledger", str(run)]) == 0
     reader, other = RunReader(run), RunReader(recorded)
     begun = {}
     for line in reader.episodes("purpose = 'train'", limit=1000):
