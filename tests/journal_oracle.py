@@ -740,18 +740,22 @@ class _Judge:
         return self.first_finishers(committed)
 
     def compared(self, committed: Mapping[Attempt, Row]) -> dict[tuple[str, str, str], list[Row]]:
-        """Trajectories with a reward, by group, policy and seat."""
+        """Trajectories with a reward, by group, policy and seat; those of probes are compared with none."""
         compared: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
         for row in self.tables["trajectories"]:
             episode = committed.get((row["episode"], row["attempt"]))
-            if episode is not None and row["reward"] is not None:
+            if episode is not None and row["reward"] is not None and not self.is_probe(episode):
                 compared[episode["group_id"], row["policy"], row["seat"]].append(row)
         return compared
+
+    def is_probe(self, episode: Row) -> bool:
+        fork = self.recorded[episode["partition"], episode["episode"], episode["attempt"]].fork
+        return bool(fork and fork.get("probe"))
 
     def branches(self, committed: Mapping[Attempt, Row]) -> dict[str, Row]:
         """The calls that started the committed branches, by the branch's id."""
         begun = ((key[0], self.recorded[row["partition"], *key].fork) for key, row in committed.items())
-        return {name: fork for name, fork in begun if fork is not None and fork.get("branch")}
+        return {name: fork for name, fork in begun if fork is not None and fork.get("branch") and not fork.get("probe")}
 
     def of_trees(self, members: list[Row], forks: dict[str, Row], estimator: str, *, to_go: bool) -> dict[Any, Credit]:
         """The credit of members of a group with branches; lost ones have none."""

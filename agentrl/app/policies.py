@@ -186,15 +186,17 @@ def _check_branches(config: RunConfig, root: type[Environment], seats: Sequence[
         ConfigError: the message names the setting.
     """
     for environment in [root, *(child for child, _ in _descendants(root))]:
-        if environment.branches < 0:
-            raise ConfigError(f"{environment.__name__}.branches is {environment.branches}; it must not be negative")
-    if any(child.branches for child, _ in _descendants(root)):
+        for kind, number in (("branches", environment.branches), ("probes", environment.probes)):
+            if number < 0:
+                raise ConfigError(f"{environment.__name__}.{kind} is {number}; it must not be negative")
+    if any(child.branches or child.probes for child, _ in _descendants(root)):
         raise ConfigError(
             f"{root.__name__} spawns episodes with branches, and only episodes that a group starts with may branch: "
-            "set branches = 0 in the child environment"
+            "set branches = 0 and probes = 0 in the child environment"
         )
-    if not root.branches:
+    if not (root.branches or root.probes):
         return
+    declared = f"branches = {root.branches}" if root.branches else f"probes = {root.probes}"
     trained = config.trained
     held = {config.policy_of(seat, group) for seat in seats[0] for group in range(config.line_ups)}
     learners = sorted(held.intersection(trained))
@@ -232,10 +234,7 @@ def _check_branches(config: RunConfig, root: type[Environment], seats: Sequence[
     }
     for setting, (is_refused, remedy) in reasons.items():
         if is_refused:
-            raise ConfigError(
-                f"{root.__name__} declares branches = {root.branches}, which cannot be combined with {setting}; "
-                f"{remedy}"
-            )
+            raise ConfigError(f"{root.__name__} declares {declared}, which cannot be combined with {setting}; {remedy}")
 
 
 def _descendants(environment: type[Environment], depth: int = 0) -> Iterator[tuple[type[Environment], int]]:

@@ -325,6 +325,8 @@ class ForkPoint:
     """Number that `ctx.branch` returns in this episode, which it started; 0: any other fork."""
     turns: tuple[AgentTurns, ...] = ()
     """For a branch, the turns that each agent had taken at the call."""
+    probe: bool = False
+    """Whether the branch is a probe, which estimates the value of a state and is never trained."""
 
     @property
     def edits(self) -> dict[str, Sequence[Mapping[str, Any]]]:
@@ -370,6 +372,11 @@ class EpisodeSpec:
     def branched_from(self) -> str | None:
         """Id of the main episode, if `ctx.branch` started this one."""
         return self.fork.episode_id if self.fork is not None and self.fork.branch else None
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether `ctx.branch` started the episode as a probe, which is never trained."""
+        return self.fork is not None and self.fork.probe
 
     def pinned(self, pins: Mapping[str, PolicyVersion]) -> EpisodeSpec:
         """Return a copy of the spec with these pins."""

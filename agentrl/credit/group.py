@@ -34,7 +34,7 @@ class AgentCredit(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Consecutive turns of one agent between two branch points (`credit.trees`)."""
+    """Consecutive turns of one agent between two calls of `ctx.branch` (`credit.trees`)."""
 
     first: int
     """Number of the agent's first turn in the piece, counted over the whole conversation."""
@@ -49,6 +49,9 @@ class Piece(NamedTuple):
     """w: 1 for the first piece of a tree; after a call with n branches, that of the piece before, divided by n + 1."""
     leaves: int
     """Number of episodes that end below the piece."""
+    probe_value: float | None = None
+    """Mean reward of the probes started where the piece begins (`ctx.branch(n, probe=True)`); None if there are
+    none."""
 
     @property
     def advantage(self) -> float:
@@ -87,7 +90,8 @@ class Group:
     """Copy of `credit.reward_weights`; a name that is absent has weight 1."""
     pieces: tuple[tuple[Piece, ...], ...] = ()
     """Pieces of each agent, in the order of its turns. A main episode has its first piece and one more after each call
-    of `ctx.branch`; a branch has one. Empty unless the estimator is marked with `over="tree"`."""
+    of `ctx.branch`; a branch has one. A call for probes adds a piece only after a further turn. Empty unless the
+    estimator is marked with `over="tree"`."""
     groups: tuple[str, ...] = ()
     """Id of each agent's group; all the same unless the estimator compares a step."""
     policy: str = ""

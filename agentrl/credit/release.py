@@ -36,7 +36,7 @@ from agentrl.credit.baselines import RewardHistory, RewardInRole, SeatRole
 from agentrl.credit.estimators import AdvantageEstimator
 from agentrl.credit.group import Advantage, AdvantageFunction, AgentCredit, Group, Piece
 from agentrl.credit.to_go import advantages_to_go
-from agentrl.credit.trees import AgentKey, tree_credits
+from agentrl.credit.trees import AgentKey, Probed, tree_credits
 
 E = TypeVar("E", bound=Hashable)
 
@@ -165,12 +165,9 @@ class WholeGroupRelease:
         earlier = {(policy, seat): mean for policy, seat, mean in group.earlier}
         credits: dict[tuple[str, str, int], TrajectoryCredit] = {}
         for (policy, seat), found in compared.items():
-            rewarded = {episode_id for episode_id, _ in found}
-            members = [
-                (name, trajectory)
-                for name, trajectory in found
-                if name not in group.branches or group.branches[name].episode_id in rewarded
-            ]
+            members, probes = _separated(found, group.branches)
+            if not members:
+                continue
             whole = Group(
                 rewards=tuple(trajectory.reward or 0.0 for _, trajectory in members),
                 episodes=tuple(episode_id for episode_id, _ in members),
@@ -186,8 +183,8 @@ class WholeGroupRelease:
                 history=earlier.get((policy, seat)),
             )
             try:
-                if group.branches or self._over_trees:
-                    group_credits = self._tree_credits(whole, members, group.branches)
+                if self._over_trees or any(name in group.branches for name, _ in members):
+                    group_credits = self._tree_credits(whole, members, group.branches, probes)
                 else:
                     group_credits = self._credited(whole)
             except GroupTooSmallError:
@@ -203,9 +200,13 @@ class WholeGroupRelease:
         return group.release_ended(), credits
 
     def _tree_credits(
-        self, whole: Group, members: Sequence[tuple[str, TrajectoryHeader]], branches: Mapping[str, ForkPoint]
+        self,
+        whole: Group,
+        members: Sequence[tuple[str, TrajectoryHeader]],
+        branches: Mapping[str, ForkPoint],
+        probes: Mapping[AgentKey, Probed],
     ) -> Sequence[AgentCredit]:
-        """Compute the advantage of each agent of a group from its trees."""
+        """Compute the advantage of each agent of a group from its trees. Built-in estimators ignore probes."""
         agents: list[AgentKey] = [(episode_id, member.seat, member.index) for episode_id, member in members]
         turn_rewards = whole.turn_rewards if self._to_go else ()
         estimator = self._advantage
@@ -216,7 +217,7 @@ class WholeGroupRelease:
         def rule(rewards: Sequence[float], pieces: Sequence[Sequence[Piece]]) -> list[list[float]]:
             return estimator.of_trees(replace(whole, rewards=tuple(rewards), pieces=tuple(map(tuple, pieces))))
 
-        return tree_credits(leave_one_out, whole.rewards, agents, branches, turn_rewards, rule)
+        return tree_credits(leave_one_out, whole.rewards, agents, branches, turn_rewards, rule, probes)
 
     def _credited(self, group: Group) -> Sequence[AgentCredit]:
         """Compute the advantage of each agent of a group."""
@@ -228,6 +229,22 @@ class WholeGroupRelease:
             by_turn = advantages_to_go(self._advantage, group.rewards, group.turn_rewards, group.episodes)
         advantages = self._advantage(group.rewards, group.episodes)
         return [AgentCredit(*advantage, turns) for advantage, turns in zip(advantages, by_turn, strict=True)]
+
+
+def _separated(
+    rewarded: Sequence[tuple[str, TrajectoryHeader]], branches: Mapping[str, ForkPoint]
+) -> tuple[list[tuple[str, TrajectoryHeader]], dict[AgentKey, Probed]]:
+    """Separate the agents that are compared from those of probes; branches without a rewarded main are neither."""
+    members: list[tuple[str, TrajectoryHeader]] = []
+    probes: dict[AgentKey, Probed] = {}
+    episodes = {episode_id for episode_id, _ in rewarded}
+    for episode_id, agent in rewarded:
+        point = branches.get(episode_id)
+        if point is None or (point.episode_id in episodes and not point.probe):
+            members.append((episode_id, agent))
+        elif point.episode_id in episodes:
+            probes[episode_id, agent.seat, agent.index] = Probed(agent.reward or 0.0, agent.turn_rewards)
+    return members, probes
 
 
 @dataclass(frozen=True, slots=True)

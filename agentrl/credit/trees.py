@@ -13,8 +13,11 @@ the same continuation, so V(u) has the mean of one, the weights of C(u) sum to t
 alone. The decision to branch must depend on the past alone, which `ctx.branch` ensures. Without branches it is the
 estimator itself.
 
-VinePPO (arXiv:2410.01679) and TreeRL (arXiv:2506.11902) estimate values at branch points in related ways. A user's
-estimator marked with `over="tree"` replaces A_u.
+TreeRL (arXiv:2506.11902) estimates values at branch points in a related way. A user's estimator marked with
+`over="tree"` replaces A_u.
+
+Probes (`ctx.branch(n, probe=True)`; VinePPO, arXiv:2410.01679) are no part of the tree: they change no V, w or b. A
+call for probes only divides the piece in which it was made. The part behind it has their mean reward as `probe_value`.
 """
 
 from __future__ import annotations
@@ -22,13 +25,27 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 from agentrl.core import ids
-from agentrl.core.records import ForkPoint
+from agentrl.core.records import AgentTurns, ForkPoint
 from agentrl.credit.group import Advantage, AdvantageFunction, AgentCredit, Piece
 
 AgentKey = tuple[str, str, int]
 """Episode, seat and index of an agent."""
+
+
+class Probed(NamedTuple):
+    """The rewards of a probe's agent."""
+
+    reward: float
+    turn_rewards: Sequence[tuple[int, float]] = ()
+    """Part of `reward` that was given for single turns: (turn, reward)."""
+
+    def to_go(self, turn: int) -> float:
+        """Return the reward without the part for turns before `turn`."""
+        return self.reward - math.fsum(value for number, value in self.turn_rewards if number < turn)
 
 
 TreeRule = Callable[[Sequence[float], Sequence[Sequence[Piece]]], Sequence[Sequence[float]]]
@@ -45,6 +62,7 @@ def tree_pieces(
     rewards: Sequence[float],
     agents: Sequence[AgentKey],
     branches: Mapping[str, ForkPoint],
+    probes: Mapping[AgentKey, float] = MappingProxyType({}),
 ) -> list[list[Piece]]:
     """Compute the pieces of each agent, in the order of their turns.
 
@@ -52,7 +70,9 @@ def tree_pieces(
         advantage: estimator of the baselines among the pieces of a branch point, and among the trees of the group.
         rewards: reward of each agent in one seat.
         agents: the agents.
-        branches: the call that started each branch, by its id. Its main episode must be among the agents' episodes.
+        branches: the call that started each branch or probe, by its id. Its main episode must be among the agents'
+            episodes.
+        probes: reward of each agent of a probe; these are not among `agents`.
 
     Example:
         >>> from agentrl.core.records import AgentTurns
@@ -107,7 +127,53 @@ def tree_pieces(
                 first = turns.get(agent[1:], 0) if agent[0] == main else 0
                 parent_value = math.fsum(same_agent[agent[1:]]) / len(same_agent[agent[1:]])
                 pieces[agent].append(Piece(first, at_point[agent], parent_value, baseline, weight, below[agent]))
+    _add_probes(pieces, by_episode, points, branches, probes)
     return [pieces[agent] for agent in agents]
+
+
+def _add_probes(
+    pieces: Mapping[AgentKey, list[Piece]],
+    by_episode: Mapping[str, Sequence[AgentKey]],
+    points: Mapping[str, Mapping[str, Sequence[str]]],
+    branches: Mapping[str, ForkPoint],
+    probes: Mapping[AgentKey, float],
+) -> None:
+    """Add the values of probes to the pieces of their trees, and divide the pieces in which they were started.
+
+    Args:
+        pieces: pieces of each agent, which are changed.
+        by_episode: agents of each episode.
+        points: branches, keyed by main episode and call.
+        branches: see `tree_pieces`.
+        probes: see `tree_pieces`.
+    """
+    calls: dict[tuple[str, str], dict[tuple[str, int], list[float]]] = defaultdict(lambda: defaultdict(list))
+    states: dict[tuple[str, str], tuple[AgentTurns, ...]] = {}
+    for (episode, seat, index), reward in probes.items():
+        point = branches[episode]
+        calls[point.episode_id, point.call_id][seat, index].append(reward)
+        states[point.episode_id, point.call_id] = point.turns
+    for main, call_id in sorted(calls, key=lambda call: ids.episode_sort_key(call[1])):
+        state = states[main, call_id]
+        turns = {(seat, index): count for seat, index, count in state}
+        means = {agent: math.fsum(rewards) / len(rewards) for agent, rewards in calls[main, call_id].items()}
+        for agent in by_episode[main]:
+            if agent[1:] in means:
+                _begin_piece(pieces[agent], turns.get(agent[1:], 0), means[agent[1:]])
+        for branch_call, episodes in points[main].items():
+            is_later = ids.episode_sort_key(branch_call) > ids.episode_sort_key(call_id)
+            for episode in episodes if is_later and branches[episodes[0]].turns == state else ():
+                for agent in by_episode[episode]:
+                    pieces[agent][0] = pieces[agent][0]._replace(probe_value=means.get(agent[1:]))
+
+
+def _begin_piece(pieces: list[Piece], first: int, probe_value: float) -> None:
+    """Give the piece that begins with a turn the value of probes; begin one there if none does."""
+    at = max(number for number, piece in enumerate(pieces) if piece.first <= first)
+    begins_here = pieces[at].first == first
+    pieces.insert(at + 1, pieces[at]._replace(first=first, probe_value=probe_value))
+    if begins_here:
+        del pieces[at]
 
 
 def tree_credits(
@@ -117,6 +183,7 @@ def tree_credits(
     branches: Mapping[str, ForkPoint],
     turn_rewards: Sequence[Sequence[tuple[int, float]]] = (),
     rule: TreeRule = built_in_rule,
+    probes: Mapping[AgentKey, Probed] = MappingProxyType({}),
 ) -> list[AgentCredit]:
     """Return the credit of each agent; see `tree_pieces`.
 
@@ -128,10 +195,12 @@ def tree_credits(
         turn_rewards: rewards for single turns of each agent, as (turn, reward), if a turn is credited with the rewards
             to go alone (`to_go.advantages_to_go`); empty: with R.
         rule: gives A_u of every piece; with rewards to go it is called once per turn.
+        probes: rewards of each agent of a probe; these are not among `agents`.
     """
 
-    def of_rewards(rewards: Sequence[float]) -> list[list[_Credited]]:
-        pieces = tree_pieces(advantage, rewards, agents, branches)
+    def of_rewards(rewards: Sequence[float], turn: int = 0) -> list[list[_Credited]]:
+        probed = {agent: rewarded.to_go(turn) for agent, rewarded in probes.items()}
+        pieces = tree_pieces(advantage, rewards, agents, branches, probed)
         return [list(zip(own, given, strict=True)) for own, given in zip(pieces, rule(rewards, pieces), strict=True)]
 
     whole = of_rewards(rewards)
@@ -140,7 +209,8 @@ def tree_credits(
     if paid:
         for now in range(max(paid, *(piece.first for pieces in whole for piece, _ in pieces)) + 1):
             before = [math.fsum(value for turn, value in own if turn < now) for own in turn_rewards]
-            at_turn.append(of_rewards([reward - earlier for reward, earlier in zip(rewards, before, strict=True)]))
+            to_go = [reward - earlier for reward, earlier in zip(rewards, before, strict=True)]
+            at_turn.append(of_rewards(to_go, now))
     credits = []
     for number, pieces in enumerate(whole):
         if paid:

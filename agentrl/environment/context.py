@@ -83,13 +83,17 @@ class EpisodeContext(ABC):
         Journaled."""
 
     @abstractmethod
-    async def branch(self, n: int) -> int:
+    async def branch(self, n: int, *, probe: bool = False) -> int:
         """Continue the episode `n` more times from here, each as a further episode of its group.
 
         Returns 0 here, and 1 to `n` in the branches, which recall everything before the call. All turns before the call
         are sampled and trained once. Each branch counts 1/(n + 1) of the episode, so the gradient stays unbiased if the
         decision to branch depends on the past alone. In branches, evaluations, forks and replays the call returns 0 and
         starts nothing.
+
+        With `probe=True` the branches are probes: they estimate the value of the state by Monte Carlo (VinePPO,
+        arXiv:2410.01679) and are never trained. They change no weight, may start before the first turn, and count
+        toward the environment's `probes`. An advantage over trees gets their mean reward as `Piece.probe_value`.
 
         Example:
             class Retry(agentrl.Environment):
@@ -105,8 +109,8 @@ class EpisodeContext(ABC):
 
         Raises:
             EnvironmentDefinitionError: `n` is not a positive whole number.
-            EpisodeError: the episode cannot branch here: more branches than the environment's `branches`, no turn yet,
-                inside `gather`, after `spawn` or `endpoint`, or with a resource that is pinned to its process.
+            EpisodeError: the episode cannot branch here: more than the environment's `branches` or `probes`, no turn
+                yet, inside `gather`, after `spawn` or `endpoint`, or with a resource that is pinned to its process.
         """
 
     @abstractmethod

@@ -53,6 +53,9 @@ class Environment(ABC):
     branches: ClassVar[int] = 0
     """Maximum number of branches that one episode starts (`ctx.branch`), over all its calls. Admission reserves this
     many."""
+    probes: ClassVar[int] = 0
+    """Maximum number of probes that one episode starts (`ctx.branch(n, probe=True)`), over all its calls. They are not
+    trained, so admission reserves none."""
     splits: ClassVar[tuple[str, ...]] = ("train", "held_out")
     """The splits that `tasks` knows; `evaluation.tasks` may name further ones."""
     truncated_reward: ClassVar[float | None] = 0.0

@@ -86,6 +86,8 @@ def _admission(reader: RunReader, line: EpisodeLine, problems: list[str]) -> lis
             continue
         if spec.fork is not None and line.purpose == "train":
             point = spec.fork
+            if point.probe:
+                reasons.append(Reason("admitted", "as a probe: its reward measures the value of the state"))
             text = (
                 f"to begin at call {point.call_id} of {point.episode_id}, attempt {point.attempt}, of {point.journal}"
             )

@@ -412,9 +412,11 @@ def _groups(over_step: bool) -> Iterator[tuple[str, Group]]:
 
 
 def _with_trees(group: Group) -> Group:
-    """Return the group with its agents in trees of up to four: a main episode with a branch and, later, with two."""
+    """Return the group with its agents in trees of up to four: a main episode with a branch and, later, with two. Every
+    second main episode has a probe at its beginning and one after two turns."""
     agents: list[AgentKey] = []
     branches: dict[str, ForkPoint] = {}
+    probes: dict[AgentKey, float] = {}
     for at in range(len(group.rewards)):
         main, place = f"e{at // 4}", at % 4
         call, branch = ("r#1", 1) if place == 1 else ("r#5", place - 1)
@@ -424,8 +426,16 @@ def _with_trees(group: Group) -> Group:
             branches[name] = ForkPoint(
                 journal=".", partition="", episode_id=main, attempt=0, call_id=call, branch=branch, turns=turns
             )
+        elif at % 8 == 0:
+            for call, number in (("r#0", 0), ("r#3", 2)):
+                probe = f"{main}~0.{call}.b1"
+                branches[probe] = ForkPoint(
+                    journal=".", partition="", episode_id=main, attempt=0, call_id=call, branch=1, probe=True,
+                    turns=(AgentTurns("agent", 0, number),),
+                )  # fmt: skip
+                probes[probe, "agent", 0] = group.rewards[at] / 2
         agents.append((name, "agent", 0))
-    pieces = tree_pieces(leave_one_out, group.rewards, agents, branches)
+    pieces = tree_pieces(leave_one_out, group.rewards, agents, branches, probes)
     return replace(group, episodes=tuple(agent[0] for agent in agents), pieces=tuple(map(tuple, pieces)))
 
 

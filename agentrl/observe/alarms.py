@@ -159,7 +159,7 @@ MEANINGS = {
     f"{MIRROR_S:g} s more of what the run wrote: the command fails, has died, or a round takes longer",
 }
 """Condition that raises each alarm, listed in docs/metrics.md."""
-EXPECTED_DROPS = {"run_ended", "frozen", "no_signal"}
+EXPECTED_DROPS = {"run_ended", "frozen", "no_signal", "probe"}
 
 ADVICE_ON_DROPS = {
     "environment_error": "run `agentrl env check`; `agentrl episode show` of a dropped one gives the exception",

@@ -33,6 +33,7 @@ from agentrl.observe.metrics import PASS_RATES
 from agentrl.orchestrator.metrics import (
     AS_TRAINED,
     NO_SIGNAL,
+    PROBE,
     TOO_FEW_MEMBERS,
     TREE_LOST,
     EpisodeTotals,
@@ -209,7 +210,7 @@ class EpisodeBuffer:
         for policy in policies & self.selection_bias.keys():
             self.selection_bias[policy].record_end(policy, header)
         if header.committed:
-            self._commit(header, drops)
+            self._commit(header, drops, is_probe=spec.is_probe)
         else:
             self.ledger.dropped[header.drop_reason or ""] += 1
         for policy in policies - {trajectory.policy for trajectory in header.trajectories}:
@@ -237,7 +238,7 @@ class EpisodeBuffer:
                 self.counts.count_squared_advantages(policy, given, whole)
         return drops
 
-    def _commit(self, header: EpisodeHeader, drops: list[UnitDropped]) -> None:
+    def _commit(self, header: EpisodeHeader, drops: list[UnitDropped], *, is_probe: bool) -> None:
         self.ledger.ready += 1
         policies = {trajectory.policy for trajectory in header.trajectories} & self.trainable
         self._unresolved[header.episode_id] = set(policies)
@@ -247,6 +248,9 @@ class EpisodeBuffer:
             if (policy, header.episode_id) in self._resolved_before:
                 reason = self._resolved_before[policy, header.episode_id]
                 self._resolve(header.episode_id, policy, reason=reason)
+            elif is_probe:
+                drops.append(UnitDropped(header.episode_id, header.attempt, policy, PROBE))
+                self._resolve(header.episode_id, policy, reason=PROBE)
             elif without := [t.seat for t in header.trajectories if t.policy == policy and t.reward is None]:
                 if policy not in self._rewarded:
                     self.unrewarded.setdefault(policy, Counter())[without[0]] += 1
@@ -402,7 +406,9 @@ class EpisodeBuffer:
 
     def _remove_outstanding(self, policy: str, episode_id: str) -> None:
         """Record that a unit is no longer outstanding."""
-        beginnings, began = self._beginnings[policy], self._begun[policy].pop(episode_id)
+        beginnings, began = self._beginnings[policy], self._begun[policy].pop(episode_id, None)
+        if began is None:
+            return  # the unit of a probe
         beginnings[began] -= 1
         if not beginnings[began]:
             del beginnings[began]
@@ -417,5 +423,7 @@ class EpisodeBuffer:
             self.ledger.dropped[reason] += 1
 
     def policies_of(self, spec: EpisodeSpec) -> set[str]:
-        """Return the trainable policies that hold a seat of an episode."""
+        """Return the trainable policies to whose steps an episode may give a unit: those that hold a seat of it."""
+        if spec.is_probe:
+            return set()
         return {binding.policy for binding in spec.seats.values()} & self.trainable

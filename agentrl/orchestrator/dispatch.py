@@ -350,7 +350,8 @@ class Dispatcher:
                 specs.append(spec.pinned({**main.pins, **pins}))
                 if self.leases is not None:
                     self.leases.add(main.episode_id, main.attempt, episode_id)
-        self.reservations.hand_over_branches(main.episode_id, count, point.call_id)
+        if not point.probe:
+            self.reservations.hand_over_branches(main.episode_id, count, point.call_id)
         self._start([(spec, None) for spec in specs])
         return pins
 

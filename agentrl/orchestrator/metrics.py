@@ -33,6 +33,8 @@ NO_SIGNAL = "no_signal"
 TOO_FEW_MEMBERS = "too_few_members"
 """Drop reason of the units of a group with too few members for the estimator, such as k or fewer for `pass_at_k`."""
 TREE_LOST = "tree_lost"
+PROBE = "probe"
+"""Drop reason of a probe, whose reward measures the value of a state."""
 """Drop reason of a branch whose main episode was dropped, restarted or not rewarded."""
 AS_TRAINED: tuple[str | None, ...] = (None, NO_SIGNAL)
 """Drop reasons (None: trained) of units that selection bias counts as trained: those without an advantage would have

@@ -251,6 +251,8 @@ class Scheduler:
     def record_end(self, spec: EpisodeSpec, header: EpisodeHeader, learning: Collection[str]) -> str | None:
         """Record the end of a training episode; returns why the run must end, if a policy starves."""
         self._opponents.record_result(spec, header)
+        if spec.is_probe:
+            return None
         for policy, units in self._buffer.without_signal.items():
             if units >= WITHOUT_SIGNAL_IN_A_ROW:
                 return (

@@ -104,7 +104,7 @@ class LiveEpisodeContext(EpisodeContext):
         self._fan_out = environment.fan_out
         self._spawned: Mapping[str, int] = _NO_CHILDREN
         """Number of child episodes of this attempt, keyed by class name."""
-        self._branches = LiveBranches(episode, environment.branches)
+        self._branches = LiveBranches(episode, environment.branches, environment.probes)
         self.task = episode.spec.task
         self.limits = episode.limits
         episode.agents = self.agents = list[TurnRecorder]()
@@ -286,9 +286,9 @@ class LiveEpisodeContext(EpisodeContext):
     def branches_left(self) -> int:
         return self._branches.left()
 
-    async def branch(self, n: int) -> int:
+    async def branch(self, n: int, *, probe: bool = False) -> int:
         resources: list[LeveledResource] = [*self.resources, *self.sandboxes]
-        return await self._branches.start(n, self.agents, resources, has_children=bool(self._spawned))
+        return await self._branches.start(n, self.agents, resources, has_children=bool(self._spawned), probe=probe)
 
     async def roulette(self, survival: float) -> bool:
         return await play_roulette(self.episode, survival, self.agents)

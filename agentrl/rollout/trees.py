@@ -10,6 +10,9 @@ Invariants:
    that does not make it there is a mismatch.
 3. A re-executed main episode finds its branches again by their ids, and starts only the missing ones.
 4. Only the main episode of training branches. Evaluations, forks, replays and branches get 0.
+
+A probe is a branch that is never trained: `credit/trees.py` gets the mean reward of a call's probes as the value of the
+state.
 """
 
 from __future__ import annotations
@@ -50,16 +53,19 @@ class LiveBranches:
 
     Args:
         episode: the running attempt.
-        declared: `Environment.branches`.
+        branches: `Environment.branches`.
+        probes: `Environment.probes`.
     """
 
-    __slots__ = ("_declared", "_episode", "_started")
+    __slots__ = ("_branches", "_episode", "_probes", "_started", "_started_probes")
 
-    def __init__(self, episode: LiveEpisode, declared: int) -> None:
+    def __init__(self, episode: LiveEpisode, branches: int, probes: int) -> None:
         self._episode = episode
-        self._declared = declared
+        self._branches = branches
+        self._probes = probes
         self._started = 0
-        """Number of branches that the attempt started."""
+        """Number of branches that the attempt started, probes left out."""
+        self._started_probes = 0
 
     def left(self) -> int:
         """Return the number of branches that `start` may still start; journaled, because a branch must see there what
@@ -68,7 +74,7 @@ class LiveBranches:
         call = journal.open(request_hash(b"branches left"), lambda: "the number of branches left")
         recorded = journal.recall(call, NondeterministicValueEntry)
         if recorded is None:
-            value = max(self._declared - self._started, 0) if self._may_branch else 0
+            value = max(self._branches - self._started, 0) if self._may_branch else 0
             recorded = NondeterministicValueEntry("branches_left", value)
             journal.record(call, recorded)
         return int(recorded.value)
@@ -79,9 +85,15 @@ class LiveBranches:
         return spec.purpose == "train" and spec.branched_from is None
 
     async def start(
-        self, count: int, agents: Sequence[TurnRecorder], resources: Iterable[LeveledResource], *, has_children: bool
+        self,
+        count: int,
+        agents: Sequence[TurnRecorder],
+        resources: Iterable[LeveledResource],
+        *,
+        has_children: bool,
+        probe: bool,
     ) -> int:
-        """Start `count` branches of a main episode; returns 0 there, and its number in a branch.
+        """Start `count` branches or probes of a main episode; returns 0 there, and its number in a branch.
 
         Raises:
             EnvironmentDefinitionError: `count` is not a positive whole number.
@@ -92,25 +104,25 @@ class LiveBranches:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise EnvironmentDefinitionError(f"ctx.branch({count!r}): the number of branches must be 1 or more")
         call = journal.open(
-            request_hash(b"branch", str(count).encode()),
-            lambda: f"the start of {plural(count, 'branch', 'branches')}",
+            request_hash(b"branch", str(count).encode(), *([b"probe"] if probe else [])),
+            lambda: f"the start of {_counted(count, probe=probe)}",
         )
         await journal.reach(call)
         recorded = journal.recall(call, BranchEntry)
         if recorded is not None and (call.is_inherited or not recorded.children):
-            self._started += len(recorded.children)
+            self._count(len(recorded.children), probe=probe)
             return recorded.number
         if recorded is None:
             if not self._may_branch:
                 journal.record(call, BranchEntry(()))
                 return 0
-            self._check(count, agents, resources, has_children=has_children)
+            self._check(count, agents, resources, has_children=has_children, probe=probe)
             await self._scores_arrived()
             numbers = range(1, count + 1)
             names = (ids.branch_episode_id(spec.episode_id, spec.attempt, call.call_id, n) for n in numbers)
             journal.record(call, BranchEntry(tuple(names)))
             await journal.flush()
-        self._started += count
+        self._count(count, probe=probe)
         point = ForkPoint(
             journal=".",
             partition=journal.partition,
@@ -118,6 +130,7 @@ class LiveBranches:
             attempt=spec.attempt,
             call_id=call.call_id,
             turns=tuple(AgentTurns(agent.seat, agent.index, len(agent.turns)) for agent in agents),
+            probe=probe,
         )
         newest: dict[str, PolicyVersion] = {}
         for agent in agents:
@@ -131,6 +144,12 @@ class LiveBranches:
                 agent.keep_version(pins[agent.policy])
         return 0
 
+    def _count(self, started: int, *, probe: bool) -> None:
+        if probe:
+            self._started_probes += started
+        else:
+            self._started += started
+
     async def _scores_arrived(self) -> None:
         """Wait for the scores of the turns so far, so that the main episode and its branches have the same ones."""
         if self._episode.scores is not None:
@@ -141,7 +160,13 @@ class LiveBranches:
                 raise
 
     def _check(
-        self, count: int, agents: Sequence[TurnRecorder], resources: Iterable[LeveledResource], *, has_children: bool
+        self,
+        count: int,
+        agents: Sequence[TurnRecorder],
+        resources: Iterable[LeveledResource],
+        *,
+        has_children: bool,
+        probe: bool,
     ) -> None:
         """Refuse branches that could not continue the episode exactly, or that admission has not reserved.
 
@@ -149,18 +174,21 @@ class LiveBranches:
             EpisodeError: the message has the reason.
         """
         pinned = next((resource.name for resource in resources if resource.level == "pinned"), None)
-        if count > self._declared - self._started:
+        kind, declared, started = ("branches", self._branches, self._started)
+        if probe:
+            kind, declared, started = ("probes", self._probes, self._started_probes)
+        if count > declared - started:
             name = self._episode.spec.environment.rpartition(":")[2]
-            before = f" after {self._started} before" if self._started else ""
+            before = f" after {started} before" if started else ""
             why = (
-                f"{name} declares branches = {self._declared}, but ctx.branch asked for {count}{before}: none was "
-                f"started. Set branches = {self._started + count}, or ask ctx.branches_left()"
+                f"{name} declares {kind} = {declared}, but ctx.branch asked for {count}{before}: none was "
+                f"started. Set {kind} = {started + count}{'' if probe else ', or ask ctx.branches_left()'}"
             )
         elif current_branch().path != ids.ROOT_BRANCH:
             why = "ctx.branch was called inside ctx.gather; call it in run() itself"
         elif any(not isinstance(agent, LiveAgent) for agent in agents):
             why = "ctx.branch was called after ctx.endpoint; an external agent cannot continue in a second episode"
-        elif not any(agent.turns for agent in agents):
+        elif not probe and not any(agent.turns for agent in agents):
             why = "ctx.branch was called before any turn; raise credit.group_size instead"
         elif has_children:
             why = "ctx.branch was called after ctx.spawn, whose children would belong to two episodes. Branch before it"
@@ -172,6 +200,10 @@ class LiveBranches:
         else:
             return
         raise EpisodeError(why, reason=BRANCHES_REFUSED)
+
+
+def _counted(count: int, *, probe: bool) -> str:
+    return plural(count, "probe") if probe else plural(count, "branch", "branches")
 
 
 async def play_roulette(episode: LiveEpisode, survival: float, agents: Sequence[TurnRecorder]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from agentrl.core.errors import ConfigError
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import TurnEntry
 from tests.journal_oracle import judge
+from tests.markdown_pages import ROOT, python_of
 from tests.support import user_functions
-from tests.support.branching_calculator import BranchingCalculator
+from tests.support.branching_calculator import BranchingCalculator, ProbingCalculator
 
 pytestmark = [pytest.mark.e2e]
 
@@ -51,8 +53,39 @@ def test_trees_are_sampled_and_trained_once(tmp_path: Path, workers: int, capsys
             turn = next(body for body in own if isinstance(body, TurnEntry))
             first_turns += 1
             reused += turn.cached_tokens >= turn.parent_context - 1
+    assert main(["run", "ledger", str(run)]) == 0
     assert first_turns > 10
     assert reused >= 0.9 * first_turns
+
+
+def test_probes_are_played_in_worker_processes_and_never_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (text,) = [text for text in python_of(ROOT / "docs" / "branches.md") if "def vine_ppo(" in text]
+    (tmp_path / "mine.py").write_text(text, encoding="utf-8")
+    settings = config(
+        tmp_path,
+        "run",
+        workers=2,
+        policies={"solver": {"learning_rate": 3e-4, "step_size": 8, "lora": {"rank": 4}}},
+        credit={"group_size": 4, "advantage": f"{tmp_path / 'mine.py'}:vine_ppo"},
+    )
+    run = agentrl.train(settings, environment=ProbingCalculator, quiet=True).path
+    assert judge(run, ended=True) == []
+    with contextlib.closing(RunReader(run)) as reader:
+        names = [line.episode for line in reader.episodes("purpose = 'train' and turns > 0", limit=1000)]
+        trained = {str(name) for (name,) in reader.log.rows("SELECT episode FROM step_units")}
+    probes = [name for name in names if "~" in name]
+    assert len(probes) >= 2 * 8
+    assert trained
+    assert not trained.intersection(probes)
+    assert main(["episode", "why", str(run), probes[0]]) == 0
+    shown = capsys.readouterr().out
+    assert "as a probe: its reward measures the value of the state" in shown
+    assert "was dropped: probe" in shown
+    assert main(["episode", "replay", str(run), probes[0]]) == 0
+    assert main(["run", "ledger", str(run)]) == 0
+    assert "probe" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

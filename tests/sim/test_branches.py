@@ -6,6 +6,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -175,6 +176,120 @@ def test_a_run_with_an_estimator_over_trees_trains_with_its_credit(simulated_loo
     simulated_loop.run(main, seeds=1)
 
 
+PROBED_TURNS, PROBES = 3, 2
+
+
+class Probing(agentrl.Environment):
+    """Two probes before each of three turns."""
+
+    seats = ("guesser",)
+    probes = PROBES * PROBED_TURNS
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent = ctx.agent("guesser")
+        tally = ctx.resource(Tally, level="replay")
+        total = 0
+        for number in range(PROBED_TURNS):
+            agent.reward(float(await ctx.branch(PROBES, probe=True)), name="probe")
+            turn = await agent.act(agentrl.user(f"turn {number}"))
+            total = await tally.call("add", len(turn.text))
+            await ctx.sleep(ctx.rng.random() * 0.3)
+        agent.reward(float(total % 7))
+
+
+def probing_run(directory: FilePath, **changes: Any) -> SmallRun:
+    (text,) = [text for text in python_of(ROOT / "docs" / "branches.md") if "def vine_ppo(" in text]
+    mine = directory / "mine.py"
+    mine.write_text(text, encoding="utf-8")
+    settings = {
+        "credit": {"group_size": 4, "advantage": f"{mine}:vine_ppo"},
+        "policies": {"guesser": {"step_size": 4, "max_staleness": 1, "lora": {"rank": 1}}},
+        **changes,
+    }
+    return retry_run(Probing, **settings)
+
+
+def check_probes(*runs: SmallRun) -> int:
+    """Check the probes of a run, and the advantages of the trained units; returns the number of probes."""
+    run = runs[-1]
+    ended = {name: end for name, end in ends(run).items() if end[1].committed}
+    probes = {name for name, (spec, _) in ended.items() if spec.is_probe}
+    drops = Counter((drop.episode_id, drop.reason) for drop in run.journal.of_kind(UnitDropped))
+    assert {name for name, reason in drops if reason == "probe"} == probes
+    assert set(drops.values()) <= {1}
+    by_call: dict[tuple[str, int, str], list[float]] = {}
+    for name in probes:
+        spec, header = ended[name]
+        fork = spec.fork
+        assert fork is not None
+        assert header.turns == PROBED_TURNS - (fork.turns[0][2] if fork.turns else 0)
+        assert dict(header.trajectories[0].named_rewards)["probe"] == int(name[-1])
+        by_call.setdefault((fork.episode_id, fork.attempt, fork.call_id), []).append(header.reward or 0.0)
+    for unit in (unit for each in runs for batch in each.trainer.batches for unit in batch.units):
+        assert "~" not in unit.episode_id
+        _, header = ended[unit.episode_id]
+        own = sorted(
+            ((key, values) for key, values in by_call.items() if key[:2] == (unit.episode_id, unit.attempt)),
+            key=lambda call: ids.episode_sort_key(call[0][2]),
+        )
+        assert [len(values) for _, values in own] == [PROBES] * PROBED_TURNS
+        before = [sum(values) / len(values) for _, values in own]
+        after = [*before[1:], header.reward or 0.0]
+        expected = [later - earlier for earlier, later in zip(before, after, strict=True)]
+        (credit,) = unit.credits
+        assert list(credit.turn_advantages) == pytest.approx(expected, abs=1e-12)
+    return len(probes)
+
+
+def test_vine_ppo_trains_by_the_values_of_probes(simulated_loop: SeededSimulation, tmp_path: FilePath) -> None:
+    async def main() -> int:
+        run = probing_run(tmp_path, steps=3, evaluation={"tasks": 2})
+        run.held_out = TASKS[:2]
+        await run.run()
+        ledger = run.orchestrator.buffer.ledger
+        ledger.check()
+        assert [len(batch.units) for batch in run.trainer.batches] == [4, 4, 4]
+        assert ledger.units_consumed["guesser"] == 12
+        assert ledger.dropped["probe"] >= 12 * PROBES * PROBED_TURNS
+        assert run.mean_lag("guesser") <= 1
+        leases = run.orchestrator.dispatcher.leases
+        assert leases is not None
+        assert not leases.leased
+        assert not any(spec.branched_from for spec, header in ends(run).values() if header.purpose == "evaluate")
+        return check_probes(run)
+
+    assert min(simulated_loop.run(main, seeds=3)) >= 12 * PROBES * PROBED_TURNS
+
+
+def test_probes_survive_a_crash(simulated_loop: SeededSimulation, tmp_path: FilePath) -> None:
+    moments = itertools.count(1.2, 0.7)
+
+    async def main() -> int:
+        first = probing_run(tmp_path)
+        journal = await first.cut_after(next(moments))
+        version = PolicyVersion("guesser", 0, len(journal.of_kind(StepRow)))
+        state = read_resume_state(journal, {"guesser": version}, group_size=4)
+        second = probing_run(tmp_path, journal=journal, resume_state=state, resumed_at={"guesser": version})
+        await second.run()
+        second.orchestrator.buffer.ledger.check()
+        check_probes(first, second)
+        return sum(spec.is_probe for spec in state.unfinished)
+
+    assert sum(simulated_loop.run(main, seeds=5)) > 5, "probes were in flight"
+
+
+def test_a_probing_program_runs_again_from_every_entry(always_replay: Callable[..., None]) -> None:
+    always_replay(Probing, tasks=TASKS[:1], episodes=1)
+
+
+class TooManyProbes(Probing):
+    """More probes than declared."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.branch(4, probe=True)
+        await ctx.branch(3, probe=True)
+
+
 def test_evaluations_do_not_branch(simulated_loop: SeededSimulation) -> None:
     async def main() -> None:
         run = retry_run(steps=1, evaluation={"tasks": 2})
@@ -256,6 +371,7 @@ class Gathered(Retry):
     [
         (Pinned, "cannot copy resource r.1, which is pinned to its process"),
         (TooMany, "declares branches = 2, but ctx.branch asked for 2 after 1 before"),
+        (TooManyProbes, "declares probes = 6, but ctx.branch asked for 3 after 4 before: .* Set probes = 7"),
         (TooEarly, "before any turn; raise credit.group_size"),
         (Gathered, "inside ctx.gather"),
     ],
@@ -390,21 +506,25 @@ def test_a_branching_program_runs_again_from_every_entry(always_replay: Callable
     always_replay(Retry, tasks=TASKS[:1], episodes=1)
 
 
-def test_a_deterministic_run_trains_the_same_trees_after_a_kill(simulated_loop: SeededSimulation) -> None:
+@pytest.mark.parametrize("with_probes", [False, True])
+def test_a_deterministic_run_trains_the_same_trees_after_a_kill(
+    simulated_loop: SeededSimulation, tmp_path: FilePath, *, with_probes: bool
+) -> None:
     moments = itertools.count(2.5, 0.6)
 
     def trained(*runs: SmallRun) -> list[Any]:
         batches = {batch.step_id: batch for run in runs for batch in run.trainer.batches}
         return [[(unit.episode_id, unit.credits) for unit in batches[step].units] for step in sorted(batches)]
 
+    def new_run(**resumed: Any) -> SmallRun:
+        return (partial(probing_run, tmp_path) if with_probes else retry_run)(steps=3, deterministic=True, **resumed)
+
     async def main() -> list[Any]:
-        first = retry_run(steps=3, deterministic=True)
+        first = new_run()
         journal = await first.cut_after(next(moments))
         version = PolicyVersion("guesser", 0, len(journal.of_kind(StepRow)))
         state = read_resume_state(journal, {"guesser": version}, group_size=4)
-        second = retry_run(
-            steps=3, deterministic=True, journal=journal, resume_state=state, resumed_at={"guesser": version}
-        )
+        second = new_run(journal=journal, resume_state=state, resumed_at={"guesser": version})
         await second.run()
         return trained(first, second)
 

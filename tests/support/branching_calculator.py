@@ -1,4 +1,4 @@
-"""The calculator, with three branches after the first result of a tool."""
+"""The calculator, with branches or probes between its turns."""
 
 from __future__ import annotations
 
@@ -14,3 +14,13 @@ class BranchingCalculator(Calculator):
     async def between_turns(self, ctx: agentrl.EpisodeContext) -> None:
         if ctx.branches_left() == self.branches:
             await ctx.branch(self.branches)
+
+
+class ProbingCalculator(Calculator):
+    """Two probes after each of the first two results of tools."""
+
+    probes = 4
+
+    async def between_turns(self, ctx: agentrl.EpisodeContext) -> None:
+        if len(ctx.agent("agent").turns) <= 2:
+            await ctx.branch(2, probe=True)
