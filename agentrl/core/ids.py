@@ -56,8 +56,8 @@ def child_depth(episode_id: str) -> int:
         >>> child_depth("e17"), child_depth("e17~0.r#8.b1"), child_depth("e17~0.r#8.b1~0.r#9.0")
         (0, 0, 1)
     """
-    parts = episode_id.split("~")[1:]
-    return sum(not _BRANCH.search(f"~{part}") for part in parts)
+    _, *calls = episode_id.split("~")
+    return sum(not _BRANCH.search(f"~{call}") for call in calls) if calls else 0
 
 
 def spawned_group_id(parent_id: str, attempt: int, spawn_call: str) -> str:

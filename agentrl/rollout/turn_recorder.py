@@ -254,7 +254,7 @@ class TurnRecorder(Agent):
         Raises:
             RewardError: rewards of one name, or of one turn, are too large together.
         """
-        oldest = min(self.versions(), key=_age, default=self.newest_version())
+        oldest = min(self.versions(), key=_age, default=None) or self.newest_version()
         rewards = self.rewards
         named = sum_by_key((given.name, given.value) for given in rewards)
         by_turn = sum_by_key((given.turn, given.weighted) for given in rewards if given.turn is not None)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
 from agentrl.core.clock import RetryBudget
 from agentrl.core.errors import (
@@ -31,6 +31,7 @@ from agentrl.core.errors import (
 from agentrl.core.records import EpisodeHeader, EpisodeSpec
 from agentrl.environment.environment import Environment
 from agentrl.environment.registry import resolve
+from agentrl.journal.entries import JournalEntry
 from agentrl.rollout.episode import GRACE_S
 from agentrl.rollout.kv_budget import KVBudget
 from agentrl.rollout.runner import EpisodeRunner
@@ -180,68 +181,61 @@ class AsyncioWorker:
         started = self._runner.clock.monotonic()
         task = asyncio.current_task()
         assert task is not None
-        failures = 0
-        recalls_from = 0  # see `EpisodeRunner.run`
-        counted_from = 0  # first attempt that counts toward `MAX_ATTEMPTS`
-        outages = _Outages()
+        tries = _Tries()
         while True:
-            begin_again = False
+            restart = False
             try:
-                header = await self._run_attempt(spec, outages, recalls_from, resume=resume)
+                recorded, since, answers = await self._recorded(spec, tries, resume)
+                environment = self._environment(spec.environment)
+                header = await self._runner.run(
+                    *(spec, environment, recorded), answers=answers, recalls_from=since, on_stuck=self._on_stuck
+                )
                 break
+            except InfrastructureError as error:
+                if await self._waited(tries, task):
+                    resume = True  # continue the attempt from its last entry
+                    continue
+                reason, detail = "infrastructure", f"{error}{_noted(error)}{describe_raise_location(error)}"
             except EngineLostError as error:
                 reason, detail = "engine_lost", str(error)
             except (StorageError, EngineError, EnvironmentDefinitionError, ScorerError):
                 raise
             except EpisodeError as error:
-                reason, begin_again = error.reason, error.begin_again
+                reason, restart = error.reason, error.begin_again
                 detail = f"{error}{describe_raise_location(error.__cause__)}{_noted(error)}"
             except Exception as error:  # noqa: BLE001 - the boundary: an environment may raise anything
                 reason, detail = "environment_error", f"{describe_user_code_error(error)}{_noted(error)}"
             self._runner.forget(spec)
             if task not in self._tasks:
                 return
-            if begin_again:
-                counted_from = spec.attempt + 1 if reason == "harness_lost" else counted_from
-                begin_again = spec.fork is None and spec.attempt + 1 - counted_from < MAX_ATTEMPTS
-            elif reason == "environment_error":
-                recalls_from = spec.attempt + 1  # the recorded replies led to the error, so the retry samples new ones
-                failures += 1
-                begin_again = failures < self._data_attempts
-            if not begin_again:
+            if not tries.may_restart(spec, reason, restart, self._data_attempts):
                 self.last_failure = detail
                 header = await self._runner.drop(spec, reason, detail, self._runner.clock.monotonic() - started)
                 break
-            spec = _next_attempt(spec)
+            spec = dataclasses.replace(spec, attempt=spec.attempt + 1)
             self._tasks[task] = (spec, on_end)
             self._runner.host.readmit(spec)
         if task in self._tasks:  # otherwise it was abandoned, perhaps while committing
             on_end(header)
 
-    async def _run_attempt(
-        self, spec: EpisodeSpec, outages: _Outages, recalls_from: int, *, resume: bool
-    ) -> EpisodeHeader:
-        """Run one attempt; after a failure of its infrastructure, wait and continue from its last entry.
+    async def _recorded(
+        self, spec: EpisodeSpec, tries: _Tries, resume: bool
+    ) -> tuple[Sequence[JournalEntry], int, Sequence[JournalEntry]]:
+        """Read the entries of an attempt to resume; if it has none, those whose replies it may recall."""
+        recorded = await self._runner.recorded(spec) if resume else ()
+        tries.note_progress(len(recorded))
+        if recorded:
+            return recorded, tries.recalls_from, ()
+        return (), *await self._runner.recalled(spec, tries.recalls_from)
 
-        Raises:
-            EpisodeError: the episode cannot continue, or its infrastructure failed too often without progress.
-        """
-        environment = self._environment(spec.environment)
-        while True:
-            recorded = await self._runner.recorded(spec) if resume else ()
-            outages.note_progress(len(recorded))
-            since, answers = (recalls_from, ()) if recorded else await self._runner.recalled(spec, recalls_from)
-            try:
-                return await self._runner.run(
-                    *(spec, environment, recorded), answers=answers, recalls_from=since, on_stuck=self._on_stuck
-                )
-            except InfrastructureError as error:
-                wait = outages.lost()
-                if wait is None or asyncio.current_task() not in self._tasks:
-                    raise EpisodeError(f"{error}{_noted(error)}", reason="infrastructure") from error
-            await self._runner.flush()
-            await self._runner.clock.sleep(wait)
-            resume = True
+    async def _waited(self, tries: _Tries, task: asyncio.Task[None]) -> bool:
+        """After a failure of its infrastructure, wait before the episode continues; False if it may not."""
+        wait = tries.lost()
+        if wait is None or task not in self._tasks:
+            return False
+        await self._runner.flush()
+        await self._runner.clock.sleep(wait)
+        return True
 
     def _environment(self, name: str) -> type[Environment]:
         environment = self._environments.get(name)
@@ -258,14 +252,19 @@ class AsyncioWorker:
         return environment
 
 
-class _Outages(RetryBudget):
-    """Failures of an episode's infrastructure, counted since the episode last had more entries than ever before."""
+class _Tries(RetryBudget):
+    """The failures of an episode so far; those of its infrastructure count since it last had more entries than ever."""
 
-    __slots__ = ("_most_entries",)
+    __slots__ = ("_counted_from", "_errors", "_most_entries", "recalls_from")
 
     def __init__(self) -> None:
         super().__init__()
         self._most_entries = 0
+        self._errors = 0
+        self._counted_from = 0
+        """First attempt that counts toward `MAX_ATTEMPTS`."""
+        self.recalls_from = 0
+        """First attempt with replies that a further attempt may recall; see `EpisodeRunner.run`."""
 
     def note_progress(self, entries: int) -> None:
         """Note the number of entries with which an attempt resumes."""
@@ -273,12 +272,21 @@ class _Outages(RetryBudget):
             self._most_entries = entries
             self.achieved()
 
+    def may_restart(self, spec: EpisodeSpec, reason: str, restart: bool, data_attempts: int) -> bool:
+        """Whether an episode begins a new attempt after the failure of this one; `restart`: the failure asks for it."""
+        following = spec.attempt + 1
+        if restart:
+            if reason == "harness_lost":
+                self._counted_from = following
+            return spec.fork is None and following - self._counted_from < MAX_ATTEMPTS
+        if reason != "environment_error":
+            return False
+        self.recalls_from = following  # the recorded replies led to the error, so the retry samples new ones
+        self._errors += 1
+        return self._errors < data_attempts
+
 
 def _noted(error: Exception) -> str:
     """Return the location in its episode at which an error was raised, as the runner noted it."""
     notes = getattr(error, "__notes__", None)
     return f" ({notes[-1]})" if notes else ""
-
-
-def _next_attempt(spec: EpisodeSpec) -> EpisodeSpec:
-    return dataclasses.replace(spec, attempt=spec.attempt + 1)
