@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from agentrl.core.errors import JournalError
+from agentrl.core.errors import EntriesError, JournalError
 from agentrl.core.files import open_regular, read_at_most
 from agentrl.core.records import PolicyVersion, reported_token_usage
 from agentrl.core.text import agent_name, plural
 from agentrl.journal.entries import BeginEntry, EntryBody, RewardEntry, TurnEntry, decode_entries, sum_by_key
 from agentrl.journal.reader import read_whole_partition
-from agentrl.journal.rows import EntriesError, ForkPrefixes
+from agentrl.journal.rows import ForkPrefixes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
