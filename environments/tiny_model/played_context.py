@@ -195,7 +195,7 @@ class PlayedContext(EpisodeContext):
         """Return 0: branches need a run."""
         return 0
 
-    async def branch(self, n: int) -> int:
+    async def branch(self, n: int, *, probe: bool = False) -> int:
         """Return 0 and start nothing, as in an evaluation."""
         return 0
 
