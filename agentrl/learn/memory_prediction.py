@@ -264,10 +264,11 @@ def _step(config: RunConfig, policy: str, model: PolicyModel, length: int, limit
         else FunctionDeclaration("loss", divergence=bool(config.trained[policy].reference))
     )
     value_head = None
-    if config.credit.advantage.gae is not None:
-        value_head = ValueHead(model.model.config.get_text_config().hidden_size, model.model.device)
     gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
     with AllocationCounter([*module.parameters(), *module.buffers(), *gradients]) as counted:
+        if (gae := config.credit.advantage.gae) is not None:
+            width = model.model.config.get_text_config().hidden_size
+            value_head = ValueHead(width, model.model.device, gae.value_updates)
         reference = _reference_output(batch, model.model.device) if mark.divergence else None
         with _Limit(counted, limit):
             output = token_logprobs(
@@ -285,6 +286,8 @@ def _step(config: RunConfig, policy: str, model: PolicyModel, length: int, limit
             total = total + output.reference_kl.sum()
         if output.values is not None:
             total = total + output.values.sum()
+        if value_head is not None and output.values is not None:
+            value_head.add_curvature(torch.ones_like(output.values))
         total.backward()
     return _Pass(length, counted.peak, operations)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import AutoConfig, Qwen3Config
 
 import agentrl
 from agentrl.app import engines, training
@@ -74,6 +74,18 @@ def test_the_activations_of_the_plan_are_those_of_a_real_step(repository: Path, 
     config = configured(repository, *overrides)
     (planned,) = (part.bytes for part in estimate_memory(config).parts if part.name.startswith("activations"))
     assert planned == allocated(config)
+
+
+def test_what_further_value_updates_hold_is_planned(repository: Path) -> None:
+    def planned(updates: int) -> int:
+        gae = ["--credit.advantage.name=gae", f"--credit.advantage.value_updates={updates}"]
+        parts = estimate_memory(configured(repository, *gae)).parts
+        return next(part.bytes for part in parts if part.name.startswith("activations"))
+
+    config = configured(repository)
+    width = AutoConfig.from_pretrained(str(config.model.path)).hidden_size + 1
+    assert planned(4) - planned(1) >= 4 * width**2  # the second derivative, held over the step
+    assert planned(4) == planned(9)
 
 
 def test_the_divergence_from_a_reference_is_planned(repository: Path) -> None:
