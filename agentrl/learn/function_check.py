@@ -38,6 +38,7 @@ from agentrl.core.records import (
     Turn,
     VersionSpan,
 )
+from agentrl.core.text import plural
 from agentrl.credit.advantages.group_baselines import leave_one_out
 from agentrl.credit.estimators import AdvantageEstimator, make_advantage_estimator
 from agentrl.credit.group import Group
@@ -276,6 +277,8 @@ def _difference(gradients: TokenGradients, other: TokenGradients, order: np.ndar
 def check_scorer(reference: str) -> FunctionReport:
     """Call a scorer on conversations like those of runs: an answer, a tool call, nothing, a long reply, other scripts.
 
+    A function that raises for each of them, and not for a group of them, is checked as a scorer of groups.
+
     Args:
         reference: as in `check_loss`.
 
@@ -299,11 +302,48 @@ def check_scorer(reference: str) -> FunctionReport:
             report.findings.append(f"{name}: it changed what it was given, which other scorers see too")
         if values[name] != again:
             report.hints.append(f"{name}: two calls gave {values[name]} and {again}; only the recorded one counts")
-    if not report.findings:
+    if len(report.findings) == len([*_conversations()]) and not values:
+        of_groups = _check_group_scorer(FunctionReport(report.title), function)
+        if of_groups.passed:
+            report = of_groups
+        else:
+            report.hints += [f"as a scorer of groups, for {finding}" for finding in of_groups.findings]
+    elif not report.findings:
         shown = ", ".join(f"{name}: {'nothing' if value is None else f'{value:g}'}" for name, value in values.items())
         report.passed.append(f"a finite score, or None, for each conversation ({shown})")
     report.passed.append(f"its code can be recorded and shipped: {code.name}")
     return report
+
+
+def _check_group_scorer(report: FunctionReport, function: Any) -> FunctionReport:
+    """Call a scorer of groups on groups of one and of five members."""
+    members = tuple(scored for _, scored in _conversations())
+    for group in (members[:1], members):
+        name = f"a group of {len(group)}"
+        before = repr(group)
+        try:
+            values = asyncio.run(_scored_group(function, group))
+        except Unscorable as why:
+            report.hints.append(f"{name}: it cannot be judged ({why}); set scorers.NAME.unscorable")
+            continue
+        except Exception as error:  # noqa: BLE001 - the user's code
+            report.findings.append(f"{name}: it raised {describe_user_code_error(error)}")
+            continue
+        if repr(group) != before:
+            report.findings.append(f"{name}: it changed what it was given, which other scorers see too")
+        if len(values) != len(group):
+            report.findings.append(
+                f"{name}: it returned {plural(len(values), 'score')}; it must return one per member, in their order"
+            )
+    if not report.findings:
+        report.passed.append('with per = "group", a finite score, or None, for each member of a group')
+    return report
+
+
+async def _scored_group(function: Any, group: Sequence[Scored]) -> list[float | None]:
+    values = function(group)
+    values = await values if inspect.isawaitable(values) else values
+    return [None if value is None else finite_reward(value, "a score") for value in values]
 
 
 async def _scored(function: Any, scored: Scored) -> float | None:

@@ -15,7 +15,7 @@ import agentrl
 from agentrl.app.forks import fork
 from agentrl.app.replays import replay
 from agentrl.app.run_parts import RunFactories
-from agentrl.app.scorers import find_scorer_codes, make_scorers, scored_policies
+from agentrl.app.scorers import find_scorer_codes, make_scorers, scored_policies, with_scorers
 from agentrl.app.training import run_training
 from agentrl.cli.main import main
 from agentrl.config.load import check_settings_unchanged, load
@@ -162,6 +162,18 @@ def test_a_scorer_of_a_script_is_a_section_of_its_name() -> None:
     assert scored_policies(config) == {"guesser"}
 
 
+def test_the_part_that_scores_groups_makes_only_its_scorers_and_those_that_answer_for_them() -> None:
+    scorers = {
+        "first": {"function": f"{FUNCTIONS}:ranked", "per": "group", "on_failure": "second"},
+        "second": {"function": f"{FUNCTIONS}:lost_group", "per": "group"},
+        "short": {"function": f"{FUNCTIONS}:short"},
+    }
+    config = config_for(scorers=scorers)
+    assert with_scorers(config, ["first"]).scorers.keys() == {"first", "second"}
+    assert with_scorers(config, ["second"]).scorers.keys() == {"second"}
+    assert config.scorers.keys() == scorers.keys()
+
+
 @pytest.mark.parametrize(
     ("advantage", "scorer", "expected"),
     [
@@ -249,6 +261,8 @@ def test_scorers_may_come_and_go_between_two_lives_unless_weights_must_not_depen
         ("wild", 0, "two calls gave"),
         ("broken", 1, "FAILED an answer: it raised ZeroDivisionError"),
         ("infinite", 1, "FAILED an answer: it raised"),
+        ("ranked", 0, 'ok     with per = "group", a finite score, or None, for each member of a group'),
+        ("too_few", 1, "as a scorer of groups, for a group of 5: it returned 1 score; it must return one per member"),
         ("unmarked", 1, "put @agentrl.loss, @agentrl.advantage or @agentrl.scorer above it"),
     ],
 )
