@@ -14,7 +14,7 @@ from agentrl.app.policies import (
     units_per_root_group,
 )
 from agentrl.app.recovery import ResumeState
-from agentrl.app.scorers import NO_SCORES, kept_scores, make_scorers
+from agentrl.app.scorers import NO_SCORES, kept_scores, make_scorers, with_scorers
 from agentrl.cluster.worker_pool import WorkerPool
 from agentrl.config.policies import OpponentPoolPolicy
 from agentrl.config.run import RunConfig
@@ -248,7 +248,7 @@ def _group_scoring(config: RunConfig, parts: RunParts, dispatcher: Dispatcher) -
         return None
     engine, chat_format = parts.served.engine, parts.chat_format
     settings = rollout_settings(config, chat_format, engine.capabilities.max_context)
-    scorers = make_scorers(config, engine, chat_format, settings, parts.clock, workers=1)
+    scorers = make_scorers(with_scorers(config, names), engine, chat_format, settings, parts.clock, workers=1)
 
     def chat_format_of(policy: str) -> ChatFormat:
         own = settings.policies.get(policy)
@@ -265,6 +265,7 @@ def _group_scoring(config: RunConfig, parts: RunParts, dispatcher: Dispatcher) -
         known=known,
         on_release=dispatcher.changed.notify,
         on_scores=dispatcher.record_group_scores,
+        on_spent=dispatcher.record_group_request,
     )
 
 

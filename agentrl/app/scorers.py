@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -117,6 +117,18 @@ def make_scorers(
         if section.on_failure != "drop":
             scorers[name].other = scorers[section.on_failure]
     return scorers
+
+
+def with_scorers(config: RunConfig, names: Iterable[str]) -> RunConfig:
+    """Return the configuration with these scorers alone, and those that answer if one of them fails."""
+    wanted: set[str] = set()
+    for first in names:
+        name = first
+        while name != "drop" and name not in wanted:
+            wanted.add(name)
+            name = config.scorers[name].on_failure
+    sections = {name: section for name, section in config.scorers.items() if name in wanted}
+    return config.model_copy(update={"scorers": sections})
 
 
 def kept_scores(config: RunConfig, newest: Callable[[str, int], dict[bytes, Score]]) -> dict[str, dict[bytes, Score]]:

@@ -176,6 +176,19 @@ class EpisodeError(AgentRLError):
         self.begin_again = begin_again
 
 
+class ScorerFailedError(EpisodeError):
+    """A scorer failed after all attempts, and no other one answers for it. The episode is dropped.
+
+    Args:
+        message: what happened and what to do.
+        requests: number of requests that were made.
+    """
+
+    def __init__(self, message: str, *, requests: int) -> None:
+        super().__init__(message, reason="scorer_failed")
+        self.requests = requests
+
+
 class InfrastructureError(AgentRLError):
     """Something that an episode needs was unavailable: a sandbox, a service, a machine.
 

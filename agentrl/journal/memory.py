@@ -27,7 +27,7 @@ from agentrl.journal.schema import CONTROL_FILE, open_database_in_memory
 from agentrl.journal.store import write_control_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, Score, WeightsRef
     from agentrl.journal.entries import JournalEntry
@@ -309,6 +309,11 @@ class MemoryJournal(RunJournal):
     def recorded(self, episode_id: str, attempt: int) -> tuple[list[JournalEntry], list[JournalEntry]]:
         log = fullest_partition(self.turn_logs, episode_id, attempt)
         return ([], []) if log is None else (log.read(episode_id, attempt), log.read_partials(episode_id, attempt))
+
+    async def read_attempts(self, attempts: Sequence[tuple[EpisodeSpec, int]]) -> list[list[JournalEntry]]:
+        inherited = [[] if spec.fork is None else self.prefix(spec.fork) for spec, _ in attempts]
+        own = [self.recorded(spec.episode_id, attempt)[0] for spec, attempt in attempts]
+        return [[*before, *after] for before, after in zip(inherited, own, strict=True)]
 
     def newest_scores(self, scorer: str, count: int) -> dict[bytes, Score]:
         entries = [entry for log in self.turn_logs.values() for entry in log.entries[: log.on_disk]]

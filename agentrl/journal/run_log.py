@@ -585,6 +585,14 @@ class RunJournal(RunLog, JournalStore):
         """
 
     @abstractmethod
+    async def read_attempts(self, attempts: Sequence[tuple[EpisodeSpec, int]]) -> list[list[JournalEntry]]:
+        """Return the entries of attempts on disk, after those that a fork inherited, without blocking the event loop.
+
+        Raises:
+            JournalError: the entries cannot be read.
+        """
+
+    @abstractmethod
     def newest_scores(self, scorer: str, count: int) -> dict[bytes, Score]:
         """Return the newest scores of a scorer by the hash of their content; see `TurnLogReader.newest_scores`."""
 

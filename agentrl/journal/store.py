@@ -386,6 +386,19 @@ class SqliteJournal(RunJournal):
             self._turns.partials(partition, episode_id, attempt),
         )
 
+    async def read_attempts(self, attempts: Sequence[tuple[EpisodeSpec, int]]) -> list[list[JournalEntry]]:
+        def read() -> list[list[JournalEntry]]:
+            with closing(TurnLogReader(self.directory)) as reader:
+                found = []
+                for spec, attempt in attempts:
+                    inherited = [] if spec.fork is None else load_fork_prefix(self.directory, spec.fork)
+                    partition = reader.partition_of(spec.episode_id, attempt)
+                    own = [] if partition is None else reader.read(partition, spec.episode_id, attempt)
+                    found.append([*inherited, *own])
+                return found
+
+        return await asyncio.to_thread(read)
+
     def newest_scores(self, scorer: str, count: int) -> dict[bytes, Score]:
         return self._turns.newest_scores(scorer, count)
 

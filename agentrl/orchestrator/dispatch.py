@@ -468,8 +468,11 @@ class Dispatcher:
         """Count the scores of a group, whose members are agents of these policies."""
         for policy in policies:
             self.buffer.counts.count_group_scores(policy, scores)
+
+    def record_group_request(self, scorer: str, requests: int, tokens: int) -> None:
+        """Count what a scorer of groups has spent."""
         if self.score_limits is not None:
-            self.score_limits.add_group(scores)
+            self.score_limits.add_spent(scorer, requests, tokens)
             self._check_score_limits(self.score_limits)
 
     def _check_score_limits(self, limits: ScoreLimits) -> None:

@@ -19,8 +19,10 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from agentrl.core import ids
-from agentrl.core.errors import EpisodeError
+from agentrl.core.errors import EpisodeError, ScorerFailedError
 from agentrl.core.records import (
     REWARD,
     EpisodeHeader,
@@ -79,9 +81,12 @@ class GroupScoring:
     """Callback after the members of a group have been recorded."""
     on_scores: Callable[[Collection[str], GroupScores], None] = lambda policies, scores: None
     """Callback for new scores of the conversations of policies."""
+    on_spent: Callable[[str, int, int], None] = lambda scorer, requests, tokens: None
+    """Callback for the requests and tokens of a scorer, failed requests included."""
     last_failure: str = ""
     """Detail of the last failed scorer, for people."""
     _held: dict[str, list[HeldEnd]] = field(default_factory=dict)
+    _closed: bool = False
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     """Requests in progress, keyed by group."""
 
@@ -125,7 +130,8 @@ class GroupScoring:
             self._drop(group_id, reason)
 
     def close(self) -> None:
-        """Cancel the requests in progress. Idempotent."""
+        """Cancel the requests in progress, at the end of the run. Idempotent."""
+        self._closed = True
         for task in self._tasks.values():
             task.cancel()
 
@@ -134,10 +140,15 @@ class GroupScoring:
         missing = self.scorers.keys() - {scores.scorer for scores in recorded}
         try:
             roles = self._roles(held)
-            conversations = {end.spec.episode_id: self._conversations(end) for end in held if end.header.committed}
+            members = [end for end in held if end.header.committed]
+            entries = await self.store.read_attempts([(end.spec, end.header.attempt) for end in members])
+            conversations_of = {
+                end.spec.episode_id: conversations(own, end.spec, self.scored, self.chat_format_of)
+                for end, own in zip(members, entries, strict=True)
+            }
             async with asyncio.TaskGroup() as group:
                 asking = [
-                    group.create_task(self._ask(self.scorers[name], group_id, held, roles, conversations))
+                    group.create_task(self._ask(self.scorers[name], group_id, held, roles, conversations_of))
                     for name in sorted(missing)
                 ]
             new = [task.result() for task in asking]
@@ -156,6 +167,8 @@ class GroupScoring:
 
     def _end_without(self, group_id: str, error: BaseException) -> None:
         """Drop a group whose scorer failed; any other error ends the run."""
+        if self._closed:  # what fails because the run ends is no failure of a scorer
+            return
         if isinstance(error, EpisodeError):
             self.last_failure = str(error)
             self._drop(group_id, error.reason)
@@ -168,7 +181,7 @@ class GroupScoring:
         group_id: str,
         held: Sequence[HeldEnd],
         roles: Mapping[tuple[str, str], Sequence[tuple[str, int]]],
-        conversations: Mapping[str, Mapping[tuple[str, int], Scored]],
+        conversations_of: Mapping[str, Mapping[tuple[str, int], Scored]],
     ) -> GroupScores:
         """Ask a scorer for the scores of a group, one request per policy and seat."""
         started = self.clock.monotonic()
@@ -176,7 +189,7 @@ class GroupScoring:
         found: list[MemberScore] = []
         answers = []
         for (policy, seat), agents in roles.items():
-            members = tuple(conversations[episode][seat, index] for episode, index in agents)
+            members = tuple(conversations_of[episode][seat, index] for episode, index in agents)
             call_id = f"{group_id}?{scorer.name}"
             request = ScoreRequest(
                 call_id=call_id,
@@ -187,7 +200,12 @@ class GroupScoring:
                 pins=held[0].spec.pins,
                 group=members,
             )
-            answer = await scorer.score(request)
+            try:
+                answer = await scorer.score(request)
+            except ScorerFailedError as error:
+                self.on_spent(scorer.name, error.requests, 0)
+                raise
+            self.on_spent(scorer.name, answer.requests, answer.tokens)
             answers.append(answer)
             found += [
                 MemberScore(episode, seat, index, value)
@@ -215,13 +233,6 @@ class GroupScoring:
                 if agent.policy in self.scored:
                     roles.setdefault((agent.policy, agent.seat), []).append((end.spec.episode_id, agent.index))
         return roles
-
-    def _conversations(self, end: HeldEnd) -> dict[tuple[str, int], Scored]:
-        """Read the conversations of a member's agents from the journal."""
-        spec = end.spec
-        inherited = [] if spec.fork is None else self.store.prefix(spec.fork)
-        entries, _ = self.store.recorded(spec.episode_id, end.header.attempt)
-        return conversations([*inherited, *entries], spec, self.scored, self.chat_format_of)
 
     def _release(self, group_id: str) -> None:
         scores = self.known.pop(group_id, [])
@@ -252,26 +263,40 @@ def conversations(
     scored: Collection[str],
     chat_format_of: Callable[[str], ChatFormat],
 ) -> dict[tuple[str, int], Scored]:
-    """Return the whole conversation of each agent of the `scored` policies, keyed by seat and number, as scorers see
-    it. Other policies' turns may hold refusals of an endpoint, which have no message.
+    """Return the conversation of each agent of the `scored` policies, keyed by seat and number, as scorers see it: from
+    its beginning, or from the last `Agent.restart`. Other policies' turns may hold refusals of an endpoint, which have
+    no message.
 
     Raises:
         JournalError: an entry is damaged.
     """
     turns = [body for entry in entries if isinstance(body := entry.decode(), TurnEntry) and body.policy in scored]
     messages: dict[tuple[str, int], list[Message]] = {}
+    rows: dict[tuple[str, int], int] = {}
     found: dict[tuple[str, int], Scored] = {}
     for entry in sorted(turns, key=lambda turn: (turn.seat, turn.index, turn.turn)):
         completion = completion_from_entry(entry)
-        reply = chat_format_of(entry.policy).parse(completion.token_ids.tolist())
+        chat_format = chat_format_of(entry.policy)
+        reply = chat_format.parse(completion.token_ids.tolist())
         agent = entry.seat, entry.index
         conversation = messages.setdefault(agent, [])
+        if entry.row != rows.setdefault(agent, entry.row) and _restarted(entry, conversation, chat_format):
+            conversation.clear()
+        rows[agent] = entry.row
         conversation += [*map(decode_message, entry.messages), reply]
         turn = Turn(text=reply.content, message=reply, completion=completion)
         found[agent] = Scored(
             task=spec.task, seat=entry.seat, turn=turn, number=entry.turn, messages=tuple(conversation)
         )
     return found
+
+
+def _restarted(entry: TurnEntry, conversation: Sequence[Message], chat_format: ChatFormat) -> bool:
+    """Whether a turn with a new row follows `Agent.restart`, and not a template that rewrote the conversation."""
+    if not chat_format.forks:
+        return True
+    context = chat_format.decode(np.frombuffer(entry.context_ids, np.int32).tolist())
+    return not all(message.content.strip() in context for message in conversation if message.role != "assistant")
 
 
 def add_group_scores(

@@ -2,11 +2,12 @@
 
 What is spent is a metric of committed episodes (`scores/requests/NAME`, `scores/tokens/NAME`) and a column of scored
 groups. So the journal has it, and a resumed run continues from there. Scores in flight when a limit is reached are in
-addition to it.
+addition to it. Requests of a group whose scorer failed count until the run is resumed.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,6 @@ from agentrl.observe.metrics import SCORE_REQUESTS, SCORE_TOKENS
 
 if TYPE_CHECKING:
     from agentrl.core.ports import PolicyCounts
-    from agentrl.core.records import GroupScores
     from agentrl.journal.run_log import RunLog
 
 
@@ -34,8 +34,8 @@ class ScoreLimits:
     def from_journal(cls, limits: Mapping[str, float], log: RunLog) -> ScoreLimits:
         """Make the limits of a run whose journal may hold scores."""
         own = cls(limits=limits, spent=Counter({name: int(log.metric_total(name)) for name in limits}))
-        for scores in log.group_scores().values():
-            own._add_groups(scores)
+        for scores in itertools.chain.from_iterable(log.group_scores().values()):
+            own.add_spent(scores.scorer, scores.requests, scores.tokens)
         return own
 
     def add(self, counted: Iterable[PolicyCounts]) -> None:
@@ -44,18 +44,11 @@ class ScoreLimits:
             for name in self.limits.keys() & counts.metrics.keys():
                 self.spent[name] += int(counts.metrics[name])
 
-    def add_group(self, scores: GroupScores) -> None:
-        """Count a scored group."""
-        self._add_groups([scores])
-
-    def _add_groups(self, groups: Iterable[GroupScores]) -> None:
-        for scores in groups:
-            for name, amount in (
-                (SCORE_REQUESTS + scores.scorer, scores.requests),
-                (SCORE_TOKENS + scores.scorer, scores.tokens),
-            ):
-                if name in self.limits:
-                    self.spent[name] += amount
+    def add_spent(self, scorer: str, requests: int, tokens: int) -> None:
+        """Count what a scorer of groups has spent."""
+        for name, amount in ((SCORE_REQUESTS + scorer, requests), (SCORE_TOKENS + scorer, tokens)):
+            if name in self.limits:
+                self.spent[name] += amount
 
     def exceeded(self) -> CheckFailedError | None:
         """Return the error with which the run ends if a scorer has reached a limit."""

@@ -27,6 +27,7 @@ from agentrl.core.errors import (
     InfrastructureError,
     RewardError,
     ScorerError,
+    ScorerFailedError,
     Unscorable,
     VersionNotServedError,
     describe_user_code_error,
@@ -202,8 +203,9 @@ class RetryingScorer(ABC):
             queued = clock.monotonic() - asked
             budget = RetryBudget(self.attempts - 1)
             for attempt in range(self.attempts):
+                limit = asyncio.timeout(self.timeout_s)
                 try:
-                    async with asyncio.timeout(self.timeout_s):
+                    async with limit:
                         answer = await self.judge(request, attempt)
                     value, values = self._checked(answer.value, request)
                     return Score(
@@ -225,20 +227,27 @@ class RetryingScorer(ABC):
                     detail = str(error)
                 except AgentRLError:
                     raise
-                except TimeoutError:
-                    detail = f"no answer within {self.timeout_s:g} s"
                 except Exception as error:  # noqa: BLE001 - foreign code: whatever it raises is a failure
-                    detail = describe_user_code_error(error)
+                    is_late = isinstance(error, TimeoutError) and limit.expired()
+                    late = f"no answer within {self.timeout_s:g} s"
+                    detail = late if is_late else describe_user_code_error(error)
                 wait = budget.lost()
                 if wait is not None:
                     await clock.sleep(wait)
+        requests = self.calls * self.attempts
         if self.other is not None:
-            score = await self.other.score(request)
+            try:
+                score = await self.other.score(request)
+            except ScorerFailedError as error:
+                error.requests += requests
+                raise
             note = f"by {self.other.name}, because {self.name} failed: {detail}"[:2000]
-            return replace(score, note=note, requests=score.requests + self.calls * self.attempts)
-        raise EpisodeError(
+            if score.note:
+                note = f"{score.note} ({note})"
+            return replace(score, note=note, requests=score.requests + requests)
+        raise ScorerFailedError(
             f"{request.where}: the scorer {self.name!r} failed {self.attempts} times, the last time with: {detail}",
-            reason="scorer_failed",
+            requests=requests,
         )
 
     def _checked(self, value: Any, request: ScoreRequest) -> tuple[float | None, tuple[float | None, ...]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from agentrl.core.records import (
     EpisodeDataLocation,
@@ -32,9 +34,14 @@ from agentrl.journal.entries import (
     encode_body,
     encode_partial_turn,
 )
+from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.port import StepRow, UnitDropped, VersionPublication
+from agentrl.journal.reader import TurnLogReader
 from tests.contract.journal_kinds import AnyJournal, OnJournal, entry
 from tests.support.builders import make_episode_header, make_spec
+
+if TYPE_CHECKING:
+    import pytest
 
 
 async def finish(journal: AnyJournal, spec: EpisodeSpec, *, drop_reason: str | None = None) -> EpisodeHeader:
@@ -336,5 +343,32 @@ def test_a_commit_does_not_count_partials(on_journal: OnJournal) -> None:
         header = await finish(journal, spec)
         assert header.location is not None
         assert header.location.entries == len(journal.turn_log("w0").read("e0", 0)) == 1
+
+    on_journal(scenario)
+
+
+def test_whole_attempts_are_read_in_the_given_order_beside_the_event_loop(
+    on_journal: OnJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    read = TurnLogReader.read
+
+    def reading(reader: TurnLogReader, partition: str, episode_id: str, attempt: int) -> list[JournalEntry]:
+        threads.append(threading.get_ident())
+        return read(reader, partition, episode_id, attempt)
+
+    monkeypatch.setattr(TurnLogReader, "read", reading)
+
+    async def scenario(journal: AnyJournal) -> None:
+        first, second = make_spec("e0"), make_spec("e1")
+        log = journal.turn_log("w0")
+        for number in range(2):
+            log.append(entry(first, number))
+            log.append(entry(second, 10 + number))
+        await log.flush()
+        found = await journal.read_attempts([(second, 0), (first, 0), (first, 1)])
+        assert [[each.call_id for each in own] for own in found] == [["r#10", "r#11"], ["r#0", "r#1"], []]
+        assert threading.get_ident() not in threads
+        assert len(threads) == (0 if isinstance(journal, MemoryJournal) else 2)
 
     on_journal(scenario)

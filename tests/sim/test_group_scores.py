@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import agentrl
+from agentrl.app import scorers as scorers_module
 from agentrl.app.recovery import read_resume_state
 from agentrl.core.errors import AgentRLError, EpisodeError, ScorerError
 from agentrl.core.ports import GenerateRequest
-from agentrl.core.records import GroupScores, PolicyVersion, ScoreRequest
+from agentrl.core.records import GroupScores, Message, PolicyVersion, ScoreRequest
 from agentrl.credit.advantages.group_baselines import group_mean
 from agentrl.environment.context import LimitReachedError
 from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.port import EpisodeEnd, StepRow, UnitDropped
 from agentrl.orchestrator import group_scores as group_scores_module
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
+from agentrl.rollout.scorers import Answer, FunctionScorer
 from agentrl.testing.plugin import SeededSimulation
 from agentrl.testing.virtual_time import simulate
 from tests.sim.small_run import SmallRun, config_for, guess
@@ -296,3 +301,68 @@ def test_members_that_wait_when_a_metric_ends_the_run_are_no_failures(simulated_
         return len([drop for drop in run.journal.of_kind(UnitDropped) if drop.reason == "run_ended"])
 
     assert min(simulated_loop.run(main, seeds=1)) > 32
+
+
+def test_a_scorer_that_fails_because_the_run_ends_is_no_failure(simulated_loop: SeededSimulation) -> None:
+    async def main() -> int:
+        run = SmallRun(
+            config=config_for(scorers={"stuck": scorer("stops_badly", per="group", timeout_s=10_000.0, attempts=1)})
+        )
+        await run.stop_after(30.0)
+        await asyncio.sleep(1.0)
+        assert not [drop for drop in run.journal.of_kind(UnitDropped) if drop.reason == "scorer_failed"]
+        return len(list(run.orchestrator.dispatcher.group_scoring.waiting()))  # type: ignore[union-attr]
+
+    assert min(simulated_loop.run(main, seeds=3)) > 0, "no group waited for its scores"
+
+
+class Restarting(agentrl.Environment):
+    """Restarts its conversation after the second of three turns."""
+
+    seats = ("guesser",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent = ctx.agent("guesser")
+        for number in range(3):
+            turn = await agent.act(agentrl.user(f"turn {number}"))
+            if number == 1:
+                agent.restart(agentrl.user(f"so far: {turn.text}"))
+        agent.reward(1.0)
+
+
+def test_a_restarted_conversation_is_seen_as_other_scorers_see_it() -> None:
+    seen: dict[str, list[tuple[str, ...]]] = {"episode": [], "group": []}
+
+    class Seeing(FunctionScorer):
+        async def judge(self, request: ScoreRequest, attempt: int) -> Answer:
+            for member in request.group or (request.scored,):
+                seen[self.per].append(tuple(message.content for message in member.messages))
+            return await FunctionScorer.judge(self, request, attempt)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(scorers_module, "FunctionScorer", Seeing)
+        scorers = {"one": scorer("length", per="episode"), "all": scorer("ranked", per="group")}
+        finished({"scorers": scorers, "steps": 1}, environment=Restarting)
+    assert seen["group"]
+    assert set(seen["group"]) <= set(seen["episode"])
+    assert {len(messages) for messages in seen["group"]} == {3}
+    assert {messages[1] for messages in seen["group"]} == {"turn 2"}
+
+
+def test_a_rewritten_history_is_no_restart() -> None:
+    format = PlainChatFormat()
+    conversation = [Message(role="user", content="a question"), Message(role="assistant", content="<think> an answer")]
+
+    class Forking:
+        forks = True
+        decode = format.decode
+
+    def entry(*messages: Message) -> Any:
+        ids = np.array(format.start(messages, ()), np.int32).tobytes()
+        return SimpleNamespace(context_ids=ids)
+
+    answer, further = Message(role="assistant", content="an answer"), Message(role="user", content="and then?")
+    restarted = group_scores_module._restarted
+    assert not restarted(entry(conversation[0], answer, further), conversation, Forking())  # type: ignore[arg-type]
+    assert restarted(entry(Message(role="user", content="so far: an answer")), conversation, Forking())  # type: ignore[arg-type]
+    assert restarted(entry(), conversation, format)

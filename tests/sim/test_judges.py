@@ -325,6 +325,16 @@ def test_a_failure_is_not_kept() -> None:
     assert simulate(main, seed=0) == 7.0
 
 
+def test_the_note_of_a_scorer_that_answers_for_another_is_kept() -> None:
+    failing = scorer(lambda *_: [STOP_TOKEN], attempts=1)
+    failing.other = scorer(lambda *_: [*b"it is short: 7", STOP_TOKEN])
+    score = asked(failing, scored("ask", "4"))
+    assert score.value == 7.0
+    assert score.note.startswith("it is short: 7 (by ")
+    assert "failed: " in score.note
+    assert score.requests == 2
+
+
 def test_the_most_urgent_request_runs_first() -> None:
     places, order = Places(1), list[int]()
 

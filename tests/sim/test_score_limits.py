@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.app.scorers import expected_scores
 from agentrl.core.errors import CheckFailedError
-from agentrl.core.records import GroupScores
+from agentrl.core.records import GroupScores, Task
 from agentrl.journal.entries import ScoreEntry
 from agentrl.testing.plugin import SeededSimulation
 from agentrl.testing.virtual_time import simulate
@@ -95,6 +95,18 @@ def test_scores_of_groups_count_too() -> None:
 
     simulate(main, seed=0)
     assert sum(record.requests for record in run.journal.of_kind(GroupScores)) >= 3
+
+
+def test_requests_of_a_failed_scorer_of_groups_count() -> None:
+    lost = {"lost": scorer("lost_group", per="group", attempts=3, limit={"requests": 6})}
+    run = SmallRun(config=config_for(scorers=lost, steps=6), tasks=[Task(id="t", data={"digit": "0"})])
+
+    async def main() -> None:
+        with pytest.raises(CheckFailedError, match="'lost' has used 6 requests"):
+            await run.run()
+
+    simulate(main, seed=0)
+    assert not run.journal.of_kind(GroupScores)
 
 
 def test_a_dry_run_tells_the_expected_number() -> None:

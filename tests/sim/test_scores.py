@@ -210,6 +210,11 @@ def test_another_scorer_answers_for_one_that_fails() -> None:
             assert {score.value for score in scores} == {0.5}
 
 
+def test_a_function_s_own_timeout_is_told_from_that_of_the_scorer() -> None:
+    with pytest.raises(AgentRLError, match=r"the last time with: TimeoutError: the database took 3 s"):
+        finished({"scorers": {"own": scorer("own_timeout", attempts=1)}})
+
+
 def test_content_that_cannot_be_judged_has_the_value_that_the_user_set() -> None:
     run = finished({"scorers": {"patchy": scorer("patchy", options={"how": "refuse"}, unscorable=-1.0)}})
     ended = headers(run)

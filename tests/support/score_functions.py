@@ -144,6 +144,22 @@ def lost_group(scored: Sequence[agentrl.Scored]) -> list[float]:
 
 
 @agentrl.scorer
+async def stops_badly(scored: Sequence[agentrl.Scored]) -> list[float]:
+    """Takes long, and fails when it is cancelled."""
+    try:
+        await asyncio.sleep(5_000.0)
+    except asyncio.CancelledError:
+        raise RuntimeError("the connection was closed") from None
+    return [0.0 for _ in scored]
+
+
+@agentrl.scorer
+def own_timeout(scored: agentrl.Scored) -> float:
+    """Its own service did not answer."""
+    raise TimeoutError("the database took 3 s")
+
+
+@agentrl.scorer
 async def often_stuck(scored: Sequence[agentrl.Scored], seconds: float = 5_000.0) -> list[float]:
     """Takes long for the groups of four tasks of ten."""
     if scored[0].task.data["digit"] in "0123":
