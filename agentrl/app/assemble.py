@@ -116,15 +116,15 @@ def assemble_orchestrator(config: RunConfig, environment: type[Environment], par
         ConfigError: sections contradict each other.
     """
     check_engine_capabilities(config, parts.served.engine.capabilities)
-    changed = ChangeCondition()
+    condition = ChangeCondition()
     buffer = _buffer(config, parts)
     versions = {name: parts.versions.get(name, PolicyVersion(name, 0, 0)) for name in config.policies}
     board = PolicyBoard(versions, config.trained, parts.parents)
-    dispatcher = make_dispatcher(config, environment, buffer, parts.store, changed, resume_state=parts.resume_state)
+    dispatcher = make_dispatcher(config, environment, buffer, parts.store, condition, resume_state=parts.resume_state)
     dispatcher.group_scoring = _group_scoring(config, parts, dispatcher)
     dispatcher.score_limits = _score_limits(config, parts)
     dispatcher.leases = TreeLeases(
-        served=parts.served, published=parts.published, limits=lease_limits(config), changed=changed
+        served=parts.served, published=parts.published, limits=lease_limits(config), changed=condition
     )
     plan = _plan(config, environment)
     opponents = _opponents(config, parts, dispatcher)
@@ -152,7 +152,7 @@ def assemble_orchestrator(config: RunConfig, environment: type[Environment], par
         versions=parts.served,
         store=parts.store,
         checkpoints=parts.checkpoints,
-        changed=changed,
+        changed=condition,
         clock=parts.clock,
         observer=parts.observer,
         evaluator=Evaluator(
@@ -162,7 +162,7 @@ def assemble_orchestrator(config: RunConfig, environment: type[Environment], par
             versions=parts.served,
             store=parts.store,
             observer=parts.observer,
-            changed=changed,
+            changed=condition,
             best=best,
             clock=parts.clock,
             tell=parts.tell,
@@ -243,16 +243,16 @@ def _score_limits(config: RunConfig, parts: RunParts) -> ScoreLimits | None:
 def _group_scoring(config: RunConfig, parts: RunParts, dispatcher: Dispatcher) -> GroupScoring | None:
     """Make the part that scores groups; None if no scorer does, and no group that is not resolved was scored."""
     names = [name for name, scorer in config.scorers.items() if scorer.per == "group"]
-    known = {group: list(scores) for group, scores in parts.resume_state.group_scores.items()}
-    if not names and not known:
+    past_scores = {group: list(scores) for group, scores in parts.resume_state.group_scores.items()}
+    if not names and not past_scores:
         return None
     engine, chat_format = parts.served.engine, parts.chat_format
     settings = rollout_settings(config, chat_format, engine.capabilities.max_context)
     scorers = make_scorers(with_scorers(config, names), engine, chat_format, settings, parts.clock, workers=1)
 
     def chat_format_of(policy: str) -> ChatFormat:
-        own = settings.policies.get(policy)
-        return chat_format if own is None else own.chat_format
+        policy_format = settings.policies.get(policy)
+        return chat_format if policy_format is None else policy_format.chat_format
 
     return GroupScoring(
         scorers={name: scorers[name] for name in names},
@@ -262,7 +262,7 @@ def _group_scoring(config: RunConfig, parts: RunParts, dispatcher: Dispatcher) -
         weights=config.credit.reward_weights,
         run_seed=config.seed,
         clock=parts.clock,
-        known=known,
+        known=past_scores,
         on_release=dispatcher.changed.notify,
         on_scores=dispatcher.record_group_scores,
         on_spent=dispatcher.record_group_request,
@@ -344,7 +344,7 @@ def _roles(config: RunConfig, means: Mapping[SeatRole, Sequence[MeanAtStep]]) ->
     return RoleMeans(means) if config.credit.advantage.name == "role_mean" else None
 
 
-def _best_checkpoint_tracker(config: RunConfig, measured: BestRunningMean) -> BestCheckpointTracker:
+def _best_checkpoint_tracker(config: RunConfig, running_mean: BestRunningMean) -> BestCheckpointTracker:
     best = config.best
     policy, metric = best.measured(config.trained)
     return BestCheckpointTracker(
@@ -356,7 +356,7 @@ def _best_checkpoint_tracker(config: RunConfig, measured: BestRunningMean) -> Be
         stop_at=best.stop_at,
         stop_fall=best.stop_fall,
         checkpoints=KEPT_CHECKPOINTS,
-        measured=measured,
+        measured=running_mean,
     )
 
 
@@ -419,7 +419,7 @@ def make_dispatcher(
     environment: type[Environment],
     buffer: EpisodeBuffer,
     store: JournalStore,
-    changed: ChangeCondition,
+    condition: ChangeCondition,
     *,
     resume_state: ResumeState,
 ) -> Dispatcher:
@@ -432,7 +432,7 @@ def make_dispatcher(
         max_in_flight=config.max_in_flight,
         buffer=buffer,
         store=store,
-        changed=changed,
+        changed=condition,
         next_number=resume_state.next_number,
         next_evaluation=resume_state.next_evaluation,
         ended_children=dict(resume_state.ended_children),
@@ -451,8 +451,8 @@ def attach_local_worker(
 ) -> None:
     """Make a worker in this process, and give it to the host, which must exist first."""
     settings = rollout_settings(config, chat_format, engine.capabilities.max_context)
-    kept = kept_scores(config, store.newest_scores) if isinstance(store, RunJournal) else NO_SCORES
-    scorers = make_scorers(config, engine, chat_format, settings, clock, kept=kept)
+    recorded_scores = kept_scores(config, store.newest_scores) if isinstance(store, RunJournal) else NO_SCORES
+    scorers = make_scorers(config, engine, chat_format, settings, clock, kept=recorded_scores)
     runner = EpisodeRunner(
         engine=engine,
         chat_format=chat_format,

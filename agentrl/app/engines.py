@@ -60,8 +60,8 @@ async def make_engine(
         log: file for the error streams of the engine's processes; None: this process's own.
     """
     external = external_policies(config) if config.of_kind(ExternalPolicyConfig) else {}
-    served = {name: version for name, version in versions.items() if name not in external}
-    replicas = await _engines_by_policy(config, served, tell, log) if served else {}
+    engine_versions = {name: version for name, version in versions.items() if name not in external}
+    replicas = await _engines_by_policy(config, engine_versions, tell, log) if engine_versions else {}
     engines = {id(engine): engine for fleet in replicas.values() for engine in fleet}
     if len(engines) == 1 and not external and not config.reward_models:
         return next(iter(engines.values()))
@@ -271,8 +271,8 @@ def connect_engine_to_trainer(config: RunConfig, engine: ProcessEngine, number: 
     On one machine the device plan chooses the transport; without one, the engine loads the published files. Between
     machines it is `nccl` if the engine has GPUs, as rank 0 then has too, otherwise `gloo`.
     """
-    here = None if config.on_cluster else device_plan(config).transfer_to(number)
-    if not isinstance(trainer, WeightSendingTrainer) or not (here or config.on_cluster):
+    local_transfer = None if config.on_cluster else device_plan(config).transfer_to(number)
+    if not isinstance(trainer, WeightSendingTrainer) or not (local_transfer or config.on_cluster):
         return
     silence_s = engine_silence_s(config)
 
@@ -281,7 +281,7 @@ def connect_engine_to_trainer(config: RunConfig, engine: ProcessEngine, number: 
         recipient = WeightDestination(
             number=number,
             address=address,
-            transfer=here or between,
+            transfer=local_transfer or between,
             processes=config.engine.devices,
             silence_s=silence_s,
         )
@@ -397,19 +397,22 @@ def check_vllm_usable(config: RunConfig) -> None:
             "[engine.vllm] on a GPU needs a C compiler for Triton's kernels, but none was found: apt install gcc, or "
             "set CC"
         )
-    captured = ["engine.capture_routing"] * config.engine.capture_routing
-    captured += [f"top_k, top_p or min_p for {', '.join(config.filtered)}"] * bool(config.filtered)
-    if not captured:
+    capture_settings = ["engine.capture_routing"] * config.engine.capture_routing
+    capture_settings += [f"top_k, top_p or min_p for {', '.join(config.filtered)}"] * bool(config.filtered)
+    if not capture_settings:
         return
-    needed = f"{' and '.join(captured)} with [engine.vllm]: only vLLM's model runner V2 returns what the trainer needs"
+    requirement = (
+        f"{' and '.join(capture_settings)} with [engine.vllm]: only vLLM's model runner V2 returns what "
+        "the trainer needs"
+    )
     instead = "or remove engine.vllm for the embedded engine"
     chosen = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
     if chosen == "0":
-        raise ConfigError(f"{needed}, and VLLM_USE_V2_MODEL_RUNNER=0 selects V1: unset it, {instead}")
+        raise ConfigError(f"{requirement}, and VLLM_USE_V2_MODEL_RUNNER=0 selects V1: unset it, {instead}")
     if chosen is None and not on_gpu and not config.on_cluster:
         raise ConfigError(
-            f"{needed}, and without a GPU vLLM uses V1. Missing here: {'; '.join(_missing_for_gpu())}. On a machine "
-            f"without a GPU, remove the setting, {instead}"
+            f"{requirement}, and without a GPU vLLM uses V1. Missing here: {'; '.join(_missing_for_gpu())}. On a "
+            f"machine without a GPU, remove the setting, {instead}"
         )
 
 

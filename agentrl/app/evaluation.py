@@ -178,9 +178,9 @@ def evaluate(
     if not any(split.tasks for split in splits):
         raise InputError("evaluation.tasks is 0, so there are no tasks to evaluate on; set it to 1 or more")
     with tempfile.TemporaryDirectory(prefix="agentrl-evaluate-") as scratch:
-        kept = Path(journal) if journal is not None else Path(scratch)
-        if (kept / "journal").exists():
-            raise RunDirectoryError(f"{kept} already contains a journal; give evaluate a new directory")
+        run_path = Path(journal) if journal is not None else Path(scratch)
+        if (run_path / "journal").exists():
+            raise RunDirectoryError(f"{run_path} already contains a journal; give evaluate a new directory")
         attempts = config.evaluation.attempts
         played_tasks = repeat_tasks(splits, attempts)
 
@@ -194,29 +194,32 @@ def evaluate(
             finally:
                 running.cancel()
 
-        headers = asyncio.run(play_in_new_run(config, chosen, weights, kept, play))
-        episodes = _episodes(config, kept)
-    recorded = {episode.id: episode.metrics for episode in episodes}
-    dropped = [header for header in headers if not header.committed]
-    if dropped:
-        reason = next((episode.detail for episode in episodes if episode.id == dropped[0].episode_id), "")
+        headers = asyncio.run(play_in_new_run(config, chosen, weights, run_path, play))
+        episodes = _episodes(config, run_path)
+    metrics_by_episode = {episode.id: episode.metrics for episode in episodes}
+    dropped_headers = [header for header in headers if not header.committed]
+    if dropped_headers:
+        reason = next((episode.detail for episode in episodes if episode.id == dropped_headers[0].episode_id), "")
+        first = dropped_headers[0]
         raise CheckFailedError(
-            f"dropped: {len(dropped)} of {plural(len(headers), 'episode')}, so a score over the others would be "
-            f"biased. {dropped[0].episode_id} was dropped because of {dropped[0].drop_reason}: {reason}"
+            f"dropped: {len(dropped_headers)} of {plural(len(headers), 'episode')}, so a score over the others would "
+            f"be biased. {first.episode_id} was dropped because of {first.drop_reason}: {reason}"
         )
     if journal is not None:
-        measured = {name: evaluation_metrics(headers, name, attempts, splits, recorded) for name in config.policies}
-        asyncio.run(_record_metrics(kept, measured))
-    return Evaluation(evaluation_metrics(headers, None, attempts, splits, recorded), episodes)
+        metrics_by_policy = {
+            name: evaluation_metrics(headers, name, attempts, splits, metrics_by_episode) for name in config.policies
+        }
+        asyncio.run(_record_metrics(run_path, metrics_by_policy))
+    return Evaluation(evaluation_metrics(headers, None, attempts, splits, metrics_by_episode), episodes)
 
 
-async def _record_metrics(run: Path, measured: Mapping[str, Mapping[str, float]]) -> None:
+async def _record_metrics(run: Path, metrics_by_policy: Mapping[str, Mapping[str, float]]) -> None:
     """Add the metrics of each policy to the run's journal and to its file of metrics."""
     from agentrl.journal.store import SqliteJournal
 
     store = SqliteJournal(run / "journal")
     with contextlib.closing(MetricsFile(run / "metrics.jsonl")) as file:
-        for policy, metrics in measured.items():
+        for policy, metrics in metrics_by_policy.items():
             store.record(MetricRow(policy, 0, metrics))
             file.record(policy, 0, metrics)
     await store.close()
@@ -348,14 +351,14 @@ async def play_in_new_run(
         warnings.warn(line, stacklevel=1)
     async with contextlib.AsyncExitStack() as stack:
         remote = [f"{policy.model} at {policy.url}" for policy in config.of_kind(RemotePolicy).values()]
-        evaluated = ", ".join(
+        weights_text = ", ".join(
             [weights.path for weights in frozen_weights]
             or [base.model.path for base in config.bases]
             or dict.fromkeys(remote)
         )
         info = {
             "name": run.name,
-            "evaluated": evaluated,
+            "evaluated": weights_text,
             "config": config.model_dump(mode="json"),
             "code": importable_environment_code(environment),
         }
@@ -375,11 +378,11 @@ async def play_in_new_run(
 
 def with_frozen_policies(config: RunConfig, frozen_weights: Sequence[WeightsRef]) -> RunConfig:
     """Return the configuration without trained policies, and with an engine that can serve the given weights."""
-    paths = dict.fromkeys(config.trained, "") | {each.version.policy: each.path for each in frozen_weights}
+    paths = dict.fromkeys(config.trained, "") | {weights.version.policy: weights.path for weights in frozen_weights}
     frozen = {
         name: FrozenPolicy(
             kind="frozen",
-            model=_own_base(config, name),
+            model=_base_of_policy(config, name),
             path=path,
             sampling=config.sampling_of(name).model_dump(),
         )
@@ -388,7 +391,7 @@ def with_frozen_policies(config: RunConfig, frozen_weights: Sequence[WeightsRef]
     return config.model_copy(update={"policies": {**config.policies, **frozen}})
 
 
-def _own_base(config: RunConfig, policy: str) -> str:
+def _base_of_policy(config: RunConfig, policy: str) -> str:
     base = config.base_of(policy)
     return "" if base == config.model.path else base
 

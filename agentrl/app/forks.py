@@ -136,17 +136,17 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
     path = Path(run)
     reader = RunReader(path)
     try:
-        info, recorded = reader.info(), reader.log.config()
+        info, recorded_settings = reader.info(), reader.log.config()
         journal = reader.journal
     finally:
         reader.close()
     parent = edit_fork_parent(find_parent(journal, episode_id, attempt, at), edit)
-    config = recorded_config(recorded)
+    config = recorded_config(recorded_settings)
     chosen = environment_to_run(
         parent.begin.environment,
         environment,
         run=path,
-        recorded=recorded_environment_code(info),
+        references=recorded_environment_code(info),
         code_hash=parent.begin.code_hash,
         command=f"agentrl episode fork {shlex.quote(str(path))} {episode_id} --at {at}",
     )
@@ -154,8 +154,10 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
     refuse_links(parent_directory)
     replacements = [policy] if isinstance(policy, str | Path) else policy
     policies = fork_policies(config, parent, replacements)
-    kept = {"name": f"forks of {parent_directory.parent.name}", "forks": True, "code": info.get("code", {})}
-    return asyncio.run(_fork(config, chosen, parent, parent_directory, n, policies, factories or RunFactories(), kept))
+    info_fields = {"name": f"forks of {parent_directory.parent.name}", "forks": True, "code": info.get("code", {})}
+    return asyncio.run(
+        _fork(config, chosen, parent, parent_directory, n, policies, factories or RunFactories(), info_fields)
+    )
 
 
 def find_parent(journal: Path, episode_id: str, attempt: int | None, at: TurnChoice) -> ForkParent:
@@ -165,12 +167,12 @@ def find_parent(journal: Path, episode_id: str, attempt: int | None, at: TurnCho
         InputError: there is no such episode or turn.
         JournalError: the episode cannot be read.
     """
-    partition, own_entries = _entries(journal, episode_id, attempt)
-    begin = decode_entries(own_entries[:1])[0]
+    partition, entries = _entries(journal, episode_id, attempt)
+    begin = decode_entries(entries[:1])[0]
     if not isinstance(begin, BeginEntry):
         raise JournalError(f"{journal}: the first entries of episode {episode_id} are missing; the journal is damaged")
-    points = _points(journal, partition, own_entries[0], begin)
-    all_entries = own_entries if begin.fork is None else [*load_fork_prefix(journal, begin.fork), *own_entries]
+    points = _points(journal, partition, entries[0], begin)
+    all_entries = entries if begin.fork is None else [*load_fork_prefix(journal, begin.fork), *entries]
     bodies = decode_entries(all_entries)
     places = [place for place, body in enumerate(bodies) if isinstance(body, TurnEntry)]
     if at == LAST_TOOL_ERROR:
@@ -270,8 +272,10 @@ def fork_policies(config: RunConfig, parent: ForkParent, requested: Sequence[str
             raise InputError(f"--policy: {policy} plays past versions of {pool.of}; name one, such as {pool.of}@0.5")
         if seat is not None:
             seats[seat] = policy
-    remaining = weights_at_fork_point(parent, [name for name in config.trained if name not in chosen], leave_out=chosen)
-    return ForkPolicies(seats, [*(weights for weights in chosen.values() if weights is not None), *remaining])
+    other_weights = weights_at_fork_point(
+        parent, [name for name in config.trained if name not in chosen], leave_out=chosen
+    )
+    return ForkPolicies(seats, [*(weights for weights in chosen.values() if weights is not None), *other_weights])
 
 
 def _check_known(policy: str, config: RunConfig, origin: str) -> None:
@@ -290,7 +294,7 @@ def _split(parent: ForkParent, request: str | Path) -> tuple[str | None, str | P
 
 
 def weights_at_fork_point(
-    parent: ForkParent, learning: Collection[str] = (), *, leave_out: Collection[str] = ()
+    parent: ForkParent, learners: Collection[str] = (), *, leave_out: Collection[str] = ()
 ) -> list[WeightsRef]:
     """Return the weights that each policy had last used at the turn; for learning policies that had not acted, the
     newest at that time.
@@ -298,13 +302,13 @@ def weights_at_fork_point(
     Raises:
         InputError: weights are no longer on disk.
     """
-    used = {turn.policy: turn for turn in parent.turns if turn.spans and turn.policy not in leave_out}
+    last_turns = {turn.policy: turn for turn in parent.turns if turn.spans and turn.policy not in leave_out}
     versions = {
         policy: PolicyVersion(turn.weights_of or policy, turn.spans[-1].lineage, turn.spans[-1].step)
-        for policy, turn in used.items()
+        for policy, turn in last_turns.items()
     }
-    for policy in learning:
-        newest = None if policy in used else _newest(parent, policy)
+    for policy in learners:
+        newest = None if policy in last_turns else _newest(parent, policy)
         if newest is not None:
             versions[policy] = newest
     weights_of = {policy: _weights(parent, version) for policy, version in versions.items()}
@@ -382,14 +386,14 @@ async def _fork(
     n: int,
     policies: ForkPolicies,
     factories: RunFactories,
-    kept: Mapping[str, Any],
+    info_fields: Mapping[str, Any],
 ) -> list[EpisodeHeader]:
     from agentrl.journal.store import SqliteJournal
 
     config = with_frozen_policies(config, policies.weights)
     chat_format = factories.chat_format(config)
     async with contextlib.AsyncExitStack() as stack:
-        store = SqliteJournal(directory / "journal", info={**kept, "config": config.model_dump(mode="json")})
+        store = SqliteJournal(directory / "journal", info={**info_fields, "config": config.model_dump(mode="json")})
         stack.push_async_callback(store.close)
         versions = {name: PolicyVersion(name, 0, 0) for name in config.policies}
         await stack.enter_async_context(gpu_reservation())
@@ -401,9 +405,14 @@ async def _fork(
         specs = [
             fork_episode_spec(parent, first + index, journal, environment, n, policies.seats) for index in range(n)
         ]
-        ended = ended_child_episodes(parent)
+        ended_children = ended_child_episodes(parent)
         return await play_without_training(
-            config, environment, engine, chat_format, store, lambda dispatcher: dispatcher.play_forks(specs, ended)
+            config,
+            environment,
+            engine,
+            chat_format,
+            store,
+            lambda dispatcher: dispatcher.play_forks(specs, ended_children),
         )
 
 
@@ -417,8 +426,8 @@ def _entries(journal: Path, episode_id: str, attempt: int | None) -> tuple[str, 
             raise InputError(f"{journal.parent}: no episode {name}; `agentrl episode list {journal.parent}` shows them")
         chosen = max(attempts) if attempt is None else attempt
         statement = "SELECT partition FROM episodes WHERE episode = ? AND attempt = ? AND partition IS NOT NULL"
-        committed = log.rows(statement, episode_id, chosen)
-        partition: str | None = committed[0][0] if committed else turns.partition_of(episode_id, chosen)
+        rows = log.rows(statement, episode_id, chosen)
+        partition: str | None = rows[0][0] if rows else turns.partition_of(episode_id, chosen)
         entries = [] if partition is None else turns.read(partition, episode_id, chosen)
         if partition is not None and entries:
             return partition, entries
@@ -458,11 +467,11 @@ def _point(directory: str, partition: str, entry: JournalEntry) -> ForkPoint:
 
 def ended_child_episodes(parent: ForkParent) -> dict[str, EpisodeHeader]:
     """Return the headers of the ended children of an episode and its ancestors."""
-    ended: dict[str, EpisodeHeader] = {}
+    headers: dict[str, EpisodeHeader] = {}
     for episode_id, directory in parent.ancestors.items():
         log = SqliteRunLog(Path(directory))
         try:
-            ended.update(log.ended_children({episode_id}))
+            headers.update(log.ended_children({episode_id}))
         finally:
             log.close()
-    return ended
+    return headers

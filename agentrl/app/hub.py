@@ -46,7 +46,7 @@ def with_downloaded_models(config: RunConfig, before: Mapping[str, Any], *, down
     def local(key: str, path: str, began_with: object) -> str:
         if not is_hub_name(path):
             return path
-        return str(_kept(path, began_with) or _snapshot(key, path, download=download))
+        return str(_previous_path(path, began_with) or _snapshot(key, path, download=download))
 
     policies: dict[str, Any] = dict(config.policies)
     for name, policy in config.of_kind(LocalPolicy).items():
@@ -57,8 +57,8 @@ def with_downloaded_models(config: RunConfig, before: Mapping[str, Any], *, down
     scorers = dict(config.scorers)
     for name, scorer in config.reward_models.items():
         key = f"scorers.{name}.reward_model"
-        found = local(key, scorer.reward_model, _at(before, "scorers", name, "reward_model"))
-        scorers[name] = scorer.model_copy(update={"reward_model": found})
+        model_path = local(key, scorer.reward_model, _at(before, "scorers", name, "reward_model"))
+        scorers[name] = scorer.model_copy(update={"reward_model": model_path})
     config = config.model_copy(update={"scorers": scorers})
     path = local("model.path", config.model.path, _at(before, "model", "path"))
     return config.model_copy(update={"model": config.model.model_copy(update={"path": path}), "policies": policies})
@@ -77,7 +77,7 @@ def _split(path: str) -> tuple[str, str]:
     return name, revision
 
 
-def _kept(path: str, began_with: object) -> Path | None:
+def _previous_path(path: str, began_with: object) -> Path | None:
     """Return the directory that the run began with, if it holds this model and, if a revision is named, this commit. A
     branch or tag is looked up again."""
     name, revision = _split(path)

@@ -118,11 +118,11 @@ class MemoryEstimate:
 
     def settings_to_turn(self) -> list[str]:
         """Return the settings that reduce the total, those with the largest effect first."""
-        saved: dict[str, int] = defaultdict(int)
+        bytes_by_setting: dict[str, int] = defaultdict(int)
         for part in self.parts:
             if part.setting:
-                saved[part.setting] += part.bytes * part.processes
-        return sorted(saved, key=lambda setting: -saved[setting])
+                bytes_by_setting[part.setting] += part.bytes * part.processes
+        return sorted(bytes_by_setting, key=lambda setting: -bytes_by_setting[setting])
 
 
 def estimate_memory(config: RunConfig) -> MemoryEstimate:
@@ -141,13 +141,13 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
     for scorer in config.reward_models:
         parts += _reward_model(config, scorer, devices)
     if devices.gpus:
-        used = {*devices.ranks, *(at for gpus_of_engine in devices.engines for at in gpus_of_engine)}
-        free = sum(devices.gpus[at].memory.free for at in used)
-        loaded = tuple(part for part in parts if not part.offloaded)
+        gpu_indices = {*devices.ranks, *(at for gpus_of_engine in devices.engines for at in gpus_of_engine)}
+        free = sum(devices.gpus[at].memory.free for at in gpu_indices)
+        gpu_parts = tuple(part for part in parts if not part.offloaded)
         elsewhere = tuple(part for part in parts if part.offloaded)
-        offloaded = MemoryEstimate(parts=elsewhere, free=machine_memory().free) if elsewhere else None
+        host_estimate = MemoryEstimate(parts=elsewhere, free=machine_memory().free) if elsewhere else None
         of_rank = tuple(part for part in trainer if not part.offloaded)
-        return MemoryEstimate(parts=loaded, free=free, offloaded=offloaded, of_rank=of_rank)
+        return MemoryEstimate(parts=gpu_parts, free=free, offloaded=host_estimate, of_rank=of_rank)
     return MemoryEstimate(parts=(*parts, *_programs(parts)), free=machine_memory().free)
 
 
@@ -170,7 +170,8 @@ def gpu_memory_needs(config: RunConfig, plan: MemoryEstimate) -> list[GpuMemoryN
     for rank, at in enumerate(devices.ranks):
         gpu = devices.gpus[at]
         limit = 1.0 if config.engine_in_process else devices.share_of_rank(rank)
-        used = gpu.memory.total - gpu.memory.free if is_vllm else 0  # of what is left by the shares that vLLM reserves
+        # Held by other processes, outside the shares that vLLM reserves.
+        used_bytes = gpu.memory.total - gpu.memory.free if is_vllm else 0
         settings = "; or ".join(part.setting for part in sorted(plan.of_rank, key=lambda part: -part.bytes))
         needs.append(
             GpuMemoryNeed(
@@ -178,7 +179,7 @@ def gpu_memory_needs(config: RunConfig, plan: MemoryEstimate) -> list[GpuMemoryN
                 gpu=gpu,
                 needed=sum(part.bytes for part in plan.of_rank),
                 least=sum(part.bytes for part in plan.of_rank if part.is_exact),
-                allowed=int(limit * gpu.memory.total) - used,
+                allowed=int(limit * gpu.memory.total) - used_bytes,
                 setting=settings,
             )
         )
@@ -187,12 +188,16 @@ def gpu_memory_needs(config: RunConfig, plan: MemoryEstimate) -> list[GpuMemoryN
     settings = "a larger tensor_parallel_size in [engine.vllm]; or a larger engine.memory_share"
     for number, (indices, share) in enumerate(zip(devices.engines, devices.shares, strict=True)):
         total = min(devices.gpus[at].memory.total for at in indices)
-        needed = _vllm_least(config.bases[number // config.engine.count], total, shared=devices.shares_gpu(number))
+        needed_bytes = _vllm_least(
+            config.bases[number // config.engine.count], total, shared=devices.shares_gpu(number)
+        )
         for at in indices:
             gpu = devices.gpus[at]
-            user, allowed = devices.name_of_engine(number), int(share * gpu.memory.total)
+            user, limit_bytes = devices.name_of_engine(number), int(share * gpu.memory.total)
             needs.append(
-                GpuMemoryNeed(user=user, gpu=gpu, needed=needed, least=needed, allowed=allowed, setting=settings)
+                GpuMemoryNeed(
+                    user=user, gpu=gpu, needed=needed_bytes, least=needed_bytes, allowed=limit_bytes, setting=settings
+                )
             )
     return needs
 
@@ -234,8 +239,8 @@ def check_gpu_memory(config: RunConfig) -> list[str]:
     devices = device_plan(config)
     if not devices.gpus or not config.bases:
         return []
-    if config.engine.kind == "vllm" and (taken := devices.taken()):
-        raise ConfigError("\n  ".join(taken))
+    if config.engine.kind == "vllm" and (gpu_conflicts := devices.taken()):
+        raise ConfigError("\n  ".join(gpu_conflicts))
     try:
         plan = estimate_memory(config)
         needs = gpu_memory_needs(config, plan)
@@ -334,8 +339,8 @@ def _fitting_sizes(config: RunConfig, context: int, tokens: int) -> RunConfig:
     plan = estimate_memory(_with_sizes(config, length, length))
     while length > shortest and _needed_bytes(plan) > _limit(plan):
         # No part grows faster than the square of the context, so no context between the two fits.
-        fitting = int(length * math.sqrt(_limit(plan) / _needed_bytes(plan)))
-        length = max(shortest, 1 << (max(fitting, 1).bit_length() - 1))
+        max_length = int(length * math.sqrt(_limit(plan) / _needed_bytes(plan)))
+        length = max(shortest, 1 << (max(max_length, 1).bit_length() - 1))
         plan = estimate_memory(_with_sizes(config, length, length))
     if not context and _needed_bytes(plan) > _limit(plan):
         raise ConfigError(
@@ -358,8 +363,8 @@ def _fitting_tokens(plan: MemoryEstimate, context: int) -> int:
     """
     rows = [part for part in plan.parts if part.name.startswith((_ACTIVATIONS, _GAPS))]
     per_token = sum(part.bytes * part.processes for part in rows) / context
-    fitting = context + int((_limit(plan) - _needed_bytes(plan)) / max(per_token, 1.0))
-    return max(context, min(MAX_MICRO_BATCH, 1 << (max(fitting, 1).bit_length() - 1)))
+    max_tokens = context + int((_limit(plan) - _needed_bytes(plan)) / max(per_token, 1.0))
+    return max(context, min(MAX_MICRO_BATCH, 1 << (max(max_tokens, 1).bit_length() - 1)))
 
 
 def _needed_bytes(plan: MemoryEstimate) -> int:
@@ -369,8 +374,8 @@ def _needed_bytes(plan: MemoryEstimate) -> int:
 
 def _limit(plan: MemoryEstimate) -> int:
     """Return the bytes that may be filled, on all devices of the run, beside the shares that vLLM reserves."""
-    reserved = sum(part.bytes for part in plan.parts if part.name.startswith(_VLLM))
-    return int(USED_SHARE * (plan.free - reserved))
+    vllm_bytes = sum(part.bytes for part in plan.parts if part.name.startswith(_VLLM))
+    return int(USED_SHARE * (plan.free - vllm_bytes))
 
 
 def _trainer(config: RunConfig, *, on_gpu: bool) -> list[MemoryPart]:
@@ -387,18 +392,23 @@ def _trainer(config: RunConfig, *, on_gpu: bool) -> list[MemoryPart]:
     tokens = "a smaller trainer.micro_batch_tokens, down to engine.max_context"
     if not config.trainer.recompute:
         tokens = f"trainer.recompute = true, or {tokens}"
-    optimized = "trained parameters, their gradients and AdamW's moments in float32"
+    label = "trained parameters, their gradients and AdamW's moments in float32"
     shard = f"1/{prediction.shards} of " if prediction.shards > 1 else ""
     fewer = ["a smaller policies.NAME.lora.rank, or a lora if there is none"]
     if on_gpu and not offloads:
         fewer.insert(0, "trainer.sharding = 'offload'")
     if prediction.shards == 1 and config.trainer.ranks > 1:
         fewer.insert(0, "trainer.sharding = 'full'")
-    moved = offloads and prediction.shards > 1
+    is_offloaded = offloads and prediction.shards > 1
     exact = partial(part, is_exact=True)
     parts = [
-        exact(name=f"{shard}weights in {prediction.dtype}", bytes=prediction.weights, setting=_DTYPE, offloaded=moved),
-        exact(name=f"{shard}{optimized}", bytes=prediction.trained, setting=", ".join(fewer), offloaded=offloads),
+        exact(
+            name=f"{shard}weights in {prediction.dtype}",
+            bytes=prediction.weights,
+            setting=_DTYPE,
+            offloaded=is_offloaded,
+        ),
+        exact(name=f"{shard}{label}", bytes=prediction.trained, setting=", ".join(fewer), offloaded=offloads),
         part(name=f"{_ACTIVATIONS} of {prediction.tokens:,} tokens", bytes=prediction.activations, setting=tokens),
     ]
     if (copies := prediction.copies - prediction.activations) > 0:
@@ -421,11 +431,11 @@ def _engine(config: RunConfig, devices: DevicePlan, first: int) -> list[MemoryPa
     else:
         part = partial(MemoryPart, process=_ENGINE, processes=section.count)
     if section.kind == "vllm" and devices.gpus:
-        reserved = []
+        vllm_parts = []
         for number in range(first, first + section.count):
             gpus, share = devices.engines[number], devices.shares[number]
             count = f"{len(gpus)} GPU{'s' * (len(gpus) > 1)}"
-            reserved.append(
+            vllm_parts.append(
                 MemoryPart(
                     process=f"engine {number}",
                     name=f"{_VLLM}: {share:.0%} of {count} for weights, keys and values",
@@ -434,20 +444,20 @@ def _engine(config: RunConfig, devices: DevicePlan, first: int) -> list[MemoryPa
                     is_exact=True,
                 )
             )
-        return reserved
-    adapters, needed = adapter_slots_needed(config), _engine_memory(config)
+        return vllm_parts
+    adapters, memory = adapter_slots_needed(config), _engine_memory(config)
     contexts = f"keys and values of {slots(config)} contexts of {section.max_context:,} tokens"
     parts = [
-        part(name=f"weights in {needed.dtype}", bytes=needed.weights, setting=_DTYPE, is_exact=True),
-        part(name=contexts, bytes=needed.keys_and_values, setting=_CONTEXTS, is_exact=True),
-        part(name="logits", bytes=needed.logits, setting=_CONTEXTS),
+        part(name=f"weights in {memory.dtype}", bytes=memory.weights, setting=_DTYPE, is_exact=True),
+        part(name=contexts, bytes=memory.keys_and_values, setting=_CONTEXTS, is_exact=True),
+        part(name="logits", bytes=memory.logits, setting=_CONTEXTS),
     ]
     if adapters:
         name = f"{adapters} adapters"
-        parts.append(part(name=name, bytes=needed.adapters, setting="a smaller policies.NAME.lora.rank"))
+        parts.append(part(name=name, bytes=memory.adapters, setting="a smaller policies.NAME.lora.rank"))
     if copies := sum(policy.lora is None for policy in config.trained.values()):
         name = f"{copies} more of the weights, for the next version of a policy that trains all of them"
-        parts.append(part(name=name, bytes=copies * needed.weights, setting="a policies.NAME.lora"))
+        parts.append(part(name=name, bytes=copies * memory.weights, setting="a policies.NAME.lora"))
     return parts
 
 
@@ -470,11 +480,11 @@ def _reward_model(config: RunConfig, scorer: str, devices: DevicePlan) -> list[M
     section = config.scorers[scorer]
     on_cpu = devices.gpu_of_reward_model(scorer) is None
     part = partial(MemoryPart, process=reward_model_name(scorer), offloaded=bool(devices.gpus) and on_cpu)
-    kept = section.cache_tokens * reward_model_kv_bytes(section.reward_model)
+    cache_bytes = section.cache_tokens * reward_model_kv_bytes(section.reward_model)
     name, setting = f"keys and values of {section.cache_tokens:,} tokens", f"a smaller scorers.{scorer}.cache_tokens"
     return [
         part(name="weights", bytes=weight_file_bytes(section.reward_model), is_exact=True),
-        part(name=name, bytes=kept, setting=setting),
+        part(name=name, bytes=cache_bytes, setting=setting),
     ]
 
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 MAX_EXTERNAL_CONTEXT = 1 << 20
 """Longest conversation, in bytes, with an external policy; its endpoint bounds the tokens."""
-_IDENTIFYING = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_IDENTITY_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _MAX_HEADER_BYTES = 1 << 26
 SPARE = 1
 """Number of adapter slots beyond those in use: a new adapter is loaded before an old one is unloaded."""
@@ -58,8 +58,8 @@ SPARE = 1
 def pinned_policy_step_lags(config: RunConfig) -> dict[str, int]:
     """Return the policies whose episodes are pinned to versions (adapters of a deterministic run, several versions of
     which are served at once), with the number of steps by which the oldest of them is behind the current one."""
-    trained = config.trained.items() if config.deterministic else ()
-    return {name: policy.max_staleness for name, policy in trained if policy.lora is not None}
+    policies = config.trained.items() if config.deterministic else ()
+    return {name: policy.max_staleness for name, policy in policies if policy.lora is not None}
 
 
 class EpisodeKindSeats(NamedTuple):
@@ -94,7 +94,7 @@ def units_per_root_group(config: RunConfig, environment: type[Environment]) -> S
     _check_names(config, environment, seats)
     for root in kinds:
         _check_branches(config, root, [kind.seats for kind in kinds[root]])
-    size, trained = config.credit.group_size, config.trained
+    size, trained_policies = config.credit.group_size, config.trained
     policies = {config.policy_of(seat, group) for seat in seats for group in range(config.line_ups)}
     by_root = {
         root: [_demand(config, kinds[root], group, root.branches) for group in range(config.line_ups)]
@@ -110,7 +110,7 @@ def units_per_root_group(config: RunConfig, environment: type[Environment]) -> S
                 "same number"
             )
     _check_held(config, environment, policies, seats)
-    for name, policy in trained.items():
+    for name, policy in trained_policies.items():
         _check_fill(size, name, policy, [demand.units.get(name, 0) for demand in demands])
     if size > config.max_in_flight:
         raise ConfigError(
@@ -141,11 +141,11 @@ def split_group_warnings(config: RunConfig, demands: Sequence[GroupDemand]) -> I
         brought = {demand.units[name] for demand in demands if demand.units.get(name)}
         if config.credit.release == "group" and any(policy.step_size % units for units in brought):
             units = max(brought)
-            fitting = max(round(policy.step_size / units), 1) * units
+            whole_group_size = max(round(policy.step_size / units), 1) * units
             yield (
                 f"policies.{name}.step_size = {policy.step_size} is not a multiple of the {plural(units, 'unit')} that "
                 "a group produces, so steps end inside groups: the rest of a group is trained one step later, with "
-                f"the same advantages. Set step_size = {fitting} for whole groups"
+                f"the same advantages. Set step_size = {whole_group_size} for whole groups"
             )
 
 
@@ -196,12 +196,12 @@ def _check_branches(config: RunConfig, root: type[Environment], seats: Sequence[
         )
     if not (root.branches or root.probes):
         return
-    declared = f"branches = {root.branches}" if root.branches else f"probes = {root.probes}"
-    trained = config.trained
+    declaration = f"branches = {root.branches}" if root.branches else f"probes = {root.probes}"
+    trained_policies = config.trained
     held = {config.policy_of(seat, group) for seat in seats[0] for group in range(config.line_ups)}
-    learners = sorted(held.intersection(trained))
+    learners = sorted(held.intersection(trained_policies))
     advantage, loss = config.credit.advantage.name, config.trainer.loss
-    full = [name for name in learners if trained[name].lora is None and trained[name].max_staleness]
+    full = [name for name in learners if trained_policies[name].lora is None and trained_policies[name].max_staleness]
     several = f"seats of the policies {' and '.join(learners)}"
     reasons = {
         f"credit.advantage = {advantage!r}": (
@@ -234,7 +234,9 @@ def _check_branches(config: RunConfig, root: type[Environment], seats: Sequence[
     }
     for setting, (is_refused, remedy) in reasons.items():
         if is_refused:
-            raise ConfigError(f"{root.__name__} declares {declared}, which cannot be combined with {setting}; {remedy}")
+            raise ConfigError(
+                f"{root.__name__} declares {declaration}, which cannot be combined with {setting}; {remedy}"
+            )
 
 
 def _descendants(environment: type[Environment], depth: int = 0) -> Iterator[tuple[type[Environment], int]]:
@@ -289,8 +291,8 @@ def _check_names(config: RunConfig, environment: type[Environment], known_names:
     names = {*known_names, *(seat.rsplit(".", 1)[-1] for seat in known_names)}
     for seat in config.seats:
         if seat not in names:
-            near = difflib.get_close_matches(seat, sorted(names), n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"its seats: {', '.join(sorted(names))}"
+            suggestions = difflib.get_close_matches(seat, sorted(names), n=1)
+            hint = f"did you mean {suggestions[0]!r}?" if suggestions else f"its seats: {', '.join(sorted(names))}"
             raise ConfigError(f"seats.{seat}: {environment.__name__} has no such seat; {hint}")
 
 
@@ -356,7 +358,7 @@ def hidden_tools(config: RunConfig, environment: type[Environment], chat_format:
             `HarnessEnvironment` are known only once an episode runs.
         chat_format: the chat format of `model.path`.
     """
-    offering = [
+    seats_with_tools = [
         member.__name__
         for member in root_environments(environment)
         if issubclass(member, ToolEnvironment | HarnessEnvironment)
@@ -365,11 +367,11 @@ def hidden_tools(config: RunConfig, environment: type[Environment], chat_format:
     policies = [
         name for name in config.policies if name not in external and not formats.get(name, chat_format).shows_tools
     ]
-    if not offering or not policies:
+    if not seats_with_tools or not policies:
         return ""
     return (
         f"the chat template of {' and '.join(policies)} ignores tools, so the model never sees the tools of "
-        f"{' and '.join(offering)}. Set model.tools_in = 'system' to list them in the system message"
+        f"{' and '.join(seats_with_tools)}. Set model.tools_in = 'system' to list them in the system message"
     )
 
 
@@ -476,11 +478,11 @@ def _base_digest(directory: Path) -> str:
         return ""
     digest = hashlib.sha256()
     try:
-        for file in sorted(entry for entry in directory.iterdir() if entry.name in _IDENTIFYING and entry.is_file()):
+        for file in sorted(entry for entry in directory.iterdir() if entry.name in _IDENTITY_FILES and entry.is_file()):
             digest.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
         for file in sorted(directory.glob("*.safetensors")):
-            with file.open("rb") as opened:
-                header = opened.read(min(int.from_bytes(opened.read(8), "little"), _MAX_HEADER_BYTES))
+            with file.open("rb") as stream:
+                header = stream.read(min(int.from_bytes(stream.read(8), "little"), _MAX_HEADER_BYTES))
             digest.update(f"{file.name} {file.stat().st_size} ".encode() + header)
     except OSError as error:
         raise InputError(f"{error.filename}: cannot be read ({error.strerror})") from error
@@ -569,7 +571,7 @@ def check_adapter_base(weights: WeightsRef, base: Path) -> None:
 
 
 async def serve_configured_weights(
-    config: RunConfig, served: ServedVersions, store: JournalStore, frozen_weights: Sequence[WeightsRef]
+    config: RunConfig, served_versions: ServedVersions, store: JournalStore, frozen_weights: Sequence[WeightsRef]
 ) -> None:
     """Load weights into an engine in place of the base model's, and record their location in the journal.
 
@@ -579,7 +581,7 @@ async def serve_configured_weights(
     for weights in frozen_weights:
         await record_published_version(store, weights)
         try:
-            await served.make_current(weights)
+            await served_versions.make_current(weights)
         except EngineError as error:
             base = config.base_of(weights.version.policy)
             raise InputError(f"{weights.path} does not fit {base}: {error}") from error
@@ -587,8 +589,8 @@ async def serve_configured_weights(
 
 def adapter_slots_needed(config: RunConfig) -> int:
     """Return the number of adapters that the engine must be able to serve at once."""
-    trained = [policy for policy in config.trained.values() if policy.lora is not None]
-    slots = sum(policy.max_staleness + 2 for policy in trained)
+    lora_policies = [policy for policy in config.trained.values() if policy.lora is not None]
+    slots = sum(policy.max_staleness + 2 for policy in lora_policies)
     slots += sum(adapter_rank(policy) > 0 for policy in config.of_kind(FrozenPolicy).values())
     for pool in config.of_kind(OpponentPoolPolicy).values():
         learner = config.policies[pool.of]
@@ -599,8 +601,8 @@ def adapter_slots_needed(config: RunConfig) -> int:
 
 def largest_lora_rank(config: RunConfig) -> int:
     """Return the largest rank of a served adapter; at least 1."""
-    trained = [policy.lora.rank for policy in config.trained.values() if policy.lora is not None]
-    return max([1, *trained, *(adapter_rank(policy) for policy in config.of_kind(FrozenPolicy).values())])
+    ranks = [policy.lora.rank for policy in config.trained.values() if policy.lora is not None]
+    return max([1, *ranks, *(adapter_rank(policy) for policy in config.of_kind(FrozenPolicy).values())])
 
 
 def adapter_rank(policy: FrozenPolicy) -> int:

@@ -88,14 +88,16 @@ def with_learning_rates(config: RunConfig, before: Mapping[str, Any]) -> RunConf
     Raises:
         ModelError: a model's weights cannot be read.
     """
-    started = before.get("policies", {})
+    started_policies = before.get("policies", {})
     rates = {
-        name: started.get(name, {}).get("learning_rate") or _learning_rate(config, name)
+        name: started_policies.get(name, {}).get("learning_rate") or _learning_rate(config, name)
         for name, policy in config.trained.items()
         if "learning_rate" not in policy.model_fields_set
     }
-    updated = {name: config.trained[name].model_copy(update={"learning_rate": rate}) for name, rate in rates.items()}
-    return config.model_copy(update={"policies": {**config.policies, **updated}}) if updated else config
+    new_policies = {
+        name: config.trained[name].model_copy(update={"learning_rate": rate}) for name, rate in rates.items()
+    }
+    return config.model_copy(update={"policies": {**config.policies, **new_policies}}) if new_policies else config
 
 
 def suggestions(config: RunConfig) -> Iterator[Suggestion]:

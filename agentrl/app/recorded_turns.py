@@ -75,9 +75,9 @@ def _parents(settings: RecordedTurnsConfig, seed: int) -> list[ForkParent]:
         raise InputError(f"environment.start_from.run: {path} contains no run; `agentrl run list` shows runs")
     reader = RunReader(path)
     try:
-        committed = "purpose = 'train' and turns > 0"
-        keys = reader.keys(f"({where}) and {committed}" if where else committed)
-        total = reader.count(committed)
+        condition = "purpose = 'train' and turns > 0"
+        keys = reader.keys(f"({where}) and {condition}" if where else condition)
+        total = reader.count(condition)
         journal = reader.journal
     except InputError as error:
         raise InputError(f"environment.start_from.where: {str(error).removeprefix('--where: ')}") from None

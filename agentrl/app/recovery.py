@@ -137,12 +137,12 @@ class ResumeCheckpoint:
         Raises:
             StorageError: there are checkpoints, and none can be used.
         """
-        manifest, rejected = find_newest_checkpoint(checkpoints, disk=disk)
-        if rejected and manifest is None:
+        manifest, rejections = find_newest_checkpoint(checkpoints, disk=disk)
+        if rejections and manifest is None:
             raise StorageError(
-                f"no checkpoint can be used: {'; '.join(rejected)}. Remove them to start again from the base model"
+                f"no checkpoint can be used: {'; '.join(rejections)}. Remove them to start again from the base model"
             )
-        return ResumeCheckpoint(manifest=manifest, rejected=rejected)
+        return ResumeCheckpoint(manifest=manifest, rejected=rejections)
 
     @property
     def start_from(self) -> str | None:
@@ -161,11 +161,11 @@ class ResumeCheckpoint:
             versions: the directory of published versions.
             disk: the disk that holds it.
         """
-        measured = NOT_MEASURED if self.manifest is None else self.manifest.measured
-        for version in measured.versions.values():
+        mean = NOT_MEASURED if self.manifest is None else self.manifest.measured
+        for version in mean.versions.values():
             if (version.lineage, version.step) not in list_version_directories(versions / version.policy, disk=disk):
-                return BestRunningMean(what=measured.what, newest=measured.newest)
-        return measured
+                return BestRunningMean(what=mean.what, newest=mean.newest)
+        return mean
 
     def first_versions(
         self, config: RunConfig, journal: RunLog, versions: Path, *, disk: Disk = LOCAL
@@ -206,7 +206,7 @@ class ResumeCheckpoint:
         config: RunConfig,
         trainable: Mapping[str, PolicyVersion],
         trainer: Trainer,
-        served: ServedVersions,
+        served_versions: ServedVersions,
         journal: RunJournal,
         resume_state: ResumeState,
     ) -> dict[str, list[PolicyVersion]]:
@@ -216,17 +216,17 @@ class ResumeCheckpoint:
         Returns:
             The versions of each opponent pool, oldest first.
         """
-        await serve_versions_of_trees(config, served, journal, resume_state)
+        await serve_versions_of_trees(config, served_versions, journal, resume_state)
         older: Mapping[str, Sequence[PolicyVersion]] = {}
         if self.manifest is not None:
             older = await serve_opponents_and_pins(
-                config, served, journal, self.manifest.versions, self.manifest.opponents
+                config, served_versions, journal, self.manifest.versions, self.manifest.opponents
             )
         for name, version in trainable.items():
             parent = None if self.manifest is None else self.manifest.versions[name]
             weights = await publish(trainer, journal, version, parent, step=None)
-            await served.make_current(weights)
-        return await start_opponent_pools(config, served, older)
+            await served_versions.make_current(weights)
+        return await start_opponent_pools(config, served_versions, older)
 
     def resume_state(self, config: RunConfig, journal: RunJournal) -> ResumeState:
         """Fold the state of the run so far from its journal."""
@@ -236,7 +236,7 @@ class ResumeCheckpoint:
             versions,
             group_size=config.credit.group_size,
             opponents=config.of_kind(OpponentPoolPolicy).keys(),
-            remembered=None if config.deterministic else MEMORY_SIZE,
+            num_proposals=None if config.deterministic else MEMORY_SIZE,
             step_sizes={name: policy.step_size for name, policy in config.trained.items()},
             with_history=config.credit.advantage.name not in ADVANTAGE_NAMES,
             weights=config.credit.reward_weights,
@@ -285,7 +285,7 @@ def read_resume_state(
     *,
     group_size: int,
     opponents: Collection[str] = (),
-    remembered: int | None = None,
+    num_proposals: int | None = None,
     step_sizes: Mapping[str, int] | None = None,
     with_history: bool = False,
     weights: Mapping[str, float] | None = None,
@@ -297,18 +297,18 @@ def read_resume_state(
         consumed_through: the manifest's version of each trainable policy; empty if there is no manifest.
         group_size: size of root groups, `credit.group_size`.
         opponents: policies of opponent pools.
-        remembered: number of proposals to read; None: all.
+        num_proposals: number of proposals to read; None: all.
         step_sizes: step sizes of the policies that learn.
         with_history: whether to read earlier groups' rewards even if no group has a recorded baseline.
         weights: weights of named rewards.
     """
     log.verify()
     next_number = -(-log.next_number("e") // group_size) * group_size
-    unfinished = log.unfinished()
+    unfinished_specs = log.unfinished()
     ready = list(log.ready_units(consumed_through))
     check_tokens_not_pruned(log, ready)
-    open_groups = {spec.group_id for spec, _ in ready} | {spec.group_id for spec in unfinished}
-    ended = tuple(log.members(open_groups))
+    open_groups = {spec.group_id for spec, _ in ready} | {spec.group_id for spec in unfinished_specs}
+    ended_members = tuple(log.members(open_groups))
     baselines, group_scores = log.baselines(), log.group_scores()
 
     def members() -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
@@ -317,25 +317,25 @@ def read_resume_state(
 
     sizes = step_sizes or {}
     # The selection bias is rebuilt from more episodes than are compared, because some of them are held back.
-    dispatched = list(log.dispatched(4 * LENGTH_STEPS * sum(sizes.values())))
-    named = {spec.episode_id for spec, _ in (*ended, *dispatched)}
-    drops = log.resolved_units(consumed_through, named)
-    resolved = {(policy, name): reason for (name, _, policy), reason in drops.items()}
+    recent_dispatches = list(log.dispatched(4 * LENGTH_STEPS * sum(sizes.values())))
+    episode_ids = {spec.episode_id for spec, _ in (*ended_members, *recent_dispatches)}
+    drops = log.resolved_units(consumed_through, episode_ids)
+    drop_reasons = {(policy, name): reason for (name, _, policy), reason in drops.items()}
     return ResumeState(
-        ended=ended,
-        resolved=resolved,
-        unfinished=unfinished,
-        ended_children=log.ended_children({spec.episode_id for spec in unfinished}),
+        ended=ended_members,
+        resolved=drop_reasons,
+        unfinished=unfinished_specs,
+        ended_children=log.ended_children({spec.episode_id for spec in unfinished_specs}),
         next_number=next_number,
         lost=log.lost_numbers("e", next_number),
         next_evaluation=log.next_number("v"),
         against=tuple(log.headers_against(opponents)),
-        proposals=log.proposals(remembered),
+        proposals=log.proposals(num_proposals),
         baselines={name: baselines[name] for name in open_groups & baselines.keys()},
         group_scores={name: group_scores[name] for name in open_groups & group_scores.keys()},
         history=reward_history_from_journal(members(), open_groups) if baselines or with_history else RewardHistory(),
         results=lambda: group_results_from_journal(members(), open_groups, group_size=group_size),
-        selection_bias=selection_bias_from_journal(sizes, dispatched, resolved),
+        selection_bias=selection_bias_from_journal(sizes, recent_dispatches, drop_reasons),
     )
 
 
@@ -367,8 +367,8 @@ def check_tokens_not_pruned(log: RunLog, ready: Sequence[tuple[EpisodeSpec, Epis
     Raises:
         StorageError: tokens were pruned.
     """
-    pruned = log.pruned({spec.episode_id for spec, _ in ready})
-    pruned_episodes = sorted(spec.episode_id for spec, _ in ready if (spec.episode_id, spec.attempt) in pruned)
+    pruned_ids = log.pruned({spec.episode_id for spec, _ in ready})
+    pruned_episodes = sorted(spec.episode_id for spec, _ in ready if (spec.episode_id, spec.attempt) in pruned_ids)
     if pruned_episodes:
         raise StorageError(
             f"{plural(len(pruned_episodes), 'episode')} "
@@ -421,7 +421,7 @@ def describe_start(
         code=dict(code.digests),
         code_changed=tuple(sorted(changed_code)),
     )
-    sentences = [f"resuming from checkpoint {start.checkpoint} (steps taken: {_counted(steps)})"]
+    sentences = [f"resuming from checkpoint {start.checkpoint} (steps taken: {_count_steps(steps)})"]
     if recovery.manifest is None:
         sentences = ["there is no checkpoint yet: the run starts again from its initial weights and keeps its episodes"]
     for name, step in start.again.items():
@@ -434,8 +434,8 @@ def describe_start(
             f"unfinished episodes that will continue from their recorded entries: {len(resume_state.unfinished)}"
         )
     for change in changed:
-        kept = "; unfinished episodes keep the old value" if change.rule.rule == "per episode" else ""
-        sentences.append(f"setting {change}{kept}")
+        suffix = "; unfinished episodes keep the old value" if change.rule.rule == "per episode" else ""
+        sentences.append(f"setting {change}{suffix}")
     for function in sorted(changed_code & code.functions.keys()):
         sentences.append(f"the {code.functions[function]} changed: later steps use the new code")
     if files := sorted(changed_code - code.functions.keys()):
@@ -455,7 +455,7 @@ def describe_start(
     return start, sentences
 
 
-def _counted(steps: Mapping[str, int]) -> str:
+def _count_steps(steps: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {step}" for name, step in steps.items())
 
 
@@ -509,8 +509,8 @@ class UserCodeDigests(NamedTuple):
                 digests[_file_of(program)] = code_digest(inspect.getsource(inspect.getmodule(program) or program))
             except (OSError, TypeError):
                 continue  # its code is in no file, for example typed in a shell
-        named = {code.reference: f"{kind} {code.name}" for kind, code in functions.codes}
-        return UserCodeDigests(digests, environments, named)
+        labels = {code.reference: f"{kind} {code.name}" for kind, code in functions.codes}
+        return UserCodeDigests(digests, environments, labels)
 
 
 class UserFunctions(NamedTuple):
@@ -550,7 +550,7 @@ def load_user_functions(config: RunConfig) -> UserFunctions:
         "credit.turn_credit = 'to_go' compares the turns of a group": credit.turn_credit != "sum",
         "credit.dynamic_sampling = true drops groups when they end": credit.dynamic_sampling,
     }
-    reasons = [reason for reason, is_asked in at_end_of_group.items() if is_asked]
+    reasons = [reason for reason, is_selected in at_end_of_group.items() if is_selected]
     if reasons and estimator.mark.over == "step":
         raise ConfigError(
             f"{reasons[0]}, and credit.advantage = {advantage.name!r} compares the agents of a step, so the two cannot "
@@ -571,7 +571,7 @@ def _file_of(definition: Any) -> str:
 
 async def serve_opponents_and_pins(
     config: RunConfig,
-    served: ServedVersions,
+    served_versions: ServedVersions,
     journal: RunLog,
     versions: Mapping[str, PolicyVersion],
     drawn_from: Mapping[str, Sequence[PolicyVersion]],
@@ -581,7 +581,7 @@ async def serve_opponents_and_pins(
 
     Args:
         config: configuration of the run.
-        served: table in which they are pinned.
+        served_versions: table in which they are pinned.
         journal: journal of the run.
         versions: the manifest's versions of the policies that learn.
         drawn_from: the manifest's pools of opponents.
@@ -601,36 +601,38 @@ async def serve_opponents_and_pins(
                     f"episodes to resume are pinned to version {version}, which was never published; the journal is "
                     "damaged"
                 )
-            await served.pin(BATCHES, weights)
+            await served_versions.pin(BATCHES, weights)
     return {
-        name: await _serve_older_opponents(served, journal, board, name, pool, drawn_from.get(name, ()))
+        name: await _serve_older_opponents(served_versions, journal, board, name, pool, drawn_from.get(name, ()))
         for name, pool in config.of_kind(OpponentPoolPolicy).items()
         if pool.of in versions
     }
 
 
 async def serve_versions_of_trees(
-    config: RunConfig, served: ServedVersions, journal: RunLog, resume_state: ResumeState
+    config: RunConfig, served_versions: ServedVersions, journal: RunLog, resume_state: ResumeState
 ) -> None:
     """Serve the versions of the trees that are not finished, before anything resumes. An episode whose version is gone
     is dropped or starts again when it samples.
 
     Args:
         config: configuration of the run.
-        served: table in which they are pinned.
+        served_versions: table in which they are pinned.
         journal: journal of the run.
         resume_state: unfinished work, from the journal.
     """
-    ended = (spec for spec, _ in resume_state.ended)
-    for (main_id, attempt), _, version in unfinished_tree_members(resume_state.unfinished, ended, config.trained):
+    ended_specs = (spec for spec, _ in resume_state.ended)
+    for (main_id, attempt), _, version in unfinished_tree_members(resume_state.unfinished, ended_specs, config.trained):
         policy, holder = config.trained[version.policy], tree_holder(main_id, attempt)
-        if config.deterministic or policy.lora is None or version in served.pinned_by(holder):
+        if config.deterministic or policy.lora is None or version in served_versions.pinned_by(holder):
             continue
-        leased = {each for each in served.pinned() if each.policy == version.policy}
+        pinned_versions = {
+            pinned_version for pinned_version in served_versions.pinned() if pinned_version.policy == version.policy
+        }
         weights = journal.published(version)
-        if weights is not None and (version in leased or len(leased) <= policy.max_staleness):
+        if weights is not None and (version in pinned_versions or len(pinned_versions) <= policy.max_staleness):
             with contextlib.suppress(EngineError):  # the files were deleted
-                await served.pin(holder, weights)
+                await served_versions.pin(holder, weights)
 
 
 async def _serve_older_opponents(
@@ -646,14 +648,16 @@ async def _serve_older_opponents(
     A pool that is new in the configuration gets the versions that would have joined it, as far as their files exist.
     """
     now = board.current(pool.of)
-    joined = {
+    initial_steps = {
         board.at(pool.of, step) for step in opponent_pool_steps(now.step, pool.every, pool.size) if step < now.step
     }
-    wanted_steps = set(drawn_from[-pool.size :]) or joined
-    pinned = {spec.pins[name] for spec in journal.unfinished() if name in spec.pins} - wanted_steps
-    other_versions = sorted(version for version in pinned if version.step < now.step and board.survives(version))
-    served = []
-    for version in sorted([*wanted_steps, *other_versions[-SPARE:]], key=lambda version: version.step):
+    pool_steps = set(drawn_from[-pool.size :]) or initial_steps
+    pinned_versions = {spec.pins[name] for spec in journal.unfinished() if name in spec.pins} - pool_steps
+    other_versions = sorted(
+        version for version in pinned_versions if version.step < now.step and board.survives(version)
+    )
+    opponents = []
+    for version in sorted([*pool_steps, *other_versions[-SPARE:]], key=lambda version: version.step):
         weights = journal.published(version)
         if weights is None:
             continue
@@ -661,8 +665,8 @@ async def _serve_older_opponents(
             await table.pin(opponent_pool_holder(name), weights)
         except EngineError:  # deleted since then, as after a rollback: the remaining opponents suffice
             continue
-        served.append(version)
-    return served
+        opponents.append(version)
+    return opponents
 
 
 async def start_opponent_pools(
@@ -677,13 +681,13 @@ async def start_opponent_pools(
     """
     opponents = {}
     for name, pool in config.of_kind(OpponentPoolPolicy).items():
-        served, current = list(older.get(name, ())), table.current[pool.of]
+        pool_versions, current = list(older.get(name, ())), table.current[pool.of]
         step = current.version.step
-        joins = step % pool.every == 0 and len(served) <= pool.size
-        if not served or (joins and served[-1].step < step):
+        joins = step % pool.every == 0 and len(pool_versions) <= pool.size
+        if not pool_versions or (joins and pool_versions[-1].step < step):
             await table.pin(opponent_pool_holder(name), current)
-            served.append(current.version)
-        opponents[name] = served
+            pool_versions.append(current.version)
+        opponents[name] = pool_versions
     return opponents
 
 

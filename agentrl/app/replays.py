@@ -74,12 +74,12 @@ if TYPE_CHECKING:
 
 MAX_SHOWN = 200
 """Maximum number of characters shown of a name from a journal."""
-OWN = ("agentrl.", "environments.")
+PACKAGE_PREFIXES = ("agentrl.", "environments.")
 """Packages whose environments run when a journal names them, because they came with agentrl."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _ReplayRequest:
     """The arguments shared by all episodes of a call."""
 
     config: RunConfig
@@ -116,7 +116,7 @@ def replay(
     reader = RunReader(run)
     try:
         config = recorded_config(reader.log.config())
-        request = _Asked(
+        request = _ReplayRequest(
             config=config,
             chat_format=(factories or RunFactories()).chat_format(config),
             environment=environment,
@@ -128,54 +128,56 @@ def replay(
         reader.close()
 
 
-async def _all(reader: RunReader, episodes: Sequence[tuple[str, int | None]], request: _Asked) -> list[ReplayResult]:
+async def _all(
+    reader: RunReader, episodes: Sequence[tuple[str, int | None]], request: _ReplayRequest
+) -> list[ReplayResult]:
     return [await _one(reader, episode_id, attempt, request) for episode_id, attempt in episodes]
 
 
-async def _one(reader: RunReader, episode_id: str, attempt: int | None, request: _Asked) -> ReplayResult:
+async def _one(reader: RunReader, episode_id: str, attempt: int | None, request: _ReplayRequest) -> ReplayResult:
     view = reader.episode(episode_id, attempt)
     line = view.summary
     result = ReplayResult(episode=line.episode, attempt=line.attempt, outcome="not_replayable", calls=0, recorded=0)
-    own_entries, inherited = reader.recorded(line)
+    entries, inherited_entries = reader.recorded(line)
     if view.problems:
-        return msgspec.structs.replace(result, recorded=len(own_entries), text="; ".join(view.problems))
+        return msgspec.structs.replace(result, recorded=len(entries), text="; ".join(view.problems))
     # An external agent may request its own turns in any order; inherited turns keep theirs, as in the fork itself.
-    with_context = external_turns_with_context([*inherited, *own_entries])
+    with_context = external_turns_with_context([*inherited_entries, *entries])
     turns = [entry for entry in with_context if entry.episode_id == line.episode]
-    own_entries = [entry for entry in own_entries if not is_external_turn(entry)]
-    if not own_entries:
+    entries = [entry for entry in entries if not is_external_turn(entry)]
+    if not entries:
         return msgspec.structs.replace(result, text="it was dropped before its first act, so nothing was recorded")
     if request.until is not None and request.until not in {
-        entry.call_id for entry in [*inherited, *own_entries, *turns]
+        entry.call_id for entry in [*inherited_entries, *entries, *turns]
     }:
         raise InputError(
             f"episode {line.episode} has no call {request.until!r}; `agentrl episode replay --step` names them"
         )
     spec = dataclasses.replace(_spec(reader, line), purpose="replay")
-    begin = decode_entries(own_entries[:1])[0]
+    begin = decode_entries(entries[:1])[0]
     verb = "rescore" if request.rescoring else "replay"
     environment = environment_to_run(
         spec.environment,
         request.environment,
         run=reader.path,
-        recorded=recorded_environment_code(reader.info()),
+        references=recorded_environment_code(reader.info()),
         code_hash=begin.code_hash if isinstance(begin, BeginEntry) else "",
         command=f"agentrl episode {verb} {shlex.quote(str(reader.path))} {line.episode}",
     )
     if request.rescoring:
-        own_entries = [await _rescored_child(reader, entry, request) for entry in own_entries]
+        entries = [await _rescored_child(reader, entry, request) for entry in entries]
     acts: list[tuple[str, str]] = []
-    discarding = MemoryJournal(keeps=False)
+    scratch_journal = MemoryJournal(keeps=False)
     runner = ReplayRunner(
-        inherited=inherited,
+        inherited=inherited_entries,
         on_call=lambda call, words: acts.append((call, words)),
         until=request.until,
         rescoring=request.rescoring,
         engine=_NoEngine(),
         chat_format=request.chat_format,
-        store=discarding,
-        log=discarding.turn_log("replay"),
-        host=ReplayHost([*inherited, *own_entries]),
+        store=scratch_journal,
+        log=scratch_journal.turn_log("replay"),
+        host=ReplayHost([*inherited_entries, *entries]),
         clock=RunFactories().clock,
         settings=dataclasses.replace(
             rollout_settings(
@@ -190,16 +192,16 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, request:
         ),
     )
     environment.load()
-    outcome, call, text, header = await _run(runner, spec, environment, own_entries, turns, line)
+    outcome, call, text, header = await _run(runner, spec, environment, entries, turns, line)
     before = {f"{agent.seat}[{agent.index}]": agent.reward for agent in view.agents}
     after = _rewards(header)
     if outcome == "identical" and header is not None and not request.rescoring:
-        outcome, text = _compared(header, line, before, after)
+        outcome, text = _compare(header, line, before, after)
     return msgspec.structs.replace(
         result,
         outcome=outcome,
         calls=0 if runner.journal is None else runner.journal.reached,
-        recorded=len(turns) + sum(ids.has_call_number(entry.call_id) for entry in [*inherited, *own_entries]),
+        recorded=len(turns) + sum(ids.has_call_number(entry.call_id) for entry in [*inherited_entries, *entries]),
         call=call,
         text=text,
         acts=acts,
@@ -221,13 +223,13 @@ async def _run(
     running = asyncio.get_running_loop().create_task(runner.run(spec, environment, entries, answers=turns))
     try:
         header = await running
-    except ReplayStoppedError as stopped:
-        return "stopped", runner.until, str(stopped), None
-    except CallNotRecordedError as ended:
+    except ReplayStoppedError as stop:
+        return "stopped", runner.until, str(stop), None
+    except CallNotRecordedError as end:
         if line.stop_reason is None:
-            text = f"all recorded calls match; the recording ends before call {ended.call_id}"
-            return "identical", ended.call_id, text, None
-        return "departed", ended.call_id, f"the episode had ended, and the code now makes {ended.act}", None
+            text = f"all recorded calls match; the recording ends before call {end.call_id}"
+            return "identical", end.call_id, text, None
+        return "departed", end.call_id, f"the episode had ended, and the code now makes {end.act}", None
     except ReplayMismatchError as mismatch:
         return "departed", mismatch.call_id, str(mismatch), None
     except EpisodeError as error:
@@ -254,7 +256,7 @@ def _failed(reason: str, text: str, line: EpisodeLine) -> tuple[Outcome, str | N
     return "departed", None, f"it now fails ({text}), but was {then}", None
 
 
-def _compared(
+def _compare(
     header: EpisodeHeader, line: EpisodeLine, before: dict[str, float | None], after: dict[str, float | None]
 ) -> tuple[Outcome, str]:
     """Compare the result of an execution with the committed one."""
@@ -275,7 +277,7 @@ def _rewards(header: EpisodeHeader | None) -> dict[str, float | None]:
     return {f"{unit.seat}[{unit.index}]": unit.reward for unit in units}
 
 
-async def _rescored_child(reader: RunReader, entry: JournalEntry, request: _Asked) -> JournalEntry:
+async def _rescored_child(reader: RunReader, entry: JournalEntry, request: _ReplayRequest) -> JournalEntry:
     """Return an entry; if it reports a child's end, with the child's new rewards."""
     body = entry.decode()
     if not isinstance(body, ChildResultEntry) or body.drop_reason is not None:
@@ -298,7 +300,7 @@ def _spec(reader: RunReader, line: EpisodeLine) -> EpisodeSpec:
 
 
 def environment_to_run(
-    name: str, chosen: type | str | None, *, run: Path, recorded: Mapping[str, str], code_hash: str, command: str
+    name: str, chosen: type | str | None, *, run: Path, references: Mapping[str, str], code_hash: str, command: str
 ) -> type[Environment]:
     """Choose the class to run for an episode of an environment.
 
@@ -307,7 +309,7 @@ def environment_to_run(
         chosen: the class that the user named, or a reference to it. A reference to the file that played the episode is
             remembered for the run.
         run: the run's directory.
-        recorded: references to the code of the run's environments, by name; see `environment_code_references`.
+        references: references to the code of the run's environments, by name; see `environment_code_references`.
         code_hash: hash of the environment's module when the episode was played.
         command: the user's command without `--environment`, for the message.
 
@@ -319,14 +321,14 @@ def environment_to_run(
         if isinstance(chosen, str) and (file := _file_of(chosen)) and _source_hash(file) == code_hash:
             remember_environment(run, name, os.path.abspath(file) + chosen.removeprefix(file))
         return environment
-    loaded = loaded_environment(name)
-    if loaded is not None:
-        return loaded
-    if name not in {registered.id for registered in registered_environments()} and not name.startswith(OWN):
-        remembered = remembered_environment(run, name)
-        if remembered is None or _source_hash(_file_of(remembered)) != code_hash:
-            raise InputError(_how_to_name(name, recorded, code_hash, command))
-        return _class_or_sibling(resolve(remembered), name)
+    loaded_type = loaded_environment(name)
+    if loaded_type is not None:
+        return loaded_type
+    if name not in {entry.id for entry in registered_environments()} and not name.startswith(PACKAGE_PREFIXES):
+        stored_reference = remembered_environment(run, name)
+        if stored_reference is None or _source_hash(_file_of(stored_reference)) != code_hash:
+            raise InputError(_how_to_name(name, references, code_hash, command))
+        return _class_or_sibling(resolve(stored_reference), name)
     try:
         return resolve(name)
     except EnvironmentDefinitionError as error:
@@ -362,14 +364,14 @@ def recorded_environment_code(info: Mapping[str, Any]) -> Mapping[str, str]:
     )
 
 
-def _how_to_name(name: str, recorded: Mapping[str, str], code_hash: str, command: str) -> str:
+def _how_to_name(name: str, references: Mapping[str, str], code_hash: str, command: str) -> str:
     """Describe the refusal of code that only a journal names, with the command that names it."""
     name = name[:MAX_SHOWN]
     location, _, qualname = name.rpartition(":")
     if location == "__main__":  # undeclared child environments are in the same file
-        location = next((r.rpartition(":")[0] for n, r in recorded.items() if n.startswith("__main__:")), location)
-    elif name in recorded:
-        location, _, qualname = recorded[name][:MAX_SHOWN].rpartition(":")
+        location = next((r.rpartition(":")[0] for n, r in references.items() if n.startswith("__main__:")), location)
+    elif name in references:
+        location, _, qualname = references[name][:MAX_SHOWN].rpartition(":")
     because = f"the episode was played by {name!r}, and a journal may not choose the code that runs here"
     example = f"{command} --environment path/to/env.py:Class"
     if "<locals>" in qualname:
@@ -508,8 +510,8 @@ def recompute_step_loss(reader: RunReader, line: StepLine) -> StepRecomputeResul
         loss, grad_norm = trainer.recompute(batch, started_from, weights, between)
     except AgentRLError as error:
         return msgspec.structs.replace(result, text=f"not recomputed: {error}")
-    same = _close(line.loss, loss) and _close(line.grad_norm, grad_norm)
-    return msgspec.structs.replace(result, loss_again=loss, grad_norm_again=grad_norm, same=same, text=origin)
+    is_same = _close(line.loss, loss) and _close(line.grad_norm, grad_norm)
+    return msgspec.structs.replace(result, loss_again=loss, grad_norm_again=grad_norm, same=is_same, text=origin)
 
 
 def find_weights_of(reader: RunReader, version: PolicyVersion) -> tuple[WeightsRef | Path | None, str]:
@@ -519,14 +521,14 @@ def find_weights_of(reader: RunReader, version: PolicyVersion) -> tuple[WeightsR
         InputError: the weights are no longer on disk.
         StorageError: a record, or the checkpoint that holds them, is damaged.
     """
-    same = _same_weights(reader, version)
+    equal_versions = _same_weights(reader, version)
     if version.step == 0:
         return None, "those a run begins with"
     directory = reader.path / "checkpoints"
-    if (saved := find_checkpoint_of(directory, same)) is not None:
-        return saved, str(saved.relative_to(reader.path))
-    for published in same:
-        weights = reader.log.published(published)
+    if (checkpoint := find_checkpoint_of(directory, equal_versions)) is not None:
+        return checkpoint, str(checkpoint.relative_to(reader.path))
+    for candidate in equal_versions:
+        weights = reader.log.published(candidate)
         if weights is not None and Path(weights.path).is_dir():
             return weights, str(Path(weights.path).relative_to(reader.path))
     raise InputError(
@@ -537,12 +539,12 @@ def find_weights_of(reader: RunReader, version: PolicyVersion) -> tuple[WeightsR
 def _same_weights(reader: RunReader, version: PolicyVersion) -> list[PolicyVersion]:
     """Return all versions with the same weights as `version`. There may be several: a resumed run first publishes the
     weights it resumed from."""
-    same = [version]
+    equal_versions = [version]
     for row in verified_control_rows(reader.log, "versions", "policy = ? ORDER BY lineage DESC", version.policy):
         older = PolicyVersion(version.policy, row["parent_lineage"], row["parent_step"])
-        if (row["lineage"], row["step"]) == same[-1][1:] and older.step == version.step:
-            same.append(older)
-    return same
+        if (row["lineage"], row["step"]) == equal_versions[-1][1:] and older.step == version.step:
+            equal_versions.append(older)
+    return equal_versions
 
 
 def _kept_checkpoint(
@@ -561,13 +563,13 @@ def _kept_checkpoint(
     """
     between: list[tuple[TrainBatch, float]] = []
     while True:
-        same = _same_weights(reader, version)
-        saved = None if version.step == 0 else find_checkpoint_of(reader.path / "checkpoints", same)
-        if saved is not None or version.step == 0:
-            origin = "those a run begins with" if saved is None else str(saved.relative_to(reader.path))
+        equal_versions = _same_weights(reader, version)
+        checkpoint = None if version.step == 0 else find_checkpoint_of(reader.path / "checkpoints", equal_versions)
+        if checkpoint is not None or version.step == 0:
+            origin = "those a run begins with" if checkpoint is None else str(checkpoint.relative_to(reader.path))
             steps = f", and {plural(len(between), 'step')} from there" if between else ""
-            return saved, origin + steps, version, between[::-1]
-        for start_point in same:
+            return checkpoint, origin + steps, version, between[::-1]
+        for start_point in equal_versions:
             key = (start_point.policy, start_point.lineage, start_point.step)
             if rows := verified_control_rows(reader.log, "steps", "policy = ? AND lineage = ? AND step = ?", *key):
                 taken_config = recorded_config(reader.log.config(start_point.lineage))
@@ -654,16 +656,16 @@ def _units(reader: RunReader, policy: str, lineage: int, step: int) -> Iterator[
             TrajectoryCredit(row["seat"], row["agent"], row["reward"], row["advantage"], row["baseline"], by_turn)
         )
     for (episode, attempt), agent_credits in credits.items():
-        located = verified_control_rows(reader.log, "episodes", "episode = ? AND attempt = ?", episode, attempt)
-        if not located or located[0]["partition"] is None:
+        episode_rows = verified_control_rows(reader.log, "episodes", "episode = ? AND attempt = ?", episode, attempt)
+        if not episode_rows or episode_rows[0]["partition"] is None:
             raise JournalError(f"episode {episode}, attempt {attempt}: its record is missing or damaged")
-        location = EpisodeDataLocation(located[0]["partition"], located[0]["entries"])
+        location = EpisodeDataLocation(episode_rows[0]["partition"], episode_rows[0]["entries"])
         yield Unit(episode_id=episode, attempt=attempt, policy=policy, location=location, credits=tuple(agent_credits))
 
 
-def _in_order(reader: RunReader, columns: str | None, fed: Iterator[TrainingSample]) -> list[TrainingSample]:
+def _in_order(reader: RunReader, columns: str | None, samples: Iterator[TrainingSample]) -> list[TrainingSample]:
     """Sort the rows to the order in which the trainer consumed them, which depends on its number of ranks."""
-    rows = list(fed)
+    rows = list(samples)
     if columns is None:
         return rows
     try:

@@ -112,8 +112,8 @@ def make_workers(
     if config.workers == 1:
         return None
     engines = engines_by_base(engine)
-    shared = [member for member in engines if isinstance(member, AddressableEngine) and member.addresses]
-    if not shared or len(shared) < len(engines):
+    shared_engines = [member for member in engines if isinstance(member, AddressableEngine) and member.addresses]
+    if not shared_engines or len(shared_engines) < len(engines):
         raise ConfigError(
             f"workers = {config.workers}: the engine accepts no calls from other processes (it is in this one, or the "
             "path of TMPDIR is too long for a socket); set workers = 1"
@@ -143,7 +143,9 @@ def make_workers(
         session.start()
         receiver = JournalReceiver(journal, session.nodes()[0].address, log=log, clock=clock, tell=tell)
     placements = [_worker_placement(config, log, worker) for worker in range(config.workers)]
-    return WorkerPool(settings, engines=shared, placements=placements, receiver=receiver, clock=clock, tell=tell)
+    return WorkerPool(
+        settings, engines=shared_engines, placements=placements, receiver=receiver, clock=clock, tell=tell
+    )
 
 
 def _kept_scores(config: RunConfig, journal: Path) -> dict[str, dict[bytes, Score]]:
@@ -188,13 +190,13 @@ def watch_joining_nodes(
     )
     session.start()
     numbers = itertools.count(config.engine.count * len(config.bases))
-    growing = []
+    process_kinds = []
 
     def connect(engine: ProcessEngine) -> None:
         connect_engine_to_trainer(config, engine, next(numbers), trainer)
 
     if workers is not None:
-        growing.append(
+        process_kinds.append(
             ScalableProcessKind(
                 "worker",
                 lambda: len(workers.processes),
@@ -203,9 +205,9 @@ def watch_joining_nodes(
         )
     if isinstance(engine, EngineRouter) and config.engine.count > 1:
         bases = range(len(config.bases))
-        growing += [growing_engine(config, number, engine, versions, connect, tell) for number in bases]
+        process_kinds += [growing_engine(config, number, engine, versions, connect, tell) for number in bases]
     return JoiningNodeWatcher(
-        growing,
+        process_kinds,
         pool=workers,
         nodes=session.undrained,
         missing=lambda node: missing_on_node(node, config, code),
@@ -338,7 +340,7 @@ def _source(
 ) -> TaskSource:
     """Return the tasks of one environment of a run."""
     if tasks is None:
-        tasks = _own_tasks(environment, split, config.seed, _options(config, root, environment))
+        tasks = _tasks_of_split(environment, split, config.seed, _options(config, root, environment))
     try:
         count = len(tasks)
         first = tasks[0] if count else None
@@ -357,9 +359,9 @@ def _options(
     config: RunConfig, root_environment: type[Environment], environment: type[Environment]
 ) -> Mapping[str, Any]:
     """Return the options of one environment of a run: the table of its name, or all if it alone is trained."""
-    options, trained = config.environment.options, trained_root_environments(root_environment)
-    if len(trained) == 1:
-        return options if environment is trained[0] else {}
+    options, environments = config.environment.options, trained_root_environments(root_environment)
+    if len(environments) == 1:
+        return options if environment is environments[0] else {}
     names = [root.__name__ for root in root_environments(root_environment)]
     for key, environment_options in options.items():
         if key not in names or not isinstance(environment_options, Mapping):
@@ -370,7 +372,7 @@ def _options(
     return chosen
 
 
-def _own_tasks(environment: type[Environment], split: Split, seed: int, options: Mapping[str, Any]) -> TaskSource:
+def _tasks_of_split(environment: type[Environment], split: Split, seed: int, options: Mapping[str, Any]) -> TaskSource:
     check_split(environment, split)
     try:
         inspect.signature(environment.tasks).bind(split, seed=seed, **options)
@@ -416,8 +418,8 @@ async def unproved_sandbox_promises(config: RunConfig, environment: type[Environ
     Raises:
         InputError: there are some, and the run does not accept that.
     """
-    classes = [base for each in all_environment_classes(environment) for base in each.__mro__]
-    if not any(isinstance(value, Sandbox) for each in classes for value in vars(each).values()):
+    classes = [base for subclass in all_environment_classes(environment) for base in subclass.__mro__]
+    if not any(isinstance(value, Sandbox) for subclass in classes for value in vars(subclass).values()):
         return []
     failed = [check for check in await check_sandboxes() if not check.holds]
     lines = [f"{check.name}: {check.result}{f' ({check.fix})' if check.fix else ''}" for check in failed]

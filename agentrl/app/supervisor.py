@@ -240,9 +240,9 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
     await store.flush()
     record = _new_record(setup)
     config = setup.config.model_copy(update={"workers": record.workers})
-    changed = () if setup.began else setup.changed
+    changes = () if setup.began else setup.changed
     point = await find_start_point(
-        config, directory, store, code=setup.code, changed=changed, clock=clock, tell=observer.phase
+        config, directory, store, code=setup.code, changed=changes, clock=clock, tell=observer.phase
     )
     setup.began.append(point.record)
     if point.record.lineage:
@@ -262,26 +262,30 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
             stack.push_async_callback(workers.close)
         else:
             record.workers = 1
-        served = ServedVersions(engine, batches=pinned_policy_step_lags(config))
-        await serve_configured_weights(config, served, store, await asyncio.to_thread(frozen_policy_weights, config))
+        served_versions = ServedVersions(engine, batches=pinned_policy_step_lags(config))
+        await serve_configured_weights(
+            config, served_versions, store, await asyncio.to_thread(frozen_policy_weights, config)
+        )
         store.record_start(point.record)
         trainable = {name: point.versions[name] for name in config.trained}
         opponents = await point.recovery.publish_first_versions(
-            config, trainable, trainer, served, store, point.resume_state
+            config, trainable, trainer, served_versions, store, point.resume_state
         )
         running_best = await asyncio.to_thread(point.recovery.running_best, directory.versions)
-        parts = _parts(setup, point, opponents, running_best, served=served, trainer=trainer, workers=workers)
+        parts = _parts(
+            setup, point, opponents, running_best, served_versions=served_versions, trainer=trainer, workers=workers
+        )
         orchestrator = assemble_orchestrator(config, setup.environment, parts)
         if config.on_cluster:
-            joining = watch_joining_nodes(
+            node_watcher = watch_joining_nodes(
                 *(config, setup.environment, engine, trainer, point.versions, workers), clock=clock, tell=observer.warn
             )
-            stack.push_async_callback(joining.close)
+            stack.push_async_callback(node_watcher.close)
         setup.factories.assembled(orchestrator)
         observer.watch(partial(_status, orchestrator, [trainer, *engines_by_base(engine), workers]))
         with (
-            _playing(record, directory.path, workers) as ended,
-            _interruptible(orchestrator, observer, directory.path, ended),
+            _episode_tracking(record, directory.path, workers) as report_end,
+            _interruptible(orchestrator, observer, directory.path, report_end),
             watch_event_loop(observer.warn),
             stop_loop_in_forked_process(),
         ):
@@ -316,13 +320,13 @@ def _parts(
     opponents: Mapping[str, Sequence[PolicyVersion]],
     running_best: BestRunningMean,
     *,
-    served: ServedVersions,
+    served_versions: ServedVersions,
     trainer: Trainer,
     workers: WorkerPool | None,
 ) -> RunParts:
     store, directory = setup.store, setup.directory
     return RunParts(
-        served=served,
+        served=served_versions,
         trainer=trainer,
         chat_format=setup.chat_format,
         store=store,
@@ -349,7 +353,7 @@ def _parts(
 
 def _new_record(setup: RunSetup) -> RunProcessRecord:
     """Make the record of this start. Warns about the end of the previous process, if it is known."""
-    store, configured = setup.store, setup.config.workers
+    store, num_workers = setup.store, setup.config.workers
     last = RunProcessRecord.read(setup.directory.path)
     record = last.next(store)
     running = last.running(store.unfinished)
@@ -358,21 +362,21 @@ def _new_record(setup: RunSetup) -> RunProcessRecord:
     can_be_apart = setup.factories.chat_format is make_chat_format
     is_suspicious = bool(suspects) or record.has_killer
     # An episode killed the main process: continue in worker processes.
-    record.workers = max(configured, 2) if is_suspicious and can_be_apart else configured
+    record.workers = max(num_workers, 2) if is_suspicious and can_be_apart else num_workers
     if last.is_playing:
-        ended = (
+        end_reason = (
             f"ended: {last.fault}"
             if last.fault
             else "died without an error message (killed, crashed, or out of memory)"
         )
         place = "" if last.workers == 1 else ", in worker processes"
-        message = f"the previous process {ended}. It was running {format_episode_list(running)}{place}"
+        message = f"the previous process {end_reason}. It was running {format_episode_list(running)}{place}"
         if any(spec.purpose == "train" for spec in running):
             message += "; training episodes continue from where they stopped"
         if any(spec.purpose == "evaluate" for spec in running):
             message += "; evaluation episodes are dropped, because evaluations are not resumed"
         setup.observer.warn(message)
-    if is_suspicious and configured == 1:
+    if is_suspicious and num_workers == 1:
         cause = (
             f"{format_episode_list(suspects)} made no progress through {SUSPECTED} such deaths in a row"
             if suspects
@@ -403,7 +407,7 @@ def _workers(config: RunConfig, setup: RunSetup, engine: Engine) -> WorkerPool |
 
 
 @contextlib.contextmanager
-def _playing(record: RunProcessRecord, run: Path, workers: WorkerPool | None) -> Iterator[Callable[[], None]]:
+def _episode_tracking(record: RunProcessRecord, run: Path, workers: WorkerPool | None) -> Iterator[Callable[[], None]]:
     """Record on disk that episodes run in this process, until their end is known. Yields a function to call after a
     normal end; any other end counts as a death."""
 
@@ -433,7 +437,7 @@ async def _close(trainer: Trainer, observer: RunObserver) -> None:
 
 @contextlib.contextmanager
 def _interruptible(
-    orchestrator: Orchestrator, observer: RunObserver, run: Path, ended: Callable[[], None]
+    orchestrator: Orchestrator, observer: RunObserver, run: Path, report_end: Callable[[], None]
 ) -> Iterator[None]:
     """Handle Ctrl-C. Once: drain, write a checkpoint, return. Twice, also while the run closes: end the process, which
     does not count as a death.
@@ -444,10 +448,10 @@ def _interruptible(
         orchestrator.stop()
 
     def leave_at_once() -> None:
-        ended()
+        report_end()
         _record_stop(run)
 
-    with _once(stop, leave_at_once, stays=True):
+    with _first_signal(stop, leave_at_once, stays=True):
         yield
 
 
@@ -463,30 +467,31 @@ def cancel_run_on_ctrl_c(run: Path) -> Iterator[None]:
     Raises:
         KeyboardInterrupt: Ctrl-C, or another signal that ends a run, arrived.
     """
-    task, interrupted = asyncio.current_task(), False
+    task, has_cancelled = asyncio.current_task(), False
 
     def cancel() -> None:
-        nonlocal interrupted
-        interrupted = task is not None and task.cancel()
+        nonlocal has_cancelled
+        has_cancelled = task is not None and task.cancel()
 
-    with _once(cancel, lambda: _record_stop(run)):
+    with _first_signal(cancel, lambda: _record_stop(run)):
         try:
             yield
         except asyncio.CancelledError:
-            if interrupted:
+            if has_cancelled:
                 raise KeyboardInterrupt from None
             raise
 
 
 @contextlib.contextmanager
-def _once(then: Callable[[], None], at_once: Callable[[], None], *, stays: bool = False) -> Iterator[None]:
+def _first_signal(then: Callable[[], None], at_once: Callable[[], None], *, stays: bool = False) -> Iterator[None]:
     """Make the first signal that ends a run call `then` in the event loop, and the second end the process at once.
 
     The second calls `at_once` first, from the signal handler: an environment may block the loop. A hangup that is
-    ignored (`nohup`) stays ignored. With `stays`, a first signal keeps the handlers until an outer `_once` ends.
+    ignored (`nohup`) stays ignored. With `stays`, a first signal keeps the handlers until an outer
+    `_first_signal` ends.
     """
     loop = asyncio.get_running_loop()
-    asked_at: float | None = None
+    requested_at: float | None = None
     is_over = False
 
     def first() -> None:
@@ -494,11 +499,11 @@ def _once(then: Callable[[], None], at_once: Callable[[], None], *, stays: bool 
             then()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        nonlocal asked_at
-        if asked_at is None:
-            asked_at = loop.time()
+        nonlocal requested_at
+        if requested_at is None:
+            requested_at = loop.time()
             loop.call_soon_threadsafe(first)
-        elif loop.time() - asked_at > SAME_PRESS_S:
+        elif loop.time() - requested_at > SAME_PRESS_S:
             at_once()
             os._exit(INTERRUPTED)
 
@@ -510,6 +515,6 @@ def _once(then: Callable[[], None], at_once: Callable[[], None], *, stays: bool 
         yield
     finally:
         is_over = True
-        if asked_at is None or not stays:
+        if requested_at is None or not stays:
             for number, handler in before.items():
                 signals.signal(number, handler)

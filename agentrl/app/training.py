@@ -141,14 +141,14 @@ async def run_training(
     factories = factories or RunFactories()
     functions = load_user_functions(config)  # refuse unusable functions
     clock = factories.clock
-    started = clock.monotonic()
+    start_s = clock.monotonic()
     chat_format = factories.chat_format(config)
     base_model_chat_formats(config)  # refuse unusable tokenizers before weights are loaded
     check_reference_models(config)
     source = await asyncio.to_thread(task_source, config, environment, "train", tasks)
     held_out_splits, available = await asyncio.to_thread(held_out_source, config, environment, held_out)
     path = Path(config.directory) / config.name
-    unproved = await unproved_sandbox_promises(config, environment)
+    warnings = await unproved_sandbox_promises(config, environment)
     directory = RunDirectory.reopen(path) if resume else RunDirectory.create(path, config.model_dump_json(indent=1))
     code = importable_environment_code(environment)
     bases = await asyncio.to_thread(base_models, config)
@@ -158,8 +158,8 @@ async def run_training(
         "code": code,
         "bases": msgspec.to_builtins(bases),
     }
-    opened = _opened(config, directory, observers, clock, info=info, quiet=quiet, resume=resume)
-    async with opened as (store, observer, changed), gpu_reservation():
+    run_context = _open_run(config, directory, observers, clock, info=info, quiet=quiet, resume=resume)
+    async with run_context as (store, observer, changes), gpu_reservation():
         recorded_turns = await asyncio.to_thread(find_recorded_turns, config, environment, path)
         keep_recorded_turns(recorded_turns, path)
         for line in split_group_warnings(config, units_per_root_group(config, environment)):
@@ -169,7 +169,7 @@ async def run_training(
             observer.say(f"learning rate: {rates}")
         if hidden := hidden_tools(config, environment, chat_format):
             observer.warn(hidden)
-        for line in unproved:
+        for line in warnings:
             observer.warn(line)
         if factories.engine is make_engine:
             for line in await _device_lines(config, code, clock, observer.phase):
@@ -179,9 +179,11 @@ async def run_training(
         if chat_format.rewrites:
             treatment = "each rewrite starts a new token row" if chat_format.forks else "the sampled text is kept"
             observer.say(f"the chat template rewrites earlier turns ({', '.join(chat_format.rewrites)}): {treatment}")
-        evaluated = sum(len(split.tasks) for split in held_out_splits)
-        if evaluated < available:
-            observer.say(f"evaluating on {evaluated:,} of {available:,} held-out tasks, drawn with seed {config.seed}")
+        num_evaluated = sum(len(split.tasks) for split in held_out_splits)
+        if num_evaluated < available:
+            observer.say(
+                f"evaluating on {num_evaluated:,} of {available:,} held-out tasks, drawn with seed {config.seed}"
+            )
         if recorded_turns:
             share, count = config.environment.recorded_share, plural(len(recorded_turns), "recorded turn")
             observer.say(f"{share:.0%} of the groups begin at one of {count}")
@@ -198,12 +200,12 @@ async def run_training(
             observer=observer,
             code=UserCodeDigests.of(config, environment, functions),
             estimator=functions.estimator,
-            changed=changed,
+            changed=changes,
         )
         orchestrator = await supervise(setup)
-        seconds = clock.monotonic() - started
-        summary = _summary(config, observer.state, orchestrator, evaluated, seconds)
-        return _concluded(directory, store, observer, orchestrator, summary)
+        seconds = clock.monotonic() - start_s
+        summary = _summary(config, observer.state, orchestrator, num_evaluated, seconds)
+        return _report_conclusion(directory, store, observer, orchestrator, summary)
 
 
 async def _device_lines(
@@ -229,7 +231,7 @@ async def _device_lines(
     return lines
 
 
-def _concluded(
+def _report_conclusion(
     directory: RunDirectory,
     store: SqliteJournal,
     observer: RunObserver,
@@ -244,13 +246,13 @@ def _concluded(
     best = directory.link("best", {name: weights for name, weights in chosen.items() if weights is not None})
     directory.write_summary(summary)
     record_process_state(directory.path, "stopped" if orchestrator.outcome.interrupted else "finished")
-    measured = orchestrator.best.measured
-    if orchestrator.best.metric and not measured.newest and observer.steps:
+    running_mean = orchestrator.best.measured
+    if orchestrator.best.metric and not running_mean.newest and observer.steps:
         metric_names = sorted({name for values in observer.steps for name in values})
-        near = difflib.get_close_matches(orchestrator.best.metric, metric_names, 1)
+        suggestions = difflib.get_close_matches(orchestrator.best.metric, metric_names, 1)
         observer.warn(
             f"best.metric: {orchestrator.best.metric!r} was never measured for {orchestrator.best.policy}"
-            + (f"; did you mean {near[0]!r}?" if near else "; docs/metrics.md lists all metrics")
+            + (f"; did you mean {suggestions[0]!r}?" if suggestions else "; docs/metrics.md lists all metrics")
         )
     observer.finish(summary)
     return Run(
@@ -264,7 +266,7 @@ def _concluded(
 
 
 @contextlib.asynccontextmanager
-async def _opened(
+async def _open_run(
     config: RunConfig,
     directory: RunDirectory,
     observers: Sequence[Observer],
@@ -285,19 +287,19 @@ async def _opened(
     async with contextlib.AsyncExitStack() as stack:
         if not resume:
             stack.push(directory.forget_if_refused)
-        resolved = info["config"]
+        resolved_config = info["config"]
         store = SqliteJournal(directory.journal, info=info)
         stack.push_async_callback(store.close)
-        changed = check_settings_unchanged(store.config(), config)
+        changes = check_settings_unchanged(store.config(), config)
         check_base_models_unchanged(config, store.info().get("bases"))
-        plan = display_settings_from_config(resolved)
-        sinks = open_sinks(config.sinks, directory.path, resolved)
+        plan = display_settings_from_config(resolved_config)
+        sinks = open_sinks(config.sinks, directory.path, resolved_config)
         stack.enter_context(recording_process_state(directory.path))
         observer = stack.enter_context(RunObserver(directory, plan=plan, others=observers, sinks=sinks, quiet=quiet))
         observer.watch()
         stack.enter_context(cancel_run_on_ctrl_c(directory.path))
         await retry_until_writer_exits(lambda: check_partitions_unlocked(directory.journal), observer.warn, clock)
-        yield store, observer, [change for change in changed if change.path not in (("name",), ("directory",))]
+        yield store, observer, [change for change in changes if change.path not in (("name",), ("directory",))]
 
 
 def _summary(
@@ -351,6 +353,6 @@ def _column(steps: Iterable[Mapping[str, float]], name: str) -> list[float]:
 
 
 def _over_time(steps: Sequence[Mapping[str, float]], name: str) -> float:
-    measured = [values for values in steps if name in values and "step/seconds" in values]
-    seconds = sum(values["step/seconds"] for values in measured)
-    return sum(values[name] * values["step/seconds"] for values in measured) / seconds if seconds else 0.0
+    timed_steps = [values for values in steps if name in values and "step/seconds" in values]
+    seconds = sum(values["step/seconds"] for values in timed_steps)
+    return sum(values[name] * values["step/seconds"] for values in timed_steps) / seconds if seconds else 0.0

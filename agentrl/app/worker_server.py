@@ -75,7 +75,7 @@ class RunConnection:
         self._children: dict[tuple[int, int, str], Callable[[int, EpisodeHeader], None]] = {}
         """Callbacks that wait for children, keyed by the spawn call."""
         self._ends: dict[str, tuple[bytes, dict[str, float], str]] = {}
-        self._counted: dict[str, dict[str, PolicyCounts]] = {}
+        self._policy_counts: dict[str, dict[str, PolicyCounts]] = {}
 
     def tell(self, message: wire.FromWorker) -> None:
         """Send the run a message; never waits."""
@@ -143,16 +143,16 @@ class RunConnection:
         self._ends[spec.episode_id] = (digest, dict(metrics), detail)
 
     def record_episode_metrics(
-        self, spec: EpisodeSpec, header: EpisodeHeader, counted: Mapping[str, PolicyCounts]
+        self, spec: EpisodeSpec, header: EpisodeHeader, counts: Mapping[str, PolicyCounts]
     ) -> None:
-        self._counted[spec.episode_id] = dict(counted)
+        self._policy_counts[spec.episode_id] = dict(counts)
 
     def ended(self, number: int, header: EpisodeHeader) -> None:
         """Report the end of an episode."""
         digest, metrics, detail = self._ends.pop(header.episode_id)
-        counted = self._counted.pop(header.episode_id, {})
+        counts = self._policy_counts.pop(header.episode_id, {})
         self.tell(
-            wire.encode_episode_ended(number, header, digest=digest, metrics=metrics, detail=detail, counted=counted)
+            wire.encode_episode_ended(number, header, digest=digest, metrics=metrics, detail=detail, counted=counts)
         )
         self._forget(number)
 
@@ -199,7 +199,7 @@ class RunConnection:
 
     def forget_all(self) -> None:
         """Forget all episodes."""
-        for table in (self.numbers, self.specs, self._children, self._ends, self._counted):
+        for table in (self.numbers, self.specs, self._children, self._ends, self._policy_counts):
             table.clear()
 
 
@@ -238,7 +238,7 @@ class WorkerServer:
             environments={name: resolve(class_name) for name, class_name in work.environments.items()},
             on_failure=self.run.failed,
         )
-        self._cancelling: asyncio.Task[None] | None = None
+        self._cancel_task: asyncio.Task[None] | None = None
         self.leaves = asyncio.Event()
         """Set when this process should end and other workers should resume its episodes."""
 
@@ -259,7 +259,7 @@ class WorkerServer:
             case wire.UnparkEpisode() if message.number in self.run.specs:
                 self._parking.resume(self.run.specs[message.number].episode_id)
             case wire.CancelEpisodes():
-                self._cancelling = asyncio.get_running_loop().create_task(self._cancel())
+                self._cancel_task = asyncio.get_running_loop().create_task(self._cancel())
             case wire.ShutDownWorker():
                 self.leaves.set()
 
@@ -316,17 +316,17 @@ async def _serve(connection: socket.socket) -> None:
         await run.flush()
         return
     run.send(wire.WorkerReady())
-    advanced = loop.create_task(_tell_advanced(server))
+    progress_task = loop.create_task(_tell_advanced(server))
     loop.add_signal_handler(signal.SIGTERM, server.leaves.set)
     with watch_event_loop(tell), stop_loop_in_forked_process():
         listening = loop.create_task(run.run(server.handle), name="messages of the run")
-        leaving = loop.create_task(server.leaves.wait(), name="wait until it is to leave")
-        await asyncio.wait({listening, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        leave_task = loop.create_task(server.leaves.wait(), name="wait until it is to leave")
+        await asyncio.wait({listening, leave_task}, return_when=asyncio.FIRST_COMPLETED)
         if listening.done():
             listening.result()
         else:
             await server.park_all()
-        for task in (listening, leaving, alive, advanced):
+        for task in (listening, leave_task, alive, progress_task):
             task.cancel()
     await server.close()
 

@@ -160,7 +160,7 @@ def test_code_that_only_the_journal_names_is_not_run(sample_run: Path, solved: E
     ):
         with pytest.raises(InputError, match="--environment"):
             environment_to_run(
-                name, None, run=tmp_path, recorded={}, code_hash="", command="agentrl episode replay runs/r e1"
+                name, None, run=tmp_path, references={}, code_hash="", command="agentrl episode replay runs/r e1"
             )
     assert not (tmp_path / "ran").exists()
 
@@ -197,7 +197,7 @@ def test_a_refusal_has_the_command_that_names_the_code(
             name.format(**places),
             None,
             run=tmp_path,
-            recorded={key: value.format(**places) for key, value in recorded.items()},
+            references={key: value.format(**places) for key, value in recorded.items()},
             code_hash=digest,
             command="agentrl episode replay runs/r e1",
         )
