@@ -61,6 +61,7 @@ from agentrl.orchestrator.versions import (
 )
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
+from agentrl.sandbox.sandbox import choose_driver
 
 TURN_LOG = "0"
 """Name of the turn log of a worker in this process."""
@@ -450,6 +451,7 @@ def attach_local_worker(
     on_failure: Callable[[BaseException], None],
 ) -> None:
     """Make a worker in this process, and give it to the host, which must exist first."""
+    choose_driver(config.sandbox.driver)
     settings = rollout_settings(config, chat_format, engine.capabilities.max_context)
     recorded_scores = kept_scores(config, store.newest_scores) if isinstance(store, RunJournal) else NO_SCORES
     scorers = make_scorers(config, engine, chat_format, settings, clock, kept=recorded_scores)

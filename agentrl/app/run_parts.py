@@ -421,7 +421,7 @@ async def unproved_sandbox_promises(config: RunConfig, environment: type[Environ
     classes = [base for subclass in all_environment_classes(environment) for base in subclass.__mro__]
     if not any(isinstance(value, Sandbox) for subclass in classes for value in vars(subclass).values()):
         return []
-    failed = [check for check in await check_sandboxes() if not check.holds]
+    failed = [check for check in await check_sandboxes(config.sandbox.driver) if not check.holds]
     lines = [f"{check.name}: {check.result}{f' ({check.fix})' if check.fix else ''}" for check in failed]
     if lines and config.sandbox.unproved == "refuse":
         raise InputError(

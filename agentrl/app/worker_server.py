@@ -47,6 +47,7 @@ from agentrl.journal.store import SqliteTurnLog
 from agentrl.observe.blocked_loop import watch_event_loop
 from agentrl.rollout.runner import EpisodeRunner
 from agentrl.rollout.worker import AsyncioWorker
+from agentrl.sandbox.sandbox import choose_driver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -208,6 +209,7 @@ class WorkerServer:
 
     def __init__(self, work: wire.WorkerSetup, connection: rpc.Connection, log: WorkerTurnLog) -> None:
         config = RunConfig.model_validate(work.config)
+        choose_driver(config.sandbox.driver)
         self._log = log
         chat_format = make_chat_format(config)
         self.run = RunConnection(connection, log, config.policy_of)

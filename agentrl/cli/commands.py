@@ -366,7 +366,9 @@ def _add_doctor(commands: Subparsers[argparse.ArgumentParser]) -> None:
     text = "report what this machine has, which resources a run will use, and what is missing"
     parser = _add_command(commands, "doctor", text, "doctor:doctor")
     parser.add_argument("file", type=Path, nargs="?", help=f"{_FILE}; default: the demo's")
-    parser.add_argument("--sandbox", action="store_true", help="also check what this machine can isolate")
+    parser.add_argument(
+        "--sandbox", action="store_true", help="also check what this machine can isolate, with the driver of FILE"
+    )
     parser.add_argument("--suggest", action="store_true", help="also show settings that suit the models' sizes")
     parser.set_defaults(takes_overrides=True)
 

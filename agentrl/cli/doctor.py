@@ -75,7 +75,8 @@ def doctor(options: argparse.Namespace) -> int:
         config = load(options.file or shipped_example("01_tool_use"), options.overrides)
         sections = {**sections, "suggested settings": (partial(suggestion_checks, config),)}
     if options.sandbox:
-        sections = {**sections, "sandboxes": (sandbox_checks,)}
+        config = load(options.file or shipped_example("01_tool_use"), options.overrides)
+        sections = {**sections, "sandboxes": (partial(sandbox_checks, config),)}
     with spinner("looking at this machine", sys.stderr):  # importing torch takes seconds
         report = {title: [check for probe in section for check in _run(probe)] for title, section in sections.items()}
     missing, unknown = (
@@ -371,13 +372,13 @@ def memory_fit_checks(config: RunConfig) -> list[Check]:
     return checks
 
 
-def sandbox_checks() -> list[Check]:
+def sandbox_checks(config: RunConfig) -> list[Check]:
     """Check each promise of a sandbox with a command that breaks it."""
     from agentrl.sandbox.checks import check_sandboxes
 
     return [
         Check(name=check.name, result=check.result, level="ok" if check.holds else "missing", fix=check.fix)
-        for check in asyncio.run(check_sandboxes())
+        for check in asyncio.run(check_sandboxes(config.sandbox.driver))
     ]
 
 

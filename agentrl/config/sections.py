@@ -568,6 +568,9 @@ class CheckpointConfig(Section):
 class SandboxConfig(Section):
     """The sandboxes of the environments (docs/sandboxes.md)."""
 
+    driver: Free[Literal["bubblewrap", "podman", "docker"]] = "bubblewrap"
+    """Isolation of the commands. `podman` and `docker` run each in a container; they keep fewer promises, so they need
+    `unproved = "accept"`."""
     unproved: Free[Literal["refuse", "accept"]] = "refuse"
     """Start of a run whose environment has a sandbox, on a machine that fails a check of `agentrl doctor --sandbox`:
     `refuse`, or `accept` it with a warning."""

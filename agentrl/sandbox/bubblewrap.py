@@ -22,19 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import InputError
 from agentrl.sandbox import keeper, seccomp
-from agentrl.sandbox.driver import CommandResult, SandboxError, SandboxLimits, check_variables
+from agentrl.sandbox.commands import Capture, memory_file, not_started, prepare
+from agentrl.sandbox.driver import CommandResult, SandboxError, SandboxLimits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 GATEWAY_PORT = 8080
-LONGEST_ARGUMENT = (128 << 10) - 1
-"""Bytes of one argument; the kernel's limit."""
-LONGEST_COMMAND = 1 << 20
-"""Bytes of all arguments; the kernel allows a quarter of the stack for them and the environment."""
-CANNOT_START = 126
-"""Exit status of a command that cannot be started, as shells use it."""
-_CHUNK = 1 << 16
 
 
 def find_bwrap() -> str:
@@ -109,23 +103,11 @@ class BubblewrapLease:
     ) -> CommandResult:
         if (self.limits.network == "gateway") != (listener is not None):
             raise InputError("sandbox: give `listener` with network = 'gateway', and only then")
-        variables, directory = {**self.limits.environment, **(environment or {})}, self.limits.directory
-        if not argv:
-            raise InputError("sandbox: a command needs a program")
-        check_variables(variables)
-        if seconds is not None and not seconds >= 0:
-            raise InputError(f"sandbox: seconds = {seconds} is no time limit")
-        if refusal := _unusable(argv):
-            return _not_started(refusal)
-        try:
-            if files:
-                await self.write(
-                    {path if path.startswith("/") else f"{directory}/{path}": body for path, body in files.items()}
-                )
-        except OSError as error:  # an earlier command may have filled the disk, or made a link of a directory
-            return _not_started(str(error))
-        streams = [_Capture(self.limits.output_bytes) for _ in range(2)]
-        with _memory_file(stdin) as source:
+        variables = {**self.limits.environment, **(environment or {})}
+        if refused := await prepare(self, argv, files or {}, variables, seconds, directory=self.limits.directory):
+            return refused
+        streams = [Capture(self.limits.output_bytes) for _ in range(2)]
+        with memory_file(stdin) as source:
             try:
                 reply = await self._client.ask(
                     "run",
@@ -134,7 +116,7 @@ class BubblewrapLease:
                     lease=self._name,
                     argv=[text.encode("utf-8", "replace").decode() for text in argv],
                     environment=variables,
-                    directory=directory,
+                    directory=self.limits.directory,
                     seconds=min(seconds or self.limits.seconds, self.limits.seconds),
                     memory_mb=self.limits.memory_mb,
                     processes=self.limits.processes,
@@ -143,7 +125,7 @@ class BubblewrapLease:
                 )
                 outputs = [await stream.finish() for stream in streams]
             except OSError as error:  # an earlier command may have made a link of a directory that is mounted on
-                return _not_started(str(error))
+                return not_started(str(error))
             finally:
                 for stream in streams:
                     stream.close()
@@ -159,7 +141,7 @@ class BubblewrapLease:
 
     async def write(self, files: Mapping[str, bytes]) -> None:
         entries = [(path, len(body)) for path, body in files.items()]
-        with _memory_file(b"".join(files.values())) as source:
+        with memory_file(b"".join(files.values())) as source:
             await self._client.ask("write", [source], lease=self._name, entries=entries)
 
     async def read(self, path: str, *, limit: int = 1 << 20) -> bytes:
@@ -180,7 +162,7 @@ class BubblewrapLease:
         return [keeper.FileRecord(*record) for record in reply["records"]], reply["gone"], contents
 
     async def restore(self, records: Sequence[keeper.FileRecord], contents: bytes) -> None:
-        with _memory_file(contents) as source:
+        with memory_file(contents) as source:
             await self._client.ask("restore", [source], lease=self._name, records=list(records))
 
     async def close(self) -> None:
@@ -188,80 +170,6 @@ class BubblewrapLease:
             self._is_closed = True
             if self._client.lost is None:
                 await self._client.ask("destroy", lease=self._name)
-
-
-def _unusable(argv: Sequence[str]) -> str:
-    """Return why the kernel would refuse a command line; empty if it would not."""
-    sizes = [len(text.encode("utf-8", "replace")) for text in argv]
-    if max(sizes) > LONGEST_ARGUMENT or sum(sizes) > LONGEST_COMMAND:
-        return (
-            f"the command line has {sum(sizes):,} bytes, and one argument {max(sizes):,}; at most {LONGEST_COMMAND:,} "
-            f"and {LONGEST_ARGUMENT:,} fit. Put large content in a file"
-        )
-    return "an argument contains NUL" if any("\0" in text for text in argv) else ""
-
-
-def _not_started(why: str) -> CommandResult:
-    """Return the result of a command that cannot be started because of the command itself."""
-    return CommandResult(
-        status=CANNOT_START,
-        stdout=b"",
-        stderr=f"sandbox: {why}\n".encode("utf-8", "replace"),
-        killed="",
-        truncated=False,
-        seconds=0.0,
-        cpu_seconds=0.0,
-    )
-
-
-class _Capture:
-    """Reads one output stream of a command to its end, and keeps its first bytes."""
-
-    def __init__(self, limit: int) -> None:
-        self.is_truncated = False
-        self._limit = limit
-        self._kept = bytearray()
-        self._read_end, self.write_end = os.pipe()
-        os.set_blocking(self._read_end, False)
-        self._loop = asyncio.get_running_loop()
-        self._ended = asyncio.Event()
-        self._loop.add_reader(self._read_end, self._on_readable)
-
-    def _on_readable(self) -> None:
-        try:
-            data = os.read(self._read_end, _CHUNK)
-        except BlockingIOError:
-            return
-        if not data:
-            self._loop.remove_reader(self._read_end)
-            self._ended.set()
-            return
-        room = self._limit - len(self._kept)
-        self._kept += data[:room]
-        self.is_truncated = self.is_truncated or len(data) > room
-
-    async def finish(self) -> bytes:
-        """Return the kept bytes after all holders have closed the other end."""
-        os.close(self.write_end)
-        self.write_end = -1
-        await self._ended.wait()
-        return bytes(self._kept)
-
-    def close(self) -> None:
-        self._loop.remove_reader(self._read_end)
-        for end in (self._read_end, self.write_end):
-            if end >= 0:
-                os.close(end)
-
-
-@contextlib.contextmanager
-def _memory_file(content: bytes) -> Iterator[int]:
-    """A file in memory with this content."""
-    file = keeper.memory_file(content)
-    try:
-        yield file
-    finally:
-        os.close(file)
 
 
 @dataclass(slots=True, eq=False)
@@ -293,7 +201,7 @@ class _KeeperClient:
         program = seccomp.program()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        with theirs, _memory_file(program) as filter_file:
+        with theirs, memory_file(program) as filter_file:
             arguments = [str(theirs.fileno()), str(os.getpid()), str(filter_file), bwrap]
             process = subprocess.Popen(  # noqa: ASYNC220 - it must be this thread's child; execve takes a millisecond
                 [sys.executable, "-I", "-S", keeper.__file__, *arguments],

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.sandbox.bubblewrap import BubblewrapDriver, find_bwrap
-from agentrl.sandbox.driver import CommandResult, SandboxError, SandboxLimits
+from agentrl.sandbox.bubblewrap import find_bwrap
+from agentrl.sandbox.driver import CommandResult, DriverName, SandboxError, SandboxLimits
+from agentrl.sandbox.sandbox import make_driver
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +37,8 @@ class _Promise:
     seconds: float = 10.0
     program: str = "sh"
     """Program that the script needs; the check is skipped without it."""
+    container_fix: str = ""
+    """Remedy if a container program does not keep the promise."""
 
 
 def _fails(ran: CommandResult) -> bool:
@@ -46,46 +49,87 @@ def _is_silent(ran: CommandResult) -> bool:
     return not ran.stdout
 
 
+_MEASURED = (
+    "a container program's files are on this machine's disk, measured each second; set TMPDIR to a small file system, "
+    "or use bubblewrap"
+)
 _PROMISES = (
     _Promise("files", "cat /etc/shadow /root/.bashrc; ls /home /root /var", _is_silent, "only /usr and its own"),
-    _Promise("environment", "env | grep -vE '^(PATH|HOME|LANG|PWD|OLDPWD|SHLVL|_)='", _is_silent, "empty"),
+    _Promise(
+        "environment",
+        "env | grep -vE '^(PATH|HOME|LANG|PWD|OLDPWD|SHLVL|HOSTNAME|TERM|container|_)='",
+        _is_silent,
+        "empty",
+    ),
     _Promise("network", "grep : /proc/net/dev | grep -v lo:", _is_silent, "a private loopback interface"),
     _Promise("other processes", "ls /proc | grep '^[0-9]' | sed -n '8,$p'", _is_silent, "invisible"),
     _Promise("memory", "head -c 200000000 /dev/zero | tail -c 190000000 | cut -c 1-9", _is_silent, "limited"),
+    _Promise(
+        "memory of all processes",
+        "for i in 1 2 3; do (head -c 30000000 /dev/zero; sleep 3) | tail -c 29000000 > /dev/null & done; wait",
+        lambda ran: ran.killed == "memory",
+        "limited, and named as the reason",
+        container_fix="a container program ends one process at the limit and does not say so; use bubblewrap",
+    ),
     _Promise("process count", "for i in $(seq 20); do sleep 2 & done", _fails, "limited"),
-    _Promise("disk", "head -c 20000000 /dev/zero > /box/x", _fails, "limited"),
-    _Promise("file count", "for i in $(seq 400); do : > /box/$i || exit 1; done", _fails, "limited"),
+    _Promise(
+        "disk",
+        "for i in 1 2 3 4; do head -c 5000000 /dev/zero > /box/$i || exit 1; done; echo written",
+        _is_silent,
+        "limited",
+        container_fix=_MEASURED,
+    ),
+    _Promise(
+        "file count",
+        "for i in $(seq 400); do : > /box/$i || exit 1; done; echo written",
+        _is_silent,
+        "limited",
+        container_fix=_MEASURED,
+    ),
     _Promise("output", "head -c 100000 /dev/zero", lambda ran: ran.truncated, "limited"),
     _Promise("time", "trap '' TERM; sleep 30 & sleep 30", lambda ran: ran.killed == "time", "limited", seconds=0.5),
     _Promise("system calls", "unshare --user true", _fails, "filtered", program="unshare"),
 )
 
 
-async def check_sandboxes() -> list[SandboxCheck]:
+async def check_sandboxes(name: DriverName = "bubblewrap") -> list[SandboxCheck]:
     """Check every promise on this machine; the first line names the isolation, or the reason for its absence."""
-    driver = BubblewrapDriver()
+    driver = make_driver(name)
     try:
         try:
-            await (await driver.create(_SMALL)).run(["true"])
+            ran = await (await driver.create(_SMALL)).run(["true"])
         except SandboxError as error:
-            return [SandboxCheck("sandboxes", False, str(error), _remedy())]
-        checks = [SandboxCheck("sandboxes", True, f"bubblewrap at {find_bwrap()}")]
+            return [SandboxCheck("sandboxes", False, str(error), _remedy(name))]
+        if not ran.ok:
+            return [SandboxCheck("sandboxes", False, f"`true` failed: {_text(ran)}", _remedy(name))]
+        program = find_bwrap() if name == "bubblewrap" else shutil.which(name)
+        checks = [SandboxCheck("sandboxes", True, f"{name} at {program}")]
         for promise in _PROMISES:
             if shutil.which(promise.program, path="/usr/bin:/bin") is None:
                 continue
             lease = await driver.create(_SMALL)
             ran = await lease.run(["sh", "-c", promise.script], seconds=promise.seconds)
             holds = promise.holds(ran)
-            output = (ran.stderr or ran.stdout).decode("utf-8", "replace").strip()
-            checks.append(SandboxCheck(promise.name, holds, promise.result if holds else f"not held: {output[:200]}"))
+            fix = "" if holds or name == "bubblewrap" else promise.container_fix
+            checks.append(
+                SandboxCheck(promise.name, holds, promise.result if holds else f"not held: {_text(ran)}", fix)
+            )
             await lease.close()
         return checks
     finally:
         await driver.close()
 
 
-def _remedy() -> str:
-    """Name the setting of this machine that most likely refuses namespaces."""
+def _text(ran: CommandResult) -> str:
+    """Describe a command's end in one line."""
+    output = (ran.stderr or ran.stdout).decode("utf-8", "replace").strip()
+    return output[:200] or (f"ended by the limit on {ran.killed}" if ran.killed else f"exit status {ran.status}")
+
+
+def _remedy(name: DriverName) -> str:
+    """Name the setting of this machine that most likely refuses sandboxes."""
+    if name != "bubblewrap":
+        return f"`{name} info` must work for this user, with limits on memory and processes (cgroups)"
     settings = {
         "/proc/sys/kernel/unprivileged_userns_clone": ("0", "sysctl kernel.unprivileged_userns_clone=1"),
         "/proc/sys/user/max_user_namespaces": ("0", "sysctl user.max_user_namespaces=10000"),

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Network = Literal["none", "gateway", "open"]
 """`gateway`: only a port that the sandbox's owner serves; `open`: the machine's own network."""
+DriverName = Literal["bubblewrap", "podman", "docker"]
+"""What isolates the sandboxes of a run (`sandbox.driver`)."""
 _FIXED = ("bin", "dev", "etc", "lib", "lib32", "lib64", "proc", "sbin", "usr")
 """Directories below / that no sandbox without a `root` can write to."""
 _RANGES = {
@@ -43,12 +45,14 @@ class CommandResult:
     """Exit status; minus the signal's number if a signal ended the command."""
     stdout: bytes
     stderr: bytes
-    killed: Literal["", "time", "memory", "closed"]
-    """The limit that ended the command."""
+    killed: Literal["", "time", "memory", "disk", "closed"]
+    """The limit that ended the command. `disk` only with a container program: its files were over the limit when they
+    were measured, while it ran or at its end."""
     truncated: bool
     """Whether output beyond `SandboxSpec.output_bytes` was discarded."""
     seconds: float
     cpu_seconds: float
+    """CPU time of the command; 0 with a container program, which does not report it."""
 
     @property
     def ok(self) -> bool:

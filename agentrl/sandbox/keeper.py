@@ -46,7 +46,7 @@ _RDONLY, _NOSUID, _NODEV, _NOEXEC, _REMOUNT, _BIND, _REC, _PRIVATE, _DETACH = 1,
 _SET_DEATH_SIGNAL = 1
 _OPENAT2 = 437
 _BENEATH = 1 | 2 | 4 | 8  # RESOLVE_NO_XDEV, NO_MAGICLINKS, NO_SYMLINKS, BENEATH
-_FIRST_UID, _UIDS = 2_000_000_000, 512
+FIRST_UID, _UIDS = 2_000_000_000, 512
 """As root, each lease has its own user id: limits on processes bind every user but the real root."""
 _NAMES_BYTES = 48 << 20
 """Maximum size of names and holes of files that are read at once, in addition to that of the disk."""
@@ -59,9 +59,9 @@ _SIZE = re.compile(rb"^(\w+):\s+(\d+) kB$", re.MULTILINE)
 """A size in /proc/PID/status."""
 _START_S = 10.0
 """Seconds within which bubblewrap has to set up a sandbox."""
-_HOST_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ssl/certs", "/etc/localtime")
+HOST_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ssl/certs", "/etc/localtime")
 """Files of the host's /etc that a sandbox sees, read-only."""
-_ETC = {
+ETC = {
     "passwd": "root:x:0:0::/box:/bin/sh\nuser:x:1000:1000::/box:/bin/sh\nnobody:x:65534:65534::/:/bin/false\n",
     "group": "root:x:0:\nuser:x:1000:\nnogroup:x:65534:\n",
     "hosts": "127.0.0.1 localhost\n",
@@ -78,7 +78,7 @@ class FileError(Exception):
 
 
 @contextlib.contextmanager
-def _in_file(path: str) -> Iterator[None]:
+def in_file(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -202,7 +202,7 @@ class FileChanges:
         try:
             while waiting:
                 parent = waiting.pop()
-                with _in_file(parent):
+                with in_file(parent):
                     directory = _open_beneath(base, parent or ".", os.O_RDONLY | os.O_DIRECTORY)
                     try:
                         for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
@@ -314,74 +314,44 @@ def _remove(directory: int, name: str) -> None:
         os.rmdir(name, dir_fd=directory)
 
 
-class Lease:
-    """The files of one sandbox: a sized tmpfs, and with its own root directory an overlay over that."""
+class SandboxFiles:
+    """The files of one sandbox below a directory of this machine, opened without following links.
+
+    Args:
+        path: the directory.
+        uid: user of the commands; None: the user of this process.
+        limits: `disk_mb` and `writable` of `SandboxLimits`, and for a lease the other fields.
+    """
+
+    root: str | None = None
 
     def __init__(self, path: str, uid: int | None, limits: Fields) -> None:
         self.path, self.uid, self.limits = path, uid, limits
-        self.slot: int | None = None
         self.signatures: dict[str, tuple[int, ...]] = {}
         """What `changed` saw of each file when it was last called, at `scanned`."""
         self.scanned = 0
-        self.root: str | None = limits["root"]
-        os.mkdir(path, 0o700)
-        options = f"size={limits['disk_mb']}m,nr_inodes={limits['inodes']},mode=755"
-        _mount("agentrl", path, "tmpfs", _NOSUID | _NODEV, options)
-        try:
-            self._prepare(limits["writable"])
-        except BaseException:
-            _libc.umount2(path.encode(), _DETACH)
-            os.rmdir(path)
-            raise
-
-    def _prepare(self, writable: Sequence[str]) -> None:
-        """Make the directories and files that every sandbox has."""
-        path, uid = self.path, self.uid
-        with open(f"{path}/zero", "wb") as file:
-            file.truncate(_ZERO_BYTES)
-        self.writable = list(dict.fromkeys(["box", "tmp", *(_parts(name)[0] for name in writable)]))
+        self.writable = list(dict.fromkeys(["box", "tmp", *(_parts(name)[0] for name in limits["writable"])]))
         """Directories that commands may write to, if there is no root of its own."""
-        directories = ("upper", "work", "top") if self.root else ("box", "tmp", "etc")
-        for name in directories:
-            os.mkdir(f"{path}/{name}", 0o755)
-        if self.root:
-            os.makedirs(f"{path}/upper/box", 0o755)
-            self._mount_overlay(self.root)
-        else:
-            for name, text in _ETC.items():
-                with open(f"{path}/etc/{name}", "w") as file:
-                    file.write(text)
-            os.chmod(f"{path}/tmp", 0o1777)
-        if uid is not None:
-            for name in ("upper", "upper/box") if self.root else ("box", "tmp"):
-                os.chown(f"{path}/{name}", uid, uid)
-        for name in writable:
-            directory = self.open_directory(_parts(name), make=True)
-            if uid is not None:
-                os.fchown(directory, uid, uid)
-            os.close(directory)
-
-    def _mount_overlay(self, root: str) -> None:
-        if any(character in root for character in ":,\\"):
-            raise KeeperError(f"root {root!r}: a root directory's path may not contain ':', ',' or '\\'")
-        options = f"lowerdir={root},upperdir={self.path}/upper,workdir={self.path}/work"
-        try:
-            _mount("agentrl", f"{self.path}/top", "overlay", _NOSUID | _NODEV, options + ",userxattr")
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise KeeperError(f"root {root!r}: the kernel refuses the overlay: {error.strerror}") from error
-            _mount("agentrl", f"{self.path}/top", "overlay", _NOSUID | _NODEV, options)
 
     @property
     def top(self) -> str:
         """The directory that a sandbox's absolute paths are relative to."""
         return f"{self.path}/top" if self.root else self.path
 
-    def close(self) -> None:
-        if self.root:
-            _check(_libc.umount2(f"{self.path}/top".encode(), _DETACH))
-        _check(_libc.umount2(self.path.encode(), _DETACH))
-        os.rmdir(self.path)
+    def make_directories(self) -> None:
+        """Make the directories that commands may write to."""
+        if not self.root:
+            os.mkdir(f"{self.path}/box", 0o755)
+            os.mkdir(f"{self.path}/tmp")
+            os.chmod(f"{self.path}/tmp", 0o1777)
+        if self.uid is not None:
+            for name in ("upper", "upper/box") if self.root else ("box", "tmp"):
+                os.chown(f"{self.path}/{name}", self.uid, self.uid)
+        for name in self.limits["writable"]:
+            directory = self.open_directory(_parts(name), make=True)
+            if self.uid is not None:
+                os.fchown(directory, self.uid, self.uid)
+            os.close(directory)
 
     def open_directory(self, parts: list[str], *, make: bool) -> int:
         """Open a directory below the top, one step at a time; create missing ones."""
@@ -398,22 +368,6 @@ class Lease:
                 os.close(directory)
             directory = deeper
         return directory
-
-    def make_mount_points(self) -> None:
-        """Make what bubblewrap mounts on, in a sandbox with its own root. It would follow links of earlier commands."""
-        if not self.root:
-            return
-        for path in ("/proc", "/dev", *self.limits["read"]):
-            *parents, name = _parts(path)
-            with _in_file(path):
-                if os.path.isdir(path):
-                    os.close(self.open_directory([*parents, name], make=True))
-                    continue
-                directory = self.open_directory(parents, make=True)
-                try:
-                    os.close(_open_beneath(directory, name, os.O_RDONLY | os.O_CREAT | os.O_NONBLOCK, 0o644))
-                finally:
-                    os.close(directory)
 
     def write(self, path: str, content: bytes, mode: int | None = None, *, modified: int | None = None) -> None:
         *parents, name = _parts(path)
@@ -469,7 +423,7 @@ class Lease:
         """Make files as `changed` returned them, parents first, in a sandbox that has run nothing yet."""
         offset = 0
         for record in records:
-            with _in_file(record.path):
+            with in_file(record.path):
                 *parents, name = _parts(f"/{record.path}")
                 directory = self.open_directory(parents, make=True)
                 try:
@@ -520,6 +474,74 @@ class Lease:
             os.close(file)
             raise OSError(errno.EINVAL, "not a plain file")
         return file
+
+
+class Lease(SandboxFiles):
+    """The files of one sandbox: a sized tmpfs, and with its own root directory an overlay over that."""
+
+    def __init__(self, path: str, uid: int | None, limits: Fields) -> None:
+        super().__init__(path, uid, limits)
+        self.slot: int | None = None
+        self.root = limits["root"]
+        os.mkdir(path, 0o700)
+        options = f"size={limits['disk_mb']}m,nr_inodes={limits['inodes']},mode=755"
+        _mount("agentrl", path, "tmpfs", _NOSUID | _NODEV, options)
+        try:
+            self._prepare()
+        except BaseException:
+            _libc.umount2(path.encode(), _DETACH)
+            os.rmdir(path)
+            raise
+
+    def _prepare(self) -> None:
+        """Make the directories and files that every sandbox has."""
+        path = self.path
+        with open(f"{path}/zero", "wb") as file:
+            file.truncate(_ZERO_BYTES)
+        if self.root:
+            for name in ("upper", "work", "top"):
+                os.mkdir(f"{path}/{name}", 0o755)
+            os.makedirs(f"{path}/upper/box", 0o755)
+            self._mount_overlay(self.root)
+        else:
+            os.mkdir(f"{path}/etc", 0o755)
+            for name, text in ETC.items():
+                with open(f"{path}/etc/{name}", "w") as file:
+                    file.write(text)
+        self.make_directories()
+
+    def _mount_overlay(self, root: str) -> None:
+        if any(character in root for character in ":,\\"):
+            raise KeeperError(f"root {root!r}: a root directory's path may not contain ':', ',' or '\\'")
+        options = f"lowerdir={root},upperdir={self.path}/upper,workdir={self.path}/work"
+        try:
+            _mount("agentrl", f"{self.path}/top", "overlay", _NOSUID | _NODEV, options + ",userxattr")
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise KeeperError(f"root {root!r}: the kernel refuses the overlay: {error.strerror}") from error
+            _mount("agentrl", f"{self.path}/top", "overlay", _NOSUID | _NODEV, options)
+
+    def close(self) -> None:
+        if self.root:
+            _check(_libc.umount2(f"{self.path}/top".encode(), _DETACH))
+        _check(_libc.umount2(self.path.encode(), _DETACH))
+        os.rmdir(self.path)
+
+    def make_mount_points(self) -> None:
+        """Make what bubblewrap mounts on, in a sandbox with its own root. It would follow links of earlier commands."""
+        if not self.root:
+            return
+        for path in ("/proc", "/dev", *self.limits["read"]):
+            *parents, name = _parts(path)
+            with in_file(path):
+                if os.path.isdir(path):
+                    os.close(self.open_directory([*parents, name], make=True))
+                    continue
+                directory = self.open_directory(parents, make=True)
+                try:
+                    os.close(_open_beneath(directory, name, os.O_RDONLY | os.O_CREAT | os.O_NONBLOCK, 0o644))
+                finally:
+                    os.close(directory)
 
 
 class RunningCommand:
@@ -573,7 +595,7 @@ class Keeper:
         self.leases: dict[str, Lease] = {}
         self.commands: dict[int, RunningCommand] = {}
         self.free_uids = list(range(_UIDS)) if is_root else []
-        self.first_uid = _FIRST_UID + number % 4_000_000 * _UIDS
+        self.first_uid = FIRST_UID + number % 4_000_000 * _UIDS
         self.poller = select.poll()
         self.poller.register(line, select.POLLIN)
 
@@ -663,14 +685,14 @@ class Keeper:
         """Write files with contents stored one after another in `files[0]`."""
         sandbox, offset = self.lease(lease), 0
         for path, size in entries:
-            with _in_file(path):
+            with in_file(path):
                 sandbox.write(path, os.pread(files[0], size, offset))
             offset += size
         return {}, []
 
     def do_open(self, number: int, files: list[int], lease: str, path: str) -> Answer:
         sandbox = self.lease(lease)
-        with _in_file(path):
+        with in_file(path):
             file = sandbox.open(path)
         return {"size": os.fstat(file).st_size}, [file]
 
@@ -749,9 +771,9 @@ class Keeper:
                     arguments += ["--symlink", f"usr/{name}", f"/{name}"]
                 elif os.path.isdir(f"/{name}"):
                     arguments += ["--ro-bind", f"/{name}", f"/{name}"]
-            for path in _HOST_FILES:
+            for path in HOST_FILES:
                 arguments += ["--ro-bind-try", path, path]
-            for name in _ETC:
+            for name in ETC:
                 arguments += ["--ro-bind", f"{lease.path}/etc/{name}", f"/etc/{name}"]
             for name in lease.writable:
                 arguments += ["--bind", f"{lease.path}/{name}", f"/{name}"]

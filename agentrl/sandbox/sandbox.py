@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from agentrl.core.errors import InputError
 from agentrl.sandbox.bubblewrap import BubblewrapDriver
-from agentrl.sandbox.driver import SandboxLimits
+from agentrl.sandbox.container import ContainerDriver
+from agentrl.sandbox.driver import DriverName, SandboxLimits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -80,8 +81,20 @@ def as_bytes(content: str | bytes) -> bytes:
     return content.encode() if isinstance(content, str) else content
 
 
-_drivers: dict[asyncio.AbstractEventLoop, SandboxDriver] = {}
+_drivers: dict[tuple[asyncio.AbstractEventLoop, DriverName], SandboxDriver] = {}
 """One driver, and so one keeper process, for each event loop; a worker has one loop."""
+_chosen: DriverName = "bubblewrap"
+
+
+def choose_driver(name: DriverName) -> None:
+    """Choose the driver of all sandboxes that this process makes from now on."""
+    global _chosen
+    _chosen = name
+
+
+def make_driver(name: DriverName) -> SandboxDriver:
+    """Return a new driver, which has started nothing yet."""
+    return BubblewrapDriver() if name == "bubblewrap" else ContainerDriver(name)
 
 
 async def open_lease(limits: SandboxLimits) -> SandboxLease:
@@ -90,9 +103,9 @@ async def open_lease(limits: SandboxLimits) -> SandboxLease:
     Raises:
         SandboxError: this machine cannot isolate it.
     """
-    loop = asyncio.get_running_loop()
-    if loop not in _drivers:
-        for ended in [other for other in _drivers if other.is_closed()]:
+    key = (asyncio.get_running_loop(), _chosen)
+    if key not in _drivers:
+        for ended in [other for other in _drivers if other[0].is_closed()]:
             await _drivers.pop(ended).close()
-        _drivers[loop] = BubblewrapDriver()
-    return await _drivers[loop].create(limits)
+        _drivers[key] = make_driver(_chosen)
+    return await _drivers[key].create(limits)
