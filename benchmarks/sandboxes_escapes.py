@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.sandbox.bubblewrap import BubblewrapDriver
-from agentrl.sandbox.sandbox import Sandbox
+from agentrl.sandbox.driver import DriverName
+from agentrl.sandbox.sandbox import Sandbox, make_driver
 from benchmarks.sandboxes_users import as_users
 
 if TYPE_CHECKING:
@@ -155,8 +155,8 @@ def _memory(host: Host, stack: ExitStack) -> dict[str, Any]:
     return {"shared_memory": key, "posix_shared_memory": posix.name}
 
 
-async def _in_sandbox(host: Host) -> tuple[bytes, float, float]:
-    driver = BubblewrapDriver()
+async def _in_sandbox(host: Host, name: DriverName) -> tuple[bytes, float, float]:
+    driver = make_driver(name)
     try:
         other, lease = [await driver.create(Sandbox(seconds=120, processes=128)) for _ in range(2)]
         await other.write({"/box/sibling.txt": host.canary.encode()})
@@ -185,11 +185,11 @@ def _without_sandbox(host: Host) -> tuple[bytes, float, float]:
     return done.stdout, ended, float(heartbeat.read_text() or 0) if heartbeat.exists() else 0.0
 
 
-def escapes(*, control: bool) -> dict[str, str]:
+def escapes(*, control: bool, driver: DriverName = "bubblewrap") -> dict[str, str]:
     """Run all attempts; return those that got through, with what they reached, and "attempts" with their number."""
     with ExitStack() as stack:
         host = lay_out(stack, control=control)
-        output, ended, heartbeat = _without_sandbox(host) if control else asyncio.run(_in_sandbox(host))
+        output, ended, heartbeat = _without_sandbox(host) if control else asyncio.run(_in_sandbox(host, driver))
         outcomes = [json.loads(line) for line in output.decode("utf-8", "replace").splitlines()]
         found: dict[str, str] = {"attempts": str(len(outcomes))}
         for name, escaped, detail in outcomes:

@@ -238,21 +238,23 @@ class _KeeperClient:
         number = next(self._numbers)
         request = _Request(self._loop.create_future(), on_socket, on_file)
         self._requests[number] = request
+        is_sent = False
         try:
             await self._send({"number": number, "operation": operation, **fields}, files)
-            return await request.future
+            is_sent = True
+            return await asyncio.shield(request.future)
         except asyncio.CancelledError:
-            if operation == "run" and self.lost is None:
+            if operation == "run" and is_sent and self.lost is None:
                 await asyncio.shield(self._kill(number, request))
             raise
         finally:
             self._requests.pop(number, None)
 
     async def _kill(self, number: int, request: _Request) -> None:
-        with contextlib.suppress(SandboxError):
+        """Kill a command and wait for its end, since the caller may read its files next."""
+        with contextlib.suppress(SandboxError, OSError):
             await self._send({"number": 0, "operation": "kill", "command": number}, ())
-            if not request.future.cancelled():
-                await request.future
+            await request.future
 
     async def _send(self, message: keeper.Fields, files: Sequence[int]) -> None:
         while True:

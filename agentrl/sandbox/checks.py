@@ -88,7 +88,14 @@ _PROMISES = (
     ),
     _Promise("output", "head -c 100000 /dev/zero", lambda ran: ran.truncated, "limited"),
     _Promise("time", "trap '' TERM; sleep 30 & sleep 30", lambda ran: ran.killed == "time", "limited", seconds=0.5),
-    _Promise("system calls", "unshare --user true", _fails, "filtered", program="unshare"),
+    _Promise(
+        "system calls",
+        "unshare --user true",
+        _fails,
+        "filtered",
+        program="unshare",
+        container_fix="give the container program a stricter seccomp profile (seccomp_profile in containers.conf)",
+    ),
 )
 
 

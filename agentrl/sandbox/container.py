@@ -147,27 +147,27 @@ def _root_parts(limits: SandboxLimits, directory: Path) -> tuple[bytes, list[str
     base = limits.root or "/"
     hidden = {*_KERNEL_NAMES, "box", "tmp", *(path.split("/")[1] for path in limits.writable)}
     names = sorted(set(os.listdir(base)) - hidden) if limits.root else _HOST_NAMES
-    mounts, archive = [], io.BytesIO()
+    mounts, archive = dict[str, str](), io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
         for name in names:
             path = os.path.join(base, name)
             if os.path.islink(path):
                 tar.add(path, name, filter=_without_times)
             elif os.path.exists(path):
-                mounts += _mount(path, f"/{name}")
+                mounts[f"/{name}"] = path
         if limits.root and os.path.isdir(f"{base}/etc"):
             tar.add(f"{base}/etc", "etc", filter=_without_times)
         for name, text in {} if limits.root else keeper.ETC.items():
             entry = tarfile.TarInfo(f"etc/{name}")
             entry.size = len(text)
             tar.addfile(entry, io.BytesIO(text.encode()))
-    for path in limits.read if limits.root else (*filter(os.path.exists, keeper.HOST_FILES), *limits.read):
-        mounts += _mount(path, path)
+    mounts |= {path: path for path in ([] if limits.root else filter(os.path.exists, keeper.HOST_FILES))}
+    mounts |= {path.rstrip("/"): path for path in limits.read}
     if limits.network == "none":  # these programs write the machine's names and addresses into them
         for name, text in (("hosts", keeper.ETC["hosts"]), ("resolv.conf", "")):
             (directory / name).write_text(text)
-            mounts += _mount(str(directory / name), f"/etc/{name}")
-    return archive.getvalue(), mounts
+            mounts[f"/etc/{name}"] = str(directory / name)
+    return archive.getvalue(), [text for target, source in mounts.items() for text in _mount(source, target)]
 
 
 class ContainerLease:
