@@ -17,6 +17,7 @@
   trained, at most and at least (1). `tree_loss_error` and `tree_grad_norm_error` compare the step's loss and gradient
   norm with those of the unrolled trees: each continuation as a whole row, by a plain loop in float64. The loss is a sum
   of terms of both signs, so its error is relative to the sum of their absolute values.
+* `recorded`: sampled tokens up to a reward if groups begin at recorded turns; see `benchmarks.branches_recorded`.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ from agentrl.journal.rows import make_unit_reader
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.testing.virtual_time import simulate
+from benchmarks.branches_recorded import NAMES as RECORDED
+from benchmarks.branches_recorded import recorded
 from benchmarks.report import Report, completed
 from tests.branch_toy import Toy, always, by_state, first_step, on_failure
 from tests.sim.small_run import SmallRun
@@ -72,7 +75,7 @@ NAMES = (
     ),
     *("resample_with_main_ratio", "stop_ratio", "trees", "mixed_version_branches", "mixed_without_leases"),
     *("trees_cut", "trees_cut_by_units", "prefix_computed_once", "prefix_trained_once", "tree_loss_error"),
-    *("tree_grad_norm_error",),
+    *("tree_grad_norm_error", *RECORDED),
 )
 
 
@@ -311,7 +314,7 @@ def _unrolled(samples: list[TrainingSample], normaliser: float) -> tuple[float, 
     return total, scale, math.sqrt(norm)
 
 
-PARTS = {"gradient": gradient, "versions": versions, "training": training}
+PARTS = {"gradient": gradient, "versions": versions, "training": training, "recorded": recorded}
 
 
 def main() -> None:
