@@ -32,7 +32,7 @@ from agentrl.app.policies import frozen_policy_weights, pinned_policy_step_lags,
 from agentrl.app.recovery import UserCodeDigests, find_start_point
 from agentrl.app.run_parts import RunFactories, make_chat_format, make_workers, watch_joining_nodes
 from agentrl.cluster.nodes import wait_for_nodes
-from agentrl.cluster.worker_pool import SUSPECTED
+from agentrl.cluster.worker_pool import MIN_SUSPECT_DEATHS
 from agentrl.config.load import SettingDifference
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import ProtectedClockLoop, RetryBudget
@@ -357,7 +357,7 @@ def _new_record(setup: RunSetup) -> RunProcessRecord:
     last = RunProcessRecord.read(setup.directory.path)
     record = last.next(store)
     running = last.running(store.unfinished)
-    suspects = [spec for spec in running if record.deaths(spec) >= SUSPECTED]
+    suspects = [spec for spec in running if record.deaths(spec) >= MIN_SUSPECT_DEATHS]
     # Worker processes can build only this format themselves.
     can_be_apart = setup.factories.chat_format is make_chat_format
     is_suspicious = bool(suspects) or record.has_killer
@@ -378,7 +378,7 @@ def _new_record(setup: RunSetup) -> RunProcessRecord:
         setup.observer.warn(message)
     if is_suspicious and num_workers == 1:
         cause = (
-            f"{format_episode_list(suspects)} made no progress through {SUSPECTED} such deaths in a row"
+            f"{format_episode_list(suspects)} made no progress through {MIN_SUSPECT_DEATHS} such deaths in a row"
             if suspects
             else "an episode may break the process again"
         )

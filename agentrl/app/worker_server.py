@@ -153,7 +153,9 @@ class RunConnection:
         digest, metrics, detail = self._ends.pop(header.episode_id)
         counts = self._policy_counts.pop(header.episode_id, {})
         self.tell(
-            wire.encode_episode_ended(number, header, digest=digest, metrics=metrics, detail=detail, counted=counts)
+            wire.encode_episode_ended(
+                number, header, digest=digest, metrics=metrics, detail=detail, policy_counts=counts
+            )
         )
         self._forget(number)
 

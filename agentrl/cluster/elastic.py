@@ -62,7 +62,7 @@ class JoiningNodeWatcher:
 
     def __init__(
         self,
-        growing: Sequence[ScalableProcessKind],
+        process_kinds: Sequence[ScalableProcessKind],
         *,
         pool: WorkerPool | None,
         nodes: Callable[[], Sequence[Node]],
@@ -70,23 +70,23 @@ class JoiningNodeWatcher:
         clock: Clock,
         tell: Callable[[str], None],
     ) -> None:
-        self._growing = growing
+        self._process_kinds = process_kinds
         self._pool = pool
         self._nodes = nodes
         self._missing = missing
         self._clock = clock
         self._tell = tell
-        self._first = [kind.count() for kind in growing]
+        self._first = [kind.count() for kind in process_kinds]
         """Number of processes of each kind at the start."""
-        self._watching = asyncio.get_running_loop().create_task(self._watch(), name="watch for nodes that join")
+        self._watch_task = asyncio.get_running_loop().create_task(self._watch(), name="watch for nodes that join")
 
     async def close(self) -> None:
         """Stop watching. Idempotent."""
-        self._watching.cancel()
-        await asyncio.wait({self._watching})
+        self._watch_task.cancel()
+        await asyncio.wait({self._watch_task})
 
     async def _watch(self) -> None:
-        if not self._growing:
+        if not self._process_kinds:
             return
         while not (first := await self._look()):
             await self._clock.sleep(LOOK_S)
@@ -114,24 +114,24 @@ class JoiningNodeWatcher:
         if missing:
             self._tell(f"node {node.address} has joined and is not used: {'; '.join(missing)}")
             return
-        started = []
-        for kind, first in zip(self._growing, self._first, strict=True):
-            lacking = first * nodes // at_start - kind.count()
-            started.append(max(0, min(lacking, -(-first // at_start), kind.most(node))))
-            for _ in range(started[-1]):
+        num_started = []
+        for kind, first in zip(self._process_kinds, self._first, strict=True):
+            num_missing = first * nodes // at_start - kind.count()
+            num_started.append(max(0, min(num_missing, -(-first // at_start), kind.most(node))))
+            for _ in range(num_started[-1]):
                 kind.start(node)
-        moved = self._move_to(node, started[0] if started else 0)
-        counts = [plural(count, kind.name) for kind, count in zip(self._growing, started, strict=True)]
+        num_moved = self._move_to(node, num_started[0] if num_started else 0)
+        counts = [plural(count, kind.name) for kind, count in zip(self._process_kinds, num_started, strict=True)]
         self._tell(
-            f"node {node.address} has joined: {', '.join(counts)} started there, {plural(moved, 'worker')} moved"
+            f"node {node.address} has joined: {', '.join(counts)} started there, {plural(num_moved, 'worker')} moved"
         )
 
     def _move_to(self, node: Node, has: int) -> int:
         """Move workers to a node with this number of them; returns the number moved."""
-        moved = 0
-        while self._pool is not None and self._move_one(self._pool, node, has + moved):
-            moved += 1
-        return moved
+        num_moved = 0
+        while self._pool is not None and self._move_one(self._pool, node, has + num_moved):
+            num_moved += 1
+        return num_moved
 
     @staticmethod
     def _move_one(pool: WorkerPool, node: Node, has: int) -> bool:

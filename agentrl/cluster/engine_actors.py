@@ -115,17 +115,17 @@ class RayPlacement:
 
     async def start(self, program: ChildProgram) -> ActorChildProcess:
         """Start a process. Starts Ray first if it does not run or is dead."""
-        starting = asyncio.get_running_loop().create_task(asyncio.to_thread(self._start_actor), name="start an actor")
+        start_task = asyncio.get_running_loop().create_task(asyncio.to_thread(self._start_actor), name="start an actor")
         with kept_signal_handlers():
             try:
-                await asyncio.shield(starting)
+                await asyncio.shield(start_task)
             except asyncio.CancelledError:
-                await asyncio.wait({starting})  # otherwise nothing would end the process that is being started
-                self._end_started(starting)
+                await asyncio.wait({start_task})  # otherwise nothing would end the process that is being started
+                self._end_started(start_task)
                 raise
         import ray
 
-        actor, dead = starting.result()
+        actor, dead = start_task.result()
         try:
             async with asyncio.timeout(START_S) as timeout:
                 reader, writer = await _connect(await _call(dead, actor.listen))
@@ -148,11 +148,11 @@ class RayPlacement:
             return ActorChildProcess(actor, process_id, reader, writer, dead)
         return ActorChildProcess(actor, process_id, reader, writer, self._session.watch(node), node=node)
 
-    def _end_started(self, starting: asyncio.Task[tuple[Any, Callable[[], str]]]) -> None:
+    def _end_started(self, start_task: asyncio.Task[tuple[Any, Callable[[], str]]]) -> None:
         """End an actor that no caller waits for any longer."""
-        if starting.exception() is not None:
+        if start_task.exception() is not None:
             return
-        actor, dead = starting.result()
+        actor, dead = start_task.result()
         if not dead():
             import ray  # imported late: at import, Ray reads environment variables that the session sets
 
@@ -219,22 +219,22 @@ class ActorChildProcess:
         self._is_ended = False
         """Whether the actor was killed. The child may still run if its node is unreachable."""
         self._dead: Callable[[], str] = lambda: "actor" if self._is_ended else dead()
-        self._living = asyncio.get_running_loop().create_task(self._live(), name="wait for an engine's actor")
-        self._ending: asyncio.TimerHandle | None = None
+        self._life_task = asyncio.get_running_loop().create_task(self._live(), name="wait for an engine's actor")
+        self._kill_timer: asyncio.TimerHandle | None = None
 
     @property
     def is_drained(self) -> bool:
         return self._node is not None and is_node_drained(self._node)
 
     async def wait(self) -> str:
-        return await asyncio.shield(self._living)
+        return await asyncio.shield(self._life_task)
 
     def kill(self) -> None:
         """Kill the process through its actor, so that its files are removed too."""
-        if self._ending is None and not self._living.done() and not self._dead():
+        if self._kill_timer is None and not self._life_task.done() and not self._dead():
             self._actor.kill.remote()
             # then the actor is killed
-            self._ending = asyncio.get_running_loop().call_later(10.0, self._end_actor)
+            self._kill_timer = asyncio.get_running_loop().call_later(10.0, self._end_actor)
 
     async def _live(self) -> str:
         from ray.exceptions import RayError
@@ -247,8 +247,8 @@ class ActorChildProcess:
         except OSError as error:
             how = f"was lost: {error}"
             self.writer.transport.abort()
-        if self._ending is not None:
-            self._ending.cancel()
+        if self._kill_timer is not None:
+            self._kill_timer.cancel()
         self._end_actor()
         return how
 
@@ -283,14 +283,14 @@ async def _call(dead: Callable[[], str], method: Any, *arguments: object) -> Any
         RayError: the actor died.
         OSError: Ray died.
     """
-    if died := dead():  # check first: a call into a dead Ray, or to an unreachable node, can block for minutes
-        raise OSError(f"Ray's {died} died")
+    if cause := dead():  # check first: a call into a dead Ray, or to an unreachable node, can block for minutes
+        raise OSError(f"Ray's {cause} died")
     future = asyncio.wrap_future(method.remote(*arguments).future())
     try:
         while not future.done():
             await asyncio.wait({future}, timeout=LOOK_S)
-            if not future.done() and (died := dead()):
-                raise OSError(f"Ray's {died} died")
+            if not future.done() and (cause := dead()):
+                raise OSError(f"Ray's {cause} died")
         return future.result()
     finally:
         future.cancel()

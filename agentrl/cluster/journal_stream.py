@@ -148,7 +148,7 @@ class StreamedTurnLog:
         self._connection = rpc.Connection(reader, writer, TO_WORKER)
         self._connection.start(lambda message: None, on_end=self._on_end, name="journal's answers")
         self._is_closed = False
-        self._found: dict[tuple[str, int], AttemptTakenOver] = {}
+        self._attempts: dict[tuple[str, int], AttemptTakenOver] = {}
         """Recorded entries of attempts that were taken over, held until they are read."""
 
     @staticmethod
@@ -186,17 +186,17 @@ class StreamedTurnLog:
         """Take over an attempt. `read` and `read_partials` then each return the recorded entries once."""
         call = self._connection.next_call()
         request = TakeOverAttempt(call=call, episode_id=episode_id, attempt=attempt)
-        self._found[episode_id, attempt] = await self._connection.ask(call, request)
+        self._attempts[episode_id, attempt] = await self._connection.ask(call, request)
 
     def read(self, episode_id: str, attempt: int) -> list[JournalEntry]:
         """Return the entries of an attempt that was taken over."""
-        found = self._found.get((episode_id, attempt))
-        return [] if found is None else list(found.entries)
+        attempt_state = self._attempts.get((episode_id, attempt))
+        return [] if attempt_state is None else list(attempt_state.entries)
 
     def read_partials(self, episode_id: str, attempt: int) -> list[JournalEntry]:
         """Return the partial turns of an attempt that was taken over."""
-        found = self._found.pop((episode_id, attempt), None)
-        return [] if found is None else list(found.partials)
+        attempt_state = self._attempts.pop((episode_id, attempt), None)
+        return [] if attempt_state is None else list(attempt_state.partials)
 
     def prefix(self, point: ForkPoint) -> list[JournalEntry]:
         """Raise an error, because forks run on the run's host.
@@ -269,8 +269,8 @@ class JournalReceiver:
         if self._connection is None:
             raise EngineLostError("the connection to the journal on the run's host is closed")
         call = self._connection.next_call()
-        granted: PartitionGranted = await self._connection.ask(call, GrantPartition(call=call, worker=worker))
-        return granted.address
+        reply: PartitionGranted = await self._connection.ask(call, GrantPartition(call=call, worker=worker))
+        return reply.address
 
     def status(self) -> ProcessStatus:
         """Return the activity of the process, with its rate."""

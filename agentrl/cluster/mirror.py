@@ -38,7 +38,7 @@ PIECE_BYTES = 4 << 20
 TRIES = 64
 """Maximum number of snapshots of the control log; one is discarded if a version was published while new entries were
 read."""
-WHOLE = ("checkpoints", "versions", "steps")
+MIRRORED_DIRECTORIES = ("checkpoints", "versions", "steps")
 """Directories whose files never change after they are written."""
 CONTROL = f"journal/{CONTROL_FILE}"
 
@@ -107,12 +107,12 @@ class RunCopy:
         missing = []
         with _disk(self._link):
             for name, stamp in stamps.items():
-                path, other = self._path_of(name), self._other / name
+                path, other_path = self._path_of(name), self._other / name
                 # Unlink rather than write: the other directory may have a hard link to the same file.
                 path.unlink(missing_ok=True)
-                if other.is_file() and _stamp(other) == stamp:
+                if other_path.is_file() and _stamp(other_path) == stamp:
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    os.link(other, path)
+                    os.link(other_path, path)
                 else:
                     missing.append(name)
         return missing
@@ -137,15 +137,15 @@ class RunCopy:
 
     def seal(self, name: str, stamp: Stamp) -> None:
         """Sync a file that is written completely."""
-        size, changed = stamp
+        size, mtime_ns = stamp
         path = self._path_of(name)
         self.write(name, 0, b"")  # an empty file has no pieces but must exist
         with _disk(path):
             os.truncate(path, size)
             LOCAL.sync(path)
-            os.utime(path, ns=(changed, changed))
+            os.utime(path, ns=(mtime_ns, mtime_ns))
 
-    def partition(self, name: str, run: str, pruned: Sequence[Row]) -> CopiedPartition:
+    def partition(self, name: str, run: str, pruned_rows: Sequence[Row]) -> CopiedPartition:
         """Delete the entries of pruned attempts from a partition. Returns the state of the remaining entries."""
         path = self._path_of(f"journal/{name}")
         if name not in self._partitions:
@@ -153,8 +153,10 @@ class RunCopy:
         connection = self._partitions[name]
         with _disk(path):
             pruned_here = self._pruned.setdefault(path, set())
-            connection.executemany("DELETE FROM entries WHERE episode = ? AND attempt = ?", set(pruned) - pruned_here)
-            pruned_here.update(pruned)
+            connection.executemany(
+                "DELETE FROM entries WHERE episode = ? AND attempt = ?", set(pruned_rows) - pruned_here
+            )
+            pruned_here.update(pruned_rows)
             return CopiedPartition(*connection.execute("SELECT coalesce(max(id), 0), count(*) FROM entries").fetchone())
 
     def insert(self, name: str, rows: Sequence[Row]) -> None:
@@ -167,12 +169,12 @@ class RunCopy:
 
     def finish(self, names: Sequence[str], links: Mapping[str, str]) -> None:
         """Remove files that the run no longer has, and point the link to this directory."""
-        kept = set(names)
+        names_to_keep = set(names)
         with _disk(self._link):
             while self._partitions:
                 self._partitions.popitem()[1].close()
             for name in LOCAL.files(self._side):
-                if name not in kept:
+                if name not in names_to_keep:
                     (self._side / name).unlink()
             for folder in ("policies", "best"):
                 shutil.rmtree(self._side / folder, ignore_errors=True)
@@ -185,10 +187,10 @@ class RunCopy:
                     LOCAL.sync(Path(folder))
                 else:
                     Path(folder).rmdir()
-            moved = self._link.with_name(f".{self._link.name}.link")
-            moved.unlink(missing_ok=True)
-            moved.symlink_to(self._side.name)
-            os.replace(moved, self._link)
+            new_link = self._link.with_name(f".{self._link.name}.link")
+            new_link.unlink(missing_ok=True)
+            new_link.symlink_to(self._side.name)
+            os.replace(new_link, self._link)
             LOCAL.sync(self._link.parent)
 
     def _path_of(self, name: str) -> Path:
@@ -252,23 +254,23 @@ class Mirror:
         published while they were read, because the control log would not contain it, or if entries were pruned: then
         checkpoints newer than the sent ones exist, unless one of those is still there.
         """
-        pruned: list[Row] | None = None
+        pruned_rows: list[Row] | None = None
         newest: dict[str, int] = {}
         for _ in range(TRIES):
             now = control.execute("SELECT episode, attempt FROM pruned").fetchall()
-            if pruned is None or len(pruned) < len(now):
-                pruned, newest = now, {name: self._send_entries(name, run, now) for name in self._partitions()}
+            if pruned_rows is None or len(pruned_rows) < len(now):
+                pruned_rows, newest = now, {name: self._send_entries(name, run, now) for name in self._partitions()}
             files = self._send_all("checkpoints", had)
             control.execute("BEGIN")
             try:
                 counts = _control_log_counts(control)
                 rows = {name: list(self._entries(name, run, newest.get(name, 0))) for name in self._partitions()}
-                remaining = [name for name in files if (self._run / name).exists()]
-                with contextlib.closing(open_database_to_read(self._run / CONTROL, "control")) as other:
+                existing_files = [name for name in files if (self._run / name).exists()]
+                with contextlib.closing(open_database_to_read(self._run / CONTROL, "control")) as new_control:
                     if (
-                        _control_log_counts(other) != counts
-                        or counts.pruned != len(pruned)
-                        or (files and not remaining)
+                        _control_log_counts(new_control) != counts
+                        or counts.pruned != len(pruned_rows)
+                        or (files and not existing_files)
                     ):
                         continue
                 with contextlib.closing(sqlite3.connect(target)) as copy:
@@ -278,7 +280,7 @@ class Mirror:
             for name in rows:
                 self._call("partition", name, run, ())
                 self._insert(name, rows[name])
-            return [*remaining, *(f"journal/{name}" for name in rows)]
+            return [*existing_files, *(f"journal/{name}" for name in rows)]
         raise StorageError(
             f"{self._run}: {TRIES} attempts to read a consistent state failed, because versions or checkpoints were "
             "replaced while they were read; the copy's last complete state is intact"
@@ -294,14 +296,14 @@ class Mirror:
                 (after,),
             )
 
-    def _send_entries(self, name: str, run: str, pruned: Sequence[Row]) -> int:
+    def _send_entries(self, name: str, run: str, pruned_rows: Sequence[Row]) -> int:
         """Send the entries that the copy lacks. Returns the largest id."""
-        copied = CopiedPartition(*self._call("partition", name, run, pruned))
-        newest = copied.newest
-        if pruned:  # pruned row ids are reused
+        copy = CopiedPartition(*self._call("partition", name, run, pruned_rows))
+        newest = copy.newest
+        if pruned_rows:  # pruned row ids are reused
             with contextlib.closing(open_database_to_read(self._run / "journal" / name, "turns", run)) as source:
                 (count,) = source.execute("SELECT count(*) FROM entries WHERE id <= ?", (newest,)).fetchone()
-                newest = newest if count == copied.entries else 0
+                newest = newest if count == copy.entries else 0
         piece: list[Row] = []
         size = 0
         for row in self._entries(name, run, newest):
@@ -330,7 +332,7 @@ class Mirror:
                 for path in self._files(folder):
                     stamps[str(path.relative_to(self._run))] = _stamp(path)
                 new = {name: stamp for name, stamp in stamps.items() if had.get(name) != stamp}
-                for name in self._call("reuse", new) if folder in WHOLE else new:
+                for name in self._call("reuse", new) if folder in MIRRORED_DIRECTORIES else new:
                     self._send(name, self._run / name)
                     had[name] = stamps[name]
             except FileNotFoundError:  # a checkpoint or version was removed during the copy

@@ -151,8 +151,8 @@ async def wait_for_nodes(config: RunConfig, clock: Clock, tell: Callable[[str], 
     with kept_signal_handlers():
         await asyncio.to_thread(session.start)
     while len(nodes := await asyncio.to_thread(session.nodes)) < count:
-        if (waiting := f"waiting for nodes: {len(nodes)} of {count} are in the cluster") != last_message:
-            tell(last_message := waiting)
+        if (message := f"waiting for nodes: {len(nodes)} of {count} are in the cluster") != last_message:
+            tell(last_message := message)
         await clock.sleep(LOOK_S)
 
 
@@ -173,10 +173,10 @@ def check_nodes(config: RunConfig, code: Mapping[str, str]) -> list[str]:
     """
     session = RaySession(config.ray_address)
     session.start()
-    needed = _needed(config, code)
+    requirements = _required_packages(config, code)
     while True:
         plan = plan_nodes(config, session.nodes())
-        missing, lines = compare_nodes(plan.nodes, *needed)
+        missing, lines = compare_nodes(plan.nodes, *requirements)
         if set(plan.nodes) <= set(session.nodes()):
             break  # else a node was lost in the meantime: plan without it
     if missing:
@@ -188,10 +188,10 @@ def check_nodes(config: RunConfig, code: Mapping[str, str]) -> list[str]:
 
 def missing_on_node(node: Node, config: RunConfig, code: Mapping[str, str]) -> list[str]:
     """Return a node's missing requirements, one sentence each; see `check_nodes`. Blocks until it answers."""
-    return compare_nodes([node], *_needed(config, code))[0]
+    return compare_nodes([node], *_required_packages(config, code))[0]
 
 
-def _needed(config: RunConfig, code: Mapping[str, str]) -> tuple[list[str], list[str]]:
+def _required_packages(config: RunConfig, code: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """Return the directories of a run's models, and the installed modules of its environments."""
     modules = {name for reference in code.values() if not (name := _module_of(reference)).endswith(".py")}
     models = [base.model.path for base in config.bases if base.model.path]
@@ -235,7 +235,7 @@ def compare_nodes(nodes: Sequence[Node], models: Sequence[str], modules: Sequenc
 
 def describe_clock_difference(node: str, report: NodeReport, now: float) -> list[str]:
     """Describe by how much the clock of a node differs from `now`, if by more than an answer can take."""
-    behind = now - report.clock
-    if abs(behind) <= CLOCK_S + ANSWER_S:
+    delay_s = now - report.clock
+    if abs(delay_s) <= CLOCK_S + ANSWER_S:
         return []
-    return [f"the clock of node {node} is {abs(behind):,.0f} s {'behind' if behind > 0 else 'ahead'}"]
+    return [f"the clock of node {node} is {abs(delay_s):,.0f} s {'behind' if delay_s > 0 else 'ahead'}"]

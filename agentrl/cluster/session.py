@@ -252,20 +252,21 @@ class RaySession:
         """Return the live nodes of the cluster: this process's own first, then by address."""
         import ray
 
-        own_id = ray.get_runtime_context().get_node_id()
+        this_node = ray.get_runtime_context().get_node_id()
         alive: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]
         state = ray._private.state
         has_gpus = any(node["Resources"].get("GPU") for node in alive)
         available = state.available_resources_per_node() if has_gpus else {}
-        drained = state.state.get_draining_nodes() if has_gpus else ()
+        draining_ids = state.state.get_draining_nodes() if has_gpus else ()
         nodes = []
         for node in alive:
             identity = str(node["NodeID"])
             free = int(available.get(identity, {}).get("GPU", 0))
             used_gpus = int(node["Resources"].get("GPU", 0)) - free
-            gpus = (0, 0) if identity in drained else (free, used_gpus)  # Ray grants none on a node that is drained
+            # Ray grants no GPUs on a node that is being drained.
+            gpus = (0, 0) if identity in draining_ids else (free, used_gpus)
             nodes.append(Node(identity, str(node["NodeManagerAddress"]), *gpus))
-        return tuple(sorted(nodes, key=lambda node: (node.id != own_id, _in_order(node.address))))
+        return tuple(sorted(nodes, key=lambda node: (node.id != this_node, _in_order(node.address))))
 
     def undrained(self) -> tuple[Node, ...]:
         """Return the live nodes of the cluster that are not about to be taken away."""
@@ -308,8 +309,8 @@ class RaySession:
         local = self._local
         if local is not None:
             return local.dead
-        watched = [node for node in nodes if node is not None]
-        return (lambda: _node_watch().gone(watched)) if watched else str
+        watched_nodes = [node for node in nodes if node is not None]
+        return (lambda: _node_watch().gone(watched_nodes)) if watched_nodes else str
 
     def stop(self) -> None:
         """Leave a local session. The session ends when its last user leaves or when it is dead. Idempotent."""
@@ -411,9 +412,9 @@ async def gpu_reservation() -> AsyncIterator[None]:
         if reservation.plan is not None:
             await asyncio.to_thread(reservation.end)
             clock = SystemClock()
-            until = clock.monotonic() + RELEASE_S
+            deadline = clock.monotonic() + RELEASE_S
             with contextlib.suppress(Exception):  # as in `end`
-                while clock.monotonic() < until and not await asyncio.to_thread(reservation.is_over):
+                while clock.monotonic() < deadline and not await asyncio.to_thread(reservation.is_over):
                     await clock.sleep(0.05)
 
 
@@ -425,8 +426,8 @@ def process_scheduling_strategy(node: Node | None, process: str) -> Any:
         process: name of the process, see `NodePlan.gpu_bundles`.
     """
     reservation = _reservation.get()
-    reserved = reservation.strategy(node, process) if reservation is not None and node is not None else None
-    return reserved or node_scheduling_strategy(node)
+    strategy = reservation.strategy(node, process) if reservation is not None and node is not None else None
+    return strategy or node_scheduling_strategy(node)
 
 
 class _NodeWatch:
@@ -517,10 +518,10 @@ def _attach(address: str) -> None:
         except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
             failed.append(error)
 
-    connecting = threading.Thread(target=connect, name="connect to Ray", daemon=True)
-    connecting.start()
-    connecting.join(ATTACH_S)
-    if connecting.is_alive():
+    thread = threading.Thread(target=connect, name="connect to Ray", daemon=True)
+    thread.start()
+    thread.join(ATTACH_S)
+    if thread.is_alive():
         raise _unreachable_error(address, f"not connected after {ATTACH_S:g} s; {_TOKEN}")
     if failed:
         raise _unreachable_error(address, f"{shorten_ray_error(failed[0])}; {_TOKEN}") from failed[0]

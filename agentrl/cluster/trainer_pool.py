@@ -51,7 +51,7 @@ PATIENCE_S = 60.0
 LOOK_S = 1.0
 """Seconds between two checks of Ray, because a pending call does not fail when Ray dies."""
 
-DOING = {
+OPERATION_LABELS = {
     "forward_backward": "computes a step",
     "optim_step": "computes a step",
     "publish": "publishes a version",
@@ -61,7 +61,7 @@ DOING = {
 """Description of a trainer's activity for the user, by its ranks' method."""
 
 
-LEARNING = (
+RANK_MODULES = (
     "agentrl.learn.losses",
     "agentrl.learn.loss_batch",
     "agentrl.learn.forward",
@@ -80,15 +80,15 @@ def refuse_monkeypatches() -> None:
     """Refuse to train if this process has replaced functions of agentrl, because ranks import the installed ones.
 
     Raises:
-        ConfigError: a function, method or constant of `LEARNING` differs from that in its file.
+        ConfigError: a function, method or constant of `RANK_MODULES` differs from that in its file.
     """
-    for name in LEARNING:
+    for name in RANK_MODULES:
         live = sys.modules.get(name)
         if live is None or live.__spec__ is None or live.__spec__.loader is None:
             continue  # a module that was not imported here cannot have been patched
-        installed = importlib.util.module_from_spec(live.__spec__)
-        live.__spec__.loader.exec_module(installed)
-        for part, ours in vars(installed).items():
+        original = importlib.util.module_from_spec(live.__spec__)
+        live.__spec__.loader.exec_module(original)
+        for part, ours in vars(original).items():
             if not part.startswith("__") and is_monkeypatched(ours, vars(live).get(part)):
                 raise ConfigError(
                     f"{name}.{part} was replaced in this process, and ranks in Ray actors use the installed one. "
@@ -149,7 +149,7 @@ class TrainerRank:
         self._private = None if files is None else tempfile.TemporaryDirectory(prefix=f"agentrl-{os.getpid()}-rank-")
         self._directory = Path(run_directory if self._private is None else self._private.name)
 
-    def come(self) -> str:
+    def host_name(self) -> str:
         """Return the name of the actor's node; shows that the actor runs."""
         return socket.gethostname()
 
@@ -190,8 +190,8 @@ class TrainerRank:
         )
 
     def _read(self, units: Sequence[Unit]) -> Sequence[Sequence[Trajectory]]:
-        found: Sequence[Sequence[Trajectory]] = self._fetch(self._files.units.remote(units))
-        return found
+        trajectories: Sequence[Sequence[Trajectory]] = self._fetch(self._files.units.remote(units))
+        return trajectories
 
     def _fetch(self, reference: ObjectRef[Any]) -> Any:
         """Fetch a result from the actor on the run's host.
@@ -293,14 +293,14 @@ class RayTrainerPool:
             await asyncio.to_thread(self._start_actors)
         self._lost = loop.create_future()
         self._watch = loop.create_task(self._look_at_ray(self._lost), name="watch Ray")
-        await self._all("come", limit_s=50.0 if self._plan.ranks else None)
+        await self._all("host_name", limit_s=50.0 if self._plan.ranks else None)
         # importing torch from a cold disk takes minutes
         await self._all("prepare", limit_s=600.0)
         met = await self._call(self._actors[:1], "serve") if len(self._actors) > 1 else [None]
         await self._all("join", met[0])
-        started: Sequence[tuple[int, tuple[str, ...]]] = await self._all("start", resume_from)
-        self.process_ids = tuple(process for process, _ in started)
-        return started[0][1]
+        start_results: Sequence[tuple[int, tuple[str, ...]]] = await self._all("start", resume_from)
+        self.process_ids = tuple(process for process, _ in start_results)
+        return start_results[0][1]
 
     def _start_actors(self) -> None:
         try:
@@ -329,7 +329,7 @@ class RayTrainerPool:
                 ).remote(
                     *(settings, str(self._directory)),
                     rank=rank,
-                    addresses=[each.address for each in plan.ranks] or ["127.0.0.1"] * size,
+                    addresses=[rank_node.address for rank_node in plan.ranks] or ["127.0.0.1"] * size,
                     files=None if node is None or node == plan.nodes[0] else self._files,
                     gpu=gpu.id if gpu is not None and node is None else None,
                     memory_share=plan.devices.share_of_rank(rank) if gpu is not None else 0.0,
@@ -349,7 +349,7 @@ class RayTrainerPool:
                 name=f"trainer rank {rank}",
                 node=self._plan.ranks[rank].address if self._plan.ranks else "",
                 gpus=() if gpu is None else (gpu.id,),
-                doing=DOING.get(self._method, "waits"),
+                doing=OPERATION_LABELS.get(self._method, "waits"),
             )
             for rank, gpu in enumerate(gpus)
         ]
@@ -443,13 +443,13 @@ class RayTrainerPool:
             future.add_done_callback(retrieve_exception)  # after the first failure, the others have no waiter
         pending = set(futures)
         loop = asyncio.get_running_loop()
-        until = None if limit_s is None else loop.time() + limit_s
+        deadline = None if limit_s is None else loop.time() + limit_s
         # Act on the first failure: the other ranks may be waiting in a collective for the one that failed.
         while pending and not self._lost.done() and not any(_failed(future) for future in futures):
-            left = None if until is None else until - loop.time()
-            if left is not None and left <= 0:
+            remaining_s = None if deadline is None else deadline - loop.time()
+            if remaining_s is not None and remaining_s <= 0:
                 await self._give_up(futures, method, limit_s)
-            await asyncio.wait({*pending, self._lost}, return_when=asyncio.FIRST_COMPLETED, timeout=left)
+            await asyncio.wait({*pending, self._lost}, return_when=asyncio.FIRST_COMPLETED, timeout=remaining_s)
             pending = {future for future in futures if not future.done()}
         failed = await self._first_failed(futures)
         pending = {future for future in futures if not future.done()}
@@ -466,13 +466,13 @@ class RayTrainerPool:
         before Ray does, which says which one it is: waits for that.
         """
         clock = SystemClock()
-        until = clock.monotonic() + PATIENCE_S
+        deadline = clock.monotonic() + PATIENCE_S
         while True:
             failed = [rank for rank, future in enumerate(futures) if _failed(future)]
             by_itself = [rank for rank in failed if not _misses_a_rank(futures[rank].exception())]
             if by_itself or not failed:
                 return by_itself[0] if by_itself else None
-            if self._died() or clock.monotonic() > until or all(future.done() for future in futures):
+            if self._died() or clock.monotonic() > deadline or all(future.done() for future in futures):
                 return failed[0]
             await clock.sleep(LOOK_S)
 
@@ -482,10 +482,10 @@ class RayTrainerPool:
         await asyncio.to_thread(self._kill_actors)
         for future in futures:
             future.cancel()
-        names = ", ".join(map(self._named, silent))
+        names = ", ".join(map(self._rank_label, silent))
         raise TrainerLostError(f"trainer rank {names} did not answer ({method}) within {limit_s:g} s")
 
-    def _named(self, rank: int) -> str:
+    def _rank_label(self, rank: int) -> str:
         """Return a rank's number and node, for messages."""
         return f"{rank} on node {self._plan.ranks[rank].address}" if self._plan.ranks else str(rank)
 
@@ -512,20 +512,20 @@ class RayTrainerPool:
         await asyncio.to_thread(self._kill_actors)
         for future in pending:
             future.cancel()
-        stopped = f"The group of {self._config.trainer.ranks} was stopped"
+        consequence = f"The group of {self._config.trainer.ranks} was stopped"
         if isinstance(error, RayActorError):
             raise TrainerLostError(
-                f"trainer rank {self._named(rank)} died in {method}: {shorten_ray_error(error)}. {stopped}"
+                f"trainer rank {self._rank_label(rank)} died in {method}: {shorten_ray_error(error)}. {consequence}"
             ) from error
         # A node, an object, another rank or Ray itself was lost.
         if isinstance(error, RayError) and is_lost:
             why = shorten_ray_error(error.cause if isinstance(error, RayTaskError) else error)
             raise TrainerLostError(
-                f"trainer rank {self._named(rank)} was lost in {method}: {why}. {stopped}"
+                f"trainer rank {self._rank_label(rank)} was lost in {method}: {why}. {consequence}"
             ) from error
         raise TrainerError(
-            f"trainer rank {self._named(rank)} failed in {method}: {error}. {stopped}; start the run again with "
-            "--resume to continue from its newest checkpoint"
+            f"trainer rank {self._rank_label(rank)} failed in {method}: {error}. {consequence}; start the run again "
+            "with --resume to continue from its newest checkpoint"
         ) from error
 
 

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 OnEnd = Callable[[EpisodeHeader], None]
 
-SUSPECTED = 2
+MIN_SUSPECT_DEATHS = 2
 """Number of deaths in a row after which an episode is suspected of killing processes."""
-GUILTY = 3
+GUILTY_MARGIN = 3
 """Number of deaths by which an episode must exceed all others present at the last death to be guilty."""
 SPLIT = 4
 """Factor by which each further death lowers the number of suspects in one process."""
@@ -70,7 +70,7 @@ class PlacedEpisode:
     @property
     def is_suspect(self) -> bool:
         """Whether the episode is suspected of killing processes."""
-        return len(self.deaths) >= SUSPECTED
+        return len(self.deaths) >= MIN_SUSPECT_DEATHS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +134,7 @@ class WorkerPool:
         self._unready: set[WorkerProcess] = set()
         """First processes that were never ready. Episodes wait until all are, because the first ready process would
         take all of them."""
-        self._sharing: set[WorkerProcess] = set()
+        self._shared_processes: set[WorkerProcess] = set()
         """Processes that were ready at least once, among which `max_in_flight` is divided."""
         self._tasks: set[asyncio.Task[None]] = set()
         """Tasks that commit episodes and answer workers."""
@@ -180,7 +180,7 @@ class WorkerPool:
         self._on_failure = lambda error: None
         self._is_cancelling = True
         await asyncio.gather(*(process.close() for process in self.processes))
-        await self._settled()
+        await self._wait_until_settled()
         if self._receiver is not None:
             await self._receiver.close()
         for placement in self.placements:
@@ -195,35 +195,35 @@ class WorkerPool:
     def submit(self, spec: EpisodeSpec, on_end: OnEnd, *, resume: bool = False) -> None:
         """Run an episode. It waits in the queue while all processes are full."""
         self._next += 1
-        placed = self._episodes[self._next] = PlacedEpisode(self._next, spec, on_end, resume)
-        self._numbers[spec.episode_id] = placed.number
-        self._assign(placed)
+        episode = self._episodes[self._next] = PlacedEpisode(self._next, spec, on_end, resume)
+        self._numbers[spec.episode_id] = episode.number
+        self._assign(episode)
 
     def park(self, episode_id: str) -> bool:
-        placed = self._episodes.get(self._numbers.get(episode_id, 0))
-        if placed is None:
+        episode = self._episodes.get(self._numbers.get(episode_id, 0))
+        if episode is None:
             return False
-        if not placed.is_parked:
-            placed.is_parked = True
-            if placed.process is not None:
-                placed.process.suspects.discard(placed.number)
-                placed.process.tell(wire.ParkEpisode(number=placed.number))
+        if not episode.is_parked:
+            episode.is_parked = True
+            if episode.process is not None:
+                episode.process.suspects.discard(episode.number)
+                episode.process.tell(wire.ParkEpisode(number=episode.number))
             self._fill()
         return True
 
     def unpark(self, count: int = 1) -> tuple[str, ...]:
-        parked = [placed for placed in self._episodes.values() if placed.is_parked]
-        parked.sort(key=lambda placed: (placed.deadline, placed.spec.episode_id))
-        for placed in parked[:count]:
-            placed.is_parked, placed.deadline = False, float("inf")
-            if placed.process is None:
-                placed.deaths.clear()  # it could make no progress while it waited, so these deaths do not count
+        parked_episodes = [episode for episode in self._episodes.values() if episode.is_parked]
+        parked_episodes.sort(key=lambda episode: (episode.deadline, episode.spec.episode_id))
+        for episode in parked_episodes[:count]:
+            episode.is_parked, episode.deadline = False, float("inf")
+            if episode.process is None:
+                episode.deaths.clear()  # it could make no progress while it waited, so these deaths do not count
             else:
-                if placed.is_suspect:
-                    placed.process.suspects.add(placed.number)
-                placed.process.tell(wire.UnparkEpisode(number=placed.number))
+                if episode.is_suspect:
+                    episode.process.suspects.add(episode.number)
+                episode.process.tell(wire.UnparkEpisode(number=episode.number))
         self._fill()
-        return tuple(placed.spec.episode_id for placed in parked[:count])
+        return tuple(episode.spec.episode_id for episode in parked_episodes[:count])
 
     async def drain(self) -> None:
         while self._episodes:
@@ -239,110 +239,110 @@ class WorkerPool:
             await asyncio.gather(*(process.cancel(10.0) for process in self.processes))
             for process in self.processes:
                 self._leave(process, *process.episodes)
-            await self._settled()
+            await self._wait_until_settled()
             self._episodes.clear()
             self._numbers.clear()
             self._idle.set()
         finally:
             self._is_cancelling = False
 
-    async def _settled(self) -> None:
+    async def _wait_until_settled(self) -> None:
         while self._tasks:
             await asyncio.wait(self._tasks)
 
     # --- episodes -----------------------------------------------------------------------------------------------------
 
-    def _assign(self, placed: PlacedEpisode) -> None:
+    def _assign(self, episode: PlacedEpisode) -> None:
         """Assign an episode to the process with the fewest episodes, silent ones last; queue it if all are full."""
         able = [
             process
             for process in self.processes
-            if process.is_ready and not process.is_leaving and self._takes(process, placed)
+            if process.is_ready and not process.is_leaving and self._takes(process, episode)
         ]
-        if not able or self._unready or (placed.is_suspect and self._can_wait(placed)):
-            self._queue[placed.number] = placed
+        if not able or self._unready or (episode.is_suspect and self._can_wait(episode)):
+            self._queue[episode.number] = episode
             return
         process = min(able, key=lambda process: len(process.episodes))
         if process.is_behind:  # asked of the others only now, since each asks the clock
             process = min(able, key=lambda process: (process.is_behind, len(process.episodes)))
-        placed.process = process
-        process.episodes.add(placed.number)
-        process.roots += placed.spec.parent_id is None
-        if placed.is_suspect:
-            process.suspects.add(placed.number)
-        process.tell(wire.StartEpisode(number=placed.number, spec=placed.spec, resume=placed.resume))
-        if placed.is_parked:
-            process.tell(wire.ParkEpisode(number=placed.number))
+        episode.process = process
+        process.episodes.add(episode.number)
+        process.roots += episode.spec.parent_id is None
+        if episode.is_suspect:
+            process.suspects.add(episode.number)
+        process.tell(wire.StartEpisode(number=episode.number, spec=episode.spec, resume=episode.resume))
+        if episode.is_parked:
+            process.tell(wire.ParkEpisode(number=episode.number))
 
-    def _takes(self, process: WorkerProcess, placed: PlacedEpisode) -> bool:
+    def _takes(self, process: WorkerProcess, episode: PlacedEpisode) -> bool:
         """Whether a process has room for an episode; the number of suspects is limited by the deaths of the most
         suspected one."""
-        if placed.spec.parent_id is None and process.roots >= self._share:
+        if episode.spec.parent_id is None and process.roots >= self._share:
             return False
-        if not process.suspects or not placed.is_suspect:
+        if not process.suspects or not episode.is_suspect:
             return True
-        most = max(len(self._episodes[number].deaths) for number in (placed.number, *process.suspects))
-        room: int = self._share // SPLIT ** (most - SUSPECTED + 1)
+        max_deaths = max(len(self._episodes[number].deaths) for number in (episode.number, *process.suspects))
+        room: int = self._share // SPLIT ** (max_deaths - MIN_SUSPECT_DEATHS + 1)
         return len(process.suspects) < room
 
-    def _can_wait(self, placed: PlacedEpisode) -> bool:
+    def _can_wait(self, episode: PlacedEpisode) -> bool:
         """Whether an episode can wait without a process at no cost, because it is parked or has children in flight."""
-        return placed.is_parked or any(
-            other.spec.parent_id == placed.spec.episode_id for other in self._episodes.values()
+        return episode.is_parked or any(
+            child.spec.parent_id == episode.spec.episode_id for child in self._episodes.values()
         )
 
     def _leave(self, process: WorkerProcess, *numbers: int) -> list[PlacedEpisode]:
         """Remove episodes from a process and return them."""
-        left = [self._episodes[number] for number in numbers]
-        for placed in left:
-            placed.process = None
-            process.episodes.discard(placed.number)
-            process.suspects.discard(placed.number)
-            process.roots -= placed.spec.parent_id is None
-        return left
+        episodes = [self._episodes[number] for number in numbers]
+        for episode in episodes:
+            episode.process = None
+            process.episodes.discard(episode.number)
+            process.suspects.discard(episode.number)
+            process.roots -= episode.spec.parent_id is None
+        return episodes
 
     def _fill(self) -> None:
         """Assign waiting episodes to processes with room, in order."""
         queue, self._queue = self._queue, {}
-        for placed in queue.values():
-            self._assign(placed)
+        for episode in queue.values():
+            self._assign(episode)
 
     # --- what processes say -------------------------------------------------------------------------------------------
 
     def ready(self, process: WorkerProcess) -> None:
         self._tell_addresses(process)
         self._unready.discard(process)
-        self._sharing.add(process)
-        self._share = -(-self._settings.max_in_flight // max(len(self._sharing), self._settings.workers))
+        self._shared_processes.add(process)
+        self._share = -(-self._settings.max_in_flight // max(len(self._shared_processes), self._settings.workers))
         if not self._unready:
             self._fill()
 
     def lost(self, process: WorkerProcess) -> None:
         """Reassign the episodes of the process. They resume from their journaled entries."""
         self._deaths += 1
-        left = self._leave(process, *sorted(process.episodes))
-        for placed in left:
-            if not placed.is_parked and not process.is_leaving:  # parked episodes could not have made progress
-                placed.deaths.add(self._deaths)
-            placed.resume = True
+        episodes = self._leave(process, *sorted(process.episodes))
+        for episode in episodes:
+            if not episode.is_parked and not process.is_leaving:  # parked episodes could not have made progress
+                episode.deaths.add(self._deaths)
+            episode.resume = True
         if self._is_cancelling:
             return
-        if (killer := _killer(left)) is not None:
-            left.remove(killer)
+        if (killer := _killer(episodes)) is not None:
+            episodes.remove(killer)
             detail = (
                 f"{len(killer.deaths)} worker processes died while it ran, and it got nowhere: it is what killed them"
             )
             self.killers += 1
             self._tell(f"{_name_of(killer)} is dropped as worker_lost: {detail}")
-            for placed in self._episodes.values():
-                if placed is not killer:
-                    placed.deaths -= killer.deaths
-            for other in self.processes:
-                other.suspects = {number for number in other.suspects if self._episodes[number].is_suspect}
+            for episode in self._episodes.values():
+                if episode is not killer:
+                    episode.deaths -= killer.deaths
+            for worker in self.processes:
+                worker.suspects = {number for number in worker.suspects if self._episodes[number].is_suspect}
             self._commit(killer, dropped_header(killer.spec, "worker_lost"), b"", {}, detail, {})
             process.supervisor.achieved()  # the cause of its deaths has been dropped, so restart the count
-        for placed in left:
-            self._assign(placed)
+        for episode in episodes:
+            self._assign(episode)
         self._fill()  # assigns episodes that are no longer suspects
 
     def failed(self, error: AgentRLError) -> None:
@@ -362,41 +362,41 @@ class WorkerPool:
         self._on_failure(error)
 
     def on_message(self, process: WorkerProcess, message: wire.FromWorker) -> None:
-        placed = self._episodes.get(getattr(message, "number", 0))
-        if placed is None or placed.process is not process:
+        episode = self._episodes.get(getattr(message, "number", 0))
+        if episode is None or episode.process is not process:
             return  # the episode was cancelled or replaced
         if self._is_cancelling and not isinstance(message, wire.EpisodeEnded):
             return  # a failed pool starts nothing new
         match message:
             case wire.EpisodeEnded():
-                self._leave(process, placed.number)
-                header = wire.decode_episode_header(placed.spec, message, process.partition)
-                counted = wire.decode_policy_counts(message)
-                self._commit(placed, header, message.digest, message.metrics, message.detail, counted)
+                self._leave(process, episode.number)
+                header = wire.decode_episode_header(episode.spec, message, process.partition)
+                counts = wire.decode_policy_counts(message)
+                self._commit(episode, header, message.digest, message.metrics, message.detail, counts)
                 self._fill()
             case wire.EpisodeProgressed():
-                placed.deaths.clear()
-                if placed.number in process.suspects:
-                    process.suspects.remove(placed.number)
+                episode.deaths.clear()
+                if episode.number in process.suspects:
+                    process.suspects.remove(episode.number)
                     self._fill()
             case wire.SpawnChildEpisodes():
                 tasks = [message.tasks[index] for index in message.of]
-                on_end = partial(self._child_ended, placed, message.attempt, message.call)
-                self._host.spawn(placed.spec, message.environment, tasks, message.call, on_end)
+                on_end = partial(self._child_ended, episode, message.attempt, message.call)
+                self._host.spawn(episode.spec, message.environment, tasks, message.call, on_end)
             case wire.StartBranches():
-                self._start(self._branch(process, placed.spec, message))
+                self._start(self._branch(process, episode.spec, message))
             case wire.RememberProposal():
-                self._start(self._remember(process, placed.spec, message))
+                self._start(self._remember(process, episode.spec, message))
             case wire.AttemptStarted():
-                placed.spec = replace(placed.spec, attempt=message.attempt)
-                self._host.readmit(placed.spec)
+                episode.spec = replace(episode.spec, attempt=message.attempt)
+                self._host.readmit(episode.spec)
             case wire.EpisodeParked():
-                placed.deadline = message.deadline
+                episode.deadline = message.deadline
 
     def _child_ended(self, parent: PlacedEpisode, attempt: int, call: str, index: int, header: EpisodeHeader) -> None:
         """Report the end of a child to the parent's current process; a later process asks again."""
         if parent.process is not None:
-            ended = wire.ChildEpisodeEnded(
+            message = wire.ChildEpisodeEnded(
                 number=parent.number,
                 attempt=attempt,
                 call=call,
@@ -404,7 +404,7 @@ class WorkerPool:
                 ended=wire.encode_episode_ended(0, header),
                 partition=None if header.location is None else header.location.partition,
             )
-            parent.process.tell(ended)
+            parent.process.tell(message)
 
     def _engine_moved(self) -> None:
         for process in self.processes:
@@ -419,16 +419,16 @@ class WorkerPool:
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_task_done)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_failure(error)
 
-    async def _remember(self, process: WorkerProcess, spec: EpisodeSpec, asked: wire.RememberProposal) -> None:
-        known = await self._host.remember(spec, asked.call_id, asked.key, asked.structure)
-        process.tell(wire.ProposalReply(call=asked.call, known=known))
+    async def _remember(self, process: WorkerProcess, spec: EpisodeSpec, proposal: wire.RememberProposal) -> None:
+        novelty = await self._host.remember(spec, proposal.call_id, proposal.key, proposal.structure)
+        process.tell(wire.ProposalReply(call=proposal.call, known=novelty))
 
     async def _branch(self, process: WorkerProcess, main: EpisodeSpec, request: wire.StartBranches) -> None:
         try:
@@ -440,24 +440,24 @@ class WorkerPool:
 
     def _commit(
         self,
-        placed: PlacedEpisode,
+        episode: PlacedEpisode,
         header: EpisodeHeader,
         digest: bytes,
         metrics: Mapping[str, float],
         detail: str,
-        counted: Mapping[str, PolicyCounts],
+        counts: Mapping[str, PolicyCounts],
     ) -> None:
         async def commit() -> None:
-            await self._store.commit_episode(placed.spec, header, digest, metrics, detail)
+            await self._store.commit_episode(episode.spec, header, digest, metrics, detail)
             if header.committed:
-                self._host.record_episode_metrics(placed.spec, header, counted)
+                self._host.record_episode_metrics(episode.spec, header, counts)
             else:
                 self.last_failure = detail
-            self._episodes.pop(placed.number, None)
-            if self._numbers.get(placed.spec.episode_id) == placed.number:
-                del self._numbers[placed.spec.episode_id]
-            placed.on_end(header)
-            parent = self._queue.get(self._numbers.get(placed.spec.parent_id or "", 0))
+            self._episodes.pop(episode.number, None)
+            if self._numbers.get(episode.spec.episode_id) == episode.number:
+                del self._numbers[episode.spec.episode_id]
+            episode.on_end(header)
+            parent = self._queue.get(self._numbers.get(episode.spec.parent_id or "", 0))
             if parent is not None and not self._can_wait(parent):
                 parent.deaths.clear()  # it could make no progress while it waited, so these deaths do not count
                 self._fill()
@@ -467,15 +467,15 @@ class WorkerPool:
         self._start(commit())
 
 
-def _name_of(placed: PlacedEpisode) -> str:
-    return f"{placed.spec.episode_id} (task {placed.spec.task.id!r})"
+def _name_of(episode: PlacedEpisode) -> str:
+    return f"{episode.spec.episode_id} (task {episode.spec.task.id!r})"
 
 
 def _killer(dead: list[PlacedEpisode]) -> PlacedEpisode | None:
-    """Return the episode that witnessed at least `GUILTY` more deaths than every other episode of the dead process;
-    None if there is none."""
-    first = max(dead, key=lambda placed: len(placed.deaths), default=None)
-    others = max((len(placed.deaths) for placed in dead if placed is not first), default=0)
-    if first is None or others > 1 or len(first.deaths) < others + GUILTY:
+    """Return the episode that witnessed at least `GUILTY_MARGIN` more deaths than every other episode of the dead
+    process; None if there is none."""
+    first = max(dead, key=lambda episode: len(episode.deaths), default=None)
+    runner_up_deaths = max((len(episode.deaths) for episode in dead if episode is not first), default=0)
+    if first is None or runner_up_deaths > 1 or len(first.deaths) < runner_up_deaths + GUILTY_MARGIN:
         return None
     return first

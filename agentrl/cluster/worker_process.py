@@ -96,7 +96,9 @@ class WorkerProcess:
             clock=clock,
             tell=tell,
         )
-        self._watching = asyncio.get_running_loop().create_task(self._report_end(), name=f"watch worker {work.number}")
+        self._watch_task = asyncio.get_running_loop().create_task(
+            self._report_end(), name=f"watch worker {work.number}"
+        )
 
     @property
     def node(self) -> str:
@@ -122,12 +124,12 @@ class WorkerProcess:
 
     def status(self) -> ProcessStatus:
         """Return the node and the activity of the process."""
-        doing = "starts" if not self.is_ready else "leaves" if self.is_leaving else "plays"
+        state = "starts" if not self.is_ready else "leaves" if self.is_leaving else "plays"
         episodes = plural(len(self.episodes), "episode")
         return ProcessStatus(
             name=f"worker {self._work.number}",
             node=self.node,
-            doing=f"{doing} {episodes}" if doing == "plays" else f"{doing}, with {episodes}",
+            doing=f"{state} {episodes}" if state == "plays" else f"{state}, with {episodes}",
         )
 
     async def cancel(self, seconds: float) -> None:
@@ -144,7 +146,7 @@ class WorkerProcess:
 
     async def close(self) -> None:
         """End the process permanently. Idempotent."""
-        self._watching.cancel()
+        self._watch_task.cancel()
         if self._connection is not None:
             # The end of the connection makes the child close its partition and exit.
             self._connection.close(EngineLostError(f"worker {self._work.number} was closed"))
@@ -181,8 +183,8 @@ class WorkerProcess:
             self.supervisor.achieved()  # a requested exit does not count as a loss
         self._owner.lost(self)
         self.is_leaving = False
-        self._watching.cancel()
-        self._watching = asyncio.get_running_loop().create_task(
+        self._watch_task.cancel()
+        self._watch_task = asyncio.get_running_loop().create_task(
             self._report_end(), name=f"watch worker {self._work.number}"
         )
 
@@ -224,6 +226,6 @@ class WorkerProcess:
 
 
 def _bug(error: Exception) -> AgentRLError:
-    made = AgentRLError(f"a worker's message could not be handled ({type(error).__name__}: {error})")
-    made.__cause__ = error
-    return made
+    failure = AgentRLError(f"a worker's message could not be handled ({type(error).__name__}: {error})")
+    failure.__cause__ = error
+    return failure

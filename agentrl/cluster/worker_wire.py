@@ -270,11 +270,11 @@ def encode_episode_ended(
     digest: bytes = b"",
     metrics: Mapping[str, float] | None = None,
     detail: str = "",
-    counted: Mapping[str, PolicyCounts] | None = None,
+    policy_counts: Mapping[str, PolicyCounts] | None = None,
 ) -> EpisodeEnded:
     """Encode an episode's end as a message, without data that the run already has."""
-    metrics, counted = dict(metrics or {}), dict(counted or {})
-    plain = not counted or list(counted.values()) == [PolicyCounts(header.turns, metrics)]
+    metrics, policy_counts = dict(metrics or {}), dict(policy_counts or {})
+    plain = not policy_counts or list(policy_counts.values()) == [PolicyCounts(header.turns, metrics)]
     return EpisodeEnded(
         number=number,
         attempt=header.attempt,
@@ -295,31 +295,34 @@ def encode_episode_ended(
         entries=0 if header.location is None else header.location.entries,
         digest=digest,
         metrics=metrics,
-        counted=None if plain else counted,
+        counted=None if plain else policy_counts,
     )
 
 
-def decode_episode_header(spec: EpisodeSpec, ended: EpisodeEnded, partition: str | None) -> EpisodeHeader:
+def decode_episode_header(spec: EpisodeSpec, message: EpisodeEnded, partition: str | None) -> EpisodeHeader:
     """Decode the header of an ended episode; `partition` is that of its worker."""
     return EpisodeHeader(
         episode_id=spec.episode_id,
         group_id=spec.group_id,
-        attempt=ended.attempt,
+        attempt=message.attempt,
         purpose=spec.purpose,
         parent_id=spec.parent_id,
-        stop_reason=ended.stop_reason,
-        drop_reason=ended.drop_reason,
-        turns=ended.turns,
-        tokens=ended.tokens,
-        seconds=ended.seconds,
-        trajectories=tuple(TrajectoryHeader(*each) for each in ended.trajectories),
-        location=None if ended.drop_reason or partition is None else EpisodeDataLocation(partition, ended.entries),
-        measured_against=ended.measured_against,
+        stop_reason=message.stop_reason,
+        drop_reason=message.drop_reason,
+        turns=message.turns,
+        tokens=message.tokens,
+        seconds=message.seconds,
+        trajectories=tuple(TrajectoryHeader(*fields) for fields in message.trajectories),
+        location=None if message.drop_reason or partition is None else EpisodeDataLocation(partition, message.entries),
+        measured_against=message.measured_against,
     )
 
 
-def decode_policy_counts(ended: EpisodeEnded) -> dict[str, PolicyCounts]:
+def decode_policy_counts(message: EpisodeEnded) -> dict[str, PolicyCounts]:
     """Return the counts of each policy that acted."""
-    if ended.counted is not None:
-        return ended.counted
-    return {policy: PolicyCounts(ended.turns, ended.metrics) for policy in {each[2] for each in ended.trajectories}}
+    if message.counted is not None:
+        return message.counted
+    return {
+        policy: PolicyCounts(message.turns, message.metrics)
+        for policy in {fields[2] for fields in message.trajectories}
+    }

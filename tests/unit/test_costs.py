@@ -96,5 +96,5 @@ def test_the_end_of_an_episode_crosses_in_no_more_bytes_than_promised(agents: in
     counted = {
         "policy": PolicyCounts(header.turns, {"tool/ok": float(TURNS)})
     }  # another than `metrics`: it travels too
-    ended = encode_episode_ended(1_234_567, header, digest=b"d" * 16, metrics=metrics, counted=counted)
+    ended = encode_episode_ended(1_234_567, header, digest=b"d" * 16, metrics=metrics, policy_counts=counted)
     assert len(msgspec.msgpack.encode(ended)) <= EVENT_BYTES

@@ -21,7 +21,7 @@ import agentrl
 from agentrl.app.run_parts import RunFactories
 from agentrl.app.supervisor import run_guarding_event_loop
 from agentrl.app.training import Run, run_training
-from agentrl.cluster.worker_pool import SUSPECTED
+from agentrl.cluster.worker_pool import MIN_SUSPECT_DEATHS
 from agentrl.core.errors import EnvironmentDefinitionError, EnvironmentFaultError, StorageError
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import as_environment
@@ -263,7 +263,7 @@ def test_a_process_that_was_killed_is_told_of_with_its_episodes_and_two_are_susp
     assert second.process != first.process
     store = SqliteJournal(tmp_path / "run/journal")
     following = second.next(store)
-    suspects = {s.task.id for s in second.running(store.unfinished) if following.deaths(s) >= SUSPECTED}
+    suspects = {s.task.id for s in second.running(store.unfinished) if following.deaths(s) >= MIN_SUSPECT_DEATHS}
     asyncio.run(store.close())
     assert "digit-5" in suspects
     play(tmp_path, nothing, resume=True, quiet=False)

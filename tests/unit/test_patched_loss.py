@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentrl.cluster.trainer_pool import LEARNING, RayTrainerPool, refuse_monkeypatches
+from agentrl.cluster.trainer_pool import RANK_MODULES, RayTrainerPool, refuse_monkeypatches
 from agentrl.core.errors import ConfigError
 from agentrl.learn import loss_batch, losses, trainer
 from tests.sim.small_run import config_for
 
 
 def test_nothing_is_refused_where_nothing_was_replaced() -> None:
-    assert {losses.__name__, trainer.__name__} <= set(LEARNING)
+    assert {losses.__name__, trainer.__name__} <= set(RANK_MODULES)
     refuse_monkeypatches()
 
 
