@@ -2,6 +2,6 @@
 
 `sandbox.py` has what environments use, `driver.py` the port and its records, `bubblewrap.py` and `container.py` the
 drivers, `commands.py` what they share, `state.py` the files as a journal keeps them, `keeper.py` the process that owns
-bubblewrap's sandboxes, `seccomp.py` the refused system calls, and `checks.py` what this machine can prove. The sandbox of
-an episode is `rollout/sandbox.py`.
+bubblewrap's sandboxes, `seccomp.py` the refused system calls, and `checks.py` what this machine can prove. The sandbox
+of an episode is `rollout/sandbox.py`.
 """

@@ -240,6 +240,7 @@ class ContainerLease:
                     self._driver.program, *self._arguments, *options,
                     self._image, *(text.encode("utf-8", "replace") for text in argv),
                     stdin=source, stdout=streams[0].write_end, stderr=streams[1].write_end, start_new_session=True,
+                    cwd=own,  # podman's monitor writes a file there when memory runs out
                 )  # fmt: skip
                 ended = self._running[name] = asyncio.get_running_loop().create_task(process.wait())
                 killed = await self._watch(ended, name, started + limit)
