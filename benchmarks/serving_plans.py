@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from agentrl.config.devices import SHARED, plan_devices
+from agentrl.config.devices import SHARED_SHARE, plan_devices
 from tests.unit.test_device_plan import COMBINATIONS, configuration, machine, planned
 
 CARD = 24 << 30
@@ -44,8 +44,8 @@ def starts_either_order() -> bool:
         for share in (plan.shares[0], 0.92):
             print(f"vLLM with {share:.0%} of a 24 GB card, started {when}: {'yes' if starts(free, share) else 'no'}")
     return (
-        plan.shares == (SHARED,)
-        and all(starts(free, SHARED) for free in frees.values())
+        plan.shares == (SHARED_SHARE,)
+        and all(starts(free, SHARED_SHARE) for free in frees.values())
         and not starts(frees["after it, and again"], 0.92)
     )
 

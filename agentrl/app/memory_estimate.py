@@ -239,7 +239,7 @@ def check_gpu_memory(config: RunConfig) -> list[str]:
     devices = device_plan(config)
     if not devices.gpus or not config.bases:
         return []
-    if config.engine.kind == "vllm" and (gpu_conflicts := devices.taken()):
+    if config.engine.kind == "vllm" and (gpu_conflicts := devices.memory_conflicts()):
         raise ConfigError("\n  ".join(gpu_conflicts))
     try:
         plan = estimate_memory(config)

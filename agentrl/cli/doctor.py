@@ -84,8 +84,8 @@ def doctor(options: argparse.Namespace) -> int:
     )
     ready = not missing and not unknown
     if options.json:
-        checked = {title: [asdict(check) for check in checks] for title, checks in report.items()}
-        print_json({"ready": ready, "sections": checked})
+        section_checks = {title: [asdict(check) for check in checks] for title, checks in report.items()}
+        print_json({"ready": ready, "sections": section_checks})
         return 0 if ready else 1
     for title, checks in report.items():
         sys.stdout.write(f"{title}\n")
@@ -173,14 +173,14 @@ def disk_checks() -> list[Check]:
         missing_text = "the working directory was removed"
         return [Check(name="disk for runs", result=missing_text, level="missing", fix="cd to a directory that exists")]
     runs = next(place for place in (directory, *directory.parents) if place.exists())
-    checks = [_disk_space("disk for runs", runs, needed=1.0, setting="--directory=DIR")]
+    checks = [_disk_space("disk for runs", runs, needed_gib=1.0, setting="--directory=DIR")]
     try:
         temporary = Path(tempfile.gettempdir())
     except FileNotFoundError:
         disk_text = "no writable directory for them"
         fix = "set TMPDIR=DIR to a writable one"
         return [*checks, Check(name="disk for temporary files", result=disk_text, level="missing", fix=fix)]
-    return [*checks, _disk_space("disk for temporary files", temporary, needed=0.5, setting="TMPDIR=DIR")]
+    return [*checks, _disk_space("disk for temporary files", temporary, needed_gib=0.5, setting="TMPDIR=DIR")]
 
 
 def shadowing_file_checks() -> list[Check]:
@@ -264,9 +264,9 @@ def _works(package: str, code: str, *, extra: str, instead: str) -> list[Check]:
     return [Check(name=f"{package} works", result=f"no: {reason[:200]}", level="missing", fix=fix)]
 
 
-def _disk_space(name: str, place: Path, *, needed: float, setting: str) -> Check:
+def _disk_space(name: str, place: Path, *, needed_gib: float, setting: str) -> Check:
     free = shutil.disk_usage(place).free / GIB
-    fix = "" if free > needed else f"free {needed:g} GiB there, or set {setting}"
+    fix = "" if free > needed_gib else f"free {needed_gib:g} GiB there, or set {setting}"
     if not os.access(place, os.W_OK):
         fix = f"change to a directory you may write to, or set {setting}"
     return Check(name=name, result=f"{free:.1f} GiB free at {place}", level="missing" if fix else "ok", fix=fix)
@@ -294,7 +294,7 @@ def placement_checks(config: RunConfig | None = None) -> list[Check]:
             check_vllm_usable(config)
         except InputError as error:
             return [Check(name="engine", result=str(error), level="missing")]
-    has_gpu = _version("torch") is not None and _asked_torch().stdout.split()[1:] not in ([], ["0"])
+    has_gpu = _version("torch") is not None and _torch_probe().stdout.split()[1:] not in ([], ["0"])
     device = "GPU" if has_gpu else "CPU"
     engine = f"{config.engine.kind}, {_engine_process(config)}, {config.threads} thread(s), on the {device}"
     checks = [Check(name="engine", result=engine)]
@@ -425,7 +425,7 @@ def _gpu_checks(config: RunConfig, plan: MemoryEstimate) -> list[Check]:
         result = "the embedded engine is made for small models"
         checks.append(Check(name="engine", result=result, level="note", fix="for a larger one, add [engine.vllm]"))
     if config.engine.kind == "vllm":
-        checks += [Check(name="devices", result=line, level="missing") for line in devices.taken()]
+        checks += [Check(name="devices", result=line, level="missing") for line in devices.memory_conflicts()]
     for need in gpu_memory_needs(config, plan):
         text = f"{_gibibytes(need.needed):>10}  needed of {_gibibytes(need.allowed)} allowed"
         name = f"{need.user} on GPU {need.gpu.id}"
@@ -471,7 +471,7 @@ def distribution_check(name: str, floors: dict[str, str], *, extra: str, needed:
 
 
 @cache
-def _asked_torch() -> subprocess.CompletedProcess[str]:
+def _torch_probe() -> subprocess.CompletedProcess[str]:
     """Ask torch, in a child process, for its threads and number of GPUs."""
     code = "import torch; print(torch.get_num_threads(), torch.cuda.device_count() if torch.cuda.is_available() else 0)"
     return subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=False)

@@ -41,7 +41,7 @@ def env_list(options: argparse.Namespace) -> int:
     """`agentrl env list`."""
     from agentrl.environment.registry import registered_environments
 
-    environments = [_described(spec) for spec in registered_environments()]
+    environments = [_description(spec) for spec in registered_environments()]
     if options.json:
         print_json(environments)
         return 0
@@ -56,7 +56,7 @@ def env_list(options: argparse.Namespace) -> int:
     return 0
 
 
-def _described(spec: EnvironmentSpec) -> dict[str, Any]:
+def _description(spec: EnvironmentSpec) -> dict[str, Any]:
     from agentrl.environment.registry import resolve
 
     line: dict[str, Any] = {"id": spec.id, "entry_point": spec.entry_point, "description": "", "seats": [], "error": ""}
@@ -84,7 +84,7 @@ def env_check(options: argparse.Namespace) -> int:
     if options.id is None:
         return max(codes)
     progress = ProgressLine(f"checking {options.id}", sys.stderr)
-    environment, arguments = _configured(options.id)
+    environment, arguments = _environment_of_run(options.id)
 
     def check() -> tuple[bool, str | None, str]:
         report = check_environment(environment, options=arguments, on_progress=progress, hash_order=True)
@@ -96,15 +96,15 @@ def env_check(options: argparse.Namespace) -> int:
 
     with contextlib.closing(progress):
         answer, problem = run_in_forked_child(check)
-    passed, resume_class, text = answer or (False, None, f"{options.id}: the check did not finish: {problem}")
+    has_passed, resume_class, text = answer or (False, None, f"{options.id}: the check did not finish: {problem}")
     if options.json:
-        print_json({"id": options.id, "passed": passed, "class": resume_class, "text": text})
+        print_json({"id": options.id, "passed": has_passed, "class": resume_class, "text": text})
     else:
         sys.stdout.write(escape_text(text).rstrip("\n") + "\n")
-    return max(0 if passed else CheckFailedError.exit_code, *codes, 0)
+    return max(0 if has_passed else CheckFailedError.exit_code, *codes, 0)
 
 
-def _configured(id: str) -> tuple[str, dict[str, Any]]:
+def _environment_of_run(id: str) -> tuple[str, dict[str, Any]]:
     """Return the environment of a name or a TOML file, and its options."""
     if not id.endswith(".toml"):
         return id, {}
@@ -127,7 +127,9 @@ def env_import(options: argparse.Namespace) -> int:
             raise InputError(f"--root {pair}: write IMAGE=DIRECTORY")
         roots[image] = directory
     directories = task_directories(Path(options.directory).resolve())
-    refusals = {found.name: read_task(found, roots, network=options.network).refusals for found in directories}
+    refusals = {
+        candidate.name: read_task(candidate, roots, network=options.network).refusals for candidate in directories
+    }
     usable = sum(not reasons for reasons in refusals.values())
     if options.json:
         print_json({"tasks": len(refusals), "usable": usable, "refusals": refusals})
@@ -171,12 +173,12 @@ def _check_function(kind: str, name: str, *, as_json: bool) -> int:
         return not report.findings, report.text
 
     answer, problem = run_in_forked_child(check)
-    passed, text = answer or (False, f"{kind} {name}: the check did not finish: {problem}")
+    has_passed, text = answer or (False, f"{kind} {name}: the check did not finish: {problem}")
     if as_json:
-        print_json({kind: name, "passed": passed, "text": text})
+        print_json({kind: name, "passed": has_passed, "text": text})
     else:
         sys.stdout.write(escape_text(text) + "\n")
-    return 0 if passed else CheckFailedError.exit_code
+    return 0 if has_passed else CheckFailedError.exit_code
 
 
 def run_in_forked_child(call: Callable[[], Any], *, longest_s: float = LONGEST_S) -> tuple[Any, str]:
@@ -195,22 +197,22 @@ def run_in_forked_child(call: Callable[[], Any], *, longest_s: float = LONGEST_S
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    reading, writing = os.pipe()
+    read_end, write_end = os.pipe()
     life, parent_end = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(reading)
+        os.close(read_end)
         os.close(parent_end)
-        _answer(call, writing, life)
-    os.close(writing)
+        _answer(call, write_end, life)
+    os.close(write_end)
     os.close(life)
     try:
-        status, content = _read(child, reading, longest_s)
+        status, content = _read(child, read_end, longest_s)
         if status is None and not content.endswith(b"\n"):
-            return None, f"it did not end within {longest_s:g} s{_whereabouts(child, reading)}"
+            return None, f"it did not end within {longest_s:g} s{_whereabouts(child, read_end)}"
     finally:
         _end(child)
-        os.close(reading)
+        os.close(read_end)
         os.close(parent_end)
     if content.endswith(b"\n"):
         value, problem = json.loads(content)
@@ -218,12 +220,12 @@ def run_in_forked_child(call: Callable[[], Any], *, longest_s: float = LONGEST_S
     return None, f"its process ended ({_exit_words(status or 0)}) before it could answer"
 
 
-def _answer(call: Callable[[], Any], writing: int, life: int) -> NoReturn:
+def _answer(call: Callable[[], Any], write_end: int, life: int) -> NoReturn:
     """Make the call, send the answer, and exit, in the child."""
     me = os.getpid()
     os.setpgid(0, 0)
     threading.Thread(target=_end_with_parent, args=(life,), daemon=True).start()
-    faulthandler.register(signal.SIGUSR1, writing, all_threads=False)
+    faulthandler.register(signal.SIGUSR1, write_end, all_threads=False)
     with contextlib.suppress(OSError, ValueError):  # in tests, streams have no file descriptor
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -237,7 +239,7 @@ def _answer(call: Callable[[], Any], writing: int, life: int) -> NoReturn:
     sys.stdout.flush()  # flush the child's output before the parent kills it
     content = encode(answer).encode() + b"\n"
     while content and os.getpid() == me:  # a process that the code forked must not answer
-        content = content[os.write(writing, content) :]
+        content = content[os.write(write_end, content) :]
     os._exit(0)
 
 
@@ -246,29 +248,32 @@ def _end_with_parent(life: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _read(child: int, reading: int, longest_s: float) -> tuple[int | None, bytes]:
+def _read(child: int, read_end: int, longest_s: float) -> tuple[int | None, bytes]:
     """Return the child's exit status (None while it lives) and its output, complete or up to the deadline."""
     clock, content = SystemClock(), b""
     deadline = clock.monotonic() + longest_s
     while clock.monotonic() < deadline:
-        ended, status = os.waitpid(child, os.WNOHANG)  # wait first: output written before the exit is then in the pipe
-        while select.select([reading], [], [], 0.0 if ended else _POLL_S)[0] and (part := os.read(reading, 1 << 16)):
+        # Wait first: output written before the exit is then in the pipe.
+        ended_pid, status = os.waitpid(child, os.WNOHANG)
+        while select.select([read_end], [], [], 0.0 if ended_pid else _POLL_S)[0] and (
+            part := os.read(read_end, 1 << 16)
+        ):
             content += part
             if content.endswith(b"\n"):
-                return status if ended else None, content
-        if ended:
+                return status if ended_pid else None, content
+        if ended_pid:
             return status, content
     return None, content
 
 
-def _whereabouts(child: int, reading: int) -> str:
+def _whereabouts(child: int, read_end: int) -> str:
     """Return the innermost line of user code in a child that does not end."""
     from agentrl.observe.blocked_loop import is_user_code
 
     stack = b""
     with contextlib.suppress(ProcessLookupError):
         os.kill(child, signal.SIGUSR1)
-    while select.select([reading], [], [], _POLL_S)[0] and (part := os.read(reading, 1 << 16)):
+    while select.select([read_end], [], [], _POLL_S)[0] and (part := os.read(read_end, 1 << 16)):
         stack += part
     frames = [tuple(part.decode(errors="replace") for part in frame) for frame in _FRAME.findall(stack)]
     user_frames = [frame for frame in frames if is_user_code(frame[0])] or frames
@@ -327,8 +332,8 @@ def write_environment(name: str, parent: Path) -> Path:
     try:
         partial.mkdir()
         for file, text in FILES.items():
-            filled = re.sub(r"NAME|CLASS", lambda match: words[match[0]], text)
-            (partial / file).write_text(filled, encoding="utf-8")
+            content = re.sub(r"NAME|CLASS", lambda match: words[match[0]], text)
+            (partial / file).write_text(content, encoding="utf-8")
         partial.rename(directory)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)

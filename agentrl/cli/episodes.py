@@ -129,7 +129,7 @@ def _follow_episode(reader: RunReader, options: argparse.Namespace) -> None:
         *(reader, options, ask),
         key=lambda event: (attempt, event.version if isinstance(event, WeightUpdate) else event.call),
         page=events_page,
-        ended=lambda: reader.episode(episode, options.attempt).summary.committed_at is not None,
+        is_ended=lambda: reader.episode(episode, options.attempt).summary.committed_at is not None,
     )
     view = read_conversation(reader, episode, options.attempt)
     if options.json:
@@ -251,13 +251,13 @@ def episode_fork(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     def page() -> Any:
         from agentrl.inspection.reader import RunReader
 
-        opened = RunReader(root)
+        reader = RunReader(root)
         try:
-            return fork_tree_page(fork_tree(opened), new_ids)
+            return fork_tree_page(fork_tree(reader), new_ids)
         finally:
-            opened.close()
+            reader.close()
 
-    forked = [
+    new_episodes = [
         {
             "episode": header.episode_id,
             "reward": header.reward,
@@ -267,7 +267,7 @@ def episode_fork(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
         }
         for header in headers
     ]
-    return RunAnswer(forked, page)
+    return RunAnswer(new_episodes, page)
 
 
 def chosen_episode(reader: RunReader, options: argparse.Namespace) -> str:
@@ -363,9 +363,9 @@ def step_replay(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     else:
         line = step_view(reader, options.step, options.policy, options.lineage).line
         results = [msgspec.structs.replace(replay_step(reader, line), computed=recompute_step_loss(reader, line))]
-    departed = [
+    departures = [
         result for result in results if not result.identical or (result.computed and result.computed.same is False)
     ]
-    code = CheckFailedError.exit_code if departed else 0
+    code = CheckFailedError.exit_code if departures else 0
     rows = [msgspec.to_builtins(result) for result in results]
     return RunAnswer(results, lambda: step_replays_page(rows), code)

@@ -42,11 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = argparse.Namespace(reads=True, takes_overrides=None)
     try:
         try:
-            options, unparsed = make_parser().parse_known_args(arguments)
+            options, extra_arguments = make_parser().parse_known_args(arguments)
         except SystemExit:  # help was printed: report a failed write here, not when the interpreter exits
             sys.stdout.flush()
             raise
-        options.overrides = _overrides(unparsed, accepted=options.takes_overrides)
+        options.overrides = _overrides(extra_arguments, accepted=options.takes_overrides)
         with rare_collections():
             code = _call(options)
         sys.stdout.flush()

@@ -79,7 +79,7 @@ def follow(
     ask: Callable[[], Sequence[T]],
     key: Callable[[T], Hashable],
     page: Callable[[Sequence[T]], TerminalPage],
-    ended: Callable[[], bool] = lambda: False,
+    is_ended: Callable[[], bool] = lambda: False,
 ) -> None:
     """Print new items of a run as they appear, as pages or lines of JSON, until the run ends or Ctrl-C.
 
@@ -89,15 +89,15 @@ def follow(
         ask: returns the items in order; called every `INTERVAL_S`.
         key: identifies an item, which is printed once.
         page: renders items.
-        ended: whether no more items will come even if the run continues.
+        is_ended: whether no more items will come even if the run continues.
     """
-    seen: set[Hashable] = set()
+    shown_keys: set[Hashable] = set()
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             # Check first: items written before the end are then on disk.
-            has_ended = reader.standing() != "running" or ended()
-            new = [item for item in ask() if key(item) not in seen]
-            seen.update(map(key, new))
+            has_ended = reader.standing() != "running" or is_ended()
+            new = [item for item in ask() if key(item) not in shown_keys]
+            shown_keys.update(map(key, new))
             if options.json:
                 for item in new:
                     print_json_line(item)

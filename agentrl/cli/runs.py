@@ -173,9 +173,13 @@ def run_curve(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     values = reader.metric(options.metric)
     if not values:
         names = reader.metric_names()
-        near = [name for name in names if options.metric in name.split("/")]
-        near = near or difflib.get_close_matches(options.metric, names, n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"recorded were: {', '.join(names) or 'none'}"
+        suggestions = [name for name in names if options.metric in name.split("/")]
+        suggestions = suggestions or difflib.get_close_matches(options.metric, names, n=3)
+        hint = (
+            f"did you mean {' or '.join(suggestions)}?"
+            if suggestions
+            else f"recorded were: {', '.join(names) or 'none'}"
+        )
         raise InputError(f"no metric {options.metric!r}; {hint}")
     series = [
         {"policy": name, "step": step, "value": value}
@@ -238,16 +242,16 @@ def _show_frames(reader: RunReader) -> None:
     clock, console = SystemClock(), Console()
     with (
         contextlib.suppress(KeyboardInterrupt),
-        _keys() as pressed,
+        _keys() as wait_for_key,
         Live(console=console, auto_refresh=False, vertical_overflow="ellipsis") as live,
     ):
         has_ended, wait_s = False, 0.0
-        while not has_ended and not pressed(wait_s):
-            started = clock.monotonic()
+        while not has_ended and not wait_for_key(wait_s):
+            start_s = clock.monotonic()
             frame, has_ended = _frame(reader, console.width)
             live.update(frame, refresh=True)
             # at most one frame a second, and at most a tenth of the time for reading: a long run is read less often
-            wait_s = max(1.0, (clock.monotonic() - started) / 0.1)
+            wait_s = max(1.0, (clock.monotonic() - start_s) / 0.1)
 
 
 @contextlib.contextmanager
@@ -256,20 +260,20 @@ def _keys() -> Iterator[Callable[[float], bool]]:
     import termios
     import tty
 
-    watched = [sys.stdin] if sys.stdin is not None and sys.stdin.isatty() else []
+    streams = [sys.stdin] if sys.stdin is not None and sys.stdin.isatty() else []
 
-    def pressed(seconds: float) -> bool:
-        ready, _, _ = select.select(watched, [], [], seconds)
+    def wait_for_key(seconds: float) -> bool:
+        ready, _, _ = select.select(streams, [], [], seconds)
         return bool(ready) and os.read(sys.stdin.fileno(), 1) in (b"q", b"Q", b"\x04", b"")
 
-    if not watched:
-        yield pressed
+    if not streams:
+        yield wait_for_key
         return
     before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)
 
     try:
-        yield pressed
+        yield wait_for_key
     finally:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
@@ -335,8 +339,8 @@ def run_prune(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
 
     config = reader.info().get("config")
     section = config.get("journal") if isinstance(config, dict) else None
-    recorded = section.get("keep") if isinstance(section, dict) else None
-    keep = recorded if options.keep is None else options.keep
+    run_setting = section.get("keep") if isinstance(section, dict) else None
+    keep = run_setting if options.keep is None else options.keep
     if type(keep) is not int or keep < 0:
         raise InputError(
             "choose how much to keep: --keep=20 keeps the newest 20 steps of each policy; --keep=0 keeps only what "
@@ -349,7 +353,7 @@ def run_prune(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
             "can be pruned"
         )
     if options.dry_run:
-        pruned = prune(reader.journal, reader.log, rule, None)
+        totals = prune(reader.journal, reader.log, rule, None)
     else:
 
         async def work() -> PruneTotals:
@@ -360,8 +364,8 @@ def run_prune(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
             finally:
                 await journal.close()
 
-        pruned = asyncio.run(work())
-    return RunAnswer(pruned, lambda: pruned_page(pruned, is_dry=options.dry_run))
+        totals = asyncio.run(work())
+    return RunAnswer(totals, lambda: pruned_page(totals, is_dry=options.dry_run))
 
 
 def run_export(options: argparse.Namespace) -> int:
@@ -369,17 +373,17 @@ def run_export(options: argparse.Namespace) -> int:
     from agentrl.inspection.export.exporting import export
 
     with open_run(options) as reader:
-        exported = export(
+        export_result = export(
             reader, options.to, options.out, where=options.where, match=options.match, force=options.force
         )
     if options.json:
-        print_json(exported)
+        print_json(export_result)
         return 0
-    _say(f"{exported.path}: {plural(exported.episodes, 'episode')}")
-    for problem in exported.problems[:PROBLEMS_SHOWN]:
+    _say(f"{export_result.path}: {plural(export_result.episodes, 'episode')}")
+    for problem in export_result.problems[:PROBLEMS_SHOWN]:
         _say(f"  not readable: {problem}")
-    if len(exported.problems) > PROBLEMS_SHOWN:
-        _say(f"  and {len(exported.problems) - PROBLEMS_SHOWN:,} more (--json has them)")
+    if len(export_result.problems) > PROBLEMS_SHOWN:
+        _say(f"  and {len(export_result.problems) - PROBLEMS_SHOWN:,} more (--json has them)")
     return 0
 
 
@@ -405,7 +409,7 @@ def run_mirror(options: argparse.Namespace) -> int:
             while True:
                 is_last, began = options.once or read_process_state(run) != "running", clock.wall()
                 try:
-                    copied = mirror.round()
+                    round_result = mirror.round()
                 except StorageError as error:
                     if options.once or (is_last and retry_s == longest_s):
                         raise
@@ -416,10 +420,10 @@ def run_mirror(options: argparse.Namespace) -> int:
                 else:
                     pause_s, retry_s = options.every, first_s
                     status = replace(status, until=began, error="")
-                    line = {"began": began, "seconds": copied.seconds, "bytes": copied.sent}
-                    until = time.strftime("%H:%M:%S", time.localtime(began))
-                    cost = f"{copied.sent / 1e6:.1f} MB in {copied.seconds:.1f} s"
-                    text = f"has what the run wrote until {until}: {cost}"
+                    line = {"began": began, "seconds": round_result.seconds, "bytes": round_result.sent}
+                    shown_time = time.strftime("%H:%M:%S", time.localtime(began))
+                    cost = f"{round_result.sent / 1e6:.1f} MB in {round_result.seconds:.1f} s"
+                    text = f"has what the run wrote until {shown_time}: {cost}"
                 if options.json:
                     print_json_line(line)
                 else:
@@ -446,13 +450,13 @@ def run_serve(options: argparse.Namespace) -> int:
 async def _serve(run: Path, port: int, *, as_json: bool) -> None:
     from agentrl.inspection.viewer.server import serve_viewer
 
-    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    stop_event, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, ended.set)  # also if a background shell ignores Ctrl-C
-    async with serve_viewer(run, port) as served:
+        loop.add_signal_handler(number, stop_event.set)  # also if a background shell ignores Ctrl-C
+    async with serve_viewer(run, port) as viewer:
         if as_json:
-            print_json_line({"address": served.address, "run": str(run)})
+            print_json_line({"address": viewer.address, "run": str(run)})
         else:
-            sys.stdout.write(f"{escape_line(str(run))} is at {served.address}\nCtrl-C ends this.\n")
+            sys.stdout.write(f"{escape_line(str(run))} is at {viewer.address}\nCtrl-C ends this.\n")
             sys.stdout.flush()
-        await ended.wait()
+        await stop_event.wait()

@@ -44,8 +44,8 @@ class Propose(agentrl.Environment):
         if not proposer.gate(_SUM.fullmatch(written) is not None, penalty=-0.5):
             return
         novelty = await ctx.remember(written, structure=f"{written.count('+') + 1} terms")
-        solved = await ctx.gather(*ctx.spawn(Solve, {"sum": written}, n=ATTEMPTS))
-        rewards = [child.rewards.get("solver", 0.0) for child in solved if child.drop_reason is None]
+        children = await ctx.gather(*ctx.spawn(Solve, {"sum": written}, n=ATTEMPTS))
+        rewards = [child.rewards.get("solver", 0.0) for child in children if child.drop_reason is None]
         share = sum(reward > 0.5 for reward in rewards) / max(len(rewards), 1)
         ctx.metric("solved", share)
         proposer.reward(4.0 * share * (1.0 - share))
@@ -127,8 +127,8 @@ def scripted_reply_tokens(request: GenerateRequest, policy: str, version: Policy
     """Return a policy's turn, from its conversation, its seed and its step."""
     draw = random_stream("sample", request.seed)
     context = request.token_ids.tolist()
-    sampled = request.sampled_before
-    conversation = _FORMAT.decode(context[: len(context) - sampled] if sampled else context)
+    num_sampled = request.sampled_before
+    conversation = _FORMAT.decode(context[: len(context) - num_sampled] if num_sampled else context)
     answer = {"proposer": _propose, "solver": _solve, "checker": _check}[policy](conversation, draw, version.step)
     return [*answer.encode(), STOP_TOKEN]
 
@@ -143,7 +143,7 @@ def _propose(conversation: str, draw: random.Random, step: int) -> str:
 def _solve(conversation: str, draw: random.Random, step: int) -> str:
     written = re.findall(rf"({_SUM.pattern}) =", conversation)[-1][0]
     terms = list(map(int, written.split(" + ")))
-    observed = re.findall(r"<\|start\|>tool\n(-?\d+)<\|stop\|>", conversation.rpartition("<|start|>user\n")[2])
+    tool_results = re.findall(r"<\|start\|>tool\n(-?\d+)<\|stop\|>", conversation.rpartition("<|start|>user\n")[2])
     miss = (-10, -1, 1, 10)[draw.randrange(4)]
     if draw.random() < 0.25 / (1 + step):
         wrong: list[str] = [
@@ -153,11 +153,11 @@ def _solve(conversation: str, draw: random.Random, step: int) -> str:
             f'<tool_call>{{"name": "add", "arguments": {{"a": "{terms[0]}", "b": {terms[1]}}}}}</tool_call>',
         ]
         return wrong[draw.randrange(len(wrong))]
-    if len(observed) >= len(terms) - 1:
-        return str(observed[-1])
-    remaining = int(observed[-1]) if observed else terms[0]
+    if len(tool_results) >= len(terms) - 1:
+        return str(tool_results[-1])
+    term = int(tool_results[-1]) if tool_results else terms[0]
     return (
-        f'<tool_call>{{"name": "add", "arguments": {{"a": {remaining}, "b": {terms[len(observed) + 1]}}}}}</tool_call>'
+        f'<tool_call>{{"name": "add", "arguments": {{"a": {term}, "b": {terms[len(tool_results) + 1]}}}}}</tool_call>'
     )
 
 

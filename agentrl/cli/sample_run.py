@@ -174,14 +174,14 @@ class SampleRunTrainer(RecordingTrainer):
 
     def _report(self, policy: str, step_id: int, batches: Sequence[TrainBatch]) -> StepReport:
         units = [unit for batch in batches for unit in batch.units]
-        fed: list[TrainingSample] = []
+        samples: list[TrainingSample] = []
         for unit in units:
             entries = self._turns.read(unit.location.partition, unit.episode_id, unit.attempt)
-            fed += unit_samples(unit, assemble_trajectories(entries, policy))
+            samples += unit_samples(unit, assemble_trajectories(entries, policy))
         version = self._versions[policy]._replace(step=step_id - 1)
-        columns = step_columns(fed, version)
+        columns = step_columns(samples, version)
         path = f"steps/{policy}/{version.lineage}.{step_id}.safetensors"
-        rows = json.dumps([(sample.episode_id, sample.row_index) for sample in fed])
+        rows = json.dumps([(sample.episode_id, sample.row_index) for sample in samples])
         write_step_columns_file(self._directory / path, columns, {"rows": rows})
         ratio = np.exp(columns["trainer_logprobs"] - columns["behavior_logprobs"])
         pushes = columns["advantages"] * ratio / batches[0].normalizer
@@ -191,31 +191,33 @@ class SampleRunTrainer(RecordingTrainer):
             started_from=version,
             loss=float(-pushes.sum()),
             grad_norm=float(np.sqrt((pushes**2).sum())),
-            samples=len(fed),
+            samples=len(samples),
             tokens=len(ratio),
             seconds=sum(map(self.step_seconds, batches)),
             metrics={"entropy": float(-columns["trainer_logprobs"].mean())},
-            input_digest=input_digest(map(row_digest, fed)),
+            input_digest=input_digest(map(row_digest, samples)),
             columns=path,
         )
 
 
-def step_columns(fed: Sequence[TrainingSample], version: PolicyVersion) -> dict[str, Any]:
+def step_columns(samples: Sequence[TrainingSample], version: PolicyVersion) -> dict[str, Any]:
     """Make the columns of a step's file; see `learn/step_columns.py`."""
-    positions = trained_positions(fed)
-    lags = [token_lags(sample, version)[at] for sample, at in zip(fed, positions, strict=True)]
-    behavior = [sample.behavior_logprobs[at] for sample, at in zip(fed, positions, strict=True)]
-    moved = [
-        recorded + (0.005 + 0.05 * np.maximum(lag, 0)) * np.sin(1.7 * at)
-        for recorded, lag, at in zip(behavior, lags, positions, strict=True)
+    positions = trained_positions(samples)
+    lags = [token_lags(sample, version)[at] for sample, at in zip(samples, positions, strict=True)]
+    behavior = [sample.behavior_logprobs[at] for sample, at in zip(samples, positions, strict=True)]
+    logprobs = [
+        behavior_logprobs + (0.005 + 0.05 * np.maximum(lag, 0)) * np.sin(1.7 * at)
+        for behavior_logprobs, lag, at in zip(behavior, lags, positions, strict=True)
     ]
     return {
         "offsets": np.cumsum([0, *map(len, positions)], dtype="<i8"),
         "position": np.concatenate(positions).astype("<i8"),
-        "trainer_logprobs": np.minimum(np.concatenate(moved), 0.0).astype("<f4"),
+        "trainer_logprobs": np.minimum(np.concatenate(logprobs), 0.0).astype("<f4"),
         "entropy": np.concatenate([0.3 + 0.2 * np.cos(2.3 * at) for at in positions]).astype("<f4"),
         "behavior_logprobs": np.concatenate(behavior).astype("<f4"),
-        "advantages": np.concatenate([s.advantages[at] for s, at in zip(fed, positions, strict=True)]).astype("<f4"),
+        "advantages": np.concatenate([s.advantages[at] for s, at in zip(samples, positions, strict=True)]).astype(
+            "<f4"
+        ),
         "lag": np.concatenate(lags).astype("<i4"),
     }
 
@@ -234,9 +236,11 @@ def write_step_columns_file(path: Path, columns: Mapping[str, Any], metadata: Ma
             "data_offsets": [at, at + column.nbytes],
         }
         at += column.nbytes
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
+    header_bytes = json.dumps(header).encode()
+    header_bytes += b" " * (-len(header_bytes) % 8)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(
-        len(encoded).to_bytes(8, "little") + encoded + b"".join(column.tobytes() for column in columns.values())
+        len(header_bytes).to_bytes(8, "little")
+        + header_bytes
+        + b"".join(column.tobytes() for column in columns.values())
     )

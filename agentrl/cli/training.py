@@ -138,16 +138,18 @@ def evaluate(options: argparse.Namespace) -> int:
     tasks = sum(count for _, _, count in config.evaluation.splits)
     with contextlib.closing(ProgressLine(f"evaluating on {plural(tasks, 'task')}", sys.stderr)) as progress:
 
-        def on_progress(ended: int, episodes: int) -> None:
-            progress(f"{ended} of {plural(episodes, 'episode')}")
+        def on_progress(num_ended: int, episodes: int) -> None:
+            progress(f"{num_ended} of {plural(episodes, 'episode')}")
 
         metrics = run_evaluation(config, _weights(options.policy), journal=journal, on_progress=on_progress)
         if options.compare:
-            other = _weights(options.compare) if options.compare != ["base"] else None
+            other_weights = _weights(options.compare) if options.compare != ["base"] else None
             compared_journal = journal.with_name(f"{journal.name}-compared")
-            compared = run_evaluation(config, other, journal=compared_journal, on_progress=on_progress)
-            both = {name.replace("evaluation/", "compared/", 1): value for name, value in compared.items()}
-            metrics.update({**both, **metrics.compared_with(compared)})
+            other_evaluation = run_evaluation(config, other_weights, journal=compared_journal, on_progress=on_progress)
+            other_metrics = {
+                name.replace("evaluation/", "compared/", 1): value for name, value in other_evaluation.items()
+            }
+            metrics.update({**other_metrics, **metrics.compared_with(other_evaluation)})
     if options.json:
         print_json({**metrics, "path": str(journal)})
         return 0
@@ -177,18 +179,18 @@ def _is_address(model: str | None) -> bool:
 def _new_run(config: RunConfig, model: str) -> Path:
     """Return a new directory for the episodes of an endpoint's model next to the run's."""
     name = re.sub(r"[^\w.-]+", "-", f"{config.name}-{model.partition(',')[2] or 'endpoint'}", flags=re.ASCII)[:60]
-    numbered = (f"{name}-{number}" if number > 1 else name for number in itertools.count(1))
-    return next(path for candidate in numbered if not (path := Path(config.directory) / candidate).exists())
+    candidates = (f"{name}-{number}" if number > 1 else name for number in itertools.count(1))
+    return next(path for candidate in candidates if not (path := Path(config.directory) / candidate).exists())
 
 
 def _weights(arguments: Sequence[str]) -> str | dict[str, str] | None:
     """Parse the weights of `--policy DIR`, or of several `--policy NAME=DIR`."""
     if len(arguments) == 1 and ("=" not in arguments[0] or Path(arguments[0]).exists()):
         return arguments[0]
-    named = [text.partition("=") for text in arguments]
-    if any(not (name and directory) for name, _, directory in named):
+    pairs = [text.partition("=") for text in arguments]
+    if any(not (name and directory) for name, _, directory in pairs):
         raise InputError("--policy: several policies are given; write NAME=DIR for each")
-    return {name: directory for name, _, directory in named} or None
+    return {name: directory for name, _, directory in pairs} or None
 
 
 def _config(options: argparse.Namespace) -> RunConfig:

@@ -26,9 +26,9 @@ from agentrl.core.text import plural
 if TYPE_CHECKING:
     from agentrl.config.run import RunConfig
 
-ALONE = 0.9
+EXCLUSIVE_SHARE = 0.9
 """Share of a GPU's memory that an engine takes if it has the GPU to itself."""
-SHARED = 0.45
+SHARED_SHARE = 0.45
 """Share of a GPU's memory that an engine takes if a trainer rank computes on the GPU too."""
 CONTEXT = 450 << 20
 """Bytes that the CUDA context of a process takes on a GPU, which no allocator counts. An estimate."""
@@ -70,8 +70,8 @@ class DevicePlan:
 
     def shares_gpu(self, number: int) -> bool:
         """Whether a trainer rank or another engine computes on a GPU of an engine."""
-        others = {at for other, gpus in enumerate(self.engines) if other != number for at in gpus}
-        return not {*self.ranks, *others}.isdisjoint(self.engines[number])
+        other_gpus = {at for engine, gpus in enumerate(self.engines) if engine != number for at in gpus}
+        return not {*self.ranks, *other_gpus}.isdisjoint(self.engines[number])
 
     def transfer_to(self, number: int) -> Transfer | None:
         """Choose the transport for full weights to an engine on the same machine: `ipc` if its only GPU is rank 0's,
@@ -95,7 +95,7 @@ class DevicePlan:
         """The number of an engine, with its base model where there are several."""
         return f"engine {number} of {self.bases[number]}" if self.bases else f"engine {number}"
 
-    def taken(self) -> list[str]:
+    def memory_conflicts(self) -> list[str]:
         """Describe the GPUs whose free memory is smaller than the shares of their engines; one message per GPU.
 
         Call it before the run loads anything: until then, memory in use belongs to other processes.
@@ -165,8 +165,8 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
     replicas, gpus_per_engine = config.engine.count * len(bases), config.engine.devices
     # Embedded engines reserve no memory, so they share GPUs across base models; vLLMs share only scarce GPUs.
     fits = config.engine.kind == "vllm" and replicas * gpus_per_engine <= len(gpus)
-    sharing = len(bases) if bases and may_share and not fits else 1
-    engine_count = replicas // sharing
+    engines_per_block = len(bases) if bases and may_share and not fits else 1
+    engine_count = replicas // engines_per_block
     free: dict[str, list[int]] = defaultdict(list)
     for at, gpu in enumerate(gpus):
         free[gpu.node].append(at)
@@ -183,19 +183,20 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
     if len(blocks) < engine_count or len(rank_candidates) < count:
         raise ConfigError(_too_few(config, len(gpus), ranks=count, engines=engine_count, may_share=may_share))
     rank_gpus = tuple(rank_candidates[:count])
-    unused = [at for at in range(len(gpus)) if at not in engine_gpus and at not in rank_gpus]
+    unused_gpus = [at for at in range(len(gpus)) if at not in engine_gpus and at not in rank_gpus]
     reward_models = {
-        scorer: unused.pop(0) if section.device == "auto" and unused else None
+        scorer: unused_gpus.pop(0) if section.device == "auto" and unused_gpus else None
         for scorer, section in config.reward_models.items()
     }
-    blocks = sorted(blocks) * sharing
+    blocks = sorted(blocks) * engines_per_block
     names = [base.base_name for base in bases] if len(bases) > 1 else []
     plan = DevicePlan(
         gpus=tuple(gpus),
         ranks=rank_gpus,
         engines=tuple(blocks),
         shares=tuple(
-            config.engine.memory_share or (SHARED if set(block) & set(rank_gpus) else ALONE) / sharing
+            config.engine.memory_share
+            or (SHARED_SHARE if set(block) & set(rank_gpus) else EXCLUSIVE_SHARE) / engines_per_block
             for block in blocks
         ),
         bases=tuple(name for name in names for _ in range(config.engine.count)),
@@ -213,23 +214,23 @@ def plan_devices(config: RunConfig, gpus: Sequence[Gpu], *, ranks: bool = True, 
 
 
 def _too_few(config: RunConfig, count: int, *, ranks: int, engines: int, may_share: bool) -> str:
-    each = config.engine.devices
+    gpus_per_engine = config.engine.devices
     bases = f" for each of {len(config.bases)} base models" if len(config.bases) > 1 else ""
-    sizes = f"engine.replicas = {config.engine.count} of {each} GPU{'s' * (each > 1)} each{bases}"
+    sizes = f"engine.replicas = {config.engine.count} of {gpus_per_engine} GPU{'s' * (gpus_per_engine > 1)} each{bases}"
     sizes = sizes if engines else "no engine"
-    requested = f"trainer.ranks = {ranks} and {sizes}" if ranks else sizes
+    request = f"trainer.ranks = {ranks} and {sizes}" if ranks else sizes
     lower = "trainer.ranks, engine.replicas or a parallel size of [engine.vllm]"
     available = f"{count} GPU{'s' * (count > 1)}"
     if may_share:
-        return f"{requested} do not fit on {available}, even where ranks share GPUs with engines; lower {lower}"
-    total = ranks + engines * each
+        return f"{request} do not fit on {available}, even where ranks share GPUs with engines; lower {lower}"
+    total = ranks + engines * gpus_per_engine
     missing = (
         f"{total} are needed, {total - count} more than are free"
         if total > count
         else f"{total} would be enough, if those of one engine were on one node"
     )
     return (
-        f"{requested} do not fit on the {plural(count, 'free GPU')} of the Ray cluster, where an engine's GPUs are on "
+        f"{request} do not fit on the {plural(count, 'free GPU')} of the Ray cluster, where an engine's GPUs are on "
         f"one node and none is shared: {missing}; add nodes, lower {lower}, or run on one machine without "
         "cluster.address, where a rank and an engine can share a GPU"
     )
@@ -277,8 +278,8 @@ class NodePlan:
         for at, node in enumerate(self.nodes):
             users = [
                 f"{name} {number}"
-                for name, assigned in (("trainer rank", self.ranks), ("engine", self.engines), ("worker", self.workers))
-                for number, place in enumerate(assigned)
+                for name, nodes in (("trainer rank", self.ranks), ("engine", self.engines), ("worker", self.workers))
+                for number, place in enumerate(nodes)
                 if place == node
             ]
             where = f"{node.address} (the run's host)" if at == 0 else node.address
@@ -297,16 +298,16 @@ def plan_nodes(config: RunConfig, nodes: Sequence[Node]) -> NodePlan:
         ConfigError: there are too few free GPUs, or none for rank 0 on the run's host.
     """
     gpus = [Gpu(str(number), "", Memory(0, 0), node.id) for node in nodes for number in range(node.gpus)]
-    occupied, by_id = sum(node.held for node in nodes), {node.id: node for node in nodes}
-    others = f"other programs of the Ray cluster hold {plural(occupied, 'GPU')}: wait until they end, or add nodes"
-    if occupied and not gpus and config.bases:
-        raise ConfigError(f"no GPU is free: {others}")
+    num_occupied, by_id = sum(node.held for node in nodes), {node.id: node for node in nodes}
+    message = f"other programs of the Ray cluster hold {plural(num_occupied, 'GPU')}: wait until they end, or add nodes"
+    if num_occupied and not gpus and config.bases:
+        raise ConfigError(f"no GPU is free: {message}")
     try:
         devices = plan_devices(config, gpus)
     except ConfigError as error:
-        if not occupied:
+        if not num_occupied:
             raise
-        raise ConfigError(f"{error}. In addition, {others}") from None
+        raise ConfigError(f"{error}. In addition, {message}") from None
     ranks = config.trainer.ranks if config.trained else 0
     engines = config.engine.count * max(1, len(config.bases))
     if devices.ranks:
@@ -316,12 +317,12 @@ def plan_nodes(config: RunConfig, nodes: Sequence[Node]) -> NodePlan:
                 f"trainer rank 0 writes the run's files, so it runs on the run's host, {nodes[0].address}, which has "
                 "no free GPU for it: start the run on a node that has one"
             )
-    placed = [devices.gpu_of_rank(rank) for rank in range(ranks)]
+    rank_gpus = [devices.gpu_of_rank(rank) for rank in range(ranks)]
     hosts = [devices.gpus_of_engine(replica) for replica in range(engines)]
     return NodePlan(
         devices=devices,
         nodes=tuple(nodes),
-        ranks=tuple(by_id[gpu.node] if gpu else nodes[rank % len(nodes)] for rank, gpu in enumerate(placed)),
+        ranks=tuple(by_id[gpu.node] if gpu else nodes[rank % len(nodes)] for rank, gpu in enumerate(rank_gpus)),
         engines=tuple(
             by_id[engine_gpus[0].node] if engine_gpus else nodes[-1 - replica % len(nodes)]
             for replica, engine_gpus in enumerate(hosts)

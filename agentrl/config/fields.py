@@ -81,10 +81,10 @@ def check_function_name(kind: Kind, name: str, built_in: Sequence[str] = ()) -> 
     Raises:
         ValueError: there is no such function.
     """
-    if name not in built_in and ":" not in name and name not in (others := installed_functions(kind)):
-        known = f"; built in are {', '.join((*built_in, *others))}" if built_in else ""
+    if name not in built_in and ":" not in name and name not in (installed_names := installed_functions(kind)):
+        built_in_hint = f"; built in are {', '.join((*built_in, *installed_names))}" if built_in else ""
         raise ValueError(
-            f"{name!r}: there is no such {kind}{known}. One of your own is `module:function` or "
+            f"{name!r}: there is no such {kind}{built_in_hint}. One of your own is `module:function` or "
             "`path/to/file.py:function`"
         )
 
@@ -102,7 +102,7 @@ class Section(BaseModel):
         """
 
     @model_validator(mode="after")
-    def _checked(self) -> Self:
+    def _run_check(self) -> Self:
         self.check()
         return self
 

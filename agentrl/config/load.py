@@ -66,7 +66,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, endpoint: RemotePol
     if endpoint is not None:
         _put_behind(endpoint, data)
     _read_rubrics(source, data)
-    config = _validated(data, raw, str(source))
+    config = _validate(data, raw, str(source))
     _check_read_as_written(data, config, source)
     path = _resolve_path(source, config.model.path, key="model.path") if config.model.path else ""
     model = config.model.model_copy(update={"path": path})
@@ -147,8 +147,8 @@ def dump_toml(config: BaseModel) -> str:
 def _resolve_path(source: Path, path: str, *, key: str) -> str:
     """Resolve a path against the file that names it, if something exists there."""
     try:
-        beside_source = source.parent / path
-        return str(beside_source.resolve()) if beside_source.exists() else path
+        relative_path = source.parent / path
+        return str(relative_path.resolve()) if relative_path.exists() else path
     except OSError as error:
         raise ConfigError(f"{source}: {key} = {format_short(path)}: cannot be read ({error.strerror})") from error
 
@@ -178,8 +178,10 @@ def _resolve_policy(source: Path, name: str, policy: AnyPolicy) -> AnyPolicy:
     paths = {"model": policy.model} if isinstance(policy, LocalPolicy) else {}
     paths |= {"path": policy.path} if isinstance(policy, FrozenPolicy) else {}
     paths |= {"reference": policy.reference} if isinstance(policy, PolicyConfig) else {}
-    resolved = {key: _resolve_path(source, path, key=f"policies.{name}.{key}") for key, path in paths.items() if path}
-    return policy.model_copy(update=resolved)
+    absolute_paths = {
+        key: _resolve_path(source, path, key=f"policies.{name}.{key}") for key, path in paths.items() if path
+    }
+    return policy.model_copy(update=absolute_paths)
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -260,9 +262,9 @@ def _check_policy_names(data: Mapping[str, Any], raw: Mapping[tuple[str, ...], s
     if not isinstance(policies, Mapping) or any(keys[0] == "seats" for keys in raw):
         return
     of_policies = [keys for keys in raw if keys[0] == "policies" and len(keys) > 1]
-    added = {keys[1] for keys in of_policies if keys[2:] in ((), ("kind",))}
+    new_policies = {keys[1] for keys in of_policies if keys[2:] in ((), ("kind",))}
     for keys in of_policies:
-        if keys[1] not in {*policies, *added}:
+        if keys[1] not in {*policies, *new_policies}:
             names = ", ".join(policies)
             raise ConfigError(f"{'.'.join(keys)}: {source} has no policy {keys[1]!r}; its policies: {names}")
 
@@ -283,16 +285,16 @@ def _set(data: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     for depth, key in enumerate(path[:-1]):
         data = data.setdefault(key, {})
         if not isinstance(data, dict):
-            dotted = ".".join(path[: depth + 1])
-            raise ConfigError(f"{'.'.join(path)}: {dotted} is a value, not a section")
+            prefix = ".".join(path[: depth + 1])
+            raise ConfigError(f"{'.'.join(path)}: {prefix} is a value, not a section")
     data[path[-1]] = value
 
 
-def _validated(data: dict[str, Any], raw: Mapping[tuple[str, ...], str], source: str) -> RunConfig:
+def _validate(data: dict[str, Any], raw: Mapping[tuple[str, ...], str], source: str) -> RunConfig:
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
-        texts = [path for path in _wanted_text(error) if path in raw]
+        texts = [path for path in _text_keys(error) if path in raw]
         if not texts:
             raise config_error(error, source) from None
     for path in texts:  # `--name=12` is the text "12", not the number
@@ -303,7 +305,7 @@ def _validated(data: dict[str, Any], raw: Mapping[tuple[str, ...], str], source:
         raise config_error(error, source) from None
 
 
-def _wanted_text(error: ValidationError) -> Iterator[tuple[str, ...]]:
+def _text_keys(error: ValidationError) -> Iterator[tuple[str, ...]]:
     for detail in error.errors(include_url=False):
         if detail["type"] == "string_type":
             yield tuple(str(part) for part in keys_of_error(detail["loc"], RunConfig))
@@ -350,7 +352,7 @@ _WORDS: dict[Any, str] = {
     list: "a list",
     tuple: "a list",
 }
-_WANTED = {"bool": bool, "float": float, "int": int, "list": list, "string": str, "tuple": tuple}
+_TYPES = {"bool": bool, "float": float, "int": int, "list": list, "string": str, "tuple": tuple}
 """Types by the first word of pydantic's errors."""
 SHOWN = 10
 """Maximum number of mistakes shown at once."""
@@ -401,8 +403,8 @@ def converted_values(data: Any, read: Any, path: str = "") -> Iterator[str]:
         for key, value in data.items():
             yield from converted_values(value, by_key.get(str(key)), f"{path}.{key}" if path else str(key))
     elif isinstance(data, list) and isinstance(read, list | tuple):
-        for index, (value, converted) in enumerate(zip(data, read, strict=False)):
-            yield from converted_values(value, converted, f"{path}.{index}")
+        for index, (value, new_value) in enumerate(zip(data, read, strict=False)):
+            yield from converted_values(value, new_value, f"{path}.{index}")
     elif isinstance(data, str | bool) != isinstance(read, str | bool) and isinstance(read, int | float):
         mend = f", without quotes: {format_short(read)}" if isinstance(data, str) else ""
         yield f"{path} = {format_short(data)}: expected {_WORDS[type(read)]}{mend}"
@@ -419,8 +421,8 @@ def all_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[s
     """Yield every valid key in dotted form, including all members of unions; `<name>` stands for a name that the user
     chooses."""
     for name, field in model.model_fields.items():
-        members, named = sections_in_annotation(field.annotation)
-        path = f"{prefix}{name}.<name>" if named else f"{prefix}{name}"
+        members, is_table = sections_in_annotation(field.annotation)
+        path = f"{prefix}{name}.<name>" if is_table else f"{prefix}{name}"
         yield path
         for member in members:
             yield from all_keys(member, f"{path}.")
@@ -450,30 +452,30 @@ def format_short(value: Any) -> str:
 def _explain(detail: ErrorDetails, top: type[BaseModel]) -> tuple[str, str]:
     """Return the problem, and the accepted value if the given one has another type."""
     place = _locate(detail["loc"], top)
-    dotted, kind, value = ".".join(place.path), detail["type"], detail["input"]
+    dotted_key, kind, value = ".".join(place.path), detail["type"], detail["input"]
     if place.unnamed is not None:
         before, key = place.path[: place.unnamed], place.path[place.unnamed]
         return f"{'.'.join([*before, key])}: a name is missing: {'.'.join([*before, 'NAME', key])}", ""
     if kind == "extra_forbidden":
-        return f"unknown key {dotted}{_nearest(place, top)}", ""
+        return f"unknown key {dotted_key}{_nearest(place, top)}", ""
     if kind == "missing":
-        return f"{dotted} is missing", _in_words(place.annotation, dotted)
+        return f"{dotted_key} is missing", _in_words(place.annotation, dotted_key)
     if kind == "value_error":
         message = detail["msg"].removeprefix("Value error, ")
-        return (f"{dotted}: {message}" if dotted else message), ""
+        return (f"{dotted_key}: {message}" if dotted_key else message), ""
     if kind == "too_short":
-        return f"{dotted} is empty", f"at least {detail['ctx']['min_length']}"
+        return f"{dotted_key} is empty", f"at least {detail['ctx']['min_length']}"
     if kind == "union_tag_invalid":
         tag, expected = detail["ctx"]["discriminator"].strip("'"), detail["ctx"]["expected_tags"]
-        return f"{dotted}.{tag} = {format_short(detail['ctx']['tag'])}", f"one of {expected}"
-    problem = f"{dotted} = {format_short(value)}"
+        return f"{dotted_key}.{tag} = {format_short(detail['ctx']['tag'])}", f"one of {expected}"
+    problem = f"{dotted_key} = {format_short(value)}"
     if place.path[-1] == "[key]":
         problem = f"{'.'.join(place.path[:-2])}, key {format_short(value)}"
     if kind in ("dict_type", "model_type", "model_attributes_type"):
-        return problem, _in_words(place.annotation, dotted)
-    what = kind.partition("_")[0]
-    if kind.endswith(("_type", "_parsing", "_from_float")) and what in _WANTED:
-        return problem, _WORDS[_WANTED[what]]
+        return problem, _in_words(place.annotation, dotted_key)
+    type_name = kind.partition("_")[0]
+    if kind.endswith(("_type", "_parsing", "_from_float")) and type_name in _TYPES:
+        return problem, _WORDS[_TYPES[type_name]]
     message = detail["msg"].removeprefix("Input should be ")
     return problem, f"{message[:1].lower()}{message[1:]}"
 
@@ -486,12 +488,12 @@ def _locate(location: Sequence[str | int], top: type[BaseModel]) -> _Location:
     annotation: Any = top
     for part in map(str, location):
         annotation = _bare(annotation)
-        members, named = sections_in_annotation(annotation)
+        members, is_table = sections_in_annotation(annotation)
         if len(_union_members(annotation)) > 1:  # pydantic adds the union member that it tried to the path
             kinds, annotation = members, next((member for member in members if part in _tags(member)), None)
             continue
         path.append(part)
-        if members and not named:
+        if members and not is_table:
             section = members[0]
             field = section.model_fields.get(part)
             annotation = None if field is None else field.annotation
@@ -528,15 +530,15 @@ def _item(annotation: Any, part: str) -> Any:
     return None
 
 
-def _in_words(annotation: Any, dotted: str = "") -> str:
+def _in_words(annotation: Any, table: str = "") -> str:
     """Describe the values of a type as a user writes them."""
     bare = _bare(annotation)
-    members, named = sections_in_annotation(bare)
-    if named:
-        return f"tables [{dotted}.NAME]"
+    members, is_table = sections_in_annotation(bare)
+    if is_table:
+        return f"tables [{table}.NAME]"
     if members:
-        required = [name for name, field in members[0].model_fields.items() if field.is_required()]
-        return "a table { " + ", ".join(f"{name} = ..." for name in required or members[0].model_fields) + " }"
+        required_keys = [name for name, field in members[0].model_fields.items() if field.is_required()]
+        return "a table { " + ", ".join(f"{name} = ..." for name in required_keys or members[0].model_fields) + " }"
     if get_origin(bare) is dict:
         key, value = map(_in_words, get_args(bare))
         return f"a table {{ {'NAME' if key == 'text' else key} = {value}, ... }}"
@@ -547,9 +549,9 @@ def _nearest(place: _Location, top: type[BaseModel]) -> str:
     name, section = place.path[-1], place.section
     prefix = "".join(f"{part}." for part in place.path[:-1])
     siblings = [] if section is None else list(section.model_fields)
-    for other in place.kinds:
-        if name in other.model_fields and section is not None:
-            return f" for kind = {_tags(section)[0]!r}; {prefix}{name} belongs to {prefix}kind = {_tags(other)[0]!r}"
+    for kind in place.kinds:
+        if name in kind.model_fields and section is not None:
+            return f" for kind = {_tags(section)[0]!r}; {prefix}{name} belongs to {prefix}kind = {_tags(kind)[0]!r}"
     by_name: dict[str, str] = {}
     for key in all_keys(top):
         by_name.setdefault(key.removesuffix(".<name>").rpartition(".")[2], key.removesuffix(".<name>"))
@@ -557,8 +559,8 @@ def _nearest(place: _Location, top: type[BaseModel]) -> str:
         return f"; did you mean {prefix}{close[0]}?"
     if name in by_name:
         return f"; did you mean {by_name[name]}?"
-    if abbreviated := [key for key in siblings if "".join(word[0] for word in key.split("_")) == name]:
-        return f"; did you mean {prefix}{abbreviated[0]}?"
+    if abbreviations := [key for key in siblings if "".join(word[0] for word in key.split("_")) == name]:
+        return f"; did you mean {prefix}{abbreviations[0]}?"
     if close := difflib.get_close_matches(name, siblings, n=1, cutoff=0.6):
         return f"; did you mean {prefix}{close[0]}?"
     if close := difflib.get_close_matches(name, by_name, n=1, cutoff=0.75):
@@ -618,17 +620,19 @@ def check_settings_unchanged(before: Mapping[str, Any], now: RunConfig) -> list[
     Raises:
         ConfigError: a setting differs that must not; the message has its key, both values, and what to do.
     """
-    found = list(_differences(now, now.model_dump(mode="json"), before)) if before else []
-    refused = [each for each in found if not each.rule.allows(deterministic=now.deterministic)]
-    if refused:
-        mend = " ".join(f"--{each.key}={json.dumps(each.before)}" for each in refused)
-        also = " of a deterministic run" if any(each.rule.rule != "refused" for each in refused) else ""
+    differences = list(_differences(now, now.model_dump(mode="json"), before)) if before else []
+    violations = [
+        difference for difference in differences if not difference.rule.allows(deterministic=now.deterministic)
+    ]
+    if violations:
+        mend = " ".join(f"--{difference.key}={json.dumps(difference.before)}" for difference in violations)
+        also = " of a deterministic run" if any(difference.rule.rule != "refused" for difference in violations) else ""
         raise ConfigError(
-            f"{'; '.join(map(str, refused))}: a run is resumed with the settings it was started with, and its "
+            f"{'; '.join(map(str, violations))}: a run is resumed with the settings it was started with, and its "
             f"environment and model in the same place; docs/configuration.md lists the settings that may differ{also}. "
             f"Restore the original ({mend}), or start a new run with --name"
         )
-    return found
+    return differences
 
 
 def _differences(
@@ -647,10 +651,12 @@ def _differences(
             yield from _named_differences(value, now[name], then, path)
         elif then != now[name]:
             yield SettingDifference(path, then, now[name], resume_rule_of(field))
-    given = section.model_extra or {}  # arguments of a function
-    for name in {**given, **before} if type(section).model_config["extra"] == "allow" else ():
-        if name not in type(section).model_fields and given.get(name) != before.get(name):
-            yield SettingDifference((*above, name), before.get(name), given.get(name), ResumeRule("may differ"))
+    extra_arguments = section.model_extra or {}  # arguments of a function
+    for name in {**extra_arguments, **before} if type(section).model_config["extra"] == "allow" else ():
+        if name not in type(section).model_fields and extra_arguments.get(name) != before.get(name):
+            yield SettingDifference(
+                (*above, name), before.get(name), extra_arguments.get(name), ResumeRule("may differ")
+            )
 
 
 def _named_differences(

@@ -44,7 +44,7 @@ class LoraConfig(Section):
     both trained and served. A run lists them, with their share of the weights, when it starts."""
 
 
-class _Sampled(Section):
+class _SampledPolicy(Section):
     sampling: PerEpisode[dict[str, int | float]] = {}
     """Settings of `[sampling]` that this policy overrides, such as `temperature` or `max_tokens`."""
 
@@ -58,7 +58,7 @@ def _learning_rate(policy: dict[str, Any]) -> float:
     return LEARNING_RATES["full" if policy.get("lora") is None else "adapter"]
 
 
-class LocalPolicy(_Sampled):
+class LocalPolicy(_SampledPolicy):
     """A policy served by an engine of the run: its weights are trained or frozen."""
 
     model: Fixed[str] = ""
@@ -123,7 +123,7 @@ class ExternalPolicyConfig(Section):
     trained."""
 
 
-class RemotePolicy(_Sampled, ExternalPolicyConfig):
+class RemotePolicy(_SampledPolicy, ExternalPolicyConfig):
     """An endpoint that speaks OpenAI's chat completions. Its answers are recorded and never trained."""
 
     kind: Fixed[Literal["remote"]]

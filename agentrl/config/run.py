@@ -176,19 +176,19 @@ class RunConfig(Section):
         for name, function in scorers.items():
             scorer = functions.get(name) or ScorerConfig.model_construct()
             functions[name] = scorer.model_copy(update={"function": function})
-        changed = self.model_copy(update={"trainer": trainer, "credit": credit, "scorers": functions})
+        new_config = self.model_copy(update={"trainer": trainer, "credit": credit, "scorers": functions})
         changed_sections: dict[str, Section] = {
             "trainer.loss": trainer.loss,
             "credit.advantage": credit.advantage,
             "credit": credit,
         }
         changed_sections |= {f"scorers.{name}": functions[name] for name in scorers}
-        for key, section in {**changed_sections, "": changed}.items():
+        for key, section in {**changed_sections, "": new_config}.items():
             try:
                 section.check()
             except ValueError as error:
                 raise ConfigError(f"{key}: {error}" if key else str(error)) from None
-        return changed
+        return new_config
 
     def of_kind(self, kind: type[P]) -> dict[str, P]:
         """Return the policies of a kind, in the order of the configuration."""
@@ -223,15 +223,19 @@ class RunConfig(Section):
 
         A vLLM holds one set of weights, so there each policy that trains all weights has a base model of its own.
         """
-        served: dict[tuple[str, str], dict[str, AnyPolicy]] = {}
+        policies_by_base: dict[tuple[str, str], dict[str, AnyPolicy]] = {}
         for name, policy in self.policies.items():
             if base := self.base_of(name):
-                trained = policy.of if isinstance(policy, OpponentPoolPolicy) else name
-                own = self.engine.kind == "vllm" and trained in self.trained and self.trained[trained].lora is None
-                served.setdefault((os.path.realpath(base), trained if own else ""), {})[name] = policy
+                owner = policy.of if isinstance(policy, OpponentPoolPolicy) else name
+                has_full_weights = (
+                    self.engine.kind == "vllm" and owner in self.trained and self.trained[owner].lora is None
+                )
+                policies_by_base.setdefault((os.path.realpath(base), owner if has_full_weights else ""), {})[name] = (
+                    policy
+                )
         return [
             self.model_copy(update={"model": self.model.model_copy(update={"path": base}), "policies": policies})
-            for (base, _), policies in served.items()
+            for (base, _), policies in policies_by_base.items()
         ]
 
     @property
@@ -352,12 +356,12 @@ def _check_model(config: RunConfig) -> None:
             f"model.path is needed for {', '.join(f'policies.{name}' for name in without)}: the directory of a local "
             "Hugging Face model such as agentrl.environments:calculator/model. Remote endpoints and bots need none"
         )
-    named: dict[str, str] = {}
-    for base in (each.model.path for each in config.bases):
+    base_by_name: dict[str, str] = {}
+    for base in (base_model.model.path for base_model in config.bases):
         name = base_model_display_name(base)
-        if named.setdefault(name, base) != base:
+        if base_by_name.setdefault(name, base) != base:
             raise ValueError(
-                f"{named[name]} and {base} are two base models with the same name, {name}, and reports "
+                f"{base_by_name[name]} and {base} are two base models with the same name, {name}, and reports "
                 "identify them by name: rename one of the directories"
             )
 
@@ -366,14 +370,14 @@ def _check_steps(config: RunConfig) -> None:
     """Check that a table of steps names every policy that learns, and only policies."""
     if isinstance(config.steps, int):
         return
-    learning = ", ".join(config.trained) or "none"
+    trained_names = ", ".join(config.trained) or "none"
     for name in config.steps:
         if name not in config.policies:
-            raise ValueError(f"steps.{name}: there is no policy {name!r}; the trained ones are: {learning}")
+            raise ValueError(f"steps.{name}: there is no policy {name!r}; the trained ones are: {trained_names}")
     if missing := config.trained.keys() - config.steps.keys():
         raise ValueError(
             f"steps: the number for {', '.join(sorted(missing))} is missing; the table must have all trained policies: "
-            f"{learning}"
+            f"{trained_names}"
         )
 
 
@@ -389,9 +393,9 @@ def _check_judge(config: RunConfig, name: str, judge: str) -> None:
             **config.of_kind(OpponentPoolPolicy),
             **config.trained,
         }
-        what = f"its kind is {policy.kind!r}" if policy else "there is no such policy"
+        problem = f"its kind is {policy.kind!r}" if policy else "there is no such policy"
         raise ValueError(
-            f"scorers.{name}.judge = {judge!r}: {what}; a judge is a policy with kind = 'remote', 'frozen', "
+            f"scorers.{name}.judge = {judge!r}: {problem}; a judge is a policy with kind = 'remote', 'frozen', "
             f"'past' or 'trained' (there are: {', '.join(sorted(kinds)) or 'none'})"
         )
     if isinstance(policy, RemotePolicy) and not config.scorers[name].votes:
@@ -436,20 +440,22 @@ def _check_scorers(config: RunConfig) -> None:
                 "remove cluster.address, or serve the model behind an endpoint and name it as a judge"
             )
         chain = [name]
-        while (other := config.scorers[chain[-1]].on_failure) != "drop":
-            if other not in config.scorers:
+        while (fallback := config.scorers[chain[-1]].on_failure) != "drop":
+            if fallback not in config.scorers:
                 choices = ", ".join(["drop", *sorted(config.scorers.keys() - {name})])
-                raise ValueError(f"scorers.{chain[-1]}.on_failure = {other!r}: there is no such scorer; give {choices}")
-            if (config.scorers[other].per == "group") != (scorer.per == "group"):
                 raise ValueError(
-                    f"scorers.{chain[-1]}.on_failure = {other!r}: one of the two scores groups and the other does not; "
-                    "name a scorer of the same kind"
+                    f"scorers.{chain[-1]}.on_failure = {fallback!r}: there is no such scorer; give {choices}"
                 )
-            if other in chain:
+            if (config.scorers[fallback].per == "group") != (scorer.per == "group"):
                 raise ValueError(
-                    f"scorers.{chain[-1]}.on_failure = {other!r}: {' → '.join([*chain, other])} is a circle"
+                    f"scorers.{chain[-1]}.on_failure = {fallback!r}: one of the two scores groups and the other does "
+                    "not; name a scorer of the same kind"
                 )
-            chain.append(other)
+            if fallback in chain:
+                raise ValueError(
+                    f"scorers.{chain[-1]}.on_failure = {fallback!r}: {' → '.join([*chain, fallback])} is a circle"
+                )
+            chain.append(fallback)
 
 
 def _check_loss(config: RunConfig) -> None:
@@ -482,10 +488,10 @@ def _check_release(config: RunConfig) -> None:
     """Check that the step does not depend on which members of a group end first."""
     if config.credit.release == "group":
         return
-    for what, reason in _not_with_release(config):
+    for feature, reason in _not_with_release(config):
         raise ValueError(
-            f"credit.release = {config.credit.release!r} cannot be combined with {what}: {reason}, or credit.release = "
-            "'group'"
+            f"credit.release = {config.credit.release!r} cannot be combined with {feature}: {reason}, or "
+            "credit.release = 'group'"
         )
 
 
@@ -534,11 +540,12 @@ def _check_seats(config: RunConfig) -> None:
         for name in names:
             if name not in config.policies:
                 raise ValueError(f"seats.{seat}: no policy {name!r}; there are: {choices}")
-    trained = config.trained
+    trained_policies = config.trained
     for name, past in config.of_kind(OpponentPoolPolicy).items():
-        if past.of not in trained:
+        if past.of not in trained_policies:
             raise ValueError(
-                f"policies.{name}.of: {past.of!r} is not a trained policy; there are: {', '.join(trained) or 'none'}"
+                f"policies.{name}.of: {past.of!r} is not a trained policy; there are: "
+                f"{', '.join(trained_policies) or 'none'}"
             )
 
 
@@ -562,17 +569,17 @@ def _check_sampling(config: RunConfig, name: str) -> None:
 def _check_freeze(config: RunConfig) -> None:
     """Check that every phase has a policy that learns, and that every frozen policy learns in some phase."""
     phases = [{policies} if isinstance(policies, str) else set(policies) for policies, _ in config.freeze]
-    named: set[str] = set().union(*phases)
+    phase_policies: set[str] = set().union(*phases)
     for number, frozen in enumerate(phases):
         for name in sorted(frozen - config.trained.keys()):
             choices = ", ".join(config.trained) or "none"
             raise ValueError(f"freeze[{number}]: {name!r} is not a trained policy; there are: {choices}")
-        if frozen == named:
+        if frozen == phase_policies:
             raise ValueError(
                 f"freeze[{number}]: `freeze` names no other policy, so no steps could end this phase; add a phase for "
                 "the policy that should learn in the meantime, or set kind = 'frozen' to freeze this one for good"
             )
-    for name in sorted(named):
+    for name in sorted(phase_policies):
         if all(name in frozen for frozen in phases):
             raise ValueError(
                 f"freeze: {name!r} is frozen in every phase; remove it from one of them, or set "
@@ -582,14 +589,14 @@ def _check_freeze(config: RunConfig) -> None:
 
 def _check_best_metric(config: RunConfig) -> None:
     """Check that the best metric is measured."""
-    best, trained = config.best, config.trained
+    best, trained_policies = config.best, config.trained
     policy = best.metric.removeprefix("-").partition("/")[0]
-    if policy in config.policies and policy not in trained:
+    if policy in config.policies and policy not in trained_policies:
         raise ValueError(
             f"best.metric = {best.metric!r}: {policy!r} is not a trained policy; there are: "
-            f"{', '.join(trained) or 'none'}"
+            f"{', '.join(trained_policies) or 'none'}"
         )
-    if best.measured(trained)[1].startswith("evaluation/") and not config.evaluation.tasks:
+    if best.measured(trained_policies)[1].startswith("evaluation/") and not config.evaluation.tasks:
         raise ValueError(f"best.metric = {best.metric!r} needs evaluations: set evaluation.tasks and evaluation.every")
 
 
@@ -610,7 +617,7 @@ def _check_full_weights(config: RunConfig) -> None:
 
 def _check_deterministic(config: RunConfig) -> None:
     """Refuse settings that would make a run depend on more than its configuration, or make batches differ by policy."""
-    refused = {
+    conflicts = {
         **{f"policies.{name}.kind = 'past'": True for name in config.of_kind(OpponentPoolPolicy)},
         **{f"policies.{name}.kind = 'remote'": True for name in config.of_kind(RemotePolicy)},
         "freeze": bool(config.freeze),
@@ -619,9 +626,9 @@ def _check_deterministic(config: RunConfig) -> None:
         "best.stop_fall": config.best.stop_fall is not None,
         **{f"seats.{seat} as a list": isinstance(holder, tuple) for seat, holder in config.seats.items()},
     }
-    for what, asked in refused.items():
-        if asked:
-            raise ValueError(f"deterministic = true cannot be combined with {what}: remove one of the two")
+    for feature, is_set in conflicts.items():
+        if is_set:
+            raise ValueError(f"deterministic = true cannot be combined with {feature}: remove one of the two")
 
 
 def _check_engine(config: RunConfig) -> None:
@@ -646,19 +653,19 @@ def _check_vllm(config: RunConfig) -> None:
             "vLLM cannot be combined with deterministic = true, because a token depends on the rest of its batch: "
             "remove that, or remove engine.vllm for the embedded engine"
         )
-    filtered, sampled = config.filtered, [name for base in config.bases for name in base.policies]
-    if filtered and (unfiltered := [name for name in sampled if name not in filtered]):
+    filtered_policies, policies = config.filtered, [name for base in config.bases for name in base.policies]
+    if filtered_policies and (unfiltered_policies := [name for name in policies if name not in filtered_policies]):
         raise ValueError(
             "vLLM returns the kept set of every token once any policy has top_k, top_p or min_p, and without a filter "
-            f"that is the whole vocabulary: set a filter for {', '.join(unfiltered)} too, or for no policy, or remove "
-            "engine.vllm for the embedded engine"
+            f"that is the whole vocabulary: set a filter for {', '.join(unfiltered_policies)} too, or for no policy, "
+            "or remove engine.vllm for the embedded engine"
         )
     for base in config.bases:
-        if len(base.policies) > 1 and (own := sorted(set(full) & base.policies.keys())):
+        if len(base.policies) > 1 and (full_policies := sorted(set(full) & base.policies.keys())):
             raise ValueError(
                 f"vLLM serves one version of full weights, and {', '.join(sorted(base.policies.keys() - set(full)))} "
-                f"plays earlier ones: set lora for policies {', '.join(own)}, or remove engine.vllm for the embedded "
-                "engine"
+                f"plays earlier ones: set lora for policies {', '.join(full_policies)}, or remove engine.vllm for "
+                "the embedded engine"
             )
     if full and config.evaluation.every:
         raise ValueError(

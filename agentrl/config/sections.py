@@ -159,10 +159,10 @@ class EngineConfig(Section):
     @classmethod
     def _check_parallel_sizes(cls, arguments: dict[str, Any] | None) -> dict[str, Any] | None:
         """Check the parallel sizes, which decide how many GPUs an engine takes."""
-        given = arguments or {}
-        for name in PARALLEL_SIZES & given.keys():
-            if type(given[name]) is not int or not 0 < given[name] <= MAX_PARALLEL:
-                raise ValueError(f"{name} = {given[name]!r}: a whole number from 1 to {MAX_PARALLEL} is expected")
+        sizes = arguments or {}
+        for name in PARALLEL_SIZES & sizes.keys():
+            if type(sizes[name]) is not int or not 0 < sizes[name] <= MAX_PARALLEL:
+                raise ValueError(f"{name} = {sizes[name]!r}: a whole number from 1 to {MAX_PARALLEL} is expected")
         return arguments
 
     @property
@@ -220,7 +220,7 @@ ADVANTAGE_NAMES = (
 )
 """Names of the built-in advantage estimators (`credit.advantages`)."""
 
-ALONE = ("role_mean", "none", "reinforce_plus_plus", "gae")
+GROUPLESS_ADVANTAGES = ("role_mean", "none", "reinforce_plus_plus", "gae")
 """Estimators that need no group."""
 
 
@@ -243,8 +243,8 @@ class FunctionConfig(Section):
         The function itself is not loaded here."""
         check_function_name(self.kind, self.name, self.built_in)
         for key in self.options:
-            if near := difflib.get_close_matches(key, type(self).model_fields, n=1, cutoff=0.85):
-                raise ValueError(f"unknown key {key}; did you mean {near[0]}?")
+            if suggestions := difflib.get_close_matches(key, type(self).model_fields, n=1, cutoff=0.85):
+                raise ValueError(f"unknown key {key}; did you mean {suggestions[0]}?")
 
 
 class AdvantageConfig(FunctionConfig):
@@ -271,9 +271,9 @@ class AdvantageConfig(FunctionConfig):
         try:
             _ = self.gae
         except ValidationError as error:
-            found = error.errors()[0]
-            known = ", ".join(GaeConfig.model_fields)
-            raise ValueError(f"gae, {found['loc'][0]}: {found['msg']}; its options: {known}") from None
+            problem = error.errors()[0]
+            option_names = ", ".join(GaeConfig.model_fields)
+            raise ValueError(f"gae, {problem['loc'][0]}: {problem['msg']}; its options: {option_names}") from None
 
 
 class GaeConfig(Section):
@@ -336,9 +336,9 @@ class CreditConfig(Section):
         if not math.isfinite(sum(weights.values())):
             raise ValueError("their sum is not a finite number")
         if weights and (total := math.fsum(weights.values())) <= 0:
-            listed = ", ".join(f"{name} = {weight:g}" for name, weight in weights.items())
+            weight_list = ", ".join(f"{name} = {weight:g}" for name, weight in weights.items())
             raise ValueError(
-                f"{listed}: they sum to {total:g}, so raising every reward would earn nothing, or less. Express a "
+                f"{weight_list}: they sum to {total:g}, so raising every reward would earn nothing, or less. Express a "
                 "penalty as a negative reward with a positive weight"
             )
         return weights
@@ -355,12 +355,12 @@ class CreditConfig(Section):
                 "advantage = 'gigpo' credits each turn with the discounted rewards from that turn on: set turn_credit "
                 "= 'sum'"
             )
-        if self.dynamic_sampling and name in ALONE:
+        if self.dynamic_sampling and name in GROUPLESS_ADVANTAGES:
             raise ValueError(
                 "dynamic_sampling = true drops groups whose rewards are all equal: set an advantage that compares "
                 "within the group, such as 'leave_one_out', or dynamic_sampling = false"
             )
-        if self.group_size == 1 and name in ADVANTAGE_NAMES and name not in ALONE:
+        if self.group_size == 1 and name in ADVANTAGE_NAMES and name not in GROUPLESS_ADVANTAGES:
             raise ValueError(
                 f"group_size = 1 with advantage = {name!r}: an episode without others to compare it with teaches "
                 "nothing. Set group_size = 2 or more, or advantage = 'role_mean', 'gae' or 'none'"
@@ -371,12 +371,12 @@ class CreditConfig(Section):
     def _check_release(self) -> None:
         """Check that no credit of a released member depends on members of its group that are still running."""
         name = self.advantage.name
-        what = why = ""
+        feature = why = ""
         if self.dynamic_sampling:
-            what = "dynamic_sampling = true"
+            feature = "dynamic_sampling = true"
             why = "members are trained before it is known whether their group has a signal. Set it to false"
         elif name not in ("leave_one_out", "role_mean", "none", "gae"):
-            what = f"advantage = {name!r}"
+            feature = f"advantage = {name!r}"
             reasons = {
                 "group_std": "who ends first depends on what it does, so to divide by the spread of the first ones is "
                 "biased",
@@ -388,13 +388,15 @@ class CreditConfig(Section):
             )
             why += ". Set advantage = 'leave_one_out'"
         elif self.turn_credit == "to_go" and name != "gae":
-            what = "turn_credit = 'to_go'"
+            feature = "turn_credit = 'to_go'"
             why = "earlier groups are remembered as wholes. Set turn_credit = 'sum'"
         elif self.release == "late" and name != "leave_one_out":
-            what = f"advantage = {name!r}"
+            feature = f"advantage = {name!r}"
             why = "it makes no comparison within the group, so there is nothing to wait for. Set release = 'episode'"
-        if what:
-            raise ValueError(f"release = {self.release!r} cannot be combined with {what}: {why}, or release = 'group'")
+        if feature:
+            raise ValueError(
+                f"release = {self.release!r} cannot be combined with {feature}: {why}, or release = 'group'"
+            )
 
 
 KLEstimator = Literal["k1", "k2", "k3"]

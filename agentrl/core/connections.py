@@ -41,7 +41,7 @@ class BoundedServer:
         self._tasks: list[asyncio.Task[None]] = []
         self._pending: dict[asyncio.BaseTransport, float] = {}
         """Unknown connections with the time since which they are, oldest first."""
-        self._admitted: set[asyncio.BaseTransport] = set()
+        self._transports: set[asyncio.BaseTransport] = set()
         self._warned_at = -WARNING_S
 
     async def listen(self, make: Callable[[], asyncio.BaseProtocol], host: str, port: int = 0) -> int:
@@ -73,8 +73,8 @@ class BoundedServer:
         """Accept from a further listening socket, which this server owns from now on. Returns what closes it."""
         listening.setblocking(False)
         # In a separate context, since the server is not part of the calling code.
-        accepting = self._accept(make, listening)
-        task = asyncio.get_running_loop().create_task(accepting, context=contextvars.Context())
+        accept_loop = self._accept(make, listening)
+        task = asyncio.get_running_loop().create_task(accept_loop, context=contextvars.Context())
         self._sockets.append(listening)
         self._tasks.append(task)
 
@@ -90,12 +90,12 @@ class BoundedServer:
     def admit(self, connection: asyncio.BaseTransport) -> None:
         """Note that the client of a connection is known."""
         self._pending.pop(connection, None)
-        self._admitted.add(connection)
+        self._transports.add(connection)
 
     def doubt(self, connection: asyncio.BaseTransport) -> None:
         """Note that the client of a connection must show its key again."""
-        if connection in self._admitted:
-            self._admitted.remove(connection)
+        if connection in self._transports:
+            self._transports.remove(connection)
             self._pending[connection] = asyncio.get_running_loop().time()
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class BoundedServer:
             task.cancel()
         for listening in self._sockets:
             listening.close()
-        for connection in (*self._pending, *self._admitted):
+        for connection in (*self._pending, *self._transports):
             abort(connection)
         self._tasks, self._sockets = [], []
         self._forget_closed()
@@ -113,7 +113,7 @@ class BoundedServer:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                accepted, _ = await loop.sock_accept(listening)
+                client_socket, _ = await loop.sock_accept(listening)
             except ConnectionError:  # the client has left
                 continue
             except OSError as error:
@@ -124,17 +124,17 @@ class BoundedServer:
                 await asyncio.sleep(RETRY_S)
                 continue
             if not self._make_room():
-                accepted.close()
+                client_socket.close()
                 continue
             try:
-                connection, _ = await loop.connect_accepted_socket(make, accepted)
+                connection, _ = await loop.connect_accepted_socket(make, client_socket)
             except OSError:  # the client has left
-                accepted.close()
+                client_socket.close()
             except Exception:  # one protocol that cannot be made must not end the port
                 logger.exception("a connection was refused")
-                accepted.close()
+                client_socket.close()
             else:
-                if connection not in self._admitted:  # its first bytes may have been read already
+                if connection not in self._transports:  # its first bytes may have been read already
                     self._pending[connection] = loop.time()
 
     def _make_room(self) -> bool:
@@ -142,10 +142,10 @@ class BoundedServer:
         files = file_limit()
         # A quarter of the open files is left to the rest of the process.
         max_unknown, max_connections = files // UNKNOWN_SHARE, files - files // 4
-        if len(self._pending) > max_unknown or len(self._pending) + len(self._admitted) > max_connections:
+        if len(self._pending) > max_unknown or len(self._pending) + len(self._transports) > max_connections:
             self._forget_closed()
             self._close_oldest(len(self._pending) - max_unknown)
-        return len(self._pending) + len(self._admitted) <= max_connections
+        return len(self._pending) + len(self._transports) <= max_connections
 
     def _close_oldest(self, count: int) -> None:
         for connection in list(self._pending)[: max(count, 0)]:
@@ -161,7 +161,7 @@ class BoundedServer:
 
     def _forget_closed(self) -> None:
         self._pending = {transport: since for transport, since in self._pending.items() if not transport.is_closing()}
-        self._admitted = {transport for transport in self._admitted if not transport.is_closing()}
+        self._transports = {transport for transport in self._transports if not transport.is_closing()}
 
 
 def file_limit() -> int:
@@ -174,10 +174,10 @@ def http_logger() -> logging.Logger:
     send any number."""
     from aiohttp.http_exceptions import HttpProcessingError
 
-    def is_own(record: logging.LogRecord) -> bool:
+    def is_from_here(record: logging.LogRecord) -> bool:
         return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
-    logger.filters[:] = [is_own]
+    logger.filters[:] = [is_from_here]
     return logger
 
 

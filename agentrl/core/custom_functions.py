@@ -80,7 +80,7 @@ def loss(function: Any = None, *, per_token: bool = False, reference: bool = Fal
         ...     return -batch.advantages * batch.logprobs
     """
     mark = FunctionDeclaration("loss", per_token=per_token, reference=reference or divergence, divergence=divergence)
-    return _marked(function, mark) if function is not None else lambda decorated: _marked(decorated, mark)
+    return _mark(function, mark) if function is not None else lambda decorated: _mark(decorated, mark)
 
 
 @overload
@@ -106,7 +106,7 @@ def advantage(function: Any = None, *, over: Literal["group", "step", "tree"] = 
         ...     return [reward - mean for reward in group.rewards]
     """
     mark = FunctionDeclaration("advantage", over=over)
-    return _marked(function, mark) if function is not None else lambda decorated: _marked(decorated, mark)
+    return _mark(function, mark) if function is not None else lambda decorated: _mark(decorated, mark)
 
 
 def scorer(function: F) -> F:
@@ -121,10 +121,10 @@ def scorer(function: F) -> F:
         ... def short(scored):
         ...     return 1.0 - len(scored.turn.text.split()) / 100
     """
-    return _marked(function, FunctionDeclaration("scorer"))
+    return _mark(function, FunctionDeclaration("scorer"))
 
 
-def _marked(function: F, mark: FunctionDeclaration) -> F:
+def _mark(function: F, mark: FunctionDeclaration) -> F:
     setattr(function, _MARK, mark)
     return function
 
@@ -306,15 +306,15 @@ class _Slice:
             body = ast.parse(text, location).body
         except SyntaxError as error:
             raise ConfigError(f"{location}:{error.lineno}: {error.msg}") from None
-        needed, indices = {name}, set[int]()
+        needed_names, indices = {name}, set[int]()
         grew = True
         while grew:
             grew = False
             for index, statement in enumerate(body):
-                if index in indices or not (needed & set(_bound(statement)) or _is_future(statement)):
+                if index in indices or not (needed_names & set(_bound(statement)) or _is_future(statement)):
                     continue
                 indices.add(index)
-                needed |= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+                needed_names |= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
                 grew = True
         self.statements = [body[index] for index in sorted(indices)]
         """The needed statements, and every `from __future__` import."""
@@ -410,9 +410,9 @@ def _check_live(part: _Slice, live: dict[str, Any], key: str) -> None:
     Raises:
         ConfigError: a name differs; the message names it.
     """
-    defined = _execute(part, part.digest)
+    namespace = _execute(part, part.digest)
     for name in part.names:
-        if is_monkeypatched(defined.get(name), live.get(name)):
+        if is_monkeypatched(namespace.get(name), live.get(name)):
             raise ConfigError(
                 f"{key}: {name} differs from what {part.location} defines: it was replaced in this process, or the "
                 "file was edited after the import. Only the file is recorded and shipped: make the change there"

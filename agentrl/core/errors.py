@@ -307,10 +307,10 @@ def rebuild_error(kind: str, message: str, *, among: tuple[type[AgentRLError], .
         among: the allowed classes; the first is used if `kind` names none of them, or one that takes more than a
             message.
     """
-    named = globals().get(kind)
-    if isinstance(named, type) and issubclass(named, among):
+    error_type = globals().get(kind)
+    if isinstance(error_type, type) and issubclass(error_type, among):
         try:
-            return named(message)
+            return error_type(message)
         except TypeError:
             pass
     return among[0](message)

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 STAGING = ".tmp-"
 """Prefix of the names of half-built directories."""
-_MADE = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_CREATE_FLAGS = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 SAFETENSORS_LENGTH_BYTES = 8
 """Size of the length that a safetensors file begins with."""
 _MAX_HEADER_BYTES = 100_000_000
@@ -148,7 +148,7 @@ def replace_file(path: Path, content: bytes) -> None:
     partial = path.with_name(f".{path.name}")
     partial.unlink(missing_ok=True)
     try:
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_EXCL | _MADE, 0o600), "wb") as file:
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_EXCL | _CREATE_FLAGS, 0o600), "wb") as file:
             file.write(content)
         os.replace(partial, path)
     except OSError:

@@ -74,8 +74,8 @@ def group_id_of(episode_id: str, group_size: int) -> str:
         ('g2', 'e17~0.r#3', 'g2')
     """
     main_id = main_episode_id(episode_id)
-    spawned, _, _ = main_id.rpartition(".")
-    return spawned or f"g{root_episode_number(main_id) // group_size}"
+    parent_part, _, _ = main_id.rpartition(".")
+    return parent_part or f"g{root_episode_number(main_id) // group_size}"
 
 
 def call_id(branch: str, number: int) -> str:

@@ -49,8 +49,8 @@ def machine_memory() -> Memory:
     free, total = (int(lines[key].split()[0]) << 10 for key in ("MemAvailable", "MemTotal"))
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.is_file() and (text := limit.read_text(encoding="ascii").strip()).isdecimal():
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
-        free, total = min(free, int(text) - used), min(total, int(text))
+        used_bytes = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
+        free, total = min(free, int(text) - used_bytes), min(total, int(text))
     return Memory(free, total)
 
 
@@ -119,15 +119,15 @@ def gpus() -> tuple[Gpu, ...]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return tuple(dict.fromkeys(by_name.values()))
-    named = [gpu_name.strip() for gpu_name in visible.split(",") if gpu_name.strip()]
-    if any(gpu_name.startswith("MIG-") for gpu_name in named):
+    gpu_names = [gpu_name.strip() for gpu_name in visible.split(",") if gpu_name.strip()]
+    if any(gpu_name.startswith("MIG-") for gpu_name in gpu_names):
         for line in _driver_lines(tool, "-L"):
             if slice_of := _MIG.search(line):
                 size = int(slice_of["gb"]) * 10**9
                 by_name[slice_of["uuid"]] = Gpu(slice_of["uuid"], slice_of["profile"], Memory(size, size))
-    if unknown := [gpu_name for gpu_name in named if gpu_name not in by_name]:
+    if unknown := [gpu_name for gpu_name in gpu_names if gpu_name not in by_name]:
         raise InputError(f"CUDA_VISIBLE_DEVICES names {', '.join(unknown)}, and {tool} reports no such GPU")
-    return tuple(by_name[gpu_name] for gpu_name in named)
+    return tuple(by_name[gpu_name] for gpu_name in gpu_names)
 
 
 def finds_compiler() -> bool:

@@ -96,13 +96,13 @@ class Listener:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             keep_alive(writer)
-            own_nonce = secrets.token_bytes(_NONCE)
-            writer.write(own_nonce)
+            nonce = secrets.token_bytes(_NONCE)
+            writer.write(nonce)
             peer_nonce, proof = await reader.readexactly(_NONCE), await reader.readexactly(_NONCE)
-            if not hmac.compare_digest(proof, _proof(self._token, b"client", own_nonce, peer_nonce)):
+            if not hmac.compare_digest(proof, _proof(self._token, b"client", nonce, peer_nonce)):
                 return
             self._server.admit(writer.transport)
-            writer.write(_proof(self._token, b"listener", peer_nonce, own_nonce))
+            writer.write(_proof(self._token, b"listener", peer_nonce, nonce))
             await self._handle(reader, writer)
         except (OSError, asyncio.IncompleteReadError, TimeoutError):
             pass
@@ -126,10 +126,10 @@ async def connect(address: Address | str) -> tuple[asyncio.StreamReader, asyncio
         reader, writer = await asyncio.open_connection(address.host, address.port)
         try:
             keep_alive(writer)
-            own_nonce, peer_nonce = secrets.token_bytes(_NONCE), await reader.readexactly(_NONCE)
-            writer.write(own_nonce + _proof(address.token, b"client", peer_nonce, own_nonce))
+            nonce, peer_nonce = secrets.token_bytes(_NONCE), await reader.readexactly(_NONCE)
+            writer.write(nonce + _proof(address.token, b"client", peer_nonce, nonce))
             proof = await reader.readexactly(_NONCE)
-            if not hmac.compare_digest(proof, _proof(address.token, b"listener", own_nonce, peer_nonce)):
+            if not hmac.compare_digest(proof, _proof(address.token, b"listener", nonce, peer_nonce)):
                 raise ConnectionRefusedError("another listener is using this port now")
         except asyncio.IncompleteReadError:
             writer.close()
@@ -149,13 +149,13 @@ def connect_socket(address: str, timeout_s: float) -> socket.socket:
 
     async def dial() -> socket.socket:
         _, writer = await connect(address)
-        connected: socket.socket = writer.get_extra_info("socket").dup()
+        peer: socket.socket = writer.get_extra_info("socket").dup()
         writer.close()  # of its own descriptor; the connection stays open
-        return connected
+        return peer
 
-    connected = asyncio.run(dial())
-    connected.settimeout(timeout_s)
-    return connected
+    peer = asyncio.run(dial())
+    peer.settimeout(timeout_s)
+    return peer
 
 
 def _proof(token: str, role: bytes, nonce: bytes, sender_nonce: bytes) -> bytes:

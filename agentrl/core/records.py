@@ -527,9 +527,13 @@ class EpisodeHeader:
         sides = [[t for t in self.trajectories if t.policy == policy] for policy in (learner, opponent)]
         if not all(sides):
             return None
-        first, other = (sum(t.reward or 0.0 for t in side) / len(side) for side in sides)
-        played, opponent_version = (PolicyVersion(learner, side[0].lineage, side[0].oldest_step) for side in sides)
-        return GameResult(played, opponent_version, 0.5 if first == other else float(first > other))
+        first, opponent_mean = (sum(t.reward or 0.0 for t in side) / len(side) for side in sides)
+        learner_version, opponent_version = (
+            PolicyVersion(learner, side[0].lineage, side[0].oldest_step) for side in sides
+        )
+        return GameResult(
+            learner_version, opponent_version, 0.5 if first == opponent_mean else float(first > opponent_mean)
+        )
 
 
 class GameResult(NamedTuple):

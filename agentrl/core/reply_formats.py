@@ -21,11 +21,11 @@ from typing import Any, NamedTuple, NoReturn
 
 from agentrl.core.records import ToolCall, ToolSpec
 
-Parsed = tuple[str, tuple[ToolCall, ...]]
+ParsedReply = tuple[str, tuple[ToolCall, ...]]
 """Content without the calls, and the calls."""
-Named = tuple[str, "Mapping[str, Any] | None"] | tuple[str, "Mapping[str, Any] | None", str]
+NamedCall = tuple[str, "Mapping[str, Any] | None"] | tuple[str, "Mapping[str, Any] | None", str]
 """Name and arguments of a call, None for malformed arguments; then its id, if the model wrote one."""
-Reader = Callable[[str, Sequence[ToolSpec]], Sequence[Named]]
+Reader = Callable[[str, Sequence[ToolSpec]], Sequence[NamedCall]]
 """Parses the text of a block into one call or more; the tools give the types of values that are written without."""
 
 UNWRITTEN_ID = "call-"
@@ -132,24 +132,24 @@ def split_thinking(text: str, marks: tuple[str, str], *, is_open: bool = False) 
         ('Easy.', '5')
     """
     begin, end = marks
-    stripped = text.lstrip()
-    begins = stripped.startswith(begin)
-    thinking, ended, remainder = text.partition(end)
-    if ended:
+    body = text.lstrip()
+    begins = body.startswith(begin)
+    thinking, end_marker, remainder = text.partition(end)
+    if end_marker:
         return thinking.strip().removeprefix(begin).strip(), remainder.lstrip()
-    return (stripped.removeprefix(begin).strip(), "") if begins or is_open else ("", text)
+    return (body.removeprefix(begin).strip(), "") if begins or is_open else ("", text)
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
 
-def _call(number: int, raw: str, named: Named) -> ToolCall:
-    name, arguments, *written = named
+def _call(number: int, raw: str, named_call: NamedCall) -> ToolCall:
+    name, arguments, *written = named_call
     call_id = next(filter(None, written), f"{UNWRITTEN_ID}{number}")
     return ToolCall(id=call_id, name=name, arguments=raw if arguments is None else arguments)
 
 
-def _blocks(text: str, marks: tuple[str, str], read: Reader, tools: Sequence[ToolSpec]) -> Parsed:
+def _blocks(text: str, marks: tuple[str, str], read: Reader, tools: Sequence[ToolSpec]) -> ParsedReply:
     """Parse any number of blocks between marks, with text around them. An unclosed block ends with the text, or at the
     next block if the format has no end mark."""
     begin, end = marks
@@ -160,11 +160,13 @@ def _blocks(text: str, marks: tuple[str, str], read: Reader, tools: Sequence[Too
     calls: list[ToolCall] = []
     while at >= 0 and len(calls) < MAX_CALLS:
         start = at + len(begin)
-        until = text.find(end or begin, start)
-        after = len(text) if until < 0 else until + len(end)
-        raw = text[start : until if until >= 0 else len(text)].strip()
+        stop = text.find(end or begin, start)
+        after = len(text) if stop < 0 else stop + len(end)
+        raw = text[start : stop if stop >= 0 else len(text)].strip()
         block_calls = read(raw, tools) if len(raw) <= MAX_CALL_CHARACTERS else [(_name_in(raw), None)]
-        calls += [_call(n, raw, named) for n, named in enumerate(block_calls[: MAX_CALLS - len(calls)], len(calls))]
+        calls += [
+            _call(n, raw, named_call) for n, named_call in enumerate(block_calls[: MAX_CALLS - len(calls)], len(calls))
+        ]
         at = text.find(begin, after)
         content.append(text[after : at if at >= 0 else len(text)])
     if at >= 0:
@@ -172,10 +174,10 @@ def _blocks(text: str, marks: tuple[str, str], read: Reader, tools: Sequence[Too
     return "".join(content).strip(), tuple(calls)
 
 
-def _in_blocks(begin: str, end: str, read: Reader, left_out: tuple[str, ...] = ()) -> Callable[..., Parsed]:
+def _in_blocks(begin: str, end: str, read: Reader, left_out: tuple[str, ...] = ()) -> Callable[..., ParsedReply]:
     """Make a parser of blocks between two marks; marks in `left_out` are removed from the content."""
 
-    def parse(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
+    def parse(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
         content, calls = _blocks(text, (begin, end), read, tools)
         for mark in left_out:
             if mark in content:
@@ -196,7 +198,7 @@ def _name_in(raw: str) -> str:
     return match[1] if match else ""
 
 
-def _named_call(value: Any, raw: str, keys: Sequence[str] = _ARGUMENTS, name_key: str = "name") -> Named:
+def _named_call(value: Any, raw: str, keys: Sequence[str] = _ARGUMENTS, name_key: str = "name") -> NamedCall:
     """Parse a JSON value, whose text is `raw`, as a call; it is malformed if a part is missing."""
     if isinstance(value, dict) and isinstance(name := value.get(name_key), str):
         for key in keys:
@@ -208,7 +210,7 @@ def _named_call(value: Any, raw: str, keys: Sequence[str] = _ARGUMENTS, name_key
     return _name_in(raw), None
 
 
-def _json_object(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
+def _json_object(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     return [_named_call(parse_json_value(raw), raw)]
 
 
@@ -217,16 +219,16 @@ def _items(value: Any) -> Sequence[Any]:
     return value[:MAX_CALLS] if isinstance(value, list) and value else [value]
 
 
-def _json_list(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
+def _json_list(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     value = parse_json_value(raw)
     return [_named_call(item, raw) for item in _items(value)]
 
 
-def _cohere_list(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
+def _cohere_list(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     return [_named_call(item, raw, ("parameters",), "tool_name") for item in _items(parse_json_value(raw))]
 
 
-def _apertus_list(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
+def _apertus_list(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     """Parse `[{NAME: {…}}, …]`."""
     return [
         next(iter(item.items()))
@@ -236,17 +238,17 @@ def _apertus_list(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
     ]
 
 
-def _internlm(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
+def _internlm(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     return _json_object(raw.removeprefix("<|plugin|>").strip(), tools)
 
 
-def _after_name(name: str, raw: str) -> Named:
+def _after_name(name: str, raw: str) -> NamedCall:
     """Parse the JSON object that follows a call's name."""
     arguments = parse_json_value(raw) if raw else {}
     return name.strip()[:MAX_NAME_CHARACTERS], arguments if isinstance(arguments, dict) else None
 
 
-def _mistral(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
+def _mistral(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     """Parse `[{…}, …]`, or `NAME{…}`, or `NAME[CALL_ID]…[ARGS]{…}`."""
     if raw.startswith("["):
         return _json_list(raw, tools)
@@ -256,7 +258,7 @@ def _mistral(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
     return [(*_after_name(name, body)[:2], call_id.strip()[:MAX_NAME_CHARACTERS])]
 
 
-def _deepseek_v3(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
+def _deepseek_v3(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     """Parse `function<｜tool▁sep｜>NAME`, followed by JSON in a fence."""
     name, _, body = raw.partition("<｜tool▁sep｜>")[2].partition("\n")
     body = body.strip()
@@ -265,20 +267,20 @@ def _deepseek_v3(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
     return [_after_name(name, body.removeprefix("```json").removesuffix("```").strip())]
 
 
-def _deepseek_v31(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
+def _deepseek_v31(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     """Parse `NAME<｜tool▁sep｜>{…}`."""
     name, _, body = raw.partition("<｜tool▁sep｜>")
     return [_after_name(name, body.strip())]
 
 
-def _kimi(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
+def _kimi(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     """Parse `functions.NAME:0<|tool_call_argument_begin|>{…}`."""
-    called, _, body = raw.partition("<|tool_call_argument_begin|>")
-    name = called.strip().removeprefix("functions.").rpartition(":")[0] or called
-    return [(*_after_name(name, body.strip())[:2], called.strip()[:MAX_NAME_CHARACTERS])]
+    call_name, _, body = raw.partition("<|tool_call_argument_begin|>")
+    name = call_name.strip().removeprefix("functions.").rpartition(":")[0] or call_name
+    return [(*_after_name(name, body.strip())[:2], call_name.strip()[:MAX_NAME_CHARACTERS])]
 
 
-def parse_hermes(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
+def parse_hermes(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
     """Parse `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number, with text around (Hermes, Qwen).
 
     Example:
@@ -288,7 +290,7 @@ def parse_hermes(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
     return _blocks(text, (OPEN, CLOSE), _json_object, tools)
 
 
-def parse_llama(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
+def parse_llama(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
     """Parse `{"name": …, "parameters": {…}}` as the whole message, after `<|python_tag|>` or alone; `;` separates
     calls.
 
@@ -296,15 +298,15 @@ def parse_llama(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
         >>> parse_llama('{"name": "add", "parameters": {"a": 1}}')[1][0].name
         'add'
     """
-    stripped = text.strip()
-    tagged = stripped.startswith(PYTHON_TAG)
-    raw = stripped[len(PYTHON_TAG) :].strip() if tagged else stripped
-    if not tagged and not raw.startswith("{"):
+    body = text.strip()
+    has_tag = body.startswith(PYTHON_TAG)
+    raw = body[len(PYTHON_TAG) :].strip() if has_tag else body
+    if not has_tag and not raw.startswith("{"):
         return text, ()
     value = parse_json_value(raw)
     parts = [(raw, value)] if value is not None else _split(raw)
     if (
-        not tagged
+        not has_tag
         and not any(isinstance(v, dict) and "name" in v for _, v in parts)
         and not _NAME.match(raw[1:].lstrip())
     ):
@@ -324,7 +326,7 @@ def _split(raw: str) -> list[tuple[str, Any]]:
 # --- calls in tags ----------------------------------------------------------------------------------------------------
 
 
-def _typed(raw: str, schema: Any) -> Any:
+def _convert_value(raw: str, schema: Any) -> Any:
     """Parse a value written without its type: as JSON if the schema admits the type of that, else as text."""
     value, kinds = parse_json_value(raw), _kinds(schema)
     if isinstance(value, str) or (value is None and raw.strip() != "null"):
@@ -366,64 +368,66 @@ def _pairs(body: str, begin: str, middle: str, end: str) -> Iterator[tuple[str, 
         if not body.startswith(begin, at):
             raise ValueError("text between values")
         split = body.index(middle, at)
-        until = body.index(end, split)
-        yield body[at + len(begin) : split], body[split + len(middle) : until]
-        at = until + len(end)
+        stop = body.index(end, split)
+        yield body[at + len(begin) : split], body[split + len(middle) : stop]
+        at = stop + len(end)
 
 
-def _tagged(name: str, pairs: Iterator[tuple[str, str]], tools: Sequence[ToolSpec]) -> Named:
+def _tagged_call(name: str, pairs: Iterator[tuple[str, str]], tools: Sequence[ToolSpec]) -> NamedCall:
     """Parse a call whose values are written between tags."""
     name = name.strip()[:MAX_NAME_CHARACTERS]
     properties, arguments = _properties(name, tools), dict[str, Any]()
     try:
         for key, value in pairs:
             # DeepSeek's format declares whether the value is a string.
-            key, is_told, kind = key.strip().partition('" string="')
+            key, has_type, kind = key.strip().partition('" string="')
             if key in arguments:
                 return name, None
-            arguments[key] = value if kind == "true" else _typed(value, None if is_told else properties.get(key))
+            arguments[key] = (
+                value if kind == "true" else _convert_value(value, None if has_type else properties.get(key))
+            )
     except ValueError:
         return name, None
     return name, arguments
 
 
-def _unwrapped(value: str) -> str:
+def _unwrap(value: str) -> str:
     """Remove the line breaks around a value."""
     return value[1:-1] if len(value) > 1 and value[0] == value[-1] == "\n" else value
 
 
-def _functions(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
+def _functions(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     """Parse `<function=NAME><parameter=KEY>VALUE</parameter>…</function>`."""
-    calls: list[Named] = []
+    calls: list[NamedCall] = []
     for part in raw.split("<function=")[1 : MAX_CALLS + 2]:
         name, _, body = part.partition(">")
         pairs = _pairs(body.partition("</function>")[0], "<parameter=", ">", "</parameter>")
-        calls.append(_tagged(name, ((key, _unwrapped(value)) for key, value in pairs), tools))
+        calls.append(_tagged_call(name, ((key, _unwrap(value)) for key, value in pairs), tools))
     return calls or [("", None)]
 
 
 def _invokes(prefix: str) -> Reader:
     """Make a parser of `<invoke name="NAME"><parameter name="KEY">VALUE</parameter>…</invoke>`, any number."""
 
-    def read(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
-        calls: list[Named] = []
+    def read(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
+        calls: list[NamedCall] = []
         for part in raw.split(f'<{prefix}invoke name="')[1 : MAX_CALLS + 2]:
             name, _, body = part.partition('">')
             body = body.partition(f"</{prefix}invoke>")[0]
             pairs = _pairs(body, f'<{prefix}parameter name="', '">', f"</{prefix}parameter>")
-            calls.append(_tagged(name, pairs, tools))
+            calls.append(_tagged_call(name, pairs, tools))
         return calls or [("", None)]
 
     return read
 
 
-def _glm(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
+def _glm(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     """Parse `NAME`, then `<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>` per argument."""
     at = raw.find("<arg_key>")
     name, body = (raw, "") if at < 0 else (raw[:at], raw[at:])
     pairs = _pairs(body, "<arg_key>", "</arg_key>", "</arg_value>")
     values = ((key, value.lstrip().removeprefix("<arg_value>")) for key, value in pairs)
-    return [_tagged(name, values, tools) if not name.lstrip().startswith("{") else ("", None)]
+    return [_tagged_call(name, values, tools) if not name.lstrip().startswith("{") else ("", None)]
 
 
 # --- calls in Python and alike ----------------------------------------------------------------------------------------
@@ -453,13 +457,13 @@ def _python_value(node: ast.expr) -> Any:
     raise ValueError("no literal")
 
 
-def _pythonic(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
+def _pythonic(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     """Parse `[f(a=1), g(b="x")]`, or one call per line."""
-    listed = raw if raw.startswith("[") else f"[{','.join(line for line in raw.splitlines() if line.strip())}]"
+    expression = raw if raw.startswith("[") else f"[{','.join(line for line in raw.splitlines() if line.strip())}]"
     try:
-        parsed = ast.parse(listed, mode="eval").body
-        items = parsed.elts[:MAX_CALLS] if isinstance(parsed, ast.List) else []
-        calls: list[Named] = [(_python_name(item), _python_arguments(item)) for item in items]
+        tree = ast.parse(expression, mode="eval").body
+        items = tree.elts[:MAX_CALLS] if isinstance(tree, ast.List) else []
+        calls: list[NamedCall] = [(_python_name(item), _python_arguments(item)) for item in items]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         calls = []
     return calls or [((re.match(r"\[?\s*([\w.]{1,128})\s*\(", raw) or ("", ""))[1], None)]
@@ -478,11 +482,11 @@ def _python_arguments(item: ast.expr) -> Mapping[str, Any] | None:
         written.encode()
     except (ValueError, RecursionError):
         return None
-    checked = parse_json_value(written)
-    return checked if isinstance(checked, dict) else None
+    parsed_value = parse_json_value(written)
+    return parsed_value if isinstance(parsed_value, dict) else None
 
 
-def parse_pythonic(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
+def parse_pythonic(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
     """Parse `[f(a=1), g(b="x")]` as the whole message, alone or between `<|python_start|>` and `<|python_end|>` (Llama
     4).
 
@@ -491,12 +495,12 @@ def parse_pythonic(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
         {'a': 1, 'b': 2}
     """
     raw = text.strip()
-    tagged = raw.startswith("<|python_start|>")
+    has_tag = raw.startswith("<|python_start|>")
     raw = raw.removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
-    if not tagged and not re.match(r"\[\s*[A-Za-z_][\w.]*\s*\(", raw):
+    if not has_tag and not re.match(r"\[\s*[A-Za-z_][\w.]*\s*\(", raw):
         return text, ()
     calls = _pythonic(raw, tools) if len(raw) <= MAX_CALL_CHARACTERS else [("", None)]
-    return "", tuple(_call(n, raw, named) for n, named in enumerate(calls[:MAX_CALLS]))
+    return "", tuple(_call(n, raw, named_call) for n, named_call in enumerate(calls[:MAX_CALLS]))
 
 
 _BARE = re.compile(r"([{,]\s*)([A-Za-z_][\w.-]{0,127})\s*:|\b(None|True|False)\b")
@@ -505,7 +509,7 @@ _BARE = re.compile(r"([{,]\s*)([A-Za-z_][\w.-]{0,127})\s*:|\b(None|True|False)\b
 def _bare_keys(quote: str) -> Reader:
     """Make a parser of `call:NAME{key:VALUE,…}`, with text values between `quote` marks."""
 
-    def read(raw: str, tools: Sequence[ToolSpec]) -> Sequence[Named]:
+    def read(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
         name, _, body = raw.removeprefix("call").removeprefix(":").partition("{")
         pieces = f"{{{body}".split(quote)
         for n, piece in enumerate(pieces):
@@ -557,7 +561,7 @@ def parse_harmony(text: str) -> ReplyParts:
     return ReplyParts("\n".join(thinking).strip(), "\n".join(content).strip(), tuple(calls))
 
 
-def _harmony(text: str, tools: Sequence[ToolSpec] = ()) -> Parsed:
+def _harmony(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
     return parse_harmony(text)[1:]
 
 
@@ -572,7 +576,7 @@ class ReplyFormat:
     """Name of vLLM's parser, if it has one."""
     models: str
     """Model families that use the syntax."""
-    parse: Callable[..., Parsed]
+    parse: Callable[..., ParsedReply]
     """Parses text without thinking, with the offered tools, into content and calls."""
     markup: tuple[str, ...]
     """Marks that the parser must see even if they are special tokens."""
@@ -668,13 +672,13 @@ REPLY_FORMATS: Mapping[str, ReplyFormat] = {
 """Formats, keyed by name. Of formats with the same marks, the one that can parse a reply is chosen."""
 
 
-_ENDING = re.compile(r"(?:<(?:[|｜][^<>\s]{1,40}[|｜]|end_of_turn|turn\||/s|eos)>\s{0,8}){1,2}\Z")
+_END_TOKENS = re.compile(r"(?:<(?:[|｜][^<>\s]{1,40}[|｜]|end_of_turn|turn\||/s|eos)>\s{0,8}){1,2}\Z")
 """Tokens at the end of a reply, as far as its text shows them."""
 
 
 def guess_reply_parts(text: str) -> ReplyParts:
     """Split a reply into its parts as far as possible without its model, for readers of a run."""
-    text = _ENDING.sub("", text)
+    text = _END_TOKENS.sub("", text)
     if "<|channel|>" in text and "<|message|>" in text:
         return parse_harmony(text)
     marks = next((pair for pair in THINKING if pair[1] in text or text.lstrip().startswith(pair[0])), THINKING[0])

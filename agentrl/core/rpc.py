@@ -104,14 +104,14 @@ class Connection:
         self._numbers = itertools.count(1)
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._listeners: dict[int, Callable[[Any], None]] = {}
-        self._queued = bytearray()
-        self._ended: AgentRLError | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._send_buffer = bytearray()
+        self._end_error: AgentRLError | None = None
+        self._read_task: asyncio.Task[None] | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether messages can be sent."""
-        return self._ended is None
+        return self._end_error is None
 
     @property
     def calls_in_flight(self) -> Collection[asyncio.Future[Any]]:
@@ -122,16 +122,16 @@ class Connection:
 
     def send(self, message: WireMessage) -> None:
         """Send a message without waiting; does nothing if the connection is closed."""
-        if self._ended is None:
+        if self._end_error is None:
             self._write_queued()
             send(self._writer, message)
 
     def queue(self, message: WireMessage) -> None:
         """Send a message together with others of this iteration of the event loop, in one system call."""
-        if self._ended is None:
-            if not self._queued:
+        if self._end_error is None:
+            if not self._send_buffer:
                 asyncio.get_running_loop().call_soon(self._write_queued)
-            self._queued += encode_frame(message)
+            self._send_buffer += encode_frame(message)
 
     def next_call(self) -> int:
         """Return a number for a call."""
@@ -159,8 +159,8 @@ class Connection:
             AgentRLError: the peer raised the error, or the connection closed.
             TimeoutError: the answer did not come within `limit_s`.
         """
-        if self._ended is not None:
-            raise self._ended.with_traceback(None)
+        if self._end_error is not None:
+            raise self._end_error.with_traceback(None)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[call] = future
         if on_part is not None:
@@ -236,8 +236,8 @@ class Connection:
                     case CancelCall():
                         if (task := self.answering.get(message.call)) is not None:
                             task.cancel()
-                    case _ if (waiting := handle(message)) is not None:
-                        await waiting
+                    case _ if (work := handle(message)) is not None:
+                        await work
         finally:
             for task in list(self.answering.values()):
                 task.cancel()
@@ -267,7 +267,7 @@ class Connection:
                 why = f"it sent an invalid message ({type(error).__name__}: {error})"
             on_end(why)
 
-        self._reading = asyncio.get_running_loop().create_task(run(), name=name)
+        self._read_task = asyncio.get_running_loop().create_task(run(), name=name)
 
     def answer(self, call: int, work: Coroutine[Any, Any, Reply | None]) -> None:
         """Answer a call in a task, with the result of `work` or its error."""
@@ -281,24 +281,24 @@ class Connection:
 
     async def drain(self, error: AgentRLError) -> None:
         """Handle every message of a dead process, then close the connection. Needs `start`."""
-        if self._reading is not None:
-            await asyncio.wait({self._reading})
-        self._queued.clear()
+        if self._read_task is not None:
+            await asyncio.wait({self._read_task})
+        self._send_buffer.clear()
         self.close(error)
 
     def close(self, error: AgentRLError) -> None:
         """Send what is queued, close the sending half, and fail unanswered calls with `error`. Idempotent."""
-        if self._ended is None:
+        if self._end_error is None:
             self._write_queued()
-            self._ended = error
+            self._end_error = error
         self._writer.close()
         for future in self._calls.values():
             if not future.done():
-                future.set_exception(self._ended.with_traceback(None))
+                future.set_exception(self._end_error.with_traceback(None))
 
     def _write_queued(self) -> None:
-        if self._queued:
-            data, self._queued = bytes(self._queued), bytearray()
+        if self._send_buffer:
+            data, self._send_buffer = bytes(self._send_buffer), bytearray()
             self._writer.write(data)
 
     async def _answer(self, call: int, work: Coroutine[Any, Any, Reply | None]) -> None:
@@ -364,7 +364,7 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
         return None
 
 
-def ask_blocking(connected: socket.socket, message: WireMessage, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
+def ask_blocking(peer: socket.socket, message: WireMessage, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
     """Send a message from a thread without an event loop, and wait for its answer.
 
     Raises:
@@ -372,9 +372,9 @@ def ask_blocking(connected: socket.socket, message: WireMessage, decoder: msgspe
         OSError: the connection is closed; `TimeoutError`: there was no answer within the socket's timeout.
         ValueError: the answer is invalid.
     """
-    connected.sendall(encode_frame(message))
+    peer.sendall(encode_frame(message))
     try:
-        reply = decoder.decode(read_frame_blocking(connected))
+        reply = decoder.decode(read_frame_blocking(peer))
     except msgspec.MsgspecError as error:
         raise ValueError(str(error)) from error
     if isinstance(reply, ErrorReply):
@@ -382,19 +382,19 @@ def ask_blocking(connected: socket.socket, message: WireMessage, decoder: msgspe
     return reply
 
 
-def read_frame_blocking(connected: socket.socket) -> bytes:
+def read_frame_blocking(peer: socket.socket) -> bytes:
     """Return the next frame's body.
 
     Raises:
         OSError, ValueError: see `ask_blocking`.
     """
-    return _read_exactly(connected, _frame_size(_read_exactly(connected, HEAD_BYTES)))
+    return _read_exactly(peer, _frame_size(_read_exactly(peer, HEAD_BYTES)))
 
 
-def _read_exactly(connected: socket.socket, size: int) -> bytes:
+def _read_exactly(peer: socket.socket, size: int) -> bytes:
     content = bytearray()
     while len(content) < size:
-        if not (part := connected.recv(min(size - len(content), 1 << 16))):
+        if not (part := peer.recv(min(size - len(content), 1 << 16))):
             raise ConnectionResetError("the connection was closed")
         content += part
     return bytes(content)

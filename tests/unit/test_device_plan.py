@@ -117,10 +117,10 @@ def test_a_share_that_leaves_the_trainer_nothing_is_refused() -> None:
 
 def test_memory_that_another_process_holds_is_named_before_vllm_starts() -> None:
     busy = [gpu._replace(memory=Memory(4 << 30, 24 << 30)) if gpu.id == "1" else gpu for gpu in machine(2)]
-    assert plan_devices(configuration(1, 1), machine(2)).taken() == []
-    (told,) = plan_devices(configuration(1, 1), busy).taken()
+    assert plan_devices(configuration(1, 1), machine(2)).memory_conflicts() == []
+    (told,) = plan_devices(configuration(1, 1), busy).memory_conflicts()
     assert re.search(r"GPU 1: .* takes 90% of its memory, 21\.6 GiB, and 4\.0 are free", told)
-    assert plan_devices(configuration(1, 1, memory_share=0.1), busy).taken() == []
+    assert plan_devices(configuration(1, 1, memory_share=0.1), busy).memory_conflicts() == []
 
 
 def test_a_reward_model_takes_a_gpu_that_is_left_or_the_cpu() -> None:
@@ -343,5 +343,5 @@ def test_engines_of_several_policies_share_one_gpu_with_their_trainer() -> None:
     with pytest.raises(ConfigError, match="CUDA contexts"):
         plan_devices(of_two_full_policies(2, engine={"vllm": {}, "memory_share": 0.5}), machine(1))
     half_free = [gpu._replace(memory=Memory(8 << 30, 24 << 30)) for gpu in machine(1)]
-    (told,) = plan_devices(config, half_free).taken()
+    (told,) = plan_devices(config, half_free).memory_conflicts()
     assert re.search(r"GPU 0: engine 0 of .* and engine 1 of .* take 45% of its memory, 10\.8 GiB, and 8\.0 are", told)
