@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import stdev
+from typing import Literal
 
 import torch
 from transformers import DynamicCache, Qwen3ForCausalLM
@@ -25,6 +27,7 @@ from agentrl.rollout.chat.chat_format import TemplateChatFormat
 
 Latency = Callable[[random.Random], float]
 """Draws the seconds one tool call waits."""
+Advantage = Literal["leave_one_out", "group_std"]
 
 
 @dataclass
@@ -45,6 +48,8 @@ class Step:
     cpu_seconds: float
     """Of this step."""
     mean_reward: float
+    tokens: int
+    """Sampled in this step."""
 
 
 class Rollout:
@@ -149,13 +154,25 @@ def answer(chat: TemplateChatFormat, episode: Episode, max_turns: int) -> list[i
     return observed
 
 
-def learn(model: Qwen3ForCausalLM, episodes: Sequence[Episode], copies: int, tokens_per_unit: int) -> None:
-    """Accumulate the RLOO policy gradient (arXiv:2402.14740), divided by a constant."""
+def learn(
+    model: Qwen3ForCausalLM,
+    episodes: Sequence[Episode],
+    copies: int,
+    tokens_per_unit: int | None,
+    advantage: Advantage = "leave_one_out",
+) -> None:
+    """Accumulate the policy gradient of RLOO (arXiv:2402.14740) or GRPO (arXiv:2402.03300).
+
+    Divided by a constant, or without one by the tokens of the step.
+    """
     rows = []
     for start in range(0, len(episodes), copies):
         group = episodes[start : start + copies]
-        mean = sum(episode.reward for episode in group) / copies
-        rows += [(e, (e.reward - mean) * copies / (copies - 1)) for e in group if e.reward != mean]
+        rewards = [episode.reward for episode in group]
+        mean, factor = sum(rewards) / copies, copies / (copies - 1)
+        if advantage == "group_std":
+            factor = 1 / (stdev(rewards) + 1e-6)
+        rows += [(e, (e.reward - mean) * factor) for e in group if e.reward != mean]
     if not rows:
         return
     width = max(len(episode.tokens) for episode, _ in rows)
@@ -164,7 +181,8 @@ def learn(model: Qwen3ForCausalLM, episodes: Sequence[Episode], copies: int, tok
     logits = model(input_ids=ids[:, :-1]).logits[sampled]
     logprobs = logits.log_softmax(-1).gather(1, ids[:, 1:][sampled][:, None])[:, 0]
     advantages = torch.tensor([advantage for _, advantage in rows])[:, None].expand_as(sampled)[sampled]
-    (-(advantages * logprobs).sum() / (len(episodes) * tokens_per_unit)).backward()
+    total = len(episodes) * tokens_per_unit if tokens_per_unit else sum(sum(e.sampled) for e in episodes)
+    (-(advantages * logprobs).sum() / total).backward()
 
 
 def evaluate(
@@ -186,7 +204,8 @@ def run(
     group_size: int = 8,
     groups: int = 8,
     learning_rate: float = 3e-4,
-    tokens_per_unit: int = 64,
+    tokens_per_unit: int | None = 64,
+    advantage: Advantage = "leave_one_out",
     latency: Latency | None = None,
     on_step: Callable[[int, Step, Qwen3ForCausalLM], None] | None = None,
 ) -> list[Step]:
@@ -203,12 +222,13 @@ def run(
         cpu = time.process_time()
         drawn = [tasks[number * groups + n] for n in range(groups)]
         episodes = sample(model, chat, drawn, group_size, latency=latency, draws=draws)
-        learn(model, episodes, group_size, tokens_per_unit)
+        learn(model, episodes, group_size, tokens_per_unit, advantage)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         reward = sum(episode.reward for episode in episodes) / len(episodes)
-        history.append(Step(time.monotonic() - start, time.process_time() - cpu, reward))
+        tokens = sum(sum(episode.sampled) for episode in episodes)
+        history.append(Step(time.monotonic() - start, time.process_time() - cpu, reward, tokens))
         if on_step is not None:
             on_step(number, history[-1], model)
     return history

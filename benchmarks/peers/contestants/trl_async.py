@@ -1,0 +1,43 @@
+"""TRL's asynchronous trainer with a vLLM server that has the arguments of `VLLM_SERVER` in contenders.py."""
+
+from pathlib import Path
+
+import trl_cpu_patch
+from peft import LoraConfig
+from progress import SETTINGS, trl_callback  # measured
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+from trl_calculator import calculate, dataset, exact, tokenizer
+
+if __name__ == "__main__":
+    trl_cpu_patch.apply()
+    output = Path(SETTINGS["output"])
+    trainer = AsyncGRPOTrainer(
+        model=SETTINGS["model"],
+        processing_class=tokenizer(SETTINGS["model"]),
+        reward_funcs=exact,
+        tools=[calculate],
+        train_dataset=dataset(SETTINGS["tasks"]),
+        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+        args=AsyncGRPOConfig(
+            output_dir=str(output),
+            max_steps=SETTINGS["steps"],
+            seed=SETTINGS["seed"],
+            per_device_train_batch_size=64,
+            token_budget=0,
+            num_generations=8,
+            max_completion_length=32,
+            max_tool_calling_iterations=5,
+            max_staleness=2,
+            max_inflight_tasks=64,
+            vllm_server_base_url=SETTINGS["server"],
+            learning_rate=1e-3,
+            adam_beta2=0.95,
+            save_steps=3,
+            report_to="none",
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+        ),
+        callbacks=[trl_callback(episodes=64)],  # measured
+    )
+    trainer.train(resume_from_checkpoint=SETTINGS["resume"] and any(output.glob("checkpoint-*")))

@@ -1,0 +1,47 @@
+"""Held-out rewards of a contestant's snapshots, all by the same sampler, after the contestant has ended."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from transformers import Qwen3ForCausalLM
+
+from agentrl.rollout.chat.chat_format import TemplateChatFormat
+from benchmarks.naive_loop import evaluate
+
+EVERY = 3
+"""Steps between two snapshots."""
+
+
+def snapshots(directory: Path) -> dict[int, Path]:
+    """Directories of the weights after each third step."""
+    found = {}
+    for path in directory.glob("output/checkpoint-*"):
+        found[int(path.name.removeprefix("checkpoint-"))] = path
+    for path in directory.glob("runs/run/versions/*/*.*"):
+        if match := re.fullmatch(r"\d+\.(\d+)", path.name):
+            found[int(match[1])] = path
+    return {step: found[step] for step in sorted(found) if step and step % EVERY == 0}
+
+
+def load(model: Path, snapshot: Path) -> Qwen3ForCausalLM:
+    """The weights of a snapshot; an adapter is merged into the model."""
+    if (snapshot / "adapter_config.json").exists():
+        base = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32)
+        merged: Qwen3ForCausalLM = PeftModel.from_pretrained(base, snapshot).merge_and_unload()
+        return merged
+    return Qwen3ForCausalLM.from_pretrained(snapshot, dtype=torch.float32)
+
+
+def first_at(model: Path, directory: Path, goal: float, count: int) -> tuple[int | None, dict[int, float]]:
+    """The first step whose snapshot reaches the goal on `count` held-out tasks, and the rewards up to it."""
+    chat, curve = TemplateChatFormat.load(model), {}
+    torch.set_num_threads(1)
+    for step, path in snapshots(directory).items():
+        curve[step] = evaluate(load(model, path), chat, count=count)
+        if curve[step] >= goal:
+            return step, curve
+    return None, curve

