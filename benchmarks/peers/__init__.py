@@ -26,9 +26,9 @@ What is measured:
 * `tokens_sampled`, `tokens_wasted`: in the whole run; wasted tokens were sampled and in no trained batch. TRL's
   asynchronous trainer does not count what it sampled, so its server's counter is read.
 * `peak_mib`: largest sum of proportional set sizes, from the start of the processes.
-* `killed_s`, `killed_tokens`: all processes but the vLLM server get SIGKILL half a step after step 10. Seconds until
-  that step is done again, with the start of the process, and tokens sampled until then. All write a checkpoint every
-  third step, except the naive loop, which cannot resume.
+* `killed_s`, `killed_tokens`: all processes, vLLM servers included, get SIGKILL half a step after step 10. Seconds
+  until that step is done again, with the start of the processes, and tokens sampled until then. All write a
+  checkpoint every third step, except the naive loop, which cannot resume.
 * `lines`, `packages`, `megabytes`: the user's code without blanks, comments, module docstrings and what the benchmark
   adds; what the environment holds.
 
@@ -57,6 +57,9 @@ Traps met:
 * `max_completion_length` bounds a turn in TRL's asynchronous trainer, and the whole conversation, tool results
   included, in its synchronous one.
 * transformers' default schedule for GRPOTrainer decays the learning rate to 0, and it logs every tenth step.
+* TRL's asynchronous trainer cannot resume beside the vLLM server of its killed predecessor: the names of its adapters
+  since the checkpoint are taken ("has already been loaded"). So the kill includes the server.
+* TRL 1.16 warns that it supports vLLM up to 0.31; it works with 0.32.
 * verifiers' stock harness starts a program per rollout (2.4 CPU seconds); the script uses one in its own process.
 
 Not covered: word problems with SmolLM2. Who can train a proposer and a solver in one run is a column (verifiers plays

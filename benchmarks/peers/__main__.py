@@ -34,14 +34,9 @@ def train(
     goal, held_out = (QUICK_GOAL, QUICK_HELD_OUT) if quick else (GOAL, HELD_OUT)
     record: dict[str, Any] = {"wall_s": None, "cpu_s": None, "steps_to_goal": None}
     shutil.rmtree(directory, ignore_errors=True)
-    with ExitStack() as stack:
-        runner = prepare(contender, built, directory / "run", part=part, seed=seed, steps=steps)
-        server = start_server(stack, contender, built, runner)
-        with Sampler(server and server[0]) as sampler:
-            if server:
-                sampler.add(server[1])
-            life = runner.live(sampler, resume=False, limit_s=LIMIT_S)
-    samples, ended = sampler.samples, life.steps
+    runner = prepare(contender, built, directory / "run", part=part, seed=seed, steps=steps)
+    life, samples = life_of(contender, built, runner)
+    ended = life.steps
     record |= costs(samples, life)
     reached, record["curve"] = scoring.first_at(MODEL, runner.directory, goal, held_out)
     if reached is not None:
@@ -82,13 +77,26 @@ def prepare(contender: Contender, built: Built, directory: Path, *, part: str, s
     return Runner(contender, built.python, directory, settings)
 
 
-def start_server(stack: ExitStack, contender: Contender, built: Built, runner: Runner) -> tuple[str, int] | None:
-    """The contestant's vLLM server, if it needs one."""
-    if not contender.server:
-        return None
-    server = stack.enter_context(vllm_server(built.python, MODEL, runner.directory))
-    runner.settings["server"] = server[0]
-    return server
+def life_of(
+    contender: Contender,
+    built: Built,
+    runner: Runner,
+    *,
+    resume: bool = False,
+    until_step: int | None = None,
+    kill: bool = False,
+) -> tuple[Life, Samples]:
+    """One life of a contestant with a vLLM server of its own, if it needs one, and what both cost."""
+    with ExitStack() as stack:
+        server: tuple[str, int] | None = None
+        if contender.server:
+            server = stack.enter_context(vllm_server(built.python, MODEL, runner.directory))
+            runner.settings["server"] = server[0]
+        sampler = stack.enter_context(Sampler(server and server[0]))
+        if server is not None:
+            sampler.add(server[1])
+        life = runner.live(sampler, resume=resume, limit_s=LIMIT_S, until_step=until_step, kill=kill)
+    return life, sampler.samples
 
 
 def costs(samples: Samples, life: Life) -> dict[str, Any]:
@@ -115,23 +123,19 @@ def sampled_in(samples: Samples, life: Life, start: float, stop: float) -> float
 def kill(
     contender: Contender, built: Built, directory: Path, *, part: str, seed: int, after: int
 ) -> dict[str, float | None]:
-    """SIGKILL in the middle of the step after `after`, then what it takes until step `after` is done again.
+    """SIGKILL in the middle of the step after `after`, then what it takes until the last step done is done again.
 
-    The server is not killed. A contestant that cannot resume begins again.
+    A contestant that cannot resume begins again.
     """
-    with ExitStack() as stack:
-        runner = prepare(contender, built, directory, part=part, seed=seed, steps=after + 6)
-        server = start_server(stack, contender, built, runner)
-        with Sampler(server and server[0]) as sampler:
-            first = runner.live(sampler, resume=False, limit_s=LIMIT_S, until_step=after, kill=True)
-            highest = first.steps[-1]["step"]
-            again = runner.live(sampler, resume=contender.resumes, limit_s=LIMIT_S, until_step=highest)
+    runner = prepare(contender, built, directory, part=part, seed=seed, steps=after + 6)
+    first, _ = life_of(contender, built, runner, until_step=after, kill=True)
+    highest = first.steps[-1]["step"]
+    again, samples = life_of(contender, built, runner, until_step=highest, resume=contender.resumes)
     assert first.killed is not None
     back = next((step["t"] for step in again.steps if step["step"] >= highest), None)
     if back is None:
         return {"killed_s": None, "killed_tokens": None}
-    lost = sampled_in(sampler.samples, again, first.killed, back)
-    return {"killed_s": back - first.killed, "killed_tokens": lost}
+    return {"killed_s": back - first.killed, "killed_tokens": sampled_in(samples, again, first.killed, back)}
 
 
 def options() -> argparse.Namespace:
