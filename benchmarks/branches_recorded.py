@@ -13,8 +13,10 @@ turn decides, so that groups that begin later learn nothing.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from agentrl.app.recovery import read_resume_state
 from agentrl.core.records import ForkPoint, GroupStart, PolicyVersion
@@ -24,8 +26,10 @@ from agentrl.testing.virtual_time import simulate
 from benchmarks.tabular import AnyTurn, EveryTurn, FirstTurn, LastTurn, Rules, TabularRun, tokens_to
 from tests.sim.small_run import SmallRun, config_for
 
-NAMES = ("recorded_turn_ratio", "recorded_turn_other_ratio", "recorded_every_ratio", "recorded_any_ratio")
-NAMES += ("recorded_first_ratio", "recorded_shortest_ratio", "recorded_longest_ratio")
+NAMES = (
+    *("recorded_turn_ratio", "recorded_turn_other_ratio", "recorded_every_ratio", "recorded_any_ratio"),
+    *("recorded_first_ratio", "recorded_shortest_ratio", "recorded_longest_ratio"),
+)
 REWARDS = (0.8, 0.9)
 SHARE = 0.3
 RECORDED_STEPS = 2
@@ -52,7 +56,7 @@ def recorded(_: Path, *, quick: bool) -> dict[str, float | None]:
 
 def _median(ratios: list[tuple[float, ...]]) -> float:
     """Return the median over the seeds at the reward where it is larger."""
-    return max(median(at_reward) for at_reward in zip(*ratios, strict=True))
+    return float(max(median(at_reward) for at_reward in zip(*ratios, strict=True)))
 
 
 def _ratios(rules: type[Rules], seed: int) -> tuple[float, ...]:
@@ -67,7 +71,7 @@ async def _compared(rules: Rules, seed: int) -> tuple[float, ...]:
     starts = _last_turns_of_failures(first)
     curves = []
     for begins in ([], starts):
-        settings = {"id": "unused"}
+        settings: dict[str, Any] = {"id": "unused"}
         if begins:
             settings["start_from"] = {"run": "unused", "at": -1, "share": SHARE}
         config = config_for(steps=STEPS, step_size=16, max_staleness=0, seed=seed, environment=settings)
@@ -81,9 +85,15 @@ async def _compared(rules: Rules, seed: int) -> tuple[float, ...]:
             recorded_turns=begins,
         )
         curves.append(run.curve)
-    plain, from_recorded = ([tokens_to(curve, reward) for reward in REWARDS] for curve in curves)
-    assert None not in (*plain, *from_recorded), "a run did not reach the rewards"
+    plain, from_recorded = ([_reached(curve, reward) for reward in REWARDS] for curve in curves)
     return tuple(ours / theirs for ours, theirs in zip(from_recorded, plain, strict=True))
+
+
+def _reached(curve: Sequence[tuple[int, float]], reward: float) -> float:
+    tokens = tokens_to(curve, reward)
+    if tokens is None:
+        raise SystemExit(f"a run did not reach a reward of {reward} in {STEPS} steps, so there is nothing to compare")
+    return tokens
 
 
 def _last_turns_of_failures(run: SmallRun) -> list[GroupStart]:

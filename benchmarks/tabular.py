@@ -181,7 +181,7 @@ class TabularRun:
     def _probabilities(self, observation: str) -> np.ndarray:
         return _softmax(self.table.get(observation))
 
-    def _sample(self, request: GenerateRequest, policy: str, version: PolicyVersion) -> Sequence[int]:
+    def _sample(self, request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
         text = bytes(token for token in request.token_ids.tolist() if token < 256).decode()
         observation = re.findall(r"<\d+\.\d+>", text)[-1]
         weights = _softmax(self._tables[version.step].get(observation)).tolist()
@@ -223,5 +223,5 @@ def tokens_to(curve: Sequence[tuple[int, float]], threshold: float) -> float | N
 def _softmax(logits: np.ndarray | None) -> np.ndarray:
     if logits is None:
         return np.full(len(LETTERS), 1 / len(LETTERS))
-    weights = np.exp(logits - logits.max())
-    return weights / weights.sum()
+    weights: np.ndarray = np.exp(logits - logits.max())
+    return np.asarray(weights / weights.sum())
