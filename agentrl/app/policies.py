@@ -196,6 +196,11 @@ def _check_branches(config: RunConfig, root: type[Environment], seats: Sequence[
         )
     if not (root.branches or root.probes):
         return
+    if root.probes and child_environments(root):
+        raise ConfigError(
+            f"{root.__name__} declares probes = {root.probes} and child episodes in fan_out. Children of a probe would "
+            "be trained: set probes = 0, or remove fan_out"
+        )
     declaration = f"branches = {root.branches}" if root.branches else f"probes = {root.probes}"
     trained_policies = config.trained
     held = {config.policy_of(seat, group) for seat in seats[0] for group in range(config.line_ups)}

@@ -64,7 +64,7 @@ from agentrl.rollout.journal_data import (
 from agentrl.rollout.mismatch import shortened_repr
 from agentrl.rollout.sandbox import NAME as SANDBOX
 from agentrl.rollout.sandbox import JournaledSandbox
-from agentrl.rollout.trees import LeveledResource, LiveBranches, play_roulette
+from agentrl.rollout.trees import BRANCHES_REFUSED, LeveledResource, LiveBranches, play_roulette
 from agentrl.rollout.turn_recorder import TurnRecorder
 
 if TYPE_CHECKING:
@@ -266,7 +266,13 @@ class LiveEpisodeContext(EpisodeContext):
         return children
 
     def _check_fan_out(self, environment: type[Environment], n: int) -> None:
-        """Refuse children beyond the declared fan-out, over all calls of the attempt."""
+        """Refuse children beyond the declared fan-out, over all calls of the attempt, and children of a probe."""
+        if self.episode.spec.is_probe:
+            raise EpisodeError(
+                "ctx.spawn was called in a probe, whose children would be trained; end the episode without child "
+                "episodes, or use trained branches",
+                reason=BRANCHES_REFUSED,
+            )
         name = environment.__name__
         declared = self._fan_out.get(name)
         spawned = self._spawned.get(name, 0)

@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 import agentrl
 from agentrl.app.recovery import read_resume_state
 from agentrl.core import ids
-from agentrl.core.errors import VERSION_GONE, CheckFailedError, EngineError
+from agentrl.core.errors import VERSION_GONE, CheckFailedError, ConfigError, EngineError
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, WeightsRef
 from agentrl.journal.entries import BranchEntry, NondeterministicValueEntry, TurnEntry
@@ -24,7 +24,7 @@ from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.plugin import SeededSimulation
 from tests.markdown_pages import ROOT, python_of
-from tests.sim.small_run import TASKS, SmallRun, config_for
+from tests.sim.small_run import TASKS, Guess, SmallRun, config_for
 from tests.support import user_functions
 
 pytestmark = pytest.mark.sim
@@ -280,6 +280,41 @@ def test_probes_survive_a_crash(simulated_loop: SeededSimulation, tmp_path: File
 
 def test_a_probing_program_runs_again_from_every_entry(always_replay: Callable[..., None]) -> None:
     always_replay(Probing, tasks=TASKS[:1], episodes=1)
+
+
+class Spawning(Probing):
+    """Starts a child after its probes."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent = ctx.agent("guesser")
+        await ctx.branch(1, probe=True)
+        await agent.act(agentrl.user("first"))
+        (child,) = ctx.spawn(Guess, {"digit": "1"})
+        await child
+        agent.reward(1.0)
+
+
+def test_a_probe_starts_no_children(simulated_loop: SeededSimulation) -> None:
+    async def main() -> None:
+        run = retry_run(Spawning, steps=1, policies={"guesser": {"step_size": 8, "lora": {"rank": 1}}})
+        await run.run()
+        reasons = Counter(header.drop_reason for spec, header in ends(run).values() if spec.is_probe)
+        assert reasons.keys() <= {"branches", "run_ended"}
+        assert reasons["branches"] >= 4
+        assert not any(unit.episode_id.count("~") > 1 for batch in run.trainer.batches for unit in batch.units)
+
+    simulated_loop.run(main, seeds=1)
+
+
+def test_probes_and_declared_children_are_refused_together(simulated_loop: SeededSimulation) -> None:
+    class Both(Probing):
+        fan_out: ClassVar[dict[str, int]] = {"Guess": 1}
+
+    async def main() -> None:
+        with pytest.raises(ConfigError, match="Both declares probes = 6 and child episodes in fan_out"):
+            await retry_run(Both, steps=1).run()
+
+    simulated_loop.run(main, seeds=1)
 
 
 class TooManyProbes(Probing):
