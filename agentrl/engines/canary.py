@@ -83,7 +83,7 @@ class _Limits:
 
 _EXACT = _Limits(tolerance=1e-2, floor=1e-5)
 """Limits if engine and file are in float32."""
-_ROUNDED = _Limits(tolerance=0.25, floor=1e-2)
+_ROUNDING_LIMITS = _Limits(tolerance=0.25, floor=1e-2)
 """Limits if either is in 16 bits, before any version of the policy has passed."""
 
 
@@ -115,7 +115,7 @@ def read_canary(weights: WeightsRef, metadata: Mapping[str, str], tensors: Mappi
     for ids in (contexts, tokens):
         if int(ids.min()) < 0 or int(ids.max()) > np.iinfo(np.int32).max:
             raise version_refused_error(weights, "its canary has token ids that are negative, or beyond 32 bits")
-    if not all(((each >= -_MAX_NATS) & (each <= 1e-3)).all() for each in (logprobs, start)):
+    if not all(((values >= -_MAX_NATS) & (values <= 1e-3)).all() for values in (logprobs, start)):
         raise version_refused_error(weights, f"its canary has log-probabilities outside [-{_MAX_NATS:g}, 0]")
     return Canary(
         contexts=contexts.astype(np.int32),
@@ -161,44 +161,52 @@ def check_canary_answer(
     Raises:
         EngineError: the answer is not the version's.
     """
-    seen = rounding.setdefault(weights.version.policy, ObservedRounding())
+    observed_rounding = rounding.setdefault(weights.version.policy, ObservedRounding())
     change = _distance(canary.logprobs, canary.start_logprobs)
-    limits = _EXACT if canary.is_exact and str(dtype) == "torch.float32" else _rounded(seen, change)
-    own, nearest, name = (
+    limits = (
+        _EXACT if canary.is_exact and str(dtype) == "torch.float32" else _limits_for_rounding(observed_rounding, change)
+    )
+    distance_to_self, nearest, name = (
         _distance(answer, canary.logprobs),
         _distance(answer, canary.start_logprobs),
         "the model the run began with",
     )
-    for version, other in others.items():
-        if other.asks_like(canary) and (distance := _distance(answer, other.logprobs)) < nearest:
+    for version, other_canary in others.items():
+        if other_canary.asks_like(canary) and (distance := _distance(answer, other_canary.logprobs)) < nearest:
             nearest, name = distance, str(version)
     # twice as close: it is the other version
-    if own > limits.floor and own > 2.0 * nearest:
+    if distance_to_self > limits.floor and distance_to_self > 2.0 * nearest:
         raise version_refused_error(
             weights,
             f"the engine answers its canary check as {name} would: the log-probabilities of {answer.size} next tokens "
-            f"differ by {nearest:.2g} nats on average from those of {name}, and by {own:.2g} from those the trainer "
-            "computed. The engine serves other weights than those it was given",
+            f"differ by {nearest:.2g} nats on average from those of {name}, and by {distance_to_self:.2g} from those "
+            "the trainer computed. The engine serves other weights than those it was given",
         )
-    if not own <= limits.tolerance:
-        raise _too_far(weights, own, limits.tolerance, dtype)
-    if max(own, change) >= _ROUNDED.floor:  # a small change with little rounding shows nothing
-        seen.distance, seen.change = max(seen.distance, own), max(seen.change, change)
+    if not distance_to_self <= limits.tolerance:
+        raise _too_far(weights, distance_to_self, limits.tolerance, dtype)
+    if max(distance_to_self, change) >= _ROUNDING_LIMITS.floor:  # a small change with little rounding shows nothing
+        observed_rounding.distance, observed_rounding.change = (
+            max(observed_rounding.distance, distance_to_self),
+            max(observed_rounding.change, change),
+        )
 
 
-def _rounded(seen: ObservedRounding, change: float) -> _Limits:
+def _limits_for_rounding(rounding: ObservedRounding, change: float) -> _Limits:
     """Return the limits in 16 bits for a version that is `change` nats from the weights that the run began with.
 
     The effect of rounding cannot be derived from a model's shape (0.009 nats with 3 layers, 0.016 with 4, 0.05 to 0.14
     with 30), so versions that have passed determine it. It grows with their change at first: an adapter that is zero
     rounds nothing.
     """
-    if not seen.distance:
-        return _ROUNDED
+    if not rounding.distance:
+        return _ROUNDING_LIMITS
     # In 16 bits a version may round three times as much as earlier versions that changed as much. Models of 3, 4 and 30
     # layers, moved by 1 % and 10 % of their weights' deviation, rounded 1.4 times as much; in eight bits, 4 to 10.
-    growth = 3.0 * max(1.0, change / max(seen.change, _ROUNDED.floor))
-    return _Limits(min(max(growth * seen.distance, 2 * _ROUNDED.floor), _ROUNDED.tolerance), _ROUNDED.floor)
+    growth = 3.0 * max(1.0, change / max(rounding.change, _ROUNDING_LIMITS.floor))
+    return _Limits(
+        min(max(growth * rounding.distance, 2 * _ROUNDING_LIMITS.floor), _ROUNDING_LIMITS.tolerance),
+        _ROUNDING_LIMITS.floor,
+    )
 
 
 def _too_far(weights: WeightsRef, difference: float, tolerance: float, dtype: object) -> EngineError:

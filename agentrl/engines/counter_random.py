@@ -21,13 +21,13 @@ def uniform(seeds: NDArray[np.uint64], counters: NDArray[np.int64]) -> NDArray[n
     first, so that neighboring seeds do not share a sequence.
     """
     with np.errstate(over="ignore"):
-        mixed = _mix(_mix(seeds) + counters.astype(np.uint64) * _GOLDEN)
-    return (mixed >> np.uint64(16)).astype(np.float64) * 2.0**-48
+        bits = _mix(_mix(seeds) + counters.astype(np.uint64) * _GOLDEN)
+    return (bits >> np.uint64(16)).astype(np.float64) * 2.0**-48
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     x = x + _GOLDEN
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2
-    mixed: NDArray[np.uint64] = x ^ (x >> np.uint64(31))
-    return mixed
+    hashes: NDArray[np.uint64] = x ^ (x >> np.uint64(31))
+    return hashes

@@ -97,8 +97,8 @@ class Bot:
     async def close(self) -> None:
         """Do nothing: a bot holds no resources."""
 
-    def _failed(self, where: str, what: str) -> EpisodeError:
-        return EpisodeError(f"{where}, policy {self.policy!r}: the bot {what}", reason="bot_error")
+    def _failed(self, where: str, problem: str) -> EpisodeError:
+        return EpisodeError(f"{where}, policy {self.policy!r}: the bot {problem}", reason="bot_error")
 
 
 def external_completion(policy: str, reply: bytes, reason: FinishReason) -> Completion:

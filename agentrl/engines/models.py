@@ -47,7 +47,7 @@ threads.
 """
 _ONE_TENSOR_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"
 """Environment variable that keeps transformers from reading tensors ahead."""
-_MOST = (
+_SIZE_LIMITS = (
     (re.compile("vocab_size"), 1 << 24),
     (re.compile("layers|experts"), 1 << 14),
     (re.compile("hidden|intermediate|d_model|n_embd"), 1 << 20),
@@ -82,7 +82,7 @@ _REWARD_MODELS: dict[str, Any] = {
 }
 """Kinds of reward models, by the end of their architecture's name."""
 _HALF = (torch.bfloat16, torch.float16)
-_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_SAFETENSORS_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Floating-point dtypes by their names in a safetensors header."""
 
 
@@ -130,8 +130,10 @@ def _checkpoint_dtype(path: Path) -> torch.dtype:
         if dtype is None:
             for file in sorted(path.glob("*.safetensors")):
                 header = json.loads(read_safetensors_header(file)[SAFETENSORS_LENGTH_BYTES:])
-                stored = [tensor["dtype"] for name, tensor in header.items() if name != "__metadata__"]
-                dtype = next((_STORED[tensor] for tensor in stored if tensor in _STORED), None)
+                dtype_names = [tensor["dtype"] for name, tensor in header.items() if name != "__metadata__"]
+                dtype = next(
+                    (_SAFETENSORS_DTYPES[tensor] for tensor in dtype_names if tensor in _SAFETENSORS_DTYPES), None
+                )
                 break
     except _LOAD_ERRORS as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -172,7 +174,7 @@ def read_model(
             _check_window(config, max_context, path)
         else:
             check_sparse_attention(config, max_context, path)
-        with ONE_LOAD_AT_A_TIME, _kept(keep):
+        with ONE_LOAD_AT_A_TIME, _track_parameters(keep):
             model, report = load(
                 path,
                 config=config,
@@ -190,9 +192,9 @@ def read_model(
             "safetensors weights; save it with model.save_pretrained(directory)"
         ) from error
     _check_report(path, report)
-    loaded: PreTrainedModel = model
-    fix_rotary_positions(loaded, max_context)
-    return loaded
+    pretrained: PreTrainedModel = model
+    fix_rotary_positions(pretrained, max_context)
+    return pretrained
 
 
 def read_reward_model(path: str | Path, *, dtype: torch.dtype) -> PreTrainedModel:
@@ -237,24 +239,24 @@ def read_reward_model(path: str | Path, *, dtype: torch.dtype) -> PreTrainedMode
             "would be random. Give the directory of a trained reward model"
         )
     _check_report(path, report)
-    loaded: PreTrainedModel = model
-    loaded.requires_grad_(False).train(False)
-    fix_rotary_positions(loaded, getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 15)
-    return loaded
+    pretrained: PreTrainedModel = model
+    pretrained.requires_grad_(False).train(False)
+    fix_rotary_positions(pretrained, getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 15)
+    return pretrained
 
 
 @contextmanager
-def _kept(keep: Callable[[nn.Parameter], nn.Parameter] | None) -> Iterator[None]:
+def _track_parameters(keep: Callable[[nn.Parameter], nn.Parameter] | None) -> Iterator[None]:
     """Within the context, replace each parameter that transformers loads in this thread by `keep(parameter)`."""
     if keep is None:
         yield
         return
-    thread, made = get_ident(), set[nn.Parameter]()
+    thread, tracked = get_ident(), set[nn.Parameter]()
 
     def replace(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        if get_ident() != thread or parameter.is_meta or parameter in made:
+        if get_ident() != thread or parameter.is_meta or parameter in tracked:
             return None
-        made.add(parameter_kept := keep(parameter))
+        tracked.add(parameter_kept := keep(parameter))
         parameter_kept._is_hf_initialized = True  # type: ignore[attr-defined]  # what is missing is in the report
         return parameter_kept
 
@@ -290,8 +292,8 @@ def read_meta_model(path: str | Path, *, max_context: int, dtype: torch.dtype | 
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
-            made = {} if dtype is None else {"dtype": dtype}
-            model: PreTrainedModel = make(config, trust_remote_code=False, **made)
+            options = {} if dtype is None else {"dtype": dtype}
+            model: PreTrainedModel = make(config, trust_remote_code=False, **options)
         if dtype is not None:
             model.config.dtype = dtype
     except _LOAD_ERRORS as error:
@@ -302,14 +304,16 @@ def read_meta_model(path: str | Path, *, max_context: int, dtype: torch.dtype | 
 
 
 @contextmanager
-def computing_in_float32(model: PreTrainedModel, widened: Callable[[Tensor], Tensor] = Tensor.float) -> Iterator[None]:
+def computing_in_float32(
+    model: PreTrainedModel, to_float32: Callable[[Tensor], Tensor] = Tensor.float
+) -> Iterator[None]:
     """Make a model compute in float32 within the context: each layer has a float32 copy of its weights while it runs.
 
     Args:
         model: model to compute with.
-        widened: returns the whole float32 tensor of a parameter.
+        to_float32: returns the whole float32 tensor of a parameter.
     """
-    stored: dict[nn.Module, list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]]] = {}
+    originals: dict[nn.Module, list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]]] = {}
 
     def widen(unit: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         restore(unit)
@@ -317,13 +321,13 @@ def computing_in_float32(model: PreTrainedModel, widened: Callable[[Tensor], Ten
             for module in unit.modules() if isinstance(unit, GradientCheckpointingLayer) else (unit,):
                 for name, parameter in module._parameters.items():
                     if parameter is not None:
-                        stored.setdefault(unit, []).append((module._parameters, name, parameter))
-                        module._parameters[name] = nn.Parameter(widened(parameter.detach()), requires_grad=False)
+                        originals.setdefault(unit, []).append((module._parameters, name, parameter))
+                        module._parameters[name] = nn.Parameter(to_float32(parameter.detach()), requires_grad=False)
         # Mamba converts the last hidden state to the dtype of its head before the head is called.
         return tuple(value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value for value in inputs)
 
     def restore(unit: nn.Module, *_: object) -> None:
-        for parameters, name, parameter in stored.pop(unit, ()):
+        for parameters, name, parameter in originals.pop(unit, ()):
             parameters[name] = parameter
 
     layers = outermost_layers(model)
@@ -337,7 +341,7 @@ def computing_in_float32(model: PreTrainedModel, widened: Callable[[Tensor], Ten
     finally:
         for hook in hooks:
             hook.remove()
-        for unit in list(stored):
+        for unit in list(originals):
             restore(unit)
 
 
@@ -359,21 +363,35 @@ def runnable_on_meta(model: PreTrainedModel) -> Iterator[None]:
         yield
         return
     modules: list[nn.Module] = list(model.modules())
-    stored = [dict(tensors) for module in modules for tensors in (module._parameters, module._buffers)]
-    made: dict[Tensor, Tensor] = {}  # keeps tied parameters tied
+    tables = [dict(tensors) for module in modules for tensors in (module._parameters, module._buffers)]
+    replacements: dict[Tensor, Tensor] = {}  # keeps tied parameters tied
     with FakeTensorMode(allow_non_fake_inputs=True):
-        for tensor in {each: None for tensors in stored for each in tensors.values() if each is not None}:
+        for tensor in {
+            tensor_or_none: None
+            for tensors in tables
+            for tensor_or_none in tensors.values()
+            if tensor_or_none is not None
+        }:
             empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             is_parameter = isinstance(tensor, nn.Parameter)
-            made[tensor] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+            replacements[tensor] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
         log = logging.getLogger("torch._subclasses.fake_tensor")  # it prints a traceback in addition to its error
         log.disabled = True
         try:
-            _put(modules, [{name: each if each is None else made[each] for name, each in t.items()} for t in stored])
+            _put(
+                modules,
+                [
+                    {
+                        name: tensor_or_none if tensor_or_none is None else replacements[tensor_or_none]
+                        for name, tensor_or_none in t.items()
+                    }
+                    for t in tables
+                ],
+            )
             with _ShapesSuffice():  # type: ignore[no-untyped-call]
                 yield
         finally:
-            _put(modules, stored)
+            _put(modules, tables)
             log.disabled = False
 
 
@@ -384,21 +402,21 @@ class _ShapesSuffice(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operation."""
-        named = kwargs or {}
+        keyword_arguments = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:  # rotary embeddings compare the largest position
             return 0
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-            first, second, *others = args  # without data torch multiplies groups in bfloat16 alone
-            product: Tensor = func(first.bfloat16(), second.bfloat16(), *others, **named)
+            first, second, *more_arguments = args  # without data torch multiplies groups in bfloat16 alone
+            product: Tensor = func(first.bfloat16(), second.bfloat16(), *more_arguments, **keyword_arguments)
             return product.to(first.dtype)
-        return func(*args, **named)
+        return func(*args, **keyword_arguments)
 
 
 def _put(modules: Iterable[nn.Module], tensors: Iterable[Mapping[str, Any]]) -> None:
     """Give modules their parameters and buffers in turn."""
     places = (place for module in modules for place in (module._parameters, module._buffers))
-    for place, named in zip(places, tensors, strict=True):
-        place.update(named)
+    for place, values in zip(places, tensors, strict=True):
+        place.update(values)
 
 
 def kv_bytes_per_token(config: PretrainedConfig) -> int:
@@ -490,7 +508,7 @@ def _check_config(path: Path) -> None:
                 f"{path}: config.json says {name} = {str(value)[:60]!a}, for which transformers may fetch code from "
                 "a hub and run it. Remove that line: agentrl chooses the implementation"
             )
-        for words, maximum in _MOST:
+        for words, maximum in _SIZE_LIMITS:
             if words.search(name) and isinstance(value, int) and value > maximum:
                 raise ModelError(
                     f"{path}: config.json says {name} = {str(value)[:30]}, but no model has more than {maximum:,}: the "
@@ -526,25 +544,25 @@ def _check_shards(path: Path) -> None:
     """Refuse a directory that lacks files named by its index; an invalid index is left to transformers."""
     try:
         index = json.loads((path / "model.safetensors.index.json").read_text(encoding="utf-8"))
-        named = {str(name) for name in index["weight_map"].values()}
-        missing = [name for name in named if not (path / name).is_file()]
+        file_names = {str(name) for name in index["weight_map"].values()}
+        missing = [name for name in file_names if not (path / name).is_file()]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return
     if missing:
         raise ModelError(
-            f"{path}: {len(missing)} of {len(named)} weight files are missing ({quote_first_names(missing)}), though "
-            "model.safetensors.index.json names them. Copy the directory again, or finish its download"
+            f"{path}: {len(missing)} of {len(file_names)} weight files are missing ({quote_first_names(missing)}), "
+            "though model.safetensors.index.json names them. Copy the directory again, or finish its download"
         )
 
 
 def _check_alone(path: Path) -> None:
     """Refuse several weight files without an index: transformers would read one, and vLLM all."""
     if not (path / "model.safetensors.index.json").is_file():
-        others = {file.name for file in path.glob("*.safetensors")} - {WEIGHT_FILES["full"][0]}
-        if others:
+        other_files = {file.name for file in path.glob("*.safetensors")} - {WEIGHT_FILES["full"][0]}
+        if other_files:
             raise ModelError(
-                f"{path}: vLLM would load {quote_first_names(others)} over model.safetensors; move it away, or save "
-                "the model with model.save_pretrained(directory)"
+                f"{path}: vLLM would load {quote_first_names(other_files)} over model.safetensors; move it away, or "
+                "save the model with model.save_pretrained(directory)"
             )
 
 
@@ -554,23 +572,24 @@ def _check_report(path: str | Path, report: Mapping[str, Any]) -> None:
         "are missing": report["missing_keys"],
         "have a wrong shape": [key for key, *_ in report["mismatched_keys"]],
     }
-    for what, names in wrong.items():
+    for problem, names in wrong.items():
         if names:
             raise ModelError(
-                f"{path}: {len(names)} weights {what} ({quote_first_names(names)}), so the files do not belong to "
+                f"{path}: {len(names)} weights {problem} ({quote_first_names(names)}), so the files do not belong to "
                 "config.json. Copy the directory again, or save it with model.save_pretrained(directory)"
             )
-    if unused := report["unexpected_keys"]:
+    if unexpected_keys := report["unexpected_keys"]:
         warnings.warn(
-            f"{path}: {len(unused)} tensors do not belong to the model and are ignored: {quote_first_names(unused)}",
+            f"{path}: {len(unexpected_keys)} tensors do not belong to the model and are ignored: "
+            f"{quote_first_names(unexpected_keys)}",
             stacklevel=3,
         )
 
 
 def quote_first_names(names: Iterable[str]) -> str:
     """Quote the first few names without control characters, shortened."""
-    ordered = sorted(names)
-    return ", ".join(ascii(name[:100]) for name in ordered[:4]) + (", …" if len(ordered) > 4 else "")
+    sorted_names = sorted(names)
+    return ", ".join(ascii(name[:100]) for name in sorted_names[:4]) + (", …" if len(sorted_names) > 4 else "")
 
 
 def _rope_types(ropes: object) -> list[str]:

@@ -147,7 +147,7 @@ class LocalPlacement:
     def __init__(self, log: Path | None = None, *, gpus: Sequence[str] = (), interface: str = "lo") -> None:
         self._log = log
         self.gpus = tuple(gpus)
-        self._own = {**(gpu_visibility_variables(gpus) if gpus else {}), INTERFACE_VARIABLE: interface}
+        self._variables = {**(gpu_visibility_variables(gpus) if gpus else {}), INTERFACE_VARIABLE: interface}
 
     async def start(self, program: ChildProgram) -> LocalChildProcess:
         ours, theirs = socket.socketpair()
@@ -194,7 +194,7 @@ class LocalPlacement:
             "PYTHONSAFEPATH": "1",
             PRIVATE_DIRECTORY_VARIABLE: str(files.path),
             LOG_VARIABLE: "" if errors is None else "1",
-            **self._own,
+            **self._variables,
         }
         try:
             process = await asyncio.create_subprocess_exec(
@@ -294,13 +294,13 @@ class PrivateDirectory:
 
     def __init__(self, size: int = 0) -> None:
         _remove_leftovers()
-        made = Path(tempfile.mkdtemp(prefix=f"new-{_PREFIX}", dir=_root(size)))
-        self._lock = os.open(made, os.O_RDONLY | os.O_CLOEXEC)
+        directory = Path(tempfile.mkdtemp(prefix=f"new-{_PREFIX}", dir=_root(size)))
+        self._lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        (made / _MARK).touch()
-        self.path = made.with_name(made.name.removeprefix("new-"))
+        (directory / _MARK).touch()
+        self.path = directory.with_name(directory.name.removeprefix("new-"))
         # The final name appears only once the directory is locked, so cleanups never take it for a leftover.
-        made.rename(self.path)
+        directory.rename(self.path)
 
     def remove(self) -> None:
         """Remove the directory after the child's death. Idempotent."""
@@ -321,9 +321,9 @@ def _disk() -> Path:
 
 def _remove(path: Path) -> None:
     for pattern in (f"{path.name}-*", f"sem.{path.name}-*"):
-        for each in _SHARED_MEMORY.glob(pattern):  # shared memory outlives the directory, wherever that was
+        for segment in _SHARED_MEMORY.glob(pattern):  # shared memory outlives the directory, wherever that was
             with contextlib.suppress(OSError):  # segments with such names may belong to other users
-                each.unlink()
+                segment.unlink()
     shutil.rmtree(path, ignore_errors=True)
 
 
@@ -382,7 +382,7 @@ class Supervisor:
     def __init__(
         self,
         name: str,
-        supervised: SupervisedProcessOwner,
+        owner: SupervisedProcessOwner,
         *,
         budget: RetryBudget,
         silence_s: float,
@@ -392,7 +392,7 @@ class Supervisor:
         self.losses = 0
         """Number of deaths of the child."""
         self._name = name
-        self._supervised = supervised
+        self._owner = owner
         self._budget = budget
         self._clock = clock
         self._tell = tell
@@ -474,24 +474,24 @@ class Supervisor:
         """Run one child from its start to its death; returns the cause of death."""
         self._why, self._silent = "", None
         try:
-            child = self._child = await self._supervised.launch()
+            child = self._child = await self._owner.launch()
         except OSError as error:
             return f"could not be started ({error.strerror or error})"
         loop, dead = asyncio.get_running_loop(), asyncio.Event()
-        welcoming = loop.create_task(self._welcome(child, dead), name=f"welcome {self._name}")
-        watching = loop.create_task(self._watch(), name=f"watch {self._name}")
+        welcome_task = loop.create_task(self._welcome(child, dead), name=f"welcome {self._name}")
+        watch_task = loop.create_task(self._watch(), name=f"watch {self._name}")
         try:
             how = await child.wait()
             dead.set()
             if self._failure is None:
                 self._serving.clear()
             how = f"was killed: {self._why}" if self._why else how
-            await self._supervised.died(how)
+            await self._owner.died(how)
             return how
         finally:
-            welcoming.cancel()
-            watching.cancel()
-            await asyncio.wait({welcoming, watching})
+            welcome_task.cancel()
+            watch_task.cancel()
+            await asyncio.wait({welcome_task, watch_task})
 
     async def _watch(self) -> None:
         while True:
@@ -503,7 +503,7 @@ class Supervisor:
 
     async def _welcome(self, child: ChildProcessHandle, dead: asyncio.Event) -> None:
         try:
-            await self._supervised.welcome()
+            await self._owner.welcome()
             if not dead.is_set():
                 self._serving.set()
         except EngineLostError as error:

@@ -65,7 +65,7 @@ class RemotePolicyClient:
     _left_out: set[str] = field(default_factory=set)
     """Parameters without effect that the endpoint refuses."""
     _places: asyncio.Semaphore = field(init=False)
-    _asking: dict[str, asyncio.Task[Completion]] = field(default_factory=dict)
+    _tasks: dict[str, asyncio.Task[Completion]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         name = self.config.api_key_env
@@ -79,25 +79,25 @@ class RemotePolicyClient:
             )
         # a shorter key, such as `none`, is a word and not a secret
         if len(self._key) >= 8:
-            coded = base64.b64encode(self._key.encode()).decode().rstrip("=")
-            self._written_keys = (self._key, json.dumps(self._key)[1:-1], quote(self._key, safe=""), coded)
+            encoded_key = base64.b64encode(self._key.encode()).decode().rstrip("=")
+            self._written_keys = (self._key, json.dumps(self._key)[1:-1], quote(self._key, safe=""), encoded_key)
         self._places = asyncio.Semaphore(self.config.max_concurrent)
 
     async def generate(self, request: GenerateRequest, where: str) -> Completion:
         """Send one request; an abort ends it without a token."""
-        asking = asyncio.get_running_loop().create_task(self._ask(request, where), name=request.request_id)
-        self._asking[request.request_id] = asking
+        task = asyncio.get_running_loop().create_task(self._ask(request, where), name=request.request_id)
+        self._tasks[request.request_id] = task
         try:
-            await asyncio.wait({asking})
-            return external_completion(self.policy, b"", "abort") if asking.cancelled() else asking.result()
+            await asyncio.wait({task})
+            return external_completion(self.policy, b"", "abort") if task.cancelled() else task.result()
         finally:
-            asking.cancel()
-            del self._asking[request.request_id]
+            task.cancel()
+            del self._tasks[request.request_id]
 
     def abort(self, request_id: str) -> None:
         """End a call in flight."""
-        if request_id in self._asking:
-            self._asking[request_id].cancel()
+        if request_id in self._tasks:
+            self._tasks[request_id].cancel()
 
     async def close(self) -> None:
         """Close the connections. Idempotent."""
@@ -112,8 +112,8 @@ class RemotePolicyClient:
         """
         status, content = await self._send("GET", "/models", f"policy {self.policy!r} at {self.config.url}")
         try:
-            listed = json.loads(content or b"")["data"] if status == 200 else []
-            return [self._without_key(each["id"]) for each in listed if isinstance(each["id"], str)]
+            entries = json.loads(content or b"")["data"] if status == 200 else []
+            return [self._without_key(entry["id"]) for entry in entries if isinstance(entry["id"], str)]
         except (ValueError, KeyError, TypeError, RecursionError):
             return []
 
@@ -127,7 +127,7 @@ class RemotePolicyClient:
             return self._not_answered(status, content, call_name)
         try:
             message, reason = _answer(content)
-            line = _line(self._stripped(message))
+            line = _line(self._strip_key(message))
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
             problem = self._without_key(repr(error))[:REFUSAL_SHOWN]
             raise EpisodeError(
@@ -141,7 +141,7 @@ class RemotePolicyClient:
             raise EpisodeError(f"{call_name}: {problem}", reason="remote_answer")
         self._refusals_left = REFUSED_IN_A_ROW
         if reason == "content_filter":
-            return _refused(self.policy, f"{call_name}: its answer was filtered")
+            return _refusal(self.policy, f"{call_name}: its answer was filtered")
         return external_completion(self.policy, line, "length" if reason == "length" else "stop")
 
     def _not_answered(self, status: int, content: bytes | None, where: str) -> Completion:
@@ -152,14 +152,14 @@ class RemotePolicyClient:
             EpisodeError: the endpoint refuses regardless of content.
         """
         answer = f"more than {MAX_ANSWER_BYTES} bytes" if content is None else content.decode("utf-8", "replace")
-        problem = f"{where}: status {status}: {self._without_key(_unescaped(answer))[:REFUSAL_SHOWN]}"
+        problem = f"{where}: status {status}: {self._without_key(_unescape(answer))[:REFUSAL_SHOWN]}"
         if status in BUSY or status >= 500:
             raise EngineLostError(problem)
         if status in ABOUT_THE_REQUEST and _CONTEXT.search(answer):
-            return _refused(self.policy, problem, "context_length")
+            return _refusal(self.policy, problem, "context_length")
         if self._refusals_left and status in ABOUT_THE_REQUEST:
             self._refusals_left -= 1
-            return _refused(self.policy, problem)
+            return _refusal(self.policy, problem)
         if status == 401:
             key = f"the key in {self.config.api_key_env}" if self._key else "no key was sent: name its variable"
             problem = f"{problem} ({key})"
@@ -194,14 +194,14 @@ class RemotePolicyClient:
             async with self._client.request(
                 method, f"{self.config.url}{path}", json=body, headers=headers, allow_redirects=False
             ) as response:
-                packed = response.headers.get("Content-Encoding", "identity")
-                if packed.lower() != "identity":
+                encoding = response.headers.get("Content-Encoding", "identity")
+                if encoding.lower() != "identity":
                     raise EpisodeError(
                         f"{where}: it compresses its answers although the request forbids it "
-                        f"({self._without_key(packed)[:REFUSAL_SHOWN]!r})",
+                        f"({self._without_key(encoding)[:REFUSAL_SHOWN]!r})",
                         reason="remote_answer",
                     )
-                return response.status, await _limited(response)
+                return response.status, await _read_limited(response)
         except TimeoutError:
             raise EngineLostError(f"{where}: no answer within {self.config.timeout_s:g} s") from None
         except aiohttp.ClientError as error:
@@ -233,18 +233,18 @@ class RemotePolicyClient:
             text = text.replace(written, "…")
         return text
 
-    def _stripped(self, value: Any) -> Any:
+    def _strip_key(self, value: Any) -> Any:
         """Remove every occurrence of the key from JSON data."""
         if isinstance(value, str):
-            return self._without_key(_unescaped(value))
+            return self._without_key(_unescape(value))
         if isinstance(value, list):
-            return [self._stripped(item) for item in value]
+            return [self._strip_key(item) for item in value]
         if isinstance(value, dict):
-            return {self._without_key(key): self._stripped(item) for key, item in value.items()}
+            return {self._without_key(key): self._strip_key(item) for key, item in value.items()}
         return value
 
 
-async def _limited(response: aiohttp.ClientResponse) -> bytes | None:
+async def _read_limited(response: aiohttp.ClientResponse) -> bytes | None:
     """Read the body; None if it is too long."""
     content = bytearray()
     async for chunk in response.content.iter_chunked(1 << 16):
@@ -269,7 +269,7 @@ def _answer(content: bytes) -> tuple[dict[str, Any], Any]:
     return reply, choice.get("finish_reason")
 
 
-def _unescaped(text: str) -> str:
+def _unescape(text: str) -> str:
     """Decode the characters of JSON within JSON, such as a call's arguments; leave other text unchanged."""
     if "\\u" not in text:
         return text
@@ -283,7 +283,7 @@ def _line(message: dict[str, Any]) -> bytes:
     return (json.dumps(message, ensure_ascii=False) + "\n").encode("utf-8", "replace")
 
 
-def _refused(policy: str, why: str, limit: StopReason = "refused") -> Completion:
+def _refusal(policy: str, why: str, limit: StopReason = "refused") -> Completion:
     """Make the completion recorded for a turn that the endpoint refused; see `JsonChatFormat.parse`."""
     line = {"role": "assistant", "content": "", "refused": why} | ({} if limit == "refused" else {"limit": limit})
     return external_completion(policy, _line(line), "stop")

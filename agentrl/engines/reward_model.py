@@ -41,7 +41,7 @@ MAX_ROWS = 32
 """Maximum number of contexts in a forward pass."""
 MAX_PASS_TOKENS = 1 << 14
 """Maximum number of tokens in a forward pass, padding included, unless one context alone is longer."""
-_CHECKED = ((1, 4, 2, 3, 0, 2, 1), (3, 1, 2))
+_CHECK_CONTEXTS = ((1, 4, 2, 3, 0, 2, 1), (3, 1, 2))
 """Contexts of the check at load."""
 
 
@@ -83,15 +83,15 @@ class ContextCache:
             length = min(len(context.token_ids), len(token_ids))
             if length > best[0]:
                 different = np.flatnonzero(context.token_ids[:length] != token_ids[:length])
-                shared = int(different[0]) if len(different) else length
-                if shared > best[0]:
-                    best = shared, context
+                prefix_length = int(different[0]) if len(different) else length
+                if prefix_length > best[0]:
+                    best = prefix_length, context
         return best
 
     def keep(self, context: KeptContext, prefix: KeptContext | None) -> None:
         """Keep a context as the newest one; it replaces its prefix."""
-        self._contexts = [each for each in self._contexts if each is not prefix] + [context]
-        total = sum(len(each.token_ids) for each in self._contexts)
+        self._contexts = [other_context for other_context in self._contexts if other_context is not prefix] + [context]
+        total = sum(len(other_context.token_ids) for other_context in self._contexts)
         while total > self.max_tokens:
             total -= len(self._contexts.pop(0).token_ids)
 
@@ -140,31 +140,31 @@ class RewardModel:
             use_cache=True,
         ).last_hidden_state
         scores = self._scores(self._head(hidden))
-        computed = []
-        for row, (ids, start, kept) in enumerate(calls):
+        results = []
+        for row, (ids, start, prefix) in enumerate(calls):
             first, last = most_past - start, most_past + new[row]
             written: list[Any] = cache.layers
             layers = [(layer.keys[row, :, first:last], layer.values[row, :, first:last]) for layer in written]
-            before = kept.values[:start] if kept is not None else np.zeros(0, np.float32)
+            before = prefix.values[:start] if prefix is not None else np.zeros(0, np.float32)
             values = np.concatenate([before, scores[row, : new[row]]])
-            computed.append(KeptContext(ids, values, [(keys.clone(), held.clone()) for keys, held in layers]))
-        return computed
+            results.append(KeptContext(ids, values, [(keys.clone(), held.clone()) for keys, held in layers]))
+        return results
 
     def _fill(
-        self, cache: DynamicCache, calls: Sequence[tuple[Int32Array, int, KeptContext | None]], most: int
+        self, cache: DynamicCache, calls: Sequence[tuple[Int32Array, int, KeptContext | None]], max_start: int
     ) -> None:
         """Write the kept keys and values into a cache, right-aligned."""
-        example = next(kept for _, _, kept in calls if kept is not None)
+        example = next(prefix for _, _, prefix in calls if prefix is not None)
         for number, pair in enumerate(example.layers):
-            padded = [
-                torch.zeros((len(calls), len(part), most, part.shape[-1]), dtype=part.dtype, device=part.device)
+            padded_parts = [
+                torch.zeros((len(calls), len(part), max_start, part.shape[-1]), dtype=part.dtype, device=part.device)
                 for part in pair
             ]
-            for row, (_, start, kept) in enumerate(calls):
-                if kept is not None and start:
-                    for whole, part in zip(padded, kept.layers[number], strict=True):
-                        whole[row, :, most - start :] = part[:, :start]
-            keys, values = padded
+            for row, (_, start, prefix) in enumerate(calls):
+                if prefix is not None and start:
+                    for target, part in zip(padded_parts, prefix.layers[number], strict=True):
+                        target[row, :, max_start - start :] = part[:, :start]
+            keys, values = padded_parts
             cache.update(keys, values, number)
 
     def _scores(self, logits: Tensor) -> Float32Array:
@@ -177,16 +177,18 @@ class RewardModel:
     def _check(self, path: str) -> None:
         """Compare scores computed together, in pieces, with the model's own."""
         vocabulary = self._model.config.get_text_config().vocab_size
-        contexts = [np.array(ids, np.int32) * 7 % vocabulary for ids in _CHECKED]
+        contexts = [np.array(ids, np.int32) * 7 % vocabulary for ids in _CHECK_CONTEXTS]
         try:
             first = self.compute([(ids[:2], 0, None) for ids in contexts])
-            pieces = self.compute([(ids, 2, kept) for ids, kept in zip(contexts, first, strict=True)])
-            for ids, computed in zip(contexts, pieces, strict=True):
+            pieces = self.compute([(ids, 2, prefix) for ids, prefix in zip(contexts, first, strict=True)])
+            for ids, piece in zip(contexts, pieces, strict=True):
                 tokens = torch.from_numpy(ids.astype(np.int64))[None].to(self.device)
                 logits = self._model(input_ids=tokens).logits
-                own = self._scores(logits)[0] if logits.dim() == 3 else self._scores(logits)
-                same = np.allclose(computed.values[-len(own) :], own, rtol=0.02, atol=_tolerance(self._model.dtype))
-                if not same:
+                reference = self._scores(logits)[0] if logits.dim() == 3 else self._scores(logits)
+                is_close = np.allclose(
+                    piece.values[-len(reference) :], reference, rtol=0.02, atol=_tolerance(self._model.dtype)
+                )
+                if not is_close:
                     raise ModelError(
                         f"{path}: scored in pieces, as a conversation grows, this model gives other scores than its "
                         "own forward pass: it is no causal model, or has state besides keys and values. Use a reward "
@@ -275,7 +277,7 @@ class RewardModelEngine:
 
     async def _run(self) -> None:
         while batch := self._next_batch():
-            started = self._clock.monotonic()
+            start_s = self._clock.monotonic()
             try:
                 contexts = await asyncio.get_running_loop().run_in_executor(self._worker, self._compute, batch)
             except Exception as error:  # noqa: BLE001 - the callers get any failure of the model
@@ -285,7 +287,7 @@ class RewardModelEngine:
                         call.future.set_exception(failure)
                 continue
             finally:
-                self._busy += self._clock.monotonic() - started
+                self._busy += self._clock.monotonic() - start_s
             for call, context in zip(batch, contexts, strict=True):
                 if context is not call.kept:
                     grown = call.kept is not None and call.start == len(call.kept.token_ids)
@@ -311,9 +313,9 @@ class RewardModelEngine:
     def _compute(self, batch: Sequence[_Call]) -> list[KeptContext]:
         """Compute the contexts of calls; those that are kept whole need no forward pass."""
         missing = [call for call in batch if call.start < len(call.token_ids)]
-        computed = iter(self._model.compute([(c.token_ids, c.start, c.kept) for c in missing]) if missing else ())
+        results = iter(self._model.compute([(c.token_ids, c.start, c.kept) for c in missing]) if missing else ())
         return [
-            call.kept if call.kept is not None and call.start == len(call.token_ids) else next(computed)
+            call.kept if call.kept is not None and call.start == len(call.token_ids) else next(results)
             for call in batch
         ]
 

@@ -54,7 +54,7 @@ class Replica:
     """Whether the replica has received that request, and was not lost since."""
     refusal: Exception | None = None
     """Error with which the replica refused the last request."""
-    following: asyncio.Task[None] | None = None
+    follow_task: asyncio.Task[None] | None = None
     """Task that makes the replica serve the requested versions."""
     is_fenced: bool = False
     why: str = ""
@@ -86,12 +86,12 @@ class Fleet:
         self.versions = VersionRow()
         """Versions that the run wants, and versions that at least one replica serves."""
         self._replicas = [Replica(number, engine) for number, engine in enumerate(engines, first_number)]
-        self._unpinning: set[asyncio.Task[None]] = set()
+        self._unpin_tasks: set[asyncio.Task[None]] = set()
         """Tasks that unpin versions while a replica is busy with an earlier request; see `serve`."""
         self._tell = tell or (lambda line: None)
         self._one_at_a_time = asyncio.Lock()
         self._changed = asyncio.Event()
-        self._reminding: asyncio.Task[None] | None = None
+        self._reminder_task: asyncio.Task[None] | None = None
         self._closed = False
         self._moved: Callable[[], None] = lambda: None
 
@@ -126,18 +126,18 @@ class Fleet:
             address for engine in engines if isinstance(engine, AddressableEngine) for address in engine.addresses
         )
 
-    def on_move(self, moved: Callable[[], None]) -> None:
-        self._moved = moved
+    def on_move(self, callback: Callable[[], None]) -> None:
+        self._moved = callback
         for replica in self._replicas:
             if isinstance(replica.engine, AddressableEngine):
-                replica.engine.on_move(moved)
+                replica.engine.on_move(callback)
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> RoutedSession[Replica]:
         """Open a session, as `Engine.open` does; its first call chooses the replica."""
         session = RoutedSession(self, session_id, policy, pin)
-        for replica in sorted(self._living(), key=lambda candidate: candidate.is_fenced):
+        for replica in sorted(self._live_replicas(), key=lambda candidate: candidate.is_fenced):
             try:
                 replica.open(session_id, policy, pin=pin).close()  # errors must surface here, not at the first call
             except EngineLostError as error:
@@ -155,8 +155,8 @@ class Fleet:
         return available[pick_replica([replica.sessions for replica in available], policy, opening)]
 
     async def _available(self) -> list[Replica]:
-        while not (available := [replica for replica in self._living() if not replica.is_fenced]):
-            if not any(replica.following and not replica.following.done() for replica in self._replicas):
+        while not (available := [replica for replica in self._live_replicas() if not replica.is_fenced]):
+            if not any(replica.follow_task and not replica.follow_task.done() for replica in self._replicas):
                 raise self._all_replicas_lost()
             await self._change()
         return available
@@ -181,13 +181,13 @@ class Fleet:
             except EngineLostError:
                 await asyncio.sleep(1.0)
 
-    def _living(self) -> list[Replica]:
+    def _live_replicas(self) -> list[Replica]:
         if self._closed:
             raise EngineError("the engine is closed")
-        living = [replica for replica in self._replicas if replica.failure is None]
-        if not living:
+        replicas = [replica for replica in self._replicas if replica.failure is None]
+        if not replicas:
             raise self._all_replicas_lost()
-        return living
+        return replicas
 
     def _all_replicas_lost(self) -> EngineFailedError:
         reasons = [
@@ -204,24 +204,24 @@ class Fleet:
         has caught up. An adapter may have to wait for a slot, which conversations free when they end, and unpinned
         versions at once; this method waits too.
         """
-        requested = self.versions.request(current, pinned)
+        request = self.versions.request(current, pinned)
         for replica in self._replicas:
             replica.refusal = None
-            if replica.has_request and replica.following is not None and not replica.following.done():
+            if replica.has_request and replica.follow_task is not None and not replica.follow_task.done():
                 # The replica still works on an earlier request, which may wait for a place that only versions unpinned
                 # since then can free: unpin them now. What is new reaches it when that request has ended.
-                self._unpin(replica.engine.serve((), replica.versions.requested.pinned & requested.pinned))
+                self._unpin(replica.engine.serve((), replica.versions.requested.pinned & request.pinned))
         await run_shielded(self._roll_out())
 
-    def _unpin(self, unpinning: Coroutine[Any, Any, None]) -> None:
+    def _unpin(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a replica's `serve` that only unpins versions in the background; a failure is ignored."""
-        task = asyncio.get_running_loop().create_task(unpinning, name="engine unpins")
-        self._unpinning.add(task)
+        task = asyncio.get_running_loop().create_task(work, name="engine unpins")
+        self._unpin_tasks.add(task)
 
-        def end(ended: asyncio.Task[None]) -> None:
-            self._unpinning.discard(ended)
-            if not ended.cancelled():
-                ended.exception()  # mark as retrieved: the replica's own task (`reconcile`) meets the failure too
+        def end(task: asyncio.Task[None]) -> None:
+            self._unpin_tasks.discard(task)
+            if not task.cancelled():
+                task.exception()  # mark as retrieved: the replica's own task (`reconcile`) meets the failure too
 
         task.add_done_callback(end)
 
@@ -229,14 +229,14 @@ class Fleet:
         """Bring the replicas to the newest request, one after another; if none accepts it, return to the last accepted
         one."""
         async with self._one_at_a_time:
-            requested = self.versions.requested
+            request = self.versions.requested
             try:
-                for replica in self._living():
+                for replica in self._live_replicas():
                     await self._in_turn(replica)
                 while not self._is_taken():
                     await self._change()
             except Exception:
-                if self.versions.refuse(requested):
+                if self.versions.refuse(request):
                     for replica in self._replicas:
                         self._follow(replica)
                 raise
@@ -248,7 +248,7 @@ class Fleet:
         Raises:
             EngineError: the replica refused, and no other replica accepted.
         """
-        following = self._follow(replica)
+        task = self._follow(replica)
         if replica.is_fenced:
             return
         is_full = any(
@@ -257,19 +257,19 @@ class Fleet:
         silent = f"no answer within {FENCE_S:g} s"
         try:
             async with asyncio.timeout(FENCE_S):
-                await self._followed(replica, following)
+                await self._wait_for_follow(replica, task)
         except TimeoutError:
             if not is_full:
-                what = f"{silent}: it waits for a free adapter slot, or hangs"
-                self._tell(f"engine replica {replica.number} has not taken {self._missing(replica)} ({what})")
-                await self._followed(replica, following)
-        is_refused = isinstance(replica.refusal, EngineStorageError) and len(self._living()) > 1
-        is_slow = not following.done() and len(self._living()) > 1
+                cause = f"{silent}: it waits for a free adapter slot, or hangs"
+                self._tell(f"engine replica {replica.number} has not taken {self._missing(replica)} ({cause})")
+                await self._wait_for_follow(replica, task)
+        is_refused = isinstance(replica.refusal, EngineStorageError) and len(self._live_replicas()) > 1
+        is_slow = not task.done() and len(self._live_replicas()) > 1
         if is_slow or is_refused or (self._is_behind(replica) and self._is_taken()):
             self._fence(replica, f"it is behind at {self._missing(replica)} ({replica.refusal or silent})")
 
-    async def _followed(self, replica: Replica, following: asyncio.Task[None]) -> None:
-        while not (following.done() or replica.is_fenced):
+    async def _wait_for_follow(self, replica: Replica, task: asyncio.Task[None]) -> None:
+        while not (task.done() or replica.is_fenced):
             await self._change()
 
     def _missing(self, replica: Replica) -> str:
@@ -282,28 +282,28 @@ class Fleet:
         Raises:
             EngineError: no replica will; the message has the reason.
         """
-        living = self._living()
-        behind = [replica for replica in living if self._is_behind(replica)]
-        if len(behind) < len(living):
+        replicas = self._live_replicas()
+        behind_replicas = [replica for replica in replicas if self._is_behind(replica)]
+        if len(behind_replicas) < len(replicas):
             return True
-        refused = [replica for replica in behind if replica.refusal is not None]
-        for replica in refused:
-            if replica.refusal is not None and (not replica.is_fenced or len(refused) == len(living)):
+        refusing_replicas = [replica for replica in behind_replicas if replica.refusal is not None]
+        for replica in refusing_replicas:
+            if replica.refusal is not None and (not replica.is_fenced or len(refusing_replicas) == len(replicas)):
                 raise replica.refusal
         return False
 
     def _is_behind(self, replica: Replica) -> bool:
         """Whether a replica lacks a version, or has a current one that the others refused."""
-        serves, requested = replica.versions.confirmed, self.versions.requested
-        return serves.current != requested.current or not requested.pinned <= serves.pinned
+        serves, request = replica.versions.confirmed, self.versions.requested
+        return serves.current != request.current or not request.pinned <= serves.pinned
 
     def _follow(self, replica: Replica) -> asyncio.Task[None]:
         """Return the task that makes a replica serve the requested versions, starting it if none runs."""
-        if replica.following is None or replica.following.done():
+        if replica.follow_task is None or replica.follow_task.done():
             name = f"engine replica {replica.number}"
-            replica.following = asyncio.get_running_loop().create_task(self.reconcile(replica), name=name)
-            replica.following.add_done_callback(lambda _: self._changed.set())
-        return replica.following
+            replica.follow_task = asyncio.get_running_loop().create_task(self.reconcile(replica), name=name)
+            replica.follow_task.add_done_callback(lambda _: self._changed.set())
+        return replica.follow_task
 
     async def reconcile(self, replica: Replica) -> None:
         """Wait for a lost replica, ask it for the requested versions, again as long as these change, and lift its
@@ -326,27 +326,25 @@ class Fleet:
 
     async def _ask(self, replica: Replica) -> None:
         """Make a replica serve the versions requested now; callers that wait for it get its refusal."""
-        requested = replica.versions.requested = self.versions.requested
+        request = replica.versions.requested = self.versions.requested
         replica.has_request, replica.refusal = True, None
         try:
-            await replica.engine.serve(requested.current.values(), requested.pinned)
+            await replica.engine.serve(request.current.values(), request.pinned)
         except (EngineLostError, EngineFailedError):
             replica.has_request = False
             raise
         except Exception as error:  # noqa: BLE001 - report any failure to the callers waiting for these versions
             replica.refusal = error
             return
-        replica.versions.confirmed = replica.versions.confirmed.followed_by(
-            requested.current.values(), requested.pinned
-        )
+        replica.versions.confirmed = replica.versions.confirmed.followed_by(request.current.values(), request.pinned)
 
     def _fence(self, replica: Replica, why: str) -> None:
         if not replica.is_fenced:
             replica.is_fenced, replica.why = True, why
             self._tell(f"engine replica {replica.number} gets no calls: {why}; {self._count()}")
             self._moved()
-            if self._reminding is None or self._reminding.done():
-                self._reminding = asyncio.get_running_loop().create_task(self._remind(), name="remind of replicas")
+            if self._reminder_task is None or self._reminder_task.done():
+                self._reminder_task = asyncio.get_running_loop().create_task(self._remind(), name="remind of replicas")
         self._changed.set()
 
     def _count(self) -> str:
@@ -392,8 +390,10 @@ class Fleet:
         self._closed = True
         self._changed.set()
         await asyncio.gather(*(replica.engine.close() for replica in self._replicas))
-        pending = {replica.following for replica in self._replicas if replica.following is not None} | self._unpinning
-        pending |= {self._reminding} if self._reminding is not None else set()
+        pending = {
+            replica.follow_task for replica in self._replicas if replica.follow_task is not None
+        } | self._unpin_tasks
+        pending |= {self._reminder_task} if self._reminder_task is not None else set()
         for task in pending:
             task.cancel()
         if pending:
@@ -477,8 +477,8 @@ class SamplerRouter(Generic[SamplerT]):
         if self._of is None:
             return self._samplers[0]
         if policy not in self._of:
-            served = ", ".join(sorted(self._of)) or "no policy"
-            raise EngineError(f"no policy {policy!r} in this run's engines; they serve: {served}")
+            policies = ", ".join(sorted(self._of)) or "no policy"
+            raise EngineError(f"no policy {policy!r} in this run's engines; they serve: {policies}")
         return self._of[policy]
 
     def open(self, session_id: str, policy: str, *, pin: PolicyVersion | None = None) -> EngineSession:
@@ -566,8 +566,8 @@ class EngineRouter(SamplerRouter[Fleet]):
         return sum(fleet.busy_seconds() for fleet in self.fleets) / max(len(self.fleets), 1)
 
     async def close(self) -> None:
-        closing = [policy.close() for policy in self._external.values()] + [fleet.close() for fleet in self.fleets]
-        await _all(closing + [engine.close() for engine in self.reward_models.values()])
+        close_calls = [policy.close() for policy in self._external.values()] + [fleet.close() for fleet in self.fleets]
+        await _all(close_calls + [engine.close() for engine in self.reward_models.values()])
 
 
 async def _all(calls: Sequence[Coroutine[Any, Any, None]]) -> None:

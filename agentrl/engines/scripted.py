@@ -52,15 +52,19 @@ class _Call:
     since: float = 0.0
     timer: asyncio.TimerHandle | None = None
     """Timer of the call; None while it does not run."""
-    said: int = 0
-    delivered: int = 0
+    num_released: int = 0
+    num_delivered: int = 0
     spans: tuple[VersionSpan, ...] = ()
     """Spans of the versions before `version`."""
 
     def all_spans(self) -> tuple[VersionSpan, ...]:
         """Return the spans of all sampled tokens."""
         start = self.spans[-1].stop if self.spans else 0
-        return (*self.spans, VersionSpan(start, self.said, self.version)) if self.said > start else self.spans
+        return (
+            (*self.spans, VersionSpan(start, self.num_released, self.version))
+            if self.num_released > start
+            else self.spans
+        )
 
 
 class ScriptedEngine:
@@ -107,14 +111,14 @@ class ScriptedEngine:
         )
         self._script: Script = script if callable(script) else _replies(script)
         self._current = dict(versions)
-        self._requested = VersionSet()
-        self._loaded: frozenset[WeightsRef] = frozenset()
+        self._request = VersionSet()
+        self._loaded_weights: frozenset[WeightsRef] = frozenset()
         """Wanted versions that are loaded."""
         self._per_call = seconds_per_call
         self._per_token = seconds_per_token
         self._holding = hold
         self._immediate = not hold and seconds_per_call == 0 and seconds_per_token == 0
-        self._seeded = seeded_logprobs
+        self._has_seeded_logprobs = seeded_logprobs
         self._refresh = refresh
         self._max_staleness = max_staleness
         self._constant: dict[int, Float32Array] = {}
@@ -143,7 +147,7 @@ class ScriptedEngine:
 
     def has_pin(self, version: PolicyVersion) -> bool:
         """Whether sessions may be pinned to a version although it is not current."""
-        return any(weights.version == version for weights in self._loaded & self._requested.pinned)
+        return any(weights.version == version for weights in self._loaded_weights & self._request.pinned)
 
     def check_alive(self, where: str, life: int) -> None:
         """Refuse work while the engine is closed or gone, and of sessions of an earlier life."""
@@ -154,13 +158,13 @@ class ScriptedEngine:
 
     async def wait_to_run(self, request_id: str) -> bool:
         """Wait while the engine is paused; returns False if the call was aborted during the wait."""
-        waiting = self._waiting
+        gates = self._waiting
         while self.paused and not self.closed:
-            gate = waiting[request_id] = asyncio.get_running_loop().create_future()
+            gate = gates[request_id] = asyncio.get_running_loop().create_future()
             try:
                 await gate
             finally:
-                aborted = waiting.pop(request_id, None) is None
+                aborted = gates.pop(request_id, None) is None
             if aborted:
                 return False
         return True
@@ -208,9 +212,9 @@ class ScriptedEngine:
         del self._calls[call.request.request_id]
         if not self._calls:
             self._busy += asyncio.get_running_loop().time() - self._busy_since
-        return self._completion(call.request, call.tokens[: call.said], call.reason, call.all_spans())
+        return self._completion(call.request, call.tokens[: call.num_released], call.reason, call.all_spans())
 
-    def nothing(self, request: GenerateRequest) -> Completion:
+    def empty_completion(self, request: GenerateRequest) -> Completion:
         """Return the reply to a call that was aborted before it began."""
         return self._completion(request, (), "abort", ())
 
@@ -226,15 +230,15 @@ class ScriptedEngine:
         )
 
     def _logprobs(self, request: GenerateRequest, count: int) -> Float32Array:
-        if self._seeded:
+        if self._has_seeded_logprobs:
             seeds = np.full(count, request.seed & 0xFFFFFFFFFFFFFFFF, np.uint64)
             drawn = uniform(seeds, request.sampled_before + np.arange(count))
             return (-3.0 * drawn).astype(np.float32)
-        known = self._constant.get(count)
-        if known is None:
-            known = self._constant[count] = np.full(count, -1.0, np.float32)
-            known.flags.writeable = False  # the array is shared by all completions of this length
-        return known
+        logprobs = self._constant.get(count)
+        if logprobs is None:
+            logprobs = self._constant[count] = np.full(count, -1.0, np.float32)
+            logprobs.flags.writeable = False  # the array is shared by all completions of this length
+        return logprobs
 
     # --- calls that take time -----------------------------------------------------------------------------------------
 
@@ -251,7 +255,7 @@ class ScriptedEngine:
 
     def _tick(self, call: _Call) -> None:
         self._stop(call)
-        if call.said == len(call.tokens):
+        if call.num_released == len(call.tokens):
             if not call.future.done():
                 call.future.set_result(None)
             return
@@ -267,19 +271,19 @@ class ScriptedEngine:
         call.ran += asyncio.get_running_loop().time() - call.since
         spent = call.ran - self._per_call + 1e-9  # tolerance for the rounding of many small waits
         if spent >= 0:
-            due = len(call.tokens) if self._per_token == 0 else math.floor(spent / self._per_token)
-            call.said = min(max(due, call.said), len(call.tokens))
+            num_due = len(call.tokens) if self._per_token == 0 else math.floor(spent / self._per_token)
+            call.num_released = min(max(num_due, call.num_released), len(call.tokens))
 
     def _deliver(self, call: _Call) -> None:
         if call.on_delta is None:
             return
-        logprobs = self._logprobs(call.request, call.said)
+        logprobs = self._logprobs(call.request, call.num_released)
         for start, stop, version in call.all_spans():
-            first = max(start, call.delivered)
+            first = max(start, call.num_delivered)
             if first < stop:
                 tokens = list(call.tokens[first:stop])
                 call.on_delta(call.request.request_id, tokens, logprobs[first:stop].tolist(), version)
-        call.delivered = call.said
+        call.num_delivered = call.num_released
 
     def hold_calls(self) -> None:
         """Keep calls made from now on in flight; for an engine made with `hold`."""
@@ -301,20 +305,22 @@ class ScriptedEngine:
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef] = ()) -> None:
         for weights in (*current, *pinned):
             if (policy := weights.version.policy) not in self._current:
-                served = ", ".join(sorted(self._current))
-                raise EngineError(f"weights {weights.version} refused: no policy {policy!r} here; it serves: {served}")
-        self._requested = self._requested.followed_by(current, pinned)
-        self._loaded &= self._requested.all
+                policies = ", ".join(sorted(self._current))
+                raise EngineError(
+                    f"weights {weights.version} refused: no policy {policy!r} here; it serves: {policies}"
+                )
+        self._request = self._request.followed_by(current, pinned)
+        self._loaded_weights &= self._request.all
         failures = []
         for weights in in_loading_order(current, pinned):
             try:
-                if weights not in self._loaded:
+                if weights not in self._loaded_weights:
                     await self.load(weights)
-                    self._loaded |= {weights} & self._requested.all
+                    self._loaded_weights |= {weights} & self._request.all
             except EngineError as error:
                 failures.append(error)
             else:
-                if self._requested.is_current(weights) and self._current[weights.version.policy] != weights.version:
+                if self._request.is_current(weights) and self._current[weights.version.policy] != weights.version:
                     self._make_current(weights.version)
         if failures:
             raise failures[0]
@@ -354,9 +360,9 @@ class ScriptedEngine:
         if call is not None and not call.future.done():
             call.reason = "abort"
             call.future.set_result(None)
-        waiting = self._waiting.pop(request_id, None)
-        if waiting is not None:
-            _let_go((waiting,))
+        gate = self._waiting.pop(request_id, None)
+        if gate is not None:
+            _let_go((gate,))
 
     def lose(self) -> None:
         """Simulate the death of the engine's process: calls in flight fail, sessions are void, new work is refused."""
@@ -416,18 +422,18 @@ class ScriptedSession:
         engine, pin = self._engine, self._pin
         self._call = request.request_id
         if engine.paused and not await engine.wait_to_run(request.request_id):
-            return engine.nothing(request)
+            return engine.empty_completion(request)
         engine.check_alive(request.request_id, self.life)
         if self.closed:
             raise EngineError(f"call {request.request_id}: the session is closed")
         version = self._lease = pin or engine.version_for(self._policy, self._lease)
-        started = engine.start(request, self._policy, version, pinned=pin is not None, on_delta=on_delta)
-        if isinstance(started, Completion):
-            return started
+        call = engine.start(request, self._policy, version, pinned=pin is not None, on_delta=on_delta)
+        if isinstance(call, Completion):
+            return call
         try:
-            await started.future
+            await call.future
         finally:
-            completion = engine.end(started)
+            completion = engine.end(call)
         return completion
 
     def hold(self, version: PolicyVersion) -> None:
@@ -442,8 +448,8 @@ class ScriptedSession:
         self._engine.abort(self._call)
 
 
-def _let_go(waiting: Iterable[asyncio.Future[None]]) -> None:
-    for gate in waiting:
+def _let_go(gates: Iterable[asyncio.Future[None]]) -> None:
+    for gate in gates:
         if not gate.done():
             gate.set_result(None)
 

@@ -43,9 +43,9 @@ class VersionSet:
             {**self.current, **{weights.version.policy: weights for weights in current}}, frozenset(pinned)
         )
 
-    def without_pins_but(self, requested: VersionSet) -> VersionSet:
-        """Return the same versions without pins that are no longer `requested`."""
-        return VersionSet(self.current, self.pinned & requested.pinned)
+    def without_pins_but(self, request: VersionSet) -> VersionSet:
+        """Return the same versions without pins that are not in `request`."""
+        return VersionSet(self.current, self.pinned & request.pinned)
 
     @property
     def all(self) -> frozenset[WeightsRef]:
@@ -81,9 +81,9 @@ class VersionRow:
         self.confirmed = self.confirmed.without_pins_but(self.requested)
         return self.requested
 
-    def confirm(self, served: VersionSet) -> None:
+    def confirm(self, versions: VersionSet) -> None:
         """Record versions that are served, without pins released since the request."""
-        self.confirmed = served.without_pins_but(self.requested)
+        self.confirmed = versions.without_pins_but(self.requested)
 
     def refuse(self, request: VersionSet) -> bool:
         """Return to the confirmed versions, unless a newer request decides. Returns whether it did."""
@@ -207,8 +207,8 @@ def policies_keeping_version(refresh: Refresh | Mapping[str, Refresh], policies:
 def refresh_mode_needing_adapters(refresh: Refresh | Mapping[str, Refresh]) -> Refresh | None:
     """Return the refresh, of all policies or of one, that needs several versions served side by side; None if there is
     none."""
-    found = (refresh,) if isinstance(refresh, str) else refresh.values()
-    return next((each for each in found if each in ("episode", "lazy")), None)
+    modes = (refresh,) if isinstance(refresh, str) else refresh.values()
+    return next((mode for mode in modes if mode in ("episode", "lazy")), None)
 
 
 class VersionLeases(Generic[LiveT]):
@@ -369,8 +369,8 @@ class VersionTable(ABC, Generic[LiveT]):
 
     def canaries(self, but: LiveT, *also: LiveT) -> dict[PolicyVersion, Canary]:
         """Return the canaries of the versions that `but` could be mistaken for, by version."""
-        others = (*also, *self.live.values())
-        return {each.version: each.canary for each in others if each is not but and each.canary is not None}
+        rows = (*also, *self.live.values())
+        return {row.version: row.canary for row in rows if row is not but and row.canary is not None}
 
     # --- reconciliation -----------------------------------------------------------------------------------------------
 
@@ -398,15 +398,15 @@ class VersionTable(ABC, Generic[LiveT]):
 
     async def _reconcile(self, weights: WeightsRef) -> None:
         self._check_requested(weights)
-        known = self.live.get(weights.version)
-        if known is None or not known.digest:
+        serving = self.live.get(weights.version)
+        if serving is None or not serving.digest:
             await self._load(weights)
-        elif known.digest != weights.sha256:
+        elif serving.digest != weights.sha256:
             raise version_refused_error(
                 weights, "this version is already served with different weights; version ids are never reused"
             )
-        elif self._requested.is_current(weights) and not self.is_current(known):
-            await self._make_current(known)
+        elif self._requested.is_current(weights) and not self.is_current(serving):
+            await self._make_current(serving)
 
     @abstractmethod
     async def _load(self, weights: WeightsRef) -> None:
@@ -437,10 +437,10 @@ class VersionTable(ABC, Generic[LiveT]):
         """
         if self.leases.revoke(adapters):
             return
-        if all(each.pinned or self.is_current(each) for each in adapters):
-            taken = ", ".join(sorted(str(each.version) for each in adapters))
+        if all(serving.pinned or self.is_current(serving) for serving in adapters):
+            names = ", ".join(sorted(str(serving.version) for serving in adapters))
             raise version_refused_error(
-                weights, f"all {self.places} adapter slots are taken by {taken}; unpin one, or raise adapter_slots"
+                weights, f"all {self.places} adapter slots are taken by {names}; unpin one, or raise adapter_slots"
             )
         await self._change()
         self._check_requested(weights)
@@ -493,8 +493,8 @@ class InProcessEngine(ABC, Generic[LiveT]):
         return None if pin is None else self.versions.of_version(pin)
 
     @abstractmethod
-    def _check_running(self, what: str) -> None:
-        """Refuse work of an engine that has ended; `what` names the work.
+    def _check_running(self, operation: str) -> None:
+        """Refuse work of an engine that has ended; `operation` names the work.
 
         Raises:
             EngineError: the engine has ended.

@@ -85,7 +85,7 @@ class ListingEngine(ScriptedEngine):
         self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
     ) -> Float32Array:
         """The steps."""
-        return np.array(sorted(weights.version.step for weights in self._loaded), np.float32)
+        return np.array(sorted(weights.version.step for weights in self._loaded_weights), np.float32)
 
 
 class FileEngine(ListingEngine):
@@ -105,7 +105,7 @@ class OnePlaceEngine(ScriptedEngine):
 
     async def load(self, weights: WeightsRef) -> None:
         """See `ScriptedEngine.load`."""
-        while self._requested.pinned - {weights}:
+        while self._request.pinned - {weights}:
             await asyncio.sleep(0.01)
 
 

@@ -151,7 +151,7 @@ def test_a_trainer_sends_all_weights_and_of_their_file_only_the_header_travels(t
             await asyncio.sleep(0.01)
         await engine.ready()  # it asks for version 2 again
         await engine.serve([written_full(tmp_path / "3", 3)], ())
-        while engine._sending:  # the trainer leaves the group after the engine has served
+        while engine._send_tasks:  # the trainer leaves the group after the engine has served
             await asyncio.sleep(0.01)
         assert trainer.sent == [1, 2, 2, 3]
         assert not any("the trainer did not send" in line for line in trainer.told)

@@ -32,7 +32,7 @@ class OnePlace(ScriptedEngine):
     async def load(self, weights: WeightsRef) -> None:
         if weights == self.refused:
             raise EngineError(f"{weights.version} refused")
-        while self._requested.pinned - {weights}:
+        while self._request.pinned - {weights}:
             await asyncio.sleep(0)
 
 

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from agentrl.config.sections import EngineConfig
 from agentrl.core.errors import ConfigError
-from agentrl.engines.vllm.arguments import _OWNED, _REFUSED, argument_types, check_arguments
+from agentrl.engines.vllm.arguments import _REFUSAL_REASONS, _SETTING_OF_ARGUMENT, argument_types, check_arguments
 
 ACCEPTED: dict[str, Any] = {
     "tensor_parallel_size": 2,
@@ -87,7 +87,7 @@ def test_all_mistakes_are_told_at_once() -> None:
 
 
 def test_every_refused_name_is_one_of_the_installed_vllm() -> None:
-    assert not {*_OWNED, *_REFUSED} - argument_types().keys()
+    assert not {*_SETTING_OF_ARGUMENT, *_REFUSAL_REASONS} - argument_types().keys()
 
 
 def test_parallel_sizes_are_whole_numbers() -> None:

@@ -208,9 +208,9 @@ def test_a_rank_that_cannot_join_says_so_beside_the_engine() -> None:
         raise TrainerError("the engine refused the weights: nobody came")
 
     with pytest.raises(TrainerError, match=r"nobody came.*no device"):
-        transfer.join_with_engine(join, ask_engine, own_limit_s=60.0)
+        transfer.join_with_engine(join, ask_engine, grace_s=60.0)
     with pytest.raises(TrainerError, match="no device"):
-        transfer.join_with_engine(join, lambda: None, own_limit_s=60.0)
+        transfer.join_with_engine(join, lambda: None, grace_s=60.0)
 
 
 def test_an_engine_that_takes_no_tensor_holds_up_no_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

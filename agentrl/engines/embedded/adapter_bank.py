@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from agentrl.core.records import WeightsRef
     from agentrl.engines.weights.files import AdapterWeights
 
-_NOTHING = np.empty(0, np.int64)
+_NO_ADAPTERS = np.empty(0, np.int64)
 
 
 class AdapterBank:
@@ -33,11 +33,11 @@ class AdapterBank:
         self.max_rank = max_rank
         self._model = model
         self._free = list(range(places))
-        self._filled: dict[int, AdapterWeights] = {}
+        self._adapters: dict[int, AdapterWeights] = {}
         self._layers: dict[str, BankLinear] = {}
         self._rank = 0
-        self._selected: bytes | None = None
-        self._narrowed = _NOTHING
+        self._selection: bytes | None = None
+        self._narrow_indices = _NO_ADAPTERS
         self.active = False
         self.mask: Tensor | None = None
         """Float [B, 1, columns]: 1 if the column belongs to the row's adapter; None: all do."""
@@ -59,35 +59,35 @@ class AdapterBank:
     def fill(self, place: int, adapter: AdapterWeights) -> None:
         """Put a checked adapter into an empty slot; call it between two passes."""
         self._free.remove(place)
-        self._filled[place] = adapter
-        self._selected, self._narrowed = None, _NOTHING
-        wrapped = self._wrap(adapter)
+        self._adapters[place] = adapter
+        self._selection, self._narrow_indices = None, _NO_ADAPTERS
+        has_new_layers = self._wrap(adapter)
         grown = max(self._rank, adapter.rank)
-        needed = (max(self._filled) + 1) * grown
-        if wrapped or grown > self._rank or needed > next(iter(self._layers.values())).down.shape[0]:
+        num_places = (max(self._adapters) + 1) * grown
+        if has_new_layers or grown > self._rank or num_places > next(iter(self._layers.values())).down.shape[0]:
             self._rank = grown
-            self._allocate(needed)
-            for at, filled in self._filled.items():
-                self._write(at, filled)
+            self._allocate(num_places)
+            for at, weights in self._adapters.items():
+                self._write(at, weights)
         else:
             self._write(place, adapter)
 
     def empty(self, place: int) -> AdapterWeights:
         """Remove and return the adapter of a slot; call it when no row uses the adapter."""
         self._free.append(place)
-        return self._filled.pop(place)
+        return self._adapters.pop(place)
 
     def _wrap(self, adapter: AdapterWeights) -> bool:
         """Wrap the layers of an adapter that no earlier adapter covered; returns whether there are any."""
-        added = [name for name in adapter.matrices if name not in self._layers]
-        for name in added:
+        new_names = [name for name in adapter.matrices if name not in self._layers]
+        for name in new_names:
             layer = linear_layer(self._model, name)
             assert layer is not None, "checked before"
             parent, _, child = name.rpartition(".")
-            wrapped = BankLinear(layer, self)
-            setattr(self._model.get_submodule(parent), child, wrapped)
-            self._layers[name] = wrapped
-        return bool(added)
+            bank_layer = BankLinear(layer, self)
+            setattr(self._model.get_submodule(parent), child, bank_layer)
+            self._layers[name] = bank_layer
+        return bool(new_names)
 
     def _allocate(self, columns: int) -> None:
         for layer in self._layers.values():
@@ -108,36 +108,36 @@ class AdapterBank:
     def select(self, adapters: NDArray[np.int64]) -> None:
         """Set the adapter of each row of the next pass, `[B]`; -1: none."""
         key = adapters.tobytes()
-        if key == self._selected:
+        if key == self._selection:
             return
-        self._selected = key
-        used = np.unique(adapters[adapters >= 0])
-        self.active = len(used) > 0
+        self._selection = key
+        indices = np.unique(adapters[adapters >= 0])
+        self.active = len(indices) > 0
         if not self.active:
             return
-        self._narrow(used)
-        narrowed, weight = self._narrowed, next(iter(self._layers.values())).base.weight
+        self._narrow(indices)
+        columns, weight = self._narrow_indices, next(iter(self._layers.values())).base.weight
         everyone = bool((adapters >= 0).all())
         self.mask, self.groups = None, None
         # With at most four, it is cheaper to compute the columns of all adapters for every row and to mask the others'.
-        if everyone and len(narrowed) > 4:
-            self.groups = _grouped(np.searchsorted(narrowed, adapters), len(narrowed), weight.device)
-        elif len(narrowed) > 1 or not everyone:
-            mask = torch.from_numpy(adapters[:, None, None] == np.repeat(narrowed, self._rank))
+        if everyone and len(columns) > 4:
+            self.groups = _group_rows(np.searchsorted(columns, adapters), len(columns), weight.device)
+        elif len(columns) > 1 or not everyone:
+            mask = torch.from_numpy(adapters[:, None, None] == np.repeat(columns, self._rank))
             self.mask = mask.to(weight)
 
-    def _narrow(self, used: NDArray[np.int64]) -> None:
+    def _narrow(self, indices: NDArray[np.int64]) -> None:
         """Compute the columns of these adapters and of few others: the set changes in almost every pass."""
-        narrowed = self._narrowed
-        if np.array_equal(used, narrowed) or (
-            1 < len(used) < len(narrowed) <= 2 * len(used) and np.isin(used, narrowed).all()
+        old_indices = self._narrow_indices
+        if np.array_equal(indices, old_indices) or (
+            1 < len(indices) < len(old_indices) <= 2 * len(indices) and np.isin(indices, old_indices).all()
         ):
             return
-        self._narrowed = used
-        first, last = int(used[0]), int(used[-1]) + 1
+        self._narrow_indices = indices
+        first, last = int(indices[0]), int(indices[-1]) + 1
         columns: slice | Tensor = slice(first * self._rank, last * self._rank)
-        if last - first > len(used):
-            columns = torch.from_numpy((used[:, None] * self._rank + np.arange(self._rank)).reshape(-1))
+        if last - first > len(indices):
+            columns = torch.from_numpy((indices[:, None] * self._rank + np.arange(self._rank)).reshape(-1))
         for layer in self._layers.values():
             layer.narrow(columns, self._rank)
 
@@ -151,13 +151,13 @@ class BankLinear(nn.Module):
         self.down = base.weight.new_zeros(0, base.in_features)
         self.up = base.weight.new_zeros(0, base.out_features)
         self._plain = (base.weight, base.bias, bank)  # in a tuple, so that torch does not register the parameters twice
-        self._live = self._apart = (self.down.t(), self.up)
+        self._live = self._by_adapter = (self.down.t(), self.up)
 
     def narrow(self, columns: slice | Tensor, rank: int) -> None:
         """Compute only these columns, of adapters of this rank, from now on."""
         down, up = self.down[columns], self.up[columns]
         self._live = (down.t(), up)
-        self._apart = (down.view(-1, rank, down.shape[1]).transpose(1, 2), up.view(-1, rank, up.shape[1]))
+        self._by_adapter = (down.view(-1, rank, down.shape[1]).transpose(1, 2), up.view(-1, rank, up.shape[1]))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map `[..., in]` to `[..., out]`."""
@@ -167,12 +167,12 @@ class BankLinear(nn.Module):
         flat = hidden.reshape(-1, hidden.shape[-1])
         out = functional.linear(flat, weight, bias)
         if bank.groups is not None:
-            down, up = self._apart
+            down, up = self._by_adapter
             count, rows, places = bank.groups
             by_row = flat.view(len(places), -1)
-            grouped = by_row.index_select(0, rows).view(count, -1, flat.shape[-1])
-            added = torch.bmm(torch.bmm(grouped, down), up).view(len(rows), -1)
-            out.view(len(places), -1).add_(added.index_select(0, places))
+            inputs_by_group = by_row.index_select(0, rows).view(count, -1, flat.shape[-1])
+            delta = torch.bmm(torch.bmm(inputs_by_group, down), up).view(len(rows), -1)
+            out.view(len(places), -1).add_(delta.index_select(0, places))
         else:
             down, up = self._live
             low = torch.mm(flat, down)
@@ -190,7 +190,7 @@ class _Groups(NamedTuple):
     places: Tensor  # int64 [B], position of each row in `rows`
 
 
-def _grouped(adapters: NDArray[np.int64], count: int, device: torch.device) -> _Groups:
+def _group_rows(adapters: NDArray[np.int64], count: int, device: torch.device) -> _Groups:
     """Group rows by adapter, given the number of each row's adapter."""
     order = np.argsort(adapters, kind="stable")
     sizes = np.bincount(adapters, minlength=count)

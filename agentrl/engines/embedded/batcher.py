@@ -60,7 +60,7 @@ class ActiveRequest:
     on_delta: NewTokensCallback | None
     order: int
     """Arrival number."""
-    due: int = 0
+    queue_order: int = 0
     """Place in the queue: the arrival number, shifted by the priority."""
     serving: EmbeddedVersion | None = None
     """Version that samples the call now; None while it waits for a slot."""
@@ -69,37 +69,37 @@ class ActiveRequest:
     fresh: bool = False
     """Whether nothing is computed yet, so that a prefix may be copied from another slot."""
     cached: int = 0
-    delivered: int = 0
+    num_delivered: int = 0
     """Number of tokens passed to `on_delta`."""
     since: int = 0
     """Index of the first token sampled by `serving`."""
     spans: list[VersionSpan] = field(default_factory=list)
 
     def __lt__(self, other: ActiveRequest) -> bool:
-        return (self.due, self.order) < (other.due, other.order)
+        return (self.queue_order, self.order) < (other.queue_order, other.order)
 
-    def close_span(self, sampled: int) -> None:
-        """Attribute the first `sampled` tokens, as far as no span covers them, to the version that serves now."""
-        if self.serving is None or sampled == self.since:
+    def close_span(self, num_sampled: int) -> None:
+        """Attribute the first `num_sampled` tokens, as far as no span covers them, to the version that serves now."""
+        if self.serving is None or num_sampled == self.since:
             return
         version, start = self.serving.version, self.since
         if self.spans and self.spans[-1].version == version:
             start = self.spans.pop().start
-        self.spans.append(VersionSpan(start, sampled, version))
-        self.since = sampled
+        self.spans.append(VersionSpan(start, num_sampled, version))
+        self.since = num_sampled
 
     def deliver(self, columns: SlotColumns) -> None:
         """Pass `on_delta` the tokens sampled since its last call, separately by version."""
         if self.on_delta is None or self.serving is None:
             return
-        tokens, logprobs = columns.sampled(self.session.slot, self.delivered)
-        sampled, start = self.delivered + len(tokens), self.delivered
-        for span in (*self.spans, VersionSpan(self.since, sampled, self.serving.version)):
+        tokens, logprobs = columns.sampled(self.session.slot, self.num_delivered)
+        num_sampled, start = self.num_delivered + len(tokens), self.num_delivered
+        for span in (*self.spans, VersionSpan(self.since, num_sampled, self.serving.version)):
             first, last = max(span.start, start) - start, span.stop - start
             if last > max(first, 0):
                 piece = slice(max(first, 0), last)
                 self.on_delta(self.request.request_id, tokens[piece].tolist(), logprobs[piece].tolist(), span.version)
-        self.delivered = sampled
+        self.num_delivered = num_sampled
 
     def complete(
         self,
@@ -107,7 +107,7 @@ class ActiveRequest:
         reason: FinishReason,
         *,
         tap: ExpertRoutingRecorder | None,
-        kept: SamplingMaskRecorder | None,
+        mask_recorder: SamplingMaskRecorder | None,
     ) -> Completion:
         """Make the reply to the call from the tokens sampled so far."""
         context = len(self.request.token_ids)
@@ -125,7 +125,7 @@ class ActiveRequest:
             expert_routing=routing.rows if routing else None,
             routing_start=routing.start if routing else 0,
             routing_breaks=routing.breaks if routing else (),
-            sampling_mask=kept.sets_of_call(slot) if kept else None,
+            sampling_mask=mask_recorder.sets_of_call(slot) if mask_recorder else None,
             prompt_tokens=context,
             cached_tokens=self.cached,
         )
@@ -159,8 +159,8 @@ class SlotTable:
             session.slot = self._free.popleft()
             self.computed_by[session.slot] = None
         else:
-            session.slot, (evicted, _) = self._idle.popitem(last=False)
-            evicted.slot = -1
+            session.slot, (evicted_session, _) = self._idle.popitem(last=False)
+            evicted_session.slot = -1
             self.computed_by[session.slot] = None
         return session.slot
 
@@ -187,7 +187,7 @@ class Batcher:
         table: SlotTable,
         prefill_tokens: int,
         tap: ExpertRoutingRecorder | None,
-        kept: SamplingMaskRecorder | None,
+        mask_recorder: SamplingMaskRecorder | None,
         fixed_shapes: bool = False,
     ) -> None:
         self._fixed_shapes = fixed_shapes
@@ -196,11 +196,11 @@ class Batcher:
         self._table = table
         self._prefill_tokens = prefill_tokens
         self._tap = tap
-        self._kept = kept
+        self._mask_recorder = mask_recorder
         self._waiting: list[ActiveRequest] = []
-        self._seated: list[ActiveRequest] = []
+        self._calls_with_slots: list[ActiveRequest] = []
         self.running: dict[int, ActiveRequest] = {}
-        self._deferred = 0
+        self._deferrals = 0
         # So many calls may overtake a waiting one: for each step of priority, or because their session has a slot.
         self._turns_in_a_row = 16 * cache.slots
         self._passed_over = 0
@@ -209,28 +209,28 @@ class Batcher:
     @property
     def empty(self) -> bool:
         """Whether no call waits or runs."""
-        return not (self._waiting or self._seated or self.running)
+        return not (self._waiting or self._calls_with_slots or self.running)
 
     def submit(self, call: ActiveRequest) -> None:
         """Queue a call. Sessions that still hold a slot need not compete for one."""
-        call.due = call.order + call.request.priority * self._turns_in_a_row
+        call.queue_order = call.order + call.request.priority * self._turns_in_a_row
         if call.session.slot >= 0:
-            self._seated.append(call)
+            self._calls_with_slots.append(call)
         else:
             heapq.heappush(self._waiting, call)
 
     def calls(self) -> list[ActiveRequest]:
         """Return all calls, waiting or running."""
-        return [*self.running.values(), *self._seated, *self._waiting]
+        return [*self.running.values(), *self._calls_with_slots, *self._waiting]
 
     def drop_ending(self) -> list[ActiveRequest]:
         """Remove aborted or cancelled calls; calls that ran still hold their slots."""
-        ending = [call for call in (*self._seated, *self._waiting) if call.ending]
-        if ending:
-            self._seated = [call for call in self._seated if not call.ending]
+        ending_calls = [call for call in (*self._calls_with_slots, *self._waiting) if call.ending]
+        if ending_calls:
+            self._calls_with_slots = [call for call in self._calls_with_slots if not call.ending]
             self._waiting = [call for call in self._waiting if not call.ending]
             heapq.heapify(self._waiting)
-        return ending + [call for call in self.running.values() if call.ending]
+        return ending_calls + [call for call in self.running.values() if call.ending]
 
     def admit(self, held: Collection[str], resolve: Callable[[EmbeddedSession], EmbeddedVersion]) -> None:
         """Give slots to waiting calls in queue order; calls of `held` policies keep waiting.
@@ -241,12 +241,12 @@ class Batcher:
         """
         if self._passed_over >= self._turns_in_a_row:
             self._seat_waiting(held, resolve, patient=False, limit=1)
-        seated, self._seated = self._seated, []
-        for call in seated:
+        calls, self._calls_with_slots = self._calls_with_slots, []
+        for call in calls:
             if call.session.slot < 0:
                 heapq.heappush(self._waiting, call)
             elif _is_held(call, held):
-                self._seated.append(call)
+                self._calls_with_slots.append(call)
             else:
                 self._begin(call, resolve)
                 self._passed_over += bool(self._waiting)
@@ -281,15 +281,15 @@ class Batcher:
         serving = resolve(call.session)
         slot = table.assign_slot(call.session)
         has_prefix = table.computed_by[slot] is serving
-        reused = self._columns.common_prefix(slot, request.token_ids) if has_prefix else 0
-        self._columns.begin(slot, request, reused=reused)
+        num_reused = self._columns.common_prefix(slot, request.token_ids) if has_prefix else 0
+        self._columns.begin(slot, request, num_reused=num_reused)
         table.computed_by[slot] = serving
-        call.serving, call.cached, call.fresh = serving, reused, reused < _WORTH_SHARING
+        call.serving, call.cached, call.fresh = serving, num_reused, num_reused < _WORTH_SHARING
         serving.calls += 1
         if self._tap is not None:
-            self._tap.restart(slot, reused)
-        if self._kept is not None:
-            self._kept.clear(slot)
+            self._tap.restart(slot, num_reused)
+        if self._mask_recorder is not None:
+            self._mask_recorder.clear(slot)
         self.running[slot] = call
         self._layout = None
 
@@ -307,19 +307,19 @@ class Batcher:
         sampled nothing yet always starts over.
         """
         slot = call.session.slot
-        sampled = int(self._columns.length[slot] - self._columns.prompt[slot])
-        call.close_span(sampled)
+        num_sampled = int(self._columns.length[slot] - self._columns.prompt[slot])
+        call.close_span(num_sampled)
         if call.serving is not None:
             call.serving.calls -= 1
         call.serving = serving
         serving.calls += 1
-        if keep_kv and sampled:
+        if keep_kv and num_sampled:
             self._table.computed_by[slot] = None
         else:
             self._columns.computed[slot] = 0
             self._table.computed_by[slot] = serving
             call.fresh = True
-        if not sampled:
+        if not num_sampled:
             call.cached = 0
             if self._tap is not None:
                 self._tap.restart(slot, 0)
@@ -334,7 +334,7 @@ class Batcher:
             self._layout = self._lay_out()
         passes: list[ForwardPassPlan] = []
         columns, budget = self._columns, self._prefill_tokens
-        for served, slots, adapters in self._layout:
+        for model_copy, slots, adapters in self._layout:
             pending = columns.length[slots] - columns.computed[slots]
             decoding = pending == 1
             if not decoding.all():
@@ -342,11 +342,11 @@ class Batcher:
                 if self._defers(len(rows), int(decoding.sum())):
                     rows = []
                 for chosen, counts in self._prefill(slots, pending, rows, budget):
-                    passes.append(_pass(served, slots[chosen], counts, adapters[chosen]))
+                    passes.append(_pass(model_copy, slots[chosen], counts, adapters[chosen]))
                     budget -= int(counts.max()) * len(counts)
                 slots, adapters, pending = slots[decoding], adapters[decoding], pending[decoding]
             if len(slots):
-                passes.append(_pass(served, slots, pending, adapters))
+                passes.append(_pass(model_copy, slots, pending, adapters))
         return passes
 
     def repeats(self, plan: list[ForwardPassPlan]) -> bool:
@@ -363,32 +363,32 @@ class Batcher:
         groups: dict[tuple[int, int], tuple[EmbeddedVersion, NDArray[np.int64]]] = {}
         for slot in self.running:
             serving = self._serving(slot)
-            _, counts = groups.setdefault((id(serving.served), serving.adapter), (serving, np.zeros_like(slots)))
+            _, counts = groups.setdefault((id(serving.model_copy), serving.adapter), (serving, np.zeros_like(slots)))
             counts[slot] = 1
         passes = []
         for serving, counts in groups.values():
             adapters = np.full_like(slots, serving.adapter)
-            one = _pass(serving.served, slots, counts, adapters)
+            one = _pass(serving.model_copy, slots, counts, adapters)
             passes.append(dataclasses.replace(one, fixed=True))
         return passes
 
-    def _defers(self, waiting: int, decoding: int) -> bool:
+    def _defers(self, num_waiting: int, num_decoding: int) -> bool:
         """Whether a few short contexts wait to be prefilled with others: a pass costs about as much as twenty rows of
         one."""
         # a few contexts wait this many steps for others to be prefilled with
-        if 0 < waiting * 8 < decoding and self._deferred < 4:
-            self._deferred += 1
+        if 0 < num_waiting * 8 < num_decoding and self._deferrals < 4:
+            self._deferrals += 1
             return True
-        self._deferred = 0
+        self._deferrals = 0
         return False
 
     def _lay_out(self) -> list[tuple[ServedModelCopy, Slots, NDArray[np.int64]]]:
         groups: dict[int, list[int]] = {}
         for slot in sorted(self.running):
-            groups.setdefault(id(self._serving(slot).served), []).append(slot)
+            groups.setdefault(id(self._serving(slot).model_copy), []).append(slot)
         return [
             (
-                self._serving(slots[0]).served,
+                self._serving(slots[0]).model_copy,
                 np.array(slots, np.int64),
                 np.array([self._serving(slot).adapter for slot in slots], np.int64),
             )
@@ -441,16 +441,16 @@ class Batcher:
                 self._columns.computed[slot] = length
                 call.cached, call.fresh = length, False
                 continue
-            beginning = (id(call.serving), context[:_WORTH_SHARING].tobytes())
-            call.fresh = beginning in leaders
-            leaders.add(beginning)
+            prefix_key = (id(call.serving), context[:_WORTH_SHARING].tobytes())
+            call.fresh = prefix_key in leaders
+            leaders.add(prefix_key)
 
     def _best_donor(self, slot: int, call: ActiveRequest) -> tuple[int, int]:
         columns, table = self._columns, self._table
         donors = [
-            other
-            for other, serving in enumerate(table.computed_by)
-            if serving is call.serving and other != slot and columns.computed[other] >= _WORTH_SHARING
+            donor
+            for donor, serving in enumerate(table.computed_by)
+            if serving is call.serving and donor != slot and columns.computed[donor] >= _WORTH_SHARING
         ]
         if not donors:
             return -1, 0
@@ -467,6 +467,6 @@ def _is_held(call: ActiveRequest, held: Collection[str]) -> bool:
 
 
 def _pass(
-    served: ServedModelCopy, slots: Slots, counts: NDArray[np.int64], adapters: NDArray[np.int64]
+    model_copy: ServedModelCopy, slots: Slots, counts: NDArray[np.int64], adapters: NDArray[np.int64]
 ) -> ForwardPassPlan:
-    return ForwardPassPlan(model=served.model, bank=served.bank, slots=slots, counts=counts, adapters=adapters)
+    return ForwardPassPlan(model=model_copy.model, bank=model_copy.bank, slots=slots, counts=counts, adapters=adapters)

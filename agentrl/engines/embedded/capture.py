@@ -40,7 +40,7 @@ class _CallRouting:
 
     start: int
     """First position of the part in progress."""
-    reached: int
+    end: int
     """Number of positions computed for this call, or before it."""
     behind: bool = False
     """Whether the part in progress repeats positions of the previous part and has not passed them."""
@@ -93,10 +93,10 @@ class ExpertRoutingRecorder:
     def store(self, slots: Slots, begin: NDArray[np.int64], counts: NDArray[np.int64], width: int) -> None:
         """Store a pass: slot i computed `counts[i]` positions from `begin[i]`, right-aligned in `width`."""
         self._recording = False
-        stacked = torch.stack(self._chosen, dim=1).to("cpu", torch.uint8).numpy()
-        rows = stacked.reshape(len(slots), width, *stacked.shape[1:])
+        routing = torch.stack(self._chosen, dim=1).to("cpu", torch.uint8).numpy()
+        rows = routing.reshape(len(slots), width, *routing.shape[1:])
         if self._rows is None:
-            self._rows = np.zeros((*self._shape, *stacked.shape[1:]), np.uint8)
+            self._rows = np.zeros((*self._shape, *routing.shape[1:]), np.uint8)
         for i, (slot, first, count) in enumerate(zip(slots.tolist(), begin.tolist(), counts.tolist(), strict=True)):
             self._put(slot, first, rows[i, width - count :])
 
@@ -107,18 +107,20 @@ class ExpertRoutingRecorder:
         with.
         """
         assert self._rows is not None
-        calls, recorded, stop = self._calls[slot], self._rows[slot], first + len(rows)
-        again = min(stop, calls.reached)
-        changed = np.flatnonzero((recorded[first:again] != rows[: max(again - first, 0)]).any(axis=(1, 2)))
-        if len(changed):
-            at = first + int(changed[0])
-            if not calls.behind and calls.start < calls.reached:
-                calls.parts.append((calls.start, recorded[calls.start : calls.reached].copy()))
+        calls, old_rows, stop = self._calls[slot], self._rows[slot], first + len(rows)
+        overlap_end = min(stop, calls.end)
+        differences = np.flatnonzero(
+            (old_rows[first:overlap_end] != rows[: max(overlap_end - first, 0)]).any(axis=(1, 2))
+        )
+        if len(differences):
+            at = first + int(differences[0])
+            if not calls.behind and calls.start < calls.end:
+                calls.parts.append((calls.start, old_rows[calls.start : calls.end].copy()))
                 calls.start, calls.behind = at, True
             calls.start = min(calls.start, at)
-        recorded[first:stop] = rows
-        if stop > calls.reached:
-            calls.reached, calls.behind = stop, False
+        old_rows[first:stop] = rows
+        if stop > calls.end:
+            calls.end, calls.behind = stop, False
 
     def restart(self, slot: int, position: int) -> None:
         """Assign everything computed in `slot` from `position` on to a new call."""
@@ -129,12 +131,13 @@ class ExpertRoutingRecorder:
         if self._rows is not None:
             self._put(target, 0, self._rows[source, :length].copy())
 
-    def routing_of_call(self, slot: int, computed: int) -> RecordedExpertRouting | None:
-        """Return the routing of the slot's call, which ends with KV of `computed` positions; None before any pass."""
+    def routing_of_call(self, slot: int, num_computed: int) -> RecordedExpertRouting | None:
+        """Return the routing of the slot's call, which ends with KV of `num_computed` positions; None before the first
+        pass."""
         if self._rows is None:
             return None
         calls = self._calls[slot]
-        stop = max(calls.start, computed) if calls.behind else calls.reached
+        stop = max(calls.start, num_computed) if calls.behind else calls.end
         parts = [*calls.parts, (calls.start, self._rows[slot, calls.start : stop].copy())]
         ends = np.cumsum([len(rows) for _, rows in parts]).tolist()
         breaks = (ExpertRoutingRestart(row, start) for row, (start, _) in zip(ends, parts[1:], strict=False))
@@ -184,7 +187,7 @@ class SamplingMaskRecorder:
         """Start a new call in `slot`."""
         self._sets[slot] = []
 
-    def store(self, slots: Slots, mask: Tensor | None, filtered: BoolArray) -> None:
+    def store(self, slots: Slots, mask: Tensor | None, is_filtered: BoolArray) -> None:
         """Store the kept sets of one token per slot, from `kept`, `[B, V]`, for calls with filters."""
         if mask is None:
             for slot in slots.tolist():
@@ -192,7 +195,7 @@ class SamplingMaskRecorder:
             return
         table = mask.cpu().numpy()
         for i, slot in enumerate(slots.tolist()):
-            self._sets[slot].append(np.flatnonzero(table[i]).astype(np.int32) if filtered[i] else None)
+            self._sets[slot].append(np.flatnonzero(table[i]).astype(np.int32) if is_filtered[i] else None)
 
     def sets_of_call(self, slot: int) -> SamplingMask:
         """Return the kept sets of the slot's call, one per sampled token; count 0 if nothing was filtered."""

@@ -138,7 +138,7 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
         self.capabilities = capabilities
         self._vocabulary = int(model.config.vocab_size)
         self.tap = ExpertRoutingRecorder(model, slots=slots, capacity=context) if capabilities.expert_routing else None
-        self._kept = SamplingMaskRecorder(slots) if capabilities.sampling_mask else None
+        self._mask_recorder = SamplingMaskRecorder(slots) if capabilities.sampling_mask else None
         self._columns = SlotColumns(slots=slots, capacity=context)
         self._table = SlotTable(slots, clock=clock)
         cache = SlotKvCache(slots=slots, capacity=context, layers=model.config.num_hidden_layers)
@@ -148,7 +148,7 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
             table=self._table,
             prefill_tokens=settings.prefill_tokens,
             tap=self.tap,
-            kept=self._kept,
+            mask_recorder=self._mask_recorder,
             fixed_shapes=settings.fixed_shapes,
         )
         self._runner = ForwardPassRunner(
@@ -157,7 +157,7 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
             device=model.device,
             dtype=model.dtype,
             tap=self.tap,
-            kept=self._kept,
+            mask_recorder=self._mask_recorder,
             clock=clock,
         )
         self.between_passes = asyncio.Lock()
@@ -201,15 +201,15 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
             ModelError: the directory holds no model that can be served with these arguments.
             EngineCapabilityError: the model or the settings lack a requested capability.
         """
-        if adapter_slots == 0 and (needing := refresh_mode_needing_adapters(refresh)):
+        if adapter_slots == 0 and (mode := refresh_mode_needing_adapters(refresh)):
             raise EngineCapabilityError(
-                f"engine.refresh = {needing!r} needs several adapters at once; set adapter_slots, or refresh = 'token' "
+                f"engine.refresh = {mode!r} needs several adapters at once; set adapter_slots, or refresh = 'token' "
                 "or 'turn'"
             )
         torch.set_num_threads(threads)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        computed = model_dtype(model_path, dtype, torch.device(device))
-        model = load_model(model_path, max_context=max_context, dtype=computed, device=device)
+        compute_dtype = model_dtype(model_path, dtype, torch.device(device))
+        model = load_model(model_path, max_context=max_context, dtype=compute_dtype, device=device)
         check_slots_match_forward(model, model_path, max_context=max_context)
         check_kv_memory(model, slots=slots, max_context=max_context)
         if fixed_shapes:
@@ -266,9 +266,9 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
             self.interrupt()
             raise
 
-    def _check_running(self, what: str) -> None:
+    def _check_running(self, operation: str) -> None:
         if self._closed or self._failure is not None:
-            raise EngineError(f"{what}: the engine is {'closed' if self._closed else 'dead'}") from self._failure
+            raise EngineError(f"{operation}: the engine is {'closed' if self._closed else 'dead'}") from self._failure
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -288,8 +288,8 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
                     plan = batcher.plan()
                 if plan:
                     run = partial(self._runner.run, plan, repeat=batcher.repeats(plan))
-                    ended = await loop.run_in_executor(self._worker, run)
-                    for slot in ended:
+                    ended_slots = await loop.run_in_executor(self._worker, run)
+                    for slot in ended_slots:
                         self._end(batcher.running[slot], aborted=False)
                     self._deliver()
                 else:
@@ -300,9 +300,9 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
 
     def _end(self, call: ActiveRequest, *, aborted: bool) -> None:
         session = call.session
-        stopped = not aborted and self._columns.stopped(session.slot)
-        reason: FinishReason = "abort" if aborted else "stop" if stopped else "length"
-        completion = call.complete(self._columns, reason, tap=self.tap, kept=self._kept)
+        has_stop_token = not aborted and self._columns.stopped(session.slot)
+        reason: FinishReason = "abort" if aborted else "stop" if has_stop_token else "length"
+        completion = call.complete(self._columns, reason, tap=self.tap, mask_recorder=self._mask_recorder)
         serving = call.serving
         if serving is not None:
             self._runner.stats.cached_tokens += call.cached
@@ -397,21 +397,23 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
             self._check_running(f"scores of {version}")
             serving = versions.of_policy(version) if isinstance(version, str) else versions.of_version(version)
             ids, loop = token_ids.astype(np.int64), asyncio.get_running_loop()
-            one = self._alone(serving, np.array([len(ids)]))
+            one = self._pass_without_cache(serving, np.array([len(ids)]))
             return await loop.run_in_executor(self._worker, self._runner.score, one, ids, temperature)
 
     async def answer(self, serving: EmbeddedVersion, canary: Canary) -> Float32Array:
         """Compute the log-probabilities, `[m, n]`, that a version gives to a canary; between two passes."""
         contexts, tokens = canary.contexts.astype(np.int64), canary.token_ids.astype(np.int64)
-        one = self._alone(serving, np.full(len(contexts), contexts.shape[1]))
+        one = self._pass_without_cache(serving, np.full(len(contexts), contexts.shape[1]))
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._worker, self._runner.next_logprobs, one, contexts, tokens)
 
-    def _alone(self, serving: EmbeddedVersion, counts: NDArray[np.int64]) -> ForwardPassPlan:
+    def _pass_without_cache(self, serving: EmbeddedVersion, counts: NDArray[np.int64]) -> ForwardPassPlan:
         """Make a pass of one version over rows without slots."""
-        served, nowhere = serving.served, np.zeros(len(counts), np.int64)
+        model_copy, nowhere = serving.model_copy, np.zeros(len(counts), np.int64)
         adapters = np.full(len(counts), serving.adapter)
-        return ForwardPassPlan(model=served.model, bank=served.bank, slots=nowhere, counts=counts, adapters=adapters)
+        return ForwardPassPlan(
+            model=model_copy.model, bank=model_copy.bank, slots=nowhere, counts=counts, adapters=adapters
+        )
 
     @property
     def stats(self) -> EngineStats:
@@ -465,13 +467,13 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
         self._spare: ServedModelCopy | None = None
         self.paused = False
         for version in versions:
-            self.live[version] = self.current[version.policy] = EmbeddedVersion(version=version, served=base)
+            self.live[version] = self.current[version.policy] = EmbeddedVersion(version=version, model_copy=base)
 
     # --- copies and places --------------------------------------------------------------------------------------------
 
-    def _servings_of(self, served: ServedModelCopy) -> list[EmbeddedVersion]:
+    def _servings_of(self, model_copy: ServedModelCopy) -> list[EmbeddedVersion]:
         """Return the live versions that a model copy serves."""
-        return [serving for serving in self.live.values() if serving.served is served]
+        return [serving for serving in self.live.values() if serving.model_copy is model_copy]
 
     def _overwritable(self, policy: str) -> ServedModelCopy | None:
         """Return the model copy that the next full version of `policy` may overwrite; None: it needs a new copy.
@@ -479,12 +481,12 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
         The base copy is never overwritten while adapters are built on it.
         """
         old = self.of_policy(policy)
-        if old.held or old.served.bank is not None:
+        if old.held or old.model_copy.bank is not None:
             return None
-        for other in self._servings_of(old.served):
-            if other is not old and (other.held or other.calls or self.is_current(other)):
+        for neighbor in self._servings_of(old.model_copy):
+            if neighbor is not old and (neighbor.held or neighbor.calls or self.is_current(neighbor)):
                 return None
-        return old.served
+        return old.model_copy
 
     def _new_copy(self) -> ServedModelCopy:
         """Return a copy of the architecture to fill, reusing one that serves no version, if there is one."""
@@ -495,10 +497,10 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
         with torch.random.fork_rng(devices=[]):
             make: Any = AutoModelForCausalLM.from_config
             model = make(template.config, dtype=template.dtype, trust_remote_code=False)
-        served = ServedModelCopy.of(prepare_for_sampling(model, template.device))
+        model_copy = ServedModelCopy.of(prepare_for_sampling(model, template.device))
         if self._engine.tap is not None:
-            self._engine.tap.attach(served.model)
-        return served
+            self._engine.tap.attach(model_copy.model)
+        return model_copy
 
     def _bank(self) -> AdapterBank:
         """Return the adapter bank of the base model, made at the first use."""
@@ -514,10 +516,10 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
         if serving.adapter != BASE:
             del self.live[serving.version]
             self._bank().empty(serving.adapter)
-        elif serving.served is not self.base:
+        elif serving.model_copy is not self.base:
             del self.live[serving.version]
-            if self._spare is None and not self._servings_of(serving.served):
-                self._spare = serving.served
+            if self._spare is None and not self._servings_of(serving.model_copy):
+                self._spare = serving.model_copy
 
     # --- updates ------------------------------------------------------------------------------------------------------
 
@@ -576,20 +578,20 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
             self._check_open()
             is_current = self._requested.is_current(weights)
             target = self._overwritable(weights.version.policy) if is_current else None
-            served = target or self._new_copy()
-            before = served.copied() if target is not None and canary is not None else None
-            overwritten = {serving.version: serving for serving in self._servings_of(served)}
+            model_copy = target or self._new_copy()
+            before = model_copy.clone_weights() if target is not None and canary is not None else None
+            overwritten = {serving.version: serving for serving in self._servings_of(model_copy)}
             for version in overwritten:
                 del self.live[version]  # from here on it cannot be held
-            new = self._serving(weights, canary, served)
-            await self._engine.on_worker(lambda: served.overwrite(read))
+            new = self._serving(weights, canary, model_copy)
+            await self._engine.on_worker(lambda: model_copy.overwrite(read))
             try:
                 await self._check_answer(weights, new, *overwritten.values())
             except BaseException:
                 if before is not None:
-                    await self._engine.on_worker(lambda: served.overwrite(before))
+                    await self._engine.on_worker(lambda: model_copy.overwrite(before))
                 elif target is None:
-                    self._spare = served
+                    self._spare = model_copy
                 self.live |= overwritten
                 raise
             self._add(new, is_current=is_current)
@@ -621,7 +623,7 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
 
         A started swap finishes even if the caller is cancelled.
         """
-        replaced = None
+        old_weights = None
         self._engine.interrupt()
         async with self._engine.between_passes:
             self._check_open()
@@ -631,27 +633,27 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
                 if not self._is_replaceable(weights):
                     return False
                 del self.live[old.version]  # from here on it cannot be held
-                place, replaced = old.adapter, bank.empty(old.adapter)
-            filled = place
-            new = self._serving(weights, canary, self.base, adapter=filled)
-            await self._engine.on_worker(lambda: bank.fill(filled, adapter))
+                place, old_weights = old.adapter, bank.empty(old.adapter)
+            adapter_slot = place
+            new = self._serving(weights, canary, self.base, adapter=adapter_slot)
+            await self._engine.on_worker(lambda: bank.fill(adapter_slot, adapter))
             try:
                 await self._check_answer(weights, new, old)
             except BaseException:
-                bank.empty(filled)
-                if replaced is not None:
-                    former = replaced
-                    await self._engine.on_worker(lambda: bank.fill(filled, former))
+                bank.empty(adapter_slot)
+                if old_weights is not None:
+                    former = old_weights
+                    await self._engine.on_worker(lambda: bank.fill(adapter_slot, former))
                     self.live[old.version] = old
                 raise
             self._add(new, is_current=is_current)
             return True
 
     def _serving(
-        self, weights: WeightsRef, canary: Canary | None, served: ServedModelCopy, *, adapter: int = BASE
+        self, weights: WeightsRef, canary: Canary | None, model_copy: ServedModelCopy, *, adapter: int = BASE
     ) -> EmbeddedVersion:
         return EmbeddedVersion(
-            version=weights.version, digest=weights.sha256, canary=canary, served=served, adapter=adapter
+            version=weights.version, digest=weights.sha256, canary=canary, model_copy=model_copy, adapter=adapter
         )
 
     def _add(self, new: EmbeddedVersion, *, is_current: bool) -> None:
@@ -684,5 +686,5 @@ class EmbeddedVersionTable(VersionTable[EmbeddedVersion]):
                 )
         else:
             answer = await self._engine.answer(new, new.canary)
-            others, dtype = self.canaries(new, *replaced), new.served.model.dtype
-            check_canary_answer(weights, new.canary, answer, dtype=dtype, others=others, rounding=self.rounding)
+            other_canaries, dtype = self.canaries(new, *replaced), new.model_copy.model.dtype
+            check_canary_answer(weights, new.canary, answer, dtype=dtype, others=other_canaries, rounding=self.rounding)

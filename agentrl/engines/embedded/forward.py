@@ -93,10 +93,10 @@ def _grouped_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention of queries `[B, heads, t, dim]` over KV `[B, kv_heads, T, dim]`, like `sdpa`."""
     if attention_mask is None or unused.get("position_bias") is not None:
-        attended: tuple[Tensor, None] = sdpa_attention_forward(
+        output: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **unused
         )
-        return attended
+        return output
     out = functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling, enable_gqa=True
     )
@@ -124,7 +124,7 @@ class ServedModelCopy:
                 if name in self.state:
                     self.state[name].copy_(tensor)
 
-    def copied(self) -> dict[str, Tensor]:
+    def clone_weights(self) -> dict[str, Tensor]:
         """Return a copy of the current weights, which `overwrite` can restore."""
         return {name: tensor.clone() for name, tensor in self.state.items()}
 
@@ -133,7 +133,7 @@ class ServedModelCopy:
 class EmbeddedVersion(LiveVersion):
     """A version the embedded engine can sample from."""
 
-    served: ServedModelCopy
+    model_copy: ServedModelCopy
     adapter: int = BASE
 
 
@@ -176,17 +176,17 @@ class ForwardPassRunner:
         device: torch.device,
         dtype: torch.dtype,
         tap: ExpertRoutingRecorder | None,
-        kept: SamplingMaskRecorder | None,
+        mask_recorder: SamplingMaskRecorder | None,
         clock: Clock,
     ) -> None:
         self._cache = cache
         self._columns = columns
         self._device = device
-        self._blocked = torch.finfo(dtype).min
+        self._mask_value = torch.finfo(dtype).min
         self._zero = torch.zeros((), dtype=dtype, device=self._device)
         self._keys = torch.arange(cache.capacity + 1, device=self._device)
         self._tap = tap
-        self._kept = kept
+        self._mask_recorder = mask_recorder
         self._clock = clock
         self.stats = EngineStats()
         self.interrupted = False
@@ -199,17 +199,17 @@ class ForwardPassRunner:
         `interrupted` is not set: switching threads costs as much as a few rows, on a busy machine as a pass.
         """
         start = now = self._clock.monotonic()
-        ended: list[int] = []
+        ended_slots: list[int] = []
         with torch.inference_mode():
             while True:
                 for one in plan:
-                    ended += self._sample(one, self.logits(one))
+                    ended_slots += self._sample(one, self.logits(one))
                 now = self._clock.monotonic()
                 # a plan repeats for 0.1 s at most: partial turns are delivered about every 0.2 s
-                if not repeat or ended or self.interrupted or now - start > 0.1:
+                if not repeat or ended_slots or self.interrupted or now - start > 0.1:
                     break
         self.stats.busy_seconds += now - start
-        return ended
+        return ended_slots
 
     def logits(self, one: ForwardPassPlan) -> Tensor:
         """Run one pass; returns the logits after each row's last token, `[B, V]`."""
@@ -236,7 +236,7 @@ class ForwardPassRunner:
             write = self._to_device(np.where(offset >= 0, place, self._cache.capacity))
         index = None if consecutive else self._to_device(slots)
         self._cache.address(first=first, count=rows, rows=index, positions=write, length=length)
-        mask = torch.where(self._keys[:length] <= positions[:, :, None], self._zero, self._blocked)[:, None]
+        mask = torch.where(self._keys[:length] <= positions[:, :, None], self._zero, self._mask_value)[:, None]
         if one.bank is not None:
             one.bank.select(one.adapters)
         if self._tap is not None:
@@ -267,8 +267,8 @@ class ForwardPassRunner:
             logits = logits[torch.from_numpy(np.flatnonzero(ready)).to(self._device)]
         tokens, logprobs, mask = sample(logits, columns.sampling(slots))
         drawn = tokens.cpu().numpy()
-        if self._kept is not None:
-            self._kept.store(slots, mask, columns.filtered[slots])
+        if self._mask_recorder is not None:
+            self._mask_recorder.store(slots, mask, columns.filtered[slots])
         self.stats.sampled_tokens += len(slots)
         return columns.append(slots, drawn, logprobs.cpu().numpy())
 
@@ -282,10 +282,10 @@ class ForwardPassRunner:
                 one.bank.select(one.adapters)
             logits = one.model(input_ids=ids, use_cache=False).logits[0, :-1].float() / temperature
             logprobs = torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:, None])[:, 0]
-        scored = np.zeros(len(token_ids), np.float32)
-        scored[1:] = logprobs.cpu().numpy()
+        scores = np.zeros(len(token_ids), np.float32)
+        scores[1:] = logprobs.cpu().numpy()
         self.stats.busy_seconds += self._clock.monotonic() - start
-        return scored
+        return scores
 
     def next_logprobs(
         self, one: ForwardPassPlan, contexts: NDArray[np.int64], tokens: NDArray[np.int64]
@@ -338,15 +338,15 @@ def sampling_filter_mask(
     token id.
     """
     vocabulary = scores.shape[-1]
-    ordered, order = torch.sort(scores, dim=-1, descending=True, stable=True)
+    sorted_scores, order = torch.sort(scores, dim=-1, descending=True, stable=True)
     limit = torch.from_numpy(np.where(top_k > 0, top_k, vocabulary)).to(scores.device)[:, None]
-    whole = torch.softmax(ordered, dim=-1)
-    floor = torch.from_numpy(min_p).to(scores.device)[:, None] * whole[:, :1]
-    removed = (torch.arange(vocabulary, device=scores.device) >= limit) | (whole < floor)
-    mass = torch.softmax(ordered.masked_fill(removed, -torch.inf), dim=-1)
+    probabilities = torch.softmax(sorted_scores, dim=-1)
+    floor = torch.from_numpy(min_p).to(scores.device)[:, None] * probabilities[:, :1]
+    removal_mask = (torch.arange(vocabulary, device=scores.device) >= limit) | (probabilities < floor)
+    mass = torch.softmax(sorted_scores.masked_fill(removal_mask, -torch.inf), dim=-1)
     before = mass.cumsum(-1, dtype=torch.float64) - mass
     nucleus = torch.from_numpy(top_p.astype(np.float64)).to(scores.device)[:, None]
-    keep = ~removed & ((before < nucleus) | (nucleus >= 1))
+    keep = ~removal_mask & ((before < nucleus) | (nucleus >= 1))
     return torch.zeros_like(keep).scatter_(1, order, keep)
 
 
@@ -358,11 +358,11 @@ def check_kv_memory(model: PreTrainedModel, *, slots: int, max_context: int) -> 
     """
     if model.device.type != "cpu":
         return
-    needed, free = slots * (max_context + 1) * kv_bytes_per_token(model.config), machine_memory().free
-    if needed > free:
+    needed_bytes, free = slots * (max_context + 1) * kv_bytes_per_token(model.config), machine_memory().free
+    if needed_bytes > free:
         raise EngineCapabilityError(
-            f"keys and values of {slots} contexts of {max_context} tokens take {needed >> 20} MiB, and {free >> 20} "
-            "are free; lower engine.slots or engine.max_context"
+            f"keys and values of {slots} contexts of {max_context} tokens take {needed_bytes >> 20} MiB, and "
+            f"{free >> 20} are free; lower engine.slots or engine.max_context"
         )
 
 
@@ -404,7 +404,13 @@ def _largest_difference(
         columns.tokens[slot, : len(context)] = context
         columns.length[slot] = len(context)
     runner = ForwardPassRunner(
-        cache=cache, columns=columns, device=model.device, dtype=torch.float32, tap=None, kept=None, clock=SystemClock()
+        cache=cache,
+        columns=columns,
+        device=model.device,
+        dtype=torch.float32,
+        tap=None,
+        mask_recorder=None,
+        clock=SystemClock(),
     )
     largest = 0.0
     for counts in pieces:
@@ -439,8 +445,8 @@ def check_row_independence(model: PreTrainedModel, path: str, *, slots: int) -> 
     reference = _fixed_logits(model, np.tile(context, (slots, 1)))
     company = rng.integers(0, int(model.config.vocab_size), (slots, _ROW_TOKENS))
     company[slots // 2] = context
-    alone = _fixed_logits(model, company)[slots // 2]
-    if not (bool((reference == reference[0]).all()) and bool((alone == reference[0]).all())):
+    lone_logits = _fixed_logits(model, company)[slots // 2]
+    if not (bool((reference == reference[0]).all()) and bool((lone_logits == reference[0]).all())):
         raise EngineCapabilityError(
             f"{path}: on this machine the logits of a row depend on which of the {slots} slots it is in, so a run "
             "cannot be repeated bit for bit; try another engine.slots (a multiple of 16), or set deterministic = false"
@@ -455,10 +461,16 @@ def _fixed_logits(model: PreTrainedModel, contexts: NDArray[np.int64]) -> Tensor
     columns.tokens[:, :length] = contexts
     columns.length[:] = length
     runner = ForwardPassRunner(
-        cache=cache, columns=columns, device=model.device, dtype=model.dtype, tap=None, kept=None, clock=SystemClock()
+        cache=cache,
+        columns=columns,
+        device=model.device,
+        dtype=model.dtype,
+        tap=None,
+        mask_recorder=None,
+        clock=SystemClock(),
     )
-    everyone, ones, base = np.arange(slots), np.ones(slots, np.int64), np.full(slots, -1, np.int64)
-    one = ForwardPassPlan(model=model, bank=None, slots=everyone, counts=ones, adapters=base, fixed=True)
+    all_slots, ones, base = np.arange(slots), np.ones(slots, np.int64), np.full(slots, -1, np.int64)
+    one = ForwardPassPlan(model=model, bank=None, slots=all_slots, counts=ones, adapters=base, fixed=True)
     with torch.inference_mode():
         for _ in range(length):
             logits = runner.logits(one)

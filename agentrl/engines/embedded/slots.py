@@ -64,17 +64,17 @@ class SlotColumns:
         self._top_p = np.ones(slots, np.float32)
         self._min_p = np.zeros(slots, np.float32)
         self.filtered = np.zeros(slots, np.bool_)
-        self._tempered = np.zeros(slots, np.bool_)
+        self._has_temperature = np.zeros(slots, np.bool_)
         self._stops = np.full((slots, 1), -1, np.int64)
 
-    def begin(self, slot: int, request: GenerateRequest, *, reused: int) -> None:
-        """Put a call into `slot`; the KV of its first `reused` positions is already there."""
+    def begin(self, slot: int, request: GenerateRequest, *, num_reused: int) -> None:
+        """Put a call into `slot`; the KV of its first `num_reused` positions is already there."""
         context, sampling = request.token_ids, request.sampling
         count = len(context)
         capacity = self.tokens.shape[1] - 1
-        self.tokens[slot, reused:count] = context[reused:]
+        self.tokens[slot, num_reused:count] = context[num_reused:]
         self.length[slot] = self.prompt[slot] = count
-        self.computed[slot] = reused
+        self.computed[slot] = num_reused
         self.limit[slot] = min(count + sampling.max_tokens, capacity)
         self._seeds[slot] = request.seed & 0xFFFFFFFFFFFFFFFF
         self._sampled_before[slot] = request.sampled_before
@@ -83,7 +83,7 @@ class SlotColumns:
         self._top_p[slot] = sampling.top_p
         self._min_p[slot] = sampling.min_p
         self.filtered[slot] = sampling.is_filtered
-        self._tempered[slot] = sampling.temperature != 1.0
+        self._has_temperature[slot] = sampling.temperature != 1.0
         self._set_stops(slot, sampling.stop_token_ids)
 
     def _set_stops(self, slot: int, stops: Sequence[int]) -> None:
@@ -103,7 +103,7 @@ class SlotColumns:
             top_p=self._top_p[slots],
             min_p=self._min_p[slots],
             filtered=bool(self.filtered[slots].any()),
-            tempered=bool(self._tempered[slots].any()),
+            tempered=bool(self._has_temperature[slots].any()),
         )
 
     def append(self, slots: Slots, tokens: NDArray[np.int64], logprobs: NDArray[np.float32]) -> list[int]:
@@ -112,8 +112,8 @@ class SlotColumns:
         self.tokens[slots, at] = tokens
         self.logprobs[slots, at] = logprobs
         self.length[slots] = at + 1
-        ended = (at + 1 >= self.limit[slots]) | (self._stops[slots] == tokens[:, None]).any(axis=1)
-        return slots[ended].tolist() if ended.any() else []
+        has_ended = (at + 1 >= self.limit[slots]) | (self._stops[slots] == tokens[:, None]).any(axis=1)
+        return slots[has_ended].tolist() if has_ended.any() else []
 
     def stopped(self, slot: int) -> bool:
         """Whether the last token of the slot is a stop token of its call."""
@@ -187,9 +187,9 @@ class SlotKvCache:
         return store[:, :, : self._length].index_select(0, rows)
 
     def _allocate(self, key: Tensor, value: Tensor, layer_index: int) -> tuple[Tensor, Tensor]:
-        made = [x.new_zeros(self.slots, x.shape[1], self.capacity + 1, x.shape[3]) for x in (key, value)]
-        self._keys[layer_index], self._values[layer_index] = made
-        return made[0], made[1]
+        buffers = [x.new_zeros(self.slots, x.shape[1], self.capacity + 1, x.shape[3]) for x in (key, value)]
+        self._keys[layer_index], self._values[layer_index] = buffers
+        return buffers[0], buffers[1]
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of slot `source` to slot `target`."""

@@ -109,7 +109,7 @@ class RoutedSession(Generic[ReplicaT]):
 
     async def generate(self, request: GenerateRequest, on_delta: NewTokensCallback | None = None) -> Completion:
         while True:
-            replica, session = await self._opened(request)
+            replica, session = await self._open_session(request)
             try:
                 completion = await session.generate(request, on_delta)
             except EngineFailedError as error:  # nothing was sampled, so another replica can take the call
@@ -124,7 +124,7 @@ class RoutedSession(Generic[ReplicaT]):
                     self._pin = completion.spans[0].version
                 return completion
 
-    async def _opened(self, request: GenerateRequest) -> tuple[ReplicaT, EngineSession]:
+    async def _open_session(self, request: GenerateRequest) -> tuple[ReplicaT, EngineSession]:
         """Return the conversation's replica, and its session there."""
         if self._replica is not None and not self._router.is_available(self._replica):
             # Close before waiting for another replica, which may need the KV cache that the session holds.
@@ -205,12 +205,12 @@ class ProcessEngine:
     ) -> None:
         self._name = name
         self._program = program
-        self._sending: set[asyncio.Task[None]] = set()
+        self._send_tasks: set[asyncio.Task[None]] = set()
         self._placement = placement or LocalPlacement()
         self._first_versions = dict(versions)
         self._versions = VersionRow()
         """The newest request, and the versions that the process has confirmed, which a new process receives first."""
-        self._gone: dict[WeightsRef, EngineError] = {}
+        self._pin_errors: dict[WeightsRef, EngineError] = {}
         """Errors of pinned versions that a former process served and the next one could not load, until they are
         unpinned."""
         self._connection: EngineConnection | None = None
@@ -263,8 +263,8 @@ class ProcessEngine:
                 self.supervisor.achieved()  # another client may have loaded them
             case protocol.WeightsRequest() if self._connection is not None:
                 task = asyncio.get_running_loop().create_task(self._send_weights(reply, self._connection))
-                self._sending.add(task)
-                task.add_done_callback(self._sending.discard)
+                self._send_tasks.add(task)
+                task.add_done_callback(self._send_tasks.discard)
 
     async def _send_weights(self, request: protocol.WeightsRequest, connection: EngineConnection) -> None:
         """Make the trainer send weights that the process asked for, or send the rest of their file; if the trainer does
@@ -295,15 +295,15 @@ class ProcessEngine:
             versions=self._first_versions,
             host=self._host,
         )
-        loaded = await connection.ask(0, load)
-        if not isinstance(loaded, protocol.EngineLoadedReply):
+        reply = await connection.ask(0, load)
+        if not isinstance(reply, protocol.EngineLoadedReply):
             raise EngineLostError("the engine's process sent an unexpected answer")
-        self.capabilities = loaded.capabilities
+        self.capabilities = reply.capabilities
         if self._host:
-            connection.files = VersionFiles(connection, self._host, only_headers=loaded.receives_weights)
+            connection.files = VersionFiles(connection, self._host, only_headers=reply.receives_weights)
         await self._restore(connection)
         self._is_welcomed = True
-        self._address = loaded.address
+        self._address = reply.address
         self._moved()
 
     async def _restore(self, connection: EngineConnection) -> None:
@@ -312,21 +312,21 @@ class ProcessEngine:
         A pinned version whose files are gone is left out: a session that pins it is refused with an error, and it does
         not block later versions.
         """
-        confirmed = self._versions.confirmed
-        current = confirmed.current.values()
+        served_versions = self._versions.confirmed
+        current = served_versions.current.values()
         if current:
             await connection.serve(current, ())
-        restored: frozenset[WeightsRef] = frozenset()
+        restored_pins: frozenset[WeightsRef] = frozenset()
         # One by one, so that a version that cannot be loaded names itself, and the others are served.
-        for weights in in_loading_order((), confirmed.pinned):
+        for weights in in_loading_order((), served_versions.pinned):
             try:
-                await connection.serve(current, restored | {weights})
-                restored |= {weights}
+                await connection.serve(current, restored_pins | {weights})
+                restored_pins |= {weights}
             except EngineLostError:
                 raise
             except EngineError as error:
-                self._gone[weights] = error
-        self._versions.confirm(VersionSet(self._versions.confirmed.current, restored))
+                self._pin_errors[weights] = error
+        self._versions.confirm(VersionSet(self._versions.confirmed.current, restored_pins))
 
     async def died(self, how: str) -> None:
         connection, self._connection = self._connection, None
@@ -340,13 +340,13 @@ class ProcessEngine:
     def addresses(self) -> tuple[str, ...]:
         return (self._address,) if self._address else ()
 
-    def on_move(self, moved: Callable[[], None]) -> None:
-        self._moved = moved
+    def on_move(self, callback: Callable[[], None]) -> None:
+        self._moved = callback
 
     def statuses(self) -> list[ProcessStatus]:
         node = "" if self._connection is None else self._host
-        doing = "serves" if self._address else "starts"
-        return [ProcessStatus(name=self._name, node=node, gpus=self._placement.gpus, doing=doing)]
+        activity = "serves" if self._address else "starts"
+        return [ProcessStatus(name=self._name, node=node, gpus=self._placement.gpus, doing=activity)]
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
@@ -354,10 +354,10 @@ class ProcessEngine:
         self, session_id: str, policy: str, *, pin: PolicyVersion | None = None
     ) -> RoutedSession[EngineConnection]:
         if policy not in self._first_versions:
-            served = ", ".join(sorted(self._first_versions))
-            raise EngineError(f"no policy {policy!r} in this engine; it serves: {served}")
+            policies = ", ".join(sorted(self._first_versions))
+            raise EngineError(f"no policy {policy!r} in this engine; it serves: {policies}")
         if pin is not None and not self._versions.confirmed.has_pin(pin) and pin != self._current(pin.policy):
-            lost = [error for weights, error in self._gone.items() if weights.version == pin]
+            lost = [error for weights, error in self._pin_errors.items() if weights.version == pin]
             why = f"the engine's process was restarted: {lost[0]}" if lost else "pin it by serve(..., pinned)"
             raise VersionNotServedError(f"version {pin} is not served here; {why}")
         return RoutedSession(self, session_id, policy, pin)
@@ -366,14 +366,14 @@ class ProcessEngine:
         return replica is self._connection and replica.is_open
 
     async def pick(self, policy: str, opening: int) -> EngineConnection:
-        return await self._connected()
+        return await self._connect()
 
     def replica_lost(self, replica: EngineConnection, error: EngineLostError | EngineFailedError) -> None:
         """Do nothing: the supervisor handles the loss."""
         if isinstance(error, EngineFailedError):
             raise error
 
-    async def _connected(self) -> EngineConnection:
+    async def _connect(self) -> EngineConnection:
         """Return the connection to the process; waits until one serves."""
         while True:
             try:
@@ -392,27 +392,29 @@ class ProcessEngine:
         A pin that was served before and that a new process could not load is not requested again, and does not raise
         here: sessions that sample from it get the error.
         """
-        requested = self._versions.request(current, pinned)
-        kept = requested.pinned.difference(requested.current.values())
-        self._gone = {weights: error for weights, error in self._gone.items() if weights in kept}
+        request = self._versions.request(current, pinned)
+        pins = request.pinned.difference(request.current.values())
+        self._pin_errors = {weights: error for weights, error in self._pin_errors.items() if weights in pins}
         try:
             await run_shielded(self._serve(in_loading_order(current, pinned)))
         except EngineError:
-            self._versions.refuse(requested)
+            self._versions.refuse(request)
             raise
 
-    async def _serve(self, asked: Sequence[WeightsRef]) -> None:
+    async def _serve(self, versions: Sequence[WeightsRef]) -> None:
         for _ in range(LOSSES_OF_AN_UPDATE):
-            connection = await self._connected()
-            requested = self._versions.requested
-            sent = VersionSet(requested.current, requested.pinned.difference(self._gone))
+            connection = await self._connect()
+            request = self._versions.requested
+            sent = VersionSet(request.current, request.pinned.difference(self._pin_errors))
             with contextlib.suppress(EngineLostError):
                 await connection.serve(sent.current.values(), sent.pinned)
                 self._versions.confirm(sent)
                 return
-        refused = ", ".join(str(weights.version) for weights in asked if weights not in self._versions.confirmed.all)
-        died = f"{LOSSES_OF_AN_UPDATE} processes of the engine died of it"
-        raise EngineError(f"weights {refused} refused: {died}. The version before it keeps serving")
+        refused_versions = ", ".join(
+            str(weights.version) for weights in versions if weights not in self._versions.confirmed.all
+        )
+        reason = f"{LOSSES_OF_AN_UPDATE} processes of the engine died of it"
+        raise EngineError(f"weights {refused_versions} refused: {reason}. The version before it keeps serving")
 
     def _current(self, policy: str) -> PolicyVersion | None:
         weights = self._versions.confirmed.current.get(policy)
@@ -420,7 +422,7 @@ class ProcessEngine:
 
     async def ping(self) -> None:
         """Wait for a connected process. The supervisor replaces a process that hangs."""
-        await self._connected()
+        await self._connect()
 
     def abort(self, request_id: str) -> None:
         self._send(protocol.AbortRequest(request_id=request_id))
@@ -454,7 +456,7 @@ class ProcessEngine:
         repeated.
         """
         while True:
-            connection = await self._connected()
+            connection = await self._connect()
             try:
                 return await ask(connection)
             except EngineLostError:
@@ -470,7 +472,7 @@ class AddressableEngine(Protocol):
         """Return the Unix sockets, or `core.network.Address`es, of the processes that take calls now."""
         ...
 
-    def on_move(self, moved: Callable[[], None]) -> None:
+    def on_move(self, callback: Callable[[], None]) -> None:
         """Register a callback for changes of the addresses."""
         ...
 
@@ -484,7 +486,7 @@ class EngineClient:
         self._addresses: tuple[str, ...] = ()
         self._moved = asyncio.Event()
         self._connections: dict[str, asyncio.Task[EngineConnection]] = {}
-        self._coming = Counter[str]()
+        self._num_opening = Counter[str]()
         """Number of conversations whose connection is being opened, by address."""
 
     @property
@@ -505,9 +507,9 @@ class EngineClient:
         return RoutedSession(self, session_id, policy, pin)
 
     def abort(self, request_id: str) -> None:
-        for opening in self._connections.values():
-            if opening.done() and not opening.cancelled() and opening.exception() is None:
-                opening.result().send(protocol.AbortRequest(request_id=request_id))
+        for task in self._connections.values():
+            if task.done() and not task.cancelled() and task.exception() is None:
+                task.result().send(protocol.AbortRequest(request_id=request_id))
 
     def is_available(self, replica: EngineConnection) -> bool:
         return replica.is_open and any(self._connection(address) is replica for address in self._addresses)
@@ -525,16 +527,16 @@ class EngineClient:
                 await self._moved.wait()
             loads = [self._load(address) for address in self._addresses]
             address = self._addresses[pick_replica(loads, policy, opening)]
-            self._coming[address] += 1
+            self._num_opening[address] += 1
             try:
                 return await self._open_connection(address)
             except (FileNotFoundError, ConnectionRefusedError):
                 # this process is dead; its successor's address will be announced
-                self._addresses = tuple(each for each in self._addresses if each != address)
+                self._addresses = tuple(other_address for other_address in self._addresses if other_address != address)
             except OSError as error:
                 raise EngineLostError(f"the engine's process accepts no calls ({error.strerror or error})") from error
             finally:
-                self._coming[address] -= 1
+                self._num_opening[address] -= 1
 
     async def score(
         self, version: PolicyVersion | str, token_ids: Int32Array, temperature: float = 1.0
@@ -544,22 +546,22 @@ class EngineClient:
         return await connection.score(version, token_ids, temperature)
 
     async def _open_connection(self, address: str) -> EngineConnection:
-        opening = self._connections.get(address)
-        if opening is None:
-            opening = self._connections[address] = asyncio.get_running_loop().create_task(self._connect(address))
+        task = self._connections.get(address)
+        if task is None:
+            task = self._connections[address] = asyncio.get_running_loop().create_task(self._connect(address))
         try:
-            return await asyncio.shield(opening)
+            return await asyncio.shield(task)
         except OSError:
             self._connections.pop(address, None)
             raise
 
     def _connection(self, address: str) -> EngineConnection | None:
-        opening = self._connections.get(address)
-        return opening.result() if opening is not None and opening.done() and opening.exception() is None else None
+        task = self._connections.get(address)
+        return task.result() if task is not None and task.done() and task.exception() is None else None
 
     def _load(self, address: str) -> int:
         connection = self._connection(address)
-        return self._coming[address] + (0 if connection is None else connection.sessions)
+        return self._num_opening[address] + (0 if connection is None else connection.sessions)
 
     async def _connect(self, address: str) -> EngineConnection:
         reader, writer = await connect(address)

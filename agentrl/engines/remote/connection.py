@@ -75,15 +75,15 @@ class EngineConnection(rpc.Connection):
         call = self.next_call()
         column = token_ids.astype("<i4", copy=False).tobytes()
         request = protocol.LogprobsRequest(call=call, version=version, token_ids=column, temperature=temperature)
-        scored: protocol.LogprobsReply = await self.ask(call, request)
-        return protocol.decode_logprobs(scored.logprobs)
+        reply: protocol.LogprobsReply = await self.ask(call, request)
+        return protocol.decode_logprobs(reply.logprobs)
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef]) -> None:
-        requested = in_loading_order(current, pinned)
+        versions = in_loading_order(current, pinned)
         pieces: list[asyncio.Task[None]] = []
         try:
             if self.files is not None:
-                await self.files.send(requested, pieces)
+                await self.files.send(versions, pieces)
         except EngineError:
             await asyncio.gather(*pieces, return_exceptions=True)
             raise
@@ -94,12 +94,12 @@ class EngineConnection(rpc.Connection):
         # refused by its digest; why it came in part is raised first.
         answers: list[object] = await asyncio.gather(*pieces, serving, return_exceptions=True)
         if self.files is not None:
-            answers = [*self.files.take_failures(requested), *answers]
+            answers = [*self.files.take_failures(versions), *answers]
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
         if self.files is not None:
-            self.files.keep_only(requested)
+            self.files.keep_only(versions)
 
     def _handle(self, message: protocol.Reply) -> None:
         if isinstance(message, protocol.BusyHeartbeat):  # the owner receives the other messages by `on_message`

@@ -60,7 +60,7 @@ class ConnectionHandler:
         self._exit_process = exit_process
         self._sessions: dict[int, EngineSession | AgentRLError] = {}
         self.versions = ReceivedWeightFiles()
-        self._keeping = asyncio.Lock()
+        self._write_lock = asyncio.Lock()
         """Held while a chunk of a version is written, so chunks are written in the order in which they came."""
 
     def handle(self, message: protocol.Request) -> None:
@@ -122,9 +122,9 @@ class ConnectionHandler:
         return protocol.BusyHeartbeat(seconds=self._engine.busy_seconds())
 
     def _answer(self, call: int, work: Coroutine[Any, Any, rpc.Reply | None]) -> None:
-        self.connection.answer(call, self._executed(work))
+        self.connection.answer(call, self._reply_or_error(work))
 
-    async def _executed(self, work: Coroutine[Any, Any, rpc.Reply | None]) -> rpc.Reply | None:
+    async def _reply_or_error(self, work: Coroutine[Any, Any, rpc.Reply | None]) -> rpc.Reply | None:
         try:
             reply = await work
         except EngineLostError:
@@ -156,17 +156,19 @@ class ConnectionHandler:
         return protocol.message_from_completion(message.call, completion)
 
     async def _keep(self, chunk: protocol.WeightChunk) -> None:
-        async with self._keeping:
+        async with self._write_lock:
             await asyncio.to_thread(self.versions.keep_chunk, chunk)
 
     async def _serve(self, message: protocol.ServeVersionsRequest) -> None:
         """Serve versions, using the copies of those whose files were sent, and remove the other copies."""
-        async with self._keeping:  # waits for the preceding chunks
+        async with self._write_lock:  # waits for the preceding chunks
             pass
-        requested = {weights.sha256 for weights in (*message.current, *message.pinned)}
-        current, pinned = ([self.versions.local(each) for each in some] for some in (message.current, message.pinned))
+        digests = {weights.sha256 for weights in (*message.current, *message.pinned)}
+        current, pinned = (
+            [self.versions.local(ref) for ref in versions] for versions in (message.current, message.pinned)
+        )
         await self._engine.serve(current, pinned)
-        self.versions.keep(requested)
+        self.versions.keep(digests)
 
     async def _score(self, message: protocol.LogprobsRequest) -> protocol.LogprobsReply:
         scores = await self._engine.score(
@@ -183,7 +185,7 @@ class ReceivedWeightFiles:
 
     def __init__(self) -> None:
         self._root = Path(os.environ.get(PRIVATE_DIRECTORY_VARIABLE, "")) / "versions"
-        self._known: set[str] = set()
+        self._digests: set[str] = set()
 
     def keep_chunk(self, chunk: protocol.WeightChunk) -> None:
         """Write bytes of a file; the first bytes truncate it.
@@ -198,7 +200,7 @@ class ReceivedWeightFiles:
         directory = self._root / chunk.sha256
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._known.add(chunk.sha256)
+            self._digests.add(chunk.sha256)
             with (directory / chunk.name).open("wb" if chunk.start == 0 else "ab") as file:
                 if file.tell() != chunk.start:
                     raise EngineError(f"{chunk.name} has {file.tell():,} bytes, but {chunk.start:,} were sent")
@@ -210,14 +212,14 @@ class ReceivedWeightFiles:
 
     def local(self, weights: WeightsRef) -> WeightsRef:
         """Return the version with the path of its local copy, if its files were sent."""
-        if weights.sha256 not in self._known:
+        if weights.sha256 not in self._digests:
             return weights
         return replace(weights, path=str(self._root / weights.sha256))
 
-    def keep(self, requested: Collection[str]) -> None:
+    def keep(self, digests: Collection[str]) -> None:
         """Remove the copies of other versions."""
-        for digest in self._known.difference(requested):
-            self._known.discard(digest)
+        for digest in self._digests.difference(digests):
+            self._digests.discard(digest)
             shutil.rmtree(self._root / digest, ignore_errors=True)
 
 
@@ -314,9 +316,9 @@ class EngineServer:
             return
         self._exiting = True
         clients = [client.connection for client in self._clients]
-        answering = {task for connection in (self.owner.connection, *clients) for task in connection.answering.values()}
-        if others := answering - {asyncio.current_task()}:
-            await asyncio.wait(others, timeout=BUSY_S)
+        tasks = {task for connection in (self.owner.connection, *clients) for task in connection.answering.values()}
+        if other_tasks := tasks - {asyncio.current_task()}:
+            await asyncio.wait(other_tasks, timeout=BUSY_S)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(BUSY_S):
                 await asyncio.gather(*(connection.flush() for connection in clients))
@@ -354,10 +356,10 @@ async def _serve(connection: socket.socket) -> None:
         return
     server = EngineServer(engine, owner)
     receives = await server.accept_weights(load.host)
-    loaded = protocol.EngineLoadedReply(
+    reply = protocol.EngineLoadedReply(
         capabilities=engine.capabilities, address=await server.listen(load.host), receives_weights=receives
     )
-    owner.send(loaded)
+    owner.send(reply)
     heartbeats = asyncio.get_running_loop().create_task(owner.send_heartbeats(BUSY_S, server.owner.heartbeat))
     await owner.run(server.owner.handle)
     heartbeats.cancel()

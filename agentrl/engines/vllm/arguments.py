@@ -23,7 +23,7 @@ _CLASSES = ("EngineArgs", "AsyncEngineArgs")
 CANARY_LOGPROBS = 128
 """Number of log-probabilities that the canary check requests at once; see `engines.weights`."""
 
-_OWNED = {
+_SETTING_OF_ARGUMENT = {
     "model": "model.path",
     "model_weights": "model.path",
     "revision": "model.path",
@@ -48,7 +48,7 @@ _OTHER_MODEL = "vLLM would serve another model than the one that is trained"
 _OTHER_CODE = "it names code to run inside vLLM, which nothing here has checked"
 _OTHER_KEYS = "keys and values from outside were computed by weights that no span records"
 
-_REFUSED = {
+_REFUSAL_REASONS = {
     "logprobs_mode": "recorded log-probabilities must be those of the distribution that was sampled from "
     "(processed_logprobs)",
     "trust_remote_code": "it runs code that comes with a checkpoint",
@@ -143,25 +143,25 @@ def argument_types() -> dict[str, str]:
 def _problem(name: str, value: Any, types: Mapping[str, str], *, on_gpu: bool) -> str:
     """Return the reason why an argument is refused; empty if it is accepted."""
     if name not in types:
-        near = difflib.get_close_matches(name.replace("-", "_"), types, n=1)
-        return f"vLLM has no such engine argument{f'; did you mean {near[0]}?' if near else ''}"
-    if name in _OWNED:
-        return f"is set by {_OWNED[name]}; remove it here"
-    if name in _REFUSED:
-        return f"is refused: {_REFUSED[name]}"
+        suggestions = difflib.get_close_matches(name.replace("-", "_"), types, n=1)
+        return f"vLLM has no such engine argument{f'; did you mean {suggestions[0]}?' if suggestions else ''}"
+    if name in _SETTING_OF_ARGUMENT:
+        return f"is set by {_SETTING_OF_ARGUMENT[name]}; remove it here"
+    if name in _REFUSAL_REASONS:
+        return f"is refused: {_REFUSAL_REASONS[name]}"
     return _type_problem(value, types[name]) or next(iter(_value_problems(name, value, on_gpu=on_gpu)), "")
 
 
 def _type_problem(value: Any, annotation: str) -> str:
     try:
         field: Any = (annotation, ...)
-        accepted = create_model("EngineArgument", __module__=__name__, value=field)
-        accepted.model_rebuild()
+        model = create_model("EngineArgument", __module__=__name__, value=field)
+        model.model_rebuild()
     except (PydanticUserError, PydanticUndefinedAnnotation, TypeError):  # a class of vLLM, which vLLM validates itself
         return ""
-    given = set(value) if annotation.startswith("set[") and isinstance(value, list) else value
+    value_to_check = set(value) if annotation.startswith("set[") and isinstance(value, list) else value
     try:
-        accepted.model_validate({"value": given}, strict=True)
+        model.model_validate({"value": value_to_check}, strict=True)
     except ValidationError:
         return f"{value!r} is no {annotation}"
     return ""
@@ -181,9 +181,9 @@ def _value_problems(name: str, value: Any, *, on_gpu: bool) -> Iterator[str]:
         if not isinstance(value, Mapping):
             yield f"{value!r} is no table"
         elif value.get("draft_load_config"):
-            yield f"draft_load_config is refused: {_REFUSED['load_format']}"
+            yield f"draft_load_config is refused: {_REFUSAL_REASONS['load_format']}"
         elif value.get("code_revision"):
-            yield f"code_revision is refused: {_REFUSED['trust_remote_code']}"
+            yield f"code_revision is refused: {_REFUSAL_REASONS['trust_remote_code']}"
         elif value.get("rejection_sample_method", "standard") not in ("standard", "block"):
             yield (
                 f"rejection_sample_method = {value['rejection_sample_method']!r} is refused: it accepts tokens that "

@@ -87,11 +87,11 @@ class CallRouting:
             return {}
         rows = [part for _, _, part in self._parts]
         ends = np.cumsum([len(part) for part in rows]).tolist()
-        breaks, reached = [], self._parts[0][1]
+        breaks, end = [], self._parts[0][1]
         for (_, start, part), row in zip(self._parts, [0, *ends], strict=False):
-            if start != reached:
+            if start != end:
                 breaks.append(ExpertRoutingRestart(row, start))
-            reached = start + len(part)
+            end = start + len(part)
         return {
             "expert_routing": np.concatenate(rows),
             "routing_start": self._parts[0][1],

@@ -81,10 +81,10 @@ class VllmCall:
     cached: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    kept: list[NDArray[np.int32]] | None = None
+    kept_sets: list[NDArray[np.int32]] | None = None
     """Kept set of each token; None: the call has no filter."""
     spans: list[VersionSpan] = field(default_factory=list)
-    _delivered: int = 0
+    _num_delivered: int = 0
     _next_delta: float = 0.0
 
     def append(self, chosen: CompletionOutput) -> None:
@@ -94,8 +94,8 @@ class VllmCall:
                 self._next_delta = self.clock.monotonic() + _DELTA_SECONDS
             self.tokens.extend(chosen.token_ids)
             self.logprobs.extend(_logprobs_of(chosen))
-            if self.kept is not None:
-                self.kept.extend(_kept_sets_of(chosen))
+            if self.kept_sets is not None:
+                self.kept_sets.extend(_kept_sets_of(chosen))
             if self.on_delta is not None and self.clock.monotonic() >= self._next_delta:
                 self.deliver()
 
@@ -104,16 +104,16 @@ class VllmCall:
         check."""
         if self.serving.is_being_checked:
             return
-        first, self._delivered = self._delivered, len(self.tokens)
+        first, self._num_delivered = self._num_delivered, len(self.tokens)
         self._next_delta = self.clock.monotonic() + _DELTA_SECONDS
-        if self.on_delta is not None and self._delivered > first:
+        if self.on_delta is not None and self._num_delivered > first:
             self.on_delta(self.request.request_id, self.tokens[first:], self.logprobs[first:], self.serving.version)
 
     def discard_undelivered(self) -> None:
         """Discard the tokens of a version that failed its canary check."""
-        del self.tokens[self._delivered :], self.logprobs[self._delivered :]
-        if self.kept is not None:
-            del self.kept[self._delivered :]
+        del self.tokens[self._num_delivered :], self.logprobs[self._num_delivered :]
+        if self.kept_sets is not None:
+            del self.kept_sets[self._num_delivered :]
 
     def close_spans(self, spans: Sequence[tuple[int, PolicyVersion]]) -> None:
         """Attribute the tokens so far to versions. `spans` holds pairs (end, version) in order."""
@@ -133,7 +133,7 @@ class VllmCall:
             spans=tuple(self.spans),
             prompt_tokens=len(self.request.token_ids),
             cached_tokens=self.cached,
-            sampling_mask=None if self.kept is None else sampling_mask_from_sets(self.kept),
+            sampling_mask=None if self.kept_sets is None else sampling_mask_from_sets(self.kept_sets),
             **self.routing.fields(),
         )
 
@@ -143,7 +143,7 @@ def _kept_sets_of(chosen: CompletionOutput) -> list[NDArray[np.int32]]:
     sets = chosen.sampling_mask.token_ids if chosen.sampling_mask is not None else []
     if len(sets) != len(chosen.token_ids):
         raise EngineError(f"vLLM returned {len(chosen.token_ids)} tokens with the kept sets of {len(sets)}")
-    return [np.array(each, np.int32) for each in sets]
+    return [np.array(token_ids, np.int32) for token_ids in sets]
 
 
 def _logprobs_of(chosen: CompletionOutput) -> list[float]:
@@ -178,9 +178,9 @@ class VllmEngine(InProcessEngine[VllmVersion]):
                 f"vLLM serves full weights of one policy, not of {', '.join(sorted(versions))}; give the policies a "
                 "lora section, or remove engine.vllm"
             )
-        if adapters == 0 and (needing := refresh_mode_needing_adapters(settings.refresh)):
+        if adapters == 0 and (mode := refresh_mode_needing_adapters(settings.refresh)):
             raise EngineCapabilityError(
-                f"engine.refresh = {needing!r} needs several adapters at once; with full weights set it to 'token' or "
+                f"engine.refresh = {mode!r} needs several adapters at once; with full weights set it to 'token' or "
                 "'turn'"
             )
         shapes = read_engine_meta_model(model_path, settings)
@@ -198,7 +198,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             shares_prefixes=True,
         )
         self._expert_layers = expert_layers(shapes) if settings.capture_routing else []
-        self._routed: dict[str, RoutedContext | None] = {}
+        self._routing_by_call: dict[str, RoutedContext | None] = {}
         """What earlier calls returned of the experts, by session."""
         self._llm = llm
         self.inbox = WeightReceiver()
@@ -302,7 +302,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
 
     def session_ended(self, session: VllmSession) -> None:
         self.versions.leases.close(session)
-        self._routed.pop(session.session_id, None)
+        self._routing_by_call.pop(session.session_id, None)
 
     async def generate(
         self, session: VllmSession, request: GenerateRequest, on_delta: NewTokensCallback | None = None
@@ -316,14 +316,14 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             )
         if self._samples_nothing(request):
             return empty_completion(len(request.token_ids), "length")
-        routing = CallRouting(self._expert_layers, request.token_ids, self._routed.get(session.session_id))
+        routing = CallRouting(self._expert_layers, request.token_ids, self._routing_by_call.get(session.session_id))
         call = VllmCall(request, session, on_delta, self._clock, self.versions.of_policy(session.policy), routing)
-        call.kept = [] if request.sampling.is_filtered else None
+        call.kept_sets = [] if request.sampling.is_filtered else None
         self._calls[request.request_id], session.request = call, request
         try:
             completion = call.complete(await self._sample(call))
             if self._expert_layers:
-                self._routed[session.session_id] = routing.after(
+                self._routing_by_call[session.session_id] = routing.after(
                     np.concatenate([request.token_ids, completion.token_ids])
                 )
             return completion
@@ -334,9 +334,9 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             del self._calls[request.request_id]
             session.end_call()
 
-    def _check_running(self, what: str) -> None:
+    def _check_running(self, operation: str) -> None:
         if self._closed:
-            raise EngineError(f"{what}: the engine is closed")
+            raise EngineError(f"{operation}: the engine is closed")
 
     def _lost(self, request: GenerateRequest) -> EngineError:
         if self._closed:
@@ -370,7 +370,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
         self._requests += 1
         request, serving, before = call.request, call.serving, len(call.tokens)
         call.name = f"{request.request_id}/{self._requests}"
-        sampled, filters = request.sampled_before + before, request.sampling
+        num_sampled, filters = request.sampled_before + before, request.sampling
         routing_start = call.routing.start_of_request(serving) if self._expert_layers else 0
         parameters = SamplingParams(
             temperature=filters.temperature,
@@ -379,8 +379,8 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             min_p=filters.min_p,
             routed_experts_prompt_start=routing_start,
             max_tokens=limit,
-            seed=(stable_hash64(request.seed, sampled) if sampled else request.seed) & (2**63 - 1),
-            stop_token_ids=[each for each in request.sampling.stop_token_ids if each < self._vocabulary],
+            seed=(stable_hash64(request.seed, num_sampled) if num_sampled else request.seed) & (2**63 - 1),
+            stop_token_ids=[stop_id for stop_id in request.sampling.stop_token_ids if stop_id < self._vocabulary],
             ignore_eos=True,
             logprobs=0,
             flat_logprobs=True,
@@ -445,29 +445,31 @@ class VllmEngine(InProcessEngine[VllmVersion]):
         one request vLLM returns the experts of each position once, those of the older weights.
         """
         in_place = new.adapter is None and (self.versions.keep_kv or not self._expert_layers)
-        restarted = []
+        restarted_calls = []
         for call in self._calls.values():
             if not call.is_running or call.serving is not old or call.session.pin is not None or call.ending:
                 continue
             if not (in_place and call.tokens):
                 call.moving = True
-                restarted.append(call.name)
+                restarted_calls.append(call.name)
             else:
                 call.deliver()
                 old.calls, new.calls = old.calls - 1, new.calls + 1
                 call.serving = new
-        if restarted:
-            await self._llm.abort(restarted)
+        if restarted_calls:
+            await self._llm.abort(restarted_calls)
 
-    async def _recall_calls(self, refused: VllmVersion) -> None:
-        """Stop the calls that `refused` samples, so that they continue under another version."""
-        stopped = [
-            call for call in self._calls.values() if call.is_running and call.serving is refused and not call.ending
+    async def _recall_calls(self, refused_version: VllmVersion) -> None:
+        """Stop the calls that `refused_version` samples, so that they continue under another version."""
+        calls = [
+            call
+            for call in self._calls.values()
+            if call.is_running and call.serving is refused_version and not call.ending
         ]
-        for call in stopped:
+        for call in calls:
             call.moving = True
-        if stopped:
-            await self._llm.abort([call.name for call in stopped])
+        if calls:
+            await self._llm.abort([call.name for call in calls])
 
     def abort(self, request_id: str) -> None:
         """End a call early. Does nothing if it has ended."""

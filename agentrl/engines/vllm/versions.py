@@ -165,10 +165,10 @@ class VllmVersionTable(VersionTable[VllmVersion]):
     ) -> list[tuple[int, PolicyVersion]]:
         """Return the versions that sampled tokens `[start, stop)` of a call, as (end, version). With full weights, vLLM
         reports them."""
-        told = output.outputs[0].weight_versions
-        if self.places or not told:
+        version_spans = output.outputs[0].weight_versions
+        if self.places or not version_spans:
             return [(stop, serving.version)]
-        return [(min(start + span.end, stop), self._labels[span.version]) for span in told]
+        return [(min(start + span.end, stop), self._labels[span.version]) for span in version_spans]
 
     async def may_sample(self, policy: str, is_ending: Callable[[], bool]) -> None:
         """Wait while the policy's calls are held for an update, but not longer than the call lives."""
@@ -204,7 +204,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
         copy = Path(self._copies.name) / str(number)
         try:
             canary = await asyncio.to_thread(self._copy_checked, weights, copy)
-            while len(adapters := [each for each in self.live.values() if each.adapter]) >= self.places:
+            while len(adapters := [serving for serving in self.live.values() if serving.adapter]) >= self.places:
                 old = self.of_policy(weights.version.policy)
                 moves = self._requested.is_current(weights) and self.leases.refresh_of(old.version.policy) == "token"
                 if moves and not old.held and old.adapter:
@@ -301,29 +301,31 @@ class VllmVersionTable(VersionTable[VllmVersion]):
             )
         # Wait for all: vLLM would die if an adapter were unloaded during the canary's request.
         outcomes: list[Any] = await asyncio.gather(*checks.values(), return_exceptions=True)
-        for what, outcome in zip(checks, outcomes, strict=True):
+        for check, outcome in zip(checks, outcomes, strict=True):
             if isinstance(outcome, EngineDeadError):
                 raise outcome
             if isinstance(outcome, BaseException):
                 raise version_refused_error(
-                    weights, f"vLLM cannot {what} ({type(outcome).__name__}: {outcome})"
+                    weights, f"vLLM cannot {check} ({type(outcome).__name__}: {outcome})"
                 ) from outcome
         if canary is not None:
             dtype: Any = self._model.config.dtype
-            others = self.canaries(new, old)
-            check_canary_answer(weights, canary, outcomes[-1], dtype=dtype, others=others, rounding=self.rounding)
+            other_canaries = self.canaries(new, old)
+            check_canary_answer(
+                weights, canary, outcomes[-1], dtype=dtype, others=other_canaries, rounding=self.rounding
+            )
 
     async def _load_full(self, weights: WeightsRef) -> None:
         if self.places:
             raise version_refused_error(
                 weights, "vLLM was started for adapters; it serves full weights only if no policy has a lora section"
             )
-        if not self._requested.is_current(weights) or any(each.pinned for each in self.live.values()):
+        if not self._requested.is_current(weights) or any(serving.pinned for serving in self.live.values()):
             raise version_refused_error(
                 weights, "vLLM serves one version of full weights at a time, so no other can be pinned; use lora"
             )
         policy, copy = weights.version.policy, Path(self._copies.name) / str(next(self._numbers))
-        delivery, canary = await self._offered(weights)
+        delivery, canary = await self._receive_offer(weights)
         try:
             if delivery is None:
                 canary = await self._copy_full(weights, copy)
@@ -338,7 +340,7 @@ class VllmVersionTable(VersionTable[VllmVersion]):
             self.wake()
             self._remove_unused_copies()
 
-    async def _offered(self, weights: WeightsRef) -> tuple[IncomingTransfer | None, Canary | None]:
+    async def _receive_offer(self, weights: WeightsRef) -> tuple[IncomingTransfer | None, Canary | None]:
         """Return the delivery of a version by its trainer, which is ready to send, and the version's canary; the
         delivery is None if the version must be loaded from its published file."""
         delivery = await self._inbox.ask(weights.version)
@@ -386,9 +388,9 @@ class VllmVersionTable(VersionTable[VllmVersion]):
 
     def _remove_unused_copies(self) -> None:
         """Remove the private copies of full weights that no longer serve."""
-        used = {Path(each.file).parent.name for each in self.live.values() if each.file}
+        used_names = {Path(serving.file).parent.name for serving in self.live.values() if serving.file}
         for copy in Path(self._copies.name).glob("*"):
-            if copy.name not in used:
+            if copy.name not in used_names:
                 shutil.rmtree(copy, ignore_errors=True)
 
     async def _replace_full(
@@ -551,8 +553,8 @@ class VllmControl:
         Raises:
             RuntimeError: vLLM cannot load it; an adapter that changes nothing takes its place until it is unloaded.
         """
-        what = (adapter.lora_name, adapter.lora_int_id, adapter.lora_path)
-        reasons = await self._llm.collective_rpc("load_adapter", args=what)
+        arguments = (adapter.lora_name, adapter.lora_int_id, adapter.lora_path)
+        reasons = await self._llm.collective_rpc("load_adapter", args=arguments)
         if reason := next(filter(None, reasons), None):
             raise RuntimeError(reason)
 
@@ -597,8 +599,8 @@ class VllmControl:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         requests = (self._ask(context, parameters, adapter, salt, priority=_FIRST) for context in contexts)
-        found: list[Any] = [output.outputs[0].logprobs for output in await asyncio.gather(*requests)]
-        return np.array([[rows[0][token].logprob for token in ids] for rows in found], np.float32)
+        outputs: list[Any] = [output.outputs[0].logprobs for output in await asyncio.gather(*requests)]
+        return np.array([[rows[0][token].logprob for token in ids] for rows in outputs], np.float32)
 
     async def _ask(
         self,

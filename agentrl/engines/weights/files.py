@@ -82,9 +82,9 @@ def read_weights(weights: WeightsRef, *, config: bytes = b"") -> WeightFile:
     digest = hashlib.sha256(content)
     digest.update(config)
     if digest.hexdigest() != weights.sha256:
-        what = f"{path} and its configuration" if config else path
+        description = f"{path} and its configuration" if config else path
         raise version_refused_error(
-            weights, f"the SHA-256 digest of {what} is {digest.hexdigest()}, but {weights.sha256} was published"
+            weights, f"the SHA-256 digest of {description} is {digest.hexdigest()}, but {weights.sha256} was published"
         )
     try:
         tensors = load_safetensors(content)
@@ -132,16 +132,16 @@ def map_weights_to_state(
     Raises:
         EngineError: a name or shape does not fit the model.
     """
-    matched = read if set(read) <= set(expected) else _convert_layout(weights, read, model)
-    stored = {tensor.untyped_storage()._cdata for name, tensor in expected.items() if name in matched}
+    tensors = read if set(read) <= set(expected) else _convert_layout(weights, read, model)
+    storages = {tensor.untyped_storage()._cdata for name, tensor in expected.items() if name in tensors}
     for name, tensor in expected.items():
-        if name not in matched:
-            if tensor.untyped_storage()._cdata not in stored:  # a tied weight may be stored under its other name
+        if name not in tensors:
+            if tensor.untyped_storage()._cdata not in storages:  # a tied weight may be stored under its other name
                 raise version_refused_error(weights, f"{name} is missing")
-        elif matched[name].shape != tensor.shape:
-            published, expected_shape = tuple(matched[name].shape), tuple(tensor.shape)
-            raise version_refused_error(weights, f"{name} has shape {published}, but the model's is {expected_shape}")
-    return matched
+        elif tensors[name].shape != tensor.shape:
+            shape, expected_shape = tuple(tensors[name].shape), tuple(tensor.shape)
+            raise version_refused_error(weights, f"{name} has shape {shape}, but the model's is {expected_shape}")
+    return tensors
 
 
 def check_dtypes(weights: WeightsRef, read: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -151,12 +151,12 @@ def check_dtypes(weights: WeightsRef, read: Mapping[str, Tensor], expected: Mapp
         EngineError: there are such weights; the message names the first tensor.
     """
     for name in read.keys() & expected.keys():
-        published, computed = read[name].dtype, expected[name].dtype
-        if published != computed:
+        published_dtype, compute_dtype = read[name].dtype, expected[name].dtype
+        if published_dtype != compute_dtype:
             raise version_refused_error(
                 weights,
-                f"its trainer published {name} in {dtype_name(published)}, and the engine computes in "
-                f"{dtype_name(computed)}; trainer and engine need the same model.dtype",
+                f"its trainer published {name} in {dtype_name(published_dtype)}, and the engine computes in "
+                f"{dtype_name(compute_dtype)}; trainer and engine need the same model.dtype",
             )
 
 
@@ -165,7 +165,7 @@ def _convert_layout(weights: WeightsRef, read: Mapping[str, Tensor], model: PreT
     is_offer = any(tensor.is_meta for tensor in read.values())
     try:
         with ONE_LOAD_AT_A_TIME:
-            made, report = load(
+            converted_model, report = load(
                 None,
                 config=model.config,
                 state_dict=dict(read),
@@ -181,10 +181,10 @@ def _convert_layout(weights: WeightsRef, read: Mapping[str, Tensor], model: PreT
         "missing": report["missing_keys"],
         "of a wrong shape": [key for key, *_ in report["mismatched_keys"]],
     }
-    for what, names in wrong.items():
+    for problem, names in wrong.items():
         if names:
-            raise version_refused_error(weights, f"tensors are {what}: {quote_first_names(names)}")
-    state: dict[str, Tensor] = made.state_dict()
+            raise version_refused_error(weights, f"tensors are {problem}: {quote_first_names(names)}")
+    state: dict[str, Tensor] = converted_model.state_dict()
     return state
 
 
@@ -231,12 +231,12 @@ def read_adapter(weights: WeightsRef) -> AdapterWeights:
         if len(pair) != 2:
             raise version_refused_error(weights, f"{module} has only {next(iter(pair))}")
         if pair["lora_A"].shape[0] != rank or pair["lora_B"].shape[1] != rank:
-            found = (tuple(pair["lora_A"].shape), tuple(pair["lora_B"].shape))
+            shapes = (tuple(pair["lora_A"].shape), tuple(pair["lora_B"].shape))
             raise version_refused_error(
-                weights, f"{module} has shapes {found}, which are not of the configured rank {rank}"
+                weights, f"{module} has shapes {shapes}, which are not of the configured rank {rank}"
             )
-        matrices[module] = (pair["lora_A"], scaled := pair["lora_B"] * scale)
-        if not bool(scaled.isfinite().all()):
+        matrices[module] = (pair["lora_A"], scaled_up := pair["lora_B"] * scale)
+        if not bool(scaled_up.isfinite().all()):
             raise version_refused_error(weights, f"{module} has values that are not finite when scaled by {scale:g}")
     if not matrices:
         raise version_refused_error(weights, "it contains no LoRA matrices")
@@ -289,14 +289,14 @@ def _read_config(weights: WeightsRef) -> bytes:
 def _decode_config(weights: WeightsRef, content: bytes) -> _AdapterConfig:
     try:
         config = msgspec.json.decode(content, type=_AdapterConfig)
-        found = msgspec.json.decode(content, type=dict[str, Any])
+        fields = msgspec.json.decode(content, type=dict[str, Any])
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise version_refused_error(
             weights, f"its configuration is not that of a supported LoRA adapter ({error})"
         ) from error
-    used = sorted(ascii(key) for key, value in found.items() if value and key not in _HARMLESS)
-    if used:
-        raise version_refused_error(weights, f"only plain LoRA is supported, without {', '.join(used)}")
+    options = sorted(ascii(key) for key, value in fields.items() if value and key not in _HARMLESS)
+    if options:
+        raise version_refused_error(weights, f"only plain LoRA is supported, without {', '.join(options)}")
     return config
 
 
@@ -315,9 +315,9 @@ def check_adapter(weights: WeightsRef, adapter: AdapterWeights, model: PreTraine
         if layer is None:
             raise version_refused_error(weights, f"the model has no linear layer {name}")
         if down.shape[1] != layer.in_features or up.shape[0] != layer.out_features:
-            found = (tuple(down.shape), tuple(up.shape))
+            shapes = (tuple(down.shape), tuple(up.shape))
             raise version_refused_error(
-                weights, f"{name} has shapes {found}, but the layer is {layer.in_features} → {layer.out_features}"
+                weights, f"{name} has shapes {shapes}, but the layer is {layer.in_features} → {layer.out_features}"
             )
 
 
@@ -329,13 +329,13 @@ def adaptable_layers(model: PreTrainedModel) -> list[str]:
     of the tokens. The function calls the model with its own attention, which must be set.
     """
     rows, width = 5, 7
-    seen: dict[str, list[tuple[int, ...]]] = {}
+    input_shapes: dict[str, list[tuple[int, ...]]] = {}
     hooks = []
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
 
             def note(module: nn.Module, inputs: tuple[Tensor, ...], name: str = name) -> None:
-                seen.setdefault(name, []).append(tuple(inputs[0].shape[:-1]))
+                input_shapes.setdefault(name, []).append(tuple(inputs[0].shape[:-1]))
 
             hooks.append(module.register_forward_pre_hook(note))
     vocabulary = int(model.config.get_text_config().vocab_size)
@@ -347,7 +347,7 @@ def adaptable_layers(model: PreTrainedModel) -> list[str]:
     head = model.get_output_embeddings()
     return [
         name
-        for name, shapes in seen.items()
+        for name, shapes in input_shapes.items()
         if len(shapes) == 1
         and math.prod(shapes[0]) == rows * width
         and shapes[0][0] in (rows, rows * width)
@@ -399,17 +399,17 @@ def predict_engine_memory(
     Raises:
         ModelError: the directory holds no model, or one with fewer positions.
     """
-    computed = model_dtype(path, dtype, torch.device("cpu"))
-    shapes = read_meta_model(path, max_context=max_context, dtype=computed)
+    compute_dtype = model_dtype(path, dtype, torch.device("cpu"))
+    shapes = read_meta_model(path, max_context=max_context, dtype=compute_dtype)
     sizes = 0
     if adapter_slots:
-        named = dict(shapes.named_modules())
-        sizes = sum(sum(named[name].weight.shape) for name in adaptable_layers(shapes))
+        modules = dict(shapes.named_modules())
+        sizes = sum(sum(modules[name].weight.shape) for name in adaptable_layers(shapes))
     vocabulary = int(shapes.config.get_text_config().vocab_size)
     return EngineMemoryEstimate(
-        dtype=dtype_name(computed),
+        dtype=dtype_name(compute_dtype),
         weights=sum(parameter.nbytes for parameter in shapes.parameters()),
-        adapters=adapter_slots * max_rank * sizes * computed.itemsize,
+        adapters=adapter_slots * max_rank * sizes * compute_dtype.itemsize,
         keys_and_values=slots * (max_context + 1) * kv_bytes_per_token(shapes.config),
         # three float32 copies of a pass's logits exist at once during sampling
         logits=3 * slots * vocabulary * torch.float32.itemsize,
@@ -419,5 +419,5 @@ def predict_engine_memory(
 def device_memory() -> tuple[Memory, bool]:
     """Return the memory of this process's device, and whether it is a GPU. The driver is asked: CUDA would make a
     context, which stays as long as the process."""
-    found = gpus() if torch.cuda.is_available() else ()
-    return (found[0].memory, True) if found else (machine_memory(), False)
+    devices = gpus() if torch.cuda.is_available() else ()
+    return (devices[0].memory, True) if devices else (machine_memory(), False)

@@ -100,11 +100,11 @@ class WeightOffer(rpc.WireMessage, frozen=True, tag="Offer"):
         """
         import torch
 
-        described = zip(self.names, self.dtype_names, self.shapes, strict=True)
+        descriptions = zip(self.names, self.dtype_names, self.shapes, strict=True)
         dtypes = {name: getattr(torch, name, None) for name in set(self.dtype_names)}
         if wrong := [name for name, dtype in dtypes.items() if not isinstance(dtype, torch.dtype)]:
             raise ValueError(f"{wrong[0]!r} is not a dtype")
-        return {name: torch.empty(shape, dtype=dtypes[dtype], device="meta") for name, dtype, shape in described}
+        return {name: torch.empty(shape, dtype=dtypes[dtype], device="meta") for name, dtype, shape in descriptions}
 
 
 class TransferCall(rpc.WireMessage, frozen=True):
@@ -315,12 +315,12 @@ class PublishedWeightSource:
         """Make the offer of a version with these tensors; for `silence_s`, see `WeightOffer`."""
         from agentrl.engines.models import dtype_name
 
-        described = self.layout.values()
+        tensors = self.layout.values()
         return WeightOffer(
             version=version,
             names=list(self.layout),
-            dtype_names=[dtype_name(tensor.dtype) for tensor in described],
-            shapes=[list(tensor.shape) for tensor in described],
+            dtype_names=[dtype_name(tensor.dtype) for tensor in tensors],
+            shapes=[list(tensor.shape) for tensor in tensors],
             silence_s=silence_s,
         )
 
@@ -384,10 +384,10 @@ class WeightTransferConnection:
         except AgentRLError as error:
             raise TrainerError(f"the engine refused the weights: {error}") from error
         except TimeoutError as error:
-            what = message.method if isinstance(message, TransferCall) else "offer"
+            method = message.method if isinstance(message, TransferCall) else "offer"
             silence_s = SILENT_S if is_unacknowledged(error) else self._silence_s
             raise TrainerError(
-                f"the engine at {self._recipient.redacted_address} has not answered {what!r} for {silence_s:g} s, so "
+                f"the engine at {self._recipient.redacted_address} has not answered {method!r} for {silence_s:g} s, so "
                 "nothing more is sent to it; when it answers again, it loads the published file"
             ) from error
         except (OSError, ValueError) as error:
@@ -399,7 +399,7 @@ def in_chunks(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tenso
     """Group tensors, each contiguous, into chunks of `CHUNK_BYTES`."""
     chunk: dict[str, Tensor] = {}
     for name, tensor in tensors:
-        if chunk and sum(each.nbytes for each in chunk.values()) + tensor.nbytes > CHUNK_BYTES:
+        if chunk and sum(part.nbytes for part in chunk.values()) + tensor.nbytes > CHUNK_BYTES:
             yield chunk
             chunk = {}
         chunk[name] = tensor.contiguous()
@@ -459,7 +459,7 @@ class GlooBroadcast:
         options = BroadcastOptions()
         options.rootRank = 0
         flat = [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]  # gloo lacks some dtypes
-        return [self._group.broadcast([each], options) for each in flat]
+        return [self._group.broadcast([flat_tensor], options) for flat_tensor in flat]
 
 
 def join_broadcast(rendezvous: Rendezvous, *, rank: int, size: int) -> GlooBroadcast:
@@ -474,42 +474,42 @@ def join_broadcast(rendezvous: Rendezvous, *, rank: int, size: int) -> GlooBroad
     return GlooBroadcast(store, rank=rank, size=size, host=own_address(rendezvous.host))
 
 
-def join_with_engine(
-    join: Callable[[], JoinedGroup], ask_engine: Callable[[], None], *, own_limit_s: float
-) -> JoinedGroup:
+def join_with_engine(join: Callable[[], JoinedGroup], ask_engine: Callable[[], None], *, grace_s: float) -> JoinedGroup:
     """Join a group as rank 0 while the engine joins on request: each blocks until the other joins.
 
     Args:
         join: joins as rank 0; returns the group.
         ask_engine: returns when the engine has joined.
-        own_limit_s: seconds for which rank 0's attempt is waited for after the engine has refused: a process that exits
+        grace_s: seconds for which rank 0's attempt is waited for after the engine has refused: a process that exits
             in the middle of an attempt is aborted. One that lasts longer is left to its thread.
 
     Raises:
         TrainerError: the engine, rank 0 or both did not join; the message has the errors of both.
     """
-    joined = Future[JoinedGroup]()
+    group = Future[JoinedGroup]()
 
     def join_in_thread() -> None:
         try:
-            joined.set_result(join())
+            group.set_result(join())
         except Exception as error:  # noqa: BLE001 - read below
-            joined.set_exception(error.with_traceback(None))  # its frames would keep the group's store and its port
+            group.set_exception(error.with_traceback(None))  # its frames would keep the group's store and its port
 
     thread = Thread(target=join_in_thread, daemon=True)
     thread.start()
     try:
         ask_engine()
     except TrainerError as error:
-        thread.join(own_limit_s)
-        if joined.done() and joined.exception() is not None:
-            raise TrainerError(f"{error}; rank 0 did not join either: {joined.exception()}") from error
+        thread.join(grace_s)
+        if group.done() and group.exception() is not None:
+            raise TrainerError(f"{error}; rank 0 did not join either: {group.exception()}") from error
         raise
     thread.join(JOIN_TIMEOUT.total_seconds())
-    own = joined.exception() if joined.done() else TimeoutError(f"nothing came for {JOIN_TIMEOUT.total_seconds():g} s")
-    if own is not None:
-        raise TrainerError(f"the engine joined, but rank 0 did not: {own}") from own
-    return joined.result()
+    join_error = (
+        group.exception() if group.done() else TimeoutError(f"nothing came for {JOIN_TIMEOUT.total_seconds():g} s")
+    )
+    if join_error is not None:
+        raise TrainerError(f"the engine joined, but rank 0 did not: {join_error}") from join_error
+    return group.result()
 
 
 class GlooSender:
@@ -526,7 +526,7 @@ class GlooSender:
         self._group = join_with_engine(
             lambda: GlooBroadcast(store, rank=0, size=size, host=host),
             lambda: link.init_weight_transfer_engine({"backend": "gloo", "info": info}),
-            own_limit_s=STALL_S,
+            grace_s=STALL_S,
         )
 
     def send_weights(self) -> None:
@@ -537,16 +537,16 @@ class GlooSender:
         missing = set(self.source.layout)
         for chunk in in_chunks(self.source):
             missing -= chunk.keys()
-            sending = self._group.start(chunk.values())
+            transfers = self._group.start(chunk.values())
             self.link.update_weights(
                 {
                     "names": list(chunk),
-                    "dtype_names": [dtype_name(each.dtype) for each in chunk.values()],
-                    "shapes": [list(each.shape) for each in chunk.values()],
+                    "dtype_names": [dtype_name(item.dtype) for item in chunk.values()],
+                    "shapes": [list(item.shape) for item in chunk.values()],
                 }
             )
-            for each in sending:
-                each.wait()
+            for item in transfers:
+                item.wait()
         if missing:
             raise TrainerError(f"{len(missing)} offered tensors do not exist: {', '.join(sorted(missing)[:4])}")
         self.link.finish_weight_update()
@@ -591,8 +591,9 @@ class WeightSenders:
         failed = self._failed_joins.get(recipient.number)
         if failed is not None and failed.recipient == recipient and self._clock.monotonic() < failed.retry_at:
             raise TrainerError(f"joining its process group failed recently, and is not retried yet: {failed.error}")
-        known, link, sender = self._senders.pop(recipient.number, (None, None, None))
-        if link is None or known != recipient:  # the first time, or the next process, which has another address
+        last_recipient, link, sender = self._senders.pop(recipient.number, (None, None, None))
+        # The first time, or the next process, which has another address.
+        if link is None or last_recipient != recipient:
             if sender is not None:
                 sender.shutdown()
             link, sender = WeightTransferConnection(recipient), None
@@ -646,7 +647,7 @@ class VersionFiles:
         self._only_headers = only_headers
         self._sent: set[str] = set()
         """Digests of the versions that the process has, at least their headers."""
-        self._rest: dict[str, tuple[WeightsRef, int]] = {}
+        self._headers_only: dict[str, tuple[WeightsRef, int]] = {}
         """Versions of which only a header was sent, and its bytes, keyed by digest: steps that change nothing publish
         the same file again."""
         self._digests: dict[PolicyVersion, str] = {}
@@ -654,7 +655,7 @@ class VersionFiles:
         self._failures: dict[PolicyVersion, EngineError] = {}
         """Why the rest of a version could not be sent."""
 
-    async def send(self, requested: Iterable[WeightsRef], pieces: list[asyncio.Task[None]]) -> None:
+    async def send(self, versions: Iterable[WeightsRef], pieces: list[asyncio.Task[None]]) -> None:
         """Send what the process needs to be asked for versions; add the answers to `pieces`, of which at most `PIECES`
         are open.
 
@@ -664,7 +665,7 @@ class VersionFiles:
         Raises:
             EngineError: the files cannot be read here.
         """
-        for weights in requested:
+        for weights in versions:
             self._digests[weights.version] = weights.sha256
             if weights.sha256 in self._sent:
                 continue
@@ -675,7 +676,7 @@ class VersionFiles:
 
     async def send_remainder(self, version: PolicyVersion) -> None:
         """Send the rest of a version's file, if only its header was sent; returns when it is there."""
-        weights, start = self._rest.pop(self._digests.get(version, ""), (None, 0))
+        weights, start = self._headers_only.pop(self._digests.get(version, ""), (None, 0))
         if weights is None:
             return
         pieces: list[asyncio.Task[None]] = []
@@ -687,15 +688,15 @@ class VersionFiles:
             if isinstance(answer, EngineError):
                 self._failures.setdefault(version, answer)
 
-    def take_failures(self, requested: Iterable[WeightsRef]) -> list[EngineError]:
+    def take_failures(self, versions: Iterable[WeightsRef]) -> list[EngineError]:
         """Return why the rest of these versions could not be sent, and forget it."""
-        return [self._failures.pop(each.version) for each in requested if each.version in self._failures]
+        return [self._failures.pop(weights.version) for weights in versions if weights.version in self._failures]
 
-    def keep_only(self, requested: Collection[WeightsRef]) -> None:
+    def keep_only(self, versions: Collection[WeightsRef]) -> None:
         """Note that the process serves these versions, and has removed its copies of others."""
-        self._digests = {weights.version: weights.sha256 for weights in requested}
+        self._digests = {weights.version: weights.sha256 for weights in versions}
         self._sent = set(self._digests.values())
-        self._rest = {digest: rest for digest, rest in self._rest.items() if digest in self._sent}
+        self._headers_only = {digest: header for digest, header in self._headers_only.items() if digest in self._sent}
 
     async def _send_header(self, weights: WeightsRef, pieces: list[asyncio.Task[None]]) -> None:
         (name,) = WEIGHT_FILES["full"]
@@ -703,16 +704,16 @@ class VersionFiles:
             header = await asyncio.to_thread(read_safetensors_header, Path(weights.path) / name)
         except (OSError, ValueError) as error:
             raise version_refused_error(weights, f"{weights.path}/{name} cannot be read ({error})") from error
-        self._rest[weights.sha256] = (weights, len(header))
+        self._headers_only[weights.sha256] = (weights, len(header))
         self._send_piece(weights, pieces, name, 0, header)
 
     async def _send_files(self, weights: WeightsRef, pieces: list[asyncio.Task[None]], start: int = 0) -> None:
         names = WEIGHT_FILES[weights.kind]
-        reading = read_files_in_pieces(Path(weights.path), names, PIECE_BYTES, start=start)
+        pieces_to_read = read_files_in_pieces(Path(weights.path), names, PIECE_BYTES, start=start)
         is_last = False
         while not is_last:
             try:
-                read, is_last = await asyncio.to_thread(next, reading)
+                read, is_last = await asyncio.to_thread(next, pieces_to_read)
             except OSError as error:
                 raise version_refused_error(
                     weights, f"{error.filename or weights.path} cannot be read ({error.strerror})"
@@ -729,9 +730,9 @@ class VersionFiles:
     ) -> None:
         call = self._connection.next_call()
         chunk = protocol.WeightChunk(call=call, sha256=weights.sha256, name=name, start=start, data=data)
-        pieces.append(asyncio.get_running_loop().create_task(self._answered(weights, chunk)))
+        pieces.append(asyncio.get_running_loop().create_task(self._confirm_chunk(weights, chunk)))
 
-    async def _answered(self, weights: WeightsRef, chunk: protocol.WeightChunk) -> None:
+    async def _confirm_chunk(self, weights: WeightsRef, chunk: protocol.WeightChunk) -> None:
         try:
             await self._connection.ask(chunk.call, chunk)
         except EngineLostError:

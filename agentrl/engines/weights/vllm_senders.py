@@ -65,8 +65,8 @@ class IpcSender(IPCTrainerWeightTransferEngine):
 
     def _do_send(self, names: Any, dtype_names: Any, shapes: Any, ipc_handles: Any, tensor_sizes: Any = None) -> None:
         handles = {gpu: plain_cuda_handle(handle) for gpu, handle in ipc_handles.items()}
-        described = {"names": names, "dtype_names": dtype_names, "shapes": shapes, "tensor_sizes": tensor_sizes}
-        self.client.update_weights({**described, "ipc_handles": handles})
+        layout = {"names": names, "dtype_names": dtype_names, "shapes": shapes, "tensor_sizes": tensor_sizes}
+        self.client.update_weights({**layout, "ipc_handles": handles})
 
 
 class NcclSender(NCCLTrainerWeightTransferEngine):
@@ -97,7 +97,7 @@ class NcclSender(NCCLTrainerWeightTransferEngine):
         engine.model_update_group = join_with_engine(
             lambda: nccl_common.uid_init_process_group(unique, 0, init_info.world_size, device),
             lambda: client.init_weight_transfer_engine({"backend": "nccl", "info": payload}),
-            own_limit_s=0.0,  # without the engine, nccl's attempt never ends
+            grace_s=0.0,  # without the engine, nccl's attempt never ends
         )
         client.on_failure = engine.shutdown  # nccl knows no time limit: this ends a broadcast to an engine that is gone
         return engine
@@ -118,10 +118,10 @@ def nccl_join_message(unique_id: bytes, init_info: NCCLTrainerInitInfo) -> dict[
 
 def plain_cuda_handle(handle: tuple[Any, ...]) -> list[Any]:
     """Return `torch.multiprocessing`'s arguments for one flat byte buffer, without the classes among them."""
-    (_, size, _, offset, _, dtype, *rest) = handle
+    (_, size, _, offset, _, dtype, *tail) = handle
     if dtype != torch.uint8 or len(size) != 1:
         raise ValueError(f"a shared buffer is bytes in one dimension, not {dtype} {tuple(size)}")
-    return [int(size[0]), int(offset), *rest]
+    return [int(size[0]), int(offset), *tail]
 
 
 def trainer_init_info(recipient: WeightDestination, source: PublishedWeightSource) -> TrainerInitInfo:

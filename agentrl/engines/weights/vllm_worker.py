@@ -93,11 +93,11 @@ class GlooTransferEngine(WeightTransferEngine[GlooInit, GlooUpdate]):
         if self._group is None:
             raise ValueError("the trainer has not announced the weights it sends")
         dtypes = [getattr(torch, name) for name in update_info.dtype_names]
-        received = [torch.empty(shape, dtype=dtype) for dtype, shape in zip(dtypes, update_info.shapes, strict=True)]
-        for each in self._group.start(received):
-            each.wait()
+        tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in zip(dtypes, update_info.shapes, strict=True)]
+        for transfer in self._group.start(tensors):
+            transfer.wait()
         model: Any = self.model
-        model.load_weights(zip(update_info.names, received, strict=True))
+        model.load_weights(zip(update_info.names, tensors, strict=True))
 
     def finish_weight_update(self) -> None: ...
 
@@ -116,7 +116,7 @@ class VersionTransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
     _sent: WeightTransferEngine[Any, Any] | None = None
     """Backend for weights that do not come as a file."""
     _over = "file"
-    _loaded: set[str]
+    _loaded_names: set[str]
     """Names of the parameters that an update has loaded so far."""
     _experts: dict[Any, Any]
     """Layers of experts on CPU, with their previous computations."""
@@ -127,13 +127,13 @@ class VersionTransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
             return
         self.shutdown()
         config = WeightTransferConfig(backend=init_info.backend)
-        made = WeightTransferEngineFactory.create_engine(config, self.vllm_config, self.device, self.model)
-        made.init_transfer_engine(made.parse_init_info(init_info.info))
-        self._sent, self._over = made, init_info.backend
+        engine = WeightTransferEngineFactory.create_engine(config, self.vllm_config, self.device, self.model)
+        engine.init_transfer_engine(engine.parse_init_info(init_info.info))
+        self._sent, self._over = engine, init_info.backend
 
     def start_weight_update(self) -> None:
         """Make the layers ready to be loaded again."""
-        self._loaded = set()
+        self._loaded_names = set()
         methods: list[Any] = [getattr(layer, "quant_method", None) for layer in self.model.modules()]
         on_cpu = self.device.type == "cpu"
         self._experts = {method: method.moe_kernel for method in methods if on_cpu and hasattr(method, "moe_kernel")}
@@ -158,11 +158,11 @@ class VersionTransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
             if update_info.sent is not None:
                 self._receive_sent(update_info.sent)
                 return
-            self._loaded |= model.load_weights(self._read(update_info))
-            tied = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
-            names = {name for name, _ in model.named_parameters() if not (tied and name.startswith("lm_head."))}
+            self._loaded_names |= model.load_weights(self._read(update_info))
+            is_tied = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
+            names = {name for name, _ in model.named_parameters() if not (is_tied and name.startswith("lm_head."))}
             # vLLM would report this only in its log, and keep serving the old values.
-            if update_info.is_last and (missing := names - self._loaded):
+            if update_info.is_last and (missing := names - self._loaded_names):
                 raise ValueError(f"{len(missing)} parameters are not in the file: {', '.join(sorted(missing)[:4])}")
         except BaseException:
             self.finish_weight_update()
@@ -211,8 +211,8 @@ class VersionTransferEngine(WeightTransferEngine[TransferInit, TransferUpdate]):
 
 def cuda_handle_from_plain(plain: list[Any]) -> tuple[Any, ...]:
     """Return the arguments of `rebuild_cuda_tensor` for a flat byte buffer; see `senders.plain_cuda_handle`."""
-    size, offset, *rest = plain
-    return (torch.Tensor, torch.Size([size]), (1,), offset, torch.storage.TypedStorage, torch.uint8, *rest)
+    size, offset, *tail = plain
+    return (torch.Tensor, torch.Size([size]), (1,), offset, torch.storage.TypedStorage, torch.uint8, *tail)
 
 
 class WorkerExtension:
