@@ -52,6 +52,8 @@ _NAMES_BYTES = 48 << 20
 """Maximum size of names and holes of files that are read at once, in addition to that of the disk."""
 _TICK_NS = 50_000_000
 """Upper bound of the resolution of file times."""
+_FARTHEST_NS = 1 << 62
+"""Greatest distance of a recorded file time from 1970; commands can set farther ones, which no journal can hold."""
 _ZERO_BYTES = 1 << 62
 """Size of the empty file that replaces /dev/zero: shared mappings of the device are memory that no limit counts."""
 _SAMPLE_S = 0.02
@@ -182,15 +184,18 @@ class FileChanges:
         earlier: signatures of the earlier walk, by path.
         settled: time before which a change was seen by the earlier walk.
         room: maximum size of contents and names, in bytes.
+        is_overlay: whether the files are the upper directory of an overlay.
     """
 
-    def __init__(self, earlier: dict[str, tuple[int, ...]], settled: int, room: int) -> None:
+    def __init__(
+        self, earlier: dict[str, tuple[int, ...]], settled: int, room: int, *, is_overlay: bool = False
+    ) -> None:
         self.signatures: dict[str, tuple[int, ...]] = {}
         self.records: list[FileRecord] = []
         """Records, parents first."""
         self.contents = os.memfd_create("agentrl", os.MFD_CLOEXEC)
         """Contents of the plain files among them, one after another."""
-        self._earlier, self._settled = earlier, settled
+        self._earlier, self._settled, self._is_overlay = earlier, settled, is_overlay
         self._room = self._limit = room
         self._first: dict[int, str] = {}
         """First path of each file with several names, by inode."""
@@ -221,7 +226,7 @@ class FileChanges:
             return False
         record = FileRecord(path, kind, stat.S_IMODE(found.st_mode), 0, 0, "")
         if kind == "directory":
-            if _is_opaque(directory, name):
+            if self._is_overlay and _is_opaque(directory, name):
                 record = record._replace(target="opaque")
             self.signatures[path] = (found.st_mode, len(record.target))
             if self._earlier.get(path) != self.signatures[path]:
@@ -234,7 +239,8 @@ class FileChanges:
             if kind == "file":
                 self._take(found.st_size)
                 _append(self.contents, directory, name, found.st_size)
-                record = record._replace(modified=found.st_mtime_ns, size=found.st_size)
+                modified = max(-_FARTHEST_NS, min(found.st_mtime_ns, _FARTHEST_NS))
+                record = record._replace(modified=modified, size=found.st_size)
             elif kind == "link":
                 record = record._replace(target=os.readlink(name, dir_fd=directory))
             self._add(record)
@@ -256,6 +262,8 @@ class FileChanges:
             raise OSError(errno.EFBIG, f"files and names of more than {self._limit >> 20} MiB")
 
 
+_OPAQUE = {"trusted.overlay.opaque", "user.overlay.opaque"}
+"""Marks of an overlay; those that a command sets itself, in an overlay, get a longer name."""
 _KINDS = {
     stat.S_IFREG: "file",
     stat.S_IFDIR: "directory",
@@ -293,7 +301,7 @@ def _mode_of(directory: int, name: str, content: bytes) -> int:
 def _is_opaque(directory: int, name: str) -> bool:
     file = _open_beneath(directory, name, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        return any(attribute.endswith(".overlay.opaque") for attribute in os.listxattr(file))
+        return not _OPAQUE.isdisjoint(os.listxattr(file))
     finally:
         os.close(file)
 
@@ -386,9 +394,9 @@ class SandboxFiles:
                 view = memoryview(content)
                 while view:
                     view = view[os.write(file, view) :]
-                os.fchmod(file, mode)
                 if self.uid is not None:
                     os.fchown(file, self.uid, self.uid)
+                os.fchmod(file, mode)  # last, since a change of owner clears setuid bits
                 if modified is not None:
                     os.utime(file, ns=(modified, modified))
             finally:
@@ -404,7 +412,8 @@ class SandboxFiles:
         started = time.time_ns()
         # More than the disk holds, since sparse files and names are larger than what they take of it.
         room = (self.limits["disk_mb"] << 20) + _NAMES_BYTES
-        changes = FileChanges({} if everything else self.signatures, self.scanned - _TICK_NS, room)
+        earlier = {} if everything else self.signatures
+        changes = FileChanges(earlier, self.scanned - _TICK_NS, room, is_overlay=self.root is not None)
         gone: list[str] = []
         try:
             if self.root:
@@ -451,7 +460,7 @@ class SandboxFiles:
         elif record.kind == "link":
             os.symlink(record.target, name, dir_fd=directory)
         elif record.kind == "pipe":
-            os.mkfifo(name, record.mode, dir_fd=directory)
+            os.mkfifo(name, dir_fd=directory)
         elif record.kind == "same":
             *parents, first = _parts(f"/{record.target}")
             source = self.open_directory(parents, make=False)
@@ -459,8 +468,10 @@ class SandboxFiles:
                 os.link(first, name, src_dir_fd=source, dst_dir_fd=directory, follow_symlinks=False)
             finally:
                 os.close(source)
-        if self.uid is not None:
+        if self.uid is not None and record.kind != "same":
             os.chown(name, self.uid, self.uid, dir_fd=directory, follow_symlinks=False)
+        if record.kind == "pipe":
+            os.chmod(name, record.mode, dir_fd=directory)
 
     def open(self, path: str) -> int:
         """Open a plain file for reading."""

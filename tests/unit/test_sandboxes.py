@@ -24,6 +24,7 @@ from agentrl.sandbox import keeper, seccomp
 from agentrl.sandbox.bubblewrap import BubblewrapDriver, BubblewrapLease
 from agentrl.sandbox.checks import check_sandboxes
 from agentrl.sandbox.driver import CommandResult, SandboxError
+from agentrl.sandbox.state import FileState, hashed_files
 from benchmarks.sandboxes_leaks import leaks, marked
 from benchmarks.sandboxes_limits import BOMBS, below
 
@@ -353,6 +354,38 @@ def test_the_names_of_changed_and_removed_files_count_as_changes(tmp_path: Path)
         later.gone()
     for changes in (whole, cut, later):
         os.close(changes.contents)
+
+
+ODD_FILES = """
+import os
+open("setuid", "w").write("1")
+os.chmod("setuid", 0o4755)
+os.mkfifo("pipe")
+os.chmod("pipe", 0o1666)
+for name, seconds in (("future", 10**14), ("past", -(10**14))):
+    open(name, "w").write("1")
+    os.utime(name, (seconds, seconds))
+os.mkdir("directory")
+os.setxattr("directory", "user.overlay.opaque", b"y")
+"""
+
+
+def test_odd_files_are_restored_equal() -> None:
+    """Each of them once made a resumed sandbox differ from the interrupted one, or the journal fail."""
+
+    async def run() -> None:
+        async with leased() as (driver, lease):
+            assert (await lease.run(["python3", "-c", ODD_FILES])).ok
+            records, _, contents = await lease.changes()
+            state = FileState.of(hashed_files(records, contents))
+            again = await driver.create(Sandbox())
+            await again.restore(*state.to_restore())
+            records, _, contents = await again.changes(everything=True)
+            assert FileState.of(hashed_files(records, contents)).digest == state.digest
+            modes = {record.path: record.mode for record in records}
+            assert (modes["box/setuid"], modes["box/pipe"]) == (0o4755, 0o1666)
+
+    asyncio.run(run())
 
 
 def test_a_link_where_a_directory_is_mounted_leads_nowhere(tmp_path: Path) -> None:
