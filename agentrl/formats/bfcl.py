@@ -2,11 +2,13 @@
 
 Its own runner evaluates what the model wrote as Python. Here a call is a method's name and JSON arguments, and no
 text is evaluated. Its own checker compares the state and the answers of the tools with those of the reference calls.
+The tools take any number, such as 10 to the power of 10**9, so each task has a process with limits.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import functools
 import importlib
@@ -19,21 +21,26 @@ from typing import Any
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.core.records import Task
 from agentrl.environment.environment import Split, TaskSource
+from agentrl.environment.isolated import IsolatedObject, isolated
 from agentrl.environment.tasks import split_tasks
-from agentrl.formats.session import Call, Session, SessionEnvironment, Start, Step, tool_message
+from agentrl.formats.session import Call, SessionEnvironment, Start, Step, tool_message
 
 CATEGORIES = ("multi_turn_base", "multi_turn_miss_param", "multi_turn_long_context")
 """Categories whose tools stay the same during a task."""
+ANSWER_S, MEMORY_BYTES = 30.0, 4 << 30
+"""Limits of a task's process: time of the calls of a turn, and address space."""
 
 
 class Bfcl(SessionEnvironment):
     """Multi-turn tasks of BFCL: a user's requests, and stateful programming interfaces as tools. The reward is 1 if the
-    state and the results are right after every request."""
+    state and the results are right after every request. Calls that exceed the limits end the task with reward 0."""
 
     level = "replay"
+    failed_reward = 0.0
 
-    def session(self, task: Task) -> Session:
-        return _Conversation(task.data["category"], task.id)
+    def session(self, task: Task) -> IsolatedObject:
+        make = isolated(Conversation, task.data["category"], task.id, timeout_s=ANSWER_S, memory_bytes=MEMORY_BYTES)
+        return make()
 
     @classmethod
     def tasks(
@@ -116,14 +123,12 @@ class Interfaces:
             return f"Error during execution: name '{name}' is not defined"
         try:
             result = method(*arguments, **named)
+            if isinstance(result, dict):
+                with contextlib.suppress(TypeError, ValueError):
+                    return json.dumps(result)
+            return str(result)
         except Exception as error:  # noqa: BLE001 - foreign code: any exception is the tool's answer
             return f"Error during execution: {error}"
-        if isinstance(result, dict):
-            try:
-                return json.dumps(result)
-            except (TypeError, ValueError):
-                return str(result)
-        return str(result)
 
 
 def parsed_call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
@@ -135,8 +140,9 @@ def parsed_call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
     return call.func.id, [ast.literal_eval(argument) for argument in call.args], named
 
 
-class _Conversation(Session):
-    """A task, with the objects that the policy uses, and those of the reference calls."""
+class Conversation:
+    """A task, with the objects that the policy uses, and those of the reference calls. Lives in a process of its own,
+    where a `Session`'s methods are plain functions."""
 
     def __init__(self, category: str, id: str) -> None:
         self._entry = entries(category)[id]
@@ -146,11 +152,11 @@ class _Conversation(Session):
         self._results: list[str] = []
         self._has_called = False
 
-    async def start(self) -> Start:
+    def start(self) -> Start:
         tools = {tool["name"]: tool for name in self._entry["involved_classes"] for tool in _documents(name)}
         return {"messages": self._entry["question"][0], "tools": list(tools.values())}
 
-    async def answer(self, text: str, calls: Sequence[Call]) -> Step:
+    def answer(self, text: str, calls: Sequence[Call]) -> Step:
         if calls:
             messages = [tool_message(call, self._call(call)) for call in calls]
             return {"messages": messages, "reward": 0.0, "done": False}
@@ -159,6 +165,11 @@ class _Conversation(Session):
         is_last = self._request == len(self._entry["question"])
         messages = [] if is_last or not is_right else self._entry["question"][self._request]
         return {"messages": messages, "reward": float(is_right and is_last), "done": is_last or not is_right}
+
+    def cut(self) -> float:
+        return 0.0
+
+    def close(self) -> None: ...
 
     def _call(self, call: Call) -> str:
         self._has_called = True

@@ -6,13 +6,16 @@ return JSON.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, TypedDict
 
+from agentrl.core.errors import EffectError
 from agentrl.core.records import Message, Task, ToolSpec, Turn
 from agentrl.environment.context import Agent, EpisodeContext, LimitReachedError, ResourceLevel
 from agentrl.environment.environment import Environment
+from agentrl.environment.isolated import IsolatedObject, IsolatedObjectError
 
 
 class Call(TypedDict):
@@ -68,16 +71,19 @@ class SessionEnvironment(Environment):
 
     level: ClassVar[ResourceLevel]
     """Recovery of a session; see `ctx.resource`."""
+    failed_reward: ClassVar[float | None] = None
+    """Reward of a turn that a session fails to answer, as the policy's calls may cause; it is the last one. None: the
+    episode fails."""
 
     @abstractmethod
-    def session(self, task: Task) -> Session:
+    def session(self, task: Task) -> Session | IsolatedObject:
         """Make the session of a task."""
 
     async def run(self, ctx: EpisodeContext) -> None:
         """Converse until the session is done, or a limit is reached."""
-        sessions: list[Session] = []
+        sessions: list[Session | IsolatedObject] = []
 
-        def make() -> Session:  # under the resource's random state
+        def make() -> Session | IsolatedObject:  # under the resource's random state
             sessions.append(self.session(ctx.task))
             return sessions[0]
 
@@ -89,13 +95,19 @@ class SessionEnvironment(Environment):
             try:
                 while not step["done"]:
                     turn = await agent.act(*(Message(**message) for message in step["messages"]))  # type: ignore[arg-type]
-                    step = await resource.call("answer", turn.text, calls_of(turn))
+                    try:
+                        step = await resource.call("answer", turn.text, calls_of(turn))
+                    except EffectError:
+                        if self.failed_reward is None:
+                            raise
+                        step = Step(messages=[], reward=self.failed_reward, done=True)
                     reward_turn(agent, step["reward"])
             except LimitReachedError as limit:
                 ctx.truncate(limit)
                 agent.reward(await resource.call("cut"))
         finally:
-            await sessions[0].close()
+            with contextlib.suppress(IsolatedObjectError):  # its process may have ended
+                await sessions[0].close()
 
 
 def calls_of(turn: Turn) -> list[Call]:

@@ -18,6 +18,8 @@ from aiohttp import web
 
 import agentrl
 from agentrl.core.errors import CheckFailedError, EnvironmentDefinitionError
+from agentrl.environment.isolated import IsolatedObject, IsolatedObjectError, isolated
+from agentrl.formats import bfcl
 from agentrl.formats.bfcl import Bfcl, Interfaces, entries, parsed_call
 from agentrl.formats.gem import Gem
 from agentrl.formats.servers import NemoGym, OpenEnv
@@ -98,6 +100,41 @@ def test_play_gives_all_its_replies_and_a_limit_asks_for_the_reward() -> None:
     assert play(Dice, task, ["x" * 5000] + ["roll"] * 20 + ["stop"]).reward == 11.0
     done = play_episode(Dice, ["roll", "roll"], max_turns=2)
     assert (done.header.reward, done.header.stop_reason) == (2 * 0.5 - 1.0, "max_turns")
+
+
+class Endless:
+    """A session in a process of its own that a word of the policy keeps busy forever."""
+
+    def start(self) -> Start:
+        return {"messages": [{"role": "user", "content": "Go."}], "tools": []}
+
+    def answer(self, text: str, calls: Sequence[Call]) -> Step:
+        while text == "hang":
+            pass
+        return {"messages": [{"role": "user", "content": "on"}], "reward": 0.5, "done": False}
+
+    def cut(self) -> float:
+        return 0.0
+
+    def close(self) -> None: ...
+
+
+class Hanging(SessionEnvironment):
+    level = "replay"
+    failed_reward = -0.25
+
+    def session(self, task: agentrl.Task) -> IsolatedObject:
+        return isolated(Endless, timeout_s=0.2)()
+
+
+class Unforgiving(Hanging):
+    failed_reward = None
+
+
+def test_a_session_that_the_policy_blocks_ends_with_the_failed_reward() -> None:
+    done = play_episode(Hanging, ["go", "hang", "go"])
+    assert (done.header.reward, done.header.drop_reason) == (0.25, None)
+    assert play_episode(Unforgiving, ["hang"]).header.drop_reason is not None
 
 
 # --- NeMo-Gym ---------------------------------------------------------------------------------------------------------
@@ -302,6 +339,24 @@ def test_bfcl_calls_methods_by_name_and_evaluates_nothing() -> None:
         parsed_call("f(open('/etc/passwd'))")
     with pytest.raises(EnvironmentDefinitionError, match="multi_turn_miss_func"):
         Bfcl.tasks("train", category="multi_turn_miss_func")
+
+
+@pytest.mark.parametrize("library", ["bfcl"], indirect=True)
+@pytest.mark.usefixtures("library")
+def test_bfcl_calls_with_extreme_numbers_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = next(entry for entry in entries("multi_turn_base").values() if "MathAPI" in entry["involved_classes"])
+    interfaces = Interfaces(entry, long_context=False)
+    assert "4300 digits" in interfaces.call("multiply", (), {"a": 10**4299, "b": 10**4299})
+    monkeypatch.setattr(bfcl, "ANSWER_S", 1.0)
+    call = Call(id="1", name="power", arguments={"base": 10, "exponent": 10**10})
+
+    async def run() -> None:
+        session = Bfcl().session(agentrl.Task(id=entry["id"], data={"category": "multi_turn_base"}))
+        await session.start()
+        with pytest.raises(IsolatedObjectError, match="longer than 1 s"):
+            await session.answer("", [call])
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("library", ["bfcl"], indirect=True)
