@@ -173,8 +173,15 @@ def _links_out(directory: Path) -> list[str]:
     """Refuse links that would show the policy, or its tests, files of this machine."""
     names = ("task.toml", "instruction.md", "environment", "environment/Dockerfile", "tests", "tests/test.sh")
     paths = [directory / name for name in names]
-    top = directory.resolve()
-    return [f"{path}: a link leads out of the task" for path in paths if not path.resolve().is_relative_to(top)]
+    return [f"{path}: a link leads out of the task" for path in paths if not _is_inside(path, directory)]
+
+
+def _is_inside(path: Path, top: Path) -> bool:
+    """Whether a path, with all links followed, is in a directory; no path in a loop of links is."""
+    try:
+        return path.resolve().is_relative_to(top.resolve())
+    except (OSError, RuntimeError):
+        return False
 
 
 def _read_settings(task: HarborTask, settings: dict[str, Any], path: Path) -> None:
@@ -314,6 +321,8 @@ class _Dockerfile:
 
     def _copy(self, words: list[str]) -> None:
         *patterns, destination = words
+        if not patterns:
+            raise ValueError("COPY: there is no destination")
         target = normpath(join(self.workdir or "/", destination))
         sources = [Path(path) for pattern in patterns for path in self._matches(pattern)]
         is_directory = len(sources) > 1 or destination.endswith(("/", "."))
@@ -323,12 +332,15 @@ class _Dockerfile:
 
     def _matches(self, pattern: str) -> list[str]:
         top = self.environment.resolve()
-        found = sorted(glob.glob(str(top / pattern.lstrip("/"))))
-        if not found:
+        found = sorted(glob.glob(pattern.lstrip("/"), root_dir=top))
+        paths = [str(top / path) for path in found]
+        if not paths:
             raise ValueError(f"COPY: there is no {pattern}")
-        if not all(Path(path).resolve().is_relative_to(top) for path in found):
+        if not all(_is_inside(Path(path), top) for path in paths):
             raise ValueError(f"COPY: {pattern} is outside of the task's environment/")
-        return found
+        if not all(Path(path).is_file() or Path(path).is_dir() for path in paths):
+            raise ValueError(f"COPY: {pattern} is neither a file nor a directory")
+        return paths
 
 
 class Harbor(ToolEnvironment):

@@ -22,6 +22,8 @@ DriverName = Literal["bubblewrap", "podman", "docker"]
 """What isolates the sandboxes of a run (`sandbox.driver`)."""
 _FIXED = ("bin", "dev", "etc", "lib", "lib32", "lib64", "proc", "sbin", "usr")
 """Directories below / that no sandbox without a `root` can write to."""
+_LONGEST_PATH = 2048
+"""Longest path of a directory that is made, in bytes; the kernel's limit of 4,096 includes the keeper's own part."""
 _RANGES = {
     "memory_mb": (32, 1 << 24),
     "seconds": (0.1, 30 * 86_400),
@@ -109,6 +111,9 @@ class SandboxLimits:
         for path in (*here, *self.writable, self.directory):
             if not path.startswith("/") or ".." in path.split("/"):
                 raise InputError(f"sandbox: {path!r} is not an absolute path without '..'")
+        for path in (*self.writable, self.directory):
+            if not _is_possible(path):
+                raise InputError(f"sandbox: {path[:100]!r} is no possible path: too long, or it has NUL or surrogates")
         for path in here:
             if not Path(path).exists():
                 raise InputError(f"sandbox: {path} does not exist")
@@ -125,6 +130,15 @@ class SandboxLimits:
             raise InputError(
                 f"sandbox: root {root} belongs to user {owner}, who could change it while commands run; copy it"
             )
+
+
+def _is_possible(path: str) -> bool:
+    """Whether a file of a sandbox can have a path."""
+    try:
+        names = os.fsencode(path).split(b"/")
+    except UnicodeEncodeError:
+        return False
+    return b"\0" not in b"/".join(names) and max(map(len, names)) <= 255 and len(b"/".join(names)) <= _LONGEST_PATH
 
 
 def check_variables(variables: Mapping[str, str]) -> None:

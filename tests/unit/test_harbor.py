@@ -211,6 +211,33 @@ def test_a_pipe_in_a_task_stops_nothing(name: str, tmp_path: Path) -> None:
     assert all(name in refusal for refusal in refusals)
 
 
+@pytest.mark.parametrize(
+    ("line", "refusal"),
+    [
+        ("COPY loop /box/", "loop is outside of the task's environment/"),
+        ("COPY pipe /box/", "pipe is neither a file nor a directory"),
+        ("COPY Dockerfile", "there is no destination"),
+        (f"COPY Dockerfile /{'a' * 256}/x", "is no possible path"),
+        (f"COPY Dockerfile {'/a' * 5000}", "is no possible path"),
+    ],
+)
+def test_copies_that_no_sandbox_can_hold_are_refused(line: str, refusal: str, tmp_path: Path) -> None:
+    task = write_suite(tmp_path) / "word"
+    environment = task / "environment"
+    (environment / "loop").symlink_to("loop")
+    os.mkfifo(environment / "pipe")
+    (environment / "Dockerfile").write_text(f"FROM {next(iter(ROOTS))}\n{line}\n")
+    [refused] = read_task(task, ROOTS).refusals
+    assert refusal in refused
+
+
+def test_a_loop_of_links_in_a_task_is_refused(tmp_path: Path) -> None:
+    task = write_suite(tmp_path) / "word"
+    (task / "instruction.md").unlink()
+    (task / "instruction.md").symlink_to("instruction.md")
+    assert read_task(task, ROOTS).refusals == [f"{task / 'instruction.md'}: a link leads out of the task"]
+
+
 def test_scripts_behind_links_are_not_read(tmp_path: Path) -> None:
     task = write_task(tmp_path / "task", WORD)
     (task / "tests" / "endless.sh").symlink_to("/dev/zero")
