@@ -147,16 +147,25 @@ class _Runner:
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
-        with contextlib.suppress(ConnectionError):
+        unreadable = ""
+        try:
             async for line in process.stdout:
                 answer = json.loads(line)
                 waiting = self._waiting.get(answer.pop("number"))
                 if waiting is not None and not waiting.done():
                     waiting.set_result(answer)
+        except ConnectionError:
+            pass
+        except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:  # too long, or no answer
+            unreadable = f", after an unreadable answer: {error}"
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
         status = await process.wait()
         for waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_exception(InfrastructureError(f"{self._command[0]}: the runner ended with status {status}"))
+                waiting.set_exception(
+                    InfrastructureError(f"{self._command[0]}: the runner ended with status {status}{unreadable}")
+                )
 
 
 _runners: dict[tuple[asyncio.AbstractEventLoop, Command], _Runner] = {}

@@ -26,6 +26,8 @@ from typing import Any, NoReturn
 
 KEY_VARIABLE = "AGENTRL_ENDPOINT_KEY"
 _ERROR_CHARACTERS = 1_000
+_ANSWER_BYTES = 1 << 19
+"""Longest answer of an episode; its owner reads lines of up to twice that."""
 _SET_DEATH_SIGNAL, _BECOME_SUBREAPER = 1, 36
 
 
@@ -189,7 +191,7 @@ class Server:
 
     def on_answer(self, reading: int, data: bytes) -> None:
         process, number, answer = self.episodes[reading]
-        answer += data
+        answer += data[: _ANSWER_BYTES + 1 - len(answer)]
         if data:
             return
         self.selector.unregister(reading)
@@ -199,12 +201,17 @@ class Server:
         _, status = os.waitpid(process, 0)
         self.end_orphans()
         try:
+            if len(answer) > _ANSWER_BYTES:
+                raise ValueError("too long")
             fields = json.loads(answer)
             for module in fields.pop("modules"):  # the next episode finds them imported
                 with contextlib.suppress(Exception):
                     importlib.import_module(module)
         except ValueError:
-            fields = {"rewards": {}, "error": f"the episode's process ended with status {status}"}
+            fields = {
+                "rewards": {},
+                "error": f"the episode's process ended with status {status} and {len(answer)} bytes",
+            }
         line = json.dumps({"number": number, **fields}).encode() + b"\n"
         while line:
             line = line[os.write(self.output, line) :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 import agentrl
-from agentrl.core.errors import EnvironmentDefinitionError
+from agentrl.core.errors import EnvironmentDefinitionError, InfrastructureError
 from agentrl.core.records import EpisodeSpec, SeatBinding
 from agentrl.environment.registry import name_of
 from agentrl.formats import runner
@@ -52,6 +53,7 @@ def eval(task, model, sample_id, **more):
         open(task.marks, "w").write(str(waiting.pid))
         waiting.wait()
     scores = {"match": Holder(value="C" if reply == "right" else "I"), "a-b": Holder(value={"x": 0.5})}
+    if reply == "flood": scores["f"] = Holder(value={f"{number:0100}": 0.5 for number in range(6_000)})
     return [Holder(status="success", samples=[Holder(scores=scores)])]
 """
 TASKS = """
@@ -98,7 +100,12 @@ def test_an_episode_gets_the_rewards_of_the_package(options: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(
-    ("reply", "error"), [("raise", "ValueError: no such thing"), ("crash", "process ended with status 768")]
+    ("reply", "error"),
+    [
+        ("raise", "ValueError: no such thing"),
+        ("crash", "process ended with status 768"),
+        ("flood", "status 0 and 524289 bytes"),
+    ],
 )
 def test_a_failure_is_an_error_or_the_failed_reward(reply: str, error: str, options: dict[str, Any]) -> None:
     class Forgiving(Inspect):
@@ -174,3 +181,14 @@ def test_the_packages_themselves(environment: type[RunnerEnvironment], package: 
     report = check_environment(environment, options=options, episodes=1)
     assert not report.findings
     assert report.resume_class == "replay"
+
+
+@pytest.mark.parametrize("line", ["'x' * 2_000_000", "'[]'", "'{}'", "'[' * 100_000", "'nonsense'"])
+def test_an_unreadable_answer_ends_the_runner_and_not_the_wait(line: str) -> None:
+    command = (sys.executable, "-c", f"input(); print({line}, flush=True); input()")
+
+    async def run() -> None:
+        with pytest.raises(InfrastructureError, match="status -9, after an unreadable answer"):
+            await runner._Runner(command).play({})
+
+    asyncio.run(asyncio.wait_for(run(), 30))
