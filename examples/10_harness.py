@@ -23,8 +23,6 @@ import agentrl
 from agentrl.core.records import Message, ToolSpec
 from agentrl.environment.environment import Split
 from agentrl.environments.tiny_model import model as tiny_model
-from agentrl.rollout.chat.chat_format import TemplateChatFormat
-from agentrl.rollout.chat.chat_template import ChatTemplate
 
 HERE = Path(__file__).resolve()
 OPERATORS = {"add": "+", "subtract": "-", "multiply": "*"}
@@ -111,20 +109,7 @@ def repairs(seed: int) -> Iterator[tiny_model.Demonstration]:
 
 def build_model(directory: Path, *, steps: int = 120) -> None:
     """Write a model that attempts a repair in one of four ways."""
-    tiny_model.seed_torch(0)
-    tiny_model.write_chat_template(directory, tiny_model.TEMPLATE, pad="<|pad|>", end="<|im_end|>", context=512)
-    shown = (row for row, _ in zip(repairs(1), range(500), strict=False))
-    corpus = tiny_model.format_corpus(ChatTemplate(directory), shown)
-    tokenizer = tiny_model.train_tokenizer(corpus, vocabulary=400, pieces=tiny_model.LINES)
-    tiny_model.write_tokenizer(directory, tokenizer, special=tiny_model.SPECIAL, markup=tiny_model.MARKUP)
-    chat = TemplateChatFormat.load(directory)
-    pad, stop = chat.encode("<|pad|>")[0], chat.stop_token_ids[0]
-    model = tiny_model.random_model(
-        vocabulary=tokenizer.get_vocab_size(), pad_token=pad, stop_token=stop, context=512, hidden=64, layers=2
-    )
-    rows = (tiny_model.tokenise_demonstration(chat, demonstration) for demonstration in repairs(2))
-    tiny_model.train_supervised(model, rows, steps=steps, on_step=tiny_model.progress_printer("warm-up", steps))
-    tiny_model.save_model(model, directory, stop_tokens=stop)
+    tiny_model.build_from_demonstrations(directory, repairs, context=512, layers=2, steps=steps)
 
 
 def config(model: Path, **changes: Any) -> agentrl.RunConfig:

@@ -20,8 +20,6 @@ import agentrl
 from agentrl.core.records import Message
 from agentrl.environment.environment import Split
 from agentrl.environments.tiny_model import model as tiny_model
-from agentrl.rollout.chat.chat_format import TemplateChatFormat
-from agentrl.rollout.chat.chat_template import ChatTemplate
 
 HERE = Path(__file__).resolve()
 OPERATORS = {"add": "+", "subtract": "-", "multiply by": "*"}
@@ -95,20 +93,7 @@ def demonstrations(seed: int) -> Iterator[tiny_model.Demonstration]:
 
 def build_model(directory: Path, *, steps: int = 400) -> None:
     """Write a model that knows the syntax."""
-    tiny_model.seed_torch(0)
-    tiny_model.write_chat_template(directory, tiny_model.TEMPLATE, pad="<|pad|>", end="<|im_end|>", context=256)
-    shown = (row for row, _ in zip(demonstrations(1), range(500), strict=False))
-    corpus = tiny_model.format_corpus(ChatTemplate(directory), shown)
-    tokenizer = tiny_model.train_tokenizer(corpus, vocabulary=400, pieces=tiny_model.LINES)
-    tiny_model.write_tokenizer(directory, tokenizer, special=tiny_model.SPECIAL, markup=tiny_model.MARKUP)
-    chat = TemplateChatFormat.load(directory)
-    pad, stop = chat.encode("<|pad|>")[0], chat.stop_token_ids[0]
-    model = tiny_model.random_model(
-        vocabulary=tokenizer.get_vocab_size(), pad_token=pad, stop_token=stop, context=256, hidden=64, layers=3
-    )
-    rows = (tiny_model.tokenise_demonstration(chat, shown) for shown in demonstrations(2))
-    tiny_model.train_supervised(model, rows, steps=steps, on_step=tiny_model.progress_printer("warm-up", steps))
-    tiny_model.save_model(model, directory, stop_tokens=stop)
+    tiny_model.build_from_demonstrations(directory, demonstrations, context=256, layers=3, steps=steps)
 
 
 def config(model: Path, **changes: Any) -> agentrl.RunConfig:

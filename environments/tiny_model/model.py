@@ -112,6 +112,35 @@ def build_model_command(build: Callable[..., None], *, directory: Path, steps: i
     build(arguments.output, seed=arguments.seed, steps=arguments.steps)
 
 
+def build_from_demonstrations(
+    directory: Path, demonstrations: Callable[[int], Iterator[Demonstration]], *, context: int, layers: int, steps: int
+) -> None:
+    """Write a model of width 64 that imitates demonstrations, with a tokenizer of 400 tokens made from them.
+
+    Args:
+        directory: an existing directory for the model.
+        demonstrations: endless demonstrations by seed: 500 of seed 1 for the tokenizer, those of seed 2 for training.
+        context: tokens that the model reads.
+        layers: number of layers.
+        steps: number of supervised steps.
+    """
+    from agentrl.rollout.chat.chat_format import TemplateChatFormat
+
+    seed_torch(0)
+    write_chat_template(directory, TEMPLATE, pad="<|pad|>", end="<|im_end|>", context=context)
+    corpus = format_corpus(ChatTemplate(directory), islice(demonstrations(1), 500))
+    tokenizer = train_tokenizer(corpus, vocabulary=400, pieces=LINES)
+    write_tokenizer(directory, tokenizer, special=SPECIAL, markup=MARKUP)
+    chat = TemplateChatFormat.load(directory)
+    pad, stop = chat.encode("<|pad|>")[0], chat.stop_token_ids[0]
+    model = random_model(
+        vocabulary=tokenizer.get_vocab_size(), pad_token=pad, stop_token=stop, context=context, hidden=64, layers=layers
+    )
+    rows = (tokenise_demonstration(chat, shown) for shown in demonstrations(2))
+    train_supervised(model, rows, steps=steps, on_step=progress_printer("warm-up", steps))
+    save_model(model, directory, stop_tokens=stop)
+
+
 def seed_torch(seed: int) -> None:
     """Seed torch, and limit it to one thread: a model this small gains nothing from more."""
     torch.set_num_threads(1)
