@@ -70,7 +70,7 @@ def ask(query: str, database: str = "control.db") -> list[tuple]:
         connection.close()
 
 
-COMMITTED = "SELECT episode, attempt FROM episodes WHERE drop_reason IS NULL"
+COMMITTED_EPISODES = "SELECT episode, attempt FROM episodes WHERE drop_reason IS NULL"
 IN_FLIGHT = """SELECT episode FROM admissions a WHERE purpose = 'train'
     AND NOT EXISTS (SELECT 1 FROM episodes e WHERE e.episode = a.episode AND e.attempt = a.attempt)
     AND NOT EXISTS (SELECT 1 FROM admissions b WHERE b.episode = a.episode AND b.attempt > a.attempt)"""
@@ -85,11 +85,11 @@ def main() -> None:
     process.send_signal(signal.SIGKILL)
     process.wait()
 
-    committed, turns = set(ask(COMMITTED)), set(ask(TURNS, "turns-0.db"))
+    committed_episodes, turns = set(ask(COMMITTED_EPISODES)), set(ask(TURNS, "turns-0.db"))
     in_flight = {episode for (episode,) in ask(IN_FLIGHT)}
-    begun = in_flight & {episode for episode, _, call in turns if call != "begin"}
-    print(f"kill -9. On disk: {len(committed)} committed episodes, {len(turns)} journal entries.")
-    print(f"In flight: {len(in_flight)} episodes, {len(begun)} of them in the middle of a conversation.\n")
+    started_episodes = in_flight & {episode for episode, _, call in turns if call != "begin"}
+    print(f"kill -9. On disk: {len(committed_episodes)} committed episodes, {len(turns)} journal entries.")
+    print(f"In flight: {len(in_flight)} episodes, {len(started_episodes)} of them in the middle of a conversation.\n")
 
     print("Another process resumes it:")
     follow(start("resume"))
@@ -97,20 +97,26 @@ def main() -> None:
     entries = ask(TURNS, "turns-0.db")
     lineages = dict(ask("SELECT lineage, min(step) FROM versions GROUP BY lineage"))
     # Steps of lineage 0 after the checkpoint do not count: their weights were lost, their episodes were not.
-    trained = ask(f"SELECT DISTINCT episode FROM step_units WHERE lineage = 1 OR step <= {lineages[1]}")
+    trained_episodes = ask(f"SELECT DISTINCT episode FROM step_units WHERE lineage = 1 OR step <= {lineages[1]}")
     twice = ask(
         f"SELECT episode FROM step_units WHERE lineage = 1 OR step <= {lineages[1]} GROUP BY episode"
         " HAVING count(DISTINCT step) > 1"
     )
-    dropped = ask("SELECT episode FROM episodes WHERE drop_reason IS NOT NULL UNION SELECT episode FROM unit_drops")
-    admitted = ask("SELECT DISTINCT episode FROM admissions WHERE purpose = 'train'")
+    dropped_episodes = ask(
+        "SELECT episode FROM episodes WHERE drop_reason IS NOT NULL UNION SELECT episode FROM unit_drops"
+    )
+    admitted_episodes = ask("SELECT DISTINCT episode FROM admissions WHERE purpose = 'train'")
     print(f"It resumed from step {lineages[1]}, as lineage 1, and took steps {lineages[1] + 1} to {STEPS}.\n")
-    print("committed episodes lost:      ", len(committed - set(ask(COMMITTED))))
+    print("committed episodes lost:      ", len(committed_episodes - set(ask(COMMITTED_EPISODES))))
     print("journal entries lost:         ", len(turns - set(entries)))
     print("turns sampled a second time:  ", len(entries) - len(set(entries)))
     print("episodes trained twice:       ", len(twice))
-    print(f"ledger: {len(admitted)} admitted = {len(ask(IN_FLIGHT))} in flight + {len(trained)} trained", end="")
-    print(f" + {len({*dropped} - {*trained})} dropped when the run ended")
+    print(
+        f"ledger: {len(admitted_episodes)} admitted = {len(ask(IN_FLIGHT))} in flight + {len(trained_episodes)} "
+        "trained",
+        end="",
+    )
+    print(f" + {len({*dropped_episodes} - {*trained_episodes})} dropped when the run ended")
     print(f"`agentrl run ledger {RUN}` counts the same from other tables.")
 
 

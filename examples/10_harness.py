@@ -61,14 +61,14 @@ class Repair(agentrl.HarnessEnvironment):
 
     def reward(self, task: agentrl.Task, episode: agentrl.HarnessEpisode) -> float:
         """Return 1 if the test passes, in a separate process."""
-        tested = subprocess.run(
+        test_run = subprocess.run(
             [sys.executable, "-c", task.data["test"]],
             cwd=episode.directory,
             capture_output=True,
             timeout=30,
             check=False,
         )
-        return float(tested.returncode == 0)
+        return float(test_run.returncode == 0)
 
     @classmethod
     def tasks(cls, split: Split, *, seed: int = 0) -> agentrl.TaskSource:

@@ -37,10 +37,10 @@ def next_step(scored: agentrl.Scored) -> float | None:
     partial_sums = [total := total + term for term in terms]
     call = scored.turn.tool_calls[0].arguments
     try:
-        computed = call["a"] + call["b"] if call["op"] == "+" else call["a"] - call["b"]
+        result = call["a"] + call["b"] if call["op"] == "+" else call["a"] - call["b"]
     except (KeyError, TypeError):
         return 0.0
-    return float(partial_sums[scored.number : scored.number + 1] == [computed])
+    return float(partial_sums[scored.number : scored.number + 1] == [result])
 
 
 def main() -> None:

@@ -40,19 +40,19 @@ def packaged_weights() -> Path:
 def write_checkpoint(directory: Path) -> None:
     """Write configuration, bfloat16 weights, tokenizer and chat template into `directory`, all of them or none."""
     source = packaged_weights()
-    quantised = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
-    config = quantised.config
+    source_model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
+    config = source_model.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # otherwise transformers refuses to save dequantized weights
     model = LlamaForCausalLM(config).to(torch.bfloat16)
-    model.load_state_dict(quantised.state_dict())
+    model.load_state_dict(source_model.state_dict())
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent) as parts:
-        unfinished = Path(parts) / directory.name
-        model.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-        unfinished.rename(directory)
+        temporary_path = Path(parts) / directory.name
+        model.save_pretrained(temporary_path)
+        tokenizer.save_pretrained(temporary_path)
+        temporary_path.rename(directory)
 
 
 if __name__ == "__main__":

@@ -48,17 +48,17 @@ def demonstrate(question: str, random: Random) -> Demonstration:
     if random.random() >= FINISH[len(terms)]:
         operations = random.randrange(1, operations) if operations > 1 else 0
     value, replies = str(terms[0]), []
-    observed: list[str] = []
+    observations: list[str] = []
     for op, term in list(zip(operators, terms[1:], strict=True))[:operations]:
         call = call_text(*_with_mistake(int(value), op, term, random))
         if random.random() < BROKEN:
             replies.append(_broken(call, random))
-            observed.append(observation(replies[-1]))
+            observations.append(observation(replies[-1]))
         replies.append(call)
         value = observation(call)
-        observed.append(value)
-    replies.append(str(_other(int(value), random)) if random.random() < SLIP else value)
-    return Demonstration(replies=tuple(replies), observed=tuple(observed))
+        observations.append(value)
+    replies.append(str(_other_number(int(value), random)) if random.random() < SLIP else value)
+    return Demonstration(replies=tuple(replies), observed=tuple(observations))
 
 
 def call_text(a: int, op: str, b: int) -> str:
@@ -80,7 +80,7 @@ def observation(text: str) -> str:
 def _with_mistake(a: int, op: str, b: int, random: Random) -> tuple[int, str, int]:
     if random.random() >= MISTAKE:
         return a, op, b
-    wrong = [(_other(a, random), op, b), (a, "+" if op == "-" else "-", b), (a, op, _other(b, random))]
+    wrong = [(_other_number(a, random), op, b), (a, "+" if op == "-" else "-", b), (a, op, _other_number(b, random))]
     return random.choice(wrong)
 
 
@@ -92,7 +92,7 @@ def _broken(call: str, random: Random) -> str:
     return "".join(pieces)
 
 
-def _other(number: int, random: Random) -> int:
+def _other_number(number: int, random: Random) -> int:
     """Return a number with the same digits except for one."""
     digits = list(str(abs(number)))
     digits[random.randrange(len(digits))] = random.choice("123456789")

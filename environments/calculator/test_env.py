@@ -29,8 +29,8 @@ def episode(*texts: str) -> ToolEpisode:
 def value_of(question: str) -> int:
     match = re.search(r": (\d+(?: [+-] \d+)+) =$", question)
     assert match is not None
-    signed = re.findall(r"([+-]?) ?(\d+)", match[1])
-    return sum(int(number) * (-1 if sign == "-" else 1) for sign, number in signed)
+    terms = re.findall(r"([+-]?) ?(\d+)", match[1])
+    return sum(int(number) * (-1 if sign == "-" else 1) for sign, number in terms)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def game_row(chat: TemplateChatFormat, task: Task, random: Random) -> tiny_model
     """Return a game of random moves in the tokens of reinforcement learning; all but the first message is trained."""
     game = SeededGame(FrozenLake(), task)
     ids = chat.start([Message(role="user", content=game.reset())], [])
-    opening = len(ids)
+    prompt_length = len(ids)
     for _ in range(FrozenLake.max_turns):
         move = random.choice(MOVES)
         step = game.step(move)
@@ -75,7 +75,7 @@ def game_row(chat: TemplateChatFormat, task: Task, random: Random) -> tiny_model
         if step["terminated"]:
             break
         ids += chat.extend([Message(role="user", content=step["observation"])], after="stop")
-    return ids, [False] * opening + [True] * (len(ids) - opening)
+    return ids, [False] * prompt_length + [True] * (len(ids) - prompt_length)
 
 
 if __name__ == "__main__":

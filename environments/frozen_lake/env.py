@@ -45,9 +45,9 @@ class FrozenLake(agentrl.GymEnvironment):
         """The position and its four neighbors; at first, the map before them."""
         row, column = divmod(int(observation), SIZE)
         around = "".join(self._cell(row + down, column + right) for down, right in STEPS)
-        opening = "" if self._is_shown else "\n".join(self._map) + "\n"
+        map_text = "" if self._is_shown else "\n".join(self._map) + "\n"
         self._is_shown = True
-        return f"{opening}{row}{column}{around}"
+        return f"{map_text}{row}{column}{around}"
 
     def parse(self, text: str, env: gymnasium.Env[Any, Any]) -> int | None:
         """Accept exactly one letter."""

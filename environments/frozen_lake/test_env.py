@@ -84,17 +84,17 @@ def test_what_is_read_agrees_with_the_game() -> None:
         rows = tasks[index].data["map"]
         table: Any = gymnasium.make("FrozenLake-v1", desc=rows, is_slippery=False).unwrapped
         _, game = game_on(rows)
-        state, seen = 0, game.reset()[-6:]
+        state, observation = 0, game.reset()[-6:]
         for _ in range(8):
-            for action, cell in enumerate(seen[2:]):
-                reached = table.P[state][action][0][1]
-                assert cell == ("#" if reached == state else rows[reached // 4][reached % 4])
+            for action, cell in enumerate(observation[2:]):
+                next_state = table.P[state][action][0][1]
+                assert cell == ("#" if next_state == state else rows[next_state // 4][next_state % 4])
             action = draw.randrange(4)
             step, state = game.step(MOVES[action]), table.P[state][action][0][1]
             if step["terminated"]:
                 break
-            seen = step["observation"]
-            assert seen[:2] == f"{state // 4}{state % 4}"
+            observation = step["observation"]
+            assert observation[:2] == f"{state // 4}{state % 4}"
 
 
 @pytest.mark.exhaustive

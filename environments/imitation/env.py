@@ -92,12 +92,12 @@ def _of_file(path: Path) -> Iterator[tuple[str, list[dict[str, str]]]]:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), ""), start=1):
                 if line.strip():
-                    yield f"{path.name}:{number}", _checked(json.loads(line), f"{path}:{number}")
+                    yield f"{path.name}:{number}", _check_line(json.loads(line), f"{path}:{number}")
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read ({error})") from None
 
 
-def _checked(line: Any, where: str) -> list[dict[str, str]]:
+def _check_line(line: Any, where: str) -> list[dict[str, str]]:
     """Return the messages of a line, up to the assistant's last."""
     messages = line.get("messages") if isinstance(line, dict) else None
     if not isinstance(messages, list):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 CONTEXT = 256
 FINISH = {2: 0.95, 3: 0.5, 4: 0.35, 5: 0.22, 6: 0.14}
 """Probability that a demonstrated solver performs all operations, by number of terms."""
-PROPOSED = {2: 0.88, 3: 0.06, 4: 0.03, 5: 0.02, 6: 0.01}
+LENGTH_WEIGHTS = {2: 0.88, 3: 0.06, 4: 0.03, 5: 0.02, 6: 0.01}
 """Number of demonstrated proposals, by number of terms."""
 
 
@@ -59,17 +59,17 @@ def build(directory: Path, *, seed: int, steps: int) -> None:
 def shown_row(chat: TemplateChatFormat, tools: Sequence[ToolSpec], random: Random) -> tiny_model.Row:
     """Return the ids of a proposer's or, twice as often, a solver's conversation, and a mask of the replies."""
     if random.random() < 1 / 3:
-        (terms,) = random.choices(list(PROPOSED), list(PROPOSED.values()))
-        messages, offered = [(PROMPT, False), (drawn_sum(random, terms).text, True)], []
+        (terms,) = random.choices(list(LENGTH_WEIGHTS), list(LENGTH_WEIGHTS.values()))
+        messages, tools_of_row = [(PROMPT, False), (drawn_sum(random, terms).text, True)], []
     else:
-        messages, offered = solving(drawn_sum(random, random.randint(2, 6)), random), list(tools)
+        messages, tools_of_row = solution_messages(drawn_sum(random, random.randint(2, 6)), random), list(tools)
     ids: list[int] = []
     mask: list[bool] = []
     for text, is_reply in messages:
         if is_reply:
             new = [*chat.encode(text), chat.stop_token_ids[0]]
         elif not ids:
-            new = chat.start([agentrl.user(text)], offered)
+            new = chat.start([agentrl.user(text)], tools_of_row)
         else:
             new = chat.extend([Message(role="tool", content=text)], after="stop")
         ids += new
@@ -77,7 +77,7 @@ def shown_row(chat: TemplateChatFormat, tools: Sequence[ToolSpec], random: Rando
     return ids, mask
 
 
-def solving(problem: Sum, random: Random) -> list[tuple[str, bool]]:
+def solution_messages(problem: Sum, random: Random) -> list[tuple[str, bool]]:
     """Return a solver's conversation as pairs (text, whether it is a reply of the solver)."""
     terms = problem.terms
     operations = len(terms) - 1

@@ -23,7 +23,7 @@ ATTEMPTS = 8
 PROMPT = "Propose a sum."
 INVALID = -0.5
 """Reward of a proposal rejected by the gate."""
-EXAMINED = 400
+NUM_HELD_OUT = 400
 """Number of sums for evaluating the solver; a proposer may not write them."""
 ALIKE = 0.1
 """Penalty of a proposal if all recent proposals have the same number of terms."""
@@ -61,7 +61,7 @@ class Solve(Calculator):
     seats: ClassVar[tuple[str, ...]] = ("solver",)
 
     @classmethod
-    def tasks(cls, split: Split, *, seed: int = 0, held_out: int = EXAMINED) -> TaskSource:
+    def tasks(cls, split: Split, *, seed: int = 0, held_out: int = NUM_HELD_OUT) -> TaskSource:
         """Return sums of 2 to 6 terms, equally many of each length.
 
         Args:
@@ -70,18 +70,18 @@ class Solve(Calculator):
             seed: seed of the training sums.
             held_out: number of sums.
         """
-        sums = (examined() if split == "held_out" else drawn_sums(split, seed))[:held_out]
-        return [agentrl.Task(id=f"{split}-{number}", data=made.task()) for number, made in enumerate(sums)]
+        sums = (held_out_sums() if split == "held_out" else drawn_sums(split, seed))[:held_out]
+        return [agentrl.Task(id=f"{split}-{number}", data=problem.task()) for number, problem in enumerate(sums)]
 
 
 def drawn_sums(*seeds: str | int) -> tuple[Sum, ...]:
     """Draw as many sums as the evaluation uses."""
-    draws = (random_stream("sums", *seeds, number) for number in range(EXAMINED))
+    draws = (random_stream("sums", *seeds, number) for number in range(NUM_HELD_OUT))
     return tuple(drawn_sum(draw, 2 + number % 5) for number, draw in enumerate(draws))
 
 
 @functools.cache
-def examined() -> tuple[Sum, ...]:
+def held_out_sums() -> tuple[Sum, ...]:
     """Return the sums for evaluating the solver."""
     return drawn_sums("held_out", 0)
 
@@ -89,7 +89,7 @@ def examined() -> tuple[Sum, ...]:
 @functools.cache
 def examined_keys() -> frozenset[str]:
     """Return the keys of the evaluation's sums."""
-    return frozenset(made.key for made in examined())
+    return frozenset(problem.key for problem in held_out_sums())
 
 
 def drawn_sum(draw: Random, terms: int) -> Sum:
@@ -108,16 +108,16 @@ class ProposeAndSolve(agentrl.Environment):
     async def run(self, ctx: EpisodeContext) -> None:
         """Propose; if the proposal is a new sum, have it solved."""
         proposer = ctx.agent("proposer")
-        proposed = read((await proposer.act(agentrl.user(PROMPT))).text)
-        is_sum = proposed is not None and proposed.key not in examined_keys()
-        if not proposer.gate(is_sum, penalty=INVALID) or proposed is None:
+        proposal = read((await proposer.act(agentrl.user(PROMPT))).text)
+        is_sum = proposal is not None and proposal.key not in examined_keys()
+        if not proposer.gate(is_sum, penalty=INVALID) or proposal is None:
             return
-        recollection = await ctx.remember(proposed.key, structure=f"{len(proposed.terms)} terms")
+        recollection = await ctx.remember(proposal.key, structure=f"{len(proposal.terms)} terms")
         if not proposer.gate(recollection.times == 0, penalty=INVALID):
             return
-        ctx.metric("terms", len(proposed.terms))
-        solved = await ctx.gather(*ctx.spawn(Solve, proposed.task(), n=ATTEMPTS))
-        proposer.reward(agentrl.learnability(solved) - ALIKE * recollection.share)
+        ctx.metric("terms", len(proposal.terms))
+        children = await ctx.gather(*ctx.spawn(Solve, proposal.task(), n=ATTEMPTS))
+        proposer.reward(agentrl.learnability(children) - ALIKE * recollection.share)
 
     @classmethod
     def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:

@@ -33,15 +33,15 @@ def test_the_order_of_terms_makes_no_new_proposal() -> None:
 def test_drawn_sums_are_ones_a_proposer_may_write() -> None:
     draw = Random(0)
     for terms in range(2, 9):
-        made = drawn_sum(draw, terms)
-        assert read(made.text) == made
-        assert len(made.terms) == terms
-        first, *operations = made.text.split()
-        signed = [
+        drawn = drawn_sum(draw, terms)
+        assert read(drawn.text) == drawn
+        assert len(drawn.terms) == terms
+        first, *operations = drawn.text.split()
+        signed_terms = [
             int(first),
             *(int(f"{sign}{term}") for sign, term in zip(operations[::2], operations[1::2], strict=True)),
         ]
-        assert list(made.terms) == signed
+        assert list(drawn.terms) == signed_terms
 
 
 def test_the_solver_is_examined_on_as_many_sums_of_each_length() -> None:
@@ -59,5 +59,5 @@ def test_what_the_solver_is_examined_on_is_refused_in_any_order() -> None:
     )
     for proposal in (question, " + ".join(reversed(question.split(" + ")))):
         assert play(ProposeAndSolve, task, [proposal]).reward == INVALID
-    accepted = play(ProposeAndSolve, task, ["1 + 1 + 1 + 1 + 1 + 1 + 1", *["7"] * 4, *["8"] * 4])
-    assert accepted.reward == pytest.approx(8 / 7)
+    outcome = play(ProposeAndSolve, task, ["1 + 1 + 1 + 1 + 1 + 1 + 1", *["7"] * 4, *["8"] * 4])
+    assert outcome.reward == pytest.approx(8 / 7)

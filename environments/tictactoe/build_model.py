@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import agentrl
 from agentrl.core.ids import random_stream
 from agentrl.environments.frozen_lake.build_model import TEMPLATE, byte_tokenizer
-from agentrl.environments.tictactoe.env import FREE, LINES, OTHER, OWN, TicTacToe, random_player
+from agentrl.environments.tictactoe.env import FREE_MARKS, LINES, OPPONENT_MARKS, OWN_MARKS, TicTacToe, random_player
 from agentrl.environments.tiny_model import model as tiny_model
 from agentrl.rollout.chat.chat_format import TemplateChatFormat
 
@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 CONTEXT = 64
 SPECIAL = ("<|pad|>", "<|user|>", "<|move|>", "<|end|>")
 WORDS = tuple(
-    "".join(letters) for line in LINES for letters in product(*((FREE[cell], OWN[cell], OTHER[cell]) for cell in line))
+    "".join(letters)
+    for line in LINES
+    for letters in product(*((FREE_MARKS[cell], OWN_MARKS[cell], OPPONENT_MARKS[cell]) for cell in line))
 )
 """All possible lines of the board."""
-MOVES = tuple(f"[{cell}]" for cell in FREE)
+MOVES = tuple(f"[{cell}]" for cell in FREE_MARKS)
 
 
 def build(directory: Path, *, seed: int, steps: int) -> None:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from agentrl.environment.environment import Split, TaskSource
     from agentrl.environment.games import GameEpisode
 
-FREE, OWN, OTHER = "012345678", "ABCDEFGHI", "abcdefghi"
+FREE_MARKS, OWN_MARKS, OPPONENT_MARKS = "012345678", "ABCDEFGHI", "abcdefghi"
 """Characters of the nine cells in a prompt: free, with the player's own mark, with the other player's."""
-TURNED = ("012345678", "630741852", "876543210", "258147036", "036147258", "678345012", "852741630", "210543876")
+SYMMETRIES = ("012345678", "630741852", "876543210", "258147036", "036147258", "678345012", "852741630", "210543876")
 """Display order of the cells, for each rotation and reflection of the board."""
 LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
 OPENINGS = (1, 1, 1, 1, 2, 3, 3, 3)
@@ -55,15 +55,15 @@ class TicTacToe(agentrl.TextArenaEnvironment):
         """Return the eight lines of the board: free cells as numbers, the player's own as capital letters, the
         opponent's as lowercase letters."""
         marks = [mark for row in env.state.game_state["board"] for mark in row]
-        names = {"": FREE, "OX"[player]: OWN, "XO"[player]: OTHER}
-        boards = ["".join(names[marks[int(cell)]][at] for at, cell in enumerate(turned)) for turned in TURNED]
+        names = {"": FREE_MARKS, "OX"[player]: OWN_MARKS, "XO"[player]: OPPONENT_MARKS}
+        boards = ["".join(names[marks[int(cell)]][at] for at, cell in enumerate(cells)) for cells in SYMMETRIES]
         board = min(boards)
-        self._turned = TURNED[boards.index(board)]
+        self._symmetry = SYMMETRIES[boards.index(board)]
         return "".join(board[cell] for line in LINES for cell in line)
 
     def action(self, text: str, env: textarena.Env) -> str:
         """Return the text with each `[cell]` mapped back to TextArena's board."""
-        return re.sub(r"\[\s*([0-8])\s*\]", lambda cell: f"[{self._turned[int(cell[1])]}]", text)
+        return re.sub(r"\[\s*([0-8])\s*\]", lambda cell: f"[{self._symmetry[int(cell[1])]}]", text)
 
     def rewards(self, task: Task, episode: GameEpisode) -> Sequence[float]:
         """Return 1 for a win, ½ for a draw, and 0 for a loss or a truncated game."""
@@ -104,4 +104,4 @@ def is_won(cells: Collection[int]) -> bool:
 
 def random_player(conversation: Sequence[Message], random: Random) -> str:
     """A bot that marks a random free cell."""
-    return f"[{random.choice(sorted(set(FREE) & set(conversation[-1].content)))}]"
+    return f"[{random.choice(sorted(set(FREE_MARKS) & set(conversation[-1].content)))}]"

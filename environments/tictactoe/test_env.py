@@ -12,7 +12,7 @@ from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.core.records import Task
 from agentrl.environment.games import GameEpisode, GamePosition
 from agentrl.environments.tictactoe.build_model import MOVES
-from agentrl.environments.tictactoe.env import FREE, LINES, TicTacToe, is_won, random_player
+from agentrl.environments.tictactoe.env import FREE_MARKS, LINES, TicTacToe, is_won, random_player
 from agentrl.rollout.chat.chat_format import TemplateChatFormat
 from tests.unit.episodes import play
 
@@ -48,21 +48,21 @@ def rewards_at(end: GamePosition) -> list[float]:
 
 
 def test_each_seat_reads_the_board_from_its_own_side() -> None:
-    seen = [position["observation"] for position in positions(["[4]", "[0]", "[7]"])]
-    assert seen == [lines(board) for board in ("012345678", "0123e5678", "0123E567i", "0123e56hI")]
+    observations = [position["observation"] for position in positions(["[4]", "[0]", "[7]"])]
+    assert observations == [lines(board) for board in ("012345678", "0123e5678", "0123E567i", "0123e56hI")]
     assert [position["player"] for position in positions(["[4]", "[0]", "[7]"])] == [0, 1, 0, 1]
 
 
 def test_boards_that_are_alike_when_turned_or_mirrored_are_shown_as_one_and_moves_taken_back() -> None:
     task = Task(id="t", data={"seed": 0, "opening": []})
     shown = set()
-    for cell in FREE:
+    for cell in FREE_MARKS:
         environment = TicTacToe()
         game = environment.game(task)
         game.reset()
         after = game.step(f"[{cell}]")
         shown.add(after["observation"])
-        free = next(name for name in after["observation"] if name in FREE)
+        free = next(name for name in after["observation"] if name in FREE_MARKS)
         game.step(f"I take [ {free} ].")
         board = [mark for row in environment.env.state.game_state["board"] for mark in row]
         assert (board.count("X"), board[int(cell)]) == (1, "O")
@@ -124,7 +124,7 @@ def test_a_move_is_one_token_that_ends_the_turn_and_a_line_another() -> None:
         assert len(chat.encode(move)) == 1
         assert chat.encode(move)[0] in chat.stop_token_ids
         assert chat.decode(chat.encode(move)) == move
-    first, second = (chat.start([agentrl.user(lines(board))], []) for board in (FREE, "0123E567i"))
+    first, second = (chat.start([agentrl.user(lines(board))], []) for board in (FREE_MARKS, "0123E567i"))
     assert len(first) == len(second) == len(LINES) + 2
     assert not {*first, *second} & {chat.encode(move)[0] for move in MOVES}
     assert sum(file.stat().st_size for file in MODEL.iterdir()) < 3_000_000

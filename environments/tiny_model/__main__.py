@@ -31,11 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AgentRLError as error:
         print(f"tiny_model: {error}", file=sys.stderr)
         return error.exit_code
-    demonstrated = "" if result.demonstrated is None else f"; demonstrations: {result.demonstrated:.3f}"
-    if demonstrated and options.early:
-        demonstrated += f" (up to {options.early:.0%} of them answer too early, which leaves something to learn)"
+    note = "" if result.demonstrated is None else f"; demonstrations: {result.demonstrated:.3f}"
+    if note and options.early:
+        note += f" (up to {options.early:.0%} of them answer too early, which leaves something to learn)"
     print(f"{result.path}: {result.parameters:,} parameters, {result.vocabulary} tokens, {result.steps} training steps")
-    print(f"held-out reward: {result.before:.3f} before, {result.reward:.3f} after{demonstrated}")
+    print(f"held-out reward: {result.before:.3f} before, {result.reward:.3f} after{note}")
     if result.explanation:
         print(f"the held-out reward did not rise: {result.explanation}")
     print(f"next: agentrl train {result.path}/train.toml")

@@ -302,8 +302,10 @@ def save_model(model: Qwen3ForCausalLM, directory: Path, *, stop_tokens: int | l
     pad = model.config.pad_token_id
     model.generation_config = GenerationConfig(eos_token_id=stop_tokens, pad_token_id=pad, do_sample=True)
     transformers_logging.disable_progress_bar()
-    halved: dict[int, torch.Tensor] = {}  # tied weights stay one tensor
-    weights = {name: halved.setdefault(value.data_ptr(), value.half()) for name, value in model.state_dict().items()}
+    half_tensors: dict[int, torch.Tensor] = {}  # tied weights stay one tensor
+    weights = {
+        name: half_tensors.setdefault(value.data_ptr(), value.half()) for name, value in model.state_dict().items()
+    }
     model.save_pretrained(directory, state_dict=weights)
     (directory / "model.safetensors").chmod(0o644)
 

@@ -156,8 +156,8 @@ class PlayedContext(EpisodeContext):
         """Return the agent of a seat; `tools` is ignored."""
         if seat not in self._speakers:
             raise EnvironmentDefinitionError(f"seat {seat!r} has no player; give a callable for it")
-        made = PlayedAgent(seat, index, self._speakers[seat], self._parse, self.limits)
-        return self.agents.setdefault((seat, index), made)
+        new_agent = PlayedAgent(seat, index, self._speakers[seat], self._parse, self.limits)
+        return self.agents.setdefault((seat, index), new_agent)
 
     async def effect(
         self,
@@ -169,8 +169,8 @@ class PlayedContext(EpisodeContext):
     ) -> T:
         """Act on the outside world."""
         value = function()
-        performed: T = await value if inspect.isawaitable(value) else value
-        return performed
+        result: T = await value if inspect.isawaitable(value) else value
+        return result
 
     def resource(
         self, factory: Callable[[], object], *, level: ResourceLevel = "pinned", seed: int | None = None

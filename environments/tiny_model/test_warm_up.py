@@ -38,8 +38,8 @@ class Doubling(agentrl.ToolEnvironment):
 class Shown(Doubling):
     @classmethod
     def demonstrate(cls, task: agentrl.Task, random: Random) -> Iterator[Any]:
-        doubled = yield {"name": "twice", "arguments": {"number": task.data["number"]}}
-        yield doubled
+        result = yield {"name": "twice", "arguments": {"number": task.data["number"]}}
+        yield result
 
 
 class Listed(Doubling):
@@ -89,46 +89,46 @@ def config_of(environment: type) -> RunConfig:
     return RunConfig.model_validate({"environment": {"id": environment.__name__}, "model": {"path": "none"}})
 
 
-def said(environment: type[agentrl.Environment], task: int = 0) -> list[list[tuple[str, str]]]:
+def conversations(environment: type[agentrl.Environment], task: int = 0) -> list[list[tuple[str, str]]]:
     shown, _ = module._shown(environment, environment.tasks("train")[task], 0, 0.0)
     return [[(message.role, message.content) for message in demonstration.messages] for demonstration in shown]
 
 
 def test_a_generator_is_sent_what_the_environment_answered() -> None:
     call = '<tool_call>{"name":"twice","arguments":{"number":2}}</tool_call>'
-    assert said(Shown, 2) == [[("user", "2?"), ("assistant", call), ("tool", "4"), ("assistant", "4")]]
+    assert conversations(Shown, 2) == [[("user", "2?"), ("assistant", call), ("tool", "4"), ("assistant", "4")]]
     shown, reward = module._shown(Shown, Shown.tasks("train")[2], 0, 0.0)
     assert reward == 1.0
     assert [tool.name for tool in shown[0].tools] == ["twice"]
 
 
 def test_a_list_may_hold_several_calls_in_a_turn() -> None:
-    ((_, (_, calls), *observed, answer),) = said(Listed, 1)
+    ((_, (_, calls), *observations, answer),) = conversations(Listed, 1)
     assert calls.count("<tool_call>") == 2
-    assert observed == [("tool", "2"), ("tool", "4")]
+    assert observations == [("tool", "2"), ("tool", "4")]
     assert answer == ("assistant", "2")
 
 
 class TwoCalls(Doubling):
     @classmethod
     def demonstrate(cls, task: agentrl.Task, random: Random) -> Iterator[Any]:
-        once = yield {"name": "twice", "arguments": {"number": task.data["number"]}}
-        yield {"name": "twice", "arguments": {"number": int(once)}}
-        yield once
+        first_result = yield {"name": "twice", "arguments": {"number": task.data["number"]}}
+        yield {"name": "twice", "arguments": {"number": int(first_result)}}
+        yield first_result
 
 
 def test_some_demonstrations_answer_too_early_with_what_the_last_call_gave() -> None:
     task = agentrl.Task(id="t", data={"question": "3?", "number": 3})
     (early,), _ = module._shown(TwoCalls, task, 0, 1.0)
     assert [message.content for message in early.messages[2:]] == ["6", "6"]
-    (whole,), _ = module._shown(TwoCalls, task, 0, 0.0)
-    assert [message.content for message in whole.messages if message.role == "tool"] == ["6", "12"]
+    (demonstration,), _ = module._shown(TwoCalls, task, 0, 0.0)
+    assert [message.content for message in demonstration.messages if message.role == "tool"] == ["6", "12"]
     (only,), _ = module._shown(Shown, task, 0, 1.0)
     assert len(only.messages) == 4, "one call is not left out"
 
 
 def test_every_seat_is_demonstrated_on_its_own() -> None:
-    first, second = said(TwoSeats)
+    first, second = conversations(TwoSeats)
     assert first == [("user", "Ask."), ("assistant", "is it?")]
     assert second == [("user", "is it?"), ("assistant", "it is")]
 
@@ -136,17 +136,17 @@ def test_every_seat_is_demonstrated_on_its_own() -> None:
 class Asked(Doubling):
     @classmethod
     def demonstrate(cls, task: agentrl.Task, random: Random, *, first_message: str) -> Iterator[Any]:
-        doubled = yield {"name": "twice", "arguments": {"number": int(first_message.rstrip("?"))}}
-        yield doubled
+        result = yield {"name": "twice", "arguments": {"number": int(first_message.rstrip("?"))}}
+        yield result
 
 
 def test_a_demonstration_may_read_the_first_message() -> None:
-    assert said(Asked, 2) == said(Shown, 2)
+    assert conversations(Asked, 2) == conversations(Shown, 2)
 
 
 def test_each_pass_asks_for_the_tasks_of_another_seed() -> None:
-    played = iter(module._Played(config_of(Shown), Shown, 0.0))
-    questions = [next(played).messages[0].content for _ in range(7)]
+    demonstrations = iter(module._DemonstrationSource(config_of(Shown), Shown, 0.0))
+    questions = [next(demonstrations).messages[0].content for _ in range(7)]
     assert questions == ["0?", "1?", "2?", "1?", "2?", "3?", "2?"]
 
 

@@ -41,9 +41,9 @@ VOCABULARY = 1024
 """Maximum number of tokens of the tokenizer."""
 CORPUS = 2000
 """Maximum number of demonstrations on whose text the tokenizer is trained."""
-DIFFERENT = 50_000
+NUM_DEMONSTRATIONS = 50_000
 """Number of different demonstrations; further steps repeat them."""
-MEASURED = 64
+NUM_EVAL_TASKS = 64
 """Number of held-out tasks that measure success."""
 MEASURED_EVERY = 20
 """Number of warm-up steps between two measurements."""
@@ -121,12 +121,12 @@ def build_tiny_model(
     )
     held_out = _held_out(config, environment_class)
     source = (
-        _Played(config, environment_class, early)
+        _DemonstrationSource(config, environment_class, early)
         if demonstrations is None
         else _read(Path(demonstrations), environment_class)
     )
     on_progress("playing demonstrations")
-    demonstrated = (
+    demonstration_reward = (
         None if demonstrations is not None else _demonstrated_reward(environment_class, held_out, seed, early)
     )
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -134,17 +134,17 @@ def build_tiny_model(
     try:
         scratch.chmod(0o755)
         builder = _Builder(config, environment_class, held_out, scratch, seed, on_progress)
-        made = builder.build(source, steps, until, demonstrated)
+        outcome = builder.build(source, steps, until, demonstration_reward)
         reference = (
             environment
             if isinstance(environment, str)
             else f"{environment_class.__module__}:{environment_class.__qualname__}"
         )
-        _write_notes(scratch, target, reference, builder.sizes, made)
+        _write_notes(scratch, target, reference, builder.sizes, outcome)
         scratch.rename(target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return TinyModelResult(path=target, **made)
+    return TinyModelResult(path=target, **outcome)
 
 
 # --- demonstrations ---------------------------------------------------------------------------------------------------
@@ -192,10 +192,10 @@ class _Expert:
     def _begin(self, first_message: str) -> Iterator[Reply]:
         """Call `demonstrate` with the optional parameters that its signature names."""
         parameters = inspect.signature(self._environment.demonstrate).parameters
-        offered = {"seat": self._seat, "first_message": first_message}
-        optional = {name: value for name, value in offered.items() if name in parameters}
-        made = self._environment.demonstrate(self._task, self._random, **optional)
-        return made if isinstance(made, Generator) else iter(made)
+        arguments = {"seat": self._seat, "first_message": first_message}
+        optional = {name: value for name, value in arguments.items() if name in parameters}
+        replies = self._environment.demonstrate(self._task, self._random, **optional)
+        return replies if isinstance(replies, Generator) else iter(replies)
 
 
 def format_reply(reply: Reply) -> str:
@@ -205,8 +205,8 @@ def format_reply(reply: Reply) -> str:
     encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
     try:
         calls = [reply] if isinstance(reply, Mapping) else list(reply)
-        named = [{"name": call["name"], "arguments": dict(call["arguments"])} for call in calls]
-        return "".join(f"{OPEN}{encode(call)}{CLOSE}" for call in named)
+        call_objects = [{"name": call["name"], "arguments": dict(call["arguments"])} for call in calls]
+        return "".join(f"{OPEN}{encode(call)}{CLOSE}" for call in call_objects)
     except (TypeError, KeyError, ValueError) as error:
         raise InputError(
             f"demonstrate() gave {str(reply)[:200]!r}: a reply is text, a call as {{'name': …, 'arguments': {{…}}}} "
@@ -267,7 +267,7 @@ def _play(environment: type[Environment], task: Task, seed: int, *, calls: int |
     return context
 
 
-class _Played:
+class _DemonstrationSource:
     """The environment's demonstrations on its training tasks, task after task.
 
     Each pass uses the tasks of another seed: if tasks are drawn, a model that sees each task once learns to copy, while
@@ -285,7 +285,7 @@ class _Played:
         self._early = early
 
     def __iter__(self) -> Iterator[Demonstration]:
-        played = 0
+        num_played = 0
         for seed in count(self._config.seed):
             tasks = task_source(self._config.model_copy(update={"seed": seed}), self._environment, "train")
             if not len(tasks):
@@ -294,8 +294,8 @@ class _Played:
                 )
             for number in range(len(tasks)):
                 yield from _shown(self._environment, tasks[number], seed, self._early)[0]
-                played += 1
-                if played == DIFFERENT:
+                num_played += 1
+                if num_played == NUM_DEMONSTRATIONS:
                     return
 
 
@@ -351,8 +351,8 @@ def _message(message: Mapping[str, Any]) -> Message:
     calls = []
     for call in message.get("tool_calls") or []:
         arguments = call["function"]["arguments"]
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-        calls.append({"name": call["function"]["name"], "arguments": parsed})
+        parsed_arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        calls.append({"name": call["function"]["name"], "arguments": parsed_arguments})
     return Message(role=role, content=content + (format_reply(calls) if calls else ""))
 
 
@@ -402,7 +402,7 @@ class _Builder:
     sizes: _Sizes = field(default_factory=_Sizes)
 
     def build(
-        self, source: _Played | list[Demonstration], steps: int, until: float, target: float | None
+        self, source: _DemonstrationSource | list[Demonstration], steps: int, until: float, target: float | None
     ) -> dict[str, Any]:
         """Write the model; returns facts to report about it."""
         from agentrl.environments.tiny_model import model as tiny_model
@@ -440,17 +440,17 @@ class _Builder:
         tiny_model.save_model(model, directory, stop_tokens=stop)
         before = reward = self._measure("random weights")
         if target is not None and target <= before:
-            observed = [message.content for shown in corpus for message in shown.messages if message.role == "tool"]
-            mistake = next((text for text in observed if text.startswith("error:")), "")
+            observations = [message.content for shown in corpus for message in shown.messages if message.role == "tool"]
+            mistake = next((text for text in observations if text.startswith("error:")), "")
             raise CheckFailedError(
                 f"the demonstrations earn {target:.3f}, random weights {before:.3f}: check `demonstrate` and `reward`"
                 + (f"; a tool answered {mistake[:300]!r}" if mistake else "")
             )
-        taken = 0
+        num_steps = 0
 
         def on_step(step: int, loss: float) -> bool:
-            nonlocal taken, reward
-            taken = step
+            nonlocal num_steps, reward
+            num_steps = step
             self.on_progress(f"step {step} of {steps}, loss {loss:.3f}, held-out reward {reward:.2f}")
             if step % MEASURED_EVERY:
                 return False
@@ -467,19 +467,23 @@ class _Builder:
             "demonstrated": target,
             "before": before,
             "reward": reward,
-            "steps": taken,
+            "steps": num_steps,
             "parameters": model.num_parameters(),
             "vocabulary": tokenizer.get_vocab_size(),
         }
 
-    def _explain(self, before: float, reward: float, demonstrated: float | None) -> str:
+    def _explain(self, before: float, reward: float, demonstration_reward: float | None) -> str:
         """Explain a held-out reward that did not rise, with the reward on training tasks; empty if it rose."""
-        if has_risen(before, reward, demonstrated):
+        if has_risen(before, reward, demonstration_reward):
             return ""
         tasks = task_source(self.config, self.environment, "train")
-        trained = [tasks[number] for number in range(min(MEASURED, len(tasks)))]
+        training_tasks = [tasks[number] for number in range(min(NUM_EVAL_TASKS, len(tasks)))]
         return explain_flat_reward(
-            before, reward, demonstrated, on_training_tasks=self._measure("training tasks", trained), tasks=len(tasks)
+            before,
+            reward,
+            demonstration_reward,
+            on_training_tasks=self._measure("training tasks", training_tasks),
+            tasks=len(tasks),
         )
 
     def _measure(self, part: str, tasks: Sequence[Task] = ()) -> float:
@@ -493,31 +497,31 @@ class _Builder:
                 "seed": self.seed,
                 "model": {"path": str(self.directory)},
                 "sampling": {"max_tokens": sizes.max_tokens, "max_turns": sizes.max_turns},
-                "engine": {"slots": MEASURED, "max_context": sizes.max_context},
+                "engine": {"slots": NUM_EVAL_TASKS, "max_context": sizes.max_context},
             }
         )
         return evaluate(config, tasks=tasks, environment=self.environment)["evaluation/reward"]
 
 
-def has_risen(before: float, reward: float, demonstrated: float | None) -> bool:
+def has_risen(before: float, reward: float, demonstration_reward: float | None) -> bool:
     """Whether a reward has risen by a fifth of the way to that of the demonstrations, or at all if that is unknown."""
-    way = 0.0 if demonstrated is None else demonstrated - before
+    way = 0.0 if demonstration_reward is None else demonstration_reward - before
     return reward > before + way / 5
 
 
 def explain_flat_reward(
-    before: float, reward: float, demonstrated: float | None, *, on_training_tasks: float, tasks: int
+    before: float, reward: float, demonstration_reward: float | None, *, on_training_tasks: float, tasks: int
 ) -> str:
     """Explain why a held-out reward did not rise.
 
     Args:
         before: held-out reward of the random weights.
         reward: held-out reward of the model.
-        demonstrated: reward of the demonstrations, if known; more than `before`.
+        demonstration_reward: reward of the demonstrations, if known; more than `before`.
         on_training_tasks: reward of the model on the tasks whose demonstrations it learned.
         tasks: number of training tasks of one seed.
     """
-    if has_risen(before, on_training_tasks, demonstrated):
+    if has_risen(before, on_training_tasks, demonstration_reward):
         return (
             f"on training tasks it earns {on_training_tasks:.3f}, so it memorized them: there are {tasks}, or held-out "
             "tasks contain words that no training task contains. Draw more training tasks from `seed`, and hold out "
@@ -529,7 +533,7 @@ def explain_flat_reward(
     )
 
 
-def _again_and_again(chat: Any, source: _Played | list[Demonstration], seed: int) -> Iterator[Row]:
+def _again_and_again(chat: Any, source: _DemonstrationSource | list[Demonstration], seed: int) -> Iterator[Row]:
     """Yield the rows of all demonstrations in order, then repeatedly, each time in a new order."""
     from agentrl.environments.tiny_model.model import tokenise_demonstration
 
@@ -549,7 +553,7 @@ def _held_out(config: RunConfig, environment: type[Environment]) -> list[Task]:
     for split in ("held_out", "train"):
         source = task_source(config, environment, split)
         if len(source):
-            drawn = random_stream("measured", config.seed).sample(range(len(source)), min(MEASURED, len(source)))
+            drawn = random_stream("measured", config.seed).sample(range(len(source)), min(NUM_EVAL_TASKS, len(source)))
             return [source[index] for index in drawn]
     raise InputError(f"{environment.__name__}.tasks('train') is empty, so there is nothing to demonstrate")
 
@@ -607,13 +611,13 @@ tasks = 256           # held-out tasks, before the first step and after the last
 """
 
 
-def _write_notes(scratch: Path, target: Path, reference: str, sizes: _Sizes, made: Mapping[str, Any]) -> None:
+def _write_notes(scratch: Path, target: Path, reference: str, sizes: _Sizes, outcome: Mapping[str, Any]) -> None:
     location, colon, name = reference.rpartition(":") if ":" in reference else (reference, "", "")
     if location.endswith(".py"):
         reference = os.path.relpath(location, target) + colon + name
     command = f"agentrl train {shlex.quote(str(target / 'train.toml'))}"
     values = {
-        **made,
+        **outcome,
         "command": command,
         "environment": name or location,
         "reference": json.dumps(reference),
@@ -626,7 +630,9 @@ def _write_notes(scratch: Path, target: Path, reference: str, sizes: _Sizes, mad
         "max_turns": sizes.max_turns,
         "max_context": sizes.max_context,
     }
-    demonstrated = made["demonstrated"]
-    values["demonstrated"] = "" if demonstrated is None else f" (the demonstrations: {demonstrated:.2f})"
+    demonstration_reward = outcome["demonstrated"]
+    values["demonstrated"] = (
+        "" if demonstration_reward is None else f" (the demonstrations: {demonstration_reward:.2f})"
+    )
     (scratch / "README.md").write_text(README.format(**values), encoding="utf-8")
     (scratch / "train.toml").write_text(TRAIN.format(**values), encoding="utf-8")
