@@ -150,9 +150,9 @@ def _generator_states() -> tuple[object, ...]:
     from numpy import ndarray
     from numpy.random.mtrand import get_bit_generator
 
-    whole = get_bit_generator().state
+    state = get_bit_generator().state
     # Some generators buffer numbers beside their state (Philox four, others half a word).
-    numpy = [value for part in (whole, whole["state"]) for value in part.values() if value is not whole["state"]]
+    numpy = [value for part in (state, state["state"]) for value in part.values() if value is not state["state"]]
     return random.getstate(), [value.tobytes() if isinstance(value, ndarray) else value for value in numpy]
 
 
@@ -196,7 +196,7 @@ class GuardedAwaitable:
                 self._guard.enter()
             try:
                 if steps is None:
-                    steps = self._begun()
+                    steps = self._first_step()
                 waits_for = next(steps) if thrown is None else steps.throw(thrown)
             except StopIteration as end:
                 return end.value
@@ -223,13 +223,13 @@ class GuardedAwaitable:
         """Make later cancellations of the awaiting task end the steps without throwing into the user's code."""
         self._is_abandoned = True
 
-    def _begun(self) -> Generator[Any, Any, Any]:
-        begin, self._begin = self._begin, _nothing
+    def _first_step(self) -> Generator[Any, Any, Any]:
+        begin, self._begin = self._begin, _do_nothing
         try:
             awaitable = begin()
         except StopIteration as error:  # StopIteration here does not mean that the coroutine returned
             raise RuntimeError("the program raised StopIteration") from error
-        return (awaitable if hasattr(awaitable, "__await__") else _awaited(awaitable)).__await__()
+        return (awaitable if hasattr(awaitable, "__await__") else _await_value(awaitable)).__await__()
 
     def suspend_guard(self) -> None:
         """Suspend the guard within a step, until `resume_guard`, to run code that needs no guard and may block.
@@ -268,11 +268,11 @@ def _close(steps: Any) -> None:
         _abandoned.append(steps)
 
 
-async def _nothing() -> None:
+async def _do_nothing() -> None:
     """Replaces `begin` once the program has begun, so that it is not kept alive."""
 
 
-async def _awaited(value: Any) -> Any:
+async def _await_value(value: Any) -> Any:
     """Await a value without `__await__`: a generator-based coroutine. Anything else is a TypeError."""
     return await value
 
@@ -291,12 +291,12 @@ def as_episode_error(error: BaseException, task: asyncio.Task[Any] | None) -> Ba
     is_closed = isinstance(error, GeneratorExit) and _current_task() is not task
     if isinstance(error, Exception | asyncio.CancelledError) or is_closed:
         return error
-    ended = EpisodeError(
+    episode_error = EpisodeError(
         f"run() raised {describe_user_code_error(error)}; raise a subclass of Exception instead",
         reason="environment_error",
     )
-    ended.__cause__ = error
-    return ended
+    episode_error.__cause__ = error
+    return episode_error
 
 
 def _current_task() -> asyncio.Task[Any] | None:

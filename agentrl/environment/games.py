@@ -245,8 +245,10 @@ class PettingZooEnvironment(GameEnvironment):
         """Return the action that a turn's text names, or None. Default: the legal action whose name the text
         contains."""
         action_text = text.strip().removesuffix(".").lower()
-        named = (action for action in legal_actions(env) or () if self.action_name(action, env).lower() == action_text)
-        return next(named, None)
+        matches = (
+            action for action in legal_actions(env) or () if self.action_name(action, env).lower() == action_text
+        )
+        return next(matches, None)
 
     # --- machinery --------------------------------------------------------------------------------------------------
 
@@ -289,8 +291,8 @@ class _PettingZooGame(Game):
         from pettingzoo import ParallelEnv
         from pettingzoo.utils import parallel_to_aec
 
-        made = self._environment.make(self._task)
-        self._environment.env = parallel_to_aec(made) if isinstance(made, ParallelEnv) else made
+        env = self._environment.make(self._task)
+        self._environment.env = parallel_to_aec(env) if isinstance(env, ParallelEnv) else env
         self._environment.env.reset(seed=int(self._task.data["seed"]))
         _check_players(self._environment, len(self._environment.env.possible_agents))
         self._environment.begin(self._task, self._environment.env)
@@ -443,5 +445,5 @@ class _TextArenaGame(Game):
 
     def _as_text(self, player: int, messages: Any) -> str:
         names = self._inner.state.role_mapping
-        others = [m for m in messages if m[0] != player or m[2].name != "PLAYER_ACTION"]
-        return "\n".join(f"[{names.get(sender, f'Player {sender}')}] {text}" for sender, text, _ in others)
+        visible_messages = [m for m in messages if m[0] != player or m[2].name != "PLAYER_ACTION"]
+        return "\n".join(f"[{names.get(sender, f'Player {sender}')}] {text}" for sender, text, _ in visible_messages)

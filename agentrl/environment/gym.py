@@ -163,7 +163,7 @@ class SeededGame:
         environment, seed = self._environment, int(self._task.data["seed"])
         environment.env = environment.make(self._task)
         observation, info = environment.env.reset(seed=seed)
-        self._observation = self._rendered(observation, info)
+        self._observation = self._render(observation, info)
         return self._observation
 
     def step(self, text: str) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class SeededGame:
             return {"legal": False, "observation": shown, "terminated": False, "truncated": False}
         observation, reward, terminated, truncated, info = environment.env.step(action)
         # No agent sees the final observation, and some games cannot render it.
-        self._observation = "" if terminated or truncated else self._rendered(observation, info)
+        self._observation = "" if terminated or truncated else self._render(observation, info)
         return {
             "legal": True,
             "observation": self._observation,
@@ -184,7 +184,7 @@ class SeededGame:
             "truncated": bool(truncated),
         }
 
-    def _rendered(self, observation: Any, info: Mapping[str, Any]) -> str:
+    def _render(self, observation: Any, info: Mapping[str, Any]) -> str:
         shown = self._environment.render(observation, info, self._environment.env)
         if not isinstance(shown, str):
             raise EpisodeError(

@@ -199,8 +199,8 @@ class HarnessEnvironment(Environment):
                     ),
                 )
             rewards = self._rewards_by_seat(await awaited_reward(type(self), value))
-            for seat, acted in turns.items():
-                if acted and seat in rewards:
+            for seat, num_turns in turns.items():
+                if num_turns and seat in rewards:
                     ctx.agent(seat).reward(rewards[seat])
         finally:
             if self._directory is not None:
@@ -237,7 +237,7 @@ class HarnessEnvironment(Environment):
         url = endpoint.url
         if self.sandbox is not None and self.sandbox.network == "gateway":
             url = f"http://127.0.0.1:{GATEWAY_PORT}/v1"
-        arguments = [_filled(argument, task, url, endpoint.key) for argument in self.command]
+        arguments = [_fill_in(argument, task, url, endpoint.key) for argument in self.command]
         if any("\0" in argument or len(argument) > LONGEST_ARGUMENT for argument in arguments):
             raise EpisodeError(
                 f"task {task.id!r} gives the command an argument that contains a NUL character, or is longer than "
@@ -276,14 +276,14 @@ class HarnessEnvironment(Environment):
                 await process.wait()
                 await output.wait_until_closed()
         if status < 0:
-            named = {signal_number.value: signal_number.name for signal_number in signal.Signals}
+            signal_names = {signal_number.value: signal_number.name for signal_number in signal.Signals}
             raise EpisodeError(
-                f"the program was killed by {named.get(-status, f'signal {-status}')}; it is restarted",
+                f"the program was killed by {signal_names.get(-status, f'signal {-status}')}; it is restarted",
                 reason="harness_killed",
                 begin_again=True,
             )
         await asyncio.to_thread(_remove_specials, self._directory)
-        written = output.kept.decode("utf-8", "replace")
+        written = output.tail.decode("utf-8", "replace")
         failure = None if status == 0 else f"exit status {status}: {written[-500:].strip()}"
         return {"output": written, "error": failure}
 
@@ -351,13 +351,13 @@ def _refuse_constant(name: str) -> None:
 
 
 def _without_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    merged = dict(pairs)
-    if len(merged) < len(pairs):
+    result = dict(pairs)
+    if len(result) < len(pairs):
         raise ValueError("a key is given twice")
-    return merged
+    return result
 
 
-def _filled(argument: str, task: Task, url: str, key: str) -> str:
+def _fill_in(argument: str, task: Task, url: str, key: str) -> str:
     """Fill the fields of a command's argument."""
 
     def value(placeholder: re.Match[str]) -> str:
@@ -378,7 +378,7 @@ class _Output:
 
     def __init__(self) -> None:
         self._end, self.program_end = os.pipe()
-        self.kept = bytearray()
+        self.tail = bytearray()
         self._is_at_end = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         os.set_blocking(self._end, False)
@@ -405,8 +405,8 @@ class _Output:
             part = os.read(self._end, OUTPUT_BYTES)
         except BlockingIOError:
             return 0
-        self.kept += part
-        del self.kept[:-OUTPUT_BYTES]
+        self.tail += part
+        del self.tail[:-OUTPUT_BYTES]
         if not part:
             self._loop.remove_reader(self._end)
             self._is_at_end.set()
@@ -428,8 +428,12 @@ def _sweep(parent: str) -> None:
     for entry in os.scandir(parent):
         with contextlib.suppress(OSError):
             status = os.stat(entry.path, follow_symlinks=False)
-            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-            if not entry.name.startswith(PREFIX) or not is_own or SystemClock().wall() - status.st_ctime < UNLOCKED_S:
+            is_our_directory = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if (
+                not entry.name.startswith(PREFIX)
+                or not is_our_directory
+                or SystemClock().wall() - status.st_ctime < UNLOCKED_S
+            ):
                 continue
             directory = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
@@ -456,13 +460,13 @@ def _remove_tree(directory: Path) -> None:
 def _entries(directory: Path) -> Iterator[os.DirEntry[str]]:
     """Yield all entries below a directory, each directory before its content. `os.walk` is not used: it recurses in
     Python 3.11."""
-    waiting: list[str] = [str(directory)]
-    while waiting:
-        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:
+    directories: list[str] = [str(directory)]
+    while directories:
+        with contextlib.suppress(OSError), os.scandir(directories.pop()) as entries:
             for entry in entries:
                 yield entry
                 if entry.is_dir(follow_symlinks=False):
-                    waiting.append(entry.path)
+                    directories.append(entry.path)
 
 
 def die_with_parent_hook() -> Callable[[], None] | None:

@@ -73,10 +73,10 @@ def isolated(
         >>> make = isolated(Fraction, 1, timeout_s=5.0)
     """
     name = getattr(factory, "__qualname__", "")
-    resolved: Any = sys.modules.get(getattr(factory, "__module__", ""))
+    target: Any = sys.modules.get(getattr(factory, "__module__", ""))
     for part in name.split("."):
-        resolved = getattr(resolved, part, None)
-    if resolved is not factory:
+        target = getattr(target, part, None)
+    if target is not factory:
         raise EnvironmentDefinitionError(
             f"isolated({name or factory!r}): give a function or class defined at the top level of a module, and pass "
             "what it needs as arguments"
@@ -93,7 +93,7 @@ class IsolatedObject:
     ) -> None:
         self._name = name.rpartition(".")[2]
         self._timeout_s = timeout_s
-        self._ended = ""
+        self._end_reason = ""
         # The seed comes from the global random state, which belongs to the resource while it is made.
         self._first: Any = [name, list(arguments), random.getrandbits(64), memory_bytes]
         # In a separate context: this is no effect of the environment, and ends with the object.
@@ -118,34 +118,34 @@ class IsolatedObject:
         try:
             await self._ask(first, self._name, more_s=_START_S)
         except IsolatedObjectError as error:
-            self._ended = self._ended or f"{self._name} raised {format_foreign_error(error)}"
+            self._end_reason = self._end_reason or f"{self._name} raised {format_foreign_error(error)}"
             self._end()
             raise
 
     async def _ask(self, message: Any, act: str, *, more_s: float = 0.0) -> Any:
-        if self._ended:
-            raise IsolatedObjectError(f"the process of {self._name} has ended: {self._ended}")
+        if self._end_reason:
+            raise IsolatedObjectError(f"the process of {self._name} has ended: {self._end_reason}")
         try:
             async with asyncio.timeout(self._timeout_s + more_s):
                 await asyncio.get_running_loop().sock_sendall(self._line, encode_frame(message))
-                kind, answer = await self._received()
+                kind, answer = await self._receive()
         except TimeoutError:
             kind, answer = "ended", f"it took longer than {self._timeout_s:g} s and was killed"
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             kind, answer = "ended", f"it can no longer be understood ({error})"
         except BaseException:
-            self._ended = f"{act} was cancelled"
+            self._end_reason = f"{act} was cancelled"
             self._end()
             raise
         if kind == "ended":
-            self._ended = f"{answer}, in {act}"
+            self._end_reason = f"{answer}, in {act}"
             self._end()
-            raise IsolatedObjectError(f"the process of {self._name} ended: {self._ended}")
+            raise IsolatedObjectError(f"the process of {self._name} ended: {self._end_reason}")
         if kind != "returned":
             raise type(kind, (IsolatedObjectError,), {})(answer)
         return answer
 
-    async def _received(self) -> tuple[str, Any]:
+    async def _receive(self) -> tuple[str, Any]:
         length = int.from_bytes(await self._exactly(HEAD_BYTES), "little")
         if length > _LONGEST_BYTES:
             raise ValueError(f"a message of {length} bytes; at most {_LONGEST_BYTES} are allowed")
@@ -302,11 +302,11 @@ class _ForkServer:
 def _signals_received() -> socket.socket:
     """Return a socket that receives signal numbers. A handler that raised in the middle of `close` would leak
     children."""
-    arrived, writer = socket.socketpair()
+    reader, writer = socket.socketpair()
     writer.setblocking(False)
     signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, lambda number, frame: None)
-    return arrived
+    return reader
 
 
 def _kill(process: int) -> None:
@@ -342,14 +342,14 @@ def _answer_all(line: socket.socket, module: Any) -> None:
         factory: Any = module
         for part in name.split("."):
             factory = getattr(factory, part)
-        made = _answer(line, factory, arguments, keep=True)
+        instance = _answer(line, factory, arguments, keep=True)
         while True:
             method, arguments = _read(line)
-            _answer(line, partial(_call, made, method), arguments)
+            _answer(line, partial(_call, instance, method), arguments)
 
 
-def _call(made: Any, method: str, *arguments: Any) -> Any:
-    return getattr(made, method)(*arguments)
+def _call(instance: Any, method: str, *arguments: Any) -> Any:
+    return getattr(instance, method)(*arguments)
 
 
 def _answer(line: socket.socket, function: Any, arguments: list[Any], *, keep: bool = False) -> Any:

@@ -48,7 +48,7 @@ MAX_WRITTEN_BYTES = 64 << 20
 SHOWN_ERRORS = 1000
 """Bytes of a server's error stream that are shown when it ends."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "USER", "SHELL", "TERM")
+_INHERITED_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "USER", "SHELL", "TERM")
 """Environment variables of this process that a server inherits, besides its own."""
 
 
@@ -142,9 +142,9 @@ class MCPConnection:
         self.has_recalled = False
         """Whether a call was recalled instead of made: the state of a stateful server is then lost."""
         self._session: asyncio.Future[ClientSession] | None = None
-        self._holding: asyncio.Task[None] | None = None
+        self._hold_task: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
-        self._ended = ""
+        self._end_reason = ""
         """Reason why the server is ignored; empty while it is in use."""
         self._written = 0
         """Bytes that it wrote."""
@@ -170,13 +170,13 @@ class MCPConnection:
                     cursor = page.next_cursor
                     if cursor is None or len(tools) > MAX_TOOLS:
                         break
-            return await asyncio.to_thread(_checked, tools, self.server.tools)
+            return await asyncio.to_thread(_check_tools, tools, self.server.tools)
         except TimeoutError:
             raise self._unusable(f"it has not listed its tools within {START_S:g} s") from None
         except _ListError as error:
             raise self._unusable(str(error)) from None
         except Exception as error:  # noqa: BLE001 - of the server, or of the library that speaks with it
-            raise self._unusable(self._ended or format_foreign_error(_cause(error))[:1000]) from None
+            raise self._unusable(self._end_reason or format_foreign_error(_cause(error))[:1000]) from None
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Call a tool.
@@ -201,7 +201,7 @@ class MCPConnection:
         except asyncio.CancelledError:
             raise
         except Exception as error:  # noqa: BLE001 - of the server, or of the library that speaks with it
-            raise MCPToolError(self._ended or format_foreign_error(_cause(error))[:1000]) from None
+            raise MCPToolError(self._end_reason or format_foreign_error(_cause(error))[:1000]) from None
         result_text = _text_of(result)
         if getattr(result, "is_error", False):
             raise MCPToolError(result_text)
@@ -210,21 +210,21 @@ class MCPConnection:
     async def close(self) -> None:
         """End the connection, and the program with all processes of its group."""
         self._closing.set()
-        if self._holding is not None:
-            self._holding.cancel()
-            _, late = await asyncio.wait({self._holding}, timeout=CLOSE_S)
+        if self._hold_task is not None:
+            self._hold_task.cancel()
+            _, late = await asyncio.wait({self._hold_task}, timeout=CLOSE_S)
             if late:  # an HTTP server may not answer the end of its session
-                self._holding.cancel()
+                self._hold_task.cancel()
                 await asyncio.wait(late)
 
     async def _open(self) -> ClientSession:
         if self._session is None:
             loop = asyncio.get_running_loop()
             self._session = loop.create_future()
-            self._holding = loop.create_task(self._hold(self._session))
+            self._hold_task = loop.create_task(self._hold(self._session))
         return await asyncio.shield(self._session)
 
-    async def _hold(self, opened: asyncio.Future[ClientSession]) -> None:
+    async def _hold(self, session_future: asyncio.Future[ClientSession]) -> None:
         """Keep the connection open: the library wants it closed by the task that opened it."""
         import httpx2
         from mcp import ClientSession
@@ -248,14 +248,14 @@ class MCPConnection:
                     streams = await stack.enter_async_context(self._process())
                 session = await stack.enter_async_context(ClientSession(streams[0], streams[1]))
                 await session.initialize()
-                opened.set_result(session)
+                session_future.set_result(session)
                 await self._closing.wait()
         except BaseException as error:  # noqa: BLE001 - who waits gets it
-            if not opened.done():
-                opened.set_exception(
+            if not session_future.done():
+                session_future.set_exception(
                     _cause(error) if isinstance(error, Exception) else ConnectionError("it was closed")
                 )
-                opened.exception()
+                session_future.exception()
 
     async def _limit(self, response: Any) -> None:
         """Bound the size of an HTTP answer, since the library holds a whole one in memory."""
@@ -275,26 +275,26 @@ class MCPConnection:
                     length += len(part)
                     # The library limits the size of each event in a stream.
                     if not is_stream and length > MAX_LINE_BYTES:
-                        connection._ended = f"the server wrote an answer of more than {MAX_LINE_BYTES:,} bytes"
+                        connection._end_reason = f"the server wrote an answer of more than {MAX_LINE_BYTES:,} bytes"
                     connection._count(len(part))
-                    if connection._ended:
-                        raise httpx2.StreamError(connection._ended)
+                    if connection._end_reason:
+                        raise httpx2.StreamError(connection._end_reason)
                     yield part
 
             async def aclose(self) -> None:
                 await self._stream.aclose()
 
         if response.headers.get("Content-Encoding", "identity") != "identity":
-            self._ended = "the server packs its answers, unasked"
+            self._end_reason = "the server packs its answers, unasked"
             await response.aclose()
-            raise httpx2.StreamError(self._ended)
+            raise httpx2.StreamError(self._end_reason)
         response.stream = Limited(response.stream)
 
     def _count(self, length: int) -> None:
         """Note bytes that the server wrote."""
         self._written += length
         if self._written > MAX_WRITTEN_BYTES:
-            self._ended = f"the server wrote more than {MAX_WRITTEN_BYTES:,} bytes"
+            self._end_reason = f"the server wrote more than {MAX_WRITTEN_BYTES:,} bytes"
 
     @asynccontextmanager
     async def _process(self) -> AsyncIterator[tuple[Any, Any]]:
@@ -303,7 +303,10 @@ class MCPConnection:
 
         process = await asyncio.create_subprocess_exec(
             *self.server.command,
-            env={**{name: os.environ[name] for name in _INHERITED if name in os.environ}, **self.server.variables},
+            env={
+                **{name: os.environ[name] for name in _INHERITED_VARIABLES if name in os.environ},
+                **self.server.variables,
+            },
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -354,7 +357,7 @@ class MCPConnection:
         try:
             while line := await process.stdout.readline():
                 self._count(len(line))
-                if self._ended:
+                if self._end_reason:
                     return
                 # Lines that are not messages belong to the server's log.
                 with contextlib.suppress(ValueError, RecursionError):
@@ -363,9 +366,9 @@ class MCPConnection:
             # A process that the program left behind may hold its error stream open.
             await asyncio.wait({reading_errors}, timeout=1.0)
             error_output = errors.decode("utf-8", "replace").strip()
-            self._ended = f"the server has ended{f': {error_output}' if error_output else ''}"
+            self._end_reason = f"the server has ended{f': {error_output}' if error_output else ''}"
         except ValueError:  # raised by `readline` for a line that is too long
-            self._ended = f"the server wrote a line of more than {MAX_LINE_BYTES:,} bytes"
+            self._end_reason = f"the server wrote a line of more than {MAX_LINE_BYTES:,} bytes"
         finally:
             to_session.close()
 
@@ -375,9 +378,9 @@ class MCPConnection:
 
 async def _write(process: asyncio.subprocess.Process, from_session: Any) -> None:
     assert process.stdin is not None
-    async for outgoing in from_session:
+    async for message in from_session:
         with contextlib.suppress(ConnectionError):
-            process.stdin.write(outgoing.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
+            process.stdin.write(message.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
             await process.stdin.drain()
 
 
@@ -388,13 +391,15 @@ async def _read_errors(process: asyncio.subprocess.Process, errors: bytearray) -
         del errors[:-SHOWN_ERRORS]
 
 
-def mcp_tools_by_name(listed: Sequence[Mapping[str, Any]], connection: MCPConnection) -> Iterator[tuple[str, MCPTool]]:
+def mcp_tools_by_name(
+    descriptions: Sequence[Mapping[str, Any]], connection: MCPConnection
+) -> Iterator[tuple[str, MCPTool]]:
     """The tools of a server by name, from its list."""
-    for description in listed:
+    for description in descriptions:
         yield description["name"], MCPTool(spec=ToolSpec(**description), connection=connection)
 
 
-def _checked(listed: Sequence[dict[str, Any]], selected: Sequence[str]) -> list[dict[str, Any]]:
+def _check_tools(descriptions: Sequence[dict[str, Any]], names_to_select: Sequence[str]) -> list[dict[str, Any]]:
     """Check a server's list, and return the tools to offer.
 
     Raises:
@@ -402,18 +407,18 @@ def _checked(listed: Sequence[dict[str, Any]], selected: Sequence[str]) -> list[
     """
     import jsonschema
 
-    names = [tool["name"] for tool in listed]
-    if len(listed) > MAX_TOOLS:
+    names = [tool["name"] for tool in descriptions]
+    if len(descriptions) > MAX_TOOLS:
         raise _ListError(f"it lists more than {MAX_TOOLS} tools")
     for name in names:
         if not _NAME.fullmatch(name):
             raise _ListError(f"a tool's name is {name[:80]!r}; it must have 1 to 64 letters, digits, '_' or '-'")
         if names.count(name) > 1:
             raise _ListError(f"it lists tool {name!r} twice")
-    for name in selected:
+    for name in names_to_select:
         if name not in names:
             raise _ListError(f"it has no tool {name!r}; it has {', '.join(names)}")
-    for tool in listed:
+    for tool in descriptions:
         if len(json.dumps(tool)) > MAX_SCHEMA_CHARACTERS:
             raise _ListError(f"tool {tool['name']!r} is described in more than {MAX_SCHEMA_CHARACTERS:,} characters")
         try:
@@ -424,7 +429,7 @@ def _checked(listed: Sequence[dict[str, Any]], selected: Sequence[str]) -> list[
             raise _ListError(f"the schema of tool {tool['name']!r} is none: {error.message[:300]}") from None
         if tool["parameters"].get("type") != "object":
             raise _ListError(f"the schema of tool {tool['name']!r} must be of type object")
-    return [tool for tool in listed if not selected or tool["name"] in selected]
+    return [tool for tool in descriptions if not names_to_select or tool["name"] in names_to_select]
 
 
 _PLAIN = (
@@ -465,8 +470,8 @@ def _text_of(result: Any) -> str:
         part.text if getattr(part, "type", "") == "text" else f"[{getattr(part, 'type', 'content')}, left out]"
         for part in getattr(result, "content", ())
     ]
-    structured = getattr(result, "structured_content", None)
-    text = "\n".join(parts) if parts or structured is None else json.dumps(structured)
+    content = getattr(result, "structured_content", None)
+    text = "\n".join(parts) if parts or content is None else json.dumps(content)
     cut = len(text) - MAX_RESULT_CHARACTERS
     return text if cut <= 0 else f"{text[:MAX_RESULT_CHARACTERS]}… ({cut:,} characters were cut off)"
 

@@ -136,10 +136,10 @@ def trained_root_environments(environment: type[Environment]) -> tuple[type[Envi
 
 
 def with_evaluated_environments(
-    environment: type[Environment], others: Iterable[type[Environment]]
+    environment: type[Environment], evaluated_only: Iterable[type[Environment]]
 ) -> type[Environment]:
     """An environment, with others that are only evaluated."""
-    new = [other for other in dict.fromkeys(others) if other not in root_environments(environment)]
+    new = [candidate for candidate in dict.fromkeys(evaluated_only) if candidate not in root_environments(environment)]
     if not new:
         return environment
     rates = environment.rates if issubclass(environment, Mixture) else {environment.__name__: 1.0}

@@ -31,7 +31,7 @@ from agentrl.environment.tools import BoundTool, ToolEnvironment, ToolEpisode, b
 
 _FILE_MODULE = "agentrl_environment_"
 """Prefix of the module names of environments loaded from a file; `name_of` returns the file instead."""
-_HERE = Path(__file__).parent
+_PACKAGE = Path(__file__).parent
 ENTRY_POINT_GROUP = "agentrl.environments"
 _NOT_TOOLS = {"reset", "get_reward", "tasks"}
 """Public methods of a TRL-style class that are not its tools."""
@@ -46,10 +46,10 @@ class EnvironmentSpec:
     """`module:Class`, a path, or `registered` for a class given directly."""
 
 
-_registered: dict[str, type[Environment]] = {}
-_loaded: dict[str, type[Environment]] = {}
+_environments_by_id: dict[str, type[Environment]] = {}
+_loaded_classes: dict[str, type[Environment]] = {}
 """Resolved references: reading entry points takes milliseconds, and children are spawned by name."""
-_installed: dict[type[Environment], str] = {}
+_installed_ids: dict[type[Environment], str] = {}
 """Entry-point names of resolved classes."""
 
 
@@ -59,12 +59,12 @@ def register(id: str, environment: type) -> None:
     Raises:
         EnvironmentDefinitionError: the name is taken by another class, or the class is no environment.
     """
-    existing = _registered.get(id)
-    if existing is not None and existing is not environment:
+    registered_class = _environments_by_id.get(id)
+    if registered_class is not None and registered_class is not environment:
         raise EnvironmentDefinitionError(
-            f"environment {id!r} is already registered as {existing.__module__}:{existing.__qualname__}"
+            f"environment {id!r} is already registered as {registered_class.__module__}:{registered_class.__qualname__}"
         )
-    _registered[id] = as_environment(environment, where=id)
+    _environments_by_id[id] = as_environment(environment, where=id)
 
 
 def registered_environments() -> list[EnvironmentSpec]:
@@ -73,7 +73,7 @@ def registered_environments() -> list[EnvironmentSpec]:
         point.name: EnvironmentSpec(id=point.name, entry_point=point.value)
         for point in entry_points(group=ENTRY_POINT_GROUP)
     }
-    for name in _registered:
+    for name in _environments_by_id:
         specs[name] = EnvironmentSpec(id=name, entry_point="registered")
     return [specs[name] for name in sorted(specs)]
 
@@ -101,18 +101,18 @@ def resolve(reference: str | type | Mapping[str, float]) -> type[Environment]:
         return mixture({resolve(member): rate for member, rate in reference.items()})
     if isinstance(reference, type):
         return as_environment(reference, where=reference.__qualname__)
-    if reference in _registered:
-        return _registered[reference]
-    if reference not in _loaded:
-        _loaded[reference] = _find(reference)
-    return _loaded[reference]
+    if reference in _environments_by_id:
+        return _environments_by_id[reference]
+    if reference not in _loaded_classes:
+        _loaded_classes[reference] = _find(reference)
+    return _loaded_classes[reference]
 
 
 def _find(reference: str) -> type[Environment]:
     for point in entry_points(group=ENTRY_POINT_GROUP):
         if point.name == reference:
             environment = _load(point.value, reference)
-            _installed[environment] = reference
+            _installed_ids[environment] = reference
             return environment
     if ":" in reference or reference.endswith(".py"):
         return _load(reference, reference)
@@ -121,20 +121,20 @@ def _find(reference: str) -> type[Environment]:
 
 def loaded_environment(name: str) -> type[Environment] | None:
     """Return the environment of a name if this process has loaded it, without running code; else None."""
-    if name in _registered or name in _loaded:
-        return _registered.get(name) or _loaded[name]
+    if name in _environments_by_id or name in _loaded_classes:
+        return _environments_by_id.get(name) or _loaded_classes[name]
     location, _, attribute = name.rpartition(":")
-    loaded = getattr(sys.modules.get(location), attribute, None) if attribute.isidentifier() else None
-    return loaded if isinstance(loaded, type) and issubclass(loaded, Environment) else None
+    candidate = getattr(sys.modules.get(location), attribute, None) if attribute.isidentifier() else None
+    return candidate if isinstance(candidate, type) and issubclass(candidate, Environment) else None
 
 
 def name_of(environment: type[Environment]) -> str:
     """Return the name under which `resolve` finds a class: the registered one, else `module:Class`."""
-    for name, registered in _registered.items():
-        if registered is environment:
+    for name, candidate in _environments_by_id.items():
+        if candidate is environment:
             return name
-    if environment in _installed:
-        return _installed[environment]
+    if environment in _installed_ids:
+        return _installed_ids[environment]
     module = sys.modules.get(environment.__module__)
     if module is not None and environment.__module__.startswith(_FILE_MODULE):
         return f"{module.__file__}:{environment.__qualname__}"
@@ -148,12 +148,12 @@ def make(id: str) -> Environment:
 
 def _unknown(name: str) -> EnvironmentDefinitionError:
     names = [entry.id for entry in registered_environments()]
-    near = difflib.get_close_matches(name, names, n=1)
+    suggestions = difflib.get_close_matches(name, names, n=1)
     files = [file for file in (Path(name) / "env.py", Path(f"{name}.py")) if file.is_file()]
     if files:
         hint = f"its file is {files[0]}: give that path"
-    elif near:
-        hint = f"did you mean {near[0]!r}?"
+    elif suggestions:
+        hint = f"did you mean {suggestions[0]!r}?"
     else:
         hint = f"known: {', '.join(names) or 'none'}; a class of your own is `module:Class` or `path/env.py:Class`"
     return EnvironmentDefinitionError(f"no environment is called {name!r}; {hint}")
@@ -174,13 +174,13 @@ def load_function(reference: str, where: str) -> Callable[..., Any]:
         raise EnvironmentDefinitionError(
             f"{where} = {reference!r}: give `module:function` or `path/to/file.py:function`"
         )
-    function = getattr(_imported(location, where), name, None)
+    function = getattr(_import_module(location, where), name, None)
     if not callable(function):
         raise EnvironmentDefinitionError(f"{where}: {location} has no function {name!r}")
     return function  # type: ignore[no-any-return]
 
 
-def _imported(location: str, where: str) -> Any:
+def _import_module(location: str, where: str) -> Any:
     try:
         return load_module(location)
     except AgentRLError:
@@ -194,7 +194,7 @@ def _imported(location: str, where: str) -> Any:
 
 def _load(reference: str, where: str) -> type[Environment]:
     location, _, attribute = reference.rpartition(":") if ":" in reference else (reference, "", "")
-    module = _imported(location, f"environment {where!r}")
+    module = _import_module(location, f"environment {where!r}")
     if attribute:
         if not hasattr(module, attribute):
             class_names = ", ".join(c.__name__ for c in _environments_in(module)) or "none"
@@ -243,7 +243,7 @@ def _raised_at(error: BaseException) -> str:
     """Return the last line of a foreign module in an error's traceback."""
     if isinstance(error, SyntaxError):
         return f" ({error.filename}:{error.lineno})"
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(("<", str(_HERE)))]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(("<", str(_PACKAGE)))]
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
@@ -252,10 +252,10 @@ def _import(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        here = str(Path.cwd())
-        if error.name != name.split(".")[0] or here in sys.path:
+        working_directory = str(Path.cwd())
+        if error.name != name.split(".")[0] or working_directory in sys.path:
             raise
-        sys.path.append(here)
+        sys.path.append(working_directory)
         return importlib.import_module(name)
 
 
@@ -278,14 +278,14 @@ class _SuppliedFile(importlib.abc.SourceLoader):
 def register_source_files(sources: Mapping[str, str]) -> None:
     """Let `load_module` import files that exist on another machine only. `sources` maps absolute paths to their
     source."""
-    _supplied.update(sources)
+    _source_by_path.update(sources)
 
 
-_supplied: dict[str, str] = {}
+_source_by_path: dict[str, str] = {}
 
 
 def _load_file(path: Path) -> Any:
-    source = _supplied.get(str(path))
+    source = _source_by_path.get(str(path))
     if source is None and not path.is_file():
         raise EnvironmentDefinitionError(f"environment file {path} does not exist")
     digest = hashlib.blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()
@@ -333,14 +333,14 @@ def as_environment(candidate: object, *, where: str) -> type[Environment]:
         raise EnvironmentDefinitionError(
             f"environment {where!r}: seats must be a tuple of distinct names, e.g. ('solver',); got {candidate.seats!r}"
         )
-    if problem := _malformed(candidate):
+    if problem := _definition_problem(candidate):
         raise EnvironmentDefinitionError(f"environment {where!r}: {candidate.__qualname__}{problem}")
     if issubclass(candidate, ToolEnvironment):
         candidate.tool_table()
     return candidate
 
 
-def _malformed(candidate: type[Environment]) -> str:
+def _definition_problem(candidate: type[Environment]) -> str:
     """Describe a mistake in a class that would otherwise fail obscurely in its first episode; "" if there is none."""
     if not inspect.iscoroutinefunction(candidate.run):
         return ".run must be `async def run(self, ctx)`"
@@ -361,11 +361,13 @@ def _malformed(candidate: type[Environment]) -> str:
     if not (isinstance(worst, int | float) and math.isfinite(worst)):
         return f".illegal_reward is {worst!r}; it must be a finite number, below the reward of every legal end"
     parameters = inspect.signature(candidate).parameters.values()
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if needed:
+    required_names = [
+        p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if required_names:
         return (
-            f".__init__ wants {', '.join(needed)}, but is called without arguments for each episode; options go to "
-            "`tasks`, and per-task values into the task's data"
+            f".__init__ wants {', '.join(required_names)}, but is called without arguments for each episode; options "
+            "go to `tasks`, and per-task values into the task's data"
         )
     return ""
 
@@ -425,7 +427,7 @@ class TrlEnvironment(ToolEnvironment):
         tools = self.tool_table()
         agent = ctx.agent(self.seats[0], tools=[bound.spec for bound in tools.values()])
         self.instance = self.wrapped()
-        observation = await _awaited(self.instance.reset(**self._row(ctx.task.data)))
+        observation = await _await_value(self.instance.reset(**self._row(ctx.task.data)))
         text = self.prompt(ctx.task) + (observation if isinstance(observation, str) else "")
         pending: list[Message] = [user(text)]
         try:
@@ -438,7 +440,7 @@ class TrlEnvironment(ToolEnvironment):
             raise EnvironmentDefinitionError(
                 f"{self.wrapped.__qualname__} has no get_reward(); define it, so that agentrl can ask for the reward"
             )
-        value = await _awaited(self.instance.get_reward())
+        value = await _await_value(self.instance.get_reward())
         if value is None:
             raise RewardError(f"{self.wrapped.__qualname__}.get_reward returned None; return a number")
         agent.reward(value)
@@ -450,17 +452,17 @@ class TrlEnvironment(ToolEnvironment):
         return {parameter.name: data[parameter.name] for parameter in parameters if parameter.name in data}
 
 
-async def _awaited(value: Any) -> Any:
+async def _await_value(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-def adapt_trl(wrapped: type) -> type[TrlEnvironment]:
-    """Return an `Environment` class that runs `wrapped` unchanged; the same class each time."""
-    cached = wrapped.__dict__.get("__agentrl_environment__")
+def adapt_trl(trl_class: type) -> type[TrlEnvironment]:
+    """Return an `Environment` class that runs `trl_class` unchanged; the same class each time."""
+    cached = trl_class.__dict__.get("__agentrl_environment__")
     if cached is not None:
         return cached  # type: ignore[no-any-return]
-    namespace = {"wrapped": wrapped, "__module__": wrapped.__module__, "__doc__": wrapped.__doc__}
-    adapted: type[TrlEnvironment] = type(wrapped.__name__, (TrlEnvironment,), namespace)
-    adapted.tool_table()
-    wrapped.__agentrl_environment__ = adapted  # type: ignore[attr-defined]
-    return adapted
+    namespace = {"wrapped": trl_class, "__module__": trl_class.__module__, "__doc__": trl_class.__doc__}
+    environment_class: type[TrlEnvironment] = type(trl_class.__name__, (TrlEnvironment,), namespace)
+    environment_class.tool_table()
+    trl_class.__agentrl_environment__ = environment_class  # type: ignore[attr-defined]
+    return environment_class

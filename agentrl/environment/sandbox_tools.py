@@ -54,8 +54,8 @@ def read_file(*, lines: int = 500) -> Tool:
         """Return lines of a text file, from `first_line` on, counted from 1."""
         content = (await _content(self, path)).decode("utf-8", "replace").splitlines(keepends=True)
         start = max(first_line - 1, 0)
-        shown, left = content[start : start + lines], len(content) - start - lines
-        return "".join(shown) + (f"[{left} more lines]" if left > 0 else "")
+        shown, num_more = content[start : start + lines], len(content) - start - lines
+        return "".join(shown) + (f"[{num_more} more lines]" if num_more > 0 else "")
 
     return read_file
 
@@ -78,11 +78,11 @@ def edit_file() -> Tool:
     @tool(timeout_s=_SPARE_S)
     async def edit_file(self: ToolEnvironment, path: str, old: str, new: str) -> str:
         """Replace the text `old`, which must stand exactly once in the file, by `new`."""
-        content, wanted = await _content(self, path), old.encode()
-        found = content.count(wanted) if old else 0
-        if found != 1:
-            raise ValueError(f"the old text stands {found} times in {path}, and must stand there once")
-        await self.box.write({_absolute(self, path): content.replace(wanted, new.encode())})
+        content, old_bytes = await _content(self, path), old.encode()
+        count = content.count(old_bytes) if old else 0
+        if count != 1:
+            raise ValueError(f"the old text stands {count} times in {path}, and must stand there once")
+        await self.box.write({_absolute(self, path): content.replace(old_bytes, new.encode())})
         return f"edited {path}"
 
     return edit_file

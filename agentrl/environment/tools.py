@@ -396,8 +396,8 @@ class ToolEnvironment(Environment):
             return self.tool_table()
         tools: dict[str, BoundTool | MCPTool] = dict(self.tool_table())
         for connection in connections:
-            listed: list[dict[str, Any]] = await ctx.effect("list MCP tools", connection.listed, guarantee="read")
-            for name, tool in mcp_tools_by_name(listed, connection):
+            descriptions: list[dict[str, Any]] = await ctx.effect("list MCP tools", connection.listed, guarantee="read")
+            for name, tool in mcp_tools_by_name(descriptions, connection):
                 if name in tools:
                     raise EpisodeError(
                         f"MCP server {connection.server.name!r}: another tool is already called {name!r}; select the "

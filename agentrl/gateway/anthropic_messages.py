@@ -92,9 +92,9 @@ class AnthropicMessagesProtocol:
         stream.append({"type": "message_stop"})
         return [(event["type"], event) for event in stream]
 
-    def refusal(self, refused: RequestRefusedError) -> dict[str, Any]:
-        kind = _ERRORS.get(refused.kind, "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": str(refused)}}
+    def refusal(self, error: RequestRefusedError) -> dict[str, Any]:
+        kind = _ERRORS.get(error.kind, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
 def _messages(body: Mapping[str, Any]) -> list[Message]:
@@ -160,9 +160,9 @@ def _user_messages(blocks: Sequence[Mapping[str, Any]], location: str, names: Ma
     texts: list[str] = []
     for block in blocks:
         if block.get("type") == "tool_result":
-            answered = require_text(block.get("tool_use_id"), location)
+            call_id = require_text(block.get("tool_use_id"), location)
             content = _text(block.get("content") or "", location)
-            yield Message(role="tool", content=content, tool_call_id=answered, name=names.get(answered))
+            yield Message(role="tool", content=content, tool_call_id=call_id, name=names.get(call_id))
         else:
             texts.append(_text([block], location))
     if texts:
@@ -214,10 +214,10 @@ def _blocks(reply: ChatReply) -> Iterator[dict[str, Any]]:
         yield {"type": "tool_use", "id": call.id, "name": call.name, "input": tool_input}
 
 
-def _usage(reply: ChatReply, sampled: int) -> dict[str, int]:
+def _usage(reply: ChatReply, num_sampled: int) -> dict[str, int]:
     return {
         "input_tokens": reply.prompt_tokens - reply.cached_tokens,
         "cache_read_input_tokens": reply.cached_tokens,
         "cache_creation_input_tokens": 0,
-        "output_tokens": sampled,
+        "output_tokens": num_sampled,
     }

@@ -51,16 +51,16 @@ def decompress_body(body: bytes, encoding: str) -> bytes:
         case _:
             raise RequestRefusedError(f"content-encoding {encoding[:40]!r} is not supported; use gzip, deflate or zstd")
     try:
-        decompressed: bytes = unpacker.decompress(body, MAX_BODY_BYTES + 1)
+        content: bytes = unpacker.decompress(body, MAX_BODY_BYTES + 1)
     except (zlib.error, zstd.ZstdError) as error:
         raise RequestRefusedError(f"the body is not {encoding}: {error}") from None
-    if len(decompressed) > MAX_BODY_BYTES:
+    if len(content) > MAX_BODY_BYTES:
         raise RequestRefusedError(f"the body is longer than {MAX_BODY_BYTES} bytes when it is unpacked", "large")
     if not unpacker.eof:
         raise RequestRefusedError(f"the body ends in the middle of its {encoding} data")
     if unpacker.unused_data:
         raise RequestRefusedError(f"the body continues after the end of its {encoding} data")
-    return decompressed
+    return content
 
 
 def estimate_body_memory(body: bytes) -> int:

@@ -142,7 +142,7 @@ class ChatProtocol(Protocol):
         """Write a streamed answer: the name (or None) and the data of each server-sent event."""
         ...
 
-    def refusal(self, refused: RequestRefusedError) -> dict[str, Any]:
+    def refusal(self, error: RequestRefusedError) -> dict[str, Any]:
         """Write the body of a refusal."""
         ...
 
@@ -150,18 +150,18 @@ class ChatProtocol(Protocol):
     """Bytes that a stream sends while a reply is pending."""
 
 
-def read_integer(body: Mapping[str, Any], name: str, *, least: int = 1) -> int | None:
+def read_integer(body: Mapping[str, Any], name: str, *, minimum: int = 1) -> int | None:
     """Return an integer of a body; None if it is absent.
 
     Raises:
-        RequestRefusedError: the value is not an integer, or less than `least`.
+        RequestRefusedError: the value is not an integer, or less than `minimum`.
     """
     value = body.get(name)
     if value is None:
         return None
-    if type(value) is not int or value < least:
+    if type(value) is not int or value < minimum:
         raise RequestRefusedError(
-            f"{name} is {bounded_repr(value)}; it must be an integer of at least {least}", "invalid", name
+            f"{name} is {bounded_repr(value)}; it must be an integer of at least {minimum}", "invalid", name
         )
     return value
 
@@ -202,16 +202,16 @@ def stop_texts(value: Any, location: str) -> tuple[str, ...]:
     """
     if value is None:
         return ()
-    listed = [value] if isinstance(value, str) else value
-    if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(item, str) for item in texts):
         raise RequestRefusedError(
             f"{location} must be text or a list of texts, not {bounded_repr(value)}", "invalid", location
         )
-    if len(listed) > MOST_STOPS:
+    if len(texts) > MOST_STOPS:
         raise RequestRefusedError(
-            f"{location} has {len(listed)} texts; at most {MOST_STOPS} are read", "invalid", location
+            f"{location} has {len(texts)} texts; at most {MOST_STOPS} are read", "invalid", location
         )
-    return tuple(item for item in listed if item)
+    return tuple(item for item in texts if item)
 
 
 def bounded_repr(value: Any) -> str:

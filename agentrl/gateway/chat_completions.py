@@ -95,16 +95,16 @@ class ChatCompletionsProtocol:
             chunks.append((None, {**head, "choices": [], "usage": _usage(replies)}))
         return [*chunks, (None, "[DONE]")]
 
-    def refusal(self, refused: RequestRefusedError) -> dict[str, Any]:
-        return openai_refusal(refused)
+    def refusal(self, error: RequestRefusedError) -> dict[str, Any]:
+        return openai_refusal(error)
 
 
-def openai_refusal(refused: RequestRefusedError) -> dict[str, Any]:
+def openai_refusal(refusal: RequestRefusedError) -> dict[str, Any]:
     """Write the body of a refusal in OpenAI's form."""
-    kind = "authentication_error" if refused.kind == "key" else "invalid_request_error"
-    if refused.kind == "unavailable":
+    kind = "authentication_error" if refusal.kind == "key" else "invalid_request_error"
+    if refusal.kind == "unavailable":
         kind = "server_error"
-    error = {"message": str(refused), "type": kind, "param": refused.parameter, "code": _ERRORS.get(refused.kind)}
+    error = {"message": str(refusal), "type": kind, "param": refusal.parameter, "code": _ERRORS.get(refusal.kind)}
     return {"error": error}
 
 
@@ -126,14 +126,14 @@ def parse_messages(value: Any) -> list[Message]:
             for call in require_object_list(item.get("tool_calls") or [], f"{location}.tool_calls")
         )
         names.update((call.id, call.name) for call in calls)
-        answered = item.get("tool_call_id")
+        call_id = item.get("tool_call_id")
         messages.append(
             Message(
                 role=role,
                 content=content_text(item.get("content"), f"{location}.content"),
                 tool_calls=calls if role == "assistant" else (),
-                tool_call_id=require_text(answered, f"{location}.tool_call_id") if answered is not None else None,
-                name=names.get(str(answered)) if role == "tool" else None,
+                tool_call_id=require_text(call_id, f"{location}.tool_call_id") if call_id is not None else None,
+                name=names.get(str(call_id)) if role == "tool" else None,
             )
         )
     if not messages or messages[-1].role == "assistant":
@@ -237,10 +237,10 @@ def _finish_reason(reply: ChatReply) -> str:
 
 
 def _usage(replies: Sequence[ChatReply]) -> dict[str, Any]:
-    prompt, sampled = replies[0].prompt_tokens, sum(reply.completion_tokens for reply in replies)
+    prompt, num_sampled = replies[0].prompt_tokens, sum(reply.completion_tokens for reply in replies)
     return {
         "prompt_tokens": prompt,
-        "completion_tokens": sampled,
-        "total_tokens": prompt + sampled,
+        "completion_tokens": num_sampled,
+        "total_tokens": prompt + num_sampled,
         "prompt_tokens_details": {"cached_tokens": replies[0].cached_tokens},
     }

@@ -51,11 +51,11 @@ class OpenAIResponsesProtocol:
         if isinstance(written, dict) and written.get("format") is not None:
             demands["response_format"] = written["format"]
         tools = require_object_list(body.get("tools") or [], "tools")
-        offered = list(_offered(tools))
+        tools_by_namespace = list(_flatten_tools(tools))
         return ChatRequest(
             model=require_text(body.get("model"), "model"),
             messages=_messages(body),
-            tools=[_tool(tool, space) for space, tool in offered],
+            tools=[_tool(tool, space) for space, tool in tools_by_namespace],
             max_tokens=read_integer(body, "max_output_tokens"),
             stream=body.get("stream") is True,
             demands=demands,
@@ -63,7 +63,7 @@ class OpenAIResponsesProtocol:
                 "tools": tools,
                 "instructions": body.get("instructions"),
                 "compacts": _compacts(body.get("input")),
-                "offered": {_tool_name(space, tool): (space, tool.get("type")) for space, tool in offered},
+                "offered": {_tool_name(space, tool): (space, tool.get("type")) for space, tool in tools_by_namespace},
             },
         )
 
@@ -97,8 +97,8 @@ class OpenAIResponsesProtocol:
         stream.append({"type": f"response.{response['status']}", "response": response})
         return [(event["type"], {**event, "sequence_number": n}) for n, event in enumerate(stream)]
 
-    def refusal(self, refused: RequestRefusedError) -> dict[str, Any]:
-        return openai_refusal(refused)
+    def refusal(self, error: RequestRefusedError) -> dict[str, Any]:
+        return openai_refusal(error)
 
 
 def _messages(body: Mapping[str, Any]) -> list[Message]:
@@ -144,9 +144,9 @@ def _input_message(item: Mapping[str, Any], location: str, names: Mapping[str, s
                 raise RequestRefusedError(f"{location}.role is {bounded_repr(item.get('role'))}", "invalid", location)
             return Message(role=role, content=content_text(item.get("content"), location))
         case "function_call_output" | "custom_tool_call_output":
-            answered = require_text(item.get("call_id"), f"{location}.call_id")
+            call_id = require_text(item.get("call_id"), f"{location}.call_id")
             content = content_text(item.get("output"), f"{location}.output")
-            return Message(role="tool", content=content, tool_call_id=answered, name=names.get(answered))
+            return Message(role="tool", content=content, tool_call_id=call_id, name=names.get(call_id))
         case "compaction" | "compaction_summary":
             return Message(
                 role="user", content=require_text(item.get("encrypted_content"), f"{location}.encrypted_content")
@@ -208,7 +208,7 @@ def _call(item: Mapping[str, Any], kind: str, location: str) -> ToolCall:
     return ToolCall(id=call_id, name=name, arguments=parse_tool_arguments(item.get("arguments", "")))
 
 
-def _offered(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _flatten_tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the tools of a request, each after its namespace, which is usually empty."""
     for tool in tools:
         if tool.get("type") == "namespace":

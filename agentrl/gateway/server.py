@@ -127,7 +127,7 @@ class Gateway:
 
     def __init__(self, *, host: str = HOST) -> None:
         self._host = host
-        self._admitted: dict[bytes, tuple[AttemptEndpoint, str | None]] = {}
+        self._endpoints_by_key: dict[bytes, tuple[AttemptEndpoint, str | None]] = {}
         """Seats and, if the key is limited to one, the seat's name; keyed by the digest of the key."""
         self._runner: web.AppRunner | None = None
         self._port = 0
@@ -137,7 +137,7 @@ class Gateway:
         """Attempts, keyed by the connections whose last request had one of their keys."""
         self._parsing = asyncio.Lock()
         """Held by the request that is parsed."""
-        self._starting = asyncio.Lock()
+        self._start_lock = asyncio.Lock()
 
     @asynccontextmanager
     async def open(
@@ -153,34 +153,34 @@ class Gateway:
             StorageError: the server cannot listen on loopback.
         """
         async with self._listen() as url:
-            opened = AttemptEndpoint(
+            endpoint = AttemptEndpoint(
                 url=url,
                 key=new_key(),
                 keys={name: new_key() for name in seats},
                 seats={**seats, **{alias: seats[name] for alias, name in aliases.items()}},
                 failure=asyncio.get_running_loop().create_future(),
             )
-            self._admitted[_digest(opened.key)] = (opened, None)
-            self._admitted.update({_digest(key): (opened, name) for name, key in opened.keys.items()})
+            self._endpoints_by_key[_digest(endpoint.key)] = (endpoint, None)
+            self._endpoints_by_key.update({_digest(key): (endpoint, name) for name, key in endpoint.keys.items()})
             try:
-                yield opened
+                yield endpoint
             finally:
-                opened.is_closed = True
-                for close in opened.sockets:
+                endpoint.is_closed = True
+                for close in endpoint.sockets:
                     close()
-                for key in (opened.key, *opened.keys.values()):
-                    del self._admitted[_digest(key)]
-                for task in opened.running:
+                for key in (endpoint.key, *endpoint.keys.values()):
+                    del self._endpoints_by_key[_digest(key)]
+                for task in endpoint.running:
                     task.cancel()
-                await asyncio.gather(*opened.running, return_exceptions=True)
-                opened.failure.cancel()
-                asyncio.get_running_loop().call_later(KEEPALIVE_S, _abort_all, opened.connections)
+                await asyncio.gather(*endpoint.running, return_exceptions=True)
+                endpoint.failure.cancel()
+                asyncio.get_running_loop().call_later(KEEPALIVE_S, _abort_all, endpoint.connections)
 
-    def serve(self, opened: AttemptEndpoint, listening: socket.socket) -> None:
+    def serve(self, endpoint: AttemptEndpoint, listening: socket.socket) -> None:
         """Serve an attempt's seats at a further socket, in its sandbox's network, until they are closed."""
         assert self._runner is not None
         assert self._runner.server is not None
-        opened.sockets.append(self._server.accept_from(self._runner.server, listening))
+        endpoint.sockets.append(self._server.accept_from(self._runner.server, listening))
 
     @asynccontextmanager
     async def _listen(self) -> AsyncIterator[str]:
@@ -189,7 +189,7 @@ class Gateway:
         Raises:
             StorageError: the address cannot be used.
         """
-        async with self._starting:
+        async with self._start_lock:
             # In a separate context, since the server is not part of the episode that starts it.
             if self._runner is None:
                 await asyncio.get_running_loop().create_task(self._start(), context=contextvars.Context())
@@ -197,7 +197,7 @@ class Gateway:
         try:
             yield f"http://{self._host}:{self._port}/v1"
         finally:
-            async with self._starting:
+            async with self._start_lock:
                 self._listeners -= 1
                 if not self._listeners:
                     await self._stop()
@@ -244,11 +244,11 @@ class Gateway:
         protocol = _PROTOCOLS.get(path)
         try:
             self._forget_key(request)
-            self._check_own(request)
-            opened, limited_to = self._admit(request, in_address)
-            self._note_key(request, opened)
+            self._check_origin(request)
+            attempt_endpoint, limited_to = self._admit(request, in_address)
+            self._note_key(request, attempt_endpoint)
             if path == "/v1/models" and request.method == "GET":
-                names = [name for name, seat in opened.seats.items() if limited_to in (None, seat.seat)]
+                names = [name for name, seat in attempt_endpoint.seats.items() if limited_to in (None, seat.seat)]
                 return _json(200, _models(names))
             if protocol is None or request.method != "POST":
                 raise RequestRefusedError(
@@ -256,19 +256,19 @@ class Gateway:
                     f"{', '.join(f'POST {endpoint}' for endpoint in _PROTOCOLS)}",
                     "model",
                 )
-            async with self._read(request, path, protocol, opened) as (chat, digest):
-                if opened.is_closed:
+            async with self._read(request, path, protocol, attempt_endpoint) as (chat, digest):
+                if attempt_endpoint.is_closed:
                     raise RequestRefusedError("the episode has ended", "key")
                 if path == COUNT_TOKENS:
-                    counted = seat_for_model(opened.seats, chat.model, limited_to).count_tokens(chat)
-                    return _json(200, {"input_tokens": counted})
-                return await self._chat(request, protocol, chat, opened, limited_to, digest)
-        except RequestRefusedError as refused:
-            return _json(refused.status, (protocol.refusal if protocol else openai_refusal)(refused))
+                    num_tokens = seat_for_model(attempt_endpoint.seats, chat.model, limited_to).count_tokens(chat)
+                    return _json(200, {"input_tokens": num_tokens})
+                return await self._chat(request, protocol, chat, attempt_endpoint, limited_to, digest)
+        except RequestRefusedError as refusal:
+            return _json(refusal.status, (protocol.refusal if protocol else openai_refusal)(refusal))
         except ConnectionResetError:
             return _json(499, {})  # the client disconnected, so the answer is not read
 
-    def _note_key(self, request: web.Request, opened: AttemptEndpoint) -> None:
+    def _note_key(self, request: web.Request, endpoint: AttemptEndpoint) -> None:
         """Note that a connection has shown a key.
 
         Raises:
@@ -276,13 +276,13 @@ class Gateway:
         """
         connection = _connection(request)
         self._server.admit(connection)
-        self._attempts[connection] = opened
-        opened.connections.add(connection)
+        self._attempts[connection] = endpoint
+        endpoint.connections.add(connection)
         max_connections = connections.file_limit() // 2  # the other half is for other attempts
         if (
-            len(opened.connections)
+            len(endpoint.connections)
             > max_connections
-            < sum(not connection_of_attempt.is_closing() for connection_of_attempt in opened.connections)
+            < sum(not connection_of_attempt.is_closing() for connection_of_attempt in endpoint.connections)
         ):
             request.protocol.close()
             raise RequestRefusedError(f"{max_connections} connections of this episode are open already", "unavailable")
@@ -291,40 +291,40 @@ class Gateway:
         """Forget the key of a connection: its next request must show one."""
         connection = _connection(request)
         self._server.doubt(connection)
-        opened = self._attempts.pop(connection, None)
-        if opened is not None:
-            opened.connections.discard(connection)
+        endpoint = self._attempts.pop(connection, None)
+        if endpoint is not None:
+            endpoint.connections.discard(connection)
 
     @asynccontextmanager
     async def _read(
-        self, request: web.Request, path: str, protocol: ChatProtocol, opened: AttemptEndpoint
+        self, request: web.Request, path: str, protocol: ChatProtocol, endpoint: AttemptEndpoint
     ) -> AsyncIterator[tuple[ChatRequest, bytes]]:
         """Read a request and the digest of its path and body; its memory counts until the context is left.
 
         Raises:
             RequestRefusedError: the body is too long or malformed, or too many others are in flight.
         """
-        budget, reserved, body = opened.budget, 0, bytearray()
+        budget, reserved_bytes, body = endpoint.budget, 0, bytearray()
         try:
             async for part in request.content.iter_any():
                 if len(body) + len(part) > bodies.MAX_BODY_BYTES:
                     raise RequestRefusedError(f"the body is longer than {bodies.MAX_BODY_BYTES} bytes", "large")
                 budget.hold(len(part))
-                reserved += len(part)
+                reserved_bytes += len(part)
                 body += part
             # Only one request of each attempt waits for the second lock, so attempts take turns.
             async with budget.parsing, self._parsing:
                 await asyncio.sleep(0)  # all else runs between two bodies
-                unpacked = bodies.decompress_body(bytes(body), request.headers.get("Content-Encoding", ""))
-                budget.hold(memory := bodies.estimate_body_memory(unpacked))
-                reserved += memory
-                parsed = protocol.read(bodies.parse_json_body(unpacked)), _digest(path, unpacked)
-            del body, unpacked
-            yield parsed
+                content = bodies.decompress_body(bytes(body), request.headers.get("Content-Encoding", ""))
+                budget.hold(memory := bodies.estimate_body_memory(content))
+                reserved_bytes += memory
+                request_and_digest = protocol.read(bodies.parse_json_body(content)), _digest(path, content)
+            del body, content
+            yield request_and_digest
         finally:
-            budget.held_bytes -= reserved
+            budget.held_bytes -= reserved_bytes
 
-    def _check_own(self, request: web.Request) -> None:
+    def _check_origin(self, request: web.Request) -> None:
         """Refuse browsers: a page whose name resolves to this machine could use a key that it guessed or saw."""
         port = _connection(request).get_extra_info("sockname")[1]  # a sandbox has its own port
         hosts = (f"{self._host}:{port}", f"localhost:{port}")
@@ -342,38 +342,38 @@ class Gateway:
         authorization = request.headers.get("Authorization", "")
         bearer = authorization[7:].strip() if authorization[:7].lower() == "bearer " else ""
         key = in_address or request.headers.get("x-api-key") or bearer
-        admitted = self._admitted.get(_digest(key))
-        if admitted is None:
+        endpoint_and_seat = self._endpoints_by_key.get(_digest(key))
+        if endpoint_and_seat is None:
             reason = (
                 "the key is of no episode that runs here: keys end with their episode" if key else "there is no key"
             )
             raise RequestRefusedError(reason, "key")
-        return admitted
+        return endpoint_and_seat
 
     async def _chat(
         self,
         request: web.Request,
         protocol: ChatProtocol,
         chat: ChatRequest,
-        opened: AttemptEndpoint,
+        endpoint: AttemptEndpoint,
         limited_to: str | None,
         digest: bytes,
     ) -> web.StreamResponse:
         """Sample, recall or join the call of a request, and send its replies."""
-        seat = seat_for_model(opened.seats, chat.model, limited_to)
-        call = _call_of(opened, digest, request)
+        seat = seat_for_model(endpoint.seats, chat.model, limited_to)
+        call = _call_of(endpoint, digest, request)
         if call is None:
-            if len(opened.running) >= MOST_CALLS:
+            if len(endpoint.running) >= MOST_CALLS:
                 raise RequestRefusedError(
                     f"{MOST_CALLS} calls of this episode are already waiting; try again later", "unavailable"
                 )
-            call = _PendingReply(asyncio.get_running_loop().create_task(_replies(opened, seat, chat)))
-            opened.running.add(call.task)
-            opened.calls.setdefault(digest, []).append(call)
+            call = _PendingReply(asyncio.get_running_loop().create_task(_replies(endpoint, seat, chat)))
+            endpoint.running.add(call.task)
+            endpoint.calls.setdefault(digest, []).append(call)
             key = request.headers.get("Idempotency-Key", "")
             if key:
-                opened.by_idempotency_key[digest, key] = call
-            call.task.add_done_callback(functools.partial(_forget_if_refused, opened, digest, key, call))
+                endpoint.by_idempotency_key[digest, key] = call
+            call.task.add_done_callback(functools.partial(_forget_if_refused, endpoint, digest, key, call))
         if call.clients >= MOST_CLIENTS:
             raise RequestRefusedError(
                 f"{MOST_CLIENTS} clients already wait for the reply to this request", "unavailable"
@@ -385,7 +385,7 @@ class Gateway:
             call.clients -= 1
             raise
         call.clients -= 1
-        _forget(opened, digest, call)
+        _forget(endpoint, digest, call)
         return response
 
 
@@ -425,36 +425,36 @@ def seat_for_model(seats: Mapping[str, GatewaySeat], model: str, limited_to: str
     return seat
 
 
-def _call_of(opened: AttemptEndpoint, digest: bytes, request: web.Request) -> _PendingReply | None:
+def _call_of(endpoint: AttemptEndpoint, digest: bytes, request: web.Request) -> _PendingReply | None:
     """Return the call whose reply a request should get; None if it is a new call."""
     if idempotency_key := request.headers.get("Idempotency-Key", ""):
-        return opened.by_idempotency_key.get((digest, idempotency_key))
+        return endpoint.by_idempotency_key.get((digest, idempotency_key))
     retries = request.headers.get("x-stainless-retry-count", "0") != "0"
     # Of equal calls the one that fewest wait for: its client is the likeliest to ask again.
-    call = min(opened.calls.get(digest, ()), key=lambda candidate: candidate.clients, default=None)
+    call = min(endpoint.calls.get(digest, ()), key=lambda candidate: candidate.clients, default=None)
     return call if call is not None and (retries or not call.clients) else None
 
 
-def _forget(opened: AttemptEndpoint, digest: bytes, call: _PendingReply) -> None:
+def _forget(endpoint: AttemptEndpoint, digest: bytes, call: _PendingReply) -> None:
     """Forget a call whose replies a client has received."""
-    same = opened.calls.get(digest, [])
-    if call in same:
-        same.remove(call)
-    if not same:
-        opened.calls.pop(digest, None)
+    calls = endpoint.calls.get(digest, [])
+    if call in calls:
+        calls.remove(call)
+    if not calls:
+        endpoint.calls.pop(digest, None)
 
 
 def _forget_if_refused(
-    opened: AttemptEndpoint, digest: bytes, key: str, call: _PendingReply, task: asyncio.Task[Sequence[ChatReply]]
+    endpoint: AttemptEndpoint, digest: bytes, key: str, call: _PendingReply, task: asyncio.Task[Sequence[ChatReply]]
 ) -> None:
     """Forget a call that ended without replies: refused requests, with all they hold, would add up without end."""
-    opened.running.discard(task)
+    endpoint.running.discard(task)
     if task.cancelled() or task.exception() is not None:
-        _forget(opened, digest, call)
-        opened.by_idempotency_key.pop((digest, key), None)
+        _forget(endpoint, digest, call)
+        endpoint.by_idempotency_key.pop((digest, key), None)
 
 
-async def _replies(opened: AttemptEndpoint, seat: GatewaySeat, chat: ChatRequest) -> Sequence[ChatReply]:
+async def _replies(endpoint: AttemptEndpoint, seat: GatewaySeat, chat: ChatRequest) -> Sequence[ChatReply]:
     """Return the replies of a call; report an error that ends the episode to its owner."""
     try:
         if chat.n == 1:
@@ -465,9 +465,9 @@ async def _replies(opened: AttemptEndpoint, seat: GatewaySeat, chat: ChatRequest
         return [task.result() for task in tasks]
     except BaseException as error:  # noqa: BLE001 - raised again
         cause = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
-        if not isinstance(cause, RequestRefusedError | asyncio.CancelledError) and not opened.failure.done():
-            opened.failure.set_exception(cause)
-            opened.failure.exception()  # mark as retrieved: its owner may have ended
+        if not isinstance(cause, RequestRefusedError | asyncio.CancelledError) and not endpoint.failure.done():
+            endpoint.failure.set_exception(cause)
+            endpoint.failure.exception()  # mark as retrieved: its owner may have ended
         raise cause from None
 
 
@@ -478,28 +478,28 @@ async def _hand_over(
     await asyncio.wait({task}, timeout=0 if chat.stream else KEEPALIVE_S)
     response: web.StreamResponse | None = None
     while not task.done():
-        response = response or await _begun(request, chat)
+        response = response or await _start_stream(request, chat)
         await response.write(protocol.keepalive if chat.stream else b" ")
         await asyncio.wait({task}, timeout=KEEPALIVE_S)
     try:
         replies = task.result()
     except (AgentRLError, asyncio.CancelledError) as error:
-        refused = _refused(error)
+        refusal = _as_refusal(error)
         if response is None:
-            raise refused from None
-        body = protocol.refusal(refused)
-        await response.write(_event("error", body) if chat.stream else _dumped(body))
+            raise refusal from None
+        body = protocol.refusal(refusal)
+        await response.write(_event("error", body) if chat.stream else _to_json(body))
     else:
-        response = response or await _begun(request, chat)
+        response = response or await _start_stream(request, chat)
         if chat.stream:
             await response.write(b"".join(_event(name, data) for name, data in protocol.events(chat, replies)))
         else:
-            await response.write(_dumped(protocol.whole(chat, replies)))
+            await response.write(_to_json(protocol.whole(chat, replies)))
     await response.write_eof()
     return response
 
 
-async def _begun(request: web.Request, chat: ChatRequest) -> web.StreamResponse:
+async def _start_stream(request: web.Request, chat: ChatRequest) -> web.StreamResponse:
     """Start an answer: send its status and headers."""
     from aiohttp import web
 
@@ -509,7 +509,7 @@ async def _begun(request: web.Request, chat: ChatRequest) -> web.StreamResponse:
     return response
 
 
-def _refused(error: BaseException) -> RequestRefusedError:
+def _as_refusal(error: BaseException) -> RequestRefusedError:
     """Convert an error to the client's refusal; for an error that ends the episode, the refusal states only that."""
     if isinstance(error, RequestRefusedError):
         return error
@@ -529,11 +529,11 @@ def _models(names: Sequence[str]) -> dict[str, Any]:
 
 def _event(name: str | None, data: Any) -> bytes:
     """Encode one server-sent event."""
-    written = data.encode() if isinstance(data, str) else _dumped(data)
+    written = data.encode() if isinstance(data, str) else _to_json(data)
     return (b"" if name is None else f"event: {name}\n".encode()) + b"data: " + written + b"\n\n"
 
 
-def _dumped(value: Any) -> bytes:
+def _to_json(value: Any) -> bytes:
     """Encode JSON in ASCII: lone surrogates of a model's arguments stay escaped."""
     return json.dumps(value, default=dict).encode()
 
@@ -542,7 +542,7 @@ def _json(status: int, value: Any) -> web.Response:
     from aiohttp import web
 
     return web.Response(
-        status=status, body=_dumped(value), content_type="application/json", headers={"Cache-Control": "no-store"}
+        status=status, body=_to_json(value), content_type="application/json", headers={"Cache-Control": "no-store"}
     )
 
 

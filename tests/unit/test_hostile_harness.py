@@ -59,7 +59,7 @@ def test_what_a_program_printed_is_there_however_late_it_is_read() -> None:
             os.write(output.program_end, part)
         output.close()  # nothing has run the event loop, as if it had been blocked until the time-out
         os.close(output.program_end)
-        return bytes(output.kept)
+        return bytes(output.tail)
 
     assert asyncio.run(written([b"4", b"2\n"])) == b"42\n"
     most = asyncio.run(written([b"a" * (harness.PIPE_BYTES - harness.OUTPUT_BYTES), b"b" * harness.OUTPUT_BYTES]))

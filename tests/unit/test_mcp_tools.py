@@ -308,7 +308,7 @@ PIECES = {"a": [piece for n in range(4_000) for piece in (n, str(n), "a" * 40 + 
 def test_no_schema_makes_its_check_take_for_ever(kind: str) -> None:
     schema = OBJECT | HOSTILE[kind]
     started = time.thread_time()
-    (tool,) = mcp_module._checked([{"name": "a", "description": "", "parameters": schema}], ())
+    (tool,) = mcp_module._check_tools([{"name": "a", "description": "", "parameters": schema}], ())
     connection = MCPConnection(MCPServer(command=["a"]))
     assert mcp_module.MCPTool(spec=ToolSpec(**tool), connection=connection).validate(PIECES) == PIECES
     assert time.thread_time() - started < 20  # 1 s to 2 s here, minutes without the bound
@@ -440,7 +440,7 @@ def test_schemas_are_checked_beside_the_event_loop(tmp_path: Path) -> None:
     }
     tools = [TOOL | {"name": f"a{n}", "inputSchema": shape} for n in range(16)]
     spent = time.thread_time()
-    mcp_module._checked([{"name": f"a{n}", "description": "", "parameters": shape} for n in range(16)], ())
+    mcp_module._check_tools([{"name": f"a{n}", "description": "", "parameters": shape} for n in range(16)], ())
     alone = time.thread_time() - spent
 
     async def longest_step() -> float:
@@ -471,7 +471,7 @@ def test_a_server_that_is_closed_in_a_hurry_is_waited_for(shop: MCPServer, caplo
     async def hurried() -> None:
         connection = MCPConnection(shop)
         await connection.listed()
-        holding = connection._holding
+        holding = connection._hold_task
         assert holding is not None
         while not holding.done():
             holding.cancel()
