@@ -187,16 +187,16 @@ def compare_episodes_across_runs(
     """Compare two episodes, of one run or of two. Raises as `RunReader.episode`."""
     left, right = a.episode(a_id, a_attempt), b.episode(b_id, b_attempt)
     left_acts, right_acts = _acts(left), _acts(right)
-    same, departure = 0, None
+    num_same, departure = 0, None
     for call in dict.fromkeys([*left_acts, *right_acts]):
         departure = _departure(call, left_acts.get(call), right_acts.get(call))
         if departure is not None:
             break
-        same += 1
+        num_same += 1
     return EpisodeDifference(
         a=left.summary,
         b=right.summary,
-        same_acts=same,
+        same_acts=num_same,
         departure=departure or _environments(left, right),
         rewards=_rewards(left, right),
         turns=_turns(left_acts, right_acts),
@@ -256,8 +256,8 @@ def _turn_departure(call: str, left_turn: TurnEntry, right_turn: TurnEntry) -> F
 
 
 def _first(left: Sequence[int], right: Sequence[int]) -> int | None:
-    for at, (one, other) in enumerate(zip(left, right, strict=False)):
-        if one != other:
+    for at, (left_value, right_value) in enumerate(zip(left, right, strict=False)):
+        if left_value != right_value:
             return at
     return None if len(left) == len(right) else min(len(left), len(right))
 
@@ -265,8 +265,8 @@ def _first(left: Sequence[int], right: Sequence[int]) -> int | None:
 def _side(turn: TurnEntry, part: str, at: int) -> DifferingSide:
     if part == "context":
         return DifferingSide(" / ".join(str(message.get("content", "")) for message in turn.messages))
-    whose = turn.weights_of or turn.policy
-    spans = [f"{whose}@{span.lineage}.{span.step}" for span in turn.spans if span.start <= at < span.stop]
+    policy = turn.weights_of or turn.policy
+    spans = [f"{policy}@{span.lineage}.{span.step}" for span in turn.spans if span.start <= at < span.stop]
     return DifferingSide(turn.text, spans[0] if spans else None)
 
 
@@ -299,10 +299,10 @@ def _rewards(left: EpisodeView, right: EpisodeView) -> dict[str, tuple[float | N
 def _turns(left_acts: dict[str, EntryBody], right_acts: dict[str, EntryBody]) -> list[tuple[str, int, bool]]:
     turns = []
     for call in dict.fromkeys([*left_acts, *right_acts]):
-        both = (left_acts.get(call), right_acts.get(call))
-        one = both[0] if isinstance(both[0], TurnEntry) else both[1]
+        bodies = (left_acts.get(call), right_acts.get(call))
+        one = bodies[0] if isinstance(bodies[0], TurnEntry) else bodies[1]
         if isinstance(one, TurnEntry):
-            turns.append((f"{one.seat}[{one.index}]", one.turn, _departure(call, *both) is None))
+            turns.append((f"{one.seat}[{one.index}]", one.turn, _departure(call, *bodies) is None))
     return turns
 
 

@@ -196,9 +196,9 @@ def build_conversation(reader: RunReader, view: EpisodeView) -> ConversationView
     waits = _Waits(began or 0.0)
     problems = list(view.problems)
     acts = [_act(call, body, waits) for call, body in bodies[: view.inherited]]
-    own_turns = [body for _, body in bodies[view.inherited :] if isinstance(body, TurnEntry)]
-    if acts and own_turns:
-        waits.continue_at(own_turns[0].started)
+    new_turns = [body for _, body in bodies[view.inherited :] if isinstance(body, TurnEntry)]
+    if acts and new_turns:
+        waits.continue_at(new_turns[0].started)
     acts += [_act(call, body, waits) for call, body in bodies[view.inherited :]]
     external = _external_policies(reader.info())
     return ConversationView(
@@ -211,7 +211,7 @@ def build_conversation(reader: RunReader, view: EpisodeView) -> ConversationView
         began=began,
         acts=[_with_usage(act) if isinstance(act, PolicyTurn) and act.policy in external else act for act in acts],
         inherited=view.inherited,
-        updates=_updates(reader, own_turns, waits.began, problems),
+        updates=_updates(reader, new_turns, waits.began, problems),
         children=reader.children(view.summary.episode),
         problems=problems,
     )
@@ -250,13 +250,13 @@ class _Waits:
         self._ends[branch] = turn.started + turn.seconds
         return 0.0 if branch_end is None else max(turn.started - branch_end, 0.0)
 
-    def continue_at(self, started: float) -> None:
+    def continue_at(self, start: float) -> None:
         """Shift the time to that of a fork's own acts: the time between them and the inherited acts is not a wait."""
-        between = started - max(self._ends.values(), default=started)
+        between = start - max(self._ends.values(), default=start)
         self.began += between
         self._ends = {branch: end + between for branch, end in self._ends.items()}
 
-    def acted(self, call: str, seconds: float) -> None:
+    def add_action(self, call: str, seconds: float) -> None:
         """Add the duration of an act."""
         branch = call.rpartition("#")[0]
         if branch in self._ends:
@@ -268,7 +268,7 @@ def _act(call: str, body: EntryBody, waits: _Waits) -> Act:
         case TurnEntry():
             return _turn(call, body, waits)
         case ToolEntry():
-            waits.acted(call, body.seconds)
+            waits.add_action(call, body.seconds)
             return ToolAct(
                 call=call,
                 name=body.name,
@@ -279,7 +279,7 @@ def _act(call: str, body: EntryBody, waits: _Waits) -> Act:
                 seconds=body.seconds,
             )
         case EffectEntry() | ResourceCallEntry():
-            waits.acted(call, body.seconds)
+            waits.add_action(call, body.seconds)
             return _effect(call, body)
         case SpawnEntry():
             return SpawnAct(call=call, environment=body.environment, children=list(body.children))
@@ -307,7 +307,7 @@ def _act(call: str, body: EntryBody, waits: _Waits) -> Act:
 
 
 def _turn(call: str, turn: TurnEntry, waits: _Waits) -> PolicyTurn:
-    whose = turn.weights_of or turn.policy
+    policy = turn.weights_of or turn.policy
     # A longer reply is shown as sampled, because parsing would take too long.
     reply = guess_reply_parts(turn.text) if len(turn.text) <= 1 << 18 else ReplyParts("", turn.text, ())
     return PolicyTurn(
@@ -324,7 +324,7 @@ def _turn(call: str, turn: TurnEntry, waits: _Waits) -> PolicyTurn:
         calls=[{"name": tool_call.name, "arguments": tool_call.arguments} for tool_call in reply.tool_calls],
         tokens=len(turn.token_ids) // 4,
         finish_reason=turn.finish_reason,
-        versions=[(span.start, f"{whose}@{span.lineage}.{span.step}") for span in turn.spans],
+        versions=[(span.start, f"{policy}@{span.lineage}.{span.step}") for span in turn.spans],
         temperature=turn.temperature,
         drift=turn.drift,
         cached_tokens=turn.cached_tokens,
@@ -376,12 +376,12 @@ def _updates(reader: RunReader, turns: Sequence[TurnEntry], began: float, proble
 
 def acts_with_weight_updates(view: ConversationView) -> list[Act | WeightUpdate]:
     """Return the acts of a conversation, with each weight update before the first turn that began after it."""
-    merged, updates = list[Act | WeightUpdate](), list(view.updates)
+    events, updates = list[Act | WeightUpdate](), list(view.updates)
     for act in view.acts:
         while updates and isinstance(act, PolicyTurn) and updates[0].at < act.at:
-            merged.append(updates.pop(0))
-        merged.append(act)
-    return merged
+            events.append(updates.pop(0))
+        events.append(act)
+    return events
 
 
 def reward_components(view: ConversationView) -> dict[str, list[RewardAct]]:

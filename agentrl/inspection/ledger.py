@@ -116,44 +116,44 @@ def run_ledger(
         JournalError: the control log is damaged.
     """
     log.verify()
-    counting = _Counting(log, _sealed_versions(checkpoints))
-    counting.read_entries(log, on_read)
-    return counting.ledger()
+    counter = _LedgerCounter(log, _sealed_versions(checkpoints))
+    counter.read_entries(log, on_read)
+    return counter.ledger()
 
 
-class _Counting:
+class _LedgerCounter:
     """The tables of one run, read once."""
 
-    def __init__(self, log: SqliteRunLog, sealed: Mapping[PolicyVersion, str]) -> None:
+    def __init__(self, log: SqliteRunLog, checkpoint_names: Mapping[PolicyVersion, str]) -> None:
         self._run = str(log.info()["run"])
         self._problems: list[str] = []
         self._more = 0
         self._through = _newest_versions(log)
-        published = {PolicyVersion(*row) for row in log.rows("SELECT policy, lineage, step FROM versions")}
-        for version, checkpoint in sealed.items():
-            if version.step and version not in published:
+        versions = {PolicyVersion(*row) for row in log.rows("SELECT policy, lineage, step FROM versions")}
+        for version, checkpoint in checkpoint_names.items():
+            if version.step and version not in versions:
                 self._problem(f"checkpoint {checkpoint} is of {version}, which the control log does not know")
-        self._admitted: dict[Key, str] = {
+        self._purposes: dict[Key, str] = {
             (episode, attempt): environment
             for episode, attempt, environment in log.rows(
                 "SELECT episode, attempt, environment FROM admissions WHERE purpose = 'train'"
             )
         }
-        self._ended: dict[Key, tuple[str, str | None]] = {
+        self._end_rows: dict[Key, tuple[str, str | None]] = {
             (episode, attempt): (environment, reason)
             for episode, attempt, environment, reason in log.rows(
                 "SELECT episode, attempt, environment, drop_reason FROM episodes WHERE purpose = 'train'"
             )
         }
-        self._committed: dict[Key, set[str]] = {}
+        self._committed_policies: dict[Key, set[str]] = {}
         for episode, attempt, policy in log.rows("SELECT DISTINCT episode, attempt, policy FROM trajectories"):
-            if self._ended.get((episode, attempt), ("", "never ended"))[1] is None:
-                self._committed.setdefault((episode, attempt), set()).add(policy)
-        self._dropped: dict[tuple[Key, str], str] = {
+            if self._end_rows.get((episode, attempt), ("", "never ended"))[1] is None:
+                self._committed_policies.setdefault((episode, attempt), set()).add(policy)
+        self._drop_reasons: dict[tuple[Key, str], str] = {
             ((episode, attempt), policy): reason
             for episode, attempt, policy, reason in log.rows("SELECT episode, attempt, policy, reason FROM unit_drops")
         }
-        self._consumed = self._surviving(log)
+        self._consumed_counts = self._count_consumed(log)
 
     def read_entries(self, log: SqliteRunLog, on_read: Callable[[int, int], None]) -> None:
         """Check the entries of every committed episode, and the versions named by its tokens."""
@@ -196,7 +196,7 @@ class _Counting:
     ) -> dict[Key, int]:
         """Read a partition; returns the number of missing entries per episode."""
         missing = dict(expected)
-        acted: dict[Key, _AgentTotals] = {}
+        agent_totals: dict[Key, _AgentTotals] = {}
         read = 0
         for entry in read_whole_partition(path, self._run):
             key = (entry.episode_id, entry.attempt)
@@ -204,28 +204,28 @@ class _Counting:
                 continue
             missing[key] -= 1
             if entry.body[3:9] == _BEGIN:
-                self._add_inherited(acted.setdefault(key, _AgentTotals()), path.parent, entry)
+                self._add_inherited(agent_totals.setdefault(key, _AgentTotals()), path.parent, entry)
             if entry.body[3:8] == _TURN or entry.body[1:8] == _REWARD or entry.body[1:7] == _SCORE:
                 (body,) = decode_entries([entry])
-                acted.setdefault(key, _AgentTotals()).add(body)
+                agent_totals.setdefault(key, _AgentTotals()).add(body)
                 for fault in versions.faults(body) if isinstance(body, TurnEntry) else ():
                     self._problem(f"episode {key[0]} attempt {key[1]}, call {entry.call_id}: {fault}")
             if not missing[key]:
                 read += 1
                 on_read(read)
-                self._compare_agents(log, key, acted.pop(key, _AgentTotals()))
+                self._compare_agents(log, key, agent_totals.pop(key, _AgentTotals()))
         return missing
 
     def _add_inherited(self, totals: _AgentTotals, journal: Path, entry: JournalEntry) -> None:
         """Add the turns and rewards with which an episode began, if it is a fork."""
         try:
-            inherited = ForkPrefixes(journal).of([entry])
+            prefix_entries = ForkPrefixes(journal).of([entry])
         except EntriesError as error:
             self._problem(f"episode {entry.episode_id} attempt {entry.attempt}: {error}")
             return
         (begin,) = decode_entries([entry])
         is_branch = isinstance(begin, BeginEntry) and begin.fork is not None and begin.fork.branch > 0
-        for body in decode_entries(inherited):
+        for body in decode_entries(prefix_entries):
             totals.inherit(body, is_branch=is_branch)
 
     def _compare_agents(self, log: SqliteRunLog, key: Key, totals: _AgentTotals) -> None:
@@ -233,10 +233,10 @@ class _Counting:
         rows = log.rows(
             "SELECT seat, agent, tokens, reward, turn_rewards FROM trajectories WHERE episode = ? AND attempt = ?", *key
         )
-        committed = {(seat, index): _described(*row) for seat, index, *row in rows}
-        recorded = {agent: totals.described(agent) for agent in totals.turns}
-        for agent in sorted(committed.keys() | recorded.keys()):
-            was, came = recorded.get(agent, "no turn"), committed.get(agent, "no row")
+        committed_text = {(seat, index): _describe_agent(*row) for seat, index, *row in rows}
+        recorded_text = {agent: totals.describe(agent) for agent in totals.turns}
+        for agent in sorted(committed_text.keys() | recorded_text.keys()):
+            was, came = recorded_text.get(agent, "no turn"), committed_text.get(agent, "no row")
             if was != came:
                 name = agent_name(*agent)
                 self._problem(
@@ -254,16 +254,18 @@ class _Counting:
         """Report the episodes with missing entries, unless they were pruned."""
         missing = {key: count for key, count in missing_entries.items() if count}
         # Read afterward: a run records what it prunes before pruning.
-        pruned = log.pruned({episode for episode, _ in missing})
+        pruned_attempts = log.pruned({episode for episode, _ in missing})
         for (episode, attempt), count in missing.items():
             present = expected[episode, attempt] - count
-            if present or (episode, attempt) not in pruned:
-                committed = plural(expected[episode, attempt], "entry", "entries")
-                self._problem(f"episode {episode} attempt {attempt}: {committed} were committed, {name} has {present}")
+            if present or (episode, attempt) not in pruned_attempts:
+                num_entries = plural(expected[episode, attempt], "entry", "entries")
+                self._problem(
+                    f"episode {episode} attempt {attempt}: {num_entries} were committed, {name} has {present}"
+                )
 
-    def _surviving(self, log: SqliteRunLog) -> Counter[tuple[Key, str]]:
+    def _count_consumed(self, log: SqliteRunLog) -> Counter[tuple[Key, str]]:
         """Count how often each unit was trained on the line that led to the newest versions."""
-        consumed: Counter[tuple[Key, str]] = Counter()
+        counts: Counter[tuple[Key, str]] = Counter()
         for policy, version in self._through.items():
             for lineage, first, last in log.surviving(version):
                 rows = log.rows(  # each trajectory of a unit is one row of a step
@@ -273,26 +275,26 @@ class _Counting:
                     *(policy, lineage, first, last),
                 )
                 for episode, attempt, times in rows:
-                    consumed[(episode, attempt), policy] += times
-        return consumed
+                    counts[(episode, attempt), policy] += times
+        return counts
 
     def ledger(self) -> RunLedger:
         """Compute both equations."""
         newest: dict[str, int] = {}
-        for episode, attempt in self._admitted:
+        for episode, attempt in self._purposes:
             newest[episode] = max(attempt, newest.get(episode, 0))
-        for episode, attempt in self._ended.keys() - self._admitted.keys():
+        for episode, attempt in self._end_rows.keys() - self._purposes.keys():
             self._problem(f"episode {episode} attempt {attempt} ended and was never admitted")
         units = {policy: UnitCounts() for policy in sorted(self._through)}
-        states = {key: self._count_units(key, policies, units) for key, policies in self._committed.items()}
-        for key, policy in self._consumed.keys() - {
-            (k, p) for k, committed_policies in self._committed.items() for p in committed_policies
+        states = {key: self._count_units(key, policies, units) for key, policies in self._committed_policies.items()}
+        for key, policy in self._consumed_counts.keys() - {
+            (k, p) for k, committed_policies in self._committed_policies.items() for p in committed_policies
         }:
             self._problem(f"episode {key[0]} attempt {key[1]}: trained as a unit of {policy} and never committed")
         episodes: dict[str, EpisodeCounts] = {}
         for episode, attempt in sorted(newest.items()):
             key = (episode, attempt)
-            counts = episodes.setdefault(self._admitted[key], EpisodeCounts())
+            counts = episodes.setdefault(self._purposes[key], EpisodeCounts())
             counts.admitted += 1
             self._count_episode(key, counts, states)
         if self._more:
@@ -302,10 +304,10 @@ class _Counting:
 
     def _count_episode(self, key: Key, counts: EpisodeCounts, states: Mapping[Key, set[str]]) -> None:
         """Count an episode as in flight, dropped, or by the states of its units: ready as long as one is."""
-        if key not in self._ended:
+        if key not in self._end_rows:
             counts.in_flight += 1
             return
-        reason = self._ended[key][1]
+        reason = self._end_rows[key][1]
         reasons = states.get(key, set())
         if reason is not None:
             counts.dropped[reason] = counts.dropped.get(reason, 0) + 1
@@ -323,7 +325,7 @@ class _Counting:
         for policy in policies & units.keys():
             counts = units[policy]
             counts.committed += 1
-            times, reason = self._consumed[key, policy], self._dropped.get((key, policy))
+            times, reason = self._consumed_counts[key, policy], self._drop_reasons.get((key, policy))
             if times > 1:
                 self._problem(f"episode {key[0]} attempt {key[1]}: the unit of {policy} was trained {times} times")
             if times and reason is not None:
@@ -374,17 +376,17 @@ class _AgentTotals:
         elif isinstance(body, RewardEntry):
             self.add(body)
 
-    def described(self, agent: Agent) -> str:
-        """Describe an agent's part in the words of `_described`."""
+    def describe(self, agent: Agent) -> str:
+        """Describe an agent's part in the words of `_describe_agent`."""
         rewards = self._rewards.get(agent, [])
         by_turn = sum_by_key((reward.turn, reward.weighted) for reward in rewards if reward.turn is not None)
         total = math.fsum(reward.weighted for reward in rewards) if rewards else None
-        return _described(
+        return _describe_agent(
             self._tokens[agent], total, msgspec.json.encode(sorted(by_turn.items())).decode() if by_turn else None
         )
 
 
-def _described(tokens: int, reward: float | None, turn_rewards: str | None) -> str:
+def _describe_agent(tokens: int, reward: float | None, turn_rewards: str | None) -> str:
     by_turn = f" ({turn_rewards} by turn)" if turn_rewards else ""
     return f"{plural(tokens, 'token')} and {'no reward' if reward is None else f'the reward {reward!r}'}{by_turn}"
 
@@ -410,9 +412,9 @@ class _Versions:
         for policy, lineage, step, sha256 in log.rows("SELECT policy, lineage, step, sha256 FROM versions"):
             self._digests[PolicyVersion(policy, lineage, step)] = sha256
             self._first[policy, lineage] = min(step, self._first.get((policy, lineage), step))
-        self._stepped = {PolicyVersion(*row) for row in log.rows("SELECT policy, lineage, step FROM steps")}
-        self._trained = {policy for policy, lineage in self._first if lineage >= 0}
-        self._judged: dict[PolicyVersion, str | None] = {}
+        self._step_versions = {PolicyVersion(*row) for row in log.rows("SELECT policy, lineage, step FROM steps")}
+        self._trained_policies = {policy for policy, lineage in self._first if lineage >= 0}
+        self._verdicts: dict[PolicyVersion, str | None] = {}
 
     def faults(self, turn: TurnEntry) -> list[str]:
         """Return the reasons why versions of a turn's tokens are unknown; empty if all are known."""
@@ -421,19 +423,19 @@ class _Versions:
         return [fault for fault in faults if fault is not None]
 
     def _fault(self, version: PolicyVersion) -> str | None:
-        if version not in self._judged:
-            self._judged[version] = self._judge(version)
-        return self._judged[version]
+        if version not in self._verdicts:
+            self._verdicts[version] = self._judge(version)
+        return self._verdicts[version]
 
     def _judge(self, version: PolicyVersion) -> str | None:
         policy, lineage, step = version
         if version not in self._digests:
-            if policy not in self._trained and (lineage, step) == (0, 0):
+            if policy not in self._trained_policies and (lineage, step) == (0, 0):
                 return None  # the base model, an endpoint or a program
             return f"its tokens are of {version}, which the control log does not know"
         if not self._digests[version]:
             return f"its tokens are of {version}, of which the control log has no digest"
-        if lineage >= 0 and step > self._first[policy, lineage] and version not in self._stepped:
+        if lineage >= 0 and step > self._first[policy, lineage] and version not in self._step_versions:
             return f"its tokens are of {version}, and the control log does not know the step that made it"
         return None
 
@@ -452,7 +454,7 @@ def _newest_versions(log: SqliteRunLog) -> dict[str, PolicyVersion]:
 def _sealed_versions(checkpoints: Path) -> dict[PolicyVersion, str]:
     """Return the versions at which checkpoints were sealed, with the checkpoints' names; unreadable manifests are
     skipped."""
-    sealed = {}
+    checkpoint_names = {}
     for path in sorted(checkpoints.glob("step_*/manifest.json")):
         try:
             with open_regular(path) as file:
@@ -460,5 +462,5 @@ def _sealed_versions(checkpoints: Path) -> dict[PolicyVersion, str]:
         except (OSError, ValueError, RecursionError):
             continue
         for policy, (lineage, step) in manifest.versions.items():
-            sealed[PolicyVersion(policy, lineage, step)] = path.parent.name
-    return sealed
+            checkpoint_names[PolicyVersion(policy, lineage, step)] = path.parent.name
+    return checkpoint_names

@@ -85,7 +85,7 @@ def run_overview(reader: RunReader) -> RunOverview:
         " coalesce((SELECT max(stepped_at) FROM steps), 0))"
     )[0]
     series = metric_series(reader, [name for name in OVERVIEW_METRICS if name in names])
-    measured = reader.metrics(list(AXIS_METRICS.values()))
+    axis_values = reader.metrics(list(AXIS_METRICS.values()))
     status = state.status
     return RunOverview(
         state=state.standing,
@@ -103,9 +103,9 @@ def run_overview(reader: RunReader) -> RunOverview:
         metrics=[metric_entry(name) for name in names],
         series=series,
         places={
-            axis: {policy: list(axis_places(axis, values).items()) for policy, values in measured[name].items()}
+            axis: {policy: list(axis_places(axis, values).items()) for policy, values in axis_values[name].items()}
             for axis, name in AXIS_METRICS.items()
-            if name in measured
+            if name in axis_values
         },
         problem=state.problem,
     )
@@ -113,8 +113,8 @@ def run_overview(reader: RunReader) -> RunOverview:
 
 def metric_entry(name: str) -> MetricEntry:
     """Return a metric with its unit and meaning, as far as they are registered."""
-    registered = find_registered_metric(name)
-    return MetricEntry(name, registered.unit if registered else "", registered.meaning if registered else "")
+    metric = find_registered_metric(name)
+    return MetricEntry(name, metric.unit if metric else "", metric.meaning if metric else "")
 
 
 def metric_series(reader: RunReader, names: list[str]) -> dict[str, MetricSeries]:

@@ -110,12 +110,12 @@ def check_control_log_types(log: SqliteRunLog) -> None:
     for (table,) in log.rows("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite%'"):
         columns = log.rows(f"PRAGMA table_info({table})")
         odd = {}
-        for _, name, kind, required, *_ in columns:
-            types = _TYPES[kind] if required else f"{_TYPES[kind]}, 'null'"
+        for _, name, kind, is_required, *_ in columns:
+            types = _TYPES[kind] if is_required else f"{_TYPES[kind]}, 'null'"
             odd[name] = f"typeof({name}) NOT IN ({types})"
-        named = ", ".join(f"CASE WHEN {condition} THEN '{name}' END" for name, condition in odd.items())
+        cases = ", ".join(f"CASE WHEN {condition} THEN '{name}' END" for name, condition in odd.items())
         first = columns[0][1]
-        rows = log.rows(f"SELECT {first}, coalesce({named}) FROM {table} WHERE {' OR '.join(odd.values())} LIMIT 1")
+        rows = log.rows(f"SELECT {first}, coalesce({cases}) FROM {table} WHERE {' OR '.join(odd.values())} LIMIT 1")
         for key, name in rows:
             raise JournalError(
                 f"{log.path.name}: `{name}` of {str(key)[:100]!r} in `{table}` has the wrong type; the record was "
@@ -169,15 +169,15 @@ def verified_control_rows(
         JournalError: the database cannot be read.
     """
     names = [row[1] for row in all_rows(log.connection, log.path, f"PRAGMA table_info({table})")]
-    verified = []
+    row_values = []
     for row in log.rows(f"SELECT * FROM {table} WHERE {condition}", *parameters):
         if row_checksum(table, row[:-1]) == row[-1]:
-            verified.append(dict(zip(names, row, strict=True)))
+            row_values.append(dict(zip(names, row, strict=True)))
         elif problems is not None:
             problems.append(
                 f"{log.path.name}: a record in `{table}` ({str(row[0])[:100]!r}, …) does not match its checksum"
             )
-    return verified
+    return row_values
 
 
 class EpisodeLine(msgspec.Struct, frozen=True):
@@ -392,13 +392,13 @@ class RunReader:
     def field_names(self) -> dict[str, list[str]]:
         """Return the names of the fields of each object in `OBJECTS`, as far as the newest thousand episodes have
         them."""
-        found = {}
+        names = {}
         for prefix, column in OBJECTS.items():
             newest = f"SELECT {column.sql} AS object{EPISODES} ORDER BY a.admitted_at DESC LIMIT 1000"
             fields = "json_each(CASE WHEN json_valid(object) THEN object ELSE '{}' END) field"
             rows = self.log.rows(f"SELECT DISTINCT field.key FROM ({newest}), {fields} ORDER BY 1")
-            found[prefix] = [f"{prefix}.{name}" for (name,) in rows]
-        return found
+            names[prefix] = [f"{prefix}.{name}" for (name,) in rows]
+        return names
 
     def keys(self, where: str = "", *, among: Collection[str] | None = None) -> list[tuple[str, int]]:
         """Return id and attempt of all episodes that pass a filter, in order of admission; raises as `episodes`."""
@@ -543,7 +543,7 @@ class RunReader:
         for name, policy, step, value, at in self.log.rows(
             f"SELECT name, policy, step, value, recorded_at FROM metrics WHERE {chosen} ORDER BY id", *parameters
         ):
-            if not any(step > last and at < published for last, published in undone.get(policy, ())):
+            if not any(step > last and at < published_at for last, published_at in undone.get(policy, ())):
                 values.setdefault(name, {}).setdefault(policy, {})[step] = value
         return {
             name: {policy: sorted(by_step.items()) for policy, by_step in sorted(by_policy.items())}
@@ -580,11 +580,11 @@ class RunReader:
 
     def line(self) -> RunLine:
         """Return the run as a line of a list."""
-        committed = "SELECT count(*) FROM episodes WHERE purpose = ? AND drop_reason IS NULL"
+        query = "SELECT count(*) FROM episodes WHERE purpose = ? AND drop_reason IS NULL"
         in_flight = f"SELECT count(*){EPISODES} WHERE e.episode IS NULL AND {NEWEST}"
         points = self.curve()
         info, purpose = self.info(), self.purpose()
-        ((episodes,),) = self.log.rows(committed, purpose)
+        ((episodes,),) = self.log.rows(query, purpose)
         return RunLine(
             name=name if isinstance(name := info.get("name"), str) else self.path.name,
             path=str(self.path),
@@ -622,18 +622,18 @@ class RunReader:
     def _entries(self, line: EpisodeLine) -> tuple[list[JournalEntry], int, list[str]]:
         """Return the entries of an attempt, the number that a fork inherited, and problems met while reading."""
         statement = "SELECT partition, entries, digest FROM episodes WHERE episode = ? AND attempt = ?"
-        located = [row for row in self.log.rows(statement, line.episode, line.attempt) if row[0] is not None]
+        locations = [row for row in self.log.rows(statement, line.episode, line.attempt) if row[0] is not None]
         entries: list[JournalEntry] = []
         problems = []
-        if not located:
+        if not locations:
             try:
                 partition = self._turns.partition_of(line.episode, line.attempt)
                 if partition is None:
                     self._turns.check_pruned(line.episode, line.attempt)
             except JournalError as error:
                 return [], 0, [str(error)]
-            located = [(partition, None, b"")] if partition is not None else []
-        for partition, count, digest in located:
+            locations = [(partition, None, b"")] if partition is not None else []
+        for partition, count, digest in locations:
             try:
                 entries += self._turns.read(partition, line.episode, line.attempt, entries=count, digest=digest)
             except JournalError as error:
@@ -650,20 +650,20 @@ class RunReader:
 
         Unreadable entries are missing; `episode` reports them.
         """
-        all_entries, inherited, problems = self._entries(line)
-        own_entries = [all_entries[0], *all_entries[1 + inherited :]] if all_entries else []
-        begin = decode_entries(own_entries[:1])[0] if own_entries and not problems else None
+        all_entries, num_inherited, problems = self._entries(line)
+        entries = [all_entries[0], *all_entries[1 + num_inherited :]] if all_entries else []
+        begin = decode_entries(entries[:1])[0] if entries and not problems else None
         if not isinstance(begin, BeginEntry) or begin.fork is None:
-            return own_entries, []
-        return own_entries, load_fork_prefix(self.journal, begin.fork)
+            return entries, []
+        return entries, load_fork_prefix(self.journal, begin.fork)
 
     def _with_prefix(self, entries: list[JournalEntry]) -> list[JournalEntry]:
         """Return a fork's entries: its own first entry, then the inherited ones, then the rest of its own."""
         begin = decode_entries(entries[:1])[0] if entries else None
         if not isinstance(begin, BeginEntry) or begin.fork is None:
             return entries
-        inherited = [entry for entry in load_fork_prefix(self.journal, begin.fork) if entry.call_id != "begin"]
-        return [entries[0], *inherited, *entries[1:]]
+        prefix_entries = [entry for entry in load_fork_prefix(self.journal, begin.fork) if entry.call_id != "begin"]
+        return [entries[0], *prefix_entries, *entries[1:]]
 
 
 def _last_rewards(points: Sequence[RewardCurvePoint]) -> dict[str, float]:
@@ -705,5 +705,5 @@ def _condition(where: str, among: Collection[str] | None) -> tuple[str, tuple[An
     condition = parse_where_filter(where, COLUMNS, OBJECTS)
     if among is None:
         return condition.sql, condition.values
-    named = "a.episode || '.' || a.attempt IN (SELECT value FROM json_each(?))"
-    return f"({condition.sql}) AND {named}", (*condition.values, json.dumps(sorted(among)))
+    key_condition = "a.episode || '.' || a.attempt IN (SELECT value FROM json_each(?))"
+    return f"({condition.sql}) AND {key_condition}", (*condition.values, json.dumps(sorted(among)))

@@ -121,33 +121,33 @@ def _attempts(reader: RunReader, line: EpisodeLine, detail: str, problems: list[
 def _time(view: ConversationView) -> list[Reason]:
     reasons = []
     total = view.summary.seconds or 0.0
-    parked, cut = view.metrics.get("parked"), view.metrics.get("turns/interrupted")
-    if parked:
+    num_parked, cut = view.metrics.get("parked"), view.metrics.get("turns/interrupted")
+    if num_parked:
         reasons.append(
             Reason(
                 "time",
-                f"parked {plural(parked, 'time')}: its calls were cut, and later resumed from their tokens",
+                f"parked {plural(num_parked, 'time')}: its calls were cut, and later resumed from their tokens",
             )
         )
     if cut:
         reasons.append(Reason("time", f"interrupted in {plural(cut, 'turn')}, each resumed from its partial output"))
     reasons += _kv_waits(view)
-    own_acts = view.acts[view.inherited :]
-    timed = [(act.seconds, _named(act)) for act in own_acts if isinstance(act, PolicyTurn | ToolAct | EffectAct)]
-    timed += [(act.waited, f"the wait before {_named(act)}") for act in own_acts if isinstance(act, PolicyTurn)]
-    for seconds, name in sorted(timed, reverse=True)[:MAX_NAMED]:
+    acts = view.acts[view.inherited :]
+    durations = [(act.seconds, _name_of_act(act)) for act in acts if isinstance(act, PolicyTurn | ToolAct | EffectAct)]
+    durations += [(act.waited, f"the wait before {_name_of_act(act)}") for act in acts if isinstance(act, PolicyTurn)]
+    for seconds, name in sorted(durations, reverse=True)[:MAX_NAMED]:
         if total and seconds > 0.3 * total:  # shorter delays are not named
             reasons.append(Reason("time", f"{name} took {seconds:.3f} of its {total:.3f} s"))
     inside = [act for act in view.acts if isinstance(act, PolicyTurn) and len(act.versions) > 1]
     for act in inside[:MAX_NAMED]:
         versions = " → ".join(version for _, version in act.versions)
-        reasons.append(Reason("time", f"new weights took over inside {_named(act)}: {versions}"))
+        reasons.append(Reason("time", f"new weights took over inside {_name_of_act(act)}: {versions}"))
     return reasons
 
 
 def _kv_waits(view: ConversationView) -> list[Reason]:
     turns = [act for act in view.acts if isinstance(act, PolicyTurn)]
-    waits = [(sum(pause.seconds for pause in act.pauses if pause.why == "no_room"), _named(act)) for act in turns]
+    waits = [(sum(pause.seconds for pause in act.pauses if pause.why == "no_room"), _name_of_act(act)) for act in turns]
     waits = [wait for wait in waits if wait[0] > 0]
     if not waits:
         return []
@@ -160,7 +160,7 @@ def _kv_waits(view: ConversationView) -> list[Reason]:
     return [Reason("time", text, "raise engine.slots, or shorten the contexts")]
 
 
-def _named(act: PolicyTurn | ToolAct | EffectAct) -> str:
+def _name_of_act(act: PolicyTurn | ToolAct | EffectAct) -> str:
     if isinstance(act, PolicyTurn):
         return f"turn {act.turn} of {act.seat}[{act.index}]"
     return f"tool {act.name}" if isinstance(act, ToolAct) else f"effect {act.name}"
@@ -191,7 +191,7 @@ def _end(view: ConversationView) -> list[Reason]:
         )
     short = [act for act in turns if act.finish_reason == "length"]
     if short:
-        names = ", ".join(_named(act) for act in short[:MAX_NAMED])
+        names = ", ".join(_name_of_act(act) for act in short[:MAX_NAMED])
         reasons.append(Reason("ended", f"cut at sampling.max_tokens: {names}", "raise sampling.max_tokens"))
     return reasons
 
@@ -225,8 +225,8 @@ def _group_scores(reader: RunReader, line: EpisodeLine, problems: list[str]) -> 
         for episode, seat, agent, value in scores.scores:
             if episode == line.episode:
                 score = "says nothing" if value is None else f"{value:g}"
-                credited = "noted only" if scores.weight is None else f"credited with weight {scores.weight:g}"
-                text = f"{seat}[{agent}]: {scores.scorer} {score}, compared with the group{judge}; {credited}"
+                effect = "noted only" if scores.weight is None else f"credited with weight {scores.weight:g}"
+                text = f"{seat}[{agent}]: {scores.scorer} {score}, compared with the group{judge}; {effect}"
                 reasons.append(Reason("reward", text))
     return reasons
 
@@ -267,8 +267,8 @@ def _release(reader: RunReader, line: EpisodeLine, problems: list[str]) -> list[
         when = f"early, with the first {len(frozen.finishers)} of its group to end: {names}"
     against = [f"the rewards of {', '.join(other_members)}"] if other_members else []
     against += [f"{mean.mean:.3g}, what {mean.seat} used to get before it was admitted" for mean in frozen.earlier]
-    compared = f"; compared with {' and '.join(against)}" if against else "; there was nothing to compare it with"
-    return [Reason("released", when + compared)]
+    comparison = f"; compared with {' and '.join(against)}" if against else "; there was nothing to compare it with"
+    return [Reason("released", when + comparison)]
 
 
 def _release_of_group(reader: RunReader, line: EpisodeLine) -> list[Reason]:
@@ -277,8 +277,8 @@ def _release_of_group(reader: RunReader, line: EpisodeLine) -> list[Reason]:
     if len(ends) < len(members) or len(members) < 2:
         return []
     at, last = max(ends)
-    waited = "itself" if last == line.episode else f"{last}, {at - (line.committed_at or at):.3f} s after it"
-    return [Reason("released", f"when the last of its group had ended: {waited}")]
+    last_member = "itself" if last == line.episode else f"{last}, {at - (line.committed_at or at):.3f} s after it"
+    return [Reason("released", f"when the last of its group had ended: {last_member}")]
 
 
 def _units(reader: RunReader, view: ConversationView, problems: list[str]) -> list[Reason]:
@@ -286,14 +286,14 @@ def _units(reader: RunReader, view: ConversationView, problems: list[str]) -> li
     if line.purpose != "train" or line.drop_reason is not None or line.stop_reason is None:
         return []
     key = (line.episode, line.attempt)
-    fed = verified_control_rows(reader.log, "step_units", "episode = ? AND attempt = ?", *key, problems=problems)
+    unit_rows = verified_control_rows(reader.log, "step_units", "episode = ? AND attempt = ?", *key, problems=problems)
     drops = verified_control_rows(reader.log, "unit_drops", "episode = ? AND attempt = ?", *key, problems=problems)
     learns = {policy for (policy,) in reader.log.rows("SELECT DISTINCT policy FROM versions")}
     reasons = []
     for policy in dict.fromkeys(agent.policy for agent in view.agents):
-        policy_rows = [row for row in fed if row["policy"] == policy]
+        policy_rows = [row for row in unit_rows if row["policy"] == policy]
         reason = next((row["reason"] for row in drops if row["policy"] == policy), None)
-        reasons += [Reason("unit", _consumed(policy, row)) for row in policy_rows]
+        reasons += [Reason("unit", _consumption(policy, row)) for row in policy_rows]
         if reason is not None:
             reasons.append(
                 Reason("unit", f"the unit of {policy} was dropped: {reason}", ADVICE_ON_DROPS.get(reason, ""))
@@ -305,7 +305,7 @@ def _units(reader: RunReader, view: ConversationView, problems: list[str]) -> li
     return reasons
 
 
-def _consumed(policy: str, row: Row) -> str:
+def _consumption(policy: str, row: Row) -> str:
     version_text = f"{policy}@{row['lineage']}.{row['step']}"
     numbers = f"reward {row['reward']:.3g} - baseline {row['baseline']:.3g} = advantage {row['advantage']:.3g}"
     if abs(row["reward"] - row["baseline"] - row["advantage"]) > 1e-6 * (1.0 + abs(row["reward"])):

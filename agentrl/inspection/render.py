@@ -64,7 +64,7 @@ class TerminalPage:
 
     def line(self, *parts: Part) -> None:
         """Add a line made of `parts`."""
-        self._parts.append(_styled(parts))
+        self._parts.append(_as_text(parts))
 
     def heading(self, text: str) -> None:
         """Add a heading."""
@@ -100,7 +100,7 @@ class TerminalPage:
             name = Text(escape_line(column.removesuffix(">")))
             table.add_column(name, justify="right" if right else "left", no_wrap=right, overflow="fold")
         for row in rows:
-            table.add_row(*(_styled([cell]) for cell in row))
+            table.add_row(*(_as_text([cell]) for cell in row))
         self._parts.append(table)
 
     def problems(self, problems: Iterable[str]) -> None:
@@ -109,7 +109,7 @@ class TerminalPage:
             self._parts.append(Text(f"\nnot readable: {escape_text(problem)}", "bold red"))
 
 
-def _styled(parts: Iterable[Part]) -> Text:
+def _as_text(parts: Iterable[Part]) -> Text:
     text = Text()
     for part in parts:
         content, style = (part, "") if isinstance(part, str) else part
@@ -149,12 +149,12 @@ def ledger_page(ledger: RunLedger) -> TerminalPage:
     rows = []
     for name, counts in ledger.episodes.items():
         numbers = [counts.admitted, "", counts.in_flight, counts.ready, counts.trained, sum(counts.dropped.values())]
-        rows.append([name, *map(str, numbers), _counted(counts.dropped)])
+        rows.append([name, *map(str, numbers), _format_counts(counts.dropped)])
     page.table(["environment", "admitted>", "=", "in flight>", "+ ready>", "+ trained>", "+ dropped>", ""], rows)
     page.line("units")
     rows = []
     for name, unit in ledger.units.items():
-        through = f"through {ledger.through[name]}" + (f"; {_counted(unit.dropped)}" if unit.dropped else "")
+        through = f"through {ledger.through[name]}" + (f"; {_format_counts(unit.dropped)}" if unit.dropped else "")
         numbers = [unit.committed, "", unit.ready, unit.consumed, sum(unit.dropped.values())]
         rows.append([name, *map(str, numbers), through])
     page.table(["policy", "committed>", "=", "ready>", "+ consumed>", "+ dropped>", ""], rows)
@@ -165,14 +165,14 @@ def ledger_page(ledger: RunLedger) -> TerminalPage:
     return page
 
 
-def pruned_page(pruned: PruneTotals, *, is_dry: bool) -> TerminalPage:
+def pruned_page(totals: PruneTotals, *, is_dry: bool) -> TerminalPage:
     """Make a page with the episodes and steps whose tokens were pruned, or would be, and the consequences."""
     page = TerminalPage()
     verb = "would be removed" if is_dry else "removed"
-    size = f"{pruned.bytes / (1 << 20):.3g} MiB"
-    removed = f"{plural(pruned.episodes, 'episode')} and the columns of {plural(pruned.files, 'step')}"
-    page.line(f"{verb}: the tokens of {removed}, {size}, rule {pruned.rule}")
-    for policy, step in pruned.last.items():
+    size = f"{totals.bytes / (1 << 20):.3g} MiB"
+    subject = f"{plural(totals.episodes, 'episode')} and the columns of {plural(totals.files, 'step')}"
+    page.line(f"{verb}: the tokens of {subject}, {size}, rule {totals.rule}")
+    for policy, step in totals.last.items():
         page.line(f"{policy}: the episodes that steps up to {step} trained on, and those dropped before")
     page.line(
         "no longer possible: `episode show|tokens|replay|rescore|fork` of these episodes, `step replay` of these steps"
@@ -187,8 +187,8 @@ def win_rate_table(results: Sequence[OpponentResult]) -> TerminalPage:
     if not results:
         page.line("no episode was played against a past version")
         return page
-    (who, step, *versions), *rows = win_rate_matrix(results)
-    page.table([who, f"{step}>", *(f"{version}>" for version in versions)], rows)
+    (policy_header, step, *versions), *rows = win_rate_matrix(results)
+    page.table([policy_header, f"{step}>", *(f"{version}>" for version in versions)], rows)
     return page
 
 
@@ -227,9 +227,9 @@ def metrics_page(latest: Mapping[str, Mapping[str, float]]) -> TerminalPage:
     for policy, values in latest.items():
         for name, value in values.items():
             metric = find_registered_metric(name)
-            whose = f"{policy}: " if len(latest) > 1 else ""
+            label = f"{policy}: " if len(latest) > 1 else ""
             rows.append(
-                [f"{whose}{name}", f"{value:.4g}", metric.unit if metric else "", metric.meaning if metric else ""]
+                [f"{label}{name}", f"{value:.4g}", metric.unit if metric else "", metric.meaning if metric else ""]
             )
     if rows:
         page.table(["metric", "value>", "unit", "meaning"], rows)
@@ -335,10 +335,10 @@ def _curve_rows(
     for x in places:
         cells = []
         for name in names:
-            near = min(curves.get(name, ()), key=lambda point: abs(point.x - x), default=None)
-            is_here = near is not None and abs(near.x - x) <= reach
-            spread = f" ± {near.error:.3f}" if near is not None and near.error else ""
-            cells.append(f"{format_number(near.y)}{spread}" if near is not None and is_here else "")
+            nearest = min(curves.get(name, ()), key=lambda point: abs(point.x - x), default=None)
+            is_here = nearest is not None and abs(nearest.x - x) <= reach
+            spread = f" ± {nearest.error:.3f}" if nearest is not None and nearest.error else ""
+            cells.append(f"{format_number(nearest.y)}{spread}" if nearest is not None and is_here else "")
         rows.append([f"{x:,.0f}", *cells])
     return rows
 
@@ -377,14 +377,14 @@ def step_page(view: StepView) -> TerminalPage:
     page.facts(facts)
     rows = [
         [
-            fed.episode if not fed.attempt else f"{fed.episode} (attempt {fed.attempt})",
-            f"{fed.seat}[{fed.agent}]",
-            *(format_number(value) for value in (fed.reward, fed.baseline, fed.advantage)),
-            "" if fed.tokens is None else str(fed.tokens),
-            format_number(fed.mean_ratio),
-            "" if fed.largest_lag is None else str(fed.largest_lag),
+            trajectory.episode if not trajectory.attempt else f"{trajectory.episode} (attempt {trajectory.attempt})",
+            f"{trajectory.seat}[{trajectory.agent}]",
+            *(format_number(value) for value in (trajectory.reward, trajectory.baseline, trajectory.advantage)),
+            "" if trajectory.tokens is None else str(trajectory.tokens),
+            format_number(trajectory.mean_ratio),
+            "" if trajectory.largest_lag is None else str(trajectory.largest_lag),
         ]
-        for fed in view.fed
+        for trajectory in view.fed
     ]
     page.heading("what it was fed")
     headings = ["episode", "agent", "reward>", "baseline>", "advantage>", "tokens>", "mean ratio>", "lag>"]
@@ -403,16 +403,16 @@ def step_replays_page(steps: Sequence[Mapping[str, Any]]) -> TerminalPage:
         rows.append([version, _verdict(step["identical"]), f"{step['rows']:,}", f"{step['tokens']:,}", step["text"]])
     page.table(["version", "input", "rows>", "tokens>", ""], rows)
     for step in steps:
-        if (computed := step["computed"]) is None:
+        if (recomputation := step["computed"]) is None:
             continue
-        if computed["same"] is not None:
-            pairs = [(name, computed[name], computed[f"{name}_again"]) for name in ("loss", "grad_norm")]
-            again: list[list[Part]] = [
-                [name, _digits(then), _digits(now), _verdict(then == now, close=computed["same"])]
+        if recomputation["same"] is not None:
+            pairs = [(name, recomputation[name], recomputation[f"{name}_again"]) for name in ("loss", "grad_norm")]
+            comparison_rows: list[list[Part]] = [
+                [name, _digits(then), _digits(now), _verdict(then == now, close=recomputation["same"])]
                 for name, then, now in pairs
             ]
-            page.table(["", "recorded>", "computed again>", ""], again)
-        page.facts([("weights", computed["text"])])
+            page.table(["", "recorded>", "computed again>", ""], comparison_rows)
+        page.facts([("weights", recomputation["text"])])
     return page
 
 
@@ -429,16 +429,16 @@ def _digits(value: float | None) -> str:
 def statistics_page(figures: RunStatistics) -> TerminalPage:
     """Make a page with the figures of a run."""
     page = TerminalPage()
-    speed = (
+    speed_text = (
         ""
         if figures.tokens_per_second is None
         else f", {format_rate(figures.tokens_per_second)} sampled tokens a second"
     )
-    page.line((figures.name, "bold"), f" · {format_number(figures.seconds)} s{speed}")
+    page.line((figures.name, "bold"), f" · {format_number(figures.seconds)} s{speed_text}")
     page.line(f"{figures.in_flight} in flight, {plural(figures.repeated, 'attempt')} beyond the first")
     for kind in figures.episodes:
         page.heading(f"{kind.environment} · {kind.purpose}")
-        page.line(f"  {plural(kind.episodes, 'episode')} ended: {_counted(kind.ended)}")
+        page.line(f"  {plural(kind.episodes, 'episode')} ended: {_format_counts(kind.ended)}")
         spreads = {"reward": kind.reward, "turns": kind.turns, "tokens": kind.tokens, "seconds": kind.seconds}
         rows = [[f"  {name}", *_spread(spread)] for name, spread in spreads.items()]
         page.table(["  of committed ones", "mean>", "10 % below>", "median>", "10 % above>"], rows)
@@ -481,10 +481,10 @@ def run_timeline_page(line: RunTimeline) -> TerminalPage:
             "·" if share is None else shade for share, shade in zip(line.engine, shades, strict=True)
         )
         rows.append(["engine", engine_shades, _idle(line, "engine") + (", · not known" if None in line.engine else "")])
-    published: dict[str, list[float]] = {}
+    times_by_policy: dict[str, list[float]] = {}
     for at, version in line.versions:
-        published.setdefault(version.rpartition("@")[0], []).append(at)
-    for policy, times in published.items():
+        times_by_policy.setdefault(version.rpartition("@")[0], []).append(at)
+    for policy, times in times_by_policy.items():
         marks = [" "] * len(line.committed)
         for at in times:
             marks[min(int(at / line.part), len(marks) - 1)] = "│"
@@ -510,7 +510,7 @@ def _spread(spread: EpisodeDistribution) -> list[str]:
     return [format_number(value) for value in (spread.mean, spread.low, spread.median, spread.high)]
 
 
-def _counted(counts: Mapping[str, int]) -> str:
+def _format_counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in counts.items())
 
 

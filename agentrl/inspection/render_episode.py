@@ -47,7 +47,7 @@ def conversation_page(view: ConversationView) -> TerminalPage:
     page.add(
         events_page(
             acts_with_weight_updates(view),
-            selected=view.acts[view.inherited] if 0 < view.inherited < len(view.acts) else None,
+            selected_event=view.acts[view.inherited] if 0 < view.inherited < len(view.acts) else None,
         )
     )
     if view.children:
@@ -58,20 +58,20 @@ def conversation_page(view: ConversationView) -> TerminalPage:
     return page
 
 
-def events_page(events: Sequence[Act | WeightUpdate], *, selected: Act | None = None) -> TerminalPage:
+def events_page(events: Sequence[Act | WeightUpdate], *, selected_event: Act | None = None) -> TerminalPage:
     """Make a page with the acts of an episode in order; `own` is a fork's first act of its own."""
     page, speaker = TerminalPage(), ""
     for event in events:
-        if event is selected:
+        if event is selected_event:
             page.heading("the fork goes its own way from here")
             speaker = ""
         if isinstance(event, WeightUpdate):
             page.line((f"  ↻ {event.version} was published", "magenta"))
         elif isinstance(event, PolicyTurn):
-            who = f"{event.seat}[{event.index}] · {event.policy}"
-            if who != speaker:
-                page.heading(who)
-                speaker = who
+            event_speaker = f"{event.seat}[{event.index}] · {event.policy}"
+            if event_speaker != speaker:
+                page.heading(event_speaker)
+                speaker = event_speaker
             _turn(page, event)
         elif isinstance(event, ToolAct) and "\n" in event.observation:
             text = f"tool {event.name}({_json(event.arguments)}) [{event.outcome}, {event.seconds:.3f} s]"
@@ -186,9 +186,9 @@ def tokens_page(view: EpisodeTokens, *, details: bool = False) -> TerminalPage:
     page.line((view.episode, "bold"), f" · attempt {view.attempt} · context is dim, and never trained")
     page.line(*((f" {version} ", f"bold {color}") for version, color in colors.items()))
     for row in view.rows:
-        trained = f"trained into {row.step}" if row.step else "no step trained it"
+        step_text = f"trained into {row.step}" if row.step else "no step trained it"
         page.heading(
-            f"{row.seat}[{row.index}] · {row.policy} · row {row.row} · {plural(len(row.tokens), 'token')} · {trained}"
+            f"{row.seat}[{row.index}] · {row.policy} · row {row.row} · {plural(len(row.tokens), 'token')} · {step_text}"
         )
         if details:
             _token_table(page, row, colors)
@@ -292,10 +292,10 @@ def fork_tree_page(tree: Sequence[ForkTreeNode], new: Collection[str] = ()) -> T
         line = fork.line
         name = _branch(tree, place) + line.episode
         at = f"at {fork.at}" + (", edited" if fork.is_edited else "") if fork.at else ""
-        ended = line.drop_reason or line.stop_reason or line.status
+        outcome = line.drop_reason or line.stop_reason or line.status
         style = "bold" if line.episode in new else ""
         turns = "" if line.turns is None else str(line.turns)
-        rows.append([(name, style), at, fork.version or "", format_number(line.reward), turns, ended])
+        rows.append([(name, style), at, fork.version or "", format_number(line.reward), turns, outcome])
     page.table(["episode", "forked", "by", "reward>", "turns>", "ended"], rows)
     return page
 
@@ -374,7 +374,7 @@ def difference_page(difference: EpisodeDifference) -> TerminalPage:
     page.heading("turns")
     agents = dict.fromkeys(agent for agent, _, _ in difference.turns)
     for agent in agents:
-        marks = "".join("=" if same else "≠" for name, _, same in difference.turns if name == agent)
+        marks = "".join("=" if is_same else "≠" for name, _, is_same in difference.turns if name == agent)
         page.line(f"  {agent:<14} ", (marks, "bold"))
     page.problems(difference.problems)
     return page

@@ -33,7 +33,7 @@ ERRORS = {"evaluation/reward": "evaluation/reward_error"}
 """Metrics that are estimates, each with the metric that is half the width of its 95 % interval."""
 ERROR_GROUPS = ("evaluation/metric/", "evaluation/pass_at/", "evaluation/split_reward/")
 """Groups of estimates; the interval of `evaluation/pass_at/1` is `evaluation/pass_at_error/1`."""
-_UNCOMPARED = frozenset({"name", "directory"})
+_IGNORED_SETTINGS = frozenset({"name", "directory"})
 _NEWEST = ("evaluation/", "run/", "episodes/trained", "episodes/dropped", "episodes/superseded")
 """Starts of the names of evaluations, clocks and totals, of which the newest value is compared."""
 _TRAINING_SETTINGS = ("steps", "trainer.", "credit.", "checkpoint.", "best.", "freeze")
@@ -154,7 +154,7 @@ def compare_runs(
     for metric in metrics:
         if metric not in CURVES and not any(metric in run.values for run in runs):
             raise InputError(f"no run recorded the metric {metric!r}; `agentrl run metrics RUN` lists metrics")
-    members = _grouped(runs)
+    members = _group_runs(runs)
     groups = [ComparedGroup(name=name, runs=[runs[at].name for at in places]) for name, places in members.items()]
     curves, notes = list[ComparedCurve](), list[str]()
     for metric in metrics:
@@ -162,14 +162,14 @@ def compare_runs(
             curves += _curves(name, [runs[at] for at in places], metric, axis)
     if axis != "step" and not curves:
         notes.append(f"no run recorded the {axis} of its steps, so no curve is aligned by them")
-    paired, missing = _paired({name: [readers[at] for at in places] for name, places in members.items()})
+    paired_differences, missing = _pair_runs({name: [readers[at] for at in places] for name, places in members.items()})
     return RunsComparison(
         groups=groups,
         settings=_setting_differences([runs[places[0]] for places in members.values()]),
         metrics=_metric_comparisons([[runs[at] for at in places] for places in members.values()]),
         axis=axis,
         curves=curves,
-        paired=paired,
+        paired=paired_differences,
         notes=[*notes, *missing],
     )
 
@@ -206,7 +206,7 @@ def _settings(reader: RunReader) -> dict[str, Any]:
             name = f"{prefix}{key}"
             if isinstance(value, dict):
                 pending.append((f"{name}.", value))
-            elif name not in _UNCOMPARED and value not in (None, "", []):
+            elif name not in _IGNORED_SETTINGS and value not in (None, "", []):
                 flat[name] = value
     return {
         name: value
@@ -216,14 +216,14 @@ def _settings(reader: RunReader) -> dict[str, Any]:
     }
 
 
-def _grouped(runs: Sequence[_Run]) -> dict[str, list[int]]:
+def _group_runs(runs: Sequence[_Run]) -> dict[str, list[int]]:
     """Group runs that differ in their seed alone; a group is named after its first run."""
     groups: dict[str, list[int]] = {}
     for at, run in enumerate(runs):
         for places in groups.values():
             first = runs[places[0]]
             is_same_kind = first.is_evaluation == run.is_evaluation
-            if run.settings and is_same_kind and _differing([first, run]) == ["seed"]:
+            if run.settings and is_same_kind and _differing_settings([first, run]) == ["seed"]:
                 places.append(at)
                 break
         else:
@@ -234,7 +234,7 @@ def _grouped(runs: Sequence[_Run]) -> dict[str, list[int]]:
     }
 
 
-def _differing(runs: Sequence[_Run]) -> list[str]:
+def _differing_settings(runs: Sequence[_Run]) -> list[str]:
     names = sorted({name for run in runs for name in run.settings})
     return [name for name in names if not _is_same([run for run in runs if _has_effect(run, name)], name)]
 
@@ -255,7 +255,7 @@ def _has_effect(run: _Run, setting: str) -> bool:
 def _setting_differences(runs: Sequence[_Run]) -> list[SettingComparison]:
     return [
         SettingComparison(name, [run.settings.get(name) if _has_effect(run, name) else None for run in runs])
-        for name in _differing(runs)
+        for name in _differing_settings(runs)
     ]
 
 
@@ -285,13 +285,13 @@ def _latest(runs: Sequence[_Run], metric: str, policy: str) -> float | None:
 
 def _curves(group: str, runs: Sequence[_Run], metric: str, axis: str) -> list[ComparedCurve]:
     policies = dict.fromkeys(policy for run in runs for policy in run.values.get(metric, {}))
-    compared = []
+    result = []
     for policy in policies:
         curves = [curve for run in runs if (curve := _curve(run, metric, policy, axis))]
         if curves:
             points = curves[0] if len(curves) == 1 else _band(curves)
-            compared.append(ComparedCurve(group=group, policy=policy, metric=metric, points=points))
-    return compared
+            result.append(ComparedCurve(group=group, policy=policy, metric=metric, points=points))
+    return result
 
 
 def _curve(run: _Run, metric: str, policy: str, axis: str) -> list[CurvePoint]:
@@ -341,18 +341,18 @@ def _band(curves: Sequence[Sequence[CurvePoint]]) -> list[CurvePoint]:
         grid = grid[:: max(len(grid) // _GRID, 1)]
     points = []
     for x in grid:
-        values = [_interpolated(curve, x) for curve in curves]
+        values = [_interpolate(curve, x) for curve in curves]
         points.append(CurvePoint(x, statistics.fmean(values), (max(values) - min(values)) / 2))
     return points
 
 
-def _interpolated(curve: Sequence[CurvePoint], x: float) -> float:
+def _interpolate(curve: Sequence[CurvePoint], x: float) -> float:
     at = bisect.bisect_left(curve, x, key=lambda point: point.x)
-    right = curve[min(at, len(curve) - 1)]
-    left = curve[max(at - 1, 0)]
-    if right.x == x or right.x <= left.x:
-        return right.y
-    return left.y + (right.y - left.y) * (x - left.x) / (right.x - left.x)
+    right_point = curve[min(at, len(curve) - 1)]
+    left_point = curve[max(at - 1, 0)]
+    if right_point.x == x or right_point.x <= left_point.x:
+        return right_point.y
+    return left_point.y + (right_point.y - left_point.y) * (x - left_point.x) / (right_point.x - left_point.x)
 
 
 # --- held-out tasks ---------------------------------------------------------------------------------------------------
@@ -361,11 +361,11 @@ TaskRewards = dict[bytes, float]
 """Mean reward by task: its environment, id and data."""
 
 
-def _paired(groups: Mapping[str, Sequence[RunReader]]) -> tuple[list[PairedDifference], list[str]]:
-    measured = {name: [_held_out(reader) for reader in readers] for name, readers in groups.items()}
-    (base_name, base), *others = measured.items()
+def _pair_runs(groups: Mapping[str, Sequence[RunReader]]) -> tuple[list[PairedDifference], list[str]]:
+    rewards_by_group = {name: [_held_out(reader) for reader in readers] for name, readers in groups.items()}
+    (base_name, base), *other_groups = rewards_by_group.items()
     lines, notes = [], []
-    for name, runs in others:
+    for name, runs in other_groups:
         for policy in dict.fromkeys(policy for run in base for policy in run):
             ours = [run[policy] for run in runs if policy in run]
             theirs = [run[policy] for run in base if policy in run]
@@ -432,7 +432,7 @@ def _paired_difference(
     if not common:
         return None
     sides = [[statistics.fmean(run[key] for _, run in side) for key in common] for side in (ours, theirs)]
-    differences = [one - other for one, other in zip(*sides, strict=True)]
+    differences = [first - second for first, second in zip(*sides, strict=True)]
     means_of_runs = [[statistics.fmean(run[key] for key in common) for _, run in side] for side in (ours, theirs)]
     difference = statistics.fmean(differences)
     error = math.hypot(*map(confidence_half_width, (differences, *means_of_runs)))  # independent: over tasks and seeds

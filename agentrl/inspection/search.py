@@ -72,10 +72,10 @@ def _question(text: str) -> str:
     terms = []
     for number, part in enumerate(text.split('"')):
         terms += [part] if number % 2 else part.split()
-    quoted = ['"' + term.replace("\0", " ") + '"' for term in terms if any(map(str.isalnum, term))]
-    if not quoted:
+    phrases = ['"' + term.replace("\0", " ") + '"' for term in terms if any(map(str.isalnum, term))]
+    if not phrases:
         raise InputError("--match: give words to search for")
-    return " ".join(quoted)
+    return " ".join(phrases)
 
 
 def _open(path: Path) -> sqlite3.Connection:
@@ -135,8 +135,8 @@ def _bring_up_to_date(index: sqlite3.Connection, journal: Path) -> None:
     for path in sorted(journal.glob("turns-*.db")):
         partition = open_database_to_read(path, "turns")
         try:
-            indexed = index.execute("SELECT indexed FROM partitions WHERE name = ?", (path.name,)).fetchone()
-            last = indexed[0] if indexed is not None else 0
+            row = index.execute("SELECT indexed FROM partitions WHERE name = ?", (path.name,)).fetchone()
+            last = row[0] if row is not None else 0
             while rows := partition.execute(
                 "SELECT episode, attempt, call, asked, body, checksum, id FROM entries"
                 " WHERE id > ? ORDER BY id LIMIT ?",
@@ -154,10 +154,10 @@ def _add(index: sqlite3.Connection, path: Path, rows: list[Any], last: int) -> N
     index.execute("BEGIN")
     words = []
     for name, texts in _texts(path, rows).items():
-        indexed = index.execute("SELECT number, entries FROM episodes WHERE name = ?", (name,)).fetchone()
-        if indexed is None:
-            indexed = (index.execute("INSERT INTO episodes VALUES (NULL, ?, 0)", (name,)).lastrowid, 0)
-        number, entries = indexed
+        row = index.execute("SELECT number, entries FROM episodes WHERE name = ?", (name,)).fetchone()
+        if row is None:
+            row = (index.execute("INSERT INTO episodes VALUES (NULL, ?, 0)", (name,)).lastrowid, 0)
+        number, entries = row
         room = (1 << _SHIFT) - 1 - entries
         words += [((number << _SHIFT) + entries + place, text) for place, text in enumerate(texts[:room])]
         index.execute("UPDATE episodes SET entries = ? WHERE number = ?", (entries + len(texts[:room]), number))

@@ -97,14 +97,14 @@ def run_statistics(reader: RunReader) -> RunStatistics:
     )[0]
     seconds = max(float(last) - float(first), 0.0) if first is not None and last else 0.0
     ((tokens,),) = log.rows("SELECT coalesce(sum(tokens), 0) FROM episodes")
-    ((repeated,),) = log.rows("SELECT count(*) FROM admissions WHERE attempt > 0")
+    ((num_repeated,),) = log.rows("SELECT count(*) FROM admissions WHERE attempt > 0")
     name = reader.info().get("name")
     return RunStatistics(
         name=name if isinstance(name, str) else reader.path.name,
         episodes=[_episodes(reader, environment, purpose, count) for environment, purpose, count in kinds],
         policies=_policies(reader),
         in_flight=reader.count("status = in_flight"),
-        repeated=repeated,
+        repeated=num_repeated,
         seconds=seconds,
         tokens_per_second=tokens / seconds if seconds else None,
         caveats=scorer_caveats(log.config()),
@@ -140,7 +140,7 @@ def scorer_caveats(config: Mapping[str, Any]) -> list[str]:
 
 
 def _episodes(reader: RunReader, environment: str, purpose: str, count: int) -> EpisodeStatistics:
-    ended = reader.log.rows(
+    rows = reader.log.rows(
         "SELECT coalesce(drop_reason, stop_reason, '?') AS why, count(*) AS many FROM episodes"
         " WHERE environment = ? AND purpose = ? GROUP BY why ORDER BY many DESC, why",
         *(environment, purpose),
@@ -152,7 +152,7 @@ def _episodes(reader: RunReader, environment: str, purpose: str, count: int) -> 
         environment=environment,
         purpose=purpose,
         episodes=count,
-        ended={str(reason): many for reason, many in ended},
+        ended={str(reason): many for reason, many in rows},
         **spreads,
     )
 
@@ -179,7 +179,7 @@ def _policies(reader: RunReader) -> list[PolicyStatistics]:
     ):
         staleness.setdefault(policy, {})[steps] = count
     step_counts = dict(log.rows("SELECT policy, count(*) FROM steps GROUP BY policy"))
-    named: dict[str, dict[str, float]] = {}
+    reward_means: dict[str, dict[str, float]] = {}
     for policy, name, mean in log.rows(
         "WITH given AS (SELECT policy, json_extract(value, '$[0]') AS name, json_extract(value, '$[1]') AS reward"
         " FROM trajectories, json_each(named_rewards)"
@@ -188,14 +188,14 @@ def _policies(reader: RunReader) -> list[PolicyStatistics]:
         " FROM given g WHERE policy IN (SELECT policy FROM trajectories WHERE named_rewards IS NOT NULL)"
         " GROUP BY policy, name ORDER BY policy, name"
     ):
-        named.setdefault(policy, {})[str(name)] = float(mean)
+        reward_means.setdefault(policy, {})[str(name)] = float(mean)
     return [
         PolicyStatistics(
             policy=policy,
             trajectories=count,
             tokens=tokens,
             reward=reward,
-            named_rewards=named.get(policy, {}),
+            named_rewards=reward_means.get(policy, {}),
             steps=step_counts.get(policy, 0),
             staleness=staleness.get(policy, {}),
         )
@@ -286,13 +286,13 @@ def run_state(reader: RunReader) -> RunState:
     if not is_running:
         status = replace(status, waits=(), processes=(), mirrors={})
     try:
-        counts, dropped = reader.counts()
+        counts, drop_counts = reader.counts()
         state.status = replace(
             status,
             in_flight=counts.get("in_flight", 0) if is_running else 0,
             ready=counts.get("ready", 0),
             trained=counts.get("trained", 0),
-            dropped=dropped,
+            dropped=drop_counts,
         )
     except StorageError as error:
         state.status, state.problem = status, str(error)

@@ -102,9 +102,9 @@ def step_list(reader: RunReader, policy: str | None = None) -> list[StepLine]:
         reader.log, "steps", f"{condition} ORDER BY stepped_at, policy, lineage, step", *values
     )
     if policy is not None and not rows:
-        learning = [name for (name,) in reader.log.rows("SELECT DISTINCT policy FROM versions ORDER BY policy")]
-        if learning and policy not in learning:
-            raise InputError(f"{reader.path}: no trained policy {policy!r}; there are: {', '.join(map(str, learning))}")
+        learners = [name for (name,) in reader.log.rows("SELECT DISTINCT policy FROM versions ORDER BY policy")]
+        if learners and policy not in learners:
+            raise InputError(f"{reader.path}: no trained policy {policy!r}; there are: {', '.join(map(str, learners))}")
     rewards = {
         (name, lineage, step): (reward, units)
         for name, lineage, step, reward, units in reader.log.rows(
@@ -195,7 +195,7 @@ def _columns(reader: RunReader, row: Row, problems: list[str]) -> dict[str, list
 
 
 def _consumed_row(unit: Row, columns: list[StepRowColumns]) -> ConsumedTrajectory:
-    moved = [
+    ratios = [
         math.exp(min(now - then, 80.0))
         for row in columns
         for now, then in zip(row.trainer_logprobs, row.behavior_logprobs, strict=False)
@@ -211,7 +211,7 @@ def _consumed_row(unit: Row, columns: list[StepRowColumns]) -> ConsumedTrajector
         baseline=unit["baseline"],
         advantage=unit["advantage"],
         tokens=sum(len(row.position) for row in columns) if columns else None,
-        mean_ratio=sum(moved) / len(moved) if moved else None,
+        mean_ratio=sum(ratios) / len(ratios) if ratios else None,
         largest_lag=max((max(row.lag, default=-1) for row in columns), default=-1) if columns else None,
     )
 

@@ -91,9 +91,9 @@ def read_step_row_columns(run: Path, name: Any) -> list[StepRowColumns]:
             size = int.from_bytes(file.read(8), "little")
             header = msgspec.json.decode(read_at_most(file, min(size, MAX_HEADER_BYTES)), type=dict[str, Any])
             data = memoryview(read_at_most(file, MAX_FILE_BYTES))
-        described = msgspec.json.decode(header.pop("__metadata__", {})["rows"], type=list[tuple[str, int]])
+        row_keys = msgspec.json.decode(header.pop("__metadata__", {})["rows"], type=list[tuple[str, int]])
         columns = {key: _tensor(msgspec.convert(value, _Tensor), data) for key, value in header.items()}
-        return _rows(described, columns)
+        return _rows(row_keys, columns)
     except OSError as error:
         raise pruned_file_error(run, name) or JournalError(
             f"{path}: cannot be read ({error.strerror}); the step's columns are lost"
@@ -102,14 +102,14 @@ def read_step_row_columns(run: Path, name: Any) -> list[StepRowColumns]:
         raise JournalError(f"{path}: not the columns of a step ({error}); the file is damaged") from error
 
 
-def _rows(described: list[tuple[str, int]], columns: dict[str, Any]) -> list[StepRowColumns]:
+def _rows(row_keys: list[tuple[str, int]], columns: dict[str, Any]) -> list[StepRowColumns]:
     offsets = columns["offsets"]
-    if len(offsets) != len(described) + 1 or offsets[-1] != len(columns["position"]) or min(offsets) < 0:
+    if len(offsets) != len(row_keys) + 1 or offsets[-1] != len(columns["position"]) or min(offsets) < 0:
         raise ValueError("its rows and their offsets differ")
     names = ("position", "trainer_logprobs", "entropy", "behavior_logprobs", "advantages", "lag")
     return [
         StepRowColumns(episode, row, *(columns[name][start:stop] for name in names))
-        for (episode, row), start, stop in zip(described, offsets, offsets[1:], strict=False)
+        for (episode, row), start, stop in zip(row_keys, offsets, offsets[1:], strict=False)
     ]
 
 
@@ -128,7 +128,7 @@ def _column(code: str, data: bytes | memoryview) -> array[Any]:
     return column
 
 
-class _Added(msgspec.Struct):
+class _AddedToken(msgspec.Struct):
     id: int
     content: str
 
@@ -139,7 +139,7 @@ class _Model(msgspec.Struct):
 
 class _Tokenizer(msgspec.Struct):
     model: _Model
-    added_tokens: list[_Added] = []
+    added_tokens: list[_AddedToken] = []
 
 
 @lru_cache(maxsize=4)
@@ -181,7 +181,7 @@ class Vocabulary:
         )
         for piece, token in tokenizer.model.vocab.items():
             self._pieces[token] = self._of_bytes(piece) if is_byte_level else _of_pieces(piece)
-        self._pieces.update({added.id: added.content for added in tokenizer.added_tokens})
+        self._pieces.update({added_token.id: added_token.content for added_token in tokenizer.added_tokens})
 
     def _of_bytes(self, piece: str) -> str:
         return bytes(self._bytes.get(character, 63) for character in piece).decode("utf-8", "replace")
@@ -196,8 +196,8 @@ def _byte_characters() -> dict[str, int]:
     """Return the characters with which byte-level vocabularies write bytes: printable ones as themselves, others from
     U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    remaining = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(remaining)}
+    other_bytes = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(other_bytes)}
 
 
 ReadStep = Callable[[Path, Any], list[StepRowColumns]]
@@ -281,14 +281,19 @@ def episode_tokens(reader: RunReader, episode_id: str, attempt: int | None = Non
     problems = list(view.problems)
     config = reader.info().get("config")
     rows = []
-    for played in assemble_token_rows(view):
-        words = load_vocabulary(base_model_directory(config, played.policy))
-        trained = newest_step_token_values(reader, view, played, problems)
-        tokens = list(_tokens(played, words, trained))
-        step = None if trained is None else trained.step
+    for token_row in assemble_token_rows(view):
+        words = load_vocabulary(base_model_directory(config, token_row.policy))
+        step_values = newest_step_token_values(reader, view, token_row, problems)
+        tokens = list(_tokens(token_row, words, step_values))
+        step = None if step_values is None else step_values.step
         rows.append(
             TokenRow(
-                seat=played.seat, index=played.index, policy=played.policy, row=played.row, step=step, tokens=tokens
+                seat=token_row.seat,
+                index=token_row.index,
+                policy=token_row.policy,
+                row=token_row.row,
+                step=step,
+                tokens=tokens,
             )
         )
     return EpisodeTokens(episode=view.summary.episode, attempt=view.summary.attempt, rows=rows, problems=problems)
@@ -315,7 +320,7 @@ def base_model_directory(config: object, policy: str) -> str | None:
 def assemble_token_rows(view: EpisodeView) -> list[AssembledTokenRow]:
     """Return the rows of an episode, agent by agent."""
     by_row: dict[tuple[str, int, int], list[TurnEntry]] = {}
-    inherited = Counter(
+    num_inherited = Counter(
         (body.seat, body.index) for _, body in view.entries[1 : 1 + view.inherited] if isinstance(body, TurnEntry)
     )
     for _, body in view.entries:
@@ -324,7 +329,7 @@ def assemble_token_rows(view: EpisodeView) -> list[AssembledTokenRow]:
     numbers: dict[str, int] = {}
     rows = []
     for (seat, index, row), turns in sorted(by_row.items()):
-        policy, first, number = turns[-1].policy, inherited[seat, index], -1
+        policy, first, number = turns[-1].policy, num_inherited[seat, index], -1
         if turns[-1].turn >= first:
             number = numbers[policy] = numbers.get(policy, -1) + 1
         rows.append(
@@ -336,21 +341,21 @@ def assemble_token_rows(view: EpisodeView) -> list[AssembledTokenRow]:
 def newest_step_token_values(
     reader: RunReader,
     view: EpisodeView,
-    played: AssembledTokenRow,
+    token_row: AssembledTokenRow,
     problems: list[str],
     read: ReadStep = read_step_row_columns,
 ) -> StepTokenValues | None:
     """Return the values of the newest step that consumed a row, if its columns still exist; `read` reads the step's
     file."""
-    line, policy = view.summary, played.policy
-    fed = verified_control_rows(
+    line, policy = view.summary, token_row.policy
+    unit_rows = verified_control_rows(
         reader.log,
         "step_units",
         "episode = ? AND attempt = ? AND policy = ? ORDER BY lineage DESC, step DESC LIMIT 1",
         *(line.episode, line.attempt, policy),
         problems=problems,
     )
-    for unit in fed:
+    for unit in unit_rows:
         key = (policy, unit["lineage"], unit["step"])
         for step in verified_control_rows(reader.log, "steps", "policy = ? AND lineage = ? AND step = ?", *key):
             if step["columns_file"] is None:
@@ -360,7 +365,7 @@ def newest_step_token_values(
             except JournalError as error:
                 problems.append(str(error))
                 continue
-            matches = [row for row in rows if row.episode == line.episode and row.row == played.number]
+            matches = [row for row in rows if row.episode == line.episode and row.row == token_row.number]
             if matches:
                 places = {at: (part, place) for part in matches for place, at in enumerate(part.position)}
                 return StepTokenValues(f"{policy}@{key[1]}.{key[2]}", places)
@@ -368,37 +373,37 @@ def newest_step_token_values(
 
 
 def _tokens(
-    played: AssembledTokenRow, vocabulary: Vocabulary, trained: StepTokenValues | None
+    token_row: AssembledTokenRow, vocabulary: Vocabulary, step_values: StepTokenValues | None
 ) -> Iterator[EpisodeToken]:
     position = 0
-    for turn in played.turns:
-        context, sampled = decode_int32(turn.context_ids), decode_int32(turn.token_ids)
-        says = _bytes_as_text if _is_bytes(turn, sampled) else vocabulary.text
+    for turn in token_row.turns:
+        context, token_ids = decode_int32(turn.context_ids), decode_int32(turn.token_ids)
+        says = _bytes_as_text if _is_bytes(turn, token_ids) else vocabulary.text
         for token in context:
             yield EpisodeToken(position=position, turn=turn.turn, id=token, text=says(token), loss_mask=False)
             position += 1
-        versions = _versions(turn, len(sampled))
-        logprobs, kept = decode_float32(turn.logprobs), decode_int32(turn.mask_counts or b"")
+        versions = _versions(turn, len(token_ids))
+        logprobs, mask_counts = decode_float32(turn.logprobs), decode_int32(turn.mask_counts or b"")
         experts = _experts(turn)
-        for place, token in enumerate(sampled):
-            count = kept[place] if place < len(kept) else 0
+        for place, token in enumerate(token_ids):
+            count = mask_counts[place] if place < len(mask_counts) else 0
             yield EpisodeToken(
                 position=position,
                 turn=turn.turn,
                 id=token,
                 text=says(token),
-                loss_mask=turn.turn >= played.first,
+                loss_mask=turn.turn >= token_row.first,
                 logprob=_finite(logprobs[place]) if place < len(logprobs) else None,
                 version=versions[place],
                 kept=count if count > 0 else None,
                 routing=experts.get(position),
-                **_training(trained, position, is_forced=count == 1),
+                **_training(step_values, position, is_forced=count == 1),
             )
             position += 1
 
 
-def _training(trained: StepTokenValues | None, position: int, *, is_forced: bool) -> dict[str, Any]:
-    token_place = None if trained is None else trained.places.get(position)
+def _training(step_values: StepTokenValues | None, position: int, *, is_forced: bool) -> dict[str, Any]:
+    token_place = None if step_values is None else step_values.places.get(position)
     if token_place is None:
         return {"entropy": 0.0 if is_forced else None}
     columns, place = token_place
@@ -437,14 +442,14 @@ def _experts(turn: TurnEntry) -> dict[int, str]:
     return experts
 
 
-def _is_bytes(turn: TurnEntry, sampled: Sequence[int]) -> bool:
+def _is_bytes(turn: TurnEntry, token_ids: Sequence[int]) -> bool:
     """Whether the turn's tokens are the bytes of its text, as in formats without a tokenizer."""
-    if any(not 0 <= token < 256 + len(_CONTROL) for token in sampled):
+    if any(not 0 <= token < 256 + len(_CONTROL) for token in token_ids):
         return False
     text = turn.text
     for control in _CONTROL:
         text = text.replace(control, "")
-    return bytes(token for token in sampled if token < 256).decode("utf-8", "replace") == text
+    return bytes(token for token in token_ids if token < 256).decode("utf-8", "replace") == text
 
 
 def _bytes_as_text(token: int) -> str:

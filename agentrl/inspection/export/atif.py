@@ -74,8 +74,8 @@ def atif_trajectory(run: str, view: EpisodeView, conversation: ConversationView)
     # so.
     has_prompts = sum(map(_prompt_ids, rows)) <= 4_000_000
     calls = _calls(conversation)
-    copied = {_key(act) for act in conversation.acts[: conversation.inherited] if isinstance(act, PolicyTurn)}
-    steps = [list(_steps(row, calls, copied, has_prompts=has_prompts)) for row in rows]
+    copied_keys = {_key(act) for act in conversation.acts[: conversation.inherited] if isinstance(act, PolicyTurn)}
+    steps = [list(_steps(row, calls, copied_keys, has_prompts=has_prompts)) for row in rows]
     header: dict[str, Any] = {"session_id": run or None, "trajectory_id": name, "extra": _extra(conversation)}
     if not has_prompts:
         header["notes"] = "prompt_token_ids are left out: the contexts of all turns are too long to repeat"
@@ -122,11 +122,21 @@ def _trajectory(
 def _extra(conversation: ConversationView) -> dict[str, Any]:
     """Return the data of an episode that the format has no field for."""
     line = conversation.summary
-    kept = ("status", "purpose", "environment", "group", "parent", "seats", "stop_reason", "drop_reason", "detail")
+    field_names = (
+        "status",
+        "purpose",
+        "environment",
+        "group",
+        "parent",
+        "seats",
+        "stop_reason",
+        "drop_reason",
+        "detail",
+    )
     return {
         "episode": line.episode,
         "attempt": line.attempt,
-        **{name: getattr(line, name) for name in kept},
+        **{name: getattr(line, name) for name in field_names},
         "task": {"id": line.task, "data": conversation.task},
         "reward": line.reward,
         "rewards": {f"{agent_line.seat}[{agent_line.index}]": agent_line.reward for agent_line in conversation.agents},
@@ -168,7 +178,7 @@ def _calls(conversation: ConversationView) -> dict[str, list[ToolAct]]:
 
 
 def _steps(
-    row: AssembledTokenRow, calls: dict[str, list[ToolAct]], copied: set[str], *, has_prompts: bool
+    row: AssembledTokenRow, calls: dict[str, list[ToolAct]], copied_keys: set[str], *, has_prompts: bool
 ) -> Iterator[dict[str, Any]]:
     """Yield the steps of a row: the policy's input, its output, and the answers of its tools."""
     context: list[int] = []
@@ -176,13 +186,13 @@ def _steps(
     for place, turn in enumerate(row.turns):
         for message in turn.messages[len(answers) :]:
             yield _message_step(message)
-        following = row.turns[place + 1].messages if place + 1 < len(row.turns) else ()
-        answers = list(takewhile(lambda message: message.get("role") == "tool", following))
+        next_messages = row.turns[place + 1].messages if place + 1 < len(row.turns) else ()
+        answers = list(takewhile(lambda message: message.get("role") == "tool", next_messages))
         context += decode_int32(turn.context_ids)
         step = _agent_step(turn, len(context))
         if has_prompts:
             step["metrics"]["prompt_token_ids"] = list(context)
-        if _key(turn) in copied:
+        if _key(turn) in copied_keys:
             step["is_copied_context"] = True
         step |= _tools(calls.get(_key(turn), []), answers)
         yield step
@@ -203,8 +213,8 @@ def _message_step(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _agent_step(turn: TurnEntry, prompt_tokens: int) -> dict[str, Any]:
-    whose = turn.weights_of or turn.policy
-    versions = [(span.start, span.stop, f"{whose}@{span.lineage}.{span.step}") for span in turn.spans]
+    policy = turn.weights_of or turn.policy
+    versions = [(span.start, span.stop, f"{policy}@{span.lineage}.{span.step}") for span in turn.spans]
     ids, logprobs = list(decode_int32(turn.token_ids)), list(decode_float32(turn.logprobs))
     metrics: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,

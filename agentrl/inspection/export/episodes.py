@@ -148,27 +148,29 @@ def exported_episodes(selection: ExportSelection) -> Iterator[ExportedEpisode]:
     read = lru_cache(4)(read_step_row_columns)
     for episode, attempt in selection.keys:
         try:
-            exported = _exported(reader, run, reader.episode(episode, attempt), read)
+            episode_record = _export_episode(reader, run, reader.episode(episode, attempt), read)
         except JournalError as error:
             selection.problems.append(f"{episode}: left out: {error}")
             continue
-        selection.problems.extend(f"{episode}: {problem}" for problem in exported.problems)
-        yield exported
+        selection.problems.extend(f"{episode}: {problem}" for problem in episode_record.problems)
+        yield episode_record
 
 
-def _exported(reader: RunReader, run: str, view: EpisodeView, read: ReadStep) -> ExportedEpisode:
+def _export_episode(reader: RunReader, run: str, view: EpisodeView, read: ReadStep) -> ExportedEpisode:
     conversation = build_conversation(reader, view)
     problems = list(conversation.problems)
     rows: dict[tuple[str, int], list[ExportedRow]] = {}
-    for played in assemble_token_rows(view):
-        row = _row(played, newest_step_token_values(reader, view, played, problems, read))
-        rows.setdefault((played.seat, played.index), []).append(row)
+    for token_row in assemble_token_rows(view):
+        row = _row(token_row, newest_step_token_values(reader, view, token_row, problems, read))
+        rows.setdefault((token_row.seat, token_row.index), []).append(row)
     return _episode(run, conversation, _agents(reader, conversation, rows, problems), problems)
 
 
 def _episode(run: str, view: ConversationView, agents: list[ExportedAgent], problems: list[str]) -> ExportedEpisode:
     line = view.summary
-    same = {name: getattr(line, name) for name in line.__struct_fields__ if name in ExportedEpisode.__struct_fields__}
+    shared_fields = {
+        name: getattr(line, name) for name in line.__struct_fields__ if name in ExportedEpisode.__struct_fields__
+    }
     fields = {
         "run": run,
         "task_id": line.task,
@@ -179,7 +181,7 @@ def _episode(run: str, view: ConversationView, agents: list[ExportedAgent], prob
         "acts": [act for act in view.acts if not isinstance(act, PolicyTurn | RewardAct)],
         "problems": problems,
     }
-    return ExportedEpisode(**{**same, **fields})
+    return ExportedEpisode(**{**shared_fields, **fields})
 
 
 def _agents(
@@ -191,16 +193,18 @@ def _agents(
         if isinstance(act, RewardAct):
             parts.setdefault((act.seat, act.index), []).append(RewardPart(act.turn, act.value, act.name, act.weight))
     lines = {(agent.seat, agent.index): agent for agent in view.agents}
-    turned = {(act.seat, act.index): act.policy for act in view.acts if isinstance(act, PolicyTurn)}
+    policy_by_agent = {(act.seat, act.index): act.policy for act in view.acts if isinstance(act, PolicyTurn)}
     credits = _credits(reader, view, problems)
     agents = []
-    for key in sorted({*lines, *turned, *parts}):
+    for key in sorted({*lines, *policy_by_agent, *parts}):
         line, components = lines.get(key), parts.get(key, [])
         agents.append(
             ExportedAgent(
                 seat=key[0],
                 index=key[1],
-                policy=line.policy if line is not None else turned.get(key) or view.summary.seats.get(key[0], ""),
+                policy=line.policy
+                if line is not None
+                else policy_by_agent.get(key) or view.summary.seats.get(key[0], ""),
                 reward=line.reward
                 if line is not None
                 else sum(part.value * part.weight for part in components)
@@ -218,13 +222,13 @@ def _credits(
     reader: RunReader, view: ConversationView, problems: list[str]
 ) -> dict[tuple[str, int], list[AgentStepCredit]]:
     line = view.summary
-    fed = verified_control_rows(
+    unit_rows = verified_control_rows(
         *(reader.log, "step_units", "episode = ? AND attempt = ? ORDER BY lineage, step, position"),
         *(line.episode, line.attempt),
         problems=problems,
     )
     credits: dict[tuple[str, int], list[AgentStepCredit]] = {}
-    for row in fed:
+    for row in unit_rows:
         step = f"{row['policy']}@{row['lineage']}.{row['step']}"
         turns = decode_json_list(row["turn_advantages"], problems)
         try:
@@ -236,7 +240,7 @@ def _credits(
     return credits
 
 
-def _row(played: AssembledTokenRow, trained: StepTokenValues | None) -> ExportedRow:
+def _row(token_row: AssembledTokenRow, step_values: StepTokenValues | None) -> ExportedRow:
     messages: list[dict[str, Any]] = []
     ids: list[int] = []
     mask: list[int] = []
@@ -244,43 +248,43 @@ def _row(played: AssembledTokenRow, trained: StepTokenValues | None) -> Exported
     turn_index: list[int] = []
     versions: list[tuple[int, int, str]] = []
     counts: list[int] = []
-    kept: list[int] = []
-    for turn in played.turns:
+    mask_ids: list[int] = []
+    for turn in token_row.turns:
         messages += [*turn.messages, {"role": "assistant", "content": turn.text, "turn": turn.turn}]
-        context, sampled = decode_int32(turn.context_ids), decode_int32(turn.token_ids)
-        before, many = len(context), len(sampled)
+        context, token_ids = decode_int32(turn.context_ids), decode_int32(turn.token_ids)
+        before, many = len(context), len(token_ids)
         start = len(ids) + before
-        ids += [*context, *sampled]
-        mask += [0] * before + [int(turn.turn >= played.first)] * many
-        logprobs += [0.0] * before + _padded(null_if_not_finite(decode_float32(turn.logprobs)), many, None)
+        ids += [*context, *token_ids]
+        mask += [0] * before + [int(turn.turn >= token_row.first)] * many
+        logprobs += [0.0] * before + _pad(null_if_not_finite(decode_float32(turn.logprobs)), many, None)
         turn_index += [-1] * before + [turn.turn] * many
-        counts += [0] * before + _padded(list(decode_int32(turn.mask_counts or b"")), many, 0)
-        kept += decode_int32(turn.mask_ids or b"")
-        whose = turn.weights_of or turn.policy
-        versions += [(start + s.start, start + s.stop, f"{whose}@{s.lineage}.{s.step}") for s in turn.spans]
-    is_filtered = any(turn.mask_counts is not None for turn in played.turns)
+        counts += [0] * before + _pad(list(decode_int32(turn.mask_counts or b"")), many, 0)
+        mask_ids += decode_int32(turn.mask_ids or b"")
+        policy = turn.weights_of or turn.policy
+        versions += [(start + s.start, start + s.stop, f"{policy}@{s.lineage}.{s.step}") for s in turn.spans]
+    is_filtered = any(turn.mask_counts is not None for turn in token_row.turns)
     return ExportedRow(
-        row=played.row,
+        row=token_row.row,
         messages=messages,
-        temperature=played.turns[0].temperature,
+        temperature=token_row.turns[0].temperature,
         token_ids=ids,
         loss_mask=mask,
         logprobs=logprobs,
         turn_index=turn_index,
         versions=versions,
         kept_counts=counts if is_filtered else [],
-        kept_ids=kept if is_filtered else [],
-        trained_in=None if trained is None else trained.step,
-        **_training(trained, len(ids)),
+        kept_ids=mask_ids if is_filtered else [],
+        trained_in=None if step_values is None else step_values.step,
+        **_training(step_values, len(ids)),
     )
 
 
-def _training(trained: StepTokenValues | None, length: int) -> dict[str, list[Any]]:
+def _training(step_values: StepTokenValues | None, length: int) -> dict[str, list[Any]]:
     columns: dict[str, list[Any]] = {"advantages": [], "trainer_logprobs": [], "lags": []}
-    if trained is None:
+    if step_values is None:
         return columns
     columns = {name: [None] * length for name in columns}
-    for position, (part, place) in trained.places.items():
+    for position, (part, place) in step_values.places.items():
         if 0 <= position < length:
             columns["advantages"][position], columns["trainer_logprobs"][position] = null_if_not_finite(
                 [part.advantages[place], part.trainer_logprobs[place]]
@@ -289,7 +293,7 @@ def _training(trained: StepTokenValues | None, length: int) -> dict[str, list[An
     return columns
 
 
-def _padded(values: list[Any], length: int, filler: Any) -> list[Any]:
+def _pad(values: list[Any], length: int, filler: Any) -> list[Any]:
     """Cut or fill values to the number of tokens, because a damaged entry may hold more or fewer."""
     return values[:length] + [filler] * (length - len(values))
 

@@ -148,8 +148,8 @@ def write_html_page(selection: ExportSelection, path: Path) -> None:
     blocks = [b""]  # the first block is the index, which is filled in last
     for name, value in _answers(selection):
         index[name] = len(blocks)
-        blocks.append(_packed(value))
-    blocks[0] = _packed({"blocks": index, "all": selection.reader.count()})
+        blocks.append(_compress(value))
+    blocks[0] = _compress({"blocks": index, "all": selection.reader.count()})
     path.write_text(self_contained_page(blocks), encoding="utf-8")
 
 
@@ -167,12 +167,12 @@ def _answers(selection: ExportSelection) -> Iterator[tuple[str, Any]]:
     steps = _answer(QUESTIONS["steps"], reader, {}, problems)
     yield "steps", steps
     for step in steps if isinstance(steps, list) else []:
-        named = {"policy": step.policy, "lineage": str(step.lineage), "step": str(step.step)}
-        yield f"step {step.policy} {step.lineage} {step.step}", _answer(QUESTIONS["step"], reader, named, problems)
-    forked = [(f"{FORKS}/{fork.line.episode}", fork.line) for fork in fork_tree(reader) if fork.depth]
-    for name, line in [*((line.episode, line) for line in lines), *forked]:
-        named = {"episode": name, "attempt": str(line.attempt)}
-        yield f"episode {name} {line.attempt}", _answer(answer_episode_queries, reader, named, problems)
+        parameters = {"policy": step.policy, "lineage": str(step.lineage), "step": str(step.step)}
+        yield f"step {step.policy} {step.lineage} {step.step}", _answer(QUESTIONS["step"], reader, parameters, problems)
+    fork_lines = [(f"{FORKS}/{fork.line.episode}", fork.line) for fork in fork_tree(reader) if fork.depth]
+    for name, line in [*((line.episode, line) for line in lines), *fork_lines]:
+        parameters = {"episode": name, "attempt": str(line.attempt)}
+        yield f"episode {name} {line.attempt}", _answer(answer_episode_queries, reader, parameters, problems)
 
 
 def _answer(
@@ -185,5 +185,5 @@ def _answer(
         return {"error": str(error)}
 
 
-def _packed(value: Any) -> bytes:
+def _compress(value: Any) -> bytes:
     return gzip.compress(as_json(value), 6, mtime=0)

@@ -29,25 +29,25 @@ def staging_path(target: Path) -> Iterator[Path]:
     with contextlib.ExitStack() as until_built:
         target.parent.mkdir(exist_ok=True)
         # Holds the parent's lock, so that cleanups do not take it for a leftover before it is locked.
-        with _locked(target.parent):
+        with _lock(target.parent):
             _remove_stale_files(target.parent)
             directory = until_built.enter_context(staging_directory(target.with_name(_NAME + secrets.token_hex(8))))
-            until_built.enter_context(_locked(directory))
+            until_built.enter_context(_lock(directory))
         yield directory / target.name
 
 
 def _remove_stale_files(parent: Path) -> None:
     for directory in parent.glob(f"{STAGING}{_NAME}*"):
         # Raised for a link, or if it is in use.
-        with contextlib.suppress(OSError), _locked(directory, os.O_NOFOLLOW, fcntl.LOCK_NB):
+        with contextlib.suppress(OSError), _lock(directory, os.O_NOFOLLOW, fcntl.LOCK_NB):
             shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _locked(directory: Path, opening: int = 0, waiting: int = 0) -> Iterator[None]:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | opening)
+def _lock(directory: Path, extra_open_flags: int = 0, extra_lock_flags: int = 0) -> Iterator[None]:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | extra_open_flags)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | waiting)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | extra_lock_flags)
         yield
     finally:
         os.close(descriptor)

@@ -43,7 +43,7 @@ MODULES = (
 """Modules of the page in dependency order: each may import from those before it."""
 _IMPORT = re.compile(r"^import (\{[^}]*\}) from \"\./(\w+)\.js\";$", re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async )?(?:function|const|class) (\w+))", re.MULTILINE)
-_HERE = Path(__file__).parent
+_PAGE_DIRECTORY = Path(__file__).parent
 
 
 class ViewerPage(NamedTuple):
@@ -81,19 +81,19 @@ def _page(blocks: tuple[str, ...], *, connect: str) -> ViewerPage:
 @lru_cache(maxsize=1)
 def _parts() -> tuple[str, str, str]:
     """Return the frame, the style, and the script joined from the modules."""
-    modules = "".join(_module(name, (_HERE / f"{name}.js").read_text(encoding="utf-8")) for name in MODULES)
+    modules = "".join(_module(name, (_PAGE_DIRECTORY / f"{name}.js").read_text(encoding="utf-8")) for name in MODULES)
     return (
-        (_HERE / "viewer.html").read_text(encoding="utf-8"),
-        (_HERE / "viewer.css").read_text(encoding="utf-8"),
+        (_PAGE_DIRECTORY / "viewer.html").read_text(encoding="utf-8"),
+        (_PAGE_DIRECTORY / "viewer.css").read_text(encoding="utf-8"),
         f"const modules = {{}};\n{modules}",
     )
 
 
 def _module(name: str, text: str) -> str:
     """Wrap a module in an immediately called function that returns its exports."""
-    exported = ", ".join(match[2] for match in _EXPORT.finditer(text))
+    names = ", ".join(match[2] for match in _EXPORT.finditer(text))
     body = _EXPORT.sub(r"\1", _IMPORT.sub(r"const \1 = modules.\2;", text))
-    return f"\n// --- {name}.js\n\nmodules.{name} = (() => {{\n{body}return {{ {exported} }};\n}})();\n"
+    return f"\n// --- {name}.js\n\nmodules.{name} = (() => {{\n{body}return {{ {names} }};\n}})();\n"
 
 
 def _hash(text: str) -> str:

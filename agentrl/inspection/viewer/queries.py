@@ -33,7 +33,7 @@ PARTS = 120
 """Number of parts of a run's timeline."""
 EXACT = 2**53
 """Smallest integer that is inexact in JavaScript; integers from here on are sent as text."""
-_ROUNDED = ("logprob", "trainer_logprob", "advantage", "ratio", "entropy")
+_FLOAT_COLUMNS = ("logprob", "trainer_logprob", "advantage", "ratio", "entropy")
 
 
 class EpisodeListPage(msgspec.Struct, frozen=True):
@@ -112,7 +112,7 @@ def tokens_in_columns(row: TokenRow) -> dict[str, Any]:
     columns: dict[str, list[Any]] = {}
     for name in row.tokens[0].__struct_fields__ if row.tokens else ():
         values = [getattr(token, name) for token in row.tokens]
-        if name in _ROUNDED:
+        if name in _FLOAT_COLUMNS:
             values = [None if value is None else round(value, 6) for value in values]
         if name != "position" and any(value is not None for value in values):
             columns[name] = values
@@ -122,7 +122,7 @@ def tokens_in_columns(row: TokenRow) -> dict[str, Any]:
 
 def answer_episode_queries(reader: RunReader, parameters: Parameters) -> dict[str, Any]:
     """Answer all questions about one episode, which is read once."""
-    with _located(reader, parameters) as (where, episode, attempt):
+    with _open_episode(reader, parameters) as (where, episode, attempt):
         view = read_conversation(where, episode, attempt)
         why = explain_conversation(where, view)
     return {
@@ -138,8 +138,8 @@ def answer_episode_queries(reader: RunReader, parameters: Parameters) -> dict[st
 
 def _statuses(reader: RunReader, parameters: Parameters) -> dict[str, int]:
     """Count episodes by status; restarted attempts count separately."""
-    counted = reader.log.rows(f"SELECT {STATUS} AS status, count(*){EPISODES} GROUP BY status")
-    return {str(status): count for status, count in counted}
+    rows = reader.log.rows(f"SELECT {STATUS} AS status, count(*){EPISODES} GROUP BY status")
+    return {str(status): count for status, count in rows}
 
 
 def _pulse(reader: RunReader, parameters: Parameters) -> RunProgress:
@@ -167,23 +167,23 @@ def _episodes(reader: RunReader, parameters: Parameters) -> EpisodeListPage:
 
 
 def _conversation(reader: RunReader, parameters: Parameters) -> Any:
-    with _located(reader, parameters) as (where, episode, attempt):
+    with _open_episode(reader, parameters) as (where, episode, attempt):
         return read_conversation(where, episode, attempt)
 
 
 def _tokens(reader: RunReader, parameters: Parameters) -> Any:
-    with _located(reader, parameters) as (where, episode, attempt):
+    with _open_episode(reader, parameters) as (where, episode, attempt):
         tokens = episode_tokens(where, episode, attempt)
     return {"rows": [tokens_in_columns(row) for row in tokens.rows], "problems": tokens.problems}
 
 
 def _reasons(reader: RunReader, parameters: Parameters) -> Any:
-    with _located(reader, parameters) as (where, episode, attempt):
+    with _open_episode(reader, parameters) as (where, episode, attempt):
         return explain_episode(where, episode, attempt)
 
 
 def _timeline(reader: RunReader, parameters: Parameters) -> Any:
-    with _located(reader, parameters) as (where, episode, attempt):
+    with _open_episode(reader, parameters) as (where, episode, attempt):
         return episode_timeline(where, episode, attempt)
 
 
@@ -218,7 +218,7 @@ QUESTIONS: Mapping[str, Callable[[RunReader, Parameters], Any]] = {
 
 
 @contextmanager
-def _located(reader: RunReader, parameters: Parameters) -> Iterator[tuple[RunReader, str, int | None]]:
+def _open_episode(reader: RunReader, parameters: Parameters) -> Iterator[tuple[RunReader, str, int | None]]:
     """Return the reader of the run or of its forks, the episode's id there, and the attempt."""
     attempt = _number(parameters, "attempt", -1)
     with locate_episode(reader, parameters.get("episode", "")) as (where, episode):

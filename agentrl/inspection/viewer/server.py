@@ -103,15 +103,15 @@ def _application(runs: ServedRuns, thread: ThreadPoolExecutor, token: str, serve
         """Refuse requests without this server's address and name."""
         if request.transport is not None:
             server.doubt(request.transport)
-        if not _is_own(request):
+        if not _is_from_this_host(request):
             response: web.StreamResponse = _refusal(403, "this server answers only requests to its own address")
         elif request.method != "GET":
             response = _refusal(405, "this server is read-only: use GET")
         else:
             try:
                 response = await handler(request)
-            except web.HTTPException as refused:
-                response = _refusal(refused.status, refused.reason)
+            except web.HTTPException as error:
+                response = _refusal(error.status, error.reason)
         response.headers.update(_HEADERS)
         response.headers["Content-Security-Policy"] = f"{page.policy}; frame-ancestors 'none'"
         return response
@@ -142,12 +142,12 @@ def _application(runs: ServedRuns, thread: ThreadPoolExecutor, token: str, serve
     return application
 
 
-def _is_own(request: web.Request) -> bool:
+def _is_from_this_host(request: web.Request) -> bool:
     """Whether a request names this server as its host and, if it states one, as its origin."""
     sockname = request.transport.get_extra_info("sockname") if request.transport is not None else None
-    own_hosts = {f"{name}:{sockname[1]}" for name in (HOST, "localhost")} if sockname else set()
+    host_names = {f"{name}:{sockname[1]}" for name in (HOST, "localhost")} if sockname else set()
     origin = request.headers.get("Origin")
-    return request.host in own_hosts and (origin is None or origin in {f"http://{name}" for name in own_hosts})
+    return request.host in host_names and (origin is None or origin in {f"http://{name}" for name in host_names})
 
 
 def _refusal(status: int, reason: str) -> web.Response:
