@@ -34,7 +34,7 @@ from agentrl.cli.main import main
 from agentrl.core.ids import random_stream
 from agentrl.core.text import escape_text
 from agentrl.inspection.export.formats import EXPORTS
-from agentrl.journal.control_rows import CHECKED, row_checksum
+from agentrl.journal.control_rows import CHECKED_TABLES, row_checksum
 from agentrl.journal.entries import entry_checksum
 
 MEMORY_BYTES = 512 << 20
@@ -120,7 +120,7 @@ def pages_swapped(run: Path, draw: Random) -> None:
 def rows_altered(run: Path, draw: Random) -> None:
     """Values of any type in the control log, in half of all cases under a checksum that fits."""
     with contextlib.closing(sqlite3.connect(run / draw.choice((DATABASES[0], DATABASES[2])))) as connection:
-        table = draw.choice((*CHECKED, "meta", "metrics"))
+        table = draw.choice((*CHECKED_TABLES, "meta", "metrics"))
         names = [row[1] for row in connection.execute(f"PRAGMA table_info({table})")]
         rows = connection.execute(f"SELECT * FROM {table}").fetchall()
         for row in draw.sample(rows, min(len(rows), draw.choice((1, 5, 1000)))):
@@ -128,7 +128,7 @@ def rows_altered(run: Path, draw: Random) -> None:
             for _ in range(draw.choice((1, 1, 3))):
                 place = draw.randrange(len(names) - 1)
                 changed[place] = draw.choice([*ODD, row[place]])
-            if table in CHECKED and draw.random() < 0.7:
+            if table in CHECKED_TABLES and draw.random() < 0.7:
                 with contextlib.suppress(UnicodeEncodeError):
                     changed[-1] = row_checksum(table, changed[:-1])
             same = " AND ".join(f"{name} IS ?" for name in names)

@@ -68,15 +68,15 @@ def row_checksum(table: str, values: Sequence[Any]) -> int:
 
 def with_checksum(table: str, row: Sequence[Any]) -> Sequence[Any]:
     """Return a row with its checksum last. SQLite returns -0.0 as 0.0, so it is stored as 0.0."""
-    encoded = _ENCODER.encode(row)
-    if _NEGATIVE_ZERO in encoded:
+    data = _ENCODER.encode(row)
+    if _NEGATIVE_ZERO in data:
         row = [(value or 0.0) if isinstance(value, float) else value for value in row]
-        encoded = _ENCODER.encode(row)
-    return (*row, _checksum(table, encoded))
+        data = _ENCODER.encode(row)
+    return (*row, _checksum(table, data))
 
 
-def _checksum(table: str, encoded: bytes) -> int:
-    return zlib.crc32(encoded, zlib.crc32(table.encode()))
+def _checksum(table: str, data: bytes) -> int:
+    return zlib.crc32(data, zlib.crc32(table.encode()))
 
 
 ADMISSION_COLUMNS = "episode attempt purpose environment task parent group_id spec admitted_at"
@@ -116,28 +116,28 @@ Row = tuple[str, Sequence[Any]]
 # --- to rows ----------------------------------------------------------------------------------------------------------
 
 
-def encode_records(records: Iterable[ControlRecord], now: float, learning: Collection[str] | None) -> list[Row]:
+def encode_records(records: Iterable[ControlRecord], now: float, learners: Collection[str] | None) -> list[Row]:
     """Return the rows of records, with their tables.
 
     Args:
         records: records of the control log.
         now: time label of the rows.
-        learning: see `learning_policies`.
+        learners: see `learning_policies`.
 
     Raises:
         InputError: the data of a task cannot be serialized.
     """
-    return [row for record in records for row in _encode_record(record, now, learning)]
+    return [row for record in records for row in _encode_record(record, now, learners)]
 
 
 def _encode_record(  # noqa: C901, PLR0912 (one case per record)
-    record: ControlRecord, now: float, learning: Collection[str] | None
+    record: ControlRecord, now: float, learners: Collection[str] | None
 ) -> Iterable[Row]:
     match record:
         case Admission():
             yield "admissions", encode_admission_row(record.spec, now)
         case EpisodeEnd(spec=spec, header=header):
-            row = encode_episode_row(spec, header, record.digest, record.metrics, record.detail, now, learning)
+            row = encode_episode_row(spec, header, record.digest, record.metrics, record.detail, now, learners)
             yield "episodes", row
             for trajectory in encode_trajectory_rows(header):
                 yield "trajectories", trajectory
@@ -171,11 +171,11 @@ def encode_admission_row(spec: EpisodeSpec, now: float) -> Sequence[Any]:
         InputError: the task's data or the seed cannot be serialized.
     """
     try:
-        encoded = _ENCODER.encode(spec)
+        spec_bytes = _ENCODER.encode(spec)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise unserializable_task_error(spec.episode_id, spec.task, error) from error
     key = (spec.episode_id, spec.attempt, spec.purpose)
-    return (*key, spec.environment, spec.task.id, spec.parent_id, spec.group_id, encoded, float(now))
+    return (*key, spec.environment, spec.task.id, spec.parent_id, spec.group_id, spec_bytes, float(now))
 
 
 def unserializable_task_error(episode_id: str, task: Task, error: Exception) -> InputError:
@@ -204,15 +204,15 @@ def encode_episode_row(
     metrics: Mapping[str, float],
     detail: str,
     now: float,
-    learning: Collection[str] | None,
+    learners: Collection[str] | None,
 ) -> Sequence[Any]:
     """Return the `EPISODE_COLUMNS` of a finished episode, with the first 2,000 characters of `detail`.
 
-    `oldest_step` and `lineage` belong to the oldest weights of the `learning` policies: frozen weights do not age.
+    `oldest_step` and `lineage` belong to the oldest weights of the policies in `learners`: frozen weights do not age.
     """
     units = header.trajectories
-    aging = [unit for unit in units if learning is None or unit.policy in learning]
-    oldest = min(aging, key=lambda unit: (unit.lineage, unit.oldest_step), default=None)
+    learner_units = [unit for unit in units if learners is None or unit.policy in learners]
+    oldest = min(learner_units, key=lambda unit: (unit.lineage, unit.oldest_step), default=None)
     partition, entries = header.location if header.location is not None else (None, None)
     reward = header.reward
     return (
@@ -251,8 +251,8 @@ def encode_trajectory_rows(header: EpisodeHeader) -> Iterable[Sequence[Any]]:
         parts = [
             _JSON.encode(rewards).decode() if rewards else None for rewards in (unit.turn_rewards, unit.named_rewards)
         ]
-        sampled = (unit.tokens, unit.oldest_step, unit.lineage)
-        yield (*key, unit.policy, reward, *sampled, *parts, unit.turn_states or None)
+        token_fields = (unit.tokens, unit.oldest_step, unit.lineage)
+        yield (*key, unit.policy, reward, *token_fields, *parts, unit.turn_states or None)
 
 
 def encode_baselines_row(baselines: FrozenGroupBaselines) -> Sequence[Any]:
@@ -303,9 +303,18 @@ def encode_step_unit_rows(row: StepRow) -> Iterable[Sequence[Any]]:
     position = 0
     for unit in row.batch.units:
         for credit in unit.credits:
-            credited = (float(credit.reward), float(credit.advantage), float(credit.baseline))
+            credit_fields = (float(credit.reward), float(credit.advantage), float(credit.baseline))
             by_turn = _JSON.encode(credit.turn_advantages).decode() if credit.turn_advantages else None
-            yield (*row.version, position, unit.episode_id, unit.attempt, credit.seat, credit.index, *credited, by_turn)
+            yield (
+                *row.version,
+                position,
+                unit.episode_id,
+                unit.attempt,
+                credit.seat,
+                credit.index,
+                *credit_fields,
+                by_turn,
+            )
             position += 1
 
 
@@ -445,7 +454,7 @@ def _read_turn_states(trajectory: Sequence[Any]) -> bytes:
     return states
 
 
-CHECKED = (
+CHECKED_TABLES = (
     "admissions",
     "episodes",
     "trajectories",
@@ -460,7 +469,7 @@ CHECKED = (
     "pruned_files",
 )
 """Tables whose rows end with a checksum over all their other columns."""
-INDEXED = ("step_units", "proposals")
+INDEXED_TABLES = ("step_units", "proposals")
 """Checked tables with an index; the index has no checksum."""
 
 
@@ -473,7 +482,7 @@ _STEPS_WITH_HOLES = (
 run."""
 
 
-UNRESOLVED = (
+UNRESOLVED_QUERY = (
     " NOT EXISTS (SELECT 1 FROM unit_drops d WHERE d.episode = t.episode AND d.attempt = t.attempt"
     " AND d.policy = t.policy) AND NOT EXISTS (SELECT 1 FROM step_units s JOIN line l ON l.policy = s.policy"
     " AND l.lineage = s.lineage AND s.step > l.first AND s.step <= l.last"
@@ -494,11 +503,11 @@ def verify_tables(connection: sqlite3.Connection, path: Path) -> None:
     Raises:
         JournalError: a row or the file is damaged.
     """
-    for check in ("quick_check(1)", *(f"integrity_check({table})" for table in INDEXED)):
+    for check in ("quick_check(1)", *(f"integrity_check({table})" for table in INDEXED_TABLES)):
         problems = all_rows(connection, path, f"PRAGMA {check}")
         if problems != [("ok",)]:
             raise JournalError(f"{path}: {str(problems[0][0])[:200]}; the file is damaged, restore it from a copy")
-    for table in CHECKED:
+    for table in CHECKED_TABLES:
         try:
             if not _all_hold(connection, table):
                 for row in connection.execute(f"SELECT * FROM {table}"):

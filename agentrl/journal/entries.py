@@ -415,10 +415,10 @@ def sum_by_key(values: Iterable[tuple[Key, float]]) -> dict[Key, float]:
 
 def request_hash(*parts: bytes) -> bytes:
     """Hash a new question: 8 bytes of blake2b."""
-    framed = b""
+    data = b""
     for part in parts:
-        framed += len(part).to_bytes(4, "little") + part
-    return hashlib.blake2b(framed, digest_size=8).digest()
+        data += len(part).to_bytes(4, "little") + part
+    return hashlib.blake2b(data, digest_size=8).digest()
 
 
 def gigpo_state_hash(state: str | None, messages: Iterable[Message]) -> bytes:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from agentrl.core.errors import JournalError, StorageError
 from agentrl.journal import control_rows
 from agentrl.journal.port import AttemptPruning, EpisodeEnd, PruneTotals, VersionPublication
-from agentrl.journal.pruning import Settled
+from agentrl.journal.pruning import PruningSelection
 from agentrl.journal.reader import read_fork_prefix, recorded_score
 from agentrl.journal.run_log import RunJournal
 from agentrl.journal.schema import CONTROL_FILE, open_database_in_memory
@@ -92,11 +92,11 @@ class MemoryTurnLog:
             StorageError: the test requested it; entries appended since the last success do not count as written.
         """
         self.flushes += 1
-        number, reached, partials = self.flushes, len(self.entries), len(self.partials)
+        number, num_entries, partials = self.flushes, len(self.entries), len(self.partials)
         await asyncio.sleep(0)
         if number in self.failing_flushes:
             raise StorageError(f"no space left on the simulated disk (flush {number} of {self.name})")
-        self.on_disk = max(self.on_disk, reached)
+        self.on_disk = max(self.on_disk, num_entries)
         self.partials_on_disk = max(self.partials_on_disk, partials)
 
     def read(self, episode_id: str, attempt: int) -> list[JournalEntry]:
@@ -105,13 +105,13 @@ class MemoryTurnLog:
 
     async def take_over(self, episode_id: str, attempt: int) -> None:
         """Copy the entries of an attempt from another partition if it holds more than this one."""
-        other = fullest_partition(self.siblings, episode_id, attempt)
-        if other is None or other is self:
+        source_log = fullest_partition(self.siblings, episode_id, attempt)
+        if source_log is None or source_log is self:
             return
-        for entry in other.read(episode_id, attempt)[len(self.read(episode_id, attempt)) :]:
+        for entry in source_log.read(episode_id, attempt)[len(self.read(episode_id, attempt)) :]:
             self.append(entry)
         self.remove_partials(episode_id, attempt)
-        for partial in other.read_partials(episode_id, attempt):
+        for partial in source_log.read_partials(episode_id, attempt):
             self.append_partial(partial)
         await self.flush()
 
@@ -138,9 +138,9 @@ class MemoryTurnLog:
 
     def remove(self, attempts: Collection[tuple[str, int]]) -> None:
         """Delete the entries of some attempts from disk."""
-        kept = [e for e in self.entries[: self.on_disk] if (e.episode_id, e.attempt) not in attempts]
-        self.entries[: self.on_disk] = kept
-        self.on_disk = len(kept)
+        remaining_entries = [e for e in self.entries[: self.on_disk] if (e.episode_id, e.attempt) not in attempts]
+        self.entries[: self.on_disk] = remaining_entries
+        self.on_disk = len(remaining_entries)
 
     def prefix(self, point: ForkPoint) -> list[JournalEntry]:
         """Return the entries of this partition before a fork point."""
@@ -194,7 +194,7 @@ class MemoryJournal(RunJournal):
         """Number of records that are in the database of the queries."""
         self._ended_attempts: set[tuple[str, int]] = set()
         self._info = dict(info or {})
-        self._learning = control_rows.learning_policies(self._info)
+        self._learners = control_rows.learning_policies(self._info)
         self._failing_commits = frozenset(failing_commits)
         self._failing_flushes = frozenset(failing_flushes)
         self._commits = 0
@@ -239,17 +239,17 @@ class MemoryJournal(RunJournal):
         self._ended_attempts.add(key)
         self._on_disk = len(self.records)
 
-    async def prune(self, rule: PruneRule, *, stopped: Callable[[], bool] = lambda: False) -> PruneTotals:
+    async def prune(self, rule: PruneRule, *, should_stop: Callable[[], bool] = lambda: False) -> PruneTotals:
         """Remove the entries that a rule allows, one partition after another."""
-        pruned = PruneTotals(rule=str(rule), last=rule.last)
+        totals = PruneTotals(rule=str(rule), last=rule.last)
         if not rule.sealed:
-            return pruned
-        settled = Settled(self, rule, frozenset())
+            return totals
+        selection = PruningSelection(self, rule, frozenset())
         for log in self.turn_logs.values():
             written_attempts = {(entry.episode_id, entry.attempt) for entry in log.entries[: log.on_disk]}
-            attempts = written_attempts & settled.among([episode_id for episode_id, _ in written_attempts])
-            if attempts and not stopped():
-                pruned.episodes += len(attempts)
+            attempts = written_attempts & selection.among([episode_id for episode_id, _ in written_attempts])
+            if attempts and not should_stop():
+                totals.episodes += len(attempts)
                 self.record(
                     *[
                         AttemptPruning(episode_id=name, attempt=number, rule=str(rule))
@@ -258,16 +258,16 @@ class MemoryJournal(RunJournal):
                 )
                 await self.flush()
                 self._remove(log, attempts)
-        return pruned
+        return totals
 
     def _remove(self, log: MemoryTurnLog, attempts: Collection[tuple[str, int]]) -> None:
         log.remove(attempts)
 
     async def flush(self) -> None:
         """Yield, then put all records made before the call on disk."""
-        reached = len(self.records)
+        num_records = len(self.records)
         await asyncio.sleep(0)
-        self._on_disk = max(self._on_disk, reached)
+        self._on_disk = max(self._on_disk, num_records)
 
     async def close(self) -> None:
         """Flush; later records are refused. Idempotent."""
@@ -290,7 +290,7 @@ class MemoryJournal(RunJournal):
         """Write the records on disk to the database of the queries. Their time labels are their numbers."""
         rows: dict[str, list[Any]] = {}
         for number, record in enumerate(self.records[self._queryable : self._on_disk], self._queryable):
-            for table, row in control_rows.encode_records([record], float(number), self._learning):
+            for table, row in control_rows.encode_records([record], float(number), self._learners):
                 rows.setdefault(table, []).append(row)
         for table, of_table in rows.items():
             write_control_rows(self.connection, table, of_table)
@@ -344,12 +344,12 @@ class MemoryJournal(RunJournal):
         ends = (record for record in survivor.records if isinstance(record, EpisodeEnd))
         survivor._ended_attempts = {(end.spec.episode_id, end.spec.attempt) for end in ends}
         for worker, log in self.turn_logs.items():
-            kept = log.entries[: log.on_disk]
+            entries = log.entries[: log.on_disk]
             partials = log.partials[: log.partials_on_disk]
             survivor.turn_logs[worker] = MemoryTurnLog(
                 log.name,
-                entries=kept,
-                on_disk=len(kept),
+                entries=entries,
+                on_disk=len(entries),
                 partials=partials,
                 partials_on_disk=len(partials),
                 siblings=survivor.turn_logs,
@@ -359,8 +359,8 @@ class MemoryJournal(RunJournal):
     def _check_entries(self, header: EpisodeHeader) -> None:
         if header.location is None:
             return
-        named = [log for log in self.turn_logs.values() if log.name == header.location.partition]
-        count = sum(len(log.read(header.episode_id, header.attempt)) for log in named)
+        logs = [log for log in self.turn_logs.values() if log.name == header.location.partition]
+        count = sum(len(log.read(header.episode_id, header.attempt)) for log in logs)
         if count != header.location.entries:
             raise JournalError(
                 f"episode {header.episode_id} attempt {header.attempt}: {header.location.entries} entries named in "

@@ -287,7 +287,7 @@ class JournalStore(ABC):
     ) -> None: ...
 
     @abstractmethod
-    async def prune(self, rule: PruneRule, *, stopped: Callable[[], bool] = lambda: False) -> PruneTotals:
+    async def prune(self, rule: PruneRule, *, should_stop: Callable[[], bool] = lambda: False) -> PruneTotals:
         """Remove the tokens and step columns that a rule allows, recording it before anything is removed.
 
         Raises:

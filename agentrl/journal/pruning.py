@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import StorageError
-from agentrl.journal.control_rows import ADMISSION_COLUMNS, LINE, UNRESOLVED, decode_admission_row
+from agentrl.journal.control_rows import ADMISSION_COLUMNS, LINE, UNRESOLVED_QUERY, decode_admission_row
 from agentrl.journal.port import PruneTotals
 from agentrl.journal.schema import (
     CONTROL_FILE,
@@ -65,7 +65,7 @@ def prune(
     rule: PruneRule,
     record: Record | None,
     *,
-    stopped: Callable[[], bool] = lambda: False,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> PruneTotals:
     """Remove the data that a rule allows. Blocking: call it in a thread; the partitions' writers may keep writing.
 
@@ -74,73 +74,73 @@ def prune(
         log: its control log, for this thread alone.
         rule: determines what may be removed.
         record: called before anything is removed; None: nothing is removed, only counted.
-        stopped: checked between transactions; the next pruning removes the rest.
+        should_stop: checked between transactions; the next pruning removes the rest.
 
     Raises:
         JournalError: a database cannot be read.
         StorageError: writing failed.
     """
-    pruned = PruneTotals(rule=str(rule), last=rule.last)
+    totals = PruneTotals(rule=str(rule), last=rule.last)
     if not rule.sealed:
-        return pruned
-    branched = frozenset(
+        return totals
+    branch_keys = frozenset(
         (spec.fork.episode_id, spec.fork.attempt)
         for spec in log.unfinished()
         if spec.fork is not None and spec.fork.branch
     )
-    settled = Settled(log, rule, _forked(journal) | branched)
+    selection = PruningSelection(log, rule, _find_forked(journal) | branch_keys)
     for path in sorted(journal.glob("turns-*.db")):
         run = str(log.info()["run"])
-        opened = (
+        database = (
             open_database_to_read(path, "turns", run)
             if record is None
             else open_database_to_write(path, "turns", {}, run=run)
         )
-        with closing(opened) as connection:
+        with closing(database) as connection:
             try:
-                for attempts in _batches(connection, settled):
-                    if stopped():
-                        return pruned
-                    pruned.episodes += len(attempts)
-                    pruned.bytes += sum(attempts.values())
+                for attempts in _batches(connection, selection):
+                    if should_stop():
+                        return totals
+                    totals.episodes += len(attempts)
+                    totals.bytes += sum(attempts.values())
                     if record is not None:
                         record(list(attempts), ())
                         _remove(connection, list(attempts))
                 if record is not None:
-                    _shrink(connection, stopped)
+                    _shrink(connection, should_stop)
             except sqlite3.OperationalError as error:
                 if getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_BUSY:
-                    raise _refused(path, error) from error
+                    raise _pruning_error(path, error) from error
                 # Its writer was busy for too long: the next pruning continues here.
             except DAMAGE as error:
                 raise database_error(path, error) from error
-    _prune_files(journal.parent, settled, record, pruned, stopped)
-    return pruned
+    _prune_files(journal.parent, selection, record, totals, should_stop)
+    return totals
 
 
 # --- what may go ------------------------------------------------------------------------------------------------------
 
 
-class Settled:
+class PruningSelection:
     """The attempts and files that a rule removes."""
 
-    def __init__(self, log: RunLog, rule: PruneRule, forked: frozenset[AttemptKey]) -> None:
+    def __init__(self, log: RunLog, rule: PruneRule, forked_keys: frozenset[AttemptKey]) -> None:
         self._log = log
-        self._forked = forked
+        self._forked_keys = forked_keys
         self.last = rule.last
-        surviving = [{policy: log.surviving(version) for policy, version in cut.items()} for cut in rule.sealed]
+        lineages = [{policy: log.surviving(version) for policy, version in cut.items()} for cut in rule.sealed]
         lines = [
             [policy, lineage, first, min(last, self.last[policy])]
             for policy in self.last
-            for lineage, first, last in _common([cut.get(policy, []) for cut in surviving])
+            for lineage, first, last in _common([cut.get(policy, []) for cut in lineages])
         ]
-        trained = sorted({policy for cut in rule.sealed for policy in cut})
+        policies = sorted({policy for cut in rule.sealed for policy in cut})
         self._before = self._last_removable_at()
         """Time before which attempts that no step trained on are removable."""
         self._lines = json.dumps(lines)
         """Steps that every resumable checkpoint counts as taken and that may be removed; a parameter of `LINE`."""
         self._cut = json.dumps([[name, step] for name, step in self.last.items()])
-        self._trained = json.dumps(trained)
+        self._policies_json = json.dumps(policies)
 
     def _last_removable_at(self) -> float | None:
         """Return when a policy's last removable step was taken, of the policy where that is longest ago; None if no
@@ -164,7 +164,7 @@ class Settled:
             " (SELECT 1 FROM admissions b WHERE b.episode = a.episode AND b.attempt > a.attempt))"
             # None of its units can become ready again.
             " AND NOT EXISTS (SELECT 1 FROM trajectories t WHERE t.episode = a.episode AND t.attempt = a.attempt"
-            f" AND e.drop_reason IS NULL AND t.policy IN (SELECT policy FROM trained) AND{UNRESOLVED})"
+            f" AND e.drop_reason IS NULL AND t.policy IN (SELECT policy FROM trained) AND{UNRESOLVED_QUERY})"
             # No kept step trained on it.
             " AND NOT EXISTS (SELECT 1 FROM step_units s LEFT JOIN cut c ON c.policy = s.policy"
             " WHERE s.episode = a.episode AND s.attempt = a.attempt AND s.step > coalesce(c.step, 0))"
@@ -172,9 +172,11 @@ class Settled:
             " AND (EXISTS (SELECT 1 FROM step_units s WHERE s.episode = a.episode AND s.attempt = a.attempt)"
             " OR coalesce(e.committed_at, a.admitted_at) < ?)"
         )
-        encoded = json.dumps(list(episodes))
-        rows = self._log.rows(statement, self._lines, self._cut, self._trained, encoded, self._before or -1.0)
-        return {(episode, attempt) for episode, attempt in rows} - self._forked
+        episodes_json = json.dumps(list(episodes))
+        rows = self._log.rows(
+            statement, self._lines, self._cut, self._policies_json, episodes_json, self._before or -1.0
+        )
+        return {(episode, attempt) for episode, attempt in rows} - self._forked_keys
 
     def files(self) -> Iterator[str]:
         """Yield the files of step columns that may be removed, relative to the run."""
@@ -197,7 +199,7 @@ def _common(lines: Sequence[Sequence[tuple[int, int, int]]]) -> list[tuple[int, 
     return [(lineage, first, last) for lineage, first, last in common if first < last]
 
 
-def _forked(journal: Path) -> frozenset[AttemptKey]:
+def _find_forked(journal: Path) -> frozenset[AttemptKey]:
     """Return the attempts of this journal to which the run's forks refer."""
     path = journal.parent / FORKS / "journal" / CONTROL_FILE
     if not path.is_file():
@@ -221,13 +223,13 @@ _SIZES = (
 )
 
 
-def _batches(connection: sqlite3.Connection, settled: Settled) -> Iterator[dict[AttemptKey, int]]:
+def _batches(connection: sqlite3.Connection, selection: PruningSelection) -> Iterator[dict[AttemptKey, int]]:
     """Yield batches of removable attempts in a partition, with their bytes; one batch per transaction."""
     statement = "SELECT DISTINCT episode FROM entries UNION SELECT DISTINCT episode FROM partials"
     names = [str(episode) for (episode,) in connection.execute(statement)]
     batch: dict[AttemptKey, int] = {}
     for start in range(0, len(names), _CHUNK):
-        settled_names = settled.among(names[start : start + _CHUNK])
+        settled_names = selection.among(names[start : start + _CHUNK])
         sizes = connection.execute(_SIZES, (json.dumps(sorted({episode for episode, _ in settled_names})),)).fetchall()
         for episode, attempt, size in sizes:
             if (episode, attempt) not in settled_names:
@@ -258,9 +260,9 @@ def _remove(connection: sqlite3.Connection, attempts: Sequence[AttemptKey]) -> N
     _leave_to_others(began)
 
 
-def _shrink(connection: sqlite3.Connection, stopped: Callable[[], bool]) -> None:
+def _shrink(connection: sqlite3.Connection, should_stop: Callable[[], bool]) -> None:
     """Move the file's last pages into its free ones and truncate it, piece by piece."""
-    while not stopped():
+    while not should_stop():
         ((free,),) = connection.execute("PRAGMA freelist_count").fetchall()
         if not free:
             break
@@ -279,20 +281,20 @@ def _leave_to_others(began: float) -> None:
 
 
 def _prune_files(
-    run: Path, settled: Settled, record: Record | None, pruned: PruneTotals, stopped: Callable[[], bool]
+    run: Path, selection: PruningSelection, record: Record | None, totals: PruneTotals, should_stop: Callable[[], bool]
 ) -> None:
     root = (run / "steps").resolve()
     files = {}
-    for name in settled.files():
+    for name in selection.files():
         if not isinstance(name, str) or "\0" in name:
             continue  # not a valid file name
         path = run / name
         if path.resolve().is_relative_to(root):  # an altered record must not name a file outside the run
             with suppress(FileNotFoundError, NotADirectoryError):
                 files[name] = path.lstat().st_size
-    pruned.files += len(files)
-    pruned.bytes += sum(files.values())
-    if record is None or not files or stopped():
+    totals.files += len(files)
+    totals.bytes += sum(files.values())
+    if record is None or not files or should_stop():
         return
     record((), list(files))
     for name in files:
@@ -304,7 +306,7 @@ def _prune_files(
             raise StorageError(f"{run / name}: cannot be removed ({error.strerror}); check the disk") from error
 
 
-def _refused(path: Path, error: sqlite3.Error) -> StorageError:
+def _pruning_error(path: Path, error: sqlite3.Error) -> StorageError:
     return StorageError(
         f"{path}: could not be pruned ({error}). What was committed before is safe. Free space or repair the disk, "
         "then start again with --resume"

@@ -109,7 +109,7 @@ class TurnLogReader:
         Raises:
             JournalError: a partition cannot be read, or an entry does not match its checksum.
         """
-        found: dict[bytes, Score] = {}
+        scores: dict[bytes, Score] = {}
         statement = (
             f"{_SELECT_COLUMNS} FROM entries WHERE id > (SELECT max(id) FROM entries) - ? AND call LIKE ?"
             " AND length(asked) > 0 ORDER BY id DESC LIMIT ?"
@@ -120,8 +120,8 @@ class TurnLogReader:
             for row in all_rows(connection, path, statement, 64 * count, f"%?{scorer}", count):
                 entry = verified_entry(path, row)
                 if entry.call_id.endswith(f"?{scorer}"):
-                    found.setdefault(entry.request_hash, recorded_score(entry))
-        return found
+                    scores.setdefault(entry.request_hash, recorded_score(entry))
+        return scores
 
     def beginnings(self, keys: Sequence[AttemptLocation]) -> list[JournalEntry]:
         """Return the first entries of episodes, as far as they can be read; unordered."""
@@ -260,14 +260,14 @@ def read_fork_prefix(journal: str, point: ForkPoint, read: ReadAttempt, *, depth
     if not isinstance(begin, BeginEntry) or point.call_id not in calls:
         raise JournalError(f"a fork refers to call {point.call_id} of {name}, which does not exist")
     end = calls.index(point.call_id)
-    inherited = entries[:end]
+    prefix = entries[:end]
     if point.branch:  # the branch recalls the call that started it, with another result
         body = encode_body(BranchEntry((), point.branch))
-        inherited.append(msgspec.structs.replace(entries[end], body=body))
+        prefix.append(msgspec.structs.replace(entries[end], body=body))
     return (
-        inherited
+        prefix
         if begin.fork is None
-        else [*read_fork_prefix(parent_journal, begin.fork, read, depth=depth + 1), *inherited]
+        else [*read_fork_prefix(parent_journal, begin.fork, read, depth=depth + 1), *prefix]
     )
 
 

@@ -81,7 +81,7 @@ class ForkPrefixes:
 
 
 def assemble_trajectories(
-    entries: Iterable[JournalEntry], policy: str | None = None, inherited: Iterable[JournalEntry] = ()
+    entries: Iterable[JournalEntry], policy: str | None = None, prefix_entries: Iterable[JournalEntry] = ()
 ) -> tuple[Trajectory, ...]:
     """Assemble the trajectories of one episode, one row per context, in the order in which agents first acted or were
     rewarded.
@@ -89,7 +89,7 @@ def assemble_trajectories(
     Args:
         entries: entries of the episode.
         policy: policy whose trajectories are returned; None: all.
-        inherited: entries that the episode inherited as a fork; their turns are context.
+        prefix_entries: entries that the episode inherited as a fork; their turns are context.
 
     Raises:
         EntriesError: the entries do not form one complete episode: the beginning or tokens are missing, or a turn
@@ -101,7 +101,7 @@ def assemble_trajectories(
         raise EntriesError("an episode's entries lack its `begin` entry; the partition is damaged or was cut")
     turns: dict[AgentKey, list[TurnEntry]] = {}
     rewards: dict[AgentKey, list[RewardEntry]] = {}
-    prefix = decode_entries(inherited)
+    prefix = decode_entries(prefix_entries)
     first_sampled = Counter((body.seat, body.index) for body in prefix if isinstance(body, TurnEntry))
     for body in (*prefix, *bodies):
         if policy is not None and isinstance(body, TurnEntry | RewardEntry) and begin.seats.get(body.seat) != policy:
@@ -143,10 +143,10 @@ def _rows(turns: Sequence[TurnEntry], first: int) -> tuple[TrajectoryRow, ...]:
 def _row(turns: Sequence[TurnEntry], first: int) -> TrajectoryRow:
     import numpy as np
 
-    own_turns = [turn for turn in turns if turn.turn >= first]
-    temperature = own_turns[0].temperature
+    new_turns = [turn for turn in turns if turn.turn >= first]
+    temperature = new_turns[0].temperature
 
-    tokens, masks, logprobs, indices, counts, kept = [], [], [], [], [], []
+    tokens, masks, logprobs, indices, counts, mask_parts = [], [], [], [], [], []
     spans: list[VersionSpan] = []
     at = 0
     for turn in turns:
@@ -158,33 +158,33 @@ def _row(turns: Sequence[TurnEntry], first: int) -> TrajectoryRow:
             )
         try:
             context = np.frombuffer(turn.context_ids, dtype="<i4")
-            sampled = np.frombuffer(turn.token_ids, dtype="<i4")
+            token_ids = np.frombuffer(turn.token_ids, dtype="<i4")
             behavior = np.frombuffer(turn.logprobs, dtype="<f4")
             mask_counts = None if turn.mask_counts is None else np.frombuffer(turn.mask_counts, dtype="<i4")
             mask_ids = np.frombuffer(turn.mask_ids or b"", dtype="<i4")
         except ValueError as error:
             raise EntriesError(f"{_name(turn)}: its token columns cannot be read ({error})") from error
-        if len(behavior) != len(sampled) or (mask_counts is not None and len(mask_counts) != len(sampled)):
+        if len(behavior) != len(token_ids) or (mask_counts is not None and len(mask_counts) != len(token_ids)):
             raise EntriesError(f"{_name(turn)}: its token columns differ in length")
         if turn.turn < first:
-            context, sampled = np.concatenate([context, sampled]), sampled[:0]
+            context, token_ids = np.concatenate([context, token_ids]), token_ids[:0]
             behavior, mask_counts, mask_ids = behavior[:0], None, mask_ids[:0]
         none = np.full(len(context), SamplingMaskStatus.NONE, dtype=np.int32)
-        tokens += [context, sampled]
-        masks += [np.zeros(len(context), dtype=np.bool_), np.ones(len(sampled), dtype=np.bool_)]
+        tokens += [context, token_ids]
+        masks += [np.zeros(len(context), dtype=np.bool_), np.ones(len(token_ids), dtype=np.bool_)]
         logprobs += [np.zeros(len(context), dtype=np.float32), behavior]
-        indices += [np.full(len(context), -1, dtype=np.int32), np.full(len(sampled), turn.turn, dtype=np.int32)]
+        indices += [np.full(len(context), -1, dtype=np.int32), np.full(len(token_ids), turn.turn, dtype=np.int32)]
         counts += [
             none,
-            np.full(len(sampled), SamplingMaskStatus.NONE, dtype=np.int32) if mask_counts is None else mask_counts,
+            np.full(len(token_ids), SamplingMaskStatus.NONE, dtype=np.int32) if mask_counts is None else mask_counts,
         ]
-        kept.append(mask_ids)
+        mask_parts.append(mask_ids)
         start = at + len(context)
         for span in turn.spans if turn.turn >= first else ():
             version = PolicyVersion(turn.weights_of or turn.policy, span.lineage, span.step)
             spans.append(VersionSpan(start + span.start, start + span.stop, version))
-        at = start + len(sampled)
-    masked = any(turn.mask_counts is not None for turn in own_turns)
+        at = start + len(token_ids)
+    masked = any(turn.mask_counts is not None for turn in new_turns)
     return TrajectoryRow(
         token_ids=_int32(tokens),
         loss_mask=np.concatenate(masks),
@@ -192,8 +192,8 @@ def _row(turns: Sequence[TurnEntry], first: int) -> TrajectoryRow:
         turn_index=_int32(indices),
         spans=tuple(spans),
         temperature=temperature,
-        routing=_routing(own_turns, at),
-        sampling_mask=SamplingMask(counts=_int32(counts), token_ids=_int32(kept)) if masked else None,
+        routing=_routing(new_turns, at),
+        sampling_mask=SamplingMask(counts=_int32(counts), token_ids=_int32(mask_parts)) if masked else None,
     )
 
 
@@ -212,23 +212,23 @@ def _routing(turns: Sequence[TurnEntry], length: int) -> tuple[ExpertRoutingSpan
     """
     import numpy as np
 
-    recorded = [turn for turn in turns if turn.expert_routing is not None]
-    if not recorded:
+    routed_turns = [turn for turn in turns if turn.expert_routing is not None]
+    if not routed_turns:
         return ()
-    latest = np.full((length, *recorded[0].routing_shape[1:]), -1, dtype=np.int16)
+    latest = np.full((length, *routed_turns[0].routing_shape[1:]), -1, dtype=np.int16)
     spans: list[ExpertRoutingSpan] = []
-    first, reached = 0, 0  # first token of the current span; positions below `reached` have predicted a token
-    for turn in recorded:
+    first, end = 0, 0  # first token of the current span; positions below `end` have predicted a token
+    for turn in routed_turns:
         for start, part in _routing_parts(turn):
             stop = start + len(part)
             if not 0 <= start <= stop <= length or part.shape[1:] != latest.shape[1:]:
                 raise EntriesError(f"{_name(turn)}: its expert routing does not fit its row")
-            again = latest[start : min(stop, reached)]
-            if reached + 1 > first and ((again >= 0) & (again != part[: len(again)])).any():
-                spans.append(ExpertRoutingSpan(first, reached + 1, latest[:reached].copy()))
-                first = reached + 1
+            overlap = latest[start : min(stop, end)]
+            if end + 1 > first and ((overlap >= 0) & (overlap != part[: len(overlap)])).any():
+                spans.append(ExpertRoutingSpan(first, end + 1, latest[:end].copy()))
+                first = end + 1
             latest[start:stop] = part
-            reached = max(reached, stop)
+            end = max(end, stop)
     if first < length:
         spans.append(ExpertRoutingSpan(first, length, latest[: length - 1]))
     return tuple(spans)

@@ -21,7 +21,7 @@ from agentrl.journal.control_rows import (
     EPISODE_COLUMNS,
     LINE,
     TRAJECTORY_COLUMNS,
-    UNRESOLVED,
+    UNRESOLVED_QUERY,
     decode_admission_row,
     decode_baselines_row,
     decode_episode_row,
@@ -87,7 +87,7 @@ class RunStart(msgspec.Struct, frozen=True, kw_only=True):
         if place in self.code:
             return {self.code[place]}
         name = PurePath(place).name
-        return {digest for other, digest in self.code.items() if PurePath(other).name == name}
+        return {digest for file_name, digest in self.code.items() if PurePath(file_name).name == name}
 
     @property
     def words(self) -> str:
@@ -111,7 +111,7 @@ _TRAJECTORY = _columns("t", TRAJECTORY_COLUMNS)
 _ADMISSION_WIDTH = len(_ADMISSION.split(","))
 _CHUNK = 500
 
-_ASKED = "{0}.episode = json_extract(asked.value, '$[0]') AND {0}.attempt = json_extract(asked.value, '$[1]')"
+_KEY_CONDITION = "{0}.episode = json_extract(asked.value, '$[0]') AND {0}.attempt = json_extract(asked.value, '$[1]')"
 """Join condition of a table with a JSON parameter of keys."""
 _IN_ORDER_OF_COMMIT = " ORDER BY committed_at, length(episode), episode"
 _NUMBER = "CAST(substr(episode, ?) AS INTEGER)"
@@ -195,8 +195,8 @@ class RunLog:
         if admitted_count == stop:  # the usual case, in which nothing needs to be listed
             return []
         rows = self.rows(f"SELECT DISTINCT episode FROM admissions WHERE {below}", *values)
-        admitted = {int(name.removeprefix(prefix)) for (name,) in rows}
-        return [number for number in range(stop) if number not in admitted]
+        numbers = {int(name.removeprefix(prefix)) for (name,) in rows}
+        return [number for number in range(stop) if number not in numbers]
 
     def published(self, version: PolicyVersion) -> WeightsRef | None:
         """Return the location of a version's weights: in the run, even after it was moved, or at the user's path
@@ -240,7 +240,7 @@ class RunLog:
             "SELECT e.episode, e.attempt FROM episodes e WHERE e.parent IN (SELECT value FROM json_each(?)) AND NOT"
             " EXISTS (SELECT 1 FROM admissions b WHERE b.episode = e.episode AND b.attempt > e.attempt)"
         )
-        children = self._ended(self.rows(statement, json.dumps(sorted(parents))))
+        children = self._ended_attempts(self.rows(statement, json.dumps(sorted(parents))))
         return {header.episode_id: header for _, header in children}
 
     def ready_units(self, consumed_through: Mapping[str, PolicyVersion]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
@@ -258,10 +258,10 @@ class RunLog:
         statement = (
             f"WITH {LINE} SELECT DISTINCT t.episode, t.attempt FROM trajectories t JOIN episodes e"
             " ON e.episode = t.episode AND e.attempt = t.attempt"
-            f" WHERE e.purpose = 'train' AND e.drop_reason IS NULL{trainable} AND{UNRESOLVED}"
+            f" WHERE e.purpose = 'train' AND e.drop_reason IS NULL{trainable} AND{UNRESOLVED_QUERY}"
         )
         values = [json.dumps(lines), *([json.dumps(sorted(consumed_through))] if consumed_through else [])]
-        yield from self._ended(self.rows(statement, *values))
+        yield from self._ended_attempts(self.rows(statement, *values))
 
     def members(self, group_ids: Collection[str] | None = None) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
         """Yield committed training episodes of some groups, or all, in order of commit, regardless of the fate of their
@@ -271,10 +271,10 @@ class RunLog:
         """
         statement = "SELECT episode, attempt FROM episodes WHERE purpose = 'train' AND drop_reason IS NULL"
         if group_ids is None:
-            yield from self._ended(self.rows(statement + _IN_ORDER_OF_COMMIT), ordered=True)
+            yield from self._ended_attempts(self.rows(statement + _IN_ORDER_OF_COMMIT), ordered=True)
             return
         among = " AND group_id IN (SELECT value FROM json_each(?))"
-        yield from self._ended(self.rows(statement + among, json.dumps(sorted(group_ids))))
+        yield from self._ended_attempts(self.rows(statement + among, json.dumps(sorted(group_ids))))
 
     def dispatched(self, newest: int | None = None) -> Iterator[tuple[EpisodeSpec, EpisodeHeader | None]]:
         """Yield the newest training episodes, or all, in order of admission, at their newest attempts, with their
@@ -288,9 +288,9 @@ class RunLog:
         keys = self.rows(statement, -1 if newest is None else newest)[::-1]
         for start in range(0, len(keys), _CHUNK):
             chunk = keys[start : start + _CHUNK]
-            ended = {(header.episode_id, header.attempt): header for _, header in self._ended(chunk)}
+            headers = {(header.episode_id, header.attempt): header for _, header in self._ended_attempts(chunk)}
             for spec in self._specs(chunk):
-                yield spec, ended.get((spec.episode_id, spec.attempt))
+                yield spec, headers.get((spec.episode_id, spec.attempt))
 
     def baselines(self) -> dict[str, FrozenGroupBaselines]:
         """Return the baselines of groups, keyed by group."""
@@ -299,11 +299,11 @@ class RunLog:
 
     def group_scores(self) -> dict[str, list[GroupScores]]:
         """Return the scores of groups, keyed by group, sorted by scorer."""
-        found: dict[str, list[GroupScores]] = {}
+        scores_by_group: dict[str, list[GroupScores]] = {}
         columns = "group_id, scorer, weight, scores, note, spread, judged_by, tokens, requests, seconds, checksum"
         for row in self.rows(f"SELECT {columns} FROM group_scores ORDER BY group_id, scorer"):
-            found.setdefault(row[0], []).append(decode_group_scores_row(row))
-        return found
+            scores_by_group.setdefault(row[0], []).append(decode_group_scores_row(row))
+        return scores_by_group
 
     def metric_total(self, name: str) -> float:
         """Return the sum of a metric over all episodes that ended."""
@@ -319,12 +319,12 @@ class RunLog:
                 " WHERE policy IN (SELECT value FROM json_each(?)))"
             )
             rows = self.rows(statement + _IN_ORDER_OF_COMMIT, json.dumps(sorted(policies)))
-            for _, header in self._ended(rows, ordered=True):
+            for _, header in self._ended_attempts(rows, ordered=True):
                 yield header
 
     def _specs(self, keys: Sequence[tuple[str, int]]) -> list[EpisodeSpec]:
         """Return the specs of admitted attempts, at most `_CHUNK`, in the order of the keys."""
-        statement = f"SELECT {_ADMISSION} FROM json_each(?) asked JOIN admissions a ON {_ASKED.format('a')}"
+        statement = f"SELECT {_ADMISSION} FROM json_each(?) asked JOIN admissions a ON {_KEY_CONDITION.format('a')}"
         rows_by_key = {(row[0], row[1]): row for row in self.rows(statement, json.dumps(keys))}
         if len(rows_by_key) < len(keys):
             raise JournalError(
@@ -332,32 +332,34 @@ class RunLog:
             )
         return [decode_admission_row(rows_by_key[key[0], key[1]]) for key in keys]
 
-    def _ended(
+    def _ended_attempts(
         self, keys: Sequence[tuple[str, int]], *, ordered: bool = False
     ) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
         """Yield the attempts that ended, in order of commit; `ordered` states that the keys have that order."""
         parts = (keys[start : start + _CHUNK] for start in range(0, len(keys), _CHUNK))
         if not ordered and len(keys) > _CHUNK:
-            statement = f"SELECT e.episode, e.attempt FROM json_each(?) asked JOIN episodes e ON {_ASKED.format('e')}"
-            ended = self.rows(statement + " ORDER BY e.committed_at, length(e.episode), e.episode", json.dumps(keys))
-            yield from self._ended(ended, ordered=True)
+            statement = (
+                f"SELECT e.episode, e.attempt FROM json_each(?) asked JOIN episodes e ON {_KEY_CONDITION.format('e')}"
+            )
+            rows = self.rows(statement + " ORDER BY e.committed_at, length(e.episode), e.episode", json.dumps(keys))
+            yield from self._ended_attempts(rows, ordered=True)
             return
         for part in parts:
-            encoded = json.dumps(part)
+            keys_json = json.dumps(part)
             trajectories: dict[tuple[str, int], list[Any]] = {}
             statement = (
-                f"SELECT {_TRAJECTORY} FROM json_each(?) asked JOIN trajectories t ON {_ASKED.format('t')}"
+                f"SELECT {_TRAJECTORY} FROM json_each(?) asked JOIN trajectories t ON {_KEY_CONDITION.format('t')}"
                 " ORDER BY t.episode, t.attempt, t.seat, t.agent"
             )
-            for row in self.rows(statement, encoded):
+            for row in self.rows(statement, keys_json):
                 trajectories.setdefault((row[0], row[1]), []).append(row)
             statement = (
                 f"SELECT {_ADMISSION}, {_EPISODE} FROM json_each(?) asked"
-                f" JOIN episodes e ON {_ASKED.format('e')}"
+                f" JOIN episodes e ON {_KEY_CONDITION.format('e')}"
                 " JOIN admissions a ON a.episode = e.episode AND a.attempt = e.attempt"
                 " ORDER BY e.committed_at, length(e.episode), e.episode"
             )
-            for row in self.rows(statement, encoded):
+            for row in self.rows(statement, keys_json):
                 attempt_trajectories = trajectories.get((row[0], row[1]), [])
                 yield (
                     decode_admission_row(row[:_ADMISSION_WIDTH]),
@@ -376,9 +378,9 @@ class RunLog:
         """
         arguments = [] if among is None else [json.dumps(sorted(among))]
         of_these = "" if among is None else " AND episode IN (SELECT value FROM json_each(?))"
-        dropped = self.rows(f"SELECT episode, attempt, policy, reason FROM unit_drops WHERE 1{of_these}", *arguments)
-        resolved: dict[UnitKey, str | None] = {
-            (episode, attempt, policy): reason for episode, attempt, policy, reason in dropped
+        rows = self.rows(f"SELECT episode, attempt, policy, reason FROM unit_drops WHERE 1{of_these}", *arguments)
+        reasons: dict[UnitKey, str | None] = {
+            (episode, attempt, policy): reason for episode, attempt, policy, reason in rows
         }
         for policy, version in consumed_through.items():
             for part in self.surviving(version):
@@ -387,8 +389,8 @@ class RunLog:
                     f" WHERE policy = ? AND lineage = ? AND step > ? AND step <= ?{of_these}"
                 )
                 for episode, attempt in self.rows(statement, policy, *part, *arguments):
-                    resolved[episode, attempt, policy] = None
-        return resolved
+                    reasons[episode, attempt, policy] = None
+        return reasons
 
     def pruned(self, episodes: Collection[str]) -> set[tuple[str, int]]:
         """Return the attempts of these episodes whose entries were pruned."""
@@ -462,16 +464,19 @@ class RunLog:
 
         Proposals of dropped or replaced attempts are forgotten.
         """
-        ended = "SELECT 1 FROM episodes e WHERE e.episode = p.episode AND e.attempt = p.attempt"
-        replaced = "SELECT 1 FROM admissions a WHERE a.episode = p.episode AND a.attempt > p.attempt"
-        kept = f"FROM proposals p WHERE NOT EXISTS ({ended} AND e.drop_reason IS NOT NULL) AND NOT EXISTS ({replaced})"
+        ended_query = "SELECT 1 FROM episodes e WHERE e.episode = p.episode AND e.attempt = p.attempt"
+        replaced_query = "SELECT 1 FROM admissions a WHERE a.episode = p.episode AND a.attempt > p.attempt"
+        source = (
+            f"FROM proposals p WHERE NOT EXISTS ({ended_query} AND e.drop_reason IS NOT NULL)"
+            f" AND NOT EXISTS ({replaced_query})"
+        )
         oldest = 0
         if newest is not None:
-            rows = self.rows(f"SELECT number {kept} ORDER BY number DESC LIMIT 1 OFFSET ?", newest - 1)
+            rows = self.rows(f"SELECT number {source} ORDER BY number DESC LIMIT 1 OFFSET ?", newest - 1)
             oldest = rows[0][0] if rows else 0
         statement = (
-            f"SELECT number, episode, attempt, call, environment, key, structure {kept}"
-            f" AND (number >= ? OR NOT EXISTS ({ended})) ORDER BY number, episode, attempt, call"
+            f"SELECT number, episode, attempt, call, environment, key, structure {source}"
+            f" AND (number >= ? OR NOT EXISTS ({ended_query})) ORDER BY number, episode, attempt, call"
         )
         try:
             return msgspec.convert(self.rows(statement, oldest), list[Proposal])

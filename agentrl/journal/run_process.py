@@ -105,9 +105,9 @@ def find_writing_process(directory: Path, name: str = LOCK_FILE) -> int | None:
     therefore this one if its device is the same too, or if its holder is the process that the file names.
     """
     try:
-        lock_stat, named = (directory if name == LOCK_FILE else directory / name).stat(follow_symlinks=False), None
+        lock_stat, holder_id = (directory if name == LOCK_FILE else directory / name).stat(follow_symlinks=False), None
         with contextlib.suppress(FileNotFoundError), open_regular(directory / name) as file:
-            named = _holder(file)
+            holder_id = _holder(file)
         locks = Path("/proc/locks").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return None
@@ -117,15 +117,15 @@ def find_writing_process(directory: Path, name: str = LOCK_FILE) -> int | None:
         if len(words) > 5 and words[1] == "FLOCK":
             device_id, _, inode = words[5].rpartition(":")
             holder = int(words[4])
-            if inode == str(lock_stat.st_ino) and (device_id == device or holder == named):
+            if inode == str(lock_stat.st_ino) and (device_id == device or holder == holder_id):
                 return holder
     return None
 
 
 def _holder(file: BinaryIO) -> int | None:
     """Return the process id that a lock file names; None if it names none."""
-    named = file.read(32).strip()
-    return int(named) if named.isdigit() and len(named) < 12 else None
+    text = file.read(32).strip()
+    return int(text) if text.isdigit() and len(text) < 12 else None
 
 
 def check_partitions_unlocked(directory: Path) -> None:
@@ -149,11 +149,11 @@ async def retry_until_writer_exits(take: Callable[[], T], tell: Callable[[str], 
     Raises:
         RunDirectoryError: the lock was not released in `LOCK_WAIT_S`.
     """
-    for waited in range(LOCK_WAIT_S):
+    for elapsed_s in range(LOCK_WAIT_S):
         try:
             return take()
         except RunDirectoryError as error:
-            if not waited:
+            if not elapsed_s:
                 tell(f"{error}; it is given {LOCK_WAIT_S} s to end")
             await clock.sleep(1.0)
     return take()
@@ -260,21 +260,21 @@ class RunProcessRecord(msgspec.Struct, kw_only=True):
         """Whether the newest episodes ran in the calling process."""
         return self.process == _this_process()
 
-    def running(self, unfinished: Callable[[Purpose], Sequence[EpisodeSpec]]) -> list[EpisodeSpec]:
+    def running(self, find_unfinished: Callable[[Purpose], Sequence[EpisodeSpec]]) -> list[EpisodeSpec]:
         """Return the episodes that had not ended when the process did; parents stay with their children.
 
         Args:
-            unfinished: returns the unfinished episodes of a purpose from the journal.
+            find_unfinished: returns the unfinished episodes of a purpose from the journal.
         """
-        return [*unfinished("train"), *unfinished("evaluate")]
+        return [*find_unfinished("train"), *find_unfinished("evaluate")]
 
     def next(self, journal: EpisodeProgressReader) -> RunProcessRecord:
         """Return the record of a process that resumes the run, to be written when its episodes start."""
         is_death = self.is_playing and self.workers == 1
-        episodes, evaluated = dict[str, EpisodeProgress](), dict[str, int]()
+        episodes, evaluation_counts = dict[str, EpisodeProgress](), dict[str, int]()
         for spec in self.running(journal.unfinished):
             if spec.purpose == "evaluate":
-                evaluated[spec.task.id] = self.evaluated.get(spec.task.id, 0) + 1
+                evaluation_counts[spec.task.id] = self.evaluated.get(spec.task.id, 0) + 1
                 continue
             now = EpisodeProgress(spec.attempt, *journal.progress(spec.episode_id, spec.attempt), 0)
             before = self.episodes.get(spec.episode_id)
@@ -286,7 +286,7 @@ class RunProcessRecord(msgspec.Struct, kw_only=True):
             is_playing=True,
             has_killer=self.has_killer,
             episodes=episodes,
-            evaluated=evaluated if is_death else {},
+            evaluated=evaluation_counts if is_death else {},
             machine=_machine(),
         )
 

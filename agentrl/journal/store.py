@@ -124,10 +124,10 @@ class SqliteTurnLog:
         self.database = WriterDatabase(path, connection, write_turn_rows, order=0)
         self._run = run
         self._lock = lock
-        self._discarded: dict[str, tuple[int, int] | None] = {}
+        self._discarded_attempts: dict[str, tuple[int, int] | None] = {}
         """`_log_state` of other partitions after their unpublished commits were discarded, keyed by partition."""
         self._taken_over: set[str] = set()
-        self._advanced: list[str] = []
+        self._advanced_episodes: list[str] = []
         self._writer = writer
         self._reader = TurnLogReader(directory)
         writer.add(self.database)
@@ -172,13 +172,13 @@ class SqliteTurnLog:
         self._taken_over.discard(episode_id)  # its entries are copies, not new ones
         if leftovers := self._left_by_killed_writers():
             await asyncio.to_thread(self._discard_unpublished, leftovers)
-        other = self._reader.partition_of(episode_id, attempt)
-        if other is not None and other != self.name:
-            for entry in self._reader.read(other, episode_id, attempt)[len(self.read(episode_id, attempt)) :]:
+        source_name = self._reader.partition_of(episode_id, attempt)
+        if source_name is not None and source_name != self.name:
+            for entry in self._reader.read(source_name, episode_id, attempt)[len(self.read(episode_id, attempt)) :]:
                 self.append(entry)
             self.remove_partials(episode_id, attempt)
             await self.flush()  # flush so that the old rows are removed before new ones arrive
-            for partial in self._reader.partials(other, episode_id, attempt):
+            for partial in self._reader.partials(source_name, episode_id, attempt):
                 self.append_partial(partial)
             await self.flush()
         self._taken_over.add(episode_id)
@@ -186,22 +186,22 @@ class SqliteTurnLog:
     def _record_progress(self, episode_id: str) -> None:
         if episode_id in self._taken_over:
             self._taken_over.remove(episode_id)
-            self._advanced.append(episode_id)
+            self._advanced_episodes.append(episode_id)
 
     async def advanced(self) -> list[str]:
-        advanced, self._advanced = self._advanced, []
-        if advanced:
+        names, self._advanced_episodes = self._advanced_episodes, []
+        if names:
             await self.flush()
-        return advanced
+        return names
 
     def _left_by_killed_writers(self) -> list[Path]:
         """Return the other partitions without a living writer that were written since `_discard_unpublished`."""
-        own_path = self.database.path
+        this_path = self.database.path
         return [
             path
-            for path in sorted(own_path.parent.glob("turns-*.db"))
-            if path.name != own_path.name
-            and _log_state(path) != self._discarded.get(path.name)
+            for path in sorted(this_path.parent.glob("turns-*.db"))
+            if path.name != this_path.name
+            and _log_state(path) != self._discarded_attempts.get(path.name)
             and find_writing_process(path.parent, path.with_suffix(".lock").name) is None
         ]
 
@@ -211,7 +211,7 @@ class SqliteTurnLog:
         partition."""
         for path in partitions:
             open_database_to_write(path, "turns", {}, run=self._run).close()
-            self._discarded[path.name] = _log_state(path)
+            self._discarded_attempts[path.name] = _log_state(path)
 
     def prefix(self, point: ForkPoint) -> list[JournalEntry]:
         return load_fork_prefix(self.database.path.parent, point)
@@ -304,7 +304,7 @@ class SqliteJournal(RunJournal):
         self._writer.add(self._database)
         self._turn_logs: dict[str, SqliteTurnLog] = {}
         self._turns = TurnLogReader(self.directory)
-        self._learning = control_rows.learning_policies(self.info())
+        self._learners = control_rows.learning_policies(self.info())
 
     def turn_log(self, worker: str) -> SqliteTurnLog:
         """Return the partition of a worker, created if missing.
@@ -319,7 +319,7 @@ class SqliteJournal(RunJournal):
         return log
 
     def record(self, *records: ControlRecord) -> None:
-        self._writer.put(self._database, *control_rows.encode_records(records, self._clock.wall(), self._learning))
+        self._writer.put(self._database, *control_rows.encode_records(records, self._clock.wall(), self._learners))
 
     async def commit_episode(
         self, spec: EpisodeSpec, header: EpisodeHeader, digest: bytes, metrics: Mapping[str, float], detail: str = ""
@@ -332,7 +332,7 @@ class SqliteJournal(RunJournal):
         row = (f"{START_KEY}{start.lineage}", msgspec.json.encode(start).decode())
         self._writer.put(self._database, ("meta", row))
 
-    async def prune(self, rule: PruneRule, *, stopped: Callable[[], bool] = lambda: False) -> PruneTotals:
+    async def prune(self, rule: PruneRule, *, should_stop: Callable[[], bool] = lambda: False) -> PruneTotals:
         """Remove the data that a rule allows, in a thread; see `journal.pruning`.
 
         Raises:
@@ -350,7 +350,7 @@ class SqliteJournal(RunJournal):
 
         def work() -> PruneTotals:
             with closing(SqliteRunLog(self.directory)) as log:
-                return prune(self.directory, log, rule, record, stopped=stopped)
+                return prune(self.directory, log, rule, record, should_stop=should_stop)
 
         return await asyncio.to_thread(work)
 
@@ -566,11 +566,11 @@ class GroupCommitWriter:
         waiters: list[CommitWaiter] = []
         queue = self._queue
         for _ in range(len(queue)):
-            queued = queue.popleft()
-            if isinstance(queued, CommitWaiter):
-                waiters.append(queued)
+            queue_item = queue.popleft()
+            if isinstance(queue_item, CommitWaiter):
+                waiters.append(queue_item)
                 continue
-            database, items = queued
+            database, items = queue_item
             for table, item in items:
                 rows[database].setdefault(table, []).append(item)
         return rows, waiters
@@ -601,7 +601,7 @@ class GroupCommitWriter:
 def write_control_rows(connection: sqlite3.Connection, table: str, items: list[Sequence[Any]]) -> None:
     """Insert rows into a table of the control log. A row is written once: of two with the same key the first stays."""
     names = control_rows.COLUMNS[table].split()
-    if table in control_rows.CHECKED:
+    if table in control_rows.CHECKED_TABLES:
         names = [*names, "checksum"]
         items = [control_rows.with_checksum(table, item) for item in items]
     verb = "INSERT" if table == "metrics" else "INSERT OR IGNORE"
@@ -611,17 +611,17 @@ def write_control_rows(connection: sqlite3.Connection, table: str, items: list[S
 def write_turn_rows(connection: sqlite3.Connection, table: str, items: list[JournalEntry | PartialKey]) -> None:
     """Insert entries or partials, then remove the partials of the queued keys; partials that are removed in the round
     in which they were queued never reach the disk."""
-    removed = {item for item in items if isinstance(item, tuple)}
+    removed_keys = {item for item in items if isinstance(item, tuple)}
     rows = [
         (
             *(item.episode_id, item.attempt, item.call_id, item.request_hash, item.body),
             entry_checksum(item.episode_id, item.attempt, item.call_id, item.request_hash, item.body),
         )
         for item in items
-        if not isinstance(item, tuple) and (item.episode_id, item.attempt, item.call_id) not in removed
+        if not isinstance(item, tuple) and (item.episode_id, item.attempt, item.call_id) not in removed_keys
     ]
     insert_rows(connection, f"INSERT INTO {table} (episode, attempt, call, asked, body, checksum) VALUES ", 6, rows)
-    for episode_id, attempt, call_id in removed:
+    for episode_id, attempt, call_id in removed_keys:
         condition, key = "episode = ? AND attempt = ?", (episode_id, attempt)
         if call_id is None:
             connection.execute(f"DELETE FROM {table} WHERE {condition}", key)
@@ -632,12 +632,12 @@ def write_turn_rows(connection: sqlite3.Connection, table: str, items: list[Jour
 def insert_rows(connection: sqlite3.Connection, insert: str, width: int, rows: Sequence[Sequence[Any]]) -> None:
     """Insert rows of `width` columns; `insert` is `INSERT … VALUES `, without the placeholders."""
     placeholders = "(" + ",".join("?" * width) + ")"
-    chunked = len(rows) - len(rows) % _CHUNK
-    if chunked:
+    num_chunked = len(rows) - len(rows) % _CHUNK
+    if num_chunked:
         statement = insert + ",".join([placeholders] * _CHUNK)
-        for start in range(0, chunked, _CHUNK):
+        for start in range(0, num_chunked, _CHUNK):
             connection.execute(statement, [value for row in rows[start : start + _CHUNK] for value in row])
-    remainder = rows[chunked:]
+    remainder = rows[num_chunked:]
     size = 1
     while remainder:  # batches are powers of two, so that few distinct statements are prepared
         if len(remainder) & size:

@@ -382,7 +382,7 @@ class JournalRetention:
             while self._is_due and not self._is_ending:
                 self._is_due = False
                 sealed = await self._disk.run_in_thread(self._checkpoints.sealed)
-                await self._store.prune(PruneRule(keep=keep, sealed=sealed), stopped=lambda: self._is_ending)
+                await self._store.prune(PruneRule(keep=keep, sealed=sealed), should_stop=lambda: self._is_ending)
                 if self._budget:
                     self._sizes.append((self._steps, await self._disk.run_in_thread(self._size)))
         except OSError as error:

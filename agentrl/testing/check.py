@@ -68,7 +68,7 @@ _STRAY = re.compile(
     r"|(?:time\.(?:time|monotonic|perf_counter)|uuid\.uuid[14]|os\.urandom|secrets\.\w+"
     r"|datetime\.(?:now|utcnow|today))\()"
 )
-_PROVED = {
+_PROOF_TEXTS = {
     "replay": " with the same outcome",
     "snapshot": " with the same outcome, resources from their snapshots",
     "pinned": ", losing its pinned resources each time, as declared: such episodes start over",
@@ -125,12 +125,12 @@ class EnvironmentReport:
         requests = f"{plural(self.requests.total(), 'request')}, no tool call, " if self.requests else ""
         judges = ", ".join(seat for seat in self.unrewarded if seat not in self.rewarded)
         cuts = ", ".join(f"{place} ({plural(number, 'time')})" for place, number in self.cuts.items())
-        drawing = " It draws: each episode has its own global random generators." if self.own_random else ""
+        random_note = " It draws: each episode has its own global random generators." if self.own_random else ""
         return (
             (
                 f"{self.environment}: passed. {plural(self.episodes, 'episode')} of a random policy "
                 f"({requests}mean reward {mean:.2f}), killed and resumed {plural(self.resumptions, 'time')}"
-                f"{_PROVED[self.resume_class]}: class `{self.resume_class}`."
+                f"{_PROOF_TEXTS[self.resume_class]}: class `{self.resume_class}`."
             )
             + (f" Never called, and not tried: {', '.join(self.uncalled)}." if self.uncalled else "")
             + (f" Seats without a request, and not tried: {', '.join(self.unasked)}." if self.unasked else "")
@@ -141,7 +141,7 @@ class EnvironmentReport:
                 else ""
             )
             + (f" Cut by the check, and not tried beyond: {cuts}." if cuts else "")
-            + drawing
+            + random_note
         )
 
 
@@ -182,8 +182,8 @@ def check_environment(
     for module in ("numpy.random", *["aiohttp.web"] * is_harness):
         import_module(module)  # an episode needs it, and its import would block the event loop
     last: ExecutedEpisode | None = None
-    with asyncio.Runner() as shared:
-        run = shared.run if is_harness else asyncio.run  # clients keep connections, which belong to an event loop
+    with asyncio.Runner() as runner:
+        run = runner.run if is_harness else asyncio.run  # clients keep connections, which belong to an event loop
         for number, task in _games(environment_class, chosen[:episodes], report):
             loop_problems: list[str] = []  # problems that the loop's monitor reports, some only when the loop is closed
             with _missing_awaits(loop_problems):
@@ -243,8 +243,10 @@ def _check_hash_order(environment: type[Environment], task: Task, report: Enviro
     with tempfile.TemporaryDirectory(prefix="agentrl-check-") as scratch, ThreadPoolExecutor(os.cpu_count()) as pool:
         answers = Path(scratch, "answers")
         answers.write_bytes(msgspec.msgpack.encode((task, [entry for entry in first.entries if _is_external(entry)])))
-        for seed, again in zip(HASH_SEEDS, pool.map(partial(_play_in_process, name, answers), HASH_SEEDS), strict=True):
-            problem = again if isinstance(again, str) else _differing_call(first.entries, again or first.entries)
+        for seed, second in zip(
+            HASH_SEEDS, pool.map(partial(_play_in_process, name, answers), HASH_SEEDS), strict=True
+        ):
+            problem = second if isinstance(second, str) else _differing_call(first.entries, second or first.entries)
             if problem:
                 report.findings.append(
                     f"task {task.id!r}, played in a process with PYTHONHASHSEED={seed}: {problem}. The code depends on "
@@ -264,8 +266,8 @@ def _play_in_process(name: str, answers: Path, seed: int) -> str | list[JournalE
     environ = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": paths}
     subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)
     with contextlib.suppress(OSError, msgspec.MsgspecError):
-        played: str | list[JournalEntry] = msgspec.msgpack.decode(entries.read_bytes(), type=str | list[JournalEntry])
-        return played
+        outcome: str | list[JournalEntry] = msgspec.msgpack.decode(entries.read_bytes(), type=str | list[JournalEntry])
+        return outcome
     return None
 
 
@@ -273,10 +275,10 @@ def _play_here(name: str, requests_path: Path, output_path: Path) -> None:
     """Run in another process of `_check_hash_order`: play the task and write its entries."""
     environment = resolve(name)
     task, answers = msgspec.msgpack.decode(requests_path.read_bytes(), type=tuple[Task, list[JournalEntry]])
-    again = asyncio.run(
+    outcome = asyncio.run(
         execute_episode(environment, _spec(environment, task, 0, 0), random_policy(environment), answers=answers)
     )
-    output_path.write_bytes(msgspec.msgpack.encode(again if isinstance(again, str) else again.entries))
+    output_path.write_bytes(msgspec.msgpack.encode(outcome if isinstance(outcome, str) else outcome.entries))
 
 
 def _games(
@@ -362,15 +364,15 @@ def _tasks(
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Task]:
     try:
-        source, again = (environment.tasks("train", seed=0, **options) for _ in range(2))
+        source, second_source = (environment.tasks("train", seed=0, **options) for _ in range(2))
         chosen = [source[index] for index in range(min(count, len(source)))]
-        repeated = [again[index] for index in range(len(chosen))]
+        second_draw = [second_source[index] for index in range(len(chosen))]
     except Exception as error:  # noqa: BLE001 - foreign code: any exception is a finding
         report.findings.append(f"tasks('train', seed=0) raised {describe_user_code_error(error)}")
         return []
     if not chosen:
         report.findings.append("tasks('train', seed=0) is empty")
-    for first, second in zip(chosen, repeated, strict=True):
+    for first, second in zip(chosen, second_draw, strict=True):
         if not isinstance(first, Task):
             report.findings.append(
                 f"tasks('train')[…] is {type(first).__name__}, not agentrl.Task; write agentrl.Task(id=…, data={{…}})"
@@ -457,14 +459,14 @@ async def resume_at_every_entry(
             f"{part}killed after entry {cut} of {len(entries)} and resumed ({before} of {len(cuts)} kills)"
         )
         answers = [entry for entry in entries[cut:] if _is_external(entry)]
-        again = await execute_episode(environment, spec, script, entries[:cut], answers=answers)
+        outcome = await execute_episode(environment, spec, script, entries[:cut], answers=answers)
         report.resumptions += 1
-        if isinstance(again, str):
-            problem, remedy = again, ""
-            if RESOURCE_LOST in again and _has_pinned(entries[:cut]):
+        if isinstance(outcome, str):
+            problem, remedy = outcome, ""
+            if RESOURCE_LOST in outcome and _has_pinned(entries[:cut]):
                 continue  # as declared, the episode starts over
         else:
-            problem, remedy = _difference(first, again) or "", f". {REMEDY}{_stray_lines(environment)}"
+            problem, remedy = _difference(first, outcome) or "", f". {REMEDY}{_stray_lines(environment)}"
         if problem:
             return f"killed after entry {cut} of {len(entries)} and run again: {problem}{remedy}"
     report.resume_class = _weaker(report.resume_class, entries)
@@ -484,18 +486,18 @@ async def _recall_everything(
     if not environment.replay_stable:
         report.resume_class = "pinned"
         return None
-    recalled = list(external_turns_with_context(first.entries))
-    turns = {entry.call_id: body for entry in recalled if isinstance(body := entry.decode(), TurnEntry)}
-    for count in sorted({min(1, len(recalled)), len(recalled)}):
+    recorded_turns = list(external_turns_with_context(first.entries))
+    turns = {entry.call_id: body for entry in recorded_turns if isinstance(body := entry.decode(), TurnEntry)}
+    for count in sorted({min(1, len(recorded_turns)), len(recorded_turns)}):
         report.on_progress(f"{part}resumed with {plural(count, 'recorded reply', 'recorded replies')}")
-        following = dataclasses.replace(spec, attempt=1)
-        again = await execute_episode(environment, following, script, answers=recalled[:count])
+        next_attempt = dataclasses.replace(spec, attempt=1)
+        outcome = await execute_episode(environment, next_attempt, script, answers=recorded_turns[:count])
         report.resumptions += 1
-        if isinstance(again, str):
-            return f"after resuming with {plural(count, 'recorded reply', 'recorded replies')}: {again}"
+        if isinstance(outcome, str):
+            return f"after resuming with {plural(count, 'recorded reply', 'recorded replies')}: {outcome}"
         recorded_requests = {
             entry.call_id: body
-            for entry in external_turns_with_context(again.entries)
+            for entry in external_turns_with_context(outcome.entries)
             if isinstance(body := entry.decode(), TurnEntry)
         }
         missing = [body for call_id, body in turns.items() if call_id not in recorded_requests][:count]
@@ -534,27 +536,27 @@ def _spec(environment: type[Environment], task: Task, number: int, seed: int) ->
     )
 
 
-def _difference(first: ExecutedEpisode, again: ExecutedEpisode) -> str | None:
-    before, after = first.header, again.header
+def _difference(first: ExecutedEpisode, second: ExecutedEpisode) -> str | None:
+    before, after = first.header, second.header
     if before.reward != after.reward or before.stop_reason != after.stop_reason:
         return f"reward {after.reward} ({after.stop_reason}) instead of {before.reward} ({before.stop_reason})"
-    problem = _differing_call(first.entries, again.entries)
+    problem = _differing_call(first.entries, second.entries)
     if problem:
         return problem
     for name, state in first.states.items():
-        if again.states.get(name) != state:
-            return f"{name} ends as {shortened_repr(again.states.get(name))} instead of {shortened_repr(state)}"
+        if second.states.get(name) != state:
+            return f"{name} ends as {shortened_repr(second.states.get(name))} instead of {shortened_repr(state)}"
     return None
 
 
-def _differing_call(first: Sequence[JournalEntry], again: Sequence[JournalEntry]) -> str | None:
-    then, now = _acts(first), _acts(again)
+def _differing_call(first: Sequence[JournalEntry], second: Sequence[JournalEntry]) -> str | None:
+    then, now = _acts(first), _acts(second)
     for call_id in sorted(then.keys() | now.keys()):
         if call_id not in now or call_id not in then:
             return f"call {call_id} is {'missing' if call_id not in now else 'new'}"
         if then[call_id].request_hash != now[call_id].request_hash:
-            recorded, resumed = describe_entry(then[call_id].decode()), describe_entry(now[call_id].decode())
-            return f"call {call_id} differs after resuming ({recorded} → {resumed})"
+            old_text, new_text = describe_entry(then[call_id].decode()), describe_entry(now[call_id].decode())
+            return f"call {call_id} differs after resuming ({old_text} → {new_text})"
         before, after = _result(then[call_id]), _result(now[call_id])
         if before != after:
             return f"call {call_id} returned {shortened_repr(after)} instead of {shortened_repr(before)}"

@@ -110,7 +110,7 @@ async def execute_episode(
     environment: type[Environment],
     spec: EpisodeSpec,
     script: Script,
-    recorded: Sequence[JournalEntry] = (),
+    prefix: Sequence[JournalEntry] = (),
     *,
     answers: Sequence[JournalEntry] = (),
     max_turns: int = MAX_TURNS,
@@ -122,7 +122,7 @@ async def execute_episode(
         environment: class of the environment.
         spec: spec of the episode.
         script: policy.
-        recorded: entries before the kill.
+        prefix: entries before the kill.
         answers: entries after the kill from which the answers of the outside world are repeated.
         max_turns: maximum number of turns per agent.
         max_tokens: maximum number of tokens per turn.
@@ -137,18 +137,18 @@ async def execute_episode(
     settings = plain_rollout_settings(max_turns=max_turns, max_tokens=max_tokens, episode_timeout_s=longest_s)
     dispatcher, runner = wire_dispatcher(environment, engine, journal, settings, failures, runner_type=_StateRunner)
     log = journal.turn_log(PARTITION)
-    for entry in recorded:
+    for entry in prefix:
         log.append(entry)
     journal.admit(spec)
     try:
         async with asyncio.timeout(longest_s):
-            running = runner.run(spec, environment, recorded, answers=answers)
+            running = runner.run(spec, environment, prefix, answers=answers)
             header = await asyncio.get_running_loop().create_task(running)
         await dispatcher.worker.drain()
     except TimeoutError:
         return f"run() did not end within {longest_s:g} s"
     except GlobalRandomError as error:
-        if recorded:
+        if prefix:
             return str(error)
         return await execute_episode(
             environment, spec, script, answers=answers, max_turns=max_turns, max_tokens=max_tokens
@@ -299,17 +299,15 @@ def play(
         CheckFailedError: the environment failed, needed more replies than there are, or took more than 30 s.
     """
     environment_class = resolve(environment)
-    remaining = [_text(reply) for reply in replies]
+    texts = [_text(reply) for reply in replies]
     turn_count = 0
 
     def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
         nonlocal turn_count
         turn_count += 1
-        if turn_count > len(remaining):
-            raise CheckFailedError(
-                f"the environment asked for reply {turn_count}, but only {len(remaining)} were given"
-            )
-        return [*remaining[turn_count - 1].encode(), STOP_TOKEN]
+        if turn_count > len(texts):
+            raise CheckFailedError(f"the environment asked for reply {turn_count}, but only {len(texts)} were given")
+        return [*texts[turn_count - 1].encode(), STOP_TOKEN]
 
     spec = EpisodeSpec(
         episode_id="e0",
@@ -319,8 +317,8 @@ def play(
         seats={seat: SeatBinding(POLICY) for seat in environment_class.seats},
         group_id="g0",
     )
-    longest = max((len(reply.encode()) for reply in remaining), default=0)
-    max_turns, max_tokens = max(MAX_TURNS, len(remaining) + 1), max(MAX_TOKENS, longest + 1)
+    longest = max((len(reply.encode()) for reply in texts), default=0)
+    max_turns, max_tokens = max(MAX_TURNS, len(texts) + 1), max(MAX_TOKENS, longest + 1)
     outcome = asyncio.run(execute_episode(environment_class, spec, script, max_turns=max_turns, max_tokens=max_tokens))
     if isinstance(outcome, str):
         raise CheckFailedError(f"{spec.environment}: {outcome}")
@@ -344,13 +342,13 @@ def random_policy(environment: type[Environment]) -> Script:
     Its reply depends only on the request.
     """
     tools = list(environment.tool_table().values()) if issubclass(environment, ToolEnvironment) else []
-    is_told = issubclass(environment, PettingZooEnvironment)
+    is_given_actions = issubclass(environment, PettingZooEnvironment)
     chat_format = PlainChatFormat()
 
     def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
         draw = random_stream("check", request.seed)
         text = draw.choice(["yes", "no", "0", "1", "2", "[0]", "left", "a", "hello world"])
-        if is_told and draw.random() < 0.9:
+        if is_given_actions and draw.random() < 0.9:
             prompt = chat_format.decode(request.token_ids.tolist()).rpartition(LEGAL_ACTIONS)
             text = draw.choice(_FIRST_LINE.split(prompt[2])[0].split(", ")) if prompt[1] else text
         if tools and draw.random() < 0.7:

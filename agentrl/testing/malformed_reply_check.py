@@ -62,7 +62,7 @@ def find_format_reward_faults(
     if isinstance(policy, str):
         return [policy]
     garbage: dict[str, list[float]] = {text: [] for text in GARBAGE}
-    kept: list[float] = []
+    valid_rewards: list[float] = []
     for number, task in enumerate(tasks):
         for text, rewards in garbage.items():
             outcome = play(task, number, _always(text))
@@ -74,18 +74,19 @@ def find_format_reward_faults(
             if isinstance(outcome, str):
                 return [f"task {task.id!r}, played at random: {outcome}"]
             if not outcome.broken:
-                kept.append(outcome.reward)
+                valid_rewards.append(outcome.reward)
         if clock.monotonic() > end:
             break
     text, rewards = max(garbage.items(), key=lambda item: _mean(item[1]))
-    if len(kept) < 4 or len(rewards) < 4:
+    if len(valid_rewards) < 4 or len(rewards) < 4:
         return []
-    error = math.sqrt(_variance(kept) / len(kept) + _variance(rewards) / len(rewards))
-    if _mean(rewards) <= _mean(kept) + 2 * error + 1e-9:
+    error = math.sqrt(_variance(valid_rewards) / len(valid_rewards) + _variance(rewards) / len(rewards))
+    if _mean(rewards) <= _mean(valid_rewards) + 2 * error + 1e-9:
         return []
     return [
         f"breaking the format pays: a policy whose every turn says {text!r} earns {_mean(rewards):.3f} on average, "
-        f"well-formed chance {_mean(kept):.3f} ({len(rewards)} and {len(kept)} episodes), so the policy would learn to "
+        f"well-formed chance {_mean(valid_rewards):.3f} ({len(rewards)} and {len(valid_rewards)} episodes), so the "
+        "policy would learn to "
         "break it; reward a broken format below every legal end (including `truncated_reward`, if it runs into a limit)"
     ]
 

@@ -76,8 +76,8 @@ class RecordingTrainer:
         self._disk = disk
         self._steps = {policy: (steps or {}).get(policy, 0) for policy in policies}
         self._versions = {policy: PolicyVersion(policy, 0, step) for policy, step in self._steps.items()}
-        self._trained: dict[str, list[tuple[str, int]]] = {policy: [] for policy in policies}
-        self._accumulated: dict[str, list[TrainBatch]] = {policy: [] for policy in policies}
+        self._trained_units: dict[str, list[tuple[str, int]]] = {policy: [] for policy in policies}
+        self._batches: dict[str, list[TrainBatch]] = {policy: [] for policy in policies}
         self._reports: dict[str, StepReport] = {}
 
     async def start(self, resume_from: str | None = None) -> tuple[str, ...]:
@@ -89,13 +89,13 @@ class RecordingTrainer:
         if resume_from is None:
             return ()
         directory = Path(resume_from)
-        saved = self._read(directory / STATE_FILE)
-        if set(saved) != set(self._steps):
-            raise TrainerError(f"{resume_from} holds policies {sorted(saved)}, not {sorted(self._steps)}")
-        for policy, (lineage, step) in saved.items():
+        state = self._read(directory / STATE_FILE)
+        if set(state) != set(self._steps):
+            raise TrainerError(f"{resume_from} holds policies {sorted(state)}, not {sorted(self._steps)}")
+        for policy, (lineage, step) in state.items():
             self._steps[policy] = step
             self._versions[policy] = PolicyVersion(policy, lineage, step)
-            self._trained[policy] = [tuple(unit) for unit in self._read(directory / policy / TRAINED_FILE)]
+            self._trained_units[policy] = [tuple(unit) for unit in self._read(directory / policy / TRAINED_FILE)]
         return ()
 
     async def forward_backward(self, batch: TrainBatch) -> None:
@@ -104,13 +104,13 @@ class RecordingTrainer:
         Raises:
             TrainerError: the policy is unknown, or the step is not the next one.
         """
-        applied = self._steps_of(batch.policy)
-        if batch.step_id <= applied:
+        steps_taken = self._steps_of(batch.policy)
+        if batch.step_id <= steps_taken:
             return
-        if batch.step_id != applied + 1:
-            raise TrainerError(f"{batch.policy}: a batch for step {batch.step_id} after {applied}")
+        if batch.step_id != steps_taken + 1:
+            raise TrainerError(f"{batch.policy}: a batch for step {batch.step_id} after {steps_taken}")
         await self._pass(self.step_seconds(batch))
-        self._accumulated[batch.policy].append(batch)
+        self._batches[batch.policy].append(batch)
 
     async def optim_step(self, policy: str, step_id: int) -> StepReport:
         """Apply the stored batches; a repeat of the last step returns its report.
@@ -119,19 +119,19 @@ class RecordingTrainer:
             AgentRLError: the injected failure of this step, the first time.
             TrainerError: the step is neither the last nor the next one, or there is no batch.
         """
-        applied = self._steps_of(policy)
-        if step_id == applied and policy in self._reports:
+        steps_taken = self._steps_of(policy)
+        if step_id == steps_taken and policy in self._reports:
             return self._reports[policy]
-        batches = self._accumulated[policy]
-        if step_id != applied + 1 or not batches:
-            raise TrainerError(f"{policy}: asked for step {step_id} after {applied} with {len(batches)} batches")
-        self._accumulated[policy] = []
+        batches = self._batches[policy]
+        if step_id != steps_taken + 1 or not batches:
+            raise TrainerError(f"{policy}: asked for step {step_id} after {steps_taken} with {len(batches)} batches")
+        self._batches[policy] = []
         failure = self._failures.pop((policy, step_id), None)
         if failure is not None:
             raise failure
         self._steps[policy] = step_id
         self.batches.extend(batches)
-        self._trained[policy] += [(unit.episode_id, unit.attempt) for batch in batches for unit in batch.units]
+        self._trained_units[policy] += [(unit.episode_id, unit.attempt) for batch in batches for unit in batch.units]
         self._reports[policy] = self._report(policy, step_id, batches)
         return self._reports[policy]
 
@@ -219,7 +219,7 @@ class RecordingTrainer:
         return WeightsRef(version=version, path=str(target), kind="full", sha256=sha256)
 
     def _weights_of(self, policy: str) -> bytes:
-        return json.dumps(self._trained[policy]).encode()
+        return json.dumps(self._trained_units[policy]).encode()
 
     def _read(self, path: Path) -> Any:
         return json.loads(self._disk.read(path, limit=_LIMIT))

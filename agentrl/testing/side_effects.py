@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _STARTS = {"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "pty.spawn"}
 _TALKS = {"socket.connect", "socket.bind", "socket.sendto", "socket.sendmsg", "socket.getaddrinfo"}
 _CHANGES = {"os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod"}
-_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC
+_WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC
 _MODEL_CLIENTS = {
     *("openai", "anthropic", "litellm", "mistralai", "cohere", "groq", "together", "ollama", "fireworks", "replicate"),
     *("google.genai", "google.generativeai", "vllm", "sglang", "aisuite", "instructor", "dspy", "pydantic_ai"),
@@ -99,8 +99,8 @@ def calls_language_model(source: str) -> bool:
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
-    watching = _watching
-    if watching is None:
+    observer = _watching
+    if observer is None:
         return
     act = _act(event, arguments)
     if act is None:
@@ -110,10 +110,10 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
         return
     frame = sys._getframe(1)
     place = _location(frame)
-    if place is not None and (event, place) not in watching.findings:
-        model = event in _TALKS and _is_for_model(frame, watching.source)
-        watching.asked_model |= model
-        watching.findings[event, place] = f"{place} {act}: {MODEL_ADVICE}" if model else f"{place} {act}, {_ADVICE}"
+    if place is not None and (event, place) not in observer.findings:
+        model = event in _TALKS and _is_for_model(frame, observer.source)
+        observer.asked_model |= model
+        observer.findings[event, place] = f"{place} {act}: {MODEL_ADVICE}" if model else f"{place} {act}, {_ADVICE}"
 
 
 def _is_for_model(frame: FrameType | None, source: str) -> bool:
@@ -134,7 +134,7 @@ def _act(event: str, arguments: tuple[Any, ...]) -> str | None:
     """Return a description of an audit event; None if the event changes nothing outside."""
     if event == "open":
         path, mode, flags = arguments
-        writes = bool(set(mode) & set("wax+")) if isinstance(mode, str) else bool((flags or 0) & _WRITING)
+        writes = bool(set(mode) & set("wax+")) if isinstance(mode, str) else bool((flags or 0) & _WRITE_FLAGS)
         name = valid_unicode(os.fsdecode(path)) if isinstance(path, str | bytes) else ""
         if not writes or not name or name == os.devnull or "__pycache__" in name:
             return None

@@ -142,8 +142,8 @@ class _Ready:
         if not steps:
             return
         if self._segments:
-            following, plain = self._segments[0]
-            self._segments[0] = (sorted(steps + following, key=itemgetter(0)) if following else steps, plain)
+            next_steps, plain = self._segments[0]
+            self._segments[0] = (sorted(steps + next_steps, key=itemgetter(0)) if next_steps else steps, plain)
         else:
             self._segments.append((steps, []))
 
@@ -253,8 +253,8 @@ class VirtualTimeEventLoop(asyncio.BaseEventLoop):
         self._cancelled_timers += 1
 
     def _deadlock_message(self) -> str:
-        waiting = sorted(asyncio.all_tasks(self), key=hash)
-        lines = [f"  {task.get_name()} waits at {_position(task)}" for task in waiting]
+        tasks = sorted(asyncio.all_tasks(self), key=hash)
+        lines = [f"  {task.get_name()} waits at {_position(task)}" for task in tasks]
         return "\n".join([f"no task can run and no timer is set at t={self._now:g}; waiting:", *lines])
 
     def run_in_executor(  # type: ignore[override]
@@ -348,9 +348,9 @@ def _callback_name(handle: asyncio.Handle) -> object:
 def _position(task: asyncio.Task[Any]) -> str:
     """Return the innermost line outside asyncio at which a task is suspended, and the object it awaits there."""
     place, inside = "its start", ""
-    awaited: Any = task.get_coro()
-    while awaited is not None:
-        frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None)
+    coroutine: Any = task.get_coro()
+    while coroutine is not None:
+        frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
         if frame is None:
             break
         code = frame.f_code
@@ -358,5 +358,5 @@ def _position(task: asyncio.Task[Any]) -> str:
             inside = f", in asyncio {code.co_qualname}"
         else:
             place, inside = f"{code.co_qualname} ({'/'.join(code.co_filename.split('/')[-2:])}:{frame.f_lineno})", ""
-        awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "gi_yieldfrom", None)
+        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
     return place + inside

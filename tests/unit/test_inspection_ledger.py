@@ -14,7 +14,7 @@ from agentrl.cli.main import main
 from agentrl.core.errors import JournalError
 from agentrl.inspection.ledger import RunLedger
 from agentrl.inspection.reader import RunReader
-from agentrl.journal.control_rows import CHECKED, row_checksum
+from agentrl.journal.control_rows import CHECKED_TABLES, row_checksum
 from agentrl.journal.entries import JournalEntry, RewardEntry, TurnEntry, TurnVersionSpan, encode_body, entry_checksum
 from tests.journal_cases import write_run
 
@@ -38,7 +38,7 @@ def spoil(run: Path, statement: str) -> None:
     with sqlite3.connect(run / "journal" / "control.db") as connection:
         connection.create_function("checked", -1, lambda table, *values: row_checksum(table, values))
         assert connection.execute(statement).rowcount > 0
-        for table in CHECKED:
+        for table in CHECKED_TABLES:
             names = [row[1] for row in connection.execute(f"PRAGMA table_info({table})")][:-1]
             connection.execute(f"UPDATE {table} SET checksum = checked('{table}', {', '.join(names)})")
     connection.close()

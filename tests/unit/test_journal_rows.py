@@ -103,7 +103,7 @@ def test_inherited_turns_are_context() -> None:
     )
     sampled = turn(2, [5], [6, 7], row=1, parent_context=2)
     (solver,) = assemble_trajectories(
-        entries(BEGIN, sampled, RewardEntry("solver", 0, 1.0, None)), "policy", inherited=before
+        entries(BEGIN, sampled, RewardEntry("solver", 0, 1.0, None)), "policy", prefix_entries=before
     )
     (row,) = solver.rows
     assert row.token_ids.tolist() == [3, 4, 5, 6, 7]

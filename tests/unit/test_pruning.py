@@ -184,7 +184,7 @@ def prune_until_killed(run: Path, transactions: int) -> None:
         pruning.DELETE_BYTES, pruning.VACUUM_PAGES = 150_000, 64
         journal = SqliteJournal(run / "journal")
         sealed = [{"policy": PolicyVersion("policy", 0, step)} for step in (8, 6)]
-        await journal.prune(PruneRule(keep=0, sealed=sealed), stopped=stopped)
+        await journal.prune(PruneRule(keep=0, sealed=sealed), should_stop=stopped)
         await journal.close()
 
     asyncio.run(main())
