@@ -295,7 +295,7 @@ async def _open_run(
         plan = display_settings_from_config(resolved_config)
         sinks = open_sinks(config.sinks, directory.path, resolved_config)
         stack.enter_context(recording_process_state(directory.path))
-        observer = stack.enter_context(RunObserver(directory, plan=plan, others=observers, sinks=sinks, quiet=quiet))
+        observer = stack.enter_context(RunObserver(directory, plan=plan, observers=observers, sinks=sinks, quiet=quiet))
         observer.watch()
         stack.enter_context(cancel_run_on_ctrl_c(directory.path))
         await retry_until_writer_exits(lambda: check_partitions_unlocked(directory.journal), observer.warn, clock)

@@ -240,7 +240,7 @@ class RunLog:
             "SELECT e.episode, e.attempt FROM episodes e WHERE e.parent IN (SELECT value FROM json_each(?)) AND NOT"
             " EXISTS (SELECT 1 FROM admissions b WHERE b.episode = e.episode AND b.attempt > e.attempt)"
         )
-        children = self._ended_attempts(self.rows(statement, json.dumps(sorted(parents))))
+        children = self._read_ended_attempts(self.rows(statement, json.dumps(sorted(parents))))
         return {header.episode_id: header for _, header in children}
 
     def ready_units(self, consumed_through: Mapping[str, PolicyVersion]) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
@@ -261,7 +261,7 @@ class RunLog:
             f" WHERE e.purpose = 'train' AND e.drop_reason IS NULL{trainable} AND{UNRESOLVED_QUERY}"
         )
         values = [json.dumps(lines), *([json.dumps(sorted(consumed_through))] if consumed_through else [])]
-        yield from self._ended_attempts(self.rows(statement, *values))
+        yield from self._read_ended_attempts(self.rows(statement, *values))
 
     def members(self, group_ids: Collection[str] | None = None) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
         """Yield committed training episodes of some groups, or all, in order of commit, regardless of the fate of their
@@ -271,10 +271,10 @@ class RunLog:
         """
         statement = "SELECT episode, attempt FROM episodes WHERE purpose = 'train' AND drop_reason IS NULL"
         if group_ids is None:
-            yield from self._ended_attempts(self.rows(statement + _IN_ORDER_OF_COMMIT), ordered=True)
+            yield from self._read_ended_attempts(self.rows(statement + _IN_ORDER_OF_COMMIT), ordered=True)
             return
         among = " AND group_id IN (SELECT value FROM json_each(?))"
-        yield from self._ended_attempts(self.rows(statement + among, json.dumps(sorted(group_ids))))
+        yield from self._read_ended_attempts(self.rows(statement + among, json.dumps(sorted(group_ids))))
 
     def dispatched(self, newest: int | None = None) -> Iterator[tuple[EpisodeSpec, EpisodeHeader | None]]:
         """Yield the newest training episodes, or all, in order of admission, at their newest attempts, with their
@@ -288,7 +288,7 @@ class RunLog:
         keys = self.rows(statement, -1 if newest is None else newest)[::-1]
         for start in range(0, len(keys), _CHUNK):
             chunk = keys[start : start + _CHUNK]
-            headers = {(header.episode_id, header.attempt): header for _, header in self._ended_attempts(chunk)}
+            headers = {(header.episode_id, header.attempt): header for _, header in self._read_ended_attempts(chunk)}
             for spec in self._specs(chunk):
                 yield spec, headers.get((spec.episode_id, spec.attempt))
 
@@ -319,7 +319,7 @@ class RunLog:
                 " WHERE policy IN (SELECT value FROM json_each(?)))"
             )
             rows = self.rows(statement + _IN_ORDER_OF_COMMIT, json.dumps(sorted(policies)))
-            for _, header in self._ended_attempts(rows, ordered=True):
+            for _, header in self._read_ended_attempts(rows, ordered=True):
                 yield header
 
     def _specs(self, keys: Sequence[tuple[str, int]]) -> list[EpisodeSpec]:
@@ -332,7 +332,7 @@ class RunLog:
             )
         return [decode_admission_row(rows_by_key[key[0], key[1]]) for key in keys]
 
-    def _ended_attempts(
+    def _read_ended_attempts(
         self, keys: Sequence[tuple[str, int]], *, ordered: bool = False
     ) -> Iterator[tuple[EpisodeSpec, EpisodeHeader]]:
         """Yield the attempts that ended, in order of commit; `ordered` states that the keys have that order."""
@@ -342,7 +342,7 @@ class RunLog:
                 f"SELECT e.episode, e.attempt FROM json_each(?) asked JOIN episodes e ON {_KEY_CONDITION.format('e')}"
             )
             rows = self.rows(statement + " ORDER BY e.committed_at, length(e.episode), e.episode", json.dumps(keys))
-            yield from self._ended_attempts(rows, ordered=True)
+            yield from self._read_ended_attempts(rows, ordered=True)
             return
         for part in parts:
             keys_json = json.dumps(part)

@@ -29,8 +29,8 @@ def device_tensors(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> 
     sources = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays.values()]
     for source, start in zip(sources, [0, *ends], strict=False):
         buffer[start : start + source.nbytes] = source.view(-1).view(torch.uint8)
-    there = buffer.to(device, non_blocking=True)
+    device_buffer = buffer.to(device, non_blocking=True)
     return {
-        name: there[start : start + source.nbytes].view(source.dtype).view(source.shape)
+        name: device_buffer[start : start + source.nbytes].view(source.dtype).view(source.shape)
         for name, source, start in zip(arrays, sources, [0, *ends], strict=False)
     }

@@ -90,7 +90,7 @@ class _BodyOutput:
         return (self.last_hidden_state,)[index]
 
 
-def _own_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+def _model_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """Compute the logits [n, V] from the last hidden states [n, H], by the model's own forward pass."""
     body = _body(model)
     before = vars(body).get("forward")
@@ -119,21 +119,21 @@ def _model_inputs(batch: MicroBatch, device: torch.device) -> dict[str, Tensor]:
     return device_tensors(arrays, device)
 
 
-def _replayed(
+def _routing_context(
     replay: RoutingReplay | None, inputs: Mapping[str, Tensor], tokens: Tensor | None
 ) -> AbstractContextManager[None]:
     """Replay the recorded routing of `tokens`, in the model's order; None: of the whole batch."""
     experts = inputs.get("expert_routing")
     if replay is None or experts is None:
         return nullcontext()
-    return replay.forced((experts if tokens is None else experts[tokens.reshape(-1)]).long())
+    return replay.force_choice((experts if tokens is None else experts[tokens.reshape(-1)]).long())
 
 
 def _tree_hidden(
     model: PreTrainedModel, batch: MicroBatch, inputs: Mapping[str, Tensor], replay: RoutingReplay | None
 ) -> Tensor:
     """Return the hidden states [N, H] of the packed tokens."""
-    with _replayed(replay, inputs, None):
+    with _routing_context(replay, inputs, None):
         output = _decoder(model)(
             input_ids=inputs["token_ids"].unsqueeze(0),
             position_ids=inputs["position_ids"].unsqueeze(0),
@@ -149,25 +149,25 @@ def _padded_hidden(
 ) -> Tensor:
     """Return the hidden states [N, H] from whole rows, padded on the right; the batch was packed without sharing."""
     blocks = list(padded_rows(batch))
-    place, computed = np.zeros(len(batch.token_ids), np.int64), 0
+    place, num_computed = np.zeros(len(batch.token_ids), np.int64), 0
     for tokens, valid in blocks:
-        place[tokens[valid]] = computed + np.flatnonzero(valid)
-        computed += valid.size
+        place[tokens[valid]] = num_computed + np.flatnonzero(valid)
+        num_computed += valid.size
     arrays: dict[str, NDArray[Any]] = {"place": place}
     for index, (tokens, valid) in enumerate(blocks):
         arrays |= {f"tokens {index}": tokens, f"valid {index}": valid.astype(np.int64)}
-    there = device_tensors(arrays, model.device)
+    device_arrays = device_tensors(arrays, model.device)
     hidden: list[Tensor] = []
     for index, (_, valid) in enumerate(blocks):
-        chosen = there[f"tokens {index}"]
-        with _replayed(replay, inputs, chosen):
+        chosen = device_arrays[f"tokens {index}"]
+        with _routing_context(replay, inputs, chosen):
             output = _decoder(model)(
                 input_ids=inputs["token_ids"][chosen],
-                attention_mask=None if valid.all() else there[f"valid {index}"],
+                attention_mask=None if valid.all() else device_arrays[f"valid {index}"],
                 use_cache=False,
             )
         hidden.append(output.last_hidden_state.flatten(0, 1))
-    return torch.cat(hidden)[there["place"]]
+    return torch.cat(hidden)[device_arrays["place"]]
 
 
 class HeadOutput(NamedTuple):
@@ -213,10 +213,10 @@ class KeptVocabularySets(NamedTuple):
 
     def mask(self, start: int, stop: int, vocabulary: int) -> Tensor:
         """Return a boolean mask [stop - start, vocabulary] of the tokens [start, stop)."""
-        kept = self.unmasked[start:stop].unsqueeze(1).expand(-1, vocabulary).clone()
+        mask = self.unmasked[start:stop].unsqueeze(1).expand(-1, vocabulary).clone()
         ids = slice(*self.starts[[start, stop]].tolist())
         # Assigning True would copy it to the device.
-        return kept.index_put_((self.rows[ids] - start, self.token_ids[ids]), self.unmasked.new_ones(()))
+        return mask.index_put_((self.rows[ids] - start, self.token_ids[ids]), self.unmasked.new_ones(()))
 
 
 def logprobs_from_logits(
@@ -254,19 +254,21 @@ def logprobs_from_logits(
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy = -(log_softmax.exp() * log_softmax).sum(dim=1)
         logprob, kept_mass = log_softmax.gather(1, chosen).squeeze(1), torch.ones_like(entropy).detach()
-        return HeadOutput(logprob, entropy, kept_mass, *_compared(log_softmax, logprob, targets, top, reference))
-    kept = kept_mask.scatter(1, chosen, True)
-    log_kept = logits.masked_fill(~kept, -torch.inf).log_softmax(dim=1)
+        return HeadOutput(
+            logprob, entropy, kept_mass, *_divergence_terms(log_softmax, logprob, targets, top, reference)
+        )
+    full_mask = kept_mask.scatter(1, chosen, True)
+    log_kept = logits.masked_fill(~full_mask, -torch.inf).log_softmax(dim=1)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         # 0 · log 0 is 0; masked_fill before the product keeps NaN out of the gradient.
-        entropy = -(log_kept.exp() * log_kept.masked_fill(~kept, 0.0)).sum(dim=1)
+        entropy = -(log_kept.exp() * log_kept.masked_fill(~full_mask, 0.0)).sum(dim=1)
     with torch.no_grad():
-        kept_mass = logits.softmax(dim=1).masked_fill(~kept, 0.0).sum(dim=1)
+        kept_mass = logits.softmax(dim=1).masked_fill(~full_mask, 0.0).sum(dim=1)
     logprob = log_kept.gather(1, chosen).squeeze(1)
-    return HeadOutput(logprob, entropy, kept_mass, *_compared(log_kept, logprob, targets, top, reference))
+    return HeadOutput(logprob, entropy, kept_mass, *_divergence_terms(log_kept, logprob, targets, top, reference))
 
 
-def _compared(
+def _divergence_terms(
     log_softmax: Tensor, logprob: Tensor, targets: Tensor, top: int, reference: HeadOutput | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return `top_ids`, `top_logprobs` and `reference_kl` of a distribution."""
@@ -278,10 +280,10 @@ def _compared(
 def _likeliest(log_softmax: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the `count` likeliest tokens, [n, k], and log-probabilities, [n, k + 1], the last that of all others."""
     logprobs, ids = log_softmax.topk(min(count, log_softmax.shape[1]), dim=1)
-    return ids, torch.cat([logprobs.clamp(min=_FLOOR), _others(log_softmax, ids)], dim=1)
+    return ids, torch.cat([logprobs.clamp(min=_FLOOR), _tail_logprobs(log_softmax, ids)], dim=1)
 
 
-def _others(log_softmax: Tensor, ids: Tensor) -> Tensor:
+def _tail_logprobs(log_softmax: Tensor, ids: Tensor) -> Tensor:
     """Return the log-probability of all tokens but `ids` [n, k] together, [n, 1]; about `_FLOOR` if there are none."""
     return log_softmax.scatter(1, ids, _FLOOR).logsumexp(dim=1, keepdim=True)
 
@@ -307,8 +309,10 @@ def reference_divergence(log_softmax: Tensor, logprob: Tensor, targets: Tensor, 
     assert reference.top_ids is not None
     assert reference.top_logprobs is not None
     # The last column holds the reference's extra tokens (padding of its embeddings), which pi cannot sample.
-    ids, padded = reference.top_ids.clamp(max=log_softmax.shape[1]), F.pad(log_softmax, (0, 1), value=_FLOOR)
-    logprobs = torch.cat([padded.gather(1, ids).clamp(min=_FLOOR), _others(padded, ids)], dim=1)
+    ids, padded_logprobs = reference.top_ids.clamp(max=log_softmax.shape[1]), F.pad(log_softmax, (0, 1), value=_FLOOR)
+    logprobs = torch.cat(
+        [padded_logprobs.gather(1, ids).clamp(min=_FLOOR), _tail_logprobs(padded_logprobs, ids)], dim=1
+    )
     kl = (logprobs.exp() * (logprobs - reference.top_logprobs)).sum(dim=1)
     with torch.no_grad():
         inside = (reference.top_ids == targets.unsqueeze(1)).any(dim=1)
@@ -323,7 +327,7 @@ def chunked_logprobs_from_hidden(
     targets: Tensor,
     *,
     temperature: Tensor,
-    kept: KeptVocabularySets | None = None,
+    kept_sets: KeptVocabularySets | None = None,
     entropy_gradient: bool = True,
     top: int = 0,
     reference: HeadOutput | None = None,
@@ -336,19 +340,19 @@ def chunked_logprobs_from_hidden(
         hidden: [n, H], the states that predict the targets (after the final norm).
         targets: [n], int64.
         temperature: [n].
-        kept: the kept sets of the n tokens; None: nothing was masked.
+        kept_sets: the kept sets of the n tokens; None: nothing was masked.
         entropy_gradient: whether the entropy is differentiable.
         top: number of likeliest tokens to return, `TOP_TOKENS` for a reference.
         reference: see `logprobs_from_logits`.
     """
 
     def piece(start: int, stop: int) -> HeadOutput:
-        logits = _own_logits(model, hidden[start:stop])
+        logits = _model_logits(model, hidden[start:stop])
         return logprobs_from_logits(
             logits,
             targets[start:stop],
             temperature=temperature[start:stop],
-            kept_mask=None if kept is None else kept.mask(start, stop, logits.shape[1]),
+            kept_mask=None if kept_sets is None else kept_sets.mask(start, stop, logits.shape[1]),
             entropy_gradient=entropy_gradient,
             top=top,
             reference=None if reference is None else reference.slice(start, stop),
@@ -390,22 +394,22 @@ def token_logprobs(
     """
     inputs = _model_inputs(batch, model.device)
     hidden = (_tree_hidden if shared else _padded_hidden)(model, batch, inputs, replay)
-    kept = None
+    kept_sets = None
     if batch.kept_counts is not None:
         starts = np.cumsum([0, *batch.kept_counts])
-        kept = KeptVocabularySets(inputs["unmasked"], inputs["kept_rows"], inputs["kept_ids"], starts)
-    predicting = F.embedding(inputs["hidden_index"], hidden)
+        kept_sets = KeptVocabularySets(inputs["unmasked"], inputs["kept_rows"], inputs["kept_ids"], starts)
+    prediction_hidden = F.embedding(inputs["hidden_index"], hidden)
     output = chunked_logprobs_from_hidden(
         model,
-        predicting,
+        prediction_hidden,
         inputs["targets"],
         temperature=inputs["temperature"],
-        kept=kept,
+        kept_sets=kept_sets,
         entropy_gradient=entropy_gradient,
         top=top,
         reference=reference,
     )
-    return output if value_head is None else output._replace(values=value_head(predicting))
+    return output if value_head is None else output._replace(values=value_head(prediction_hidden))
 
 
 # --- attention along the prefix tree ----------------------------------------------------------------------------------
@@ -444,12 +448,12 @@ class TreeAttentionMask:
         inputs = _model_inputs(batch, device) if inputs is None else inputs
         self._batch = batch
         self._device = device
-        self._until = inputs["visible_until"]
+        self._visible_until = inputs["visible_until"]
         self._position = inputs["position_ids"]
         self._order = torch.arange(len(batch.token_ids), device=device)
         self._chunks: dict[int | None, list[_Chunk]] = {}
         self._block_masks: dict[int | None, BlockMask] = {}
-        self._kept = 0
+        self._num_cached = 0
 
     def chunks(self, window: int | None) -> list[_Chunk]:
         """Return the queries in chunks; a token sees the `window` newest tokens of its path, or all of them."""
@@ -458,24 +462,24 @@ class TreeAttentionMask:
         return self._chunks[window]
 
     def _make_chunks(self, window: int | None) -> Iterator[_Chunk]:
-        until, position, starts = self._batch.visible_until, self._batch.position_ids, self._batch.starts
-        count, at = len(until), 0
+        visible_until, position, starts = self._batch.visible_until, self._batch.position_ids, self._batch.starts
+        count, at = len(visible_until), 0
         fewest, largest = _CHUNK
         size = min(largest, max(fewest, count // len(starts)))
         ends = dict(zip(starts.tolist(), [*starts[1:].tolist(), count], strict=True))
-        whole = {
+        row_starts = {
             start: end
             for start, end in ends.items()
             if window is None and position[start] == 0 and end - start >= largest
         }
-        following = np.array([*sorted(whole), count])
+        boundaries = np.array([*sorted(row_starts), count])
         while at < count:
-            if at in whole:
-                yield _Chunk(at, whole[at], slice(at, whole[at]), is_causal=True)
-                at = whole[at]
+            if at in row_starts:
+                yield _Chunk(at, row_starts[at], slice(at, row_starts[at]), is_causal=True)
+                at = row_starts[at]
                 continue
-            stop = min(at + size, int(following[np.searchsorted(following, at)]))
-            keys = np.flatnonzero(until[:stop] > at)
+            stop = min(at + size, int(boundaries[np.searchsorted(boundaries, at)]))
+            keys = np.flatnonzero(visible_until[:stop] > at)
             if window is not None:
                 keys = keys[position[keys] > position[at:stop].min() - window]
             stop = min(stop, at + max(1, _MASK // len(keys)))
@@ -493,12 +497,12 @@ class TreeAttentionMask:
         if chunk.mask is not None and chunk.mask.dtype == dtype:
             return chunk.mask
         queries, keys = self._order[chunk.start : chunk.stop, None], self._order[chunk.keys]
-        hidden = (keys > queries) | (self._until[chunk.keys] <= queries)
+        hidden = (keys > queries) | (self._visible_until[chunk.keys] <= queries)
         if window is not None:
             hidden |= self._position[chunk.start : chunk.stop, None] - self._position[chunk.keys] >= window
         mask = torch.zeros((1, 1, *hidden.shape), dtype=dtype, device=self._device).masked_fill_(hidden, -torch.inf)
-        if self._kept + mask.numel() <= _KEPT_MASKS:
-            self._kept += mask.numel()
+        if self._num_cached + mask.numel() <= _KEPT_MASKS:
+            self._num_cached += mask.numel()
             chunk.mask = mask
         return mask
 
@@ -510,12 +514,12 @@ class TreeAttentionMask:
         return self._block_masks[window]
 
     def _make_block_mask(self, window: int | None) -> BlockMask:
-        until, position = self._until, self._position
+        visible_until, position = self._visible_until, self._position
         # A tensor, so that one kernel serves every window size, and none.
         before = torch.full_like(position, -1) if window is None else position - window
 
         def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (key <= query) & (query < until[key]) & (position[key] > before[query])
+            return (key <= query) & (query < visible_until[key]) & (position[key] > before[query])
 
         count = len(self._batch.token_ids)
         edges = np.arange(0, count, _BLOCK)
@@ -523,23 +527,23 @@ class TreeAttentionMask:
         soonest = np.minimum.reduceat(self._batch.visible_until, edges)
         stops = np.minimum(edges + _BLOCK, count)
         earlier = np.tri(len(edges), dtype=np.bool_)
-        some = earlier & (latest > edges[:, None])
-        every = np.tri(len(edges), k=-1, dtype=np.bool_) & (soonest >= stops[:, None])
+        any_visible = earlier & (latest > edges[:, None])
+        all_visible = np.tri(len(edges), k=-1, dtype=np.bool_) & (soonest >= stops[:, None])
         if window is not None:
             first, last = (extreme.reduceat(self._batch.position_ids, edges) for extreme in (np.minimum, np.maximum))
-            some &= last > first[:, None] - window
-            every &= first > last[:, None] - window
+            any_visible &= last > first[:, None] - window
+            all_visible &= first > last[:, None] - window
 
         lists: dict[str, NDArray[Any]] = {}
-        for name, blocks in (("partial", some & ~every), ("full", every)):
+        for name, blocks in (("partial", any_visible & ~all_visible), ("full", all_visible)):
             lists[f"{name} counts"] = blocks.sum(axis=1).astype(np.int32)[None, None]
             lists[name] = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)[None, None]
-        there = device_tensors(lists, self._device)
+        device_lists = device_tensors(lists, self._device)
         return BlockMask.from_kv_blocks(
-            there["partial counts"],
-            there["partial"],
-            there["full counts"],
-            there["full"],
+            device_lists["partial counts"],
+            device_lists["partial"],
+            device_lists["full counts"],
+            device_lists["full"],
             BLOCK_SIZE=_BLOCK,
             mask_mod=visible,
             seq_lengths=(count, count),
@@ -565,7 +569,7 @@ class _ChunkedAttention(torch.autograd.Function):
         output = query.new_empty(1, count, heads, width).transpose(1, 2)
         normalizers = []
         for chunk in tree.chunks(window):
-            attended, normalizer = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            chunk_output, normalizer = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 query[:, :, chunk.start : chunk.stop],
                 key[:, :, chunk.keys],
                 value[:, :, chunk.keys],
@@ -574,7 +578,7 @@ class _ChunkedAttention(torch.autograd.Function):
                 attn_mask=tree.mask(chunk, window, query.dtype),
                 scale=scale,
             )
-            output[:, :, chunk.start : chunk.stop] = attended
+            output[:, :, chunk.start : chunk.stop] = chunk_output
             normalizers.append(normalizer)
         ctx.save_for_backward(query, key, value, output, *normalizers)
         ctx.tree, ctx.window, ctx.scale = tree, window, scale
@@ -617,7 +621,7 @@ def flex_tree_attention(
         card: Any = torch.cuda.get_device_properties(query.device)
         memory = getattr(card, "shared_memory_per_block_optin", card.shared_memory_per_block)
         attend, options = _compiled_flex(), flex_options(query.shape[-1], query.dtype, memory)
-    attended: Tensor = attend(
+    output: Tensor = attend(
         query,
         key,
         value,
@@ -626,7 +630,7 @@ def flex_tree_attention(
         enable_gqa=True,
         kernel_options=options,
     )
-    return attended
+    return output
 
 
 def flex_options(width: int, dtype: torch.dtype, shared_memory: int) -> dict[str, int] | None:
@@ -730,20 +734,20 @@ class RoutingReplay:
             self.top_k = _check(forward, name, model)
             # Patches the instance, because other models use the class too. PEFT's wrappers call the module, and so this
             # method.
-            router.forward = self._replaying(forward, layer)
+            router.forward = self._wrap_forward(forward, layer)
         self.layers = len(names)
 
-    def _replaying(self, forward: Callable[..., Any], layer: int) -> Callable[..., Any]:
-        def replaying(*inputs: Any, **named: Any) -> Any:
+    def _wrap_forward(self, forward: Callable[..., Any], layer: int) -> Callable[..., Any]:
+        def wrapper(*inputs: Any, **named: Any) -> Any:
             if self._experts is None:
                 return forward(*inputs, **named)
             with _ForcedTopK(self._experts[:, layer]):
                 return forward(*inputs, **named)
 
-        return replaying
+        return wrapper
 
     @contextmanager
-    def forced(self, experts: Tensor) -> Iterator[None]:
+    def force_choice(self, experts: Tensor) -> Iterator[None]:
         """Force the recorded experts in a forward pass within the context.
 
         Args:
@@ -767,7 +771,7 @@ class RoutingReplay:
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return the two contexts for `torch.utils.checkpoint`: a null context for the forward pass, and one that
         forces the same experts for recomputation."""
-        return nullcontext(), nullcontext() if self._experts is None else self.forced(self._experts)
+        return nullcontext(), nullcontext() if self._experts is None else self.force_choice(self._experts)
 
 
 class _ForcedTopK(TorchFunctionMode):
@@ -781,14 +785,14 @@ class _ForcedTopK(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        named: Mapping[str, Any] = kwargs or {}
-        result = function(*args, **named)
+        keyword_arguments: Mapping[str, Any] = kwargs or {}
+        result = function(*args, **keyword_arguments)
         if function not in _TOP_K:
             return result
         self.calls += 1
         if self._experts is None:
             return result
-        scores: Tensor = args[0] if args else named["input"]
+        scores: Tensor = args[0] if args else keyword_arguments["input"]
         chosen = torch.where(self._experts >= 0, self._experts, result[1])
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))
 
@@ -804,23 +808,23 @@ def _check(forward: Callable[..., Any], name: str, model: PreTrainedModel) -> in
     device = model.device
     inputs = torch.linspace(-1.0, 1.0, 4 * width, device=device, dtype=next(router.parameters()).dtype).view(4, width)
     try:
-        with torch.no_grad(), _ForcedTopK(None) as watched:
+        with torch.no_grad(), _ForcedTopK(None) as observer:
             chosen = chosen_experts(forward(inputs))
         count = chosen.shape[1]
-        forced = chosen.max().new_tensor(range(count)).expand_as(chosen).contiguous()
-        with torch.no_grad(), _ForcedTopK(forced):
-            replayed = chosen_experts(forward(inputs))
-        is_forced = watched.calls == 1 and torch.equal(replayed, forced)
+        choice = chosen.max().new_tensor(range(count)).expand_as(chosen).contiguous()
+        with torch.no_grad(), _ForcedTopK(choice):
+            result = chosen_experts(forward(inputs))
+        is_forced = observer.calls == 1 and torch.equal(result, choice)
     except (TypeError, RuntimeError, AttributeError, StopIteration) as error:
         raise _unknown(name, model, str(error)) from error
     if not is_forced:
-        raise _unknown(name, model, f"{watched.calls} top-k selections")
+        raise _unknown(name, model, f"{observer.calls} top-k selections")
     return count
 
 
-def _unknown(name: str, model: PreTrainedModel, seen: str) -> ModelError:
+def _unknown(name: str, model: PreTrainedModel, problem: str) -> ModelError:
     return ModelError(
         f"engine.capture_routing: the router {name} of {type(model).__name__} does not select its experts by one top-k "
-        f"({seen}), so a recorded selection cannot be replayed in training. Set capture_routing = false; importance "
+        f"({problem}), so a recorded selection cannot be replayed in training. Set capture_routing = false; importance "
         "ratios then include the difference in routing"
     )

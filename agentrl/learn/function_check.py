@@ -64,8 +64,8 @@ class FunctionReport:
     def text(self) -> str:
         """Text of the report, one line per result."""
         lines = [self.title]
-        for word, those in (("ok", self.passed), ("hint", self.hints), ("FAILED", self.findings)):
-            lines += [f"  {word:<7}{line}" for line in those]
+        for word, texts in (("ok", self.passed), ("hint", self.hints), ("FAILED", self.findings)):
+            lines += [f"  {word:<7}{line}" for line in texts]
         return "\n".join(lines)
 
 
@@ -130,8 +130,8 @@ def _steps() -> Iterator[_SampleStep]:
             "starts": np.concatenate([[0], np.cumsum(lengths)]),
         }
         reference = np.minimum(logprobs + 0.1 * generator.normal(size=count), -1e-3)
-        computed = (logprobs, reference, generator.random(count), generator.random(count))
-        yield _SampleStep(name, TokenColumns(**columns), *(torch.from_numpy(array) for array in computed))
+        arrays = (logprobs, reference, generator.random(count), generator.random(count))
+        yield _SampleStep(name, TokenColumns(**columns), *(torch.from_numpy(array) for array in arrays))
 
 
 def check_loss(reference: str, *, title: str = "") -> FunctionReport:
@@ -149,9 +149,9 @@ def check_loss(reference: str, *, title: str = "") -> FunctionReport:
     loose = 0
     for step in _steps():
         try:
-            gradients = _evaluated(loss, step)
+            gradients = _evaluate(loss, step)
         except AgentRLError as error:
-            report.findings.append(f"{step.name}: {error}{_undeclared(loss, step)}")
+            report.findings.append(f"{step.name}: {error}{_undeclared_use(loss, step)}")
             return report
         try:
             _check_values(step, gradients, report)
@@ -177,16 +177,16 @@ def check_loss(reference: str, *, title: str = "") -> FunctionReport:
     return report
 
 
-def _evaluated(loss: Loss, step: _SampleStep, batch: LossBatch | None = None) -> TokenGradients:
+def _evaluate(loss: Loss, step: _SampleStep, batch: LossBatch | None = None) -> TokenGradients:
     return loss.evaluate(batch or step.batch(loss.mark), torch.ones(len(step.columns), dtype=torch.float64))
 
 
-def _undeclared(loss: Loss, step: _SampleStep) -> str:
+def _undeclared_use(loss: Loss, step: _SampleStep) -> str:
     """Suggest the declaration that a failing loss is missing; "" if there is none."""
     for column, option in (("reference_logprobs", "reference"), ("reference_kl", "divergence")):
         mark = loss.mark._replace(reference=True, divergence=option == "divergence")
         with contextlib.suppress(AgentRLError):
-            _evaluated(loss, step, step.batch(mark))
+            _evaluate(loss, step, step.batch(mark))
             return f". It reads {column}: mark it @agentrl.loss({option}=True)"
     return ""
 
@@ -215,8 +215,8 @@ def _check_values(step: _SampleStep, gradients: TokenGradients, report: Function
 def _check_purity(loss: Loss, step: _SampleStep, gradients: TokenGradients, report: FunctionReport) -> None:
     states = torch.random.get_rng_state(), random.getstate(), np.random.get_state()
     batch = step.batch(loss.mark)
-    again = _evaluated(loss, step, batch)
-    if not all(torch.equal(a, b) for a, b in zip(gradients, again, strict=True)):
+    second = _evaluate(loss, step, batch)
+    if not all(torch.equal(a, b) for a, b in zip(gradients, second, strict=True)):
         report.findings.append(f"{step.name}: two calls with the same batch gave two results")
     now = torch.random.get_rng_state(), random.getstate(), np.random.get_state()
     if not torch.equal(states[0], now[0]) or states[1] != now[1] or repr(states[2]) != repr(now[2]):
@@ -243,20 +243,20 @@ def _check_order(loss: Loss, step: _SampleStep, gradients: TokenGradients, repor
     count = len(step.columns)
     rows = np.random.default_rng(1).permutation(int(step.columns.row.max()) + 1)
     order = np.concatenate([np.flatnonzero(step.columns.row == row) for row in rows])
-    turned = step.take(order)
-    numbers = {name: np.unique(getattr(turned.columns, name), return_inverse=True)[1][:count] for name in IDS}
-    renumbered: Any = {name: int(ids.max()) - ids for name, ids in numbers.items() if name not in ("seat", "group")}
-    other = _evaluated(loss, replace(turned, columns=replace(turned.columns, **renumbered)))
-    if problem := _difference(gradients, other, order):
+    reordered_step = step.take(order)
+    numbers = {name: np.unique(getattr(reordered_step.columns, name), return_inverse=True)[1][:count] for name in IDS}
+    new_ids: Any = {name: int(ids.max()) - ids for name, ids in numbers.items() if name not in ("seat", "group")}
+    other_gradients = _evaluate(loss, replace(reordered_step, columns=replace(reordered_step.columns, **new_ids)))
+    if problem := _difference(gradients, other_gradients, order):
         report.findings.append(
             f"{step.name}: with its rows in another order {problem}: use ids (batch.mean(…, 'agent')), not positions"
         )
     halves = [np.flatnonzero(step.columns.row % 2 == part) for part in range(2)]
     if count < 2 or not all(len(half) for half in halves):
         return False
-    parts = [_evaluated(loss, step.take(half)) for half in halves]
-    joined = TokenGradients(*(torch.cat(values) for values in zip(*parts, strict=True)))
-    problem = _difference(gradients, joined, np.concatenate(halves))
+    parts = [_evaluate(loss, step.take(half)) for half in halves]
+    gradients_of_parts = TokenGradients(*(torch.cat(values) for values in zip(*parts, strict=True)))
+    problem = _difference(gradients, gradients_of_parts, np.concatenate(halves))
     if problem and loss.mark.per_token:
         report.findings.append(
             f"{step.name}: @agentrl.loss(per_token=True) promises that a token's loss depends on that token alone, and "
@@ -265,9 +265,9 @@ def _check_order(loss: Loss, step: _SampleStep, gradients: TokenGradients, repor
     return bool(problem)
 
 
-def _difference(gradients: TokenGradients, other: TokenGradients, order: np.ndarray[Any, Any]) -> str:
+def _difference(first: TokenGradients, second: TokenGradients, order: np.ndarray[Any, Any]) -> str:
     """Describe the largest difference; "" if it is a rounding error."""
-    for part, ours, theirs in zip(("loss", *["derivative"] * 3), gradients, other, strict=False):
+    for part, ours, theirs in zip(("loss", *["derivative"] * 3), first, second, strict=False):
         away = (ours[torch.from_numpy(order)] - theirs).abs().max()
         if float(away) > TOLERANCE * max(1.0, float(ours.abs().max())):
             return f"the {part} of a token is off by {float(away):.3g}"
@@ -288,20 +288,22 @@ def check_scorer(reference: str) -> FunctionReport:
     report = FunctionReport(f"scorer {reference}")
     code, function = find_function("scorer", reference, key="--scorer")
     values: dict[str, float | None] = {}
-    for name, scored in _conversations():
-        before = repr(scored)
+    for name, conversation in _conversations():
+        before = repr(conversation)
         try:
-            values[name], again = (asyncio.run(_scored(function, scored)) for _ in range(2))
+            values[name], second_value = (asyncio.run(_score(function, conversation)) for _ in range(2))
         except Unscorable as why:
             report.hints.append(f"{name}: it cannot be judged ({why}); set scorers.NAME.unscorable")
             continue
         except Exception as error:  # noqa: BLE001 - the user's code
             report.findings.append(f"{name}: it raised {describe_user_code_error(error)}")
             continue
-        if repr(scored) != before:
+        if repr(conversation) != before:
             report.findings.append(f"{name}: it changed what it was given, which other scorers see too")
-        if values[name] != again:
-            report.hints.append(f"{name}: two calls gave {values[name]} and {again}; only the recorded one counts")
+        if values[name] != second_value:
+            report.hints.append(
+                f"{name}: two calls gave {values[name]} and {second_value}; only the recorded one counts"
+            )
     if len(report.findings) == len([*_conversations()]) and not values:
         of_groups = _check_group_scorer(FunctionReport(report.title), function)
         if of_groups.passed:
@@ -346,8 +348,8 @@ async def _scored_group(function: Any, group: Sequence[Scored]) -> list[float | 
     return [None if value is None else finite_reward(value, "a score") for value in values]
 
 
-async def _scored(function: Any, scored: Scored) -> float | None:
-    value = function(scored)
+async def _score(function: Any, conversation: Scored) -> float | None:
+    value = function(conversation)
     value = await value if inspect.isawaitable(value) else value
     return None if value is None else finite_reward(value, "it")
 
@@ -391,29 +393,29 @@ def check_advantage(reference: str, *, title: str = "") -> FunctionReport:
         group = _with_trees(group) if over_trees else group
         state = random.getstate()
         try:
-            advantages, again = (_values(estimator, group) for _ in range(2))
+            advantages, second_values = (_values(estimator, group) for _ in range(2))
             order = random.Random(1).sample(range(len(group.rewards)), len(group.rewards))
-            turned = _values(estimator, _reordered(group, order))
+            reordered_values = _values(estimator, _reorder(group, order))
         except GroupTooSmallError:
             continue
         except AgentRLError as error:
-            report.findings.append(f"{name} {_shortened(group.rewards)}: {error}")
+            report.findings.append(f"{name} {_shorten(group.rewards)}: {error}")
             return report
-        if advantages != again:
-            report.findings.append(f"{name}: two calls with the same group gave {advantages} and {again}")
+        if advantages != second_values:
+            report.findings.append(f"{name}: two calls with the same group gave {advantages} and {second_values}")
         if random.getstate() != state:
             report.findings.append(f"{name}: it draws random numbers, so a step could not be rebuilt")
         if any(
             not math.isclose(a, b, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-            for at, theirs in zip(order, turned, strict=True)
+            for at, theirs in zip(order, reordered_values, strict=True)
             for a, b in zip(advantages[at], theirs, strict=False)
         ):
             report.findings.append(f"{name}: an agent's advantage depends on its place in the group")
         if report.findings:
             return report
-    compared = "piece" if over_trees else "agent"
+    unit = "piece" if over_trees else "agent"
     report.passed += [
-        f"returns a finite advantage per {compared}, also for equal rewards, one agent and large groups",
+        f"returns a finite advantage per {unit}, also for equal rewards, one agent and large groups",
         "is pure, and treats the agents of a group alike in any order",
     ]
     return report
@@ -437,13 +439,13 @@ def _groups(over_step: bool) -> Iterator[tuple[str, Group]]:
     for name, rewards in cases.items():
         names = tuple(f"e{at}" for at in range(len(rewards)))
         groups = tuple(f"g{at // 4 if over_step else 0}" for at in range(len(rewards)))
-        named = tuple((("format", 0.5 * reward), ("right", 0.5 * reward)) for reward in rewards)
+        named_rewards = tuple((("format", 0.5 * reward), ("right", 0.5 * reward)) for reward in rewards)
         turns = tuple(((0, 0.25 * reward), (1, 0.25 * reward)) for reward in rewards)
         group = Group(
             rewards=tuple(rewards),
             episodes=names,
             groups=groups,
-            named_rewards=named,
+            named_rewards=named_rewards,
             turn_rewards=turns,
             turn_states=() if over_step else tuple((b"start", draw.randbytes(1), b"end") for _ in rewards),
             tokens=() if over_step else tuple(draw.randrange(1, 100) for _ in rewards),
@@ -479,12 +481,12 @@ def _with_trees(group: Group) -> Group:
     return replace(group, episodes=tuple(agent[0] for agent in agents), pieces=tuple(map(tuple, pieces)))
 
 
-def _reordered(group: Group, order: Sequence[int]) -> Group:
+def _reorder(group: Group, order: Sequence[int]) -> Group:
     columns = ("rewards", "episodes", "groups", "named_rewards", "turn_rewards", "turn_states", "tokens", "pieces")
-    filled = {name: values for name in columns if (values := getattr(group, name))}
-    turned: Any = {name: tuple(values[at] for at in order) for name, values in filled.items()}
-    return replace(group, **turned)
+    column_values = {name: values for name in columns if (values := getattr(group, name))}
+    new_columns: Any = {name: tuple(values[at] for at in order) for name, values in column_values.items()}
+    return replace(group, **new_columns)
 
 
-def _shortened(rewards: Sequence[float]) -> str:
+def _shorten(rewards: Sequence[float]) -> str:
     return f"{list(rewards[:4])}{' …' if len(rewards) > 4 else ''}"

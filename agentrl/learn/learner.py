@@ -79,10 +79,10 @@ class ValueHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the values [n] of hidden states [n, width], without a gradient by the hidden states."""
-        scaled = hidden.detach().float() / len(self.weight)
+        inputs = hidden.detach().float() / len(self.weight)
         if self.curvature is not None:
-            self._inputs = torch.cat([scaled, torch.ones_like(scaled[:, :1])], dim=1)
-        return scaled @ self.weight + self.bias
+            self._inputs = torch.cat([inputs, torch.ones_like(inputs[:, :1])], dim=1)
+        return inputs @ self.weight + self.bias
 
     def add_curvature(self, weights: Tensor) -> None:
         """Add the tokens of the newest call to the second derivative, with their weights in the loss, [n]."""
@@ -99,8 +99,8 @@ class ValueHead(nn.Module):
         gradient = torch.cat([self.weight.grad, self.bias.grad[None]])
         for update in range(self.updates):
             if update and self.curvature is not None:
-                moved = torch.cat([self.weight, self.bias[None]]) - start
-                further = gradient + self.curvature @ moved
+                change = torch.cat([self.weight, self.bias[None]]) - start
+                further = gradient + self.curvature @ change
                 self.weight.grad.copy_(further[:-1])
                 self.bias.grad.copy_(further[-1])
             optimizer.step()

@@ -35,7 +35,7 @@ LOG_RATIO_LIMIT = 20.0
 
 Id = Literal["row", "turn", "agent", "episode", "seat", "group"]
 IDS: tuple[Id, ...] = ("row", "turn", "agent", "episode", "seat", "group")
-_SHARED: tuple[Id, ...] = ("seat", "group")
+_GLOBAL_IDS: tuple[Id, ...] = ("seat", "group")
 """Ids that rows of several ranks may have in common; an episode is always on one rank."""
 _COLUMNS = ("behavior_logprobs", "advantages", "lags", *IDS)
 
@@ -81,16 +81,16 @@ class TokenColumns:
         numbers = {name: {key: index for index, key in enumerate(keys_of[name])} for name in IDS}
         id_columns = {name: np.array([numbers[name][key] for key in names[name]], np.int64) for name in IDS}
 
-        def taken(columns: Sequence[NDArray[Any]], kind: Any) -> NDArray[Any]:
+        def take(columns: Sequence[NDArray[Any]], kind: Any) -> NDArray[Any]:
             parts = [column[at] for column, at in zip(columns, positions, strict=True)]
-            whole: NDArray[Any] = np.concatenate([np.empty(0, kind), *parts]).astype(kind)
-            return whole
+            values: NDArray[Any] = np.concatenate([np.empty(0, kind), *parts]).astype(kind)
+            return values
 
         return TokenColumns(
-            behavior_logprobs=taken([sample.behavior_logprobs for sample in samples], np.float32),
-            advantages=taken([sample.advantages for sample in samples], np.float32),
-            lags=taken([token_lags(sample, version) for sample in samples], np.int32),
-            names={name: [str(key[0]) for key in numbers[name]] for name in _SHARED},
+            behavior_logprobs=take([sample.behavior_logprobs for sample in samples], np.float32),
+            advantages=take([sample.advantages for sample in samples], np.float32),
+            lags=take([token_lags(sample, version) for sample in samples], np.int32),
+            names={name: [str(key[0]) for key in numbers[name]] for name in _GLOBAL_IDS},
             starts=np.cumsum([0, *counts], dtype=np.int64),
             **id_columns,
         )
@@ -108,37 +108,41 @@ class TokenColumns:
         columns = {name: getattr(self, name)[tokens] for name in _COLUMNS}
         return TokenColumns(**columns, names=self.names, starts=np.array([0, len(tokens)]))
 
-    def encode(self, computed: dict[str, NDArray[np.float32]]) -> bytes:
+    def encode(self, model_columns: dict[str, NDArray[np.float32]]) -> bytes:
         """Serialize the columns, with columns that the model computed, for the other ranks."""
         columns = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "names"}
-        named = np.frombuffer(json.dumps(self.names).encode(), np.uint8)
-        return save({**columns, **{f"computed_{name}": value for name, value in computed.items()}, "names": named})
+        name_bytes = np.frombuffer(json.dumps(self.names).encode(), np.uint8)
+        return save(
+            {**columns, **{f"computed_{name}": value for name, value in model_columns.items()}, "names": name_bytes}
+        )
 
     @staticmethod
     def merge(parts: Sequence[bytes]) -> tuple[TokenColumns, dict[str, NDArray[np.float32]]]:
         """Merge the results of `encode`, one per rank, in rank order."""
-        decoded = [load(part) for part in parts]
-        names = [json.loads(part["names"].tobytes()) for part in decoded]
-        columns = {name: np.concatenate([part[name] for part in decoded]) for name in decoded[0] if name != "names"}
-        merged: dict[str, list[str]] = {}
-        for kind in _SHARED:
-            merged[kind] = list(dict.fromkeys(name for table in names for name in table[kind]))
-            number = {name: index for index, name in enumerate(merged[kind])}
+        tables = [load(part) for part in parts]
+        names = [json.loads(part["names"].tobytes()) for part in tables]
+        columns = {name: np.concatenate([part[name] for part in tables]) for name in tables[0] if name != "names"}
+        all_names: dict[str, list[str]] = {}
+        for kind in _GLOBAL_IDS:
+            all_names[kind] = list(dict.fromkeys(name for table in names for name in table[kind]))
+            number = {name: index for index, name in enumerate(all_names[kind])}
             id_columns = [
                 np.array([number[name] for name in table[kind]], np.int64)[part[kind]]
-                for part, table in zip(decoded, names, strict=True)
+                for part, table in zip(tables, names, strict=True)
                 if len(part[kind])
             ]
             columns[kind] = np.concatenate([np.empty(0, np.int64), *id_columns])
         for kind in IDS:
-            if kind not in _SHARED:
-                sizes = [int(part[kind].max()) + 1 if len(part[kind]) else 0 for part in decoded]
+            if kind not in _GLOBAL_IDS:
+                sizes = [int(part[kind].max()) + 1 if len(part[kind]) else 0 for part in tables]
                 before = np.cumsum([0, *sizes[:-1]])
-                columns[kind] = np.concatenate([part[kind] + at for part, at in zip(decoded, before, strict=True)])
-        lengths = np.concatenate([np.diff(part["starts"]) for part in decoded])
+                columns[kind] = np.concatenate([part[kind] + at for part, at in zip(tables, before, strict=True)])
+        lengths = np.concatenate([np.diff(part["starts"]) for part in tables])
         columns["starts"] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        computed = {name.removeprefix("computed_"): columns.pop(name) for name in list(columns) if "computed_" in name}
-        return TokenColumns(**columns, names=merged), computed
+        model_columns = {
+            name.removeprefix("computed_"): columns.pop(name) for name in list(columns) if "computed_" in name
+        }
+        return TokenColumns(**columns, names=all_names), model_columns
 
 
 class LossBatch:
@@ -166,8 +170,8 @@ class LossBatch:
         self.entropies = entropies
         """Entropy in nats of the distribution of each token, under the trained weights."""
         arrays: dict[str, NDArray[Any]] = {name: getattr(columns, name) for name in _COLUMNS}
-        there = device_tensors(arrays if weights is None else arrays | {"weights": weights}, logprobs.device)
-        self.behavior_logprobs = there["behavior_logprobs"]
+        device_arrays = device_tensors(arrays if weights is None else arrays | {"weights": weights}, logprobs.device)
+        self.behavior_logprobs = device_arrays["behavior_logprobs"]
         """log mu of each token, recorded when it was sampled, under the version that sampled it."""
         self.reference_logprobs = reference_logprobs
         """Log-probabilities of the reference, or of the base model under the adapter; None unless the loss is marked
@@ -176,15 +180,15 @@ class LossBatch:
         """KL(pi || ref) of the distribution of each token, in nats: exact over the reference's likeliest tokens,
         estimated by the sampled token over the others (`forward.reference_divergence`); None unless the loss is marked
         with `divergence`."""
-        self.advantages = there["advantages"]
+        self.advantages = device_arrays["advantages"]
         """Advantage of each token's agent, or of its turn."""
         self.mask = torch.ones(len(columns), dtype=torch.bool, device=logprobs.device)
         """Always True: these columns hold trained tokens only, none of prompts and tools."""
-        self.lags = there["lags"]
+        self.lags = device_arrays["lags"]
         """int32: optimizer steps between the weights that sampled the token and the trained weights; -1: unknown."""
         for name in IDS:
-            setattr(self, name, there[name])
-        self.weights = there.get("weights")
+            setattr(self, name, device_arrays[name])
+        self.weights = device_arrays.get("weights")
         """Factor on each token's loss, from the normalizer, if the trainer evaluates the loss per micro-batch."""
         self.seats: Sequence[str] = columns.names["seat"]
         """Names of the seats, indexed by the ids in `seat`."""

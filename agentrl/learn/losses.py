@@ -66,9 +66,9 @@ def truncated(batch: LossBatch, *, max_ratio: float = 5.0, trust_region: float =
     advantage's direction pushes no further.
     """
     with torch.no_grad():
-        moved = batch.logprobs.exp() - batch.behavior_logprobs.exp()
-        masked = torch.where(batch.advantages > 0, moved > trust_region, moved < -trust_region)
-        weight = batch.ratio.clamp(max=max_ratio).masked_fill(masked, 0.0)
+        change = batch.logprobs.exp() - batch.behavior_logprobs.exp()
+        is_outside = torch.where(batch.advantages > 0, change > trust_region, change < -trust_region)
+        weight = batch.ratio.clamp(max=max_ratio).masked_fill(is_outside, 0.0)
     return -weight * batch.advantages * batch.logprobs
 
 
@@ -79,12 +79,14 @@ def ppo(batch: LossBatch, *, clip_low: float = 0.2, clip_high: float = 0.28, dua
     l = `clip_low`, h = `clip_high` (asymmetric: DAPO, arXiv:2503.14476), c = `dual_clip`: without it the gradient of a
     token of negative advantage grows with the ratio, without bound.
     """
-    return _clipped(batch.ratio, batch.advantages, clip_low, clip_high, dual_clip)
+    return _clipped_objective(batch.ratio, batch.advantages, clip_low, clip_high, dual_clip)
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float) -> Tensor:
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    objective = torch.minimum(ratio * advantages, clipped * advantages)
+def _clipped_objective(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float
+) -> Tensor:
+    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
+    objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)
     return -torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
 
 
@@ -117,7 +119,7 @@ def gspo(batch: LossBatch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -
     `normalizer = 1` instead, long conversations weigh by their length (LUSPO, arXiv:2602.05261).
     """
     s = batch.mean(batch.log_ratio, "agent").exp()
-    return _clipped(s, batch.advantages, clip_low, clip_high, torch.inf)
+    return _clipped_objective(s, batch.advantages, clip_low, clip_high, torch.inf)
 
 
 def decoupled_ppo(
@@ -131,7 +133,7 @@ def decoupled_ppo(
     correction = batch.proximal_logprobs - batch.behavior_logprobs
     weight = correction.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=max_ratio).detach()
     r = (batch.logprobs - batch.proximal_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    return weight * _clipped(r, batch.advantages, clip_low, clip_high, torch.inf)
+    return weight * _clipped_objective(r, batch.advantages, clip_low, clip_high, torch.inf)
 
 
 def importance_sampling(
@@ -198,8 +200,8 @@ def m2po(
     """
     with torch.no_grad():
         moments, order = batch.log_ratio.square().sort(descending=True)
-        left = moments.flip(0).cumsum(0).flip(0) / torch.arange(len(moments), 0, -1, device=moments.device)
-        low = (left < threshold).nonzero()
+        remaining_mean = moments.flip(0).cumsum(0).flip(0) / torch.arange(len(moments), 0, -1, device=moments.device)
+        low = (remaining_mean < threshold).nonzero()
         first = int(low[0]) if len(low) else len(moments)
         keep = torch.zeros_like(order, dtype=torch.bool)
         keep[order[first:]] = True
@@ -257,8 +259,8 @@ def kl_cov(batch: LossBatch, *, share: float = 2e-4, coefficient: float = 1.0) -
 
     Covariance as in `clip_cov`: KL-Cov penalizes those tokens instead of leaving them out.
     """
-    penalized = _largest(_covariance(batch), share)
-    return -batch.ratio * batch.advantages + coefficient * batch.log_ratio.abs() * penalized
+    mask = _largest(_covariance(batch), share)
+    return -batch.ratio * batch.advantages + coefficient * batch.log_ratio.abs() * mask
 
 
 def distillation(batch: LossBatch, *, max_ratio: float = 5.0, reward: float = 0.0) -> Tensor:
@@ -295,17 +297,17 @@ def dpo(batch: LossBatch, *, beta: float = 0.1, pair: str = "sigmoid") -> Tensor
     )
     # As recorded: a mean over the tokens would differ by rounding between conversations of equal reward.
     advantage = batch.advantages[first]
-    compared = batch.group[first] * (int(batch.seat.max()) + 1 if size else 1) + batch.seat[first]
-    together = compared[:, None] == compared
+    pair_keys = batch.group[first] * (int(batch.seat.max()) + 1 if size else 1) + batch.seat[first]
+    together = pair_keys[:, None] == pair_keys
     wins = together & (advantage[:, None] > advantage)
-    ahead = h[:, None] - h
+    margins = h[:, None] - h
     match pair:
         case "hinge":
-            losses = torch.relu(1 - beta * ahead)
+            losses = torch.relu(1 - beta * margins)
         case "ipo":
-            losses = (ahead - 1 / (2 * beta)) ** 2
+            losses = (margins - 1 / (2 * beta)) ** 2
         case _:
-            losses = -torch.nn.functional.logsigmoid(beta * ahead)
+            losses = -torch.nn.functional.logsigmoid(beta * margins)
     of_seat = (together * (losses * wins).sum(1)).sum(1) / (together * wins.sum(1)).sum(1).clamp(min=1)
     return of_seat[at]
 
@@ -323,18 +325,18 @@ def _largest(values: Tensor, share: float) -> Tensor:
     return chosen
 
 
-def _choose(where: Tensor, one: float, other: float, like: Tensor) -> Tensor:
+def _choose(where: Tensor, if_true: float, if_false: float, like: Tensor) -> Tensor:
     """Choose one of two numbers per token, in the dtype of `like`."""
-    return torch.where(where, like.new_tensor(one), like.new_tensor(other))
+    return torch.where(where, like.new_tensor(if_true), like.new_tensor(if_false))
 
 
 def _level(level: str) -> Id:
     return "turn" if level == "turn" else "agent"
 
 
-def _check_one_of(option: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{option} = {value!r}: expected {', '.join(allowed)}")
+def _check_one_of(option: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{option} = {value!r}: expected {', '.join(choices)}")
 
 
 BUILT_IN: dict[str, tuple[LossFunction, FunctionDeclaration]] = {
@@ -400,7 +402,7 @@ class Loss:
         Raises:
             LossError: the function raised, or did not return a loss per token that depends on the batch.
         """
-        policy = self._checked(batch) * weights
+        policy = self._check_result(batch) * weights
         by_logprob, by_entropy, by_reference_kl = self._derivatives(policy, batch)
         loss, weight = policy.detach(), by_logprob.abs()
         if self.entropy_bonus:
@@ -431,7 +433,7 @@ class Loss:
         by_logprob, by_entropy, *optional = (zeros if gradient is None else gradient for gradient in gradients)
         return by_logprob, by_entropy, optional[0] if optional else zeros
 
-    def _checked(self, batch: LossBatch) -> Tensor:
+    def _check_result(self, batch: LossBatch) -> Tensor:
         """Call the function and check its result; raises as `evaluate`."""
         try:
             loss = self.function(batch, **self.options)

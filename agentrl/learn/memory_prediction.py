@@ -29,7 +29,7 @@ from agentrl.engines.weights.files import device_memory
 from agentrl.learn.forward import MAX_LOGITS, TOP_TOKENS, HeadOutput, token_logprobs
 from agentrl.learn.learner import ValueHead
 from agentrl.learn.losses import BUILT_IN
-from agentrl.learn.models import PolicyModel, load_models, load_references, own_attention
+from agentrl.learn.models import PolicyModel, load_models, load_references, native_attention
 from agentrl.learn.packing import MicroBatch, pack
 from agentrl.learn.ranks import BUCKET
 
@@ -74,15 +74,15 @@ def predict_trainer_memory(config: RunConfig) -> TrainerMemory:
     """
     models = load_models(config, torch.device("meta"))
     shards = shard_count(config, config.trainer.ranks)
-    weights, trained = _weight_sizes(config, models)
+    weights, trained_bytes = _weight_sizes(config, models)
     if shards > 1:  # if all weights are trained, the float32 shards are the masters
         weights -= sum(_bytes(model.model.parameters()) for model in models.values() if model.has_masters)
     return TrainerMemory(
         shards=shards,
-        gathered=max(map(_gathered, models.values())) if shards > 1 else 0,
+        gathered=max(map(_gathered_bytes, models.values())) if shards > 1 else 0,
         dtype=" and ".join(dict.fromkeys(dtype_name(model.model.dtype) for model in models.values())),
         weights=weights // shards,
-        trained=trained // shards,
+        trained=trained_bytes // shards,
         copies=_copies(config, models),
         activations=max(_activations(config, name, model) for name, model in models.items()),
         tokens=_micro_batch_tokens(config),
@@ -121,7 +121,7 @@ def shard_count(config: RunConfig, ranks: int) -> int:
 def _copies(config: RunConfig, models: Mapping[str, PolicyModel]) -> int:
     """Return `TrainerMemory.copies`."""
     gradients = (
-        [parameter.numel() * torch.float32.itemsize for parameter in _trained(models)]
+        [parameter.numel() * torch.float32.itemsize for parameter in _trained_parameters(models)]
         if config.trainer.ranks > 1
         else []
     )
@@ -134,11 +134,11 @@ def _copies(config: RunConfig, models: Mapping[str, PolicyModel]) -> int:
     return max((min(sum(sizes), max(BUCKET, *sizes)) for sizes in (gradients, sent) if sizes), default=0)
 
 
-def _trained(models: Mapping[str, PolicyModel]) -> set[nn.Parameter]:
+def _trained_parameters(models: Mapping[str, PolicyModel]) -> set[nn.Parameter]:
     return {parameter for model in models.values() for parameter in model.parameters.values()}
 
 
-def _gathered(model: PolicyModel) -> int:
+def _gathered_bytes(model: PolicyModel) -> int:
     """Return `TrainerMemory.gathered` of a model. The next layer is gathered while one computes, and its gradients are
     added up in float32 if all weights are trained."""
     module: nn.Module = model.model
@@ -153,11 +153,11 @@ def _gathered(model: PolicyModel) -> int:
 def _weight_sizes(config: RunConfig, models: Mapping[str, PolicyModel]) -> tuple[int, int]:
     """Return the bytes of `TrainerMemory.weights` and `TrainerMemory.trained`, on one rank."""
     references = load_references(config, models, torch.device("meta"))
-    trained = _trained(models)
-    everyone = (*models.values(), *references.values())
-    computed = {parameter for model in everyone for parameter in model.model.parameters()}
+    trained_parameters = _trained_parameters(models)
+    all_models = (*models.values(), *references.values())
+    parameters = {parameter for model in all_models for parameter in model.model.parameters()}
     # parameters, gradients and AdamW's two moments, all of one type
-    return _bytes(computed - trained), _bytes(trained) * 4
+    return _bytes(parameters - trained_parameters), _bytes(trained_parameters) * 4
 
 
 def _micro_batch_tokens(config: RunConfig) -> int:
@@ -214,16 +214,16 @@ class _Limit(TorchFunctionMode):
     It stands between Python and torch: an error in `__torch_dispatch__` may end the process.
     """
 
-    def __init__(self, counted: AllocationCounter, limit: float) -> None:
+    def __init__(self, counter: AllocationCounter, limit: float) -> None:
         super().__init__()
-        self._counted = counted
+        self._counter = counter
         self._limit = limit
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Call a function of torch, unless there were too many operations."""
-        if self._counted.operations > self._limit:
+        if self._counter.operations > self._limit:
             raise _TooManyOperationsError
         return function(*args, **(kwargs or {}))
 
@@ -239,7 +239,7 @@ def _shortest_step(config: RunConfig, policy: str, model: PolicyModel) -> _Pass:
         return _step(config, policy, model, length)
     except Exception as error:  # noqa: BLE001 - any error means that the model is trained on padded rows
         model.unshared = str(error) or type(error).__name__
-        model.model.set_attn_implementation(own_attention(model.model))
+        model.model.set_attn_implementation(native_attention(model.model))
         return _step(config, policy, model, length)
 
 
@@ -254,8 +254,8 @@ def _step(config: RunConfig, policy: str, model: PolicyModel, length: int, limit
     module: nn.Module = model.model
     model.activate()
     # Gradients exist from the first micro-batch of a step on; the plan counts them with the weights.
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    for parameter in trained:
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     loss = config.trainer.loss.name
     mark = (
@@ -264,13 +264,13 @@ def _step(config: RunConfig, policy: str, model: PolicyModel, length: int, limit
         else FunctionDeclaration("loss", divergence=bool(config.trained[policy].reference))
     )
     value_head = None
-    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-    with AllocationCounter([*module.parameters(), *module.buffers(), *gradients]) as counted:
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    with AllocationCounter([*module.parameters(), *module.buffers(), *gradients]) as counter:
         if (gae := config.credit.advantage.gae) is not None:
             width = model.model.config.get_text_config().hidden_size
             value_head = ValueHead(width, model.model.device, gae.value_updates)
         reference = _reference_output(batch, model.model.device) if mark.divergence else None
-        with _Limit(counted, limit):
+        with _Limit(counter, limit):
             output = token_logprobs(
                 model.model,
                 batch,
@@ -280,7 +280,7 @@ def _step(config: RunConfig, policy: str, model: PolicyModel, length: int, limit
                 reference=reference,
                 value_head=value_head,
             )
-        operations = counted.operations
+        operations = counter.operations
         total = output.logprob.sum() + output.entropy.sum()
         if output.reference_kl is not None:
             total = total + output.reference_kl.sum()
@@ -289,7 +289,7 @@ def _step(config: RunConfig, policy: str, model: PolicyModel, length: int, limit
         if value_head is not None and output.values is not None:
             value_head.add_curvature(torch.ones_like(output.values))
         total.backward()
-    return _Pass(length, counted.peak, operations)
+    return _Pass(length, counter.peak, operations)
 
 
 def _reference_output(batch: MicroBatch, device: torch.device) -> HeadOutput:
@@ -309,17 +309,15 @@ def make_worst_case_samples(
     """
     context = config.engine.max_context
     count = min(max(1, config.trainer.micro_batch_tokens // context), config.trained[policy].step_size)
-    sampled = min(context - 1, config.sampling.max_tokens * config.sampling.max_turns)
+    num_sampled = min(context - 1, config.sampling.max_tokens * config.sampling.max_turns)
     vocabulary = int(model.model.config.get_text_config().vocab_size)
     if length is None or length == context:
         length = context
     else:  # logits beyond `MAX_LOGITS` take no more memory
-        sampled = math.ceil(min(sampled, MAX_LOGITS // (vocabulary * count) + 1) * (length - 1) / context)
+        num_sampled = math.ceil(min(num_sampled, MAX_LOGITS // (vocabulary * count) + 1) * (length - 1) / context)
     drawn = np.random.default_rng(0).integers(0, vocabulary, (count, length)).astype(np.int32)
-    mask, nothing = np.arange(length) >= length - sampled, np.zeros(length, np.float32)
-    return [
-        TrainingSample(token_ids=row, loss_mask=mask, behavior_logprobs=nothing, advantages=nothing) for row in drawn
-    ]
+    mask, zeros = np.arange(length) >= length - num_sampled, np.zeros(length, np.float32)
+    return [TrainingSample(token_ids=row, loss_mask=mask, behavior_logprobs=zeros, advantages=zeros) for row in drawn]
 
 
 class AllocationCounter(TorchDispatchMode):
@@ -329,15 +327,15 @@ class AllocationCounter(TorchDispatchMode):
         known: tensors whose storages are not counted.
     """
 
-    def __init__(self, ignored: Sequence[Tensor] = ()) -> None:
+    def __init__(self, ignored_tensors: Sequence[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         """Number of bytes allocated and not yet released."""
         self.peak = 0
         """Largest value of `live` so far."""
         self.operations = 0
-        self._counted: dict[int, int] = {}
-        self._known = {tensor.untyped_storage()._cdata for tensor in ignored}
+        self._bytes_by_storage: dict[int, int] = {}
+        self._ignored_storages = {tensor.untyped_storage()._cdata for tensor in ignored_tensors}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -352,15 +350,15 @@ class AllocationCounter(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self._known or key in self._counted:
+        if key in self._ignored_storages or key in self._bytes_by_storage:
             return
-        self._counted[key] = storage.nbytes()
+        self._bytes_by_storage[key] = storage.nbytes()
         self.live += storage.nbytes()
         self.peak = max(self.peak, self.live)
         weakref.finalize(storage, self._release, key)
 
     def _release(self, key: int) -> None:
-        self.live -= self._counted.pop(key, 0)
+        self.live -= self._bytes_by_storage.pop(key, 0)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
     from agentrl.core.records import WeightsRef
 
-_COMPARED = 11
+_CHECK_LENGTH = 11
 """Number of tokens at the end of each row of the check whose log-probabilities are compared."""
 
 _ROUTERS = {"router", "gate", "shared_expert_gate", "indexer"}
@@ -104,10 +104,10 @@ class PolicyModel:
         self.parameters: dict[str, nn.Parameter] = {}
         """Parameters that an optimizer step changes, keyed by name; float32. After changing their values, call
         `round_masters`."""
-        self._computed: dict[str, nn.Parameter] = {}
+        self._compute_tensors: dict[str, nn.Parameter] = {}
         """Parameters that the model computes with, rounded or on another device, for those with a master in
         `parameters`."""
-        self._sharded: ShardedForward | None = None
+        self._sharded_forward: ShardedForward | None = None
         self._peft = peft_model
         self._adapter = adapter
 
@@ -134,11 +134,11 @@ class PolicyModel:
     @property
     def sharded(self) -> bool:
         """Whether each rank holds a shard of every tensor, so that all ranks must call this model together."""
-        return self._sharded is not None
+        return self._sharded_forward is not None
 
     def shard(self, forward: ShardedForward) -> None:
         """Compute with sharded weights from now on; call it before `train`."""
-        self._sharded = forward
+        self._sharded_forward = forward
 
     def token_logprobs(
         self,
@@ -150,7 +150,7 @@ class PolicyModel:
         reference: HeadOutput | None = None,
         value_head: nn.Module | None = None,
     ) -> HeadOutput:
-        forward = self._sharded or partial(token_logprobs, self.model)
+        forward = self._sharded_forward or partial(token_logprobs, self.model)
         return forward(
             batch,
             shared=self.shared_prefixes,
@@ -165,9 +165,9 @@ class PolicyModel:
         """Make this policy's parameters trainable; `offload`: their masters and gradients are in main memory."""
         self.activate()
         mark = None if self._adapter is None else f".{self._adapter}."
-        named = self.model.named_parameters()
-        trained = {name: parameter for name, parameter in named if mark is None or mark in name}
-        for name, parameter in trained.items():
+        parameters = self.model.named_parameters()
+        trained_parameters = {name: parameter for name, parameter in parameters if mark is None or mark in name}
+        for name, parameter in trained_parameters.items():
             parameter.requires_grad_(True)
             exact = parameter.detach()
             if self.kind == "adapter" and not self.sharded:  # PEFT makes float32 adapters; products are slow in it
@@ -175,7 +175,7 @@ class PolicyModel:
             if parameter.dtype == torch.float32 and not offload:
                 self.parameters[name] = parameter
             else:
-                self._computed[name] = parameter
+                self._compute_tensors[name] = parameter
                 home = torch.device("cpu") if offload and not parameter.is_meta else parameter.device
                 self.parameters[name] = master = nn.Parameter(exact.to(home, torch.float32, copy=True))
                 parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master))
@@ -183,12 +183,14 @@ class PolicyModel:
     @property
     def has_masters(self) -> bool:
         """Whether a published version is rounded, so that it differs from the trained weights."""
-        return self.kind == "full" and any(parameter.dtype != torch.float32 for parameter in self._computed.values())
+        return self.kind == "full" and any(
+            parameter.dtype != torch.float32 for parameter in self._compute_tensors.values()
+        )
 
     @torch.no_grad()
     def round_masters(self) -> None:
         """Round the current values of `parameters` into the model."""
-        for name, parameter in self._computed.items():
+        for name, parameter in self._compute_tensors.items():
             parameter.copy_(self.parameters[name])
 
     def adapter_config(self) -> dict[str, Any] | None:
@@ -204,20 +206,20 @@ class PolicyModel:
         """Yield the tensors of a version's safetensors file by name, in the layout of `from_pretrained`, one at a
         time.
         """
-        tensors = self._own_tensors()
-        for piece in self._converted_together:
+        tensors = self._unique_tensors()
+        for piece in self._conversion_groups:
             chosen = {name: gather_tensor(tensors[name], self._published_dtype(tensors[name])) for name in piece}
-            yield from self._converted(chosen).items()
+            yield from self._convert(chosen).items()
             chosen.clear()
 
     def published_layout(self) -> Mapping[str, Tensor]:
         """Return tensors without data, with the names, shapes and dtypes of those that `published` yields, in its
         order."""
-        tensors = self._own_tensors()
-        pieces = [self._without_data(tensors, piece) for piece in self._converted_together]
-        return {name: tensor for piece in pieces for name, tensor in self._converted(piece).items()}
+        tensors = self._unique_tensors()
+        pieces = [self._without_data(tensors, piece) for piece in self._conversion_groups]
+        return {name: tensor for piece in pieces for name, tensor in self._convert(piece).items()}
 
-    def _own_tensors(self) -> dict[str, Tensor]:
+    def _unique_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that make up a version, those with large elements first; not copies."""
         if self._adapter is not None:  # PEFT's own method would touch the adapters of all policies
             mark = f".{self._adapter}."
@@ -225,36 +227,36 @@ class PolicyModel:
                 f"base_model.model.{name.replace(mark, '.')}": parameter for name, parameter in self.parameters.items()
             }
         state: dict[str, Tensor] = {}
-        seen: set[int] = set()
+        storages: set[int] = set()
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             place = id(tensor) if isinstance(tensor, DTensor) else tensor.data_ptr()
-            if place not in seen:  # otherwise it is tied to a parameter that is already included
-                seen.add(place)
+            if place not in storages:  # otherwise it is tied to a parameter that is already included
+                storages.add(place)
                 state[name] = tensor.detach()
         return dict(sorted(state.items(), key=lambda item: -item[1].element_size()))
 
     @cached_property
-    def _converted_together(self) -> list[list[str]]:
+    def _conversion_groups(self) -> list[list[str]]:
         """Return the names of `_own_tensors` in groups that can be converted to a checkpoint's layout independently.
 
         In most architectures each tensor is a group, so that no two have to be gathered at once.
         """
-        tensors = self._own_tensors()
-        expected = _shapes(self._converted(self._without_data(tensors, tensors)))
+        tensors = self._unique_tensors()
+        expected = _shapes(self._convert(self._without_data(tensors, tensors)))
         ways: tuple[Callable[[str], str], ...] = (str, _layer, lambda _: "")
         for part_of in ways:
             pieces: dict[str, list[str]] = {}
             for name in tensors:
                 pieces.setdefault(part_of(name), []).append(name)
-            converted = [self._converted(self._without_data(tensors, piece)) for piece in pieces.values()]
-            if _shapes(chain.from_iterable(tensors.items() for tensors in converted)) == expected:
+            checkpoint_parts = [self._convert(self._without_data(tensors, piece)) for piece in pieces.values()]
+            if _shapes(chain.from_iterable(tensors.items() for tensors in checkpoint_parts)) == expected:
                 break
         return list(pieces.values())
 
     def _published_dtype(self, tensor: Tensor) -> torch.dtype:
         """Return the dtype in which a tensor is published: a model trained in full is sharded as float32 masters, and
         published in its compute dtype."""
-        rounds = self._sharded is not None and self._adapter is None and tensor.is_floating_point()
+        rounds = self._sharded_forward is not None and self._adapter is None and tensor.is_floating_point()
         return self._dtype if rounds and isinstance(tensor, DTensor) else tensor.dtype
 
     def _without_data(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
@@ -265,7 +267,7 @@ class PolicyModel:
             for name, tensor in chosen.items()
         }
 
-    def _converted(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Convert tensors of the model to the layout of a checkpoint."""
         return tensors if self._adapter is not None else revert_weight_conversion(self.model, tensors)
 
@@ -286,15 +288,15 @@ class PolicyModel:
             state = dict(self.model.state_dict())
             read = map_weights_to_state(weights, read, state, self.model)
         else:
-            state = self._own_tensors()
+            state = self._unique_tensors()
             if {name: tensor.shape for name, tensor in read.items()} != {name: state[name].shape for name in state}:
                 raise ModelError(f"{weights.path}: an adapter of different modules, or of a different rank")
         with torch.no_grad():
             for name, tensor in read.items():
                 state[name].copy_(tensor)
             if self.kind == "full":
-                for name, computed in self._computed.items():
-                    self.parameters[name].copy_(computed)
+                for name, compute_tensor in self._compute_tensors.items():
+                    self.parameters[name].copy_(compute_tensor)
             self.round_masters()
 
 
@@ -326,13 +328,13 @@ def load_models(config: RunConfig, device: torch.device, mesh: DeviceMesh | None
     """
     if config.trainer.compile:
         _check_compilable(sharded=mesh is not None)
-    made: dict[str, PolicyModel] = {}
+    models: dict[str, PolicyModel] = {}
     for base in config.bases:
-        made |= _load_on_base(base, device, mesh)
+        models |= _load_on_base(base, device, mesh)
     if config.trainer.compile and device.type != "meta":
-        for model in {id(each.model): each.model for each in made.values()}.values():
+        for model in {id(policy_model.model): policy_model.model for policy_model in models.values()}.values():
             _compile_layers(model)
-    return {name: made[name] for name in config.trained}
+    return {name: models[name] for name in config.trained}
 
 
 def load_references(
@@ -349,25 +351,27 @@ def load_references(
     Raises:
         ModelError: the directory holds no model that can compute the policy's micro-batches.
     """
-    loaded: dict[str, PolicyModel] = {}
+    models_by_key: dict[str, PolicyModel] = {}
     references: dict[str, PolicyModel] = {}
     for name, policy in config.trained.items():
         if not policy.reference:
             continue
         key = f"{Path(policy.reference).resolve()} {models[name].base.resolve()}"
-        if key not in loaded:
-            loaded[key] = _load_reference(config, Path(policy.reference), models[name].base, device, mesh)
-        references[name] = loaded[key]
-        size, needed = (policy.model.config.get_text_config().vocab_size for policy in (references[name], models[name]))
+        if key not in models_by_key:
+            models_by_key[key] = _load_reference(config, Path(policy.reference), models[name].base, device, mesh)
+        references[name] = models_by_key[key]
+        size, base_size = (
+            policy.model.config.get_text_config().vocab_size for policy in (references[name], models[name])
+        )
         if references[name].shared_prefixes < models[name].shared_prefixes:
             raise ModelError(
                 f"policies.{name}.reference: {type(references[name].model).__name__} cannot compute rows packed by "
                 f"their shared prefixes ({references[name].unshared}), as {type(models[name].model).__name__} does; "
                 "choose a reference of its architecture"
             )
-        if size < needed and not (Path(policy.reference) / "tokenizer.json").is_file():
+        if size < base_size and not (Path(policy.reference) / "tokenizer.json").is_file():
             raise ModelError(
-                f"policies.{name}.reference: {policy.reference} has {size} tokens and the policy's base {needed}: a "
+                f"policies.{name}.reference: {policy.reference} has {size} tokens and the policy's base {base_size}: a "
                 "reference scores the policy's own tokens, so both need one tokenizer"
             )
     return references
@@ -386,14 +390,14 @@ def _load_reference(
     model = _load(directory, device, dtype, config.engine.max_context, None if is_adapter else mesh)
     if is_adapter and model.device.type != "meta":
         try:
-            adapted: Any = peft.PeftModel.from_pretrained(model, str(path))
-            merged = adapted.merge_and_unload()
+            adapter_model: Any = peft.PeftModel.from_pretrained(model, str(path))
+            merged_model = adapter_model.merge_and_unload()
         except (ValueError, RuntimeError, OSError, TypeError) as error:
             raise ModelError(f"{path}: is not an adapter of {base} ({error})") from error
-        model = merged
+        model = merged_model
     model.requires_grad_(False)
-    unshared = why_unshared(model, config.engine.max_context)
-    reference = PolicyModel(model=model, base=directory, peft_model=None, adapter=None, unshared=unshared)
+    unshared_reason = why_unshared(model, config.engine.max_context)
+    reference = PolicyModel(model=model, base=directory, peft_model=None, adapter=None, unshared=unshared_reason)
     if mesh is not None:
         reference.shard(ShardedForward(model, mesh, masters=False, offload=offload))
     return reference
@@ -406,21 +410,21 @@ def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | No
     offload = mesh is not None and config.trainer.sharding == "offload"
     if offload:
         device = torch.device("cpu")
-    adapted = {name: policy.lora for name, policy in config.trained.items() if policy.lora is not None}
+    adapter_configs = {name: policy.lora for name, policy in config.trained.items() if policy.lora is not None}
     result: dict[str, PolicyModel] = {}
-    if adapted:
+    if adapter_configs:
         base = _load(path, device, dtype, config.engine.max_context, mesh)
         replay = _replay(base, config)
         matrices = _matrices(base)
         can = _adaptable(base)
-        unshared = why_unshared(base, config.engine.max_context)
+        unshared_reason = why_unshared(base, config.engine.max_context)
         base.requires_grad_(False)
         peft_model: peft.PeftModel | None = None
         adapters: dict[str, str] = {}
-        described: dict[str, str] = {}
-        for index, (name, lora) in enumerate(adapted.items()):
+        descriptions: dict[str, str] = {}
+        for index, (name, lora) in enumerate(adapter_configs.items()):
             targets = _targets(f"policies.{name}.lora", lora, can, base)
-            described[name] = f"{name}: {_described(lora, targets, matrices)}"
+            descriptions[name] = f"{name}: {_describe_adapter(lora, targets, matrices)}"
             # Generated names, because PEFT matches names as substrings: a policy called "a" would match every adapter.
             adapters[name] = f"adapter{index}x"
             with torch.random.fork_rng(devices=[]):
@@ -433,26 +437,26 @@ def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | No
                 base=path,
                 peft_model=peft_model,
                 adapter=adapter,
-                unshared=unshared,
+                unshared=unshared_reason,
                 replay=replay,
-                described=described[name],
+                described=descriptions[name],
             )
     for name in config.trained:
         if name not in result:
             model = _load(path, device, dtype, config.engine.max_context, mesh)
             replay = _replay(model, config)
-            unshared = why_unshared(model, config.engine.max_context)
+            unshared_reason = why_unshared(model, config.engine.max_context)
             result[name] = PolicyModel(
-                model=model, base=path, peft_model=None, adapter=None, unshared=unshared, replay=replay
+                model=model, base=path, peft_model=None, adapter=None, unshared=unshared_reason, replay=replay
             )
-    sharded: dict[int, ShardedForward] = {}
+    sharded_forwards: dict[int, ShardedForward] = {}
     for policy_model in result.values():
         if mesh is not None:
-            if id(policy_model.model) not in sharded:
-                sharded[id(policy_model.model)] = ShardedForward(
+            if id(policy_model.model) not in sharded_forwards:
+                sharded_forwards[id(policy_model.model)] = ShardedForward(
                     policy_model.model, mesh, masters=policy_model.kind == "full", offload=offload
                 )
-            policy_model.shard(sharded[id(policy_model.model)])
+            policy_model.shard(sharded_forwards[id(policy_model.model)])
         policy_model.train(offload=config.offloads_masters)
         if config.trainer.recompute:
             _recompute_layers(policy_model.model, policy_model.replay)
@@ -480,7 +484,7 @@ def _shard_of(parameter: nn.Parameter, *, mesh: DeviceMesh, device: torch.device
     return nn.Parameter(shard_tensor(parameter, mesh, device), requires_grad=parameter.is_floating_point())
 
 
-def _widened(parameter: Tensor) -> Tensor:
+def _to_float32(parameter: Tensor) -> Tensor:
     return gather_tensor(parameter, torch.float32).float()
 
 
@@ -558,10 +562,10 @@ def _matrices(model: PreTrainedModel) -> dict[str, int]:
     out. Modules that share a weight, as in Zamba2, count it each, because each has an adapter."""
     ends = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     tables = {id(module.weight) for module in (*ends, model.get_output_embeddings()) if module is not None}
-    named = model.named_parameters(remove_duplicate=False)
+    parameters = model.named_parameters(remove_duplicate=False)
     return {
         name.removesuffix(".weight"): parameter.numel()
-        for name, parameter in named
+        for name, parameter in parameters
         if parameter.ndim > 1 and id(parameter) not in tables and not name.endswith("bias")
     }
 
@@ -574,7 +578,7 @@ def _adaptable(model: PreTrainedModel) -> list[str]:
     """
     mistaken: dict[str, bool] = {}
     try:
-        with computing_in_float32(model, _widened):  # shards are gathered in float32
+        with computing_in_float32(model, _to_float32):  # shards are gathered in float32
             layers = adaptable_layers(model)
     except _FORWARD_ERRORS as error:
         if model.device.type == "meta":
@@ -629,19 +633,20 @@ def _targets(key: str, lora: LoraConfig, can: Sequence[str], model: PreTrainedMo
     return [name for name in can if name in chosen]
 
 
-def _described(lora: LoraConfig, targets: Sequence[str], matrices: Mapping[str, int]) -> str:
-    adapted, total = sum(matrices[name] for name in targets), sum(matrices.values())
+def _describe_adapter(lora: LoraConfig, targets: Sequence[str], matrices: Mapping[str, int]) -> str:
+    num_adapted, total = sum(matrices[name] for name in targets), sum(matrices.values())
     without = dict.fromkeys(".".join(name.split(".")[-2:]) for name in matrices if name not in set(targets))
     return (
-        f"adapters of rank {lora.rank} on {', '.join(dict.fromkeys(map(_last, targets)))}: {adapted:,} of {total:,} "
-        f"linear parameters, {adapted / total:.1%}" + (f"; not on {', '.join(without)}" if without else "")
+        f"adapters of rank {lora.rank} on {', '.join(dict.fromkeys(map(_last, targets)))}: {num_adapted:,} of "
+        f"{total:,} linear parameters, {num_adapted / total:.1%}"
+        + (f"; not on {', '.join(without)}" if without else "")
     )
 
 
 def _short(targets: Sequence[str], model: PreTrainedModel) -> list[str]:
     """Shorten targets to their last names if no other module has that name."""
-    others = {_last(name) for name, _ in model.named_modules() if name not in set(targets)}
-    return list(dict.fromkeys(name if _last(name) in others else _last(name) for name in targets))
+    other_names = {_last(name) for name, _ in model.named_modules() if name not in set(targets)}
+    return list(dict.fromkeys(name if _last(name) in other_names else _last(name) for name in targets))
 
 
 def _last(name: str) -> str:
@@ -678,7 +683,7 @@ def _add_adapter(
     return peft_model
 
 
-def own_attention(model: PreTrainedModel) -> str:
+def native_attention(model: PreTrainedModel) -> str:
     """Return the name of the attention with which a model computes padded rows."""
     return "sdpa" if model._supports_sdpa else "eager"
 
@@ -699,35 +704,35 @@ def why_unshared(model: PreTrainedModel, max_context: int) -> str:
     if model.device.type == "meta":
         model.set_attn_implementation(ATTENTION)
         return ""
-    attention = own_attention(model)
+    attention = native_attention(model)
     special = context_length_thresholds(model.config, max_context)
     around = [row for length in special for row in (length - 1, min(length + 5, max_context))]
     rows = _check_rows(model, [12, 13, 15, *around])  # several lengths, so that padding and masks are tested
     differences: dict[bool, float] = {}
     reason = ""
-    with torch.no_grad(), computing_in_float32(model, _widened):
+    with torch.no_grad(), computing_in_float32(model, _to_float32):
         model.set_attn_implementation(attention)
         try:
-            expected = [_own_logprobs(model, row) for row in rows]
+            expected = [_reference_logprobs(model, row) for row in rows]
         except _FORWARD_ERRORS as error:
             raise ModelError(f"{type(model).__name__} cannot be forwarded as a causal LM: {error!r}") from error
-        for shared in (True, False):
-            (batch,) = pack(rows, max_tokens=1 << 30, share=shared)
-            model.set_attn_implementation(ATTENTION if shared else attention)
+        for is_shared in (True, False):
+            (batch,) = pack(rows, max_tokens=1 << 30, share=is_shared)
+            model.set_attn_implementation(ATTENTION if is_shared else attention)
             try:
-                logprobs = token_logprobs(model, batch, shared=shared).logprob
+                logprobs = token_logprobs(model, batch, shared=is_shared).logprob
             except Exception as error:
-                if shared:  # of the architecture, or of the attention kernel's compiler; the run's start names it
+                if is_shared:  # of the architecture, or of the attention kernel's compiler; the run's start names it
                     reason = f"{type(error).__name__}: {' '.join(str(error).split())[:_REASON_LENGTH]}"
                     continue
                 raise ModelError(f"{type(model).__name__} cannot be forwarded by the trainer: {error!r}") from error
             reference = [
                 expected[row][at] for row, at in zip(batch.sample.tolist(), batch.position.tolist(), strict=True)
             ]
-            differences[shared] = float((logprobs - torch.tensor(reference, device=logprobs.device)).abs().max())
-            if differences[shared] <= SHARING_TOLERANCE:
-                return "" if shared else reason
-            reason = f"log-probabilities differ by {differences[shared]:.2g} with shared prefixes"
+            differences[is_shared] = float((logprobs - torch.tensor(reference, device=logprobs.device)).abs().max())
+            if differences[is_shared] <= SHARING_TOLERANCE:
+                return "" if is_shared else reason
+            reason = f"log-probabilities differ by {differences[is_shared]:.2g} with shared prefixes"
     raise ModelError(
         f"{type(model).__name__}: log-probabilities recomputed from hidden states, rows of "
         f"{', '.join(map(str, sorted({len(row.token_ids) for row in rows})))} tokens together, differ from the model's "
@@ -744,20 +749,20 @@ def _check_rows(model: PreTrainedModel, lengths: list[int]) -> list[TrainingSamp
     draws[1::2, :7] = draws[0, :7]
     rows = []
     for drawn, length in zip(draws.astype(np.int32), lengths, strict=True):
-        nothing = np.zeros(length, np.float32)
-        mask = np.arange(length) >= max(1, length - _COMPARED)
-        rows.append(
-            TrainingSample(token_ids=drawn[:length], loss_mask=mask, behavior_logprobs=nothing, advantages=nothing)
-        )
+        zeros = np.zeros(length, np.float32)
+        mask = np.arange(length) >= max(1, length - _CHECK_LENGTH)
+        rows.append(TrainingSample(token_ids=drawn[:length], loss_mask=mask, behavior_logprobs=zeros, advantages=zeros))
     return rows
 
 
-def _own_logprobs(model: PreTrainedModel, row: TrainingSample) -> dict[int, float]:
+def _reference_logprobs(model: PreTrainedModel, row: TrainingSample) -> dict[int, float]:
     """Return the model's own log-probabilities of a row's trained tokens, keyed by position: the row alone, with its
     own attention."""
     ids = torch.from_numpy(row.token_ids.astype(np.int64)).to(model.device)
-    few = {"logits_to_keep": _COMPARED + 1} if "logits_to_keep" in signature(model.forward).parameters else {}
-    logits = model(input_ids=ids[None], use_cache=False, **few).logits[0, -_COMPARED - 1 : -1].float().log_softmax(-1)
+    few = {"logits_to_keep": _CHECK_LENGTH + 1} if "logits_to_keep" in signature(model.forward).parameters else {}
+    logits = (
+        model(input_ids=ids[None], use_cache=False, **few).logits[0, -_CHECK_LENGTH - 1 : -1].float().log_softmax(-1)
+    )
     check_finite_logits(model, logits)
     targets = ids[-len(logits) :]
     logprobs = logits.gather(1, targets[:, None])[:, 0].tolist()

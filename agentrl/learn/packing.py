@@ -65,13 +65,13 @@ def pack(samples: Sequence[TrainingSample], *, max_tokens: int, share: bool = Tr
         max_tokens: bound on the tokens forwarded at once.
         share: forward common prefixes once; otherwise forward every row whole.
     """
-    trained = zip(samples, trained_positions(samples), strict=True)
-    rows = [_PackedRow(index, sample, positions) for index, (sample, positions) in enumerate(trained)]
+    samples_with_positions = zip(samples, trained_positions(samples), strict=True)
+    rows = [_PackedRow(index, sample, positions) for index, (sample, positions) in enumerate(samples_with_positions)]
     rows = sorted((row for row in rows if row.length), key=lambda row: row.order)
     at = 0
     while at < len(rows):
-        members, borrowed = _take(rows, at, max_tokens=max_tokens, share=share)
-        yield _micro_batch(members, borrowed)
+        members, prefix_lengths = _take(rows, at, max_tokens=max_tokens, share=share)
+        yield _micro_batch(members, prefix_lengths)
         at += len(members)
 
 
@@ -106,7 +106,7 @@ class _PackedRow:
 def _take(rows: Sequence[_PackedRow], at: int, *, max_tokens: int, share: bool) -> tuple[list[_PackedRow], list[int]]:
     """Return the rows from `at` on that fit into one micro-batch, and how many tokens each borrows from the previous
     one."""
-    members, borrowed = [rows[at]], [0]
+    members, prefix_lengths = [rows[at]], [0]
     tokens = rows[at].length
     for row in rows[at + 1 :]:
         common = row.common(members[-1]) if share else 0
@@ -114,16 +114,16 @@ def _take(rows: Sequence[_PackedRow], at: int, *, max_tokens: int, share: bool) 
         if tokens > max_tokens:
             break
         members.append(row)
-        borrowed.append(common)
-    return members, borrowed
+        prefix_lengths.append(common)
+    return members, prefix_lengths
 
 
-def _micro_batch(members: Sequence[_PackedRow], borrowed: Sequence[int]) -> MicroBatch:
+def _micro_batch(members: Sequence[_PackedRow], prefix_lengths: Sequence[int]) -> MicroBatch:
     paths: list[Int64Array] = []
-    tokens, total = 0, sum(row.length for row in members) - sum(borrowed)
+    tokens, total = 0, sum(row.length for row in members) - sum(prefix_lengths)
     visible_until = np.full(total, total, np.int64)
     starts: list[int] = []
-    for row, common in zip(members, borrowed, strict=True):
+    for row, common in zip(members, prefix_lengths, strict=True):
         new = np.arange(tokens, tokens + row.length - common, dtype=np.int64)
         if paths:
             visible_until[paths[-1][common:]] = tokens
@@ -131,16 +131,16 @@ def _micro_batch(members: Sequence[_PackedRow], borrowed: Sequence[int]) -> Micr
             starts.append(tokens)
         paths.append(np.concatenate([paths[-1][:common], new]) if common else new)
         tokens += len(new)
-    rows = list(zip(members, borrowed, strict=True))
+    rows = list(zip(members, prefix_lengths, strict=True))
     samples = [row.sample for row in members]
     positions = [row.positions for row in members]
     counts = [len(at) for at in positions]
     kept_counts, kept_ids = _kept_sets(samples, positions)
 
-    def trained(columns: Sequence[NDArray[Any]], kind: type[Number]) -> NDArray[Number]:
-        taken = np.concatenate([column[at] for column, at in zip(columns, positions, strict=True)])
-        typed: NDArray[Number] = taken.astype(kind)
-        return typed
+    def gather_trained(columns: Sequence[NDArray[Any]], kind: type[Number]) -> NDArray[Number]:
+        values = np.concatenate([column[at] for column, at in zip(columns, positions, strict=True)])
+        typed_values: NDArray[Number] = values.astype(kind)
+        return typed_values
 
     return MicroBatch(
         token_ids=np.concatenate([row.sample.token_ids[at : row.length] for row, at in rows]).astype(np.int64),
@@ -148,9 +148,9 @@ def _micro_batch(members: Sequence[_PackedRow], borrowed: Sequence[int]) -> Micr
         visible_until=visible_until,
         starts=np.array(starts, np.int64),
         hidden_index=np.concatenate([path[at - 1] for path, at in zip(paths, positions, strict=True)]),
-        targets=trained([sample.token_ids for sample in samples], np.int64),
-        behavior_logprobs=trained([sample.behavior_logprobs for sample in samples], np.float32),
-        advantages=trained([sample.advantages for sample in samples], np.float32),
+        targets=gather_trained([sample.token_ids for sample in samples], np.int64),
+        behavior_logprobs=gather_trained([sample.behavior_logprobs for sample in samples], np.float32),
+        advantages=gather_trained([sample.advantages for sample in samples], np.float32),
         temperature=np.repeat(np.array([sample.temperature for sample in samples], np.float32), counts),
         sample=np.repeat(np.array([row.index for row in members], np.int64), counts),
         position=np.concatenate(positions),
@@ -162,12 +162,12 @@ def _micro_batch(members: Sequence[_PackedRow], borrowed: Sequence[int]) -> Micr
 
 def _routing(rows: Sequence[tuple[_PackedRow, int]]) -> NDArray[np.int16] | None:
     """Return the recorded experts of the tokens that each row owns, -1 for rows without; None if no row has any."""
-    recorded = [row.sample.expert_routing for row, _ in rows if row.sample.expert_routing is not None]
-    if not recorded:
+    routings = [row.sample.expert_routing for row, _ in rows if row.sample.expert_routing is not None]
+    if not routings:
         return None
     parts = []
     for row, common in rows:
-        part = np.full((row.length - common, *recorded[0].shape[1:]), -1, np.int16)
+        part = np.full((row.length - common, *routings[0].shape[1:]), -1, np.int16)
         if row.sample.expert_routing is not None:
             part[:] = row.sample.expert_routing[common : row.length]
         parts.append(part)
@@ -188,10 +188,10 @@ def _kept_sets(
             counts.append(np.zeros(len(at), np.int64))
             continue
         sizes = np.maximum(mask.counts, 0).astype(np.int64)
-        selected = np.zeros(len(sizes), np.bool_)
-        selected[at] = True
+        is_selected = np.zeros(len(sizes), np.bool_)
+        is_selected[at] = True
         counts.append(sizes[at])
-        ids.append(mask.token_ids[np.repeat(selected, sizes)])
+        ids.append(mask.token_ids[np.repeat(is_selected, sizes)])
     return np.concatenate(counts), np.concatenate(ids).astype(np.int64)
 
 

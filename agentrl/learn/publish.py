@@ -102,8 +102,8 @@ class Publisher:
         file = Path(weights.path) / FULL_FILE
         device = "cuda" if recipient.transfer in ("ipc", "nccl") else "cpu"
         try:
-            with safe_open(file, framework="pt", device=device) as opened:  # mapped, and still in the page cache
-                tensors = ((name, opened.get_tensor(name)) for name in layout)
+            with safe_open(file, framework="pt", device=device) as tensors_file:  # mapped, and still in the page cache
+                tensors = ((name, tensors_file.get_tensor(name)) for name in layout)
                 self._outbox.send(PublishedWeightSource(layout, tensors), weights.version, recipient)
         except TrainerError:
             raise
@@ -170,8 +170,8 @@ def _sender(recipient: WeightDestination, link: WeightTransferConnection, source
 def _state_dtype(path: Path, dtype: torch.dtype) -> None:
     """Set the dtype of the published weights in a model's configuration, which names that of the checkpoint."""
     config = json.loads(path.read_text(encoding="utf-8"))
-    stated = [part for part in (config, *config.values()) if isinstance(part, dict)]
-    keys = [(part, key) for part in stated for key in ("dtype", "torch_dtype") if isinstance(part.get(key), str)]
+    sections = [part for part in (config, *config.values()) if isinstance(part, dict)]
+    keys = [(part, key) for part in sections for key in ("dtype", "torch_dtype") if isinstance(part.get(key), str)]
     if any(part[key] != dtype_name(dtype) for part, key in keys):
         for part, key in keys:
             part[key] = dtype_name(dtype)

@@ -57,12 +57,12 @@ def balanced_shares(sizes: Sequence[int], ranks: int) -> list[range]:
     low, high = max(sizes, default=0), sum(sizes)
     while low < high:  # finds the smallest limit for which the ranks suffice
         limit = (low + high) // 2
-        low, high = (low, limit) if len(_filled(sizes, limit)) <= ranks else (limit + 1, high)
-    shares = _filled(sizes, high)
+        low, high = (low, limit) if len(_fill_groups(sizes, limit)) <= ranks else (limit + 1, high)
+    shares = _fill_groups(sizes, high)
     return shares + [range(len(sizes), len(sizes))] * (ranks - len(shares))
 
 
-def _filled(sizes: Sequence[int], limit: int) -> list[range]:
+def _fill_groups(sizes: Sequence[int], limit: int) -> list[range]:
     """Split items into ranges, each as long as its sum of sizes stays within the limit."""
     shares, start, total = list[range](), 0, 0
     for at, size in enumerate(sizes):
@@ -163,19 +163,19 @@ def broadcast_from_first_rank(ranks: RankGroup, work: Callable[[], bytes]) -> by
     Raises:
         StorageError, TrainerError: rank 0 raised one.
     """
-    made, refusal = b"", ["", ""]
+    data, refusal = b"", ["", ""]
     try:
-        made = work()
+        data = work()
     except AgentRLError as error:
         if type(error) not in _REFUSALS.values():
             raise
         refusal = [type(error).__name__, str(error)]
-    (kind, text), made = msgspec.msgpack.decode(
-        ranks.gather(msgspec.msgpack.encode((refusal, made)))[0], type=tuple[tuple[str, str], bytes]
+    (kind, text), data = msgspec.msgpack.decode(
+        ranks.gather(msgspec.msgpack.encode((refusal, data)))[0], type=tuple[tuple[str, str], bytes]
     )
     if kind:
         raise _REFUSALS[kind](text)
-    return made
+    return data
 
 
 _REFUSALS: Mapping[str, type[AgentRLError]] = {error.__name__: error for error in (StorageError, TrainerError)}
@@ -303,10 +303,10 @@ class DistributedRankGroup:
         sizes = [torch.zeros(1, dtype=torch.int64, device=self._device) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([len(data)], device=self._device))
         longest = max(1, *(int(size) for size in sizes))
-        padded = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8).to(self._device)
-        received = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(received, padded)
-        return [part[: int(size)].cpu().numpy().tobytes() for part, size in zip(received, sizes, strict=True)]
+        padded_data = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8).to(self._device)
+        parts = [torch.empty_like(padded_data) for _ in range(self.size)]
+        dist.all_gather(parts, padded_data)
+        return [part[: int(size)].cpu().numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
     def mesh(self, shards: int) -> DeviceMesh | None:
         if shards == self.size:
@@ -357,7 +357,7 @@ class ShardedForward(nn.Module):
         self.model: Any = model
         dtypes = {parameter.dtype for parameter in self.model.parameters()}
         if masters and len(dtypes) > 1:
-            raise _refused(model, f"it has parameters of several dtypes, {', '.join(sorted(map(str, dtypes)))}")
+            raise _refusal(model, f"it has parameters of several dtypes, {', '.join(sorted(map(str, dtypes)))}")
         policy = MixedPrecisionPolicy()
         if masters and dtypes != {torch.float32}:
             policy = MixedPrecisionPolicy(
@@ -371,18 +371,18 @@ class ShardedForward(nn.Module):
                     for parameter in module.parameters():
                         if not isinstance(parameter, DTensor):
                             parameter.data = parameter.data.float()
-                sharded: Any = fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=place)
+                module_shards: Any = fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=place)
                 # Gradients are summed, not averaged, over ranks: the loss is already divided by the normalizer of the
                 # whole step.
-                sharded.set_gradient_divide_factor(1.0)
-                sharded.set_force_sum_reduction_for_comms(True)
+                module_shards.set_gradient_divide_factor(1.0)
+                module_shards.set_force_sum_reduction_for_comms(True)
                 # An expert that got no token on this rank may have a gradient on another rank.
-                sharded.set_reduce_scatter_unused_params(True, recurse=False)
+                module_shards.set_reduce_scatter_unused_params(True, recurse=False)
         except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
-            raise _refused(model, str(error)) from error
+            raise _refusal(model, str(error)) from error
         if masters:
-            widened = {shard: nn.Parameter(shard.detach().float()) for shard in shards.values()}
-            shards = {name: widened[shard] for name, shard in shards.items()}
+            float32_shards = {shard: nn.Parameter(shard.detach().float()) for shard in shards.values()}
+            shards = {name: float32_shards[shard] for name, shard in shards.items()}
         self.model.load_state_dict(shards, strict=False, assign=True)
 
     def forward(self, *arguments: Any, **settings: Any) -> HeadOutput:
@@ -401,8 +401,10 @@ class ShardedForward(nn.Module):
 def _without_data(model: nn.Module) -> dict[str, nn.Parameter]:
     """Replace parameters that are shards already, which FSDP does not take, by ones without data; return the shards by
     name."""
-    named = model.named_parameters(remove_duplicate=False)
-    shards: dict[str, nn.Parameter] = {name: parameter for name, parameter in named if isinstance(parameter, DTensor)}
+    parameters = model.named_parameters(remove_duplicate=False)
+    shards: dict[str, nn.Parameter] = {
+        name: parameter for name, parameter in parameters if isinstance(parameter, DTensor)
+    }
     empty = {
         parameter: nn.Parameter(
             torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), requires_grad=parameter.requires_grad
@@ -415,6 +417,6 @@ def _without_data(model: nn.Module) -> dict[str, nn.Parameter]:
     return shards
 
 
-def _refused(model: PreTrainedModel, reason: str) -> ModelError:
+def _refusal(model: PreTrainedModel, reason: str) -> ModelError:
     kind = type(model).__name__
     return ModelError(f"{kind} cannot be sharded: {' '.join(reason.split())}; set trainer.sharding = 'none'")

@@ -122,18 +122,18 @@ class MergedRankColumns:
 
     def __init__(self, parts: Sequence[bytes]) -> None:
         """Merge the results of `StepColumns.encode`, one per rank."""
-        decoded = [load(part) for part in parts]
-        self.rows: list[list[Any]] = [row for part in decoded for row in json.loads(part["rows"].tobytes())]
-        seats = [seat for part in decoded for seat in json.loads(part["seats"].tobytes())]
-        lengths = np.concatenate([np.diff(part["offsets"]) for part in decoded])
+        tables = [load(part) for part in parts]
+        self.rows: list[list[Any]] = [row for part in tables for row in json.loads(part["rows"].tobytes())]
+        seats = [seat for part in tables for seat in json.loads(part["seats"].tobytes())]
+        lengths = np.concatenate([np.diff(part["offsets"]) for part in tables])
         names = ("position", "trainer_logprobs", "entropy", "behavior_logprobs", "advantages", "lag")
-        self.columns = {name: np.concatenate([part[name] for part in decoded]) for name in names}
+        self.columns = {name: np.concatenate([part[name] for part in tables]) for name in names}
         self.columns["offsets"] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        self.fresh = np.repeat(np.concatenate([part["fresh"] for part in decoded]).astype(np.bool_), lengths)
+        self.fresh = np.repeat(np.concatenate([part["fresh"] for part in tables]).astype(np.bool_), lengths)
         """Bool [tokens]: whether the token's whole row was sampled by the weights the trainer computed with."""
         self.seats = np.repeat(np.array(seats, dtype=object), lengths)
         """Str [tokens]: seat of the agent that sampled the token."""
-        self.input_digest = input_digest(part["digests"].tobytes() for part in decoded)
+        self.input_digest = input_digest(part["digests"].tobytes() for part in tables)
 
     def mismatch(self) -> dict[str, float]:
         """Return the mismatch metrics of the step; see `mismatch_metrics` and `seat_mismatch_metrics`."""
@@ -206,8 +206,8 @@ def seat_mismatch_metrics(
     names = sorted(set(seats.tolist()))
     if len(names) < 2:
         return {}
-    measured = {name: _log_ratio(trainer, behavior, seats == name) for name in names}
-    return {f"seat_k3/{name}": float((np.expm1(w) - w).mean()) for name, w in measured.items() if len(w)}
+    log_ratios = {name: _log_ratio(trainer, behavior, seats == name) for name in names}
+    return {f"seat_k3/{name}": float((np.expm1(w) - w).mean()) for name, w in log_ratios.items() if len(w)}
 
 
 def _log_ratio(

@@ -127,7 +127,7 @@ def load_checkpoint(
     Raises:
         TrainerError: the directory lacks a file, or holds another policy's or another configuration's state.
     """
-    made: dict[Tensor, dict[str, Tensor]] = {}
+    moments_by_parameter: dict[Tensor, dict[str, Tensor]] = {}
     try:
         rng = json.loads((directory / "rng.json").read_text())
         state = msgspec.json.decode((directory / "state.json").read_bytes(), type=LearnerProgress)
@@ -136,10 +136,16 @@ def load_checkpoint(
             safe_open(directory / "optimizer.safetensors", framework="pt") as moments,
         ):
             if optimizer is not None and moments.keys():
-                made = {parameter: _no_moments(parameter) for parameter in parameters.values()}
-            named = zip(parameters, made.values(), strict=False)
-            states = {f"{name}|{moment}": tensor for name, moments_of in named for moment, tensor in moments_of.items()}
-            if _shapes(weights) != _shapes(parameters) or (made and _shapes(moments) != _shapes(states)):
+                moments_by_parameter = {parameter: _no_moments(parameter) for parameter in parameters.values()}
+            moments_by_name = zip(parameters, moments_by_parameter.values(), strict=False)
+            states = {
+                f"{name}|{moment}": tensor
+                for name, moments_of in moments_by_name
+                for moment, tensor in moments_of.items()
+            }
+            if _shapes(weights) != _shapes(parameters) or (
+                moments_by_parameter and _shapes(moments) != _shapes(states)
+            ):
                 raise TrainerError(
                     f"the checkpoint in {directory} contains other weights than the configuration trains; resume with "
                     "the model and policy sections that the run was started with"
@@ -152,7 +158,7 @@ def load_checkpoint(
         raise TrainerError(f"checkpoint {directory} cannot be read: {error}; resume from an older one") from error
     if optimizer is not None:
         optimizer.state.clear()
-        optimizer.state.update(made)
+        optimizer.state.update(moments_by_parameter)
     torch.set_rng_state(torch.frombuffer(bytearray.fromhex(rng["torch_cpu"]), dtype=torch.uint8))
     return state
 
@@ -224,26 +230,26 @@ def write_tensors(
         ThreadPoolExecutor(1) as writer,
         ThreadPoolExecutor(1) as hasher,
     ):
-        unfinished: deque[list[Future[None]]] = deque()
+        pending: deque[list[Future[None]]] = deque()
         syncs: list[Future[None]] = []
-        unsynced = 0
+        unsynced_bytes = 0
 
         def write(data: memoryview) -> None:
-            nonlocal unsynced
+            nonlocal unsynced_bytes
             while data:
                 written = file.write(data[:SYNC_BYTES])
                 data = data[written:]
-                unsynced += written
-                if unsynced >= SYNC_BYTES:
-                    unsynced = 0
+                unsynced_bytes += written
+                if unsynced_bytes >= SYNC_BYTES:
+                    unsynced_bytes = 0
                     syncs.append(syncer.submit(os.fdatasync, file.fileno()))
 
         def add(data: memoryview) -> None:
-            unfinished.append([writer.submit(write, data)])
+            pending.append([writer.submit(write, data)])
             if digest is not None:
-                unfinished[-1].append(hasher.submit(digest.update, data))
-            if len(unfinished) > 2:
-                for future in unfinished.popleft():
+                pending[-1].append(hasher.submit(digest.update, data))
+            if len(pending) > 2:
+                for future in pending.popleft():
                     future.result()
 
         add(memoryview(len(text).to_bytes(8, "little") + text))
@@ -252,5 +258,5 @@ def write_tensors(
             assert (name, expected.shape, expected.dtype) == (tensor_name, tensor.shape, tensor.dtype)
             add(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             del tensor  # free it before the next tensor is gathered
-        for future in chain(chain.from_iterable(unfinished), syncs):
+        for future in chain(chain.from_iterable(pending), syncs):
             future.result()

@@ -69,9 +69,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _COUNTS = ("samples", "tokens", "skipped_samples", "row_tokens", "forwarded_tokens", "unrouted_tokens")
-_MEASURED = ("loss", "entropy", "kept_mass", *SUMS)
+_TOKEN_SUMS = ("loss", "entropy", "kept_mass", *SUMS)
 _VALUE_SUMS = ("value_loss", "taught_units", "residual", "squared_residual", "return", "squared_return")
-_TOTALS = (*_COUNTS, *_MEASURED, *_VALUE_SUMS)
+_TOTALS = (*_COUNTS, *_TOKEN_SUMS, *_VALUE_SUMS)
 
 
 class PolicyTrainer:
@@ -157,8 +157,8 @@ class PolicyTrainer:
             for name, learner in self._learners.items():
                 state = learner.load(resume_from / name)
                 learner.step, learner.version, learner.report = state.step, state.version, state.report
-        sharing = [f"{name}: {_sharing(model)}" for name, model in models.items()]
-        return (*(model.described for model in models.values() if model.described), *sharing)
+        sharing_lines = [f"{name}: {_sharing_text(model)}" for name, model in models.items()]
+        return (*(model.described for model in models.values() if model.described), *sharing_lines)
 
     def forward_backward(self, batch: TrainBatch) -> None:
         """Accumulate the gradient of a batch; units already accumulated, or an applied step, change nothing.
@@ -170,7 +170,7 @@ class PolicyTrainer:
             UntrainableUnitsError: rows of some units cannot be trained; nothing of the batch is accumulated.
             JournalError: a partition cannot be read at all; nothing of the batch is accumulated.
         """
-        started = self._clock.monotonic()
+        start_s = self._clock.monotonic()
         learner = self._learner(batch.policy)
         if batch.step_id == learner.step:
             return
@@ -196,7 +196,7 @@ class PolicyTrainer:
         finally:
             if not complete:  # a partial gradient must never be applied
                 learner.discard()
-        step.seconds += self._clock.monotonic() - started
+        step.seconds += self._clock.monotonic() - start_s
 
     def _read_share(self, units: Sequence[Unit]) -> list[TrainingSample] | None:
         """Read the samples of this rank's share of some units; None if another rank could not read its share, and
@@ -211,16 +211,16 @@ class PolicyTrainer:
         rank, size = self._ranks.rank, self._ranks.size
         places = equal_shares(len(units), size)[rank]
         samples_by_place: dict[int, list[TrainingSample]] = {}
-        counted = b""
+        counts_json = b""
         try:
             samples_by_place.update(
                 zip(places, read_samples([units[place] for place in places], self._read), strict=True)
             )
-            counted = json.dumps(
+            counts_json = json.dumps(
                 [sum(map(self._forwarded_tokens, samples_by_place[place])) for place in places]
             ).encode()
         finally:  # the other ranks are waiting, even after an error
-            every = self._ranks.gather(counted)
+            every = self._ranks.gather(counts_json)
         if not all(every):
             return None
         places = balanced_shares([tokens for message in every for tokens in json.loads(message)], size)[rank]
@@ -270,21 +270,23 @@ class PolicyTrainer:
         if not self._loss.mark.per_token or self._gae is not None:
             step_gradients, by_value = self._evaluate_whole_step(learner, step, samples, columns, weights)
             derivatives = (*step_gradients.derivatives, *([] if by_value is None else [by_value]))
-            used = [
+            sample_indices = [
                 index
                 for index, (start, stop) in enumerate(pairwise(columns.starts.tolist()))
                 if self._learns_all_values or any(bool(derivative[start:stop].any()) for derivative in derivatives)
             ]
         else:
-            used = [index for index, sample in enumerate(samples) if self._is_forwarded(sample)]
-        totals["skipped_samples"] += len(samples) - len(used)
-        compared = self._loss.needs_reference if step_gradients is None else self._loss.mark.divergence
+            sample_indices = [index for index, sample in enumerate(samples) if self._is_forwarded(sample)]
+        totals["skipped_samples"] += len(samples) - len(sample_indices)
+        needs_reference = self._loss.needs_reference if step_gradients is None else self._loss.mark.divergence
         outputs = _StepOutputs(len(columns))
-        for packed in self._packed(learner, samples, used, backward=True, reference=compared):
-            tokens = columns.tokens_of(_members(packed, used))
-            reference = self._reference(learner, packed) if compared else None
-            head = self._forward(learner, packed, reference, entropy_gradient=self._loss.uses_entropy)
-            differentiated = [head.logprob, head.entropy, head.reference_kl, head.values]
+        for micro_batch in self._micro_batches(
+            learner, samples, sample_indices, backward=True, reference=needs_reference
+        ):
+            tokens = columns.tokens_of(_members(micro_batch, sample_indices))
+            reference = self._reference(learner, micro_batch) if needs_reference else None
+            head = self._forward(learner, micro_batch, reference, entropy_gradient=self._loss.uses_entropy)
+            outputs_with_gradient = [head.logprob, head.entropy, head.reference_kl, head.values]
             if step_gradients is None:
                 batch = LossBatch.of(columns.take(tokens), head, reference, weights[tokens])
                 assert batch.weights is not None
@@ -292,20 +294,20 @@ class PolicyTrainer:
                 by_output = [*gradients.derivatives, None]
                 outputs.add(tokens, (batch.logprobs, batch.entropies, gradients.loss, head.kept_mass))
                 outputs.add_sums(token_metric_sums(batch, gradients, batch.weights))
-                self._count_forward(step, packed, samples, used)
+                self._count_forward(step, micro_batch, samples, sample_indices)
             else:
                 chosen = [*step_gradients.derivatives, *([] if by_value is None else [by_value])]
                 arrays = {str(index): column.numpy()[tokens] for index, column in enumerate(chosen)}
                 by_output = [*device_tensors(arrays, head.logprob.device).values()]
-                by_output += [None] * (len(differentiated) - len(by_output))
-            pairs = zip(differentiated, by_output, strict=True)
+                by_output += [None] * (len(outputs_with_gradient) - len(by_output))
+            pairs = zip(outputs_with_gradient, by_output, strict=True)
             live = [
                 (output, by) for output, by in pairs if output is not None and output.requires_grad and by is not None
             ]
             torch.autograd.backward([output for output, _ in live], [by for _, by in live])
             learner.add_value_curvature(weights[tokens])
         token_losses = (
-            self._add_outputs(step, outputs, columns, used, first)
+            self._add_outputs(step, outputs, columns, sample_indices, first)
             if step_gradients is None
             else step_gradients.loss.numpy()
         )
@@ -315,16 +317,16 @@ class PolicyTrainer:
 
     @staticmethod
     def _add_outputs(
-        step: StepAccumulator, outputs: _StepOutputs, columns: TokenColumns, used: Sequence[int], first: int
+        step: StepAccumulator, outputs: _StepOutputs, columns: TokenColumns, sample_indices: Sequence[int], first: int
     ) -> NDArray[np.float32]:
         """Add the micro-batches' results to the step; returns the loss of each token."""
-        gathered = outputs.gather(4)
-        logprobs, entropies = gathered[:2]
-        token_losses: NDArray[np.float32] = gathered[2]
-        sums = [column.sum(dtype=np.float64) for column in (token_losses, entropies, gathered[3])]
-        for name, value in zip(_MEASURED, [*sums, *outputs.gather_sums()], strict=True):
+        columns_of_outputs = outputs.gather(4)
+        logprobs, entropies = columns_of_outputs[:2]
+        token_losses: NDArray[np.float32] = columns_of_outputs[2]
+        sums = [column.sum(dtype=np.float64) for column in (token_losses, entropies, columns_of_outputs[3])]
+        for name, value in zip(_TOKEN_SUMS, [*sums, *outputs.gather_sums()], strict=True):
             step.totals[name] += float(value)
-        step.columns.record(first, columns.starts, used, logprobs, entropies)
+        step.columns.record(first, columns.starts, sample_indices, logprobs, entropies)
         return token_losses
 
     def _token_weights(self, columns: TokenColumns, normalizer: float) -> NDArray[np.float32]:
@@ -352,34 +354,38 @@ class PolicyTrainer:
         The log-probabilities come from a separate forward pass, because the derivative for one token may depend on the
         log-probability of every other, or by `gae` on the values of the tokens after it.
         """
-        compared, diverges = self._loss.needs_reference, self._loss.mark.divergence
-        names = ("logprobs", "entropies", *["reference_logprobs"] * compared, *["reference_kl"] * diverges)
-        everyone, outputs = list(range(len(samples))), _StepOutputs(len(columns))
-        for packed in self._packed(learner, samples, everyone, backward=False, reference=compared):
-            tokens = columns.tokens_of(_members(packed, everyone))
-            reference = self._reference(learner, packed) if compared else None
+        needs_reference, diverges = self._loss.needs_reference, self._loss.mark.divergence
+        names = ("logprobs", "entropies", *["reference_logprobs"] * needs_reference, *["reference_kl"] * diverges)
+        sample_indices, outputs = list(range(len(samples))), _StepOutputs(len(columns))
+        for micro_batch in self._micro_batches(
+            learner, samples, sample_indices, backward=False, reference=needs_reference
+        ):
+            tokens = columns.tokens_of(_members(micro_batch, sample_indices))
+            reference = self._reference(learner, micro_batch) if needs_reference else None
             with torch.no_grad():
-                head = self._forward(learner, packed, reference, entropy_gradient=False)
+                head = self._forward(learner, micro_batch, reference, entropy_gradient=False)
             theirs = None if reference is None else reference.logprob
             parts = (head.kept_mass, head.logprob, head.entropy, theirs, head.reference_kl, head.values)
             outputs.add(tokens, [column for column in parts if column is not None])
-            self._count_forward(step, packed, samples, everyone)
-        kept, *gathered = outputs.gather(1 + len(names) + (self._gae is not None))
-        computed = dict(zip(names, gathered, strict=False))
-        step.totals["kept_mass"] += float(kept.sum(dtype=np.float64))
+            self._count_forward(step, micro_batch, samples, sample_indices)
+        kept_mass, *model_values = outputs.gather(1 + len(names) + (self._gae is not None))
+        model_columns = dict(zip(names, model_values, strict=False))
+        step.totals["kept_mass"] += float(kept_mass.sum(dtype=np.float64))
         first = len(step.columns) - len(samples)
-        step.columns.record(first, columns.starts, everyone, computed["logprobs"], computed["entropies"])
+        step.columns.record(
+            first, columns.starts, sample_indices, model_columns["logprobs"], model_columns["entropies"]
+        )
         by_value = None
         if self._gae is not None:
-            columns, by_value = self._estimate_advantages(self._gae, step, columns, gathered[-1], weights)
+            columns, by_value = self._estimate_advantages(self._gae, step, columns, model_values[-1], weights)
             step.columns.record_advantages(len(step.columns) - len(samples), columns.starts, columns.advantages)
-        merged, values, tokens_here = columns, computed | {"weights": weights}, slice(len(columns))
+        all_columns, values, tokens_here = columns, model_columns | {"weights": weights}, slice(len(columns))
         if not self._loss.mark.per_token:  # else the other ranks' tokens change nothing for these
-            merged, values = TokenColumns.merge(self._ranks.gather(columns.encode(values)))
-            tokens_here = slice(*self._own_tokens(len(columns)))
+            all_columns, values = TokenColumns.merge(self._ranks.gather(columns.encode(values)))
+            tokens_here = slice(*self._token_range(len(columns)))
         every = {name: torch.from_numpy(values[name]) for name in (*names, "weights")}
         batch = LossBatch(
-            merged,
+            all_columns,
             logprobs=every["logprobs"].requires_grad_(),
             entropies=every["entropies"].requires_grad_(),
             reference_logprobs=every.get("reference_logprobs"),
@@ -389,14 +395,14 @@ class PolicyTrainer:
         gradients = TokenGradients(*(column[tokens_here] for column in all_gradients))
         mine = LossBatch(
             columns,
-            logprobs=torch.from_numpy(computed["logprobs"]),
-            entropies=torch.from_numpy(computed["entropies"]),
+            logprobs=torch.from_numpy(model_columns["logprobs"]),
+            entropies=torch.from_numpy(model_columns["entropies"]),
             reference_logprobs=None
-            if "reference_logprobs" not in computed
+            if "reference_logprobs" not in model_columns
             else every["reference_logprobs"][tokens_here],
         )
         step.totals["loss"] += float(gradients.loss.sum())
-        step.totals["entropy"] += float(computed["entropies"].sum())
+        step.totals["entropy"] += float(model_columns["entropies"].sum())
         for name, value in zip(
             SUMS, token_metric_sums(mine, gradients, torch.from_numpy(weights)).tolist(), strict=True
         ):
@@ -427,10 +433,10 @@ class PolicyTrainer:
                 trace_decay=trace_decay,
             )
 
-        estimated = estimate(gae.trace_decay)
+        estimate_result = estimate(gae.trace_decay)
         decay = gae.value_trace_decay
-        errors = np.array(estimated.advantages if decay is None else estimate(decay).advantages)
-        advantages, returns = np.array(estimated.advantages), np.array(estimated.returns)
+        errors = np.array(estimate_result.advantages if decay is None else estimate(decay).advantages)
+        advantages, returns = np.array(estimate_result.advantages), np.array(estimate_result.returns)
         residuals, taught = returns - values, len(np.unique(columns.episode[advantages != 0.0]))
         loss = 0.5 * (weights * errors**2).sum()
         sums = (loss, taught, residuals.sum(), (residuals**2).sum(), returns.sum(), (returns**2).sum())
@@ -439,17 +445,17 @@ class PolicyTrainer:
         columns = replace(columns, advantages=advantages.astype(np.float32))
         return columns, torch.from_numpy(-weights * errors.astype(np.float32))
 
-    def _own_tokens(self, count: int) -> tuple[int, int]:
+    def _token_range(self, count: int) -> tuple[int, int]:
         """Return start and stop of this rank's tokens among those of all ranks."""
         counts = [int.from_bytes(reply, "little") for reply in self._ranks.gather(count.to_bytes(8, "little"))]
         before = sum(counts[: self._ranks.rank])
         return before, before + count
 
-    def _packed(
+    def _micro_batches(
         self,
         learner: Learner,
         samples: Sequence[TrainingSample],
-        used: Sequence[int],
+        sample_indices: Sequence[int],
         *,
         backward: bool,
         reference: bool,
@@ -461,12 +467,12 @@ class PolicyTrainer:
         Args:
             learner: learner whose model computes them.
             samples: samples of this rank.
-            used: indices of the samples to pack.
+            sample_indices: indices of the samples to pack.
             backward: whether each is computed forward and backward.
             reference: whether the reference is computed for each, first.
         """
-        limit, shared = self._config.trainer.micro_batch_tokens, learner.model.shared_prefixes
-        batches = pack([samples[index] for index in used], max_tokens=limit, share=shared)
+        limit, share_prefixes = self._config.trainer.micro_batch_tokens, learner.model.shared_prefixes
+        batches = pack([samples[index] for index in sample_indices], max_tokens=limit, share=share_prefixes)
         if not learner.model.sharded:
             yield from batches
             return
@@ -474,41 +480,43 @@ class PolicyTrainer:
         every = [int(count) for count in self._ranks.gather(str(len(batches_here)).encode())]
         yield from batches_here
         for _ in range(max(every) - len(batches_here)):
-            (blank,) = pack([_BLANK], max_tokens=limit, share=shared)
-            compared = self._reference(learner, blank) if reference else None
+            (blank,) = pack([_BLANK], max_tokens=limit, share=share_prefixes)
+            reference_head = self._reference(learner, blank) if reference else None
             with torch.set_grad_enabled(backward):
-                head = self._forward(learner, blank, compared, entropy_gradient=False)
+                head = self._forward(learner, blank, reference_head, entropy_gradient=False)
             if backward:
                 head.logprob.sum().mul(0.0).backward()
 
     def _forward(
-        self, learner: Learner, packed: MicroBatch, reference: HeadOutput | None, *, entropy_gradient: bool
+        self, learner: Learner, micro_batch: MicroBatch, reference: HeadOutput | None, *, entropy_gradient: bool
     ) -> HeadOutput:
-        model, compared = learner.model, reference if self._loss.mark.divergence else None
+        model, reference_head = learner.model, reference if self._loss.mark.divergence else None
         return model.token_logprobs(
-            packed,
+            micro_batch,
             entropy_gradient=entropy_gradient,
             replay=model.replay,
-            reference=compared,
+            reference=reference_head,
             value_head=learner.value_head,
         )
 
-    def _reference(self, learner: Learner, packed: MicroBatch) -> HeadOutput:
+    def _reference(self, learner: Learner, micro_batch: MicroBatch) -> HeadOutput:
         """Compute the outputs of the policy's reference, or of the base under its adapter."""
         reference, top = self._references.get(learner.name), TOP_TOKENS if self._loss.mark.divergence else 0
         with torch.no_grad():
             if reference is not None:
-                return reference.token_logprobs(packed, top=top)
+                return reference.token_logprobs(micro_batch, top=top)
             with learner.model.as_reference():
-                return learner.model.token_logprobs(packed, replay=learner.model.replay, top=top)
+                return learner.model.token_logprobs(micro_batch, replay=learner.model.replay, top=top)
 
     @staticmethod
     def _count_forward(
-        step: StepAccumulator, packed: MicroBatch, samples: Sequence[TrainingSample], used: Sequence[int]
+        step: StepAccumulator, micro_batch: MicroBatch, samples: Sequence[TrainingSample], sample_indices: Sequence[int]
     ) -> None:
-        step.totals["row_tokens"] += sum(len(samples[index].token_ids) for index in _members(packed, used))
-        step.totals["forwarded_tokens"] += len(packed.token_ids)
-        step.totals["unrouted_tokens"] += packed.unrouted_tokens
+        step.totals["row_tokens"] += sum(
+            len(samples[index].token_ids) for index in _members(micro_batch, sample_indices)
+        )
+        step.totals["forwarded_tokens"] += len(micro_batch.token_ids)
+        step.totals["unrouted_tokens"] += micro_batch.unrouted_tokens
 
     def optim_step(self, policy: str, step_id: int) -> StepReport:
         """Apply the accumulated gradient; repeating the last applied step id returns its report.
@@ -520,14 +528,14 @@ class PolicyTrainer:
             StorageError: the step's columns could not be written; as with `NonFiniteError`, on every rank.
             TrainerError: nothing was accumulated for this step.
         """
-        started = self._clock.monotonic()
+        start_s = self._clock.monotonic()
         learner = self._learner(policy)
         if learner.report is not None and learner.report.step_id == step_id:
             return learner.report
         step = learner.open
         if step is None or step.step_id != step_id:
             raise TrainerError(f"policy {policy!r} is at step {learner.step} with no gradient for step {step_id}")
-        total, grad_norm = self._summed(learner, step)
+        total, grad_norm = self._sum_over_ranks(learner, step)
         if not (math.isfinite(total["loss"]) and math.isfinite(grad_norm)):
             learner.discard()
             where = f"; the first such loss was in episode {step.suspect}" if step.suspect is not None else ""
@@ -536,7 +544,8 @@ class PolicyTrainer:
                 f"{grad_norm}{where}. The step was skipped, its episodes are dropped as `nonfinite_gradient`, and the "
                 f"weights are as before; {self._loss.how_to_inspect}"
             )
-        columns, merged = self._write_columns(learner, step)  # write before the weights change, because this may fail
+        # Write before the weights change, because this may fail.
+        columns, merged_columns = self._write_columns(learner, step)
         learner.apply(learner.rate(step_id), grad_norm)
         report = StepReport(
             step_id=step_id,
@@ -546,22 +555,22 @@ class PolicyTrainer:
             grad_norm=grad_norm,
             samples=int(total["samples"]),
             tokens=int(total["tokens"]),
-            seconds=step.seconds + self._clock.monotonic() - started,
+            seconds=step.seconds + self._clock.monotonic() - start_s,
             metrics=_metrics(
                 total, self._loss, learning_rate=learner.rate(step_id), routed=learner.model.replay is not None
             )
             | {"zero_gradient": float(grad_norm == 0.0)}
             | {"shares_prefixes": float(learner.model.shared_prefixes)}
             | (_value_metrics(total, len(step.units)) if self._gae is not None else {})
-            | merged.mismatch(),
-            input_digest=merged.input_digest,
+            | merged_columns.mismatch(),
+            input_digest=merged_columns.input_digest,
             columns=columns,
         )
         learner.discard()
         learner.step, learner.report = step_id, report
         return report
 
-    def _summed(self, learner: Learner, step: StepAccumulator) -> tuple[dict[str, float], float]:
+    def _sum_over_ranks(self, learner: Learner, step: StepAccumulator) -> tuple[dict[str, float], float]:
         """Sum the token sums over all ranks, and clip the gradient; returns the sums and the norm before clipping."""
         gradients = learner.gradients()  # also of sharded weights: AdamW steps over those without one
         if learner.model.sharded:  # FSDP has already summed them in every backward pass
@@ -580,12 +589,12 @@ class PolicyTrainer:
         Raises:
             StorageError: writing failed; the gradient is discarded on every rank.
         """
-        merged = MergedRankColumns(self._ranks.gather(step.columns.encode()))
+        merged_columns = MergedRankColumns(self._ranks.gather(step.columns.encode()))
         path = f"steps/{learner.name}/{learner.version.lineage}.{step.step_id}.safetensors"
 
         def write() -> bytes:
             if self._ranks.rank == 0:
-                merged.write(self._directory / path)
+                merged_columns.write(self._directory / path)
             return b""
 
         try:
@@ -593,7 +602,7 @@ class PolicyTrainer:
         except StorageError:
             learner.discard()
             raise
-        return path, merged
+        return path, merged_columns
 
     def publish(self, policy: str, version: PolicyVersion) -> WeightsRef:
         """Write the policy's weights as an immutable version; later steps start from it. All ranks must publish.
@@ -690,7 +699,7 @@ class PolicyTrainer:
         self.forward_backward(batch)
         if learner.open is None:
             raise TrainerError(f"policy {batch.policy!r}: step {batch.step_id} was not accumulated")
-        total, grad_norm = self._summed(learner, learner.open)
+        total, grad_norm = self._sum_over_ranks(learner, learner.open)
         return total["loss"], grad_norm
 
     def save(self, directory: Path) -> None:
@@ -748,7 +757,7 @@ class _StepOutputs:
         return sums
 
 
-def _sharing(model: PolicyModel) -> str:
+def _sharing_text(model: PolicyModel) -> str:
     """Say whether rows share their prefixes, and why not."""
     if model.shared_prefixes:
         return "shared prefixes are computed once"
@@ -764,8 +773,8 @@ def _metrics(total: Mapping[str, float], loss: Loss, *, learning_rate: float, ro
         "sharing": total["row_tokens"] / total["forwarded_tokens"] if total["forwarded_tokens"] else 1.0,
         **loss_metrics(total, loss),
     }
-    if counted := total["measured_tokens"]:
-        metrics |= {"entropy": total["entropy"] / counted, "kept_mass": total["kept_mass"] / counted}
+    if num_tokens := total["measured_tokens"]:
+        metrics |= {"entropy": total["entropy"] / num_tokens, "kept_mass": total["kept_mass"] / num_tokens}
     if routed and total["forwarded_tokens"]:
         metrics["unrouted_share"] = total["unrouted_tokens"] / total["forwarded_tokens"]
     return metrics
@@ -783,8 +792,8 @@ def loss_metrics(total: Mapping[str, float], loss: Loss) -> Mapping[str, float]:
     count = total["measured_tokens"]
     if not count:
         return {}
-    compared = total["reference_tokens"]
-    metrics = {"reference_kl": total["reference_kl"] / compared} if compared else {}
+    num_tokens = total["reference_tokens"]
+    metrics = {"reference_kl": total["reference_kl"] / num_tokens} if num_tokens else {}
     if not loss.mark.reference:
         metrics |= {f"{name}_fraction": total[name] / count for name in ("masked", "truncated")}
     return metrics | {
@@ -800,18 +809,18 @@ def _value_metrics(total: Mapping[str, float], units: int) -> dict[str, float]:
     metrics = {"value/loss": total["value_loss"]}
     if units:
         metrics["advantage/zero_share"] = 1.0 - total["taught_units"] / units
-    if counted := total["measured_tokens"]:
-        variance = total["squared_return"] - total["return"] ** 2 / counted
-        unexplained = total["squared_residual"] - total["residual"] ** 2 / counted
+    if num_tokens := total["measured_tokens"]:
+        variance = total["squared_return"] - total["return"] ** 2 / num_tokens
+        residual_variance = total["squared_residual"] - total["residual"] ** 2 / num_tokens
         if variance > 1e-9 * total["squared_return"]:  # else all returns are equal, but for rounding errors
-            metrics["value/explained_variance"] = 1.0 - unexplained / variance
+            metrics["value/explained_variance"] = 1.0 - residual_variance / variance
     return metrics
 
 
-def _members(batch: MicroBatch, used: Sequence[int]) -> list[int]:
-    """Return the indices of the samples in a micro-batch packed from `used`, in its order."""
+def _members(batch: MicroBatch, sample_indices: Sequence[int]) -> list[int]:
+    """Return the indices of the samples in a micro-batch packed from `sample_indices`, in its order."""
     changes = np.flatnonzero(np.diff(batch.sample, prepend=-1))
-    return [used[int(index)] for index in batch.sample[changes]]
+    return [sample_indices[int(index)] for index in batch.sample[changes]]
 
 
 _BLANK = TrainingSample(

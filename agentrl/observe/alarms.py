@@ -37,8 +37,8 @@ class Alarm(NamedTuple):
     @property
     def line(self) -> str:
         """Return the alarm as one line."""
-        whose = f"{self.policy}: " if self.policy else ""
-        return f"{self.name}: {whose}{self.text}. Try: {self.advice}."
+        label = f"{self.policy}: " if self.policy else ""
+        return f"{self.name}: {label}{self.text}. Try: {self.advice}."
 
 
 WINDOW = 5
@@ -203,27 +203,29 @@ def find_alarms(state: RunState) -> list[Alarm]:
         alarms += _selection_bias(policy)
     alarms += _coevolution_alarms(state)
     if state.status is not None:
-        alarms += _dropped(state.status.dropped, state.status.trained + state.status.ready)
+        alarms += _drops(state.status.dropped, state.status.trained + state.status.ready)
         alarms += _mirrors_behind(state.status)
     return alarms
 
 
 def _format_pays(policy: PolicyMetricHistory) -> Iterator[Alarm]:
     broken: list[tuple[float, float]] = []
-    kept: list[tuple[float, float]] = []
+    formatted_steps: list[tuple[float, float]] = []
     for values in policy.steps.values():
         episodes, share = values.get("format/episodes", 0.0), values.get("format/broken_share", 0.0)
         if "format/reward_broken" in values:
             broken.append((episodes * share, values["format/reward_broken"]))
         if "format/reward_kept" in values:
-            kept.append((episodes * (1.0 - share), values["format/reward_kept"]))
-    counts = sum(count for count, _ in broken), sum(count for count, _ in kept)
-    if min(counts) < FORMAT_EPISODES or min(len(broken), len(kept)) < WINDOW:
+            formatted_steps.append((episodes * (1.0 - share), values["format/reward_kept"]))
+    counts = sum(count for count, _ in broken), sum(count for count, _ in formatted_steps)
+    if min(counts) < FORMAT_EPISODES or min(len(broken), len(formatted_steps)) < WINDOW:
         return
-    (mean_broken, error_broken), (mean_kept, error_kept) = _pooled(broken), _pooled(kept)
-    means = [mean for _, mean in (*broken, *kept)]
-    needed = max(FORMAT_ERRORS * math.hypot(error_broken, error_kept), FORMAT_MARGIN * (max(means) - min(means)))
-    if mean_broken - mean_kept > max(needed, 1e-9):
+    (mean_broken, error_broken), (mean_kept, error_kept) = _pool_means(broken), _pool_means(formatted_steps)
+    means = [mean for _, mean in (*broken, *formatted_steps)]
+    min_difference = max(
+        FORMAT_ERRORS * math.hypot(error_broken, error_kept), FORMAT_MARGIN * (max(means) - min(means))
+    )
+    if mean_broken - mean_kept > max(min_difference, 1e-9):
         yield Alarm(
             "format_pays",
             policy.name,
@@ -234,7 +236,7 @@ def _format_pays(policy: PolicyMetricHistory) -> Iterator[Alarm]:
         )
 
 
-def _pooled(steps: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def _pool_means(steps: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Return the mean over all episodes and its standard error, from pairs (episodes, mean) of each step.
 
     The mean of c rewards of variance v has variance v / c, so c times its squared deviation estimates v at every step.
@@ -268,11 +270,11 @@ def _nothing_taught(policy: PolicyMetricHistory, window: Sequence[Values]) -> It
     zero, rewards = window_metric_values(window, "advantage/zero_share"), window_metric_values(window, "reward/mean")
     if len(zero) < len(window) or len(rewards) < len(window) or mean_of(zero) < ZERO_SHARE:
         return
-    if (alone := mean_of(window_metric_values(window, "advantage/alone_share"))) >= ALONE_SHARE:
+    if (lone_share := mean_of(window_metric_values(window, "advantage/alone_share"))) >= ALONE_SHARE:
         yield Alarm(
             "alone",
             policy.name,
-            f"{alone:.0%} of the units of the last {len(window)} steps have no other episode to compare them with",
+            f"{lone_share:.0%} of the units of the last {len(window)} steps have no other episode to compare them with",
             "`ctx.spawn` with n = 2 or more: children of one call are compared with each other; or "
             "credit.advantage = 'role_mean', which compares with what the policy used to get in that seat",
         )
@@ -339,13 +341,13 @@ def _staleness(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterato
 
 
 def _max_lag(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
-    exceeded = sum(window_metric_values(window, "staleness/exceeded"))
-    if exceeded:
+    num_exceeded = sum(window_metric_values(window, "staleness/exceeded"))
+    if num_exceeded:
         largest = max(window_metric_values(window, "staleness/max"))
         yield Alarm(
             "max_lag",
             policy.name,
-            f"{exceeded:.0f} trajectories of the last {len(window)} steps were older than max_lag; the "
+            f"{num_exceeded:.0f} trajectories of the last {len(window)} steps were older than max_lag; the "
             f"oldest was {largest:.0f} steps old",
             "admission did not count them: declare all child episodes in `fan_out`; find out with `agentrl episode "
             "why` whether they started over",
@@ -356,17 +358,17 @@ def _mismatch(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator
     minimum, maximum = MISMATCH_STEPS
     if any(window_metric_values(newest_step_metrics(policy, maximum), DEMONSTRATED)):
         return  # k3 then tells how likely the environment's replies are, whose recorded probability is 1
-    measured: list[Values] = []
+    steps_with_lag: list[Values] = []
     tokens = total = 0.0
     for values in reversed(newest_step_metrics(policy, maximum)):
-        if "lag_k3/0" in values and (len(measured) < minimum or tokens < MISMATCH_TOKENS):
-            measured.append(values)
+        if "lag_k3/0" in values and (len(steps_with_lag) < minimum or tokens < MISMATCH_TOKENS):
+            steps_with_lag.append(values)
             tokens += values.get("lag_tokens/0", 0.0)
             total += values.get("lag_tokens/0", 0.0) * values["lag_k3/0"]
     k3 = mean_of(window_metric_values(window, "k3"))
     seats = {name: mean_of(window_metric_values(window, name)) for name in window_metric_names(window, "seat_k3")}
-    if len(measured) >= minimum and tokens >= MISMATCH_TOKENS and total > MISMATCH_BOUND * tokens:
-        largest = max(window_metric_values(measured, "lag_max_difference/0"), default=0.0)
+    if len(steps_with_lag) >= minimum and tokens >= MISMATCH_TOKENS and total > MISMATCH_BOUND * tokens:
+        largest = max(window_metric_values(steps_with_lag, "lag_max_difference/0"), default=0.0)
         yield Alarm(
             "engine_mismatch",
             policy.name,
@@ -420,24 +422,24 @@ def _selection_bias(policy: PolicyMetricHistory) -> Iterator[Alarm]:
         )
 
 
-def _dropped(reasons: Mapping[str, int], other_drops: int) -> Iterator[Alarm]:
-    ended = sum(reasons.values()) + other_drops
+def _drops(reasons: Mapping[str, int], other_drops: int) -> Iterator[Alarm]:
+    num_ended = sum(reasons.values()) + other_drops
     by_time = reasons.get("episode_timeout", 0)
-    if by_time >= TIME_EPISODES and TIME_SHARE * ended <= by_time < max(DROPPED_SHARE * ended, MIN_EPISODES):
+    if by_time >= TIME_EPISODES and TIME_SHARE * num_ended <= by_time < max(DROPPED_SHARE * num_ended, MIN_EPISODES):
         yield Alarm(
             "dropped_by_time",
             "",
-            f"{by_time:,} of {ended:,} episodes that ended were dropped because their program hung: if that depends on "
-            "what a policy says, the gradient is biased",
+            f"{by_time:,} of {num_ended:,} episodes that ended were dropped because their program hung: if that "
+            "depends on what a policy says, the gradient is biased",
             ADVICE_ON_DROPS["episode_timeout"],
         )
     for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
-        if reason in EXPECTED_DROPS or count < MIN_EPISODES or count < DROPPED_SHARE * ended:
+        if reason in EXPECTED_DROPS or count < MIN_EPISODES or count < DROPPED_SHARE * num_ended:
             continue
         yield Alarm(
             "dropped",
             "",
-            f"{count:,} of {ended:,} episodes that ended were dropped because of {reason}",
+            f"{count:,} of {num_ended:,} episodes that ended were dropped because of {reason}",
             ADVICE_ON_DROPS.get(reason, f"`agentrl episode list RUN --where 'drop_reason = {reason}'` shows them"),
         )
 
@@ -467,7 +469,7 @@ def _coevolution_alarms(state: RunState) -> Iterator[Alarm]:
         if of in state.policies:
             yield from _loses_to_pool(state.policies[of], opponent)
     for policy in state.policies.values():
-        yield from _starved(policy, state)
+        yield from _starvation(policy, state)
 
 
 def _proposals(window: Sequence[Values]) -> Iterator[Alarm]:
@@ -494,26 +496,26 @@ def _proposals(window: Sequence[Values]) -> Iterator[Alarm]:
             "before the entropy fell",
         )
     count = window_metric_sum(window, "proposals/made")
-    repeated = window_weighted_mean(window, "proposals/repeated", "proposals/made")
-    if count >= MIN_PROPOSALS and repeated >= REPEATED_SHARE:
+    repeated_share = window_weighted_mean(window, "proposals/repeated", "proposals/made")
+    if count >= MIN_PROPOSALS and repeated_share >= REPEATED_SHARE:
         yield Alarm(
             "proposals_repeat",
             "",
-            f"{repeated:.0%} of the {count:,.0f} proposals of the last {WINDOW} steps had been made before",
+            f"{repeated_share:.0%} of the {count:,.0f} proposals of the last {WINDOW} steps had been made before",
             "refuse them at the gate: `proposer.gate(known.times == 0, penalty=-0.5)` after `known = await "
             "ctx.remember(…)`; trainer.entropy_bonus = 0.04",
         )
     groups = window_metric_sum(window, "pass_rate/groups")
-    frontier, unsolved, always_solved = (
+    frontier, unsolved_share, always_solved = (
         window_weighted_mean(window, f"pass_rate/{name}", "pass_rate/groups") for name in ("frontier", "0", "1")
     )
     if groups >= MIN_PROPOSALS and frontier < FRONTIER_SHARE:
-        easy = always_solved > unsolved
+        easy = always_solved > unsolved_share
         yield Alarm(
             "off_frontier",
             "",
             f"{frontier:.0%} of the {groups:,.0f} proposals of the last {WINDOW} steps are solved by some attempts and "
-            f"not by others; {always_solved:.0%} by all, {unsolved:.0%} by none",
+            f"not by others; {always_solved:.0%} by all, {unsolved_share:.0%} by none",
             "a solver that learns more slowly than the proposer (a larger step_size, a smaller learning_rate) and "
             "stops before it does (`steps`); the versions that best.metric = 'pass_rate/frontier' keeps"
             if easy
@@ -541,13 +543,13 @@ def _one_seat_wins(window: Sequence[Values]) -> Iterator[Alarm]:
 
 
 def _loses_to_pool(policy: PolicyMetricHistory, opponent: str) -> Iterator[Alarm]:
-    rate, played = f"win_rate/{opponent}", f"games/{opponent}"
+    rate, games_metric = f"win_rate/{opponent}", f"games/{opponent}"
     window = newest_step_metrics(policy)
     before = newest_step_metrics(policy, len(policy.steps))[:-WINDOW]
-    games, earlier = window_metric_sum(window, played), window_metric_sum(before, played)
+    games, earlier = window_metric_sum(window, games_metric), window_metric_sum(before, games_metric)
     if min(games, earlier) < MIN_GAMES:
         return
-    now, then = window_weighted_mean(window, rate, played), window_weighted_mean(before, rate, played)
+    now, then = window_weighted_mean(window, rate, games_metric), window_weighted_mean(before, rate, games_metric)
     error = 0.5 * math.sqrt(1.0 / games + 1.0 / earlier)  # upper bound on the standard error of a share
     if now < LOSING_RATE and then - now > LOSING_ERRORS * error:
         yield Alarm(
@@ -561,7 +563,7 @@ def _loses_to_pool(policy: PolicyMetricHistory, opponent: str) -> Iterator[Alarm
         )
 
 
-def _starved(policy: PolicyMetricHistory, state: RunState) -> Iterator[Alarm]:
+def _starvation(policy: PolicyMetricHistory, state: RunState) -> Iterator[Alarm]:
     plan, total_steps = state.plan, state.plan.steps_of(policy.name)
     learns_always = policy.name in plan.max_staleness and policy.name not in plan.phased
     if not learns_always or (total_steps and policy.step >= total_steps):

@@ -76,7 +76,7 @@ class _Watch:
         """Timestamp at which each place first blocked."""
         self._clock = SystemClock()
         self._mark = self._clock.monotonic()
-        self._reported: set[tuple[str, int]] = set()
+        self._reported_locations: set[tuple[str, int]] = set()
         self._stopped = threading.Event()
         self._owner = threading.get_ident()
         self._thread = threading.Thread(target=self._look, name="loop-watch", daemon=True)
@@ -105,8 +105,8 @@ class _Watch:
         trace = traceback.extract_tb(error.__traceback__)
         place = next((f"{f.filename}:{f.lineno}: " for f in reversed(trace) if is_user_code(f.filename)), "")
         kind = "" if isinstance(error, AgentRLError) else f"{type(error).__name__}: "
-        if (place, 0) not in self._reported:
-            self._reported.add((place, 0))
+        if (place, 0) not in self._reported_locations:
+            self._reported_locations.add((place, 0))
             self._tell(f"{place}{kind}{error}")
 
     def _look(self) -> None:
@@ -123,11 +123,11 @@ class _Watch:
             if self._users_only and (is_import or not is_user_code(place[0])):
                 continue
             is_blocked = seconds > self._longest_s or self._blocked_at.setdefault(place, mark) < mark
-            if is_blocked and place not in self._reported:
-                self._reported.add(place)
-                self._tell(self._described(stack, seconds, is_import=is_import))
+            if is_blocked and place not in self._reported_locations:
+                self._reported_locations.add(place)
+                self._tell(self._describe(stack, seconds, is_import=is_import))
 
-    def _described(self, stack: Sequence[FrameType], seconds: float, *, is_import: bool) -> str:
+    def _describe(self, stack: Sequence[FrameType], seconds: float, *, is_import: bool) -> str:
         file, number = stack[0].f_code.co_filename, stack[0].f_lineno
         task = asyncio.current_task(self._loop)
         name = "" if task is None or not _EPISODE.fullmatch(task.get_name()) else f" in episode {task.get_name()}"

@@ -391,9 +391,9 @@ def find_registered_metric(name: str) -> Metric | None:
         >>> find_registered_metric("reward/solver").name
         'reward/<seat>'
     """
-    registered = _BY_NAME.get(name)
-    if registered is not None:
-        return registered
+    registered_metric = _BY_NAME.get(name)
+    if registered_metric is not None:
+        return registered_metric
     return next((metric for metric in METRICS if "<" in metric.name and name.startswith(_before_word(metric))), None)
 
 

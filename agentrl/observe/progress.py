@@ -140,11 +140,11 @@ def format_evaluation_metrics(version: PolicyVersion, metrics: Mapping[str, floa
         for name, value in metrics.items()
         if name.startswith(SEAT_REWARD)
     ]
-    who = ", ".join((str(version), *seats))
+    players = ", ".join((str(version), *seats))
     if "evaluation/reward" not in metrics:
-        return f"held-out tasks were played without {who}"
+        return f"held-out tasks were played without {players}"
     episodes = metrics.get("evaluation/episodes", 0.0)
-    return f"held-out reward {metrics['evaluation/reward']:.3f} over {plural(episodes, 'task')} ({who})"
+    return f"held-out reward {metrics['evaluation/reward']:.3f} over {plural(episodes, 'task')} ({players})"
 
 
 def format_step_metrics(metrics: Mapping[str, float]) -> str:

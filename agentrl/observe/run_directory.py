@@ -83,8 +83,8 @@ class RunDirectory:
                         f"{path} exists; resume it with --resume, choose another --name, or remove it"
                     )
                 replace_file(path / "config.json", config_json.encode())
-            for created in (path / "config.json", path, path.parent):
-                LOCAL.sync(created)
+            for new_path in (path / "config.json", path, path.parent):
+                LOCAL.sync(new_path)
         except OSError as error:
             raise StorageError(
                 f"cannot create the run directory {path}: {error.strerror or error}; check the free space and the "
@@ -147,8 +147,8 @@ class RunDirectory:
             for link in directory.glob("*"):
                 if link.is_symlink():
                     link.unlink()
-            for name, published in weights.items():
-                (directory / name).symlink_to(os.path.relpath(published.path, directory))
+            for name, weights_ref in weights.items():
+                (directory / name).symlink_to(os.path.relpath(weights_ref.path, directory))
                 links[name] = self.user_path / folder / name
         except OSError as error:
             raise StorageError(f"{directory}: cannot be written ({error.strerror}); {_FINISH}") from error

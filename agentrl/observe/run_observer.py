@@ -62,7 +62,7 @@ class RunObserver:
         directory: RunDirectory,
         *,
         plan: RunDisplaySettings,
-        others: Sequence[Observer] = (),
+        observers: Sequence[Observer] = (),
         sinks: Sequence[Sink] = (),
         quiet: bool = False,
         stream: TextIO | None = None,
@@ -75,16 +75,16 @@ class RunObserver:
         self._directory = directory
         self._stream = EnduringStream(stream or sys.stderr)
         self._quiet = quiet
-        self._others = tuple(others)
+        self._observers = tuple(observers)
         self._clock = clock or SystemClock()
-        self._started = self._clock.monotonic()
+        self._start_s = self._clock.monotonic()
         self._display: Display | None = None
         self._metrics_file = MetricsFile(directory.metrics)
         self._sinks = list(sinks)
         self._probe: Callable[[], RunSnapshot] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._busy = (self._started, 0.0)
-        self._raised: set[tuple[str, str]] = set()
+        self._busy = (self._start_s, 0.0)
+        self._alarm_keys: set[tuple[str, str]] = set()
 
     def __enter__(self) -> RunObserver:
         return self
@@ -133,8 +133,8 @@ class RunObserver:
         """Record and show an optimizer step."""
         self.steps.append({"step": float(step), **metrics})
         self._record(policy, step, metrics)
-        for other in self._others:
-            other.on_step(policy, step, metrics)
+        for observer in self._observers:
+            observer.on_step(policy, step, metrics)
         if not self._quiet:
             self._shown().step(policy, step, metrics)
         self._raise_alarms()
@@ -143,8 +143,8 @@ class RunObserver:
         """Record and show the result of an evaluation."""
         for policy, version in versions.items():
             self._record(policy, version.step, metrics[policy])
-        for other in self._others:
-            other.on_evaluation(versions, metrics)
+        for observer in self._observers:
+            observer.on_evaluation(versions, metrics)
         if not self._quiet:
             self._shown().evaluation(versions, metrics)
 
@@ -156,29 +156,29 @@ class RunObserver:
             self._timer.cancel()
         if self._display is not None:
             self._display.close()
-        stepped = [policy for policy in self.state.policies.values() if len(policy.steps) > 1]
-        for policy in stepped:
+        policies = [policy for policy in self.state.policies.values() if len(policy.steps) > 1]
+        for policy in policies:
             steps, rewards = policy.series("reward/mean")
-            whose = f" of {escape_line(policy.name)}" if len(stepped) > 1 else ""
-            title = f"training reward{whose} by optimizer step"
+            suffix = f" of {escape_line(policy.name)}" if len(policies) > 1 else ""
+            title = f"training reward{suffix} by optimizer step"
             self._stream.write("\n" + plot_curve(rewards, steps=steps, title=title) + "\n")
         self._stream.write(self._held_out(summary["held_out_tasks"]))
         self._stream.write(_chosen(summary))
-        planned, reached = (
+        num_steps, last_step = (
             self.state.plan.steps,
             max((policy.step for policy in self.state.policies.values()), default=0),
         )
-        goes_on = reached < planned and not summary.get("ended_early")
-        nothing = (
-            f"no step was taken: --resume continues from step {reached} of {planned}\n"
+        goes_on = last_step < num_steps and not summary.get("ended_early")
+        message = (
+            f"no step was taken: --resume continues from step {last_step} of {num_steps}\n"
             if goes_on
-            else f"nothing is left to do: the run has taken all {planned} steps; --steps=N adds more\n"
+            else f"nothing is left to do: the run has taken all {num_steps} steps; --steps=N adds more\n"
         )
         self._stream.write(
             f"{plural(summary['steps'], 'step')} in {summary['rl_seconds']:.1f} s; "
             f"engine busy {summary['engine_busy_share']:.0%}, trainer {summary['trainer_busy_share']:.0%} of the time\n"
-            if self.steps or not planned
-            else nothing
+            if self.steps or not num_steps
+            else message
         )
         self._stream.write(f"run directory: {escape_line(str(self._directory.user_path))}\n")
         self._stream.flush()
@@ -212,23 +212,23 @@ class RunObserver:
         attempt of the run."""
         lines, several = [], len(self.state.policies) > 1
         for policy in self.state.policies.values():
-            whose = f" of {escape_line(policy.name)}" if several else ""
+            suffix = f" of {escape_line(policy.name)}" if several else ""
             match policy.held_out():
                 case [(first, before), *_, (_, after)]:
                     began = first == min(policy.evaluations)
                     when = "before" if began else f"at step {first}"
                     lines.append(
-                        f"held-out reward{whose} on {plural(tasks, 'task')}: {before:.3f} {when}, {after:.3f} after\n"
+                        f"held-out reward{suffix} on {plural(tasks, 'task')}: {before:.3f} {when}, {after:.3f} after\n"
                     )
                 case [(_, after)] if len(policy.evaluations) > 1:
                     lines.append(
-                        f"held-out reward{whose} on {plural(tasks, 'task')}: {after:.3f} after; the evaluations before "
-                        "were on another number of tasks\n"
+                        f"held-out reward{suffix} on {plural(tasks, 'task')}: {after:.3f} after; the evaluations "
+                        "before were on another number of tasks\n"
                     )
         return "\n" + "".join(lines) if lines else ""
 
     def _set_status(self, status: RunSnapshot) -> None:
-        now = self._clock.monotonic() - self._started
+        now = self._clock.monotonic() - self._start_s
         self.state.status = replace(
             status, wall=self._clock.wall(), seconds=now, mirrors=read_mirrors(self._directory.path)
         )
@@ -236,8 +236,8 @@ class RunObserver:
 
     def _raise_alarms(self) -> None:
         for alarm in find_alarms(self.state):
-            if (alarm.name, alarm.policy) not in self._raised:
-                self._raised.add((alarm.name, alarm.policy))
+            if (alarm.name, alarm.policy) not in self._alarm_keys:
+                self._alarm_keys.add((alarm.name, alarm.policy))
                 write_alarm(self._directory.path, alarm, max((p.step for p in self.state.policies.values()), default=0))
                 if not self._quiet:
                     self._shown().line(f"ALARM {alarm.line}")

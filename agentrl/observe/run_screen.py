@@ -108,10 +108,10 @@ def _heading(state: RunState, width: int, age_s: float | None) -> Text:
     phase = status.phase if is_running else state.standing or "ended"
     text.append(terminal_safe_line(f"  {phase}"), "green")
     if status.progress is not None and is_running:
-        ended, total = status.progress
-        text.append(f"  {'evaluating alongside: ' if phase == 'training' else ''}{ended}/{total} ", "green")
+        num_ended, total = status.progress
+        text.append(f"  {'evaluating alongside: ' if phase == 'training' else ''}{num_ended}/{total} ", "green")
         if total:
-            text.append_text(_bar(ended / total, 12))
+            text.append_text(_bar(num_ended / total, 12))
     if status.seconds:
         text.append(f"  {format_duration(status.seconds)}", "dim")
     if age_s is not None and age_s > SILENT_S and is_running:
@@ -162,16 +162,16 @@ def _figures(policy: PolicyMetricHistory, width: int, *, several: bool) -> Rende
     for label, name, form in [*(rows if several else rows[1:]), *_by_word(policy)]:
         _, values = policy.series(name)
         if values:
-            formatted = form.format(values[-1]) if form else format_rate(values[-1])  # no fixed number of digits
-            cells.append((label, Text(f"{formatted:>8} ").append(sparkline(values, width=spark), "cyan")))
+            number = form.format(values[-1]) if form else format_rate(values[-1])  # no fixed number of digits
+            cells.append((label, Text(f"{number:>8} ").append(sparkline(values, width=spark), "cyan")))
     cells.insert(0, ("held-out", _held_out(policy)))
     last = policy.last
     for label, name in (("engine busy", "engine/busy_share"), ("trainer busy", "trainer/busy_share")):
         if name in last:
             cells.append((label, Text(f"{last[name]:>8.0%} ").append_text(_bar(min(last[name], 1.0), spark))))
     half = (len(cells) + 1) // 2
-    for left, right in zip(cells[:half], [*cells[half:], ("", Text())][:half], strict=True):
-        table.add_row(*left, *right)
+    for left_cell, right_cell in zip(cells[:half], [*cells[half:], ("", Text())][:half], strict=True):
+        table.add_row(*left_cell, *right_cell)
     return table
 
 
@@ -199,11 +199,12 @@ def _status(status: RunSnapshot) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    dropped = sum(status.dropped.values())
+    num_dropped = sum(status.dropped.values())
     counts = (
-        f"{status.in_flight:,} in flight · {status.ready:,} ready · {status.trained:,} trained · {dropped:,} dropped"
+        f"{status.in_flight:,} in flight · {status.ready:,} ready · {status.trained:,} trained"
+        f" · {num_dropped:,} dropped"
     )
-    if dropped:
+    if num_dropped:
         commonest = sorted(status.dropped.items(), key=lambda item: -item[1])[:3]
         counts += f" ({', '.join(f'{terminal_safe_line(reason)} {count:,}' for reason, count in commonest)})"
     table.add_row("episodes", Text(counts))
@@ -239,8 +240,8 @@ def _alarms(alarms: Sequence[Alarm]) -> RenderableType:
 
 
 def _bar(share: float, width: int) -> Text:
-    filled = round(max(0.0, min(share, 1.0)) * width)
-    return Text("█" * filled, "green").append("░" * (width - filled), "dim")
+    num_filled = round(max(0.0, min(share, 1.0)) * width)
+    return Text("█" * num_filled, "green").append("░" * (width - num_filled), "dim")
 
 
 def plot_curve(
@@ -283,7 +284,7 @@ def plot_curve(
             share = part / length
             dot(round(before[0] + share * (cell[0] - before[0])), round(before[1] + share * (cell[1] - before[1])))
         before = cell
-    return _framed(cells, title, points, (low, high))
+    return _frame(cells, title, points, (low, high))
 
 
 def sparkline(values: Sequence[float], *, width: int = 20) -> str:
@@ -328,7 +329,7 @@ def _tick(value: float, span: float, decimals: int) -> str:
     return f"{value:.{decimals}f}" if 1e-4 <= span < 1e9 else f"{value:.2e}"
 
 
-def _framed(
+def _frame(
     cells: Sequence[Sequence[int]], title: str, points: Sequence[tuple[int, float]], bounds: tuple[float, float]
 ) -> str:
     low, high = bounds

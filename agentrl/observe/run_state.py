@@ -250,13 +250,13 @@ class RunState:
         if any(name.startswith("evaluation/") for name in usable):
             state.evaluations[step] = usable
         else:
-            for measured in (state.steps, state.evaluations):
+            for history in (state.steps, state.evaluations):
                 # The step was taken again after a rollback, so later values are void.
-                while measured and next(reversed(measured)) >= step:
-                    measured.popitem()
+                while history and next(reversed(history)) >= step:
+                    history.popitem()
             state.steps[step] = usable
-            for other in self.policies.values():
-                other.waited += 1
+            for policy_state in self.policies.values():
+                policy_state.waited += 1
             if len(state.steps) > 1:
                 state.waits.append(state.waited - 1)
             state.waited = 0
@@ -272,8 +272,8 @@ def bottleneck(state: RunState, status: RunSnapshot) -> str:
     if not steps:
         return ""
     trainer = sum(values.get("trainer/busy_share", 0.0) for values in steps)
-    measured = status.engine_share
-    engine = max(values.get("engine/busy_share", 0.0) for values in steps) if measured is None else measured
+    engine_share = status.engine_share
+    engine = max(values.get("engine/busy_share", 0.0) for values in steps) if engine_share is None else engine_share
     shares = f"engines {engine:.0%} busy, trainer {trainer:.0%}"
     if max(engine, trainer) > 0.5:
         return f"{'engines' if engine >= trainer else 'trainer'} ({shares})"
@@ -291,20 +291,22 @@ def display_settings_from_config(config: Mapping[str, Any]) -> RunDisplaySetting
     policies = _mapping(config.get("policies"))
     trainable = {name: _mapping(policy) for name, policy in policies.items()}
     environment = _mapping(config.get("environment")).get("id")
-    own_models = [_text(policy.get("model")) for policy in trainable.values() if policy.get("kind") != "remote"]
-    own_steps = {name: steps for name, value in _mapping(config.get("steps")).items() if (steps := _whole(value))}
+    policy_models = [_text(policy.get("model")) for policy in trainable.values() if policy.get("kind") != "remote"]
+    policy_steps = {name: steps for name, value in _mapping(config.get("steps")).items() if (steps := _integer(value))}
     return RunDisplaySettings(
         name=_text(config.get("name"), "run"),
         environment=_text(environment) or " + ".join(map(str, _mapping(environment))),
-        model=" + ".join(dict.fromkeys(filter(None, [_text(_mapping(config.get("model")).get("path")), *own_models]))),
-        steps=_whole(config.get("steps")) or max(own_steps.values(), default=0),
-        own_steps=own_steps,
+        model=" + ".join(
+            dict.fromkeys(filter(None, [_text(_mapping(config.get("model")).get("path")), *policy_models]))
+        ),
+        steps=_integer(config.get("steps")) or max(policy_steps.values(), default=0),
+        own_steps=policy_steps,
         phased=_frozen_in_turn(config.get("freeze")),
         opponent_pools={
             name: _text(policy.get("of")) for name, policy in trainable.items() if policy.get("kind") == "past"
         },
         max_staleness={
-            name: _whole(policy.get("max_staleness")) or 0
+            name: _integer(policy.get("max_staleness")) or 0
             for name, policy in trainable.items()
             if policy.get("kind", "trained") == "trained"
         },
@@ -329,12 +331,12 @@ def read_metrics(path: Path, state: RunState) -> None:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        policy, step = row.pop("policy", None), _whole(row.pop("step", None))
+        policy, step = row.pop("policy", None), _integer(row.pop("step", None))
         if not isinstance(policy, str) or step is None:
             continue
         if policy in state.policies or len(state.policies) < MAX_POLICIES:
             numbers = {
-                name: value for name, value in row.items() if isinstance(value, float) or _whole(value) is not None
+                name: value for name, value in row.items() if isinstance(value, float) or _integer(value) is not None
             }
             state.record(policy, step, numbers)
 
@@ -417,16 +419,16 @@ def _text(value: Any, default: str = "") -> str:
     return value if isinstance(value, str) else default
 
 
-def _whole(value: Any) -> int | None:
+def _integer(value: Any) -> int | None:
     """Return the value if it is an integer that a float can represent, else None."""
     return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 53 else None
 
 
 def _frozen_in_turn(phases: object) -> frozenset[str]:
     """Return the policies named by `freeze`."""
-    named: set[str] = set()
+    phase_policies: set[str] = set()
     for phase in phases if isinstance(phases, list | tuple) else ():
         policies = phase[0] if isinstance(phase, list | tuple) and phase else ()
         names = policies if isinstance(policies, list | tuple) else [policies]
-        named.update(name for name in names if isinstance(name, str))
-    return frozenset(named)
+        phase_policies.update(name for name in names if isinstance(name, str))
+    return frozenset(phase_policies)

@@ -50,7 +50,7 @@ def open_sinks(names: Sequence[SinkName], directory: Path, config: Mapping[str, 
     return [_MAKERS[name](directory, config) for name in names]
 
 
-class _Named:
+class _PolicyPrefix:
     """Base of sinks, which prefixes metric names if several policies learn."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -62,7 +62,7 @@ class _Named:
         return {f"{prefix}{name}": value for name, value in values.items() if math.isfinite(value)}
 
 
-class TensorboardSink(_Named):
+class TensorboardSink(_PolicyPrefix):
     """Sink that writes event files to `RUN/tensorboard`; view them with `tensorboard --logdir runs`."""
 
     def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
@@ -85,7 +85,7 @@ class TensorboardSink(_Named):
         self._writer.close()
 
 
-class _LoggingSink(_Named):
+class _LoggingSink(_PolicyPrefix):
     """Sink for wandb, and for trackio, which has the same calls: `init`, `log`, `finish`."""
 
     def __init__(self, module: Any, options: Mapping[str, Any], config: Mapping[str, Any]) -> None:
@@ -141,27 +141,27 @@ def format_prometheus_metrics(name: str, latest: Mapping[str, Mapping[str, float
         latest: values by policy and metric name.
     """
     metrics: dict[str, dict[str, float]] = {}
-    described: dict[str, str] = {}
+    help_texts: dict[str, str] = {}
     for policy, values in latest.items():
         for metric, value in values.items():
             key = "agentrl_" + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
-            registered = find_registered_metric(metric)
-            described.setdefault(key, f"{registered.meaning} ({registered.unit})" if registered else metric)
+            metric_info = find_registered_metric(metric)
+            help_texts.setdefault(key, f"{metric_info.meaning} ({metric_info.unit})" if metric_info else metric)
             labels = f'run="{_label(name)}",policy="{_label(policy)}"'
             # Prometheus rejects a file in which a series occurs twice.
             metrics.setdefault(key, {}).setdefault(labels, value)
     lines = []
     for key, samples in sorted(metrics.items()):
-        lines += [f"# HELP {key} {_escaped(described[key])}", f"# TYPE {key} gauge"]
+        lines += [f"# HELP {key} {_escape(help_texts[key])}", f"# TYPE {key} gauge"]
         lines += [f"{key}{{{labels}}} {value!r}" for labels, value in samples.items()]
     return "".join(f"{line}\n" for line in lines)
 
 
 def _label(text: str) -> str:
-    return _escaped(text).replace('"', '\\"')
+    return _escape(text).replace('"', '\\"')
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     """Escape text to one line that is safe to show on a terminal."""
     return terminal_safe_line(text).replace("\\", "\\\\")
 

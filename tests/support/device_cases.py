@@ -441,7 +441,7 @@ def _host_head(_: Any) -> Any:
 
 PLANTED: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
     "weights of the loss": ("loss ppo", losses.Loss, "evaluate", _host_arguments),
-    "recorded experts": ("replayed routing", forward.RoutingReplay, "forced", _host_arguments),
+    "recorded experts": ("replayed routing", forward.RoutingReplay, "force_choice", _host_arguments),
     "kept sets": ("masks", forward.KeptVocabularySets, "mask", _host_result),
     "parameters of the value head": ("value head", learner, "ValueHead", _host_head),
     "filters of the engine": ("engine with filters", engine_forward, "sampling_filter_mask", _host_result),

@@ -171,7 +171,7 @@ def test_a_pass_that_fails_leaves_the_model_to_itself(tmp_path: Path) -> None:
     assert model.replay is not None
     (batch,) = pack(routed_samples(3), max_tokens=1000)
     before = token_logprobs(model.model, batch).logprob
-    with pytest.raises(RuntimeError, match="stop"), model.replay.forced(torch.zeros((1, LAYERS, TOP_K))):
+    with pytest.raises(RuntimeError, match="stop"), model.replay.force_choice(torch.zeros((1, LAYERS, TOP_K))):
         raise RuntimeError("stop")
     assert torch.equal(token_logprobs(model.model, batch).logprob, before)
 
