@@ -21,6 +21,9 @@ UNKNOWN_S = 10.0
 """Seconds after which an unknown connection is closed; at most twice as long."""
 UNKNOWN_SHARE = 4
 """Divisor of the process's limit on open files that gives the maximum number of unknown connections."""
+RECEIVE_BYTES = 8192
+"""Buffer of a connection that a sandboxed program makes: a body in chunks of one byte takes 5 µs for each, and all that
+is buffered is parsed at once."""
 RETRY_S = 0.2
 """Seconds without accepting after the process could open no file."""
 WARNING_S = 60.0
@@ -72,6 +75,7 @@ class BoundedServer:
     def accept_from(self, make: Callable[[], asyncio.BaseProtocol], listening: socket.socket) -> Callable[[], None]:
         """Accept from a further listening socket, which this server owns from now on. Returns what closes it."""
         listening.setblocking(False)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BYTES)
         # In a separate context, since the server is not part of the calling code.
         accept_loop = self._accept(make, listening)
         task = asyncio.get_running_loop().create_task(accept_loop, context=contextvars.Context())

@@ -220,10 +220,12 @@ class ContainerLease:
         if listener is not None:
             raise InputError("sandbox: give `listener` with network = 'gateway', and only then")
         variables = {**self.limits.environment, **(environment or {})}
-        if multiline := [name for name, value in variables.items() if "\n" in name + value]:
-            raise InputError(
-                f"sandbox: the variable {multiline[0]!r} has a newline; {self._driver.program} allows none"
-            )
+        for key, value in variables.items():
+            if "\n" in key + value or key.startswith("#") or key != key.strip():
+                raise InputError(
+                    f"sandbox: {self._driver.program} cannot set the variable {key!r}: it has a newline, or its name "
+                    "begins with '#' or has spaces around it"
+                )
         if refused := await prepare(self, argv, files or {}, variables, seconds, directory=self.limits.directory):
             return refused
         name = f"{self._driver.directory.name}-{self._name}-{next(self._numbers)}"

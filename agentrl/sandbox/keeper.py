@@ -59,6 +59,7 @@ _ZERO_BYTES = 1 << 62
 _SAMPLE_S = 0.02
 _SIZE = re.compile(rb"^(\w+):\s+(\d+) kB$", re.MULTILINE)
 """A size in /proc/PID/status."""
+_PRIVATE_SIZES = (b"RssAnon", b"VmSwap", b"VmPTE", b"HugetlbPages")
 _START_S = 10.0
 """Seconds within which bubblewrap has to set up a sandbox."""
 HOST_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ssl/certs", "/etc/localtime")
@@ -586,7 +587,7 @@ class RunningCommand:
             with contextlib.suppress(OSError, ValueError):
                 with open(f"/proc/{process}/status", "rb") as file:
                     sizes = dict(_SIZE.findall(file.read()))
-                total += sum(int(sizes.get(name, 0)) for name in (b"RssAnon", b"VmSwap", b"VmPTE")) << 10
+                total += sum(int(sizes.get(name, 0)) for name in _PRIVATE_SIZES) << 10
                 for task in os.listdir(f"/proc/{process}/task"):
                     with open(f"/proc/{process}/task/{task}/children", "rb") as file:
                         processes += map(int, file.read().split())

@@ -224,7 +224,10 @@ def test_what_a_killed_worker_left_is_removed_by_the_next(container: ContainerDr
 
 @pytest.mark.parametrize(
     ("limits", "problem"),
-    [({"network": "gateway"}, "cannot serve network = 'gateway'"), ({"environment": {"A": "1\n2"}}, "has a newline")],
+    [
+        ({"network": "gateway"}, "cannot serve network = 'gateway'"),
+        ({"environment": {"A": "1\n2"}}, "it has a newline"),
+    ],
 )
 def test_what_containers_cannot_do_is_refused(
     container: ContainerDriver, limits: dict[str, object], problem: str

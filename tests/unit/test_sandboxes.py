@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from agentrl import Sandbox
+from agentrl.core.connections import RECEIVE_BYTES, BoundedServer
 from agentrl.core.errors import InputError
 from agentrl.sandbox import keeper, seccomp
 from agentrl.sandbox.bubblewrap import BubblewrapDriver, BubblewrapLease
@@ -201,6 +202,18 @@ def test_a_gateway_is_all_that_the_network_has() -> None:
             lambda lease: lease.run(["/usr/bin/python3", "-c", probe], listener=serve), network="gateway", seconds=20
         )
     assert ran.output == "hello\n", ran.stderr
+
+
+def test_a_gateway_reads_little_of_a_sandbox_at_once() -> None:
+    """Parsing a body in chunks of one byte blocks the worker, with default buffers and 16 connections for seconds."""
+
+    async def run() -> None:
+        listening, server = socket.create_server(("127.0.0.1", 0)), BoundedServer()
+        server.accept_from(asyncio.Protocol, listening)
+        assert listening.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) <= 2 * RECEIVE_BYTES
+        server.close()
+
+    asyncio.run(run())
 
 
 def test_a_root_directory_is_the_file_system_and_is_never_written(tmp_path: Path) -> None:
