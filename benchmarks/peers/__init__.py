@@ -23,6 +23,8 @@ What is measured:
 * `wall_s`, `cpu_s`: from the start of training (models loaded, servers up, no evaluation before) to the first snapshot,
   one every third step, with a held-out reward of at least 0.9. The same sampler scores all snapshots after the run, on
   512 tasks. CPU seconds are those of all processes, servers and children included.
+  For TRL, training starts at its first `on_step_begin`. In its asynchronous trainer that comes after the first batch has
+  been sampled, which favors it by up to a step.
 * `tokens_sampled`, `tokens_wasted`: in the whole run; wasted tokens were sampled and in no trained batch. TRL's
   asynchronous trainer does not count what it sampled, so its server's counter is read.
 * `peak_mib`: largest sum of proportional set sizes, from the start of the processes.

@@ -21,7 +21,7 @@ MODEL = ROOT / "environments" / "calculator" / "model"
 PARTS = ("calculator", "tools", "orchestration")
 GOAL, STEPS, KILL_AFTER, HELD_OUT = 0.9, 60, 10, 512
 QUICK_GOAL, QUICK_STEPS, QUICK_KILL_AFTER, QUICK_HELD_OUT = 0.6, 6, 4, 128
-LIMIT_S = 900.0
+LIMIT_S, QUICK_LIMIT_S = 900.0, 240.0
 """Seconds of training after which a run has not reached the goal."""
 GROUPS, GROUP_SIZE = 8, 8
 
@@ -35,7 +35,7 @@ def train(
     record: dict[str, Any] = {"wall_s": None, "cpu_s": None, "steps_to_goal": None}
     shutil.rmtree(directory, ignore_errors=True)
     runner = prepare(contender, built, directory / "run", part=part, seed=seed, steps=steps)
-    life, samples = life_of(contender, built, runner)
+    life, samples = life_of(contender, built, runner, limit_s=QUICK_LIMIT_S if quick else LIMIT_S)
     ended = life.steps
     record |= costs(samples, life)
     reached, record["curve"] = scoring.first_at(MODEL, runner.directory, goal, held_out)
@@ -85,6 +85,7 @@ def life_of(
     resume: bool = False,
     until_step: int | None = None,
     kill: bool = False,
+    limit_s: float = LIMIT_S,
 ) -> tuple[Life, Samples]:
     """One life of a contestant with a vLLM server of its own, if it needs one, and what both cost."""
     with ExitStack() as stack:
@@ -95,18 +96,18 @@ def life_of(
         sampler = stack.enter_context(Sampler(server and server[0]))
         if server is not None:
             sampler.add(server[1])
-        life = runner.live(sampler, resume=resume, limit_s=LIMIT_S, until_step=until_step, kill=kill)
+        life = runner.live(sampler, resume=resume, limit_s=limit_s, until_step=until_step, kill=kill)
     return life, sampler.samples
 
 
 def costs(samples: Samples, life: Life) -> dict[str, Any]:
     """What a whole life cost: per step after the third, which fills the pipeline, and in tokens and memory."""
-    first, last = life.steps[min(2, len(life.steps) - 2)], life.steps[-1]
-    count = last["step"] - first["step"]
+    first, last = life.steps[max(0, min(2, len(life.steps) - 2))], life.steps[-1]
+    count = last["step"] - first["step"]  # 0 if the time limit came before the second step
     sampled = sampled_in(samples, life, life.begin, life.killed or last["t"])
     return {
-        "wall_per_step": (last["t"] - first["t"]) / count,
-        "cpu_per_step": samples.cpu_between(first["t"], last["t"]) / count,
+        "wall_per_step": (last["t"] - first["t"]) / count if count else None,
+        "cpu_per_step": samples.cpu_between(first["t"], last["t"]) / count if count else None,
         "tokens_sampled": sampled,
         "tokens_wasted": sampled - sum(step["trained"] for step in life.steps),
         "peak_mib": samples.peak_mib,
