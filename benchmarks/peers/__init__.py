@@ -2,7 +2,8 @@
 
     python -m benchmarks.peers [--part calculator|tools|orchestration] [--seeds 5] [--quick] [--only NAME,NAME]
 
-Environments are built from the package index, pinned, in `--cache` (default `~/.cache/agentrl-peers`). The last line is
+Environments are built from the package index, pinned, in `--cache` (default `~/.cache/agentrl-peers`). The last
+  line is
 JSON: figures, quartiles, the table and the single runs. `--output docs/peers.json` saves it, and
 `python -m docs.generators.peers` makes the tables of the documentation from it.
 
@@ -20,11 +21,11 @@ Parts: `calculator`, the bundled model, with a SIGKILL in a second run; `tools`,
 
 What is measured:
 
-* `wall_s`, `cpu_s`: from the start of training (models loaded, servers up, no evaluation before) to the first snapshot,
-  one every third step, with a held-out reward of at least 0.9. The same sampler scores all snapshots after the run, on
-  512 tasks. CPU seconds are those of all processes, servers and children included.
-  For TRL, training starts at its first `on_step_begin`. In its asynchronous trainer that comes after the first batch has
-  been sampled, which favors it by up to a step.
+* `wall_s`, `cpu_s`: from the start of training (models loaded, servers up, no evaluation before) to the first snapshot
+  with a held-out reward of at least 0.9. Every third step leaves one. The same sampler scores all of them after the
+  run, on 512 tasks. CPU seconds are those of all processes, servers and children included. TRL's training starts at
+  its first `on_step_begin`. In its asynchronous trainer the first batch has been sampled by then, which favors it by up
+  to a step.
 * `tokens_sampled`, `tokens_wasted`: in the whole run; wasted tokens were sampled and in no trained batch. TRL's
   asynchronous trainer does not count what it sampled, so its server's counter is read.
 * `peak_mib`: largest sum of proportional set sizes, from the start of the processes.
@@ -36,9 +37,12 @@ What is measured:
 
 Choices:
 
-* Two kinds of weights. TRL's asynchronous trainer sends full weights over NCCL only, so it trains a LoRA on a CPU (rank
-  16, all linear layers, learning rate 1e-3), and `agentrl_vllm` trains the same. The others train full weights at 3e-4;
-  1e-3 makes full weights collapse in TRL and in the naive loop alike. Ratios compare within a kind.
+* Two kinds of weights. TRL's asynchronous trainer sends full weights over NCCL only, so it trains a LoRA on a CPU
+  (rank
+  16, all linear layers, learning rate 1e-3), and `agentrl_vllm` trains the same. The others train full weights at
+  3e-4;
+  with a model like this one, full
+  weights collapsed at 1e-3 in TRL and in the naive loop alike. Ratios compare within a kind.
 * Loss: GRPO's advantages divided by the group's standard deviation, clipped importance ratios (0.2), the mean over the
   step's tokens, no KL term, AdamW with betas 0.9 and 0.95, constant learning rate, gradients clipped to 1.
 * Staleness: 1 for the embedded engine, 2 with vLLM for both libraries. TRL's is a limit beyond which samples are

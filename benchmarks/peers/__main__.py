@@ -104,7 +104,7 @@ def costs(samples: Samples, life: Life) -> dict[str, Any]:
     """What a whole life cost: per step after the third, which fills the pipeline, and in tokens and memory."""
     first, last = life.steps[max(0, min(2, len(life.steps) - 2))], life.steps[-1]
     count = last["step"] - first["step"]  # 0 if the time limit came before the second step
-    sampled = sampled_in(samples, life, life.begin, life.killed or last["t"])
+    sampled = sampled_until(samples, life, life.killed or last["t"])
     return {
         "wall_per_step": (last["t"] - first["t"]) / count if count else None,
         "cpu_per_step": samples.cpu_between(first["t"], last["t"]) / count if count else None,
@@ -114,11 +114,11 @@ def costs(samples: Samples, life: Life) -> dict[str, Any]:
     }
 
 
-def sampled_in(samples: Samples, life: Life, start: float, stop: float) -> float:
-    """Tokens sampled between two moments: by the server's count, otherwise by the contestant's own log."""
+def sampled_until(samples: Samples, life: Life, moment: float) -> float:
+    """Tokens that a life sampled until then: by its server's count, otherwise by the contestant's own log."""
     if samples.tokens:
-        return at(samples.tokens, stop) - at(samples.tokens, start)
-    return float(sum(step["sampled"] for step in life.steps if step["t"] <= stop))
+        return at(samples.tokens, moment)
+    return float(sum(step["sampled"] for step in life.steps if step["t"] <= moment))
 
 
 def kill(
@@ -136,7 +136,7 @@ def kill(
     back = next((step["t"] for step in again.steps if step["step"] >= highest), None)
     if back is None:
         return {"killed_s": None, "killed_tokens": None}
-    return {"killed_s": back - first.killed, "killed_tokens": sampled_in(samples, again, first.killed, back)}
+    return {"killed_s": back - first.killed, "killed_tokens": sampled_until(samples, again, back)}
 
 
 def options() -> argparse.Namespace:
