@@ -38,11 +38,8 @@ What is measured:
 Choices:
 
 * Two kinds of weights. TRL's asynchronous trainer sends full weights over NCCL only, so it trains a LoRA on a CPU
-  (rank
-  16, all linear layers, learning rate 1e-3), and `agentrl_vllm` trains the same. The others train full weights at
-  3e-4;
-  with a model like this one, full
-  weights collapsed at 1e-3 in TRL and in the naive loop alike. Ratios compare within a kind.
+  (rank 16, all linear layers, learning rate 1e-3), and `agentrl_vllm` trains the same. The others train full weights
+  at 3e-4: with a model like this one, 1e-3 collapsed in TRL and in the naive loop alike. Ratios compare within a kind.
 * Loss: GRPO's advantages divided by the group's standard deviation, clipped importance ratios (0.2), the mean over the
   step's tokens, no KL term, AdamW with betas 0.9 and 0.95, constant learning rate, gradients clipped to 1.
 * Staleness: 1 for the embedded engine, 2 with vLLM for both libraries. TRL's is a limit beyond which samples are
