@@ -42,6 +42,7 @@ Choices:
   at 3e-4: with a model like this one, 1e-3 collapsed in TRL and in the naive loop alike. Ratios compare within a kind.
 * Loss: GRPO's advantages divided by the group's standard deviation, clipped importance ratios (0.2), the mean over the
   step's tokens, no KL term, AdamW with betas 0.9 and 0.95, constant learning rate, gradients clipped to 1.
+  agentrl's `ppo` adds the dual clip at 3, which importance ratios this close to 1 do not reach.
 * Staleness: 1 for the embedded engine, 2 with vLLM for both libraries. TRL's is a limit beyond which samples are
   dropped; with 64 conversations in flight, few are.
 * One torch thread for each process. TRL's synchronous step took 22 s with the default of two, and 6 s with one, on a
