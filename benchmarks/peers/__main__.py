@@ -41,8 +41,9 @@ def train(
     reached, record["curve"] = scoring.first_at(MODEL, runner.directory, goal, held_out)
     if reached is not None:
         moment = next(step["t"] for step in ended if step["step"] == reached)
-        record |= {"steps_to_goal": reached, "wall_s": moment - life.begin}
-        record["cpu_s"] = samples.cpu_between(life.begin, moment)
+        begin = training_began(samples, life)
+        record |= {"steps_to_goal": reached, "wall_s": moment - begin}
+        record["cpu_s"] = samples.cpu_between(begin, moment)
     record["steps"] = len(ended)
     if part == "calculator":
         after = QUICK_KILL_AFTER if quick else KILL_AFTER
@@ -112,6 +113,15 @@ def costs(samples: Samples, life: Life) -> dict[str, Any]:
         "tokens_wasted": sampled - sum(step["trained"] for step in life.steps),
         "peak_mib": samples.peak_mib,
     }
+
+
+def training_began(samples: Samples, life: Life) -> float:
+    """The contestant's own beginning, or the last reading before its server sampled, if that is earlier.
+
+    TRL's asynchronous trainer begins its first step when the first batch has been sampled.
+    """
+    unsampled = [moment for moment, tokens in samples.tokens if tokens == 0]
+    return min([life.begin, *unsampled[-1:]])
 
 
 def sampled_until(samples: Samples, life: Life, moment: float) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.peers import summary
+from benchmarks.peers.__main__ import training_began
 from benchmarks.peers.contenders import CONTENDERS, SCRIPTS, VERIFIERS, lines_of_code
 from benchmarks.peers.running import Life, Samples, at, read_log
 from docs.generators import peers
@@ -55,6 +56,13 @@ def test_readings_are_interpolated_between_two_moments() -> None:
     assert samples.cpu_between(5.0, 15.0) == pytest.approx(4.0)
     assert at(samples.cpu, -1.0) == 1.0
     assert at(samples.cpu, 99.0) == 9.0
+
+
+def test_training_begins_when_the_server_first_samples_even_if_the_trainer_counts_later() -> None:
+    life = Life(events=[{"t": 30.0, "begin": True}])
+    assert training_began(Samples(), life) == 30.0
+    assert training_began(Samples(tokens=[(10.0, 0.0), (20.0, 0.0), (21.0, 5.0)]), life) == 20.0
+    assert training_began(Samples(tokens=[(29.0, 0.0), (31.0, 0.0), (32.0, 5.0)]), life) == 30.0
 
 
 def test_lines_of_code_leave_out_what_the_benchmark_adds() -> None:
