@@ -80,9 +80,9 @@ class LiveAgent(TurnRecorder):
         call = journal.open(digest, partial(self._describe, request.messages))
         if call.waits:
             await journal.reach(call)
-        recorded = journal.recall(call, TurnEntry)
-        if recorded is not None:
-            completion = completion_from_entry(recorded)
+        recorded_turn = journal.recall(call, TurnEntry)
+        if recorded_turn is not None:
+            completion = completion_from_entry(recorded_turn)
         else:
             completion, entry = await self._generate(call, request, context)
             self._record(call, entry)
@@ -135,11 +135,11 @@ class LiveAgent(TurnRecorder):
         since.
         """
         journal = self._episode.journal
-        recorded = None if journal.is_new else journal.peek(digest)
-        if isinstance(recorded, TurnEntry):
-            self._rows.ask_again(recorded.context_ids, request.messages, recorded.row)
-            return recorded.context_ids
-        if recorded is not None:
+        entry = None if journal.is_new else journal.peek(digest)
+        if isinstance(entry, TurnEntry):
+            self._rows.ask_again(entry.context_ids, request.messages, entry.row)
+            return entry.context_ids
+        if entry is not None:
             return self._rows.ask(request.messages)
         return self._ask(request.messages, self._settings.limits.max_context)
 
@@ -148,7 +148,7 @@ class LiveAgent(TurnRecorder):
     ) -> tuple[Completion, TurnEntry]:
         """Reserve the context's KV and sample the turn, or take the demonstrated reply for it."""
         journal, clock = self._episode.journal, self._episode.services.clock
-        started = clock.monotonic()
+        start_s = clock.monotonic()
         if journal.is_over_time:
             journal.refuse_for_time(call)
         # The time limit pauses while the run's engine samples, but not while a bot or an endpoint does.
@@ -159,11 +159,11 @@ class LiveAgent(TurnRecorder):
             with CallExecution(journal, call, "a turn", limit):
                 completion = await sampler.sample(call, rows.context(), rows.opening, request.sampling, self._sampled)
                 if request.reply is not None:
-                    completion = self._demonstrated(request.reply, completion)
+                    completion = self._completion_of_reply(request.reply, completion)
         except EngineError as error:
             journal.fail(error)
             raise
-        seconds = clock.monotonic() - started
+        seconds = clock.monotonic() - start_s
         entry = self._entry(request.messages, row, context, before, completion, seconds, sampler.pauses, request.state)
         return completion, entry
 
@@ -181,8 +181,8 @@ class LiveAgent(TurnRecorder):
         self._rows.answer(completion)
         return self._append(call, request.messages, message, completion, request.state)
 
-    def _demonstrated(self, reply: str, sampled: Completion) -> Completion:
-        """Make the completion of a given reply; it replaces the one token of `sampled`, which shows the version that
+    def _completion_of_reply(self, reply: str, completion: Completion) -> Completion:
+        """Make the completion of a given reply; it replaces the one token of `completion`, which shows the version that
         acts.
 
         Raises:
@@ -190,7 +190,7 @@ class LiveAgent(TurnRecorder):
             LimitReachedError: it is longer than the context.
         """
         settings = self._settings
-        if settings.is_external or settings.sampling.is_filtered or sampled.expert_routing is not None:
+        if settings.is_external or settings.sampling.is_filtered or completion.expert_routing is not None:
             raise EpisodeError(
                 f"{self._episode.name}:{self.seat}.{self.index}: a demonstrated reply needs a trained policy without "
                 "top_k, top_p and min_p, which could exclude some of its tokens, and without engine.capture_routing",
@@ -206,8 +206,8 @@ class LiveAgent(TurnRecorder):
             token_ids=tokens,
             logprobs=np.zeros(len(tokens), np.float32),
             finish_reason="stop",
-            spans=(VersionSpan(0, len(tokens), sampled.spans[0].version),),
-            prompt_tokens=sampled.prompt_tokens,
+            spans=(VersionSpan(0, len(tokens), completion.spans[0].version),),
+            prompt_tokens=completion.prompt_tokens,
         )
 
     def _ask(self, messages: Sequence[Message], max_context: int) -> bytes:
@@ -259,14 +259,14 @@ class AgentTokenRows:
     2. The tokens of new messages are a function of `question`: for a repeated question, they are known.
     """
 
-    __slots__ = ("_after", "_format", "_row_tokens", "_turns", "_unanswered", "before", "opening", "row", "tools")
+    __slots__ = ("_after", "_format", "_pending_messages", "_row_tokens", "_turns", "before", "opening", "row", "tools")
 
     def __init__(self, chat_format: ChatFormat, tools: Sequence[ToolSpec]) -> None:
         self._format = chat_format
         self.tools = tools
         self._row_tokens = array("i")
         self._after: FinishReason | None = None
-        self._unanswered: Sequence[Message] = ()
+        self._pending_messages: Sequence[Message] = ()
         self._turns: tuple[SampledTurn, ...] = ()
         """Sampled turns of the conversation, if the template may rewrite its history."""
         self.row = 0
@@ -301,12 +301,12 @@ class AgentTokenRows:
         self.ask_again(context, messages, row)
         return context
 
-    def _is_same(self, one: Sequence[int], other: Sequence[int]) -> bool:
+    def _is_same(self, first: Sequence[int], second: Sequence[int]) -> bool:
         """Whether two contexts have the same text, apart from white space and the tokens that end a turn."""
-        if list(one) == list(other):
+        if list(first) == list(second):
             return True
         ends = {*self._format.stop_token_ids}
-        texts = ["".join(self._format.decode([t for t in ids if t not in ends]).split()) for ids in (one, other)]
+        texts = ["".join(self._format.decode([t for t in ids if t not in ends]).split()) for ids in (first, second)]
         return texts[0] == texts[1]
 
     def ask_again(self, context: bytes, messages: Sequence[Message], row: int) -> None:
@@ -314,7 +314,7 @@ class AgentTokenRows:
         if row != self.row:
             self._row_tokens = array("i")
             self.row = row
-        self._unanswered, self.before = messages if self._format.forks else (), len(self._row_tokens)
+        self._pending_messages, self.before = messages if self._format.forks else (), len(self._row_tokens)
         self._row_tokens.frombytes(context)
         self.opening = self.opening or opening_digest(context)
 
@@ -323,7 +323,7 @@ class AgentTokenRows:
         self._row_tokens.frombytes(completion.token_ids.astype(np.intc, copy=False).tobytes())
         self._after = completion.finish_reason
         if self._format.forks:
-            self._turns = (*self._turns, SampledTurn(self._unanswered, completion.token_ids.tolist()))
+            self._turns = (*self._turns, SampledTurn(self._pending_messages, completion.token_ids.tolist()))
 
     def restart(self) -> None:
         """Begin a new row."""
@@ -356,10 +356,10 @@ def _hashable(message: Message) -> bytes:
     """Encode a message for hashing."""
     calls = [(call.id, call.name, call.arguments) for call in message.tool_calls]
     thinking = (message.thinking,) if message.thinking else ()
-    beside: bytes = (encode_arguments if calls else encode)(
+    fields: bytes = (encode_arguments if calls else encode)(
         (message.role, message.tool_call_id, message.name, calls, *thinking)
     )
-    return beside + message.content.encode("utf-8", "replace")
+    return fields + message.content.encode("utf-8", "replace")
 
 
 def applicable_rewrite_causes(

@@ -106,7 +106,7 @@ class CallJournal:
 
     __slots__ = (
         "_attempt",
-        "_cancelled",
+        "_cancelled_calls",
         "_ended",
         "_episode_id",
         "_is_cutting",
@@ -152,7 +152,7 @@ class CallJournal:
         """Whether the time limit ended a call of the episode, now or when it was recorded; no further turn begins."""
         self._is_cutting = False
         """Whether the time limit has cancelled the program, and no call has raised `LimitReachedError` for it yet."""
-        self._cancelled: tuple[JournaledCall, ...] = ()
+        self._cancelled_calls: tuple[JournaledCall, ...] = ()
         self.code_hash = self.code_hash_then = ""
         """Hash of the code that runs now; `code_hash_then` is that of the code that wrote the recorded entries."""
         self.own_random = False
@@ -202,7 +202,7 @@ class CallJournal:
             )
         if self._stopped:
             raise asyncio.CancelledError
-        if self._cancelled:
+        if self._cancelled_calls:
             self.settle()
         number = branch.calls
         branch.calls = number + 1
@@ -237,12 +237,12 @@ class CallJournal:
             )
         if self._stopped:
             raise asyncio.CancelledError
-        inherited = self._recorded.get(call_id)
-        if inherited is not None:
-            return JournaledCall(call_id, digest, inherited.decode(), waits=False, is_inherited=True)
+        inherited_entry = self._recorded.get(call_id)
+        if inherited_entry is not None:
+            return JournaledCall(call_id, digest, inherited_entry.decode(), waits=False, is_inherited=True)
         answer = self._recorded.remove_answer(call_id)
-        recorded = None if answer is None or answer.request_hash != digest else answer.decode()
-        return JournaledCall(call_id, digest, recorded, waits=False)
+        body = None if answer is None or answer.request_hash != digest else answer.decode()
+        return JournaledCall(call_id, digest, body, waits=False)
 
     def take_inherited(self, call: JournaledCall) -> None:
         """Consume an inherited call."""
@@ -376,7 +376,7 @@ class CallJournal:
             )
         if self.failure is not None:
             raise self.failure  # calls after a failure are not recorded
-        if self._cancelled:
+        if self._cancelled_calls:
             self.settle()
         if not self.is_new:
             self._check_no_later(call, body)
@@ -400,10 +400,10 @@ class CallJournal:
         agent = encode((body.seat, body.index, body.turn))
         digest = request_hash(agent, struct.pack("<d", body.value), body.name.encode())
         call = self.open(digest, lambda: describe_entry(body))
-        recorded = self.recall(call, RewardEntry)
-        if recorded is None:
+        entry = self.recall(call, RewardEntry)
+        if entry is None:
             self.record(call, body)
-        return recorded or body
+        return entry or body
 
     # --- scores -------------------------------------------------------------------------------------------------------
 
@@ -426,21 +426,21 @@ class CallJournal:
 
     def begin(self, make: Callable[[], BeginEntry]) -> BeginEntry:
         """Return the first entry, recorded or made by `make()`; notes the hash of the code then and now."""
-        made = make()
-        call = self._unnumbered(BEGIN)
+        first_entry = make()
+        call = self._open_unnumbered(BEGIN)
         begin = self.recall(call, BeginEntry)
         if begin is None:
             if self.written:
                 self.mismatch(BEGIN, "the journal holds entries of this attempt and not its beginning", "it is missing")
-            begin = made
-            self.record(call, made)
-        self.code_hash, self.code_hash_then = made.code_hash, begin.code_hash
+            begin = first_entry
+            self.record(call, first_entry)
+        self.code_hash, self.code_hash_then = first_entry.code_hash, begin.code_hash
         self.own_random = begin.own_random
         return begin
 
     def intend(self, call: JournaledCall, name: str) -> bool:
         """Record that a `once` call is about to be performed; returns False if that was already recorded."""
-        intent = self._unnumbered(f"{call.call_id}!")
+        intent = self._open_unnumbered(f"{call.call_id}!")
         if self.recall(intent, EffectIntentEntry) is not None:
             return False
         self.record(intent, EffectIntentEntry(name))
@@ -450,7 +450,7 @@ class CallJournal:
         branch = current_branch()
         is_patched = branch.patches.get(name)
         if is_patched is None:
-            call = self._unnumbered(f"{branch.path}@{name}")
+            call = self._open_unnumbered(f"{branch.path}@{name}")
             is_patched = self.recall(call, PatchMarkerEntry) is not None
             if not is_patched and not self.holds(branch):
                 self.record(call, PatchMarkerEntry(name))
@@ -472,7 +472,7 @@ class CallJournal:
         """Wait until everything written is on disk."""
         await self._log.flush()
 
-    def _unnumbered(self, call_id: str) -> JournaledCall:
+    def _open_unnumbered(self, call_id: str) -> JournaledCall:
         entry = self._recorded.get(call_id)
         return JournaledCall(call_id, b"", None if entry is None else entry.decode())
 
@@ -480,9 +480,9 @@ class CallJournal:
 
     def enter(self, path: str) -> ProgramBranch:
         """Make a new branch; the task that will own it calls its `begin`."""
-        following = self._order.next_id
+        next_call = self._order.next_id
         key = (self._seed, self._attempt)
-        branch = ProgramBranch(path, key if following is None else self._recorded.key_of(self._recorded.get(following)))
+        branch = ProgramBranch(path, key if next_call is None else self._recorded.key_of(self._recorded.get(next_call)))
         self._order.branches.append(branch)
         return branch
 
@@ -534,9 +534,9 @@ class CallJournal:
 
         A call of a branch that ends during replay is not recorded, because it was not recorded originally.
         """
-        replaying = self._order.next_id is not None and call.branch is not None and call.branch.is_dismissed
-        if not self._stopped and not replaying:
-            self._cancelled = (*self._cancelled, call)
+        is_replaying = self._order.next_id is not None and call.branch is not None and call.branch.is_dismissed
+        if not self._stopped and not is_replaying:
+            self._cancelled_calls = (*self._cancelled_calls, call)
 
     def end_act(self) -> None:
         """Note that the time limit is about to cancel the program: the call in flight will raise
@@ -572,8 +572,8 @@ class CallJournal:
 
     def settle(self) -> None:
         """Record the cancelled calls: the episode continues, so it cancelled them itself."""
-        cancelled, self._cancelled = self._cancelled, ()
-        for call in cancelled:
+        calls, self._cancelled_calls = self._cancelled_calls, ()
+        for call in calls:
             self.record(call, CancelEntry())
 
     def stop(self) -> None:
@@ -588,7 +588,7 @@ class CallJournal:
         """Note that the episode cannot continue; later cancellations are not recorded."""
         self.failure = self.failure or error
         self.stop()
-        self._cancelled = ()
+        self._cancelled_calls = ()
 
     def finish(self) -> None:
         """Check the journal after the program of the episode has returned.
@@ -794,10 +794,12 @@ def current_branch() -> ProgramBranch:
     except RuntimeError:  # raised in a tool's thread
         task = None
     if branch is None or branch.owner is not task:
-        who = "a callback" if task is None else f"the task {getattr(task.get_coro(), '__qualname__', task.get_name())}"
+        caller = (
+            "a callback" if task is None else f"the task {getattr(task.get_coro(), '__qualname__', task.get_name())}"
+        )
         raise UnstructuredConcurrencyError(
-            f"ctx or an agent was used by {who}, outside run(). Act and reward before run() returns, in run() itself; "
-            "start concurrent work with `await ctx.gather(...)`"
+            f"ctx or an agent was used by {caller}, outside run(). Act and reward before run() returns, in run() "
+            "itself; start concurrent work with `await ctx.gather(...)`"
         )
     return branch
 
@@ -859,10 +861,10 @@ class RecordedCalls:
 
     __slots__ = (
         "_answers",
-        "_decoded",
         "_entries",
         "_episode_id",
         "_keys",
+        "_last_decoded",
         "_newest",
         "edits",
         "forked_from",
@@ -883,7 +885,7 @@ class RecordedCalls:
         keys: dict[str, StreamKey] = {}
         entries: dict[str, JournalEntry] = {}
         edits = dict(edits)
-        self._decoded: tuple[JournalEntry, EntryBody] | None = None
+        self._last_decoded: tuple[JournalEntry, EntryBody] | None = None
         self.forked_from: BeginEntry | None = None
         """First entry of the episode from which this one was forked."""
         for entry in inherited:
@@ -926,8 +928,8 @@ class RecordedCalls:
 
     def answers_left(self) -> list[JournalEntry]:
         """Return unused answers, except answers found only in attempts before the newest one."""
-        left = self._answers.values()
-        return [entry for entry in left if entry.episode_id != self._episode_id or entry.attempt == self._newest]
+        answers = self._answers.values()
+        return [entry for entry in answers if entry.episode_id != self._episode_id or entry.attempt == self._newest]
 
     def has_turns(self, seat: str) -> bool:
         """Whether an inherited turn of a seat's external agent has not been replayed yet."""
@@ -943,13 +945,13 @@ class RecordedCalls:
 
     def body(self, entry: JournalEntry) -> EntryBody:
         """Return the body of an entry, decoded once for both peeking and the call."""
-        if self._decoded is None or self._decoded[0] is not entry:
-            self._decoded = (entry, entry.decode())
-        return self._decoded[1]
+        if self._last_decoded is None or self._last_decoded[0] is not entry:
+            self._last_decoded = (entry, entry.decode())
+        return self._last_decoded[1]
 
     def remove(self, call_id: str) -> bool:
         """Remove a call that has returned; returns whether it was recorded."""
-        self._decoded = None
+        self._last_decoded = None
         return self._entries.pop(call_id, None) is not None
 
     def remove_answer(self, call_id: str) -> JournalEntry | None:
@@ -965,7 +967,7 @@ _NO_QUEUE: deque[str] = deque()
 
 _NONE_LEFT: set[str] = set()
 
-_NOBODY: dict[ProgramBranch, tuple[int, asyncio.Future[None]]] = {}
+_NO_WAITERS: dict[ProgramBranch, tuple[int, asyncio.Future[None]]] = {}
 
 
 class ReplayOrder:
@@ -976,16 +978,16 @@ class ReplayOrder:
         stray: makes the error of a recorded call that the code no longer makes.
     """
 
-    __slots__ = ("_dismissed", "_is_looking", "_left", "_queue", "_stray", "_waiting", "branches")
+    __slots__ = ("_dismissed_branches", "_is_looking", "_queue", "_remaining_ids", "_stray", "_waiting", "branches")
 
     def __init__(self, recorded: Iterable[str], stray: Callable[[str], Exception]) -> None:
         self._queue = deque(recorded) or _NO_QUEUE
-        self._left = set(self._queue) or _NONE_LEFT
+        self._remaining_ids = set(self._queue) or _NONE_LEFT
         self._stray: Callable[[str], Exception] = stray
         self.branches: list[ProgramBranch] = []
         """Open branches."""
-        self._dismissed: tuple[ProgramBranch, ...] = ()
-        self._waiting: dict[ProgramBranch, tuple[int, asyncio.Future[None]]] = _NOBODY
+        self._dismissed_branches: tuple[ProgramBranch, ...] = ()
+        self._waiting: dict[ProgramBranch, tuple[int, asyncio.Future[None]]] = _NO_WAITERS
         self._is_looking = False
         """Whether `_release` is scheduled: one call covers all changes until it runs."""
 
@@ -996,7 +998,7 @@ class ReplayOrder:
 
     def has_under(self, path: str) -> bool:
         """Whether a recorded call of a branch, or of branches it started, has not returned yet."""
-        return any(_is_under(call_id, path) for call_id in self._left)
+        return any(_is_under(call_id, path) for call_id in self._remaining_ids)
 
     def after(self, path: str, number: int) -> str | None:
         """Return the next recorded call of a branch after call `number`; None if there is none left."""
@@ -1037,17 +1039,17 @@ class ReplayOrder:
         if now or branch.awaits_cancellation or not self.has_under(branch.path):
             self._cancel(branch)
         else:
-            self._dismissed = (*self._dismissed, branch)
+            self._dismissed_branches = (*self._dismissed_branches, branch)
             for child in branch.children:
                 self.dismiss(child)
 
     def returned(self, call_id: str) -> None:
         """Record that a call has returned."""
-        if call_id in self._left:
-            self._left.discard(call_id)
-            while self._queue and self._queue[0] not in self._left:
+        if call_id in self._remaining_ids:
+            self._remaining_ids.discard(call_id)
+            while self._queue and self._queue[0] not in self._remaining_ids:
                 self._queue.popleft()
-            for branch in [branch for branch in self._dismissed if not self.has_under(branch.path)]:
+            for branch in [branch for branch in self._dismissed_branches if not self.has_under(branch.path)]:
                 self._cancel(branch)
             self.look()
 
@@ -1064,8 +1066,10 @@ class ReplayOrder:
 
     def forget_dismissed(self, branch: ProgramBranch) -> None:
         """Stop canceling a branch that was cancelled where the journal records it."""
-        if self._dismissed:
-            self._dismissed = tuple(dismissed for dismissed in self._dismissed if dismissed is not branch)
+        if self._dismissed_branches:
+            self._dismissed_branches = tuple(
+                candidate for candidate in self._dismissed_branches if candidate is not branch
+            )
 
     async def wait(self, branch: ProgramBranch, number: int) -> None:
         """Wait until call `number` of a branch is due. Ready steps of other open branches run first.
@@ -1077,15 +1081,15 @@ class ReplayOrder:
             if not self.is_due(branch, number):
                 raise self._stray(self._queue[0])
             return
-        due: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if self._waiting is _NOBODY:
+        gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._waiting is _NO_WAITERS:
             self._waiting = {}
-        self._waiting[branch] = (number, due)
+        self._waiting[branch] = (number, gate)
         # A task that is being cancelled will wake, so it is not blocked.
         branch.is_blocked = branch.task is None or not branch.task.cancelling()
         self.look()
         try:
-            await due
+            await gate
         finally:
             self._waiting.pop(branch, None)
             branch.is_blocked = False
@@ -1108,23 +1112,23 @@ class ReplayOrder:
         self._is_looking = False
         if not all(branch.owner or (branch.task and branch.task.cancelling()) for branch in self.branches):
             return
-        due = [branch for branch, (number, _) in self._waiting.items() if self.is_due(branch, number)]
-        if self._queue and due:
-            due = [max(due, key=lambda branch: len(branch.path))]
-        for branch in due:
+        due_branches = [branch for branch, (number, _) in self._waiting.items() if self.is_due(branch, number)]
+        if self._queue and due_branches:
+            due_branches = [max(due_branches, key=lambda branch: len(branch.path))]
+        for branch in due_branches:
             self._wake(branch, None)
-        if not due and self._waiting and all(branch.is_blocked for branch in self.branches):
+        if not due_branches and self._waiting and all(branch.is_blocked for branch in self.branches):
             self._wake(next(iter(self._waiting)), self._stray(self._queue[0]))
 
     def _wake(self, branch: ProgramBranch, error: Exception | None) -> None:
-        _, due = self._waiting.pop(branch)
+        _, gate = self._waiting.pop(branch)
         branch.is_blocked = False
-        if due.done():
+        if gate.done():
             return
         if error is not None:
-            due.set_exception(error)
+            gate.set_exception(error)
         else:
-            due.set_result(None)
+            gate.set_result(None)
 
 
 def _is_under(call_id: str, path: str) -> bool:

@@ -57,27 +57,27 @@ class LiveChildEpisode(ChildEpisode):
 
     async def _wait(self) -> ChildResult:
         journal = self._parent.journal
-        opened = journal.open(request_hash(self.episode_id.encode()), lambda: f"the wait for {self.episode_id}")
-        await journal.reach(opened)
-        recorded = journal.recall(opened, ChildResultEntry)
-        if recorded is not None:
-            versions = {policy: PolicyVersion(policy, *at) for policy, at in recorded.versions.items()}
-            return self._noted(
+        call = journal.open(request_hash(self.episode_id.encode()), lambda: f"the wait for {self.episode_id}")
+        await journal.reach(call)
+        entry = journal.recall(call, ChildResultEntry)
+        if entry is not None:
+            versions = {policy: PolicyVersion(policy, *at) for policy, at in entry.versions.items()}
+            return self._note(
                 ChildResult(
-                    episode_id=recorded.child,
-                    drop_reason=recorded.drop_reason,
-                    rewards=recorded.rewards,
+                    episode_id=entry.child,
+                    drop_reason=entry.drop_reason,
+                    rewards=entry.rewards,
                     versions=versions,
                 )
             )
         # The parent's time limit pauses, because the child has its own.
-        with CallExecution(journal, opened, limit=self._parent.limit):
+        with CallExecution(journal, call, limit=self._parent.limit):
             result = await asyncio.shield(self._result)
         at = {policy: (version.lineage, version.step) for policy, version in result.versions.items()}
-        journal.record(opened, ChildResultEntry(result.episode_id, result.drop_reason, dict(result.rewards), at))
-        return self._noted(result)
+        journal.record(call, ChildResultEntry(result.episode_id, result.drop_reason, dict(result.rewards), at))
+        return self._note(result)
 
-    def _noted(self, result: ChildResult) -> ChildResult:
+    def _note(self, result: ChildResult) -> ChildResult:
         for policy, version in result.versions.items():
             self._measured_against[policy] = min(self._measured_against.get(policy, version), version)
         return result

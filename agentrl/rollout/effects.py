@@ -80,12 +80,12 @@ async def perform_effect(
     await journal.reach(call)
     entry = None if again else journal.recall(call, EffectEntry)
     if entry is None:
-        started = episode.services.clock.monotonic()
+        start_s = episode.services.clock.monotonic()
         with CallExecution(journal, call, f"the effect {name!r}"):
             value, error = await retry_infrastructure(
                 episode, guarantee, lambda: _outcome(episode, call, name, function, guarantee, reconcile)
             )
-        entry = EffectEntry(name, guarantee, value, error, episode.services.clock.monotonic() - started)
+        entry = EffectEntry(name, guarantee, value, error, episode.services.clock.monotonic() - start_s)
         if not again or journal.recall(call, EffectEntry) is None:
             journal.record(call, entry)
     if entry.error is not None:
@@ -104,13 +104,13 @@ async def _outcome(
 ) -> tuple[Any, str | None]:
     """Return the journaled value, or the error's type and message."""
     act_name = f"effect {name!r}"
-    happened, value = False, None
+    has_happened, value = False, None
     if not await may_perform_effect(episode, call, act_name, guarantee):
         if reconcile is None:
             raise_unknown_outcome(episode, call, act_name)
-        happened, value = await _awaited(reconcile())
+        has_happened, value = await _await_value(reconcile())
     try:
-        return after_journal_round_trip(value if happened else await _awaited(function()), act_name), None
+        return after_journal_round_trip(value if has_happened else await _await_value(function()), act_name), None
     except AgentRLError:  # includes InfrastructureError
         raise  # errors of agentrl itself (storage, engine, unserializable result), not of the outside world
     except Exception as error:  # foreign code: any exception is its result
@@ -195,7 +195,7 @@ def error_text(error: BaseException) -> str:
     return valid_unicode(format_foreign_error(error)[:2000])
 
 
-async def _awaited(value: Any) -> Any:
+async def _await_value(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
@@ -227,14 +227,14 @@ def _digest(text: str) -> str:
 
 
 async def observe_tool(
-    call: Callable[[], str | Awaitable[str]], own_s: float | None, default_s: float, *, external: bool
+    call: Callable[[], str | Awaitable[str]], tool_limit_s: float | None, default_s: float, *, external: bool
 ) -> tuple[str, str]:
     """Run a tool; return its observation and outcome. An exception of the tool becomes an observation, for the policy
     to handle.
 
-    `own_s` is the tool's own time limit in seconds.
+    `tool_limit_s` is the tool's own time limit in seconds.
     """
-    limit_s = default_s if own_s is None else own_s
+    limit_s = default_s if tool_limit_s is None else tool_limit_s
     timer: asyncio.Timeout | None = None
     try:
         if external and not inspect.iscoroutinefunction(call):
@@ -314,15 +314,15 @@ class JournaledResource(Resource):
         )
         await journal.reach(call)
         self._calls += 1
-        recorded = call.recorded
-        if isinstance(recorded, ResourceCallEntry):
-            if recorded.level != self.level:
-                journal.mismatch(call.call_id, f"{self.name} was {recorded.level}", f"the code now says {self.level}")
+        entry = call.recorded
+        if isinstance(entry, ResourceCallEntry):
+            if entry.level != self.level:
+                journal.mismatch(call.call_id, f"{self.name} was {entry.level}", f"the code now says {self.level}")
             if self.level == "pinned":
                 raise_resource_lost(self._episode, call, self.name)
             if self.level == "snapshot":
-                return self._remembered(call, where)
-        return await self._performed(call, method, arguments)
+                return self._recall(call, where)
+        return await self._perform(call, method, arguments)
 
     def state(self) -> Any:
         """Return the object's state for comparisons; None if it has no `get_state`.
@@ -335,9 +335,9 @@ class JournaledResource(Resource):
         get_state = getattr(self._object, "get_state", None)
         return after_journal_round_trip(get_state(), f"{self.name}.get_state") if callable(get_state) else None
 
-    async def _performed(self, call: JournaledCall, method: str, arguments: tuple[Any, ...]) -> Any:
+    async def _perform(self, call: JournaledCall, method: str, arguments: tuple[Any, ...]) -> Any:
         journal, clock, where = self._episode.journal, self._episode.services.clock, f"{self.name}.{method}"
-        started = clock.monotonic()
+        start_s = clock.monotonic()
         value, problem, state = None, None, None
         cause: Exception | None = None
         generators = self._random_of(call)
@@ -345,7 +345,7 @@ class JournaledResource(Resource):
             try:
                 if self._restore is not None:
                     with generators.swapped_in():
-                        self._restored()
+                        self._restore_state()
                 value = after_journal_round_trip(
                     await call_with_random_state(generators, getattr(self._object, method), *arguments), where
                 )
@@ -357,35 +357,35 @@ class JournaledResource(Resource):
                 problem, cause = error_text(error), error
             if self.level == "snapshot":
                 state = self._new_state()
-        seconds = clock.monotonic() - started
-        recorded = journal.recall(call, ResourceCallEntry)
-        if recorded is None:
+        seconds = clock.monotonic() - start_s
+        entry = journal.recall(call, ResourceCallEntry)
+        if entry is None:
             journal.record(
                 call,
                 ResourceCallEntry(
                     self.name, self.level, method, value, seconds, to_journal_data(list(arguments)), problem, state
                 ),
             )
-        elif recorded.value != value or _kind(recorded.error) != _kind(problem):
+        elif entry.value != value or _kind(entry.error) != _kind(problem):
             journal.mismatch(
                 call.call_id,
-                f"{where} returned {shortened_repr(recorded.error or recorded.value)} when it was recorded",
+                f"{where} returned {shortened_repr(entry.error or entry.value)} when it was recorded",
                 f"now {shortened_repr(problem or value)}; declare the resource `snapshot` or `pinned`",
             )
         if problem is not None:
             raise EffectError(f"{where} failed", error=problem) from cause
         return value
 
-    def _remembered(self, call: JournaledCall, where: str) -> Any:
-        recorded = self._episode.journal.recall(call, ResourceCallEntry)
-        assert recorded is not None
-        if recorded.state is not None:
-            self._restore, self._state = recorded.state, encode(recorded.state)
-        if recorded.error is not None:
-            raise EffectError(f"{where} failed", error=recorded.error)
-        return recorded.value
+    def _recall(self, call: JournaledCall, where: str) -> Any:
+        entry = self._episode.journal.recall(call, ResourceCallEntry)
+        assert entry is not None
+        if entry.state is not None:
+            self._restore, self._state = entry.state, encode(entry.state)
+        if entry.error is not None:
+            raise EffectError(f"{where} failed", error=entry.error)
+        return entry.value
 
-    def _restored(self) -> None:
+    def _restore_state(self) -> None:
         self._object.set_state(self._restore)  # type: ignore[attr-defined]
         self._restore = None
 
@@ -394,10 +394,10 @@ class JournaledResource(Resource):
         state = after_journal_round_trip(self._object.get_state(), f"{self.name}.get_state")  # type: ignore[attr-defined]
         if state is None:
             raise EnvironmentDefinitionError(f"{type(self._object).__qualname__}.get_state() returned None")
-        encoded = encode(state)
-        if encoded == self._state:
+        state_bytes = encode(state)
+        if state_bytes == self._state:
             return None
-        self._state = encoded
+        self._state = state_bytes
         return state
 
     def _memoised_name(self) -> str | None:

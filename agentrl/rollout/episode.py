@@ -218,8 +218,10 @@ class LiveEpisode:
     def location(self) -> str:
         """Episode and its last turn, for error messages."""
         agent = self.speaker()
-        who = "before any turn" if agent is None else f"after a turn of seat {agent.seat!r}, policy {agent.policy!r}"
-        return f"episode {self.name}, {who}"
+        position = (
+            "before any turn" if agent is None else f"after a turn of seat {agent.seat!r}, policy {agent.policy!r}"
+        )
+        return f"episode {self.name}, {position}"
 
     @property
     def limits(self) -> EpisodeLimits:
@@ -309,10 +311,10 @@ class TimeLimit:
         "_episode",
         "_grace",
         "_has_given_up",
-        "_left",
         "_loop",
         "_on_stuck",
         "_pauses",
+        "_remaining_s",
         "_seconds",
         "_timer",
         "task",
@@ -327,7 +329,7 @@ class TimeLimit:
         self._grace: asyncio.TimerHandle | None = None
         self._has_given_up = False
         self._loop = asyncio.get_running_loop()
-        self._seconds = self._left = seconds
+        self._seconds = self._remaining_s = seconds
         self._pauses = 0
         self._deadline = self._loop.time() + seconds
         self._timer: asyncio.TimerHandle | None = self._loop.call_at(self._deadline, self._look, context=_TIMER_CONTEXT)
@@ -351,14 +353,14 @@ class TimeLimit:
 
     def restart(self) -> None:
         """Restore the full time limit after a turn has ended."""
-        self._left = self._seconds
+        self._remaining_s = self._seconds
         if not self._pauses:
             self._set_deadline()
 
     def pause(self) -> None:
         """Stop the clock; each `pause` needs a `resume`."""
         if not self._pauses:
-            self._left = max(self._deadline - self._loop.time(), 0.0)
+            self._remaining_s = max(self._deadline - self._loop.time(), 0.0)
         self._pauses += 1
 
     def resume(self) -> None:
@@ -388,7 +390,7 @@ class TimeLimit:
             self._timer.cancel()
 
     def _set_deadline(self) -> None:
-        self._deadline = self._loop.time() + self._left
+        self._deadline = self._loop.time() + self._remaining_s
         if self._timer is None:
             self._timer = self._loop.call_at(self._deadline, self._look, context=_TIMER_CONTEXT)
 
@@ -399,9 +401,9 @@ class TimeLimit:
         if self._loop.time() < self._deadline:
             self._timer = self._loop.call_at(self._deadline, self._look, context=_TIMER_CONTEXT)
         else:
-            self._expired()
+            self._on_expiry()
 
-    def _expired(self) -> None:
+    def _on_expiry(self) -> None:
         """End the call in flight, or give the program up."""
         journal = self._episode.journal
         acted = any(agent.turns for agent in self._episode.agents)
@@ -466,9 +468,9 @@ class Parking:
 
     async def wait_while_parked(self, episode_id: str, call_id: str) -> None:
         """Wait while the episode is parked."""
-        while (waiting := self.waiting.get(episode_id)) is not None:
+        while (gates := self.waiting.get(episode_id)) is not None:
             gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            waiting.append((call_id, gate))
+            gates.append((call_id, gate))
             await gate
 
     def unpark(self, count: int = 1) -> tuple[str, ...]:

@@ -32,23 +32,23 @@ async def gather(journal: CallJournal, awaitables: Sequence[Awaitable[Any]]) -> 
         for awaitable in filter(inspect.iscoroutine, awaitables):
             awaitable.close()
         raise
-    gathering = _Gathering(journal, branch, call, awaitables)
-    cancelled = await gathering.settled()
+    group = _GatherGroup(journal, branch, call, awaitables)
+    cancelled = await group.wait_until_settled()
     if journal.is_stopped and cancelled:
         raise asyncio.CancelledError
-    if cancelled and gathering.is_answered and journal.cut(branch):
+    if cancelled and group.is_answered and journal.cut(branch):
         cancelled = False  # its branches have finished their calls, as they will have on re-execution
-    if isinstance(gathering.error, ReplayMismatchError):
-        raise gathering.error
+    if isinstance(group.error, ReplayMismatchError):
+        raise group.error
     await journal.reach(call, cancelled=cancelled)
     if journal.recall(call, GatherOrderEntry) is None:
-        journal.record(call, GatherOrderEntry(tuple(gathering.finished)))
-    if gathering.error is not None:
-        raise gathering.error
-    return [task.result() for task in gathering.tasks]
+        journal.record(call, GatherOrderEntry(tuple(group.finished)))
+    if group.error is not None:
+        raise group.error
+    return [task.result() for task in group.tasks]
 
 
-class _Gathering:
+class _GatherGroup:
     """The branches of one gather."""
 
     def __init__(
@@ -85,7 +85,7 @@ class _Gathering:
         """Whether every branch has returned, or one has raised its own error."""
         return self.error is not None or not any(task.cancelled() for task in self.tasks)
 
-    async def settled(self) -> bool:
+    async def wait_until_settled(self) -> bool:
         """Wait until all branches have ended; if one fails, the others are cancelled. Returns whether the wait was
         cancelled."""
         cancelled = False
@@ -132,8 +132,8 @@ class _Gathering:
             return value
         except asyncio.CancelledError:
             raise
-        except BaseException as raised:  # noqa: BLE001 - foreign code: raised again below
-            error = as_episode_error(raised, child.task)
+        except BaseException as exception:  # noqa: BLE001 - foreign code: raised again below
+            error = as_episode_error(exception, child.task)
             if self.error is None:
                 self.error = error
             raise error  # noqa: B904 - it is the same one, or has it as its cause

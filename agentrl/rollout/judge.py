@@ -82,7 +82,7 @@ class JudgeScorer(RetryingScorer):
     async def judge(self, request: ScoreRequest, attempt: int) -> Answer:
         votes = [f"{attempt}.{vote}" for vote in range(self.votes)]
         if request.group:
-            ballots = [self._shuffled(request, vote) for vote in votes]
+            ballots = [self._shuffle(request, vote) for vote in votes]
         else:
             context = self._context(self.question(request.scored))
             if not self.votes:
@@ -116,7 +116,7 @@ class JudgeScorer(RetryingScorer):
             raise Unscorable(f"it has {len(context)} tokens; the judge's context holds {self.max_context}")
         return context
 
-    def _shuffled(self, request: ScoreRequest, vote: str) -> Ballot:
+    def _shuffle(self, request: ScoreRequest, vote: str) -> Ballot:
         """Ask about a group's members in an order of the vote's own, since judges prefer some positions."""
         order = list(range(len(request.group)))
         random.Random(stable_hash64(request.seed, vote, "order")).shuffle(order)
@@ -127,8 +127,8 @@ class JudgeScorer(RetryingScorer):
         options = [np.array(self.chat_format.encode(answer), np.int32) for answer in self.answer]
         rows = [np.concatenate([context, option]) for option in options]
         pin = request.pins.get(self.policy)
-        scored = await asyncio.gather(*(self.engine.score(pin or self.policy, row) for row in rows))
-        logprobs = [float(each[len(context) :].sum()) for each in scored]
+        row_logprobs = await asyncio.gather(*(self.engine.score(pin or self.policy, row) for row in rows))
+        logprobs = [float(each[len(context) :].sum()) for each in row_logprobs]
         largest = max(logprobs)
         weights = [math.exp(logprob - largest) for logprob in logprobs]
         value = sum(map(operator.mul, weights, self.answer.values())) / sum(weights)
@@ -139,11 +139,11 @@ class JudgeScorer(RetryingScorer):
         pin, question = request.pins.get(self.policy), self.question(request.scored)
         return question if pin is None else f"{pin}\n{question}"
 
-    def question(self, scored: Scored) -> str:
+    def question(self, conversation: Scored) -> str:
         """Return the judge's prompt. Messages are JSON, so that no content can imitate the end of a message."""
         subject = "the whole conversation" if self.per == "episode" else "the last message"
         instruction = f"Answer with one of: {', '.join(self.answer)}." if self.answer else "Answer with a number."
-        lines = [json.dumps(message_content(message), ensure_ascii=False) for message in scored.messages]
+        lines = [json.dumps(message_content(message), ensure_ascii=False) for message in conversation.messages]
         return "\n".join([self.rubric.strip(), "", *lines, "", f"Judge {subject}. {instruction}"])
 
     def group_question(self, members: Sequence[Scored]) -> str:
@@ -208,8 +208,8 @@ class JudgeScorer(RetryingScorer):
         completion = await call_engine(self.engine, policy, call, self.clock, pin=pin)
         try:
             reply = self.chat_format.parse(completion.token_ids.tolist()).content
-        except LimitReachedError as refused:
-            raise Unscorable(str(refused)) from None
+        except LimitReachedError as refusal:
+            raise Unscorable(str(refusal)) from None
         tokens = len(context) - completion.cached_tokens + len(completion.token_ids)
         version = completion.spans[0].version
         if not ballot.order:

@@ -53,7 +53,7 @@ class KVBudget:
         self._costs = _KeepingCosts(0.0 if kv_tokens is None else min(kv_tokens / prefill_rate, MAX_IDLE_S))
         self._shares_prefixes = shares_prefixes
         self._tokens = _Tokens()
-        self._kept: dict[Reservation, None] = {}
+        self._kept_reservations: dict[Reservation, None] = {}
         """Idle reservations that are not evictable yet, the longest idle first."""
         self._evictable: dict[Reservation, None] = {}
         """Idle reservations whose memory a waiting call may take."""
@@ -115,7 +115,7 @@ class KVBudget:
             reservation.kept_until = reservation.idle_since + keep_s
             self._hold(reservation, tokens)
             if keep_s:
-                self._kept[reservation] = None
+                self._kept_reservations[reservation] = None
             else:
                 self._make_evictable(reservation)
             self._admit_waiting()
@@ -145,8 +145,8 @@ class KVBudget:
     def _hold(self, reservation: Reservation, tokens: int) -> None:
         """Account for `tokens`; beyond the budget, evict the reservations that have been idle longest."""
         self._tokens.hold(reservation, tokens)
-        while self._tokens.reserved > self._budget and (self._evictable or self._kept):
-            self._evict(next(iter(self._evictable or self._kept)))
+        while self._tokens.reserved > self._budget and (self._evictable or self._kept_reservations):
+            self._evict(next(iter(self._evictable or self._kept_reservations)))
 
     def _make_evictable(self, reservation: Reservation) -> None:
         self._evictable[reservation] = None
@@ -154,7 +154,7 @@ class KVBudget:
 
     def _pin(self, reservation: Reservation) -> None:
         """Pin a conversation, so that its memory cannot be evicted."""
-        self._kept.pop(reservation, None)
+        self._kept_reservations.pop(reservation, None)
         if reservation in self._evictable:
             del self._evictable[reservation]
             self._tokens.pin(reservation)
@@ -169,8 +169,8 @@ class KVBudget:
         """Evict as many evictable reservations as `reservation` needs, or none if all are not enough; returns whether
         it fits."""
         now = asyncio.get_running_loop().time()
-        while self._kept and (longest := next(iter(self._kept))).kept_until <= now:
-            del self._kept[longest]
+        while self._kept_reservations and (longest := next(iter(self._kept_reservations))).kept_until <= now:
+            del self._kept_reservations[longest]
             self._make_evictable(longest)
         tokens = self._tokens
         if tokens.pinned and tokens.pinned + tokens.new_pinned(reservation) > self._budget:
@@ -182,16 +182,16 @@ class KVBudget:
     def _admit_waiting(self) -> None:
         """Admit waiting calls as far as they fit; try again when the next idle reservation becomes evictable."""
         while self._waiting:
-            _, _, reservation, admitted = self._waiting[0]
-            if not admitted.done():  # otherwise it no longer waits
+            _, _, reservation, gate = self._waiting[0]
+            if not gate.done():  # otherwise it no longer waits
                 if not self._make_space(reservation):
                     break
                 self._hold(reservation, reservation.tokens)
-                admitted.set_result(None)
+                gate.set_result(None)
             heapq.heappop(self._waiting)
-        if self._waiting and self._kept and self._timer is None:
-            until = next(iter(self._kept)).kept_until
-            self._timer = asyncio.get_running_loop().call_at(until, self._on_timer)
+        if self._waiting and self._kept_reservations and self._timer is None:
+            expires_at = next(iter(self._kept_reservations)).kept_until
+            self._timer = asyncio.get_running_loop().call_at(expires_at, self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None
@@ -285,9 +285,9 @@ class _Tokens:
             self.reserved += tokens - reservation.tokens
             self.pinned += tokens - reservation.tokens
         else:
-            unshared = tokens - reservation.common
-            self.reserved += unshared
-            self.pinned += unshared
+            num_unshared = tokens - reservation.common
+            self.reserved += num_unshared
+            self.pinned += num_unshared
             for key, count in reservation.parts:
                 if not self._is_pinned(key):
                     self.pinned += count
@@ -314,9 +314,9 @@ class _Tokens:
 
     def evict(self, reservation: Reservation) -> None:
         """Remove a pinned reservation."""
-        unshared = reservation.tokens - reservation.common
-        self.reserved -= unshared
-        self.pinned -= unshared
+        num_unshared = reservation.tokens - reservation.common
+        self.reserved -= num_unshared
+        self.pinned -= num_unshared
         for key, count in reservation.parts:
             self._holders[key] -= 1
             if not self._is_pinned(key):

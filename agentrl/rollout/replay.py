@@ -57,7 +57,7 @@ class ReplayJournal(CallJournal):
         rescoring: whether to ignore recorded rewards; the scorers' scores stay.
     """
 
-    __slots__ = ("_on_call", "_rewards", "_until", "new_rewards", "reached")
+    __slots__ = ("_last_call", "_on_call", "_rewards", "new_rewards", "reached")
 
     def __init__(  # noqa: PLR0913 (one keyword per setting)
         self,
@@ -71,7 +71,7 @@ class ReplayJournal(CallJournal):
         edits: Mapping[str, Sequence[Mapping[str, Any]]],
         answers: Iterable[JournalEntry],
         on_call: OnCall,
-        until: str | None,
+        last_call: str | None,
         rescoring: bool,
     ) -> None:
         self._rewards: set[str] = set()
@@ -81,11 +81,13 @@ class ReplayJournal(CallJournal):
                 for entry in (*inherited, *recorded)
                 if isinstance(entry.decode(), RewardEntry) and not ids.is_score(entry.call_id)
             }
-        kept = [entry for entry in recorded if entry.call_id not in self._rewards]
+        entries_to_replay = [entry for entry in recorded if entry.call_id not in self._rewards]
         before = [entry for entry in inherited if entry.call_id not in self._rewards]
-        super().__init__(log, episode_id, attempt, kept, seed=seed, inherited=before, edits=edits, answers=answers)
+        super().__init__(
+            log, episode_id, attempt, entries_to_replay, seed=seed, inherited=before, edits=edits, answers=answers
+        )
         self._on_call = on_call
-        self._until = until
+        self._last_call = last_call
         self.reached = 0
         """Number of numbered calls that have returned."""
         self.new_rewards: list[RewardEntry] | None = [] if rescoring else None
@@ -135,10 +137,10 @@ class ReplayJournal(CallJournal):
     def _came_back(self, call_id: str, body: EntryBody) -> None:
         self.reached += 1
         self._on_call(call_id, describe_entry(body))
-        if call_id == self._until:
-            stopped = ReplayStoppedError(f"stopped at call {call_id}, as requested")
-            self.fail(stopped)
-            raise stopped
+        if call_id == self._last_call:
+            error = ReplayStoppedError(f"stopped at call {call_id}, as requested")
+            self.fail(error)
+            raise error
 
     def _skip_rewards(self) -> None:
         if self._rewards:
@@ -147,9 +149,9 @@ class ReplayJournal(CallJournal):
                 branch.calls += 1
 
     def _end_at(self, call: JournaledCall, act: str) -> NoReturn:
-        ended = CallNotRecordedError(call.call_id, act)
-        self.fail(ended)
-        raise ended
+        error = CallNotRecordedError(call.call_id, act)
+        self.fail(error)
+        raise error
 
 
 class ReplayRunner(EpisodeRunner):
@@ -165,7 +167,7 @@ class ReplayRunner(EpisodeRunner):
         **services: Any,
     ) -> None:
         super().__init__(**services)
-        self._inherited = inherited
+        self._inherited_entries = inherited
         self._on_call = on_call
         self.until = until
         self._rescoring = rescoring
@@ -178,11 +180,11 @@ class ReplayRunner(EpisodeRunner):
         self.journal = ReplayJournal(
             *(self._log, spec.episode_id, spec.attempt, list(recorded)),
             seed=spec.seed,
-            inherited=self._inherited,
+            inherited=self._inherited_entries,
             edits={} if spec.fork is None else spec.fork.edits,
             answers=answers,
             on_call=self._on_call,
-            until=self.until,
+            last_call=self.until,
             rescoring=self._rescoring,
         )
         return self.journal
@@ -197,7 +199,7 @@ class ReplayHost:
 
     def __init__(self, entries: Collection[JournalEntry]) -> None:
         bodies = ((entry.call_id, entry.decode()) for entry in entries)
-        self._spawned = {call_id: body for call_id, body in bodies if isinstance(body, SpawnEntry)}
+        self._spawn_entries = {call_id: body for call_id, body in bodies if isinstance(body, SpawnEntry)}
 
     def spawn(
         self,
@@ -209,9 +211,9 @@ class ReplayHost:
         known: Sequence[str] = (),
     ) -> SpawnedGroup:
         """Return the recorded children of the call; the journal holds their results."""
-        recorded = self._spawned.get(spawn_call)
-        if recorded is not None and len(recorded.children) == len(tasks):
-            return SpawnedGroup(group_id=recorded.group_id, episode_ids=recorded.children)
+        entry = self._spawn_entries.get(spawn_call)
+        if entry is not None and len(entry.children) == len(tasks):
+            return SpawnedGroup(group_id=entry.group_id, episode_ids=entry.children)
         names = [ids.child_episode_id(parent.episode_id, parent.attempt, spawn_call, i) for i in range(len(tasks))]
         return SpawnedGroup(group_id=f"{parent.episode_id}~{parent.attempt}.{spawn_call}", episode_ids=tuple(names))
 

@@ -23,7 +23,7 @@ COMBINE: dict[Combine, Callable[[Sequence[float]], float]] = {"mean": fmean, "mi
 """Functions that make one score of those of the steps, by name."""
 _CUT = "\ue003"
 """A character of private use, which merges with no other into a token."""
-_NOTHING = SamplingParams(max_tokens=0)
+_NO_SAMPLING = SamplingParams(max_tokens=0)
 
 
 class Transcriber(Protocol):
@@ -53,7 +53,7 @@ class RewardModelScorer(RetryingScorer):
         call = GenerateRequest(
             request_id=f"{request.where}, request {attempt}",
             token_ids=np.array(token_ids, np.int32),
-            sampling=_NOTHING,
+            sampling=_NO_SAMPLING,
             seed=request.seed,
             priority=request.priority,
         )
@@ -74,12 +74,12 @@ class RewardModelScorer(RetryingScorer):
         if not self.steps:
             token_ids = self.chat_format.transcript(messages)
             return token_ids, [len(token_ids) - 1]
-        whole = [self._ended(message) for message in messages]
-        token_ids = self.chat_format.transcript(whole)
-        first = 0 if self.per == "episode" else len(whole) - 1
+        ended_messages = [self._ended_message(message) for message in messages]
+        token_ids = self.chat_format.transcript(ended_messages)
+        first = 0 if self.per == "episode" else len(ended_messages) - 1
         ends = [
-            self._last_token(token_ids, whole[: at + 1], match.end())
-            for at, message in enumerate(whole[first:], start=first)
+            self._last_token(token_ids, ended_messages[: at + 1], match.end())
+            for at, message in enumerate(ended_messages[first:], start=first)
             if message.role == "assistant"
             for match in re.finditer(re.escape(self.steps), message.content)
             if message.content[: match.start()].strip()
@@ -91,18 +91,20 @@ class RewardModelScorer(RetryingScorer):
         turn = messages[-1]
         if end < len(turn.content):
             cut = replace(turn, content=turn.content[:end] + _CUT)
-            return _shared(token_ids, self.chat_format.transcript([*messages[:-1], cut])) - 1
-        whole = self.chat_format.transcript(messages)
-        other = self.chat_format.transcript([*messages[:-1], replace(turn, content=_CUT)])
-        return len(whole) - _shared(whole[::-1], other[::-1]) - 1
+            return _common_length(token_ids, self.chat_format.transcript([*messages[:-1], cut])) - 1
+        all_token_ids = self.chat_format.transcript(messages)
+        cut_token_ids = self.chat_format.transcript([*messages[:-1], replace(turn, content=_CUT)])
+        return len(all_token_ids) - _common_length(all_token_ids[::-1], cut_token_ids[::-1]) - 1
 
-    def _ended(self, message: Message) -> Message:
+    def _ended_message(self, message: Message) -> Message:
         """Return a message whose last step is ended too, as those that reward models are trained with."""
         if message.role != "assistant" or not message.content.strip() or message.content.endswith(self.steps):
             return message
         return replace(message, content=message.content + self.steps)
 
 
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
     """Return the number of tokens with which both begin."""
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next(
+        (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )

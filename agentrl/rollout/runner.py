@@ -87,14 +87,16 @@ class EpisodeRunner:
         )
         self._store = store
         self._log = log
-        self._reading = asyncio.Lock()
+        self._read_lock = asyncio.Lock()
         """Held while an episode's entries are read; see `recorded`."""
         self._code_hashes: dict[type[Environment], str] = {}
-        self._checked: Counter[type[Environment]] = Counter()
+        self._check_counts: Counter[type[Environment]] = Counter()
         """Number of new episodes that were checked for draws, by environment."""
         self._run_settings = {"": self._services.policy_settings("").recorded}
         """Settings of the run in the form of `BeginEntry.settings`, shared by all episodes without overrides."""
-        self._own_settings = {policy: policy_settings.recorded for policy, policy_settings in settings.policies.items()}
+        self._recorded_settings = {
+            policy: policy_settings.recorded for policy, policy_settings in settings.policies.items()
+        }
         self._running: dict[str, LiveEpisodeContext] = {}
         """Context of the newest attempt, keyed by episode."""
 
@@ -125,7 +127,7 @@ class EpisodeRunner:
         Raises:
             EpisodeError: the episode cannot continue; has its drop reason. Other exceptions are the environment's.
         """
-        started = self.clock.monotonic()
+        start_s = self.clock.monotonic()
         context = self._open_attempt(spec, environment, recorded, answers, recalls_from)
         episode, journal, branch = context.episode, context.episode.journal, current_branch()
         try:
@@ -138,9 +140,9 @@ class EpisodeRunner:
                     self.parking.begin(spec.episode_id, episode)
                     await journal.begin_steps(branch, partial(_call_program, environment, context))
                 except BaseException as error:  # noqa: BLE001 - foreign code: raised again, if it says how that ended
-                    ended = _ended_with(error, journal, limit)
-                    if ended is not None:
-                        raise ended  # noqa: B904 - it is the same one, or has it as its cause
+                    end_error = _ended_with(error, journal, limit)
+                    if end_error is not None:
+                        raise end_error  # noqa: B904 - it is the same one, or has it as its cause
                 finally:
                     journal.end_steps(branch)
                     episode.limit = None
@@ -150,8 +152,8 @@ class EpisodeRunner:
                     # The program may have cancelled its own task before it returned; let that arrive before the commit.
                     await asyncio.sleep(0)
                 stop_reason: StopReason = context.stop_reason or "completed"
-            except LimitReachedError as reached:
-                stop_reason = reached.stop_reason
+            except LimitReachedError as limit_error:
+                stop_reason = limit_error.stop_reason
             if stop_reason != "completed":
                 self._reward_truncated(context, environment)
             journal.finish()
@@ -166,7 +168,7 @@ class EpisodeRunner:
             raise
         finally:
             self.close_attempt(spec)
-        header = self._header(context, stop_reason, self.clock.monotonic() - started)
+        header = self._header(context, stop_reason, self.clock.monotonic() - start_s)
         episode.partials.forget()
         note = valid_unicode(episode.note)
         await _despite_cancellation(self._store.commit_episode(spec, header, journal.digest, episode.metrics, note))
@@ -189,8 +191,8 @@ class EpisodeRunner:
                 )
         journal = self._journal_of(spec, recorded, answers)
         resumed = journal.written > 0
-        journal.detects_draws = not journal.is_new or self._checked[environment] < CHECKED_EPISODES
-        self._checked[environment] += journal.is_new and journal.detects_draws
+        journal.detects_draws = not journal.is_new or self._check_counts[environment] < CHECKED_EPISODES
+        self._check_counts[environment] += journal.is_new and journal.detects_draws
         begin_branch(journal.enter(ids.ROOT_BRANCH))
         began_under = self._begin(journal, spec, environment, recalls_from)
         partials = EpisodePartialTurns(
@@ -254,7 +256,7 @@ class EpisodeRunner:
         Raises:
             EpisodeError: some entries are damaged.
         """
-        async with self._reading:  # reads one episode at a time; the event loop runs others in between
+        async with self._read_lock:  # reads one episode at a time; the event loop runs others in between
             try:
                 await self._log.take_over(spec.episode_id, spec.attempt)
                 entries = self._log.read(spec.episode_id, spec.attempt)
@@ -296,11 +298,11 @@ class EpisodeRunner:
     def _journal_of(
         self, spec: EpisodeSpec, recorded: Iterable[JournalEntry], answers: Iterable[JournalEntry]
     ) -> CallJournal:
-        inherited = self._log.prefix(spec.fork) if spec.fork is not None else ()
+        prefix = self._log.prefix(spec.fork) if spec.fork is not None else ()
         return CallJournal(
             *(self._log, spec.episode_id, spec.attempt, recorded),
             seed=spec.seed,
-            inherited=inherited,
+            inherited=prefix,
             edits={} if spec.fork is None else spec.fork.edits,
             answers=answers,
         )
@@ -329,7 +331,9 @@ class EpisodeRunner:
                 fork=spec.fork,
                 # The prefix of a fork may have drawn from the global generators.
                 own_random=environment.own_random or spec.fork is not None,
-                settings=settings if journal.forked_from is None else _inherited(settings, journal.forked_from, spec),
+                settings=settings
+                if journal.forked_from is None
+                else _inherited_settings(settings, journal.forked_from, spec),
                 recalls_from=recalls_from,
                 request_version=REQUEST_VERSION,
             )
@@ -353,7 +357,7 @@ class EpisodeRunner:
 
     def _settings(self, spec: EpisodeSpec) -> dict[str, SeatSettings]:
         """Return the run's settings for `BeginEntry.settings`: one shared dict if no policy has overrides."""
-        overrides = self._own_settings
+        overrides = self._recorded_settings
         if not overrides:
             return self._run_settings
         return self._run_settings | {
@@ -370,10 +374,10 @@ class EpisodeRunner:
         run = settings.get("")
         overrides = {} if run is None else {"": services.policy_settings("").as_recorded(run)}
         for seat, binding in spec.seats.items():
-            recorded = settings.get(seat, run)
-            if recorded is None:
+            seat_record = settings.get(seat, run)
+            if seat_record is None:
                 continue
-            overrides[seat] = seat_settings = services.policy_settings(binding.policy).as_recorded(recorded)
+            overrides[seat] = seat_settings = services.policy_settings(binding.policy).as_recorded(seat_record)
             needs_masks = (
                 seat_settings.sampling.is_filtered and not seat_settings.is_external and spec.purpose == "train"
             )
@@ -394,15 +398,17 @@ class EpisodeRunner:
                     agent.reward(value)
 
 
-def _inherited(now: Mapping[str, SeatSettings], begin: BeginEntry, spec: EpisodeSpec) -> dict[str, SeatSettings]:
+def _inherited_settings(
+    now: Mapping[str, SeatSettings], begin: BeginEntry, spec: EpisodeSpec
+) -> dict[str, SeatSettings]:
     """Return the settings of a fork: those of its parent, in seats held by the same policy."""
-    recorded = begin.settings
-    kept = {
-        seat: recorded.get(seat, recorded[""]) if begin.seats.get(seat) == binding.policy else now.get(seat, now[""])
+    settings = begin.settings
+    kept_settings = {
+        seat: settings.get(seat, settings[""]) if begin.seats.get(seat) == binding.policy else now.get(seat, now[""])
         for seat, binding in spec.seats.items()
-        if "" in recorded
+        if "" in settings
     }
-    return {**now, **({"": recorded[""], **kept} if kept else {})}
+    return {**now, **({"": settings[""], **kept_settings} if kept_settings else {})}
 
 
 def _ignore_stuck(task: asyncio.Task[Any]) -> None:
@@ -422,11 +428,11 @@ def _ended_with(error: BaseException, journal: CallJournal, limit: TimeLimit) ->
         if limit.has_given_up and not journal.is_stopped:
             return None
         if not limit.is_cancelled:
-            ended = EpisodeError(
+            episode_error = EpisodeError(
                 "run() raised CancelledError, but nothing had cancelled it", reason="environment_error"
             )
-            ended.__cause__ = error
-            return ended
+            episode_error.__cause__ = error
+            return episode_error
     return as_episode_error(error, limit.task)
 
 
@@ -444,11 +450,11 @@ def _check_end(environment: type[Environment], journal: CallJournal, limit: Time
 
 async def _despite_cancellation(commit: Coroutine[Any, Any, None]) -> None:
     """Wait for a commit even if cancelled, so that an episode on disk is also reported."""
-    writing = asyncio.get_running_loop().create_task(commit)
-    while not writing.done():
+    commit_task = asyncio.get_running_loop().create_task(commit)
+    while not commit_task.done():
         try:
-            await asyncio.shield(writing)
+            await asyncio.shield(commit_task)
         except asyncio.CancelledError:
-            if writing.cancelled():
+            if commit_task.cancelled():
                 raise
-    writing.result()
+    commit_task.result()

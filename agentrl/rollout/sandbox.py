@@ -95,7 +95,7 @@ class JournaledSandbox(EpisodeSandbox):
             state = self._state
             if self._lease is not None:
                 self._is_behind = True
-                with self._kept():
+                with self._lease_errors():
                     files, _ = await changed_files(self._lease, everything=True)
                 state = FileState.of(files)
         copy = JournaledSandbox(self._episode, self._limits, f"{self.name}.{self._copies}", state.part(only, without))
@@ -128,7 +128,7 @@ class JournaledSandbox(EpisodeSandbox):
             if entry.state is not None:
                 self._state.apply(entry.state)
         else:
-            started = clock.monotonic()
+            start_s = clock.monotonic()
             with CallExecution(journal, call, self.name):
                 async with self._lock:
                     lease = await self._open_lease()
@@ -138,7 +138,7 @@ class JournaledSandbox(EpisodeSandbox):
                     except OSError as error:  # of a file in the sandbox
                         problem = error_text(error)
                     state = await self._changes(lease)
-            seconds = clock.monotonic() - started
+            seconds = clock.monotonic() - start_s
             entry = ResourceCallEntry(self.name, level, method, value, seconds, arguments, problem, state)
             journal.record(call, entry)
         if entry.error is not None:
@@ -164,11 +164,11 @@ class JournaledSandbox(EpisodeSandbox):
         If an earlier call was cancelled here, or the files were copied, the lease counts changes as returned that no
         entry holds.
         """
-        everything, self._is_behind = self._is_behind, True
-        with self._kept():
-            files, gone = await changed_files(lease, everything=everything)
+        is_full, self._is_behind = self._is_behind, True
+        with self._lease_errors():
+            files, missing_paths = await changed_files(lease, everything=is_full)
         self._is_behind = False
-        change = self._state.update(files, None if everything else gone)
+        change = self._state.update(files, None if is_full else missing_paths)
         if change is not None and (size := change_size(change)) > MAX_CHANGED_BYTES:
             raise EpisodeError(
                 f"{self.name}: a command changed files and names of {size >> 20} MiB; at most "
@@ -178,7 +178,7 @@ class JournaledSandbox(EpisodeSandbox):
         return change
 
     @contextmanager
-    def _kept(self) -> Iterator[None]:
+    def _lease_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -203,10 +203,10 @@ def _readable(output: bytes) -> str | bytes:
 
 async def changed_files(lease: SandboxLease, *, everything: bool) -> tuple[list[HashedFile], list[str]]:
     """Return the files that changed, and the paths that are gone; see `SandboxLease.changes`."""
-    records, gone, contents = await lease.changes(everything=everything)
+    records, missing_paths, contents = await lease.changes(everything=everything)
     if len(contents) <= 1 << 20:  # hashing them in the event loop takes about a millisecond
-        return hashed_files(records, contents), gone
-    return await asyncio.to_thread(hashed_files, records, contents), gone
+        return hashed_files(records, contents), missing_paths
+    return await asyncio.to_thread(hashed_files, records, contents), missing_paths
 
 
 def _close_later(lease: SandboxLease) -> None:

@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 class LiveScores:
     """The scores of one attempt."""
 
-    __slots__ = ("_arrived", "_chains", "_episode", "_inherited", "_running")
+    __slots__ = ("_chains", "_entries_by_call", "_episode", "_inherited_ids", "_running")
 
     def __init__(self, episode: LiveEpisode) -> None:
         self._episode = episode
-        recorded = episode.journal.recorded_scores()
-        self._arrived = {entry.call_id: entry.decode() for entry in recorded}
+        entries = episode.journal.recorded_scores()
+        self._entries_by_call = {entry.call_id: entry.decode() for entry in entries}
         """Scores in the journal, keyed by call id."""
-        self._inherited = {entry.call_id for entry in recorded if entry.episode_id != episode.spec.episode_id}
+        self._inherited_ids = {entry.call_id for entry in entries if entry.episode_id != episode.spec.episode_id}
         """Call ids of scores that another episode paid for."""
         self._running: dict[str, asyncio.Task[None]] = {}
         """Requests in flight, keyed by call id."""
@@ -67,9 +67,9 @@ class LiveScores:
             if call_id not in chain:
                 chain.append(call_id)
             before = chain[: chain.index(call_id)]
-        if call_id not in self._arrived and call_id not in self._running:
+        if call_id not in self._entries_by_call and call_id not in self._running:
             number = len(agent.turns) - 1 if turn is None else turn
-            scored = Scored(
+            conversation = Scored(
                 task=self._episode.spec.task,
                 seat=agent.seat,
                 turn=agent.turns[number],
@@ -81,14 +81,14 @@ class LiveScores:
                 call_id=call_id,
                 where=f"episode {self._episode.name}, score {call_id}",
                 seed=ids.stable_hash64(spec.seed, spec.attempt, call_id),
-                scored=scored,
+                scored=conversation,
                 priority=call_priority(spec, agent.sampled_tokens),
                 pins=spec.pins,
             )
             weight = 0.0 if scorer.credit == "note" else agent.weight_of(scorer.name, request.where)
             entry = ScoreEntry(agent.seat, agent.index, 0.0, turn, scorer.name, weight)
-            asking = self._ask(scorer, request, entry, before, agent)
-            task = asyncio.get_running_loop().create_task(asking, name=request.where)
+            score_call = self._ask(scorer, request, entry, before, agent)
+            task = asyncio.get_running_loop().create_task(score_call, name=request.where)
             task.add_done_callback(retrieve_exception)  # the episode may end before it awaits the score
             self._running[call_id] = task
         return call_id
@@ -100,28 +100,28 @@ class LiveScores:
             EnvironmentDefinitionError: there is none of that name, or it scores whole episodes.
         """
         settings = self._episode.services.settings
-        named = settings.scorers.get(scorer)
-        if named is None and settings.missing_scorer is not None:
-            named = settings.missing_scorer(scorer)
-        if named is None:
-            known = ", ".join(settings.scorers) or "none"
-            raise EnvironmentDefinitionError(f"ctx.score({scorer!r}): the run has no such scorer; there are: {known}")
-        if named.per in ("episode", "group"):
+        scorer_settings = settings.scorers.get(scorer)
+        if scorer_settings is None and settings.missing_scorer is not None:
+            scorer_settings = settings.missing_scorer(scorer)
+        if scorer_settings is None:
+            names = ", ".join(settings.scorers) or "none"
+            raise EnvironmentDefinitionError(f"ctx.score({scorer!r}): the run has no such scorer; there are: {names}")
+        if scorer_settings.per in ("episode", "group"):
             raise EnvironmentDefinitionError(
                 f"ctx.score({scorer!r}): it scores whole conversations when they end; set scorers.{scorer}.per to "
                 "'turn' or 'request'"
             )
-        return LiveVerdict(self, self.start(named, agent, len(agent.turns) - 1))
+        return LiveVerdict(self, self.start(scorer_settings, agent, len(agent.turns) - 1))
 
     async def value(self, call_id: str, *, wait: bool) -> float | None:
         """Return a score to the program, through the journal; without `wait`, None if it has not arrived."""
         journal = self._episode.journal
-        what = f"the {'wait for' if wait else 'look at'} the score {call_id}"
-        call = journal.open(request_hash(b"score", call_id.encode(), bytes([wait])), lambda: what)
+        description = f"the {'wait for' if wait else 'look at'} the score {call_id}"
+        call = journal.open(request_hash(b"score", call_id.encode(), bytes([wait])), lambda: description)
         await journal.reach(call)
-        recorded = journal.recall(call, NondeterministicValueEntry)
-        if recorded is not None:
-            return None if recorded.value is None else float(recorded.value)
+        entry = journal.recall(call, NondeterministicValueEntry)
+        if entry is not None:
+            return None if entry.value is None else float(entry.value)
         running = self._running.get(call_id)
         if running is not None and (wait or running.done()):
             with CallExecution(journal, call, limit=self._episode.limit):
@@ -141,8 +141,8 @@ class LiveScores:
             EpisodeError: a scorer failed.
         """
         if self._running:
-            done, _ = await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
+            done_tasks, _ = await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_EXCEPTION)
+            for task in done_tasks:
                 task.result()
 
     async def settle(self) -> None:
@@ -151,7 +151,7 @@ class LiveScores:
         Raises:
             EpisodeError: a scorer failed.
         """
-        episode, started = self._episode, self._episode.services.clock.monotonic()
+        episode, start_s = self._episode, self._episode.services.clock.monotonic()
         settings = episode.services.settings
         agents: Mapping[tuple[str, int], Any] = {(agent.seat, agent.index): agent for agent in episode.agents}
         for agent in agents.values():
@@ -163,18 +163,18 @@ class LiveScores:
             agent.close()
         if self._running:
             await self.arrived()
-            episode.metric(SCORES_EXPOSED, episode.services.clock.monotonic() - started)
-        for call_id, entry in sorted(self._arrived.items()):
+            episode.metric(SCORES_EXPOSED, episode.services.clock.monotonic() - start_s)
+        for call_id, entry in sorted(self._entries_by_call.items()):
             if isinstance(entry, ScoreEntry):
                 agent = agents[entry.seat, entry.index]
                 agent.rewards = (*agent.rewards, entry)
-                if call_id not in self._inherited:
+                if call_id not in self._inherited_ids:
                     self._count(agent, entry.name, entry.requests, entry.tokens)
 
     def judges(self) -> dict[str, PolicyVersion]:
         """Return the oldest version of each judge with several versions that scored the attempt."""
         versions: dict[str, PolicyVersion] = {}
-        for entry in self._arrived.values():
+        for entry in self._entries_by_call.values():
             if isinstance(entry, ScoreEntry) and (by := entry.judged_by) is not None:
                 versions[by.policy] = min(versions.get(by.policy, by), by)
         return versions
@@ -182,7 +182,7 @@ class LiveScores:
     async def _newest(self, call_ids: Sequence[str]) -> float:
         """Wait for earlier scores, the newest first, until one says something, and return it; 0 if there is none."""
         for call_id in reversed(call_ids):
-            if call_id not in self._arrived:
+            if call_id not in self._entries_by_call:
                 await asyncio.shield(self._running[call_id])
             if (score := self._score(call_id)) is not None:
                 return score
@@ -190,7 +190,7 @@ class LiveScores:
 
     def _score(self, call_id: str) -> float | None:
         """Return a scorer's answer; None if it said nothing, or has not arrived."""
-        match self._arrived.get(call_id):
+        match self._entries_by_call.get(call_id):
             case ScoreEntry() as entry:
                 return entry.score
             case NondeterministicValueEntry(value=float() as value):
@@ -206,11 +206,11 @@ class LiveScores:
         self, scorer: Scorer, request: ScoreRequest, entry: ScoreEntry, before: Sequence[str], agent: TurnRecorder
     ) -> None:
         clock = self._episode.services.clock
-        started = clock.monotonic()
+        start_s = clock.monotonic()
         score = await scorer.score(request)
         body: ScoreEntry | NondeterministicValueEntry = NondeterministicValueEntry("score", score.value)
         if score.value is not None and scorer.credit != "note":
-            seconds = clock.monotonic() - started
+            seconds = clock.monotonic() - start_s
             value, difference_of = score.value, None
             if scorer.credit == "difference":
                 value, difference_of = value - await self._newest(before), value
@@ -227,7 +227,7 @@ class LiveScores:
             )
         else:  # the entry has no room for what it cost
             self._count(agent, scorer.name, score.requests, score.tokens)
-        self._arrived[request.call_id] = body
+        self._entries_by_call[request.call_id] = body
         self._episode.journal.record_score(request.call_id, body, score.content)
 
     def _count(self, agent: TurnRecorder, scorer: str, requests: int, tokens: int) -> None:

@@ -203,8 +203,8 @@ class PartialTurn:
 
     __slots__ = (
         "_call",
-        "_delivered",
-        "_masked",
+        "_delivered_pieces",
+        "_has_mask",
         "_partials",
         "_since",
         "_unwritten",
@@ -219,8 +219,8 @@ class PartialTurn:
         """Number of tokens in `pieces`."""
         self._partials = partials
         self._call = call
-        self._masked = masked
-        self._delivered: list[Completion] | None = None
+        self._has_mask = masked
+        self._delivered_pieces: list[Completion] | None = None
         """Deltas of the running call; None before the first, since most turns of fast engines have none."""
         self._unwritten: list[Completion] | None = None
         self._written = 0
@@ -242,9 +242,9 @@ class PartialTurn:
             finish_reason="abort",
             spans=(VersionSpan(0, len(token_ids), version),),
         )
-        self._delivered = self._delivered or []
+        self._delivered_pieces = self._delivered_pieces or []
         self._unwritten = self._unwritten or []
-        self._delivered.append(piece)
+        self._delivered_pieces.append(piece)
         self._unwritten.append(piece)
         if self._partials.clock.monotonic() - self._since >= FIRST_SECONDS:
             self._write()
@@ -253,22 +253,22 @@ class PartialTurn:
         """Add the completion of the running call; if the call was cut, write tokens that are not on disk at once."""
         self._add(completion)
         if completion.finish_reason == "abort":
-            delivered = sum(len(piece.token_ids) for piece in self._delivered or ())
-            self._delivered = None
-            if len(completion.token_ids) > delivered:
+            num_delivered = sum(len(piece.token_ids) for piece in self._delivered_pieces or ())
+            self._delivered_pieces = None
+            if len(completion.token_ids) > num_delivered:
                 self._unwritten = [
                     *(self._unwritten or ()),
-                    slice_completion(completion, delivered, len(completion.token_ids)),
+                    slice_completion(completion, num_delivered, len(completion.token_ids)),
                 ]
             self._write()
 
     def lost(self) -> bool:
         """Keep the deltas of a running call that will never return; returns whether there were any."""
-        delivered, self._delivered = self._delivered, None
+        pieces, self._delivered_pieces = self._delivered_pieces, None
         self._write()
-        if delivered:
-            self._add(self._without_masks(join_completions(delivered)))
-        return bool(delivered)
+        if pieces:
+            self._add(self._without_masks(join_completions(pieces)))
+        return bool(pieces)
 
     def finish_reason(self, sampling: SamplingParams) -> FinishReason | None:
         """Return the finish reason if the turn has ended, else None."""
@@ -292,9 +292,11 @@ class PartialTurn:
 
     def whole(self, finish_reason: FinishReason) -> Completion:
         """Return the turn as one completion."""
-        whole = join_completions(self.pieces)
+        completion = join_completions(self.pieces)
         return (
-            whole if whole.finish_reason == finish_reason else dataclasses.replace(whole, finish_reason=finish_reason)
+            completion
+            if completion.finish_reason == finish_reason
+            else dataclasses.replace(completion, finish_reason=finish_reason)
         )
 
     def give_back_last(self) -> bool:
@@ -326,7 +328,7 @@ class PartialTurn:
 
     def _without_masks(self, piece: Completion) -> Completion:
         """Mark the tokens of a lost call as untrainable: their kept sets are lost with it."""
-        if not self._masked:
+        if not self._has_mask:
             return piece
         missing = np.full(len(piece.token_ids), SamplingMaskStatus.MISSING, dtype=np.int32)
         return dataclasses.replace(piece, sampling_mask=SamplingMask(counts=missing, token_ids=np.zeros(0, np.int32)))
@@ -376,7 +378,7 @@ def slice_completion(piece: Completion, start: int, stop: int) -> Completion:
 def _contiguous(entries: Iterable[JournalEntry], digest: bytes, policy: str) -> list[Completion]:
     """Return the partials read from disk, up to the first that is damaged, leaves a gap or has another question."""
     pieces: list[Completion] = []
-    reached = 0
+    end = 0
     for entry in entries:
         try:
             partial = decode_partial_turn(entry.body)
@@ -390,10 +392,10 @@ def _contiguous(entries: Iterable[JournalEntry], digest: bytes, policy: str) -> 
             )
         except (msgspec.MsgspecError, ValueError):
             break
-        if entry.request_hash != digest or partial.start != reached:
+        if entry.request_hash != digest or partial.start != end:
             break
         pieces.append(piece)
-        reached += len(piece.token_ids)
+        end += len(piece.token_ids)
     return pieces
 
 
@@ -405,8 +407,8 @@ def _joined_masks(pieces: Sequence[Completion]) -> SamplingMask | None:
     counts, ids = [], []
     for piece in pieces:
         mask = piece.sampling_mask
-        unfiltered = np.full(len(piece.token_ids), SamplingMaskStatus.NONE, dtype=np.int32)
-        counts.append(unfiltered if mask is None else mask.counts)
+        empty_counts = np.full(len(piece.token_ids), SamplingMaskStatus.NONE, dtype=np.int32)
+        counts.append(empty_counts if mask is None else mask.counts)
         ids.append(none if mask is None else mask.token_ids)
     return SamplingMask(counts=np.concatenate(counts), token_ids=np.concatenate(ids))
 

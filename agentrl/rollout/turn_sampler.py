@@ -115,11 +115,11 @@ class TurnSampler:
         episode, services, reservation = self._episode, self._episode.services, self._reservation
         priority = call_priority(episode.spec, sampled_before)
         capabilities = services.engine.capabilities
-        masked, routed = capabilities.sampling_mask and sampling.is_filtered, capabilities.expert_routing
-        turn = self._partial = episode.partials.turn(call, self.weights_of, masked=masked)
+        has_mask, has_routing = capabilities.sampling_mask and sampling.is_filtered, capabilities.expert_routing
+        turn = self._partial = episode.partials.turn(call, self.weights_of, masked=has_mask)
         self.pauses = ()
         budget: RetryBudget | None = None
-        completion = turn.completion(sampling, routed=routed) if turn.pieces else None
+        completion = turn.completion(sampling, routed=has_routing) if turn.pieces else None
         try:
             while completion is None:
                 if episode.spec.episode_id in services.parking.waiting:
@@ -130,13 +130,13 @@ class TurnSampler:
                 try:
                     request = self._request(turn, call, context, opening, sampling, priority)
                     self._in_flight = request.request_id
-                    sampled = await self._open().generate(request, turn.on_delta)
-                    self._keep_version(sampled)
-                    if turn.pieces or sampled.finish_reason == "abort":
-                        turn.call_returned(sampled)
-                        completion = turn.completion(sampling, routed=routed)
+                    sample = await self._open().generate(request, turn.on_delta)
+                    self._keep_version(sample)
+                    if turn.pieces or sample.finish_reason == "abort":
+                        turn.call_returned(sample)
+                        completion = turn.completion(sampling, routed=has_routing)
                     else:
-                        completion = sampled
+                        completion = sample
                 except VersionNotServedError as error:
                     raise self._version_gone(error) from error
                 except EngineLostError as error:
@@ -170,7 +170,7 @@ class TurnSampler:
             )
 
     async def _wait_for_kv(self, turn: PartialTurn, reservation: Reservation, priority: int) -> None:
-        with self._episode.time_limit_paused(), self._pausing(turn, "no_room"):
+        with self._episode.time_limit_paused(), self._pause(turn, "no_room"):
             await reservation.wait(priority)
         self._episode.metric("no_room_s", self.pauses[-1].seconds)
 
@@ -189,12 +189,12 @@ class TurnSampler:
         wait = budget.lost()
         if wait is None:
             raise error
-        with self._episode.time_limit_paused(), self._pausing(turn, "engine_lost"):
+        with self._episode.time_limit_paused(), self._pause(turn, "engine_lost"):
             await self._episode.services.clock.sleep(wait)
         return budget
 
     @contextmanager
-    def _pausing(self, turn: PartialTurn, why: str) -> Iterator[None]:
+    def _pause(self, turn: PartialTurn, why: str) -> Iterator[None]:
         """Record a pause of the turn, with its reason, around a wait."""
         clock = self._episode.services.clock
         since = clock.monotonic()
@@ -208,7 +208,7 @@ class TurnSampler:
 
     async def _wait_while_parked(self, turn: PartialTurn, call: JournaledCall) -> None:
         """Release the engine's resources, flush the sampled tokens, and wait until the episode is unparked."""
-        with self._pausing(turn, "parked"):
+        with self._pause(turn, "parked"):
             self.close()
             await self._episode.partials.flush()
             await self._episode.services.parking.wait_while_parked(self._episode.spec.episode_id, call.call_id)
@@ -223,10 +223,10 @@ class TurnSampler:
         priority: int,
     ) -> GenerateRequest:
         """Make the engine call for the tokens that the turn still lacks."""
-        sampled = turn.sampled
-        if sampled:
+        num_sampled = turn.sampled
+        if num_sampled:
             context = np.concatenate([context, *(piece.token_ids for piece in turn.pieces)])
-            sampling = dataclasses.replace(sampling, max_tokens=sampling.max_tokens - sampled)
+            sampling = dataclasses.replace(sampling, max_tokens=sampling.max_tokens - num_sampled)
         spec = self._episode.spec
         return GenerateRequest(
             request_id=f"{spec.episode_id}.{spec.attempt}.{call.call_id}",
@@ -235,7 +235,7 @@ class TurnSampler:
             seed=stable_hash64(
                 spec.seed, spec.attempt, call.call_id
             ),  # the same seed on every execution of the attempt
-            sampled_before=sampled,
+            sampled_before=num_sampled,
             priority=priority,
             opening=opening,
         )
@@ -252,13 +252,13 @@ class TurnSampler:
                 f"it was sampled by {self._kept_version} and must stay on it (ctx.branch, or engine.refresh = "
                 "'episode')"
             )
-        gone = EpisodeError(
+        lost_error = EpisodeError(
             f"the conversation of {self._name} cannot continue: {why}, which the engine has lost ({error})",
             reason=VERSION_GONE,
             begin_again=self._pin is None,
         )
-        self._episode.journal.fail(gone)  # a program that catches the error must not turn it into a reward
-        return gone
+        self._episode.journal.fail(lost_error)  # a program that catches the error must not turn it into a reward
+        return lost_error
 
     def _open(self) -> EngineSession:
         if self._session is None:
@@ -278,12 +278,12 @@ class TurnSampler:
                     self._session.close()
                     self._session = None  # the next call opens it again, and handles the error
 
-    def _keep_version(self, sampled: Completion) -> None:
+    def _keep_version(self, completion: Completion) -> None:
         """Note the version of the conversation, if its policy keeps versions. Recorded turns do not count: no version
         of an earlier attempt of the run is served."""
         keeps_version = self._episode.services.engine.capabilities.keeps_version
-        if self._kept_version is None and sampled.spans and self.weights_of in keeps_version:
-            self._kept_version = sampled.spans[0].version
+        if self._kept_version is None and completion.spans and self.weights_of in keeps_version:
+            self._kept_version = completion.spans[0].version
 
     def suspend(self) -> None:
         """Release the engine's resources because the episode is parked. A call in flight is cut, and releases them when
@@ -307,7 +307,7 @@ class TurnSampler:
                 yield span.version
 
 
-def call_priority(spec: EpisodeSpec, sampled: int) -> int:
+def call_priority(spec: EpisodeSpec, num_sampled: int) -> int:
     """Return the scheduling priority of an agent's call; lower runs first.
 
     The order is by deadline; then by depth, parents that still have children to spawn before children; then by tokens
@@ -315,5 +315,5 @@ def call_priority(spec: EpisodeSpec, sampled: int) -> int:
     are ordered like unrelated episodes.
     """
     depth = min(child_depth(spec.episode_id), MAX_PRIORITY_DEPTH)
-    tokens_left = MAX_PRIORITY_TOKENS - min(sampled, MAX_PRIORITY_TOKENS)
+    tokens_left = MAX_PRIORITY_TOKENS - min(num_sampled, MAX_PRIORITY_TOKENS)
     return (spec.deadline * (MAX_PRIORITY_DEPTH + 1) + depth) * (MAX_PRIORITY_TOKENS + 1) + tokens_left

@@ -57,8 +57,8 @@ class PlainChatFormat:
         """
         ids: list[int] = []
         if tools:
-            listed = "\n".join(f"{tool.name}({', '.join(tool.parameters.get('properties', ()))})" for tool in tools)
-            ids += [START_TOKEN, *f"tools\n{listed}".encode("utf-8", "replace"), STOP_TOKEN]
+            tool_lines = "\n".join(f"{tool.name}({', '.join(tool.parameters.get('properties', ()))})" for tool in tools)
+            ids += [START_TOKEN, *f"tools\n{tool_lines}".encode("utf-8", "replace"), STOP_TOKEN]
         for message in messages:
             ids += _message_ids(message)
         return ids + _PROMPT
@@ -135,8 +135,10 @@ class JsonChatFormat:
     shows_tools = True
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
-        described = [{"type": "function", "function": _described(tool)} for tool in tools]
-        return (self.encode(_line({"tools": described})) if described else []) + self.extend(messages, after="stop")
+        tool_objects = [{"type": "function", "function": _tool_object(tool)} for tool in tools]
+        return (self.encode(_line({"tools": tool_objects})) if tool_objects else []) + self.extend(
+            messages, after="stop"
+        )
 
     def extend(self, messages: Sequence[Message], *, after: FinishReason) -> list[int]:
         return self.encode("".join(_line(_message_value(message)) for message in messages))
@@ -150,12 +152,12 @@ class JsonChatFormat:
         text = self.decode(token_ids)
         try:
             line = json.loads(text)
-            content, calls, refused = line.get("content"), line.get("tool_calls"), line.get("refused")
+            content, calls, refusal = line.get("content"), line.get("tool_calls"), line.get("refused")
         except (ValueError, AttributeError, RecursionError):
             return Message(role="assistant", content=text)
-        if refused is not None:
+        if refusal is not None:
             full = line.get("limit") == "context_length"
-            raise LimitReachedError(str(refused), stop_reason="context_length" if full else "refused")
+            raise LimitReachedError(str(refusal), stop_reason="context_length" if full else "refused")
         return Message(
             role="assistant",
             content=content if isinstance(content, str) else "",
@@ -184,7 +186,7 @@ def _line(value: Mapping[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False) + "\n"
 
 
-def _described(tool: ToolSpec) -> dict[str, Any]:
+def _tool_object(tool: ToolSpec) -> dict[str, Any]:
     return {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
 
 
@@ -213,6 +215,8 @@ def _tool_call(call: Mapping[str, Any]) -> ToolCall:
     """Convert a call of the endpoint; arguments that are not a JSON object stay text."""
     written = call["function"].get("arguments")
     text = written if isinstance(written, str) else json.dumps(written)
-    parsed = parse_json_value(text)
+    parsed_arguments = parse_json_value(text)
     name = call["function"]["name"]
-    return ToolCall(id=str(call.get("id")), name=name, arguments=parsed if isinstance(parsed, dict) else text)
+    return ToolCall(
+        id=str(call.get("id")), name=name, arguments=parsed_arguments if isinstance(parsed_arguments, dict) else text
+    )

@@ -129,18 +129,20 @@ class TemplateChatFormat:
             [t for t in tokens if t.special or t.literal in template.source or t.literal in markup]
         )
         self._plain = _without_control(tokenizer, self._control, anchor=False)
-        self._anchored = _anchored(self._plain, _without_control(tokenizer, self._control, anchor=True))
-        self._renumbered = _renumbered(self._anchored or self._plain, tokenizer)
+        self._anchor_tokenizer = _anchored_tokenizer(
+            self._plain, _without_control(tokenizer, self._control, anchor=True)
+        )
+        self._id_mapping = _renumbering(self._anchor_tokenizer or self._plain, tokenizer)
         self._encoded, self._encoded_plain = TokenizedTextCache(_KEPT_CHARACTERS), TokenizedTextCache(_KEPT_CHARACTERS)
         self._check_plain()
         self._silent = frozenset(t.token_id for t in tokens if t.special and t.literal not in markup)
-        configured = stop_token_ids(directory)
-        self._closing = self._find_closing()
-        self._call_closing = self._find_call_closing(configured)
-        closings = (self._closing, self._call_closing)
+        configured_ids = stop_token_ids(directory)
+        self._closing_id = self._find_closing()
+        self._call_closing = self._find_call_closing(configured_ids)
+        closings = (self._closing_id, self._call_closing)
         stops = [self._control.ids[end] for end in self.reply_format.ends if end in self._control.ids]
-        self._ends = frozenset({*configured, *closings, *stops})
-        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(stops or (*configured, *closings)))
+        self._ends = frozenset({*configured_ids, *closings, *stops})
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(stops or (*configured_ids, *closings)))
         prompt = self._render_text([("user", ".")])
         opening = prompt.rpartition(self._thinking[0]) if self._thinking is not None else ("", "", "")
         self._opens_thinking = bool(opening[1]) and not opening[2].strip()
@@ -151,7 +153,7 @@ class TemplateChatFormat:
         self.shows_tools = self._tools_in_system or self._renders_tools()
         self._openings: dict[object, tuple[_Frame | None, Sequence[ToolSpec]]] = {}
         self._replies: dict[str, _Frame] = {}
-        self._decoded: tuple[list[int], str] = ([], "")
+        self._last_decoded: tuple[list[int], str] = ([], "")
         """Cache of the last decoded tokens and their text: a turn is decoded several times in a row."""
         self._endings = _endings(tokenizer, self._silent)
         roles: tuple[Role, ...] = ("user", "tool")
@@ -243,7 +245,7 @@ class TemplateChatFormat:
             ids = self._encode_pieces(self._reply_pieces(messages))
         if after == "stop":
             return ids
-        return [self._call_closing if messages and messages[0].role == "tool" else self._closing, *ids]
+        return [self._call_closing if messages and messages[0].role == "tool" else self._closing_id, *ids]
 
     def transcript(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids of a whole conversation, which nobody continues.
@@ -251,8 +253,8 @@ class TemplateChatFormat:
         Raises:
             ModelError: the template refuses the conversation.
         """
-        rendered = self._template.render(self._answers(messages), [], prompt=False)
-        return self._encode_pieces(self._control.split(rendered))
+        text = self._template.render(self._answers(messages), [], prompt=False)
+        return self._encode_pieces(self._control.split(text))
 
     def rewritten(
         self, turns: Sequence[SampledTurn], messages: Sequence[Message], tools: Sequence[ToolSpec]
@@ -265,7 +267,7 @@ class TemplateChatFormat:
         for n, turn in enumerate(turns):
             values += self._answers(requests[n])
             replies.append(self._reply_parts(turn.token_ids))
-            values.append(self._marked(n, replies[-1], _names(requests[n + 1])))
+            values.append(self._mark_reply(n, replies[-1], _names(requests[n + 1])))
         values += self._answers(requests[-1])
         specs = [tool_for_template(tool, self._control) for tool in tools]
         rendered = self._template.render(values, specs, prompt=True)
@@ -277,8 +279,8 @@ class TemplateChatFormat:
             frame, thought, _ = frame.partition(_mark("t", n))
             if thought and self._history_marks is not None:
                 frame = frame.rpartition(self._history_marks[0])[0] + self._thinking_opening
-            elif (called := _mark("c", n) in rendered) or self.reply_format.ends:
-                if called:
+            elif (has_call := _mark("c", n) in rendered) or self.reply_format.ends:
+                if has_call:
                     frame = frame.removesuffix(self._written_call(*_names(requests[n + 1])).partition(PROBE)[0])
                 frame = frame[: frame.rfind(self._header) + len(self._header)]
             rendered = rendered.replace(_mark("c", n), "")
@@ -310,20 +312,20 @@ class TemplateChatFormat:
         at = next((at for at, piece in enumerate(pieces) if piece in self._ends), len(pieces))
         return pieces[at:]
 
-    def _marked(self, number: int, reply: _ReplyParts, called: Sequence[str]) -> dict[str, Any]:
+    def _mark_reply(self, number: int, reply: _ReplyParts, tool_names: Sequence[str]) -> dict[str, Any]:
         """Return a sampled turn as the template reads it, with marks in place of sampled text.
 
         Args:
             number: number of the turn.
             reply: its tokens.
-            called: names of the tools that answered it.
+            tool_names: names of the tools that answered it.
         """
         speech = _mark("s", number)
         value = _value("assistant", speech)
         if reply.thinking and self._history_marks is not None:
             value = list(thinking_message_forms(self._history_marks, _mark("t", number), speech))[self._thinking_form]
-        if called and self._needs_calls:
-            calls = self._standin_call(*called)["tool_calls"]
+        if tool_names and self._needs_calls:
+            calls = self._standin_call(*tool_names)["tool_calls"]
             arguments = {"probe": speech + _mark("c", number)}
             calls[0]["function"]["arguments"] = json.dumps(arguments) if self._arguments_as_text else arguments
             value = {**value, "content": value["content"].replace(speech, ""), "tool_calls": calls}
@@ -354,20 +356,20 @@ class TemplateChatFormat:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special tokens included."""
         ids = _as_list(token_ids)
-        decoded_ids, text = self._decoded
+        decoded_ids, text = self._last_decoded
         if ids != decoded_ids:
             text = self._tokenizer.decode(ids, skip_special_tokens=False)
-            self._decoded = (list(ids), text)
+            self._last_decoded = (list(ids), text)
         return text
 
     def _decode_reply(self, ids: list[int]) -> str:
         """Return the text of tokens without the silent ones."""
         silent = self._silent
         shown = [token for token in ids if token not in silent]
-        ending = self._endings.get(ids[-1]) if len(shown) == len(ids) - 1 else None
-        if ending is None:
+        ending_text = self._endings.get(ids[-1]) if len(shown) == len(ids) - 1 else None
+        if ending_text is None:
             return self.decode(shown)
-        return self.decode(ids).removesuffix(ending)  # the journal needs the decoded text anyway
+        return self.decode(ids).removesuffix(ending_text)  # the journal needs the decoded text anyway
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of text as the template would tokenize it; control tokens are recognized."""
@@ -419,8 +421,8 @@ class TemplateChatFormat:
             for value, call_id in zip(new, ids, strict=False):
                 value["tool_call_id"] = call_id
             try:
-                rendered = self._template.render([_value("user", "."), standin, *new], [], prompt=True)
-                pieces = self._control.split(self._checked_rendering(rendered).rpartition(PROBE)[2])
+                text = self._template.render([_value("user", "."), standin, *new], [], prompt=True)
+                pieces = self._control.split(self._checked_rendering(text).rpartition(PROBE)[2])
             except ModelError as error:
                 refusal = refusal or error
                 continue
@@ -443,16 +445,16 @@ class TemplateChatFormat:
             return ()
         cached = self._encoded_plain.get(text)
         if cached is None:
-            cached = self._encoded_plain.keep(text, self._encode_anew(text))
+            cached = self._encoded_plain.keep(text, self._encode_text(text))
         return cached
 
-    def _encode_anew(self, text: str) -> list[int]:
-        if self._anchored is not None:
-            anchored = _ANCHOR + text.replace(_ANCHOR, "\ufffd")
-            ids: list[int] = self._anchored.encode(anchored, add_special_tokens=False).ids[1:]
+    def _encode_text(self, text: str) -> list[int]:
+        if self._anchor_tokenizer is not None:
+            anchored_text = _ANCHOR + text.replace(_ANCHOR, "\ufffd")
+            ids: list[int] = self._anchor_tokenizer.encode(anchored_text, add_special_tokens=False).ids[1:]
         else:
             ids = self._plain.encode(text, add_special_tokens=False).ids
-        return [self._renumbered.get(token, token) for token in ids] if self._renumbered else ids
+        return [self._id_mapping.get(token, token) for token in ids] if self._id_mapping else ids
 
     def _encode_pieces(self, pieces: Sequence[int | str]) -> list[int]:
         ids: list[int] = []
@@ -479,10 +481,10 @@ class TemplateChatFormat:
         at = [n for n, piece in enumerate(pieces) if isinstance(piece, str) and "probe-content" in piece]
         if len(at) != 1 or at[0] == 0:
             return None
-        before, _, behind = str(pieces[at[0]]).rpartition("probe-content")
+        before, _, suffix = str(pieces[at[0]]).rpartition("probe-content")
         head, tail = self._encode_pieces(pieces[: at[0]]), self._encode_pieces([*pieces[at[0] + 1 :]])
         for transform in _TRANSFORMS:
-            frame = _Frame(head, before, transform, behind, tail)
+            frame = _Frame(head, before, transform, suffix, tail)
             if all(self._fill(frame, content) == ids for content, ids in expected):
                 return frame
         return None
@@ -509,8 +511,8 @@ class TemplateChatFormat:
                 raise ModelError(
                     f"{self._directory}: the tokenizer turns the plain text {literal!r} into a control token"
                 )
-        rendered = self._render_text([("user", "one  two\n\nthree 456."), ("assistant", "seven"), ("user", "é {8}")])
-        if self._encode_pieces(self._control.split(rendered)) != self.encode(rendered):
+        text = self._render_text([("user", "one  two\n\nthree 456."), ("assistant", "seven"), ("user", "é {8}")])
+        if self._encode_pieces(self._control.split(text)) != self.encode(text):
             raise ModelError(
                 f"{self._directory}: the tokenizer does not tokenize the text between two special tokens "
                 "independently, so messages could not be separated from the template's control tokens"
@@ -533,9 +535,9 @@ class TemplateChatFormat:
 
     def _find_closing(self) -> int:
         """Find the control token after an assistant's content."""
-        rendered = self._render_text([("user", "."), ("assistant", PROBE), ("user", ".")])
-        behind = rendered[rendered.rindex(PROBE) + len(PROBE) :] if PROBE in rendered else ""
-        pieces = self._control.split(behind) if self._control.ids else []
+        text = self._render_text([("user", "."), ("assistant", PROBE), ("user", ".")])
+        suffix = text[text.rindex(PROBE) + len(PROBE) :] if PROBE in text else ""
+        pieces = self._control.split(suffix) if self._control.ids else []
         for piece in pieces[:2]:
             if isinstance(piece, int):
                 return piece
@@ -546,25 +548,32 @@ class TemplateChatFormat:
             "tokenizer, so the end of a sampled turn could not be recognized"
         )
 
-    def _find_call_closing(self, configured: Collection[int]) -> int:
+    def _find_call_closing(self, configured_ids: Collection[int]) -> int:
         """Find the control token after an assistant's calls. Some templates open the next message with it (GLM)."""
         if self._tools_in_system:
-            return self._closing
+            return self._closing_id
         call = [_value("user", "."), self._standin_call("probe")]
         answer = {**_value("tool", "."), "name": "probe", "tool_call_id": "call00000"}
         try:
-            followed, alone = (
+            pieces_with_turn, pieces_without_turn = (
                 self._control.split(self._template.render(messages, [], prompt=prompt).rpartition(PROBE)[2])
                 for messages, prompt in (([*call, answer], True), (call, False))
             )
         except ModelError:
-            return self._closing
-        shared = common_prefix_length(followed, alone)
+            return self._closing_id
+        prefix_length = common_prefix_length(pieces_with_turn, pieces_without_turn)
         ends = set(self.reply_format.ends)
-        markup = {self._control.ids.get(mark) for mark in self.reply_format.markup if mark not in ends} - {*configured}
-        closing = [piece for piece in followed if piece in configured][:1]
-        closing = closing or [piece for piece in followed[:shared] if piece not in markup][::-1]
-        return next((piece for piece in (*closing, *followed[shared:]) if isinstance(piece, int)), self._closing)
+        markup = {self._control.ids.get(mark) for mark in self.reply_format.markup if mark not in ends} - {
+            *configured_ids
+        }
+        closing_pieces = [piece for piece in pieces_with_turn if piece in configured_ids][:1]
+        closing_pieces = (
+            closing_pieces or [piece for piece in pieces_with_turn[:prefix_length] if piece not in markup][::-1]
+        )
+        return next(
+            (piece for piece in (*closing_pieces, *pieces_with_turn[prefix_length:]) if isinstance(piece, int)),
+            self._closing_id,
+        )
 
     def _check_history(self, forks: bool) -> None:
         """Find how the template rewrites earlier turns."""
@@ -599,23 +608,23 @@ class TemplateChatFormat:
         answer = {**_value("tool", PROBE), "name": "probe", "tool_call_id": "call00000"}
         question, reply = _value("user", "."), _value("assistant", ".")
         try:
-            rendered = self._template.render([question, reply, answer, reply, question], [], prompt=True)
+            text = self._template.render([question, reply, answer, reply, question], [], prompt=True)
         except ModelError:
             return True
-        return PROBE not in rendered
+        return PROBE not in text
 
     def _written_call(self, *names: str) -> str:
         """Render a turn that calls tools, without the prompt before it."""
         call = self._standin_call(*names)
         prompt = self._template.render([_value("user", ".")], [], prompt=True)
-        rendered = self._template.render([_value("user", "."), call], [], prompt=False)
-        return rendered[common_prefix_length(prompt, rendered) :]
+        text = self._template.render([_value("user", "."), call], [], prompt=False)
+        return text[common_prefix_length(prompt, text) :]
 
     def _standin_call(self, *names: str, ids: Sequence[str] = ()) -> dict[str, Any]:
         """Make a turn that calls tools, with the probe in the arguments of each call; without `ids` with valid ones."""
         arguments = {"probe": PROBE}
-        encoded = json.dumps(arguments, ensure_ascii=False) if self._arguments_as_text else arguments
-        functions = [{"name": name, "arguments": encoded} for name in names]
+        function_arguments = json.dumps(arguments, ensure_ascii=False) if self._arguments_as_text else arguments
+        functions = [{"name": name, "arguments": function_arguments} for name in names]
         ids = ids or [f"call{n:05}" for n in range(len(names))]
         calls = [
             {"type": "function", "id": id_, "function": function} for id_, function in zip(ids, functions, strict=False)
@@ -708,7 +717,7 @@ def _check_vocabulary(directory: Path, tokenizer: Tokenizer) -> None:
     rows = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
     if type(rows) is not int:
         return
-    special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+    special = {token for token, added_token in tokenizer.get_added_tokens_decoder().items() if added_token.special}
     tokens = set(tokenizer.get_vocab(with_added_tokens=True).values())
     beyond = sorted(token for token in tokens - special if token >= rows)
     mend = "Copy tokenizer.json and config.json from one model again, or resize the model's embeddings"
@@ -773,22 +782,22 @@ class TokenizedTextCache:
     """
 
     def __init__(self, characters: int) -> None:
-        self._kept: dict[str, array[int]] = {}
-        self._left = self._limit = characters
+        self._ids_by_text: dict[str, array[int]] = {}
+        self._room = self._limit = characters
 
     def get(self, text: str) -> Sequence[int] | None:
         """Return the tokens of a text; None if they are not in the cache."""
-        return self._kept.get(text)
+        return self._ids_by_text.get(text)
 
     def keep(self, text: str, token_ids: Sequence[int]) -> Sequence[int]:
         """Cache the tokens of a text, unless it is too long; returns them."""
         if len(text) <= self._limit // 4:
-            self._kept[text] = array("i", token_ids)
-            self._left -= len(text)
-            while self._left < 0:
-                oldest = next(iter(self._kept))
-                del self._kept[oldest]
-                self._left += len(oldest)
+            self._ids_by_text[text] = array("i", token_ids)
+            self._room -= len(text)
+            while self._room < 0:
+                oldest = next(iter(self._ids_by_text))
+                del self._ids_by_text[oldest]
+                self._room += len(oldest)
         return token_ids
 
 
@@ -817,14 +826,14 @@ def _without_control(tokenizer: Tokenizer, control: ControlTokens, *, anchor: bo
     return plain
 
 
-def _renumbered(plain: Tokenizer, tokenizer: Tokenizer) -> dict[int, int]:
+def _renumbering(plain: Tokenizer, tokenizer: Tokenizer) -> dict[int, int]:
     """Map ids of added tokens in a copy without control tokens, which numbers them differently, to the original ids."""
     ids = {number: tokenizer.token_to_id(token.content) for number, token in plain.get_added_tokens_decoder().items()}
     return {number: token_id for number, token_id in ids.items() if token_id not in (None, number)}
 
 
-def _anchored(plain: Tokenizer, anchored: Tokenizer) -> Tokenizer | None:
-    """Return `anchored` if the tokenizer treats the beginning of its input differently from text after a control token
+def _anchored_tokenizer(plain: Tokenizer, candidate: Tokenizer) -> Tokenizer | None:
+    """Return `candidate` if the tokenizer treats the beginning of its input differently from text after a control token
     (some put a space before it), so that text must be encoded after an anchor."""
-    alone = plain.encode("a b", add_special_tokens=False).ids
-    return None if anchored.encode(f"{_ANCHOR}a b", add_special_tokens=False).ids[1:] == alone else anchored
+    plain_ids = plain.encode("a b", add_special_tokens=False).ids
+    return None if candidate.encode(f"{_ANCHOR}a b", add_special_tokens=False).ids[1:] == plain_ids else candidate

@@ -94,9 +94,9 @@ class ChatTemplate:
         self._directory = directory
         config = read_json(directory / "tokenizer_config.json")
         self.source = _template_source(directory, config)
-        named = {**read_json(directory / "special_tokens_map.json"), **config}
+        values = {**read_json(directory / "special_tokens_map.json"), **config}
         self._tokens = {
-            key: text for key, value in named.items() if key.endswith("_token") and (text := _literal(value))
+            key: text for key, value in values.items() if key.endswith("_token") and (text := _literal(value))
         }
         self.fingerprint = json.dumps([self.source, self._tokens], sort_keys=True).encode()
         """Everything that determines a rendering, except the conversation."""
@@ -139,24 +139,24 @@ class ChatTemplate:
 def _pattern(token: AddedToken) -> str:
     space = r"\s*"
     # Match only from the start of the white space; otherwise a long run is scanned again from each of its characters.
-    left, right = rf"(?:(?<!\s){space})?" if token.strips_left else "", space if token.strips_right else ""
-    return f"{left}({re.escape(token.literal)}){right}"
+    prefix, suffix = rf"(?:(?<!\s){space})?" if token.strips_left else "", space if token.strips_right else ""
+    return f"{prefix}({re.escape(token.literal)}){suffix}"
 
 
 class ControlTokens:
     """The tokens of a model that structure a conversation, as opposed to text; see the module's invariant."""
 
     def __init__(self, tokens: Sequence[AddedToken]) -> None:
-        ordered = sorted(tokens, key=lambda token: -len(token.literal))
-        self.ids = {token.literal: token.token_id for token in ordered}
-        self.strips = any(token.strips_left or token.strips_right for token in ordered)
-        self._literals = [token.literal for token in ordered]
+        longest_first = sorted(tokens, key=lambda token: -len(token.literal))
+        self.ids = {token.literal: token.token_id for token in longest_first}
+        self.strips = any(token.strips_left or token.strips_right for token in longest_first)
+        self._literals = [token.literal for token in longest_first]
         self._index = {literal: index for index, literal in enumerate(self._literals)}
-        self._frame = re.compile("|".join(_pattern(token) for token in ordered))
+        self._frame = re.compile("|".join(_pattern(token) for token in longest_first))
         self._any = re.compile("|".join(map(re.escape, (*self._literals, _ESCAPE))))
-        special = [token.literal for token in ordered if token.special]
+        special = [token.literal for token in longest_first if token.special]
         self._special = re.compile("|".join(map(re.escape, (*special, _ESCAPE))))
-        self._escaped = re.compile(rf"{_ESCAPE}(\d*){_END}")
+        self._escape_pattern = re.compile(rf"{_ESCAPE}(\d*){_END}")
 
     def escape(self, text: str, *, only_special: bool = False) -> str:
         """Replace the literals of control tokens in `text` with private-use characters."""
@@ -177,23 +177,23 @@ class ControlTokens:
     def _replacement(self, match: re.Match[str]) -> str:
         return f"{_ESCAPE}{self._index.get(match[0], '')}{_END}"
 
-    def split(self, rendered: str) -> list[int | str]:
+    def split(self, text: str) -> list[int | str]:
         """Split rendered text into control token ids and the plain text between them, and undo escapes."""
         pieces: list[int | str] = []
         at = 0
-        for match in self._frame.finditer(rendered):
+        for match in self._frame.finditer(text):
             if match.start() > at:
-                pieces.append(self._restore(rendered[at : match.start()]))
+                pieces.append(self._restore(text[at : match.start()]))
             pieces.append(self.ids[match[match.lastindex or 0]])
             at = match.end()
-        if at < len(rendered):
-            pieces.append(self._restore(rendered[at:]))
+        if at < len(text):
+            pieces.append(self._restore(text[at:]))
         return pieces
 
     def _restore(self, text: str) -> str:
         if _ESCAPE not in text:
             return text
-        return self._escaped.sub(lambda match: self._literals[int(match[1])] if match[1] else _ESCAPE, text)
+        return self._escape_pattern.sub(lambda match: self._literals[int(match[1])] if match[1] else _ESCAPE, text)
 
 
 def message_for_template(
@@ -282,8 +282,8 @@ def _template_source(directory: Path, config: Mapping[str, Any]) -> str:
             raise ModelError(f"{path} is not readable UTF-8 text: {error}") from error
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("tool_use", named.get("default"))
+        templates = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = templates.get("tool_use", templates.get("default"))
     if not isinstance(template, str):
         raise ModelError(
             f"{directory} has no chat template, neither chat_template.jinja nor one in tokenizer_config.json. "

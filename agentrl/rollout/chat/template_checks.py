@@ -38,7 +38,7 @@ _TOOL = {
 }
 _SYSTEM = {"role": "system", "content": "zero"}
 _ASK, _MORE = {"role": "user", "content": "one"}, {"role": "user", "content": "two"}
-_SAID = {"role": "assistant", "content": PROBE}
+_REPLY = {"role": "assistant", "content": PROBE}
 _THOUGHT = PROBE.replace("p", "thought")
 
 
@@ -95,21 +95,21 @@ class _TemplateCheck:
 
     def of_turns(self, thinking: tuple[str, str] | None) -> Iterator[RewriteCause]:
         """Yield the causes that show in plain turns."""
-        first, second = self._text(_ASK), self._text(_ASK, _SAID, _MORE)
+        first, second = self._text(_ASK), self._text(_ASK, _REPLY, _MORE)
         place = second.partition(PROBE)[0]
         if second and not place.startswith(first):
-            shared = common_prefix_length(first, place)
+            prefix_length = common_prefix_length(first, place)
             if thinking is not None and _bare(place, thinking) == _bare(first, thinking):
                 yield "thinking"
             else:
-                yield "prompt" if "one" in first[:shared] else "history"
-        shorter, longer = self._text(_SYSTEM, _ASK), self._text(_SYSTEM, _ASK, _SAID, _MORE)
+                yield "prompt" if "one" in first[:prefix_length] else "history"
+        shorter, longer = self._text(_SYSTEM, _ASK), self._text(_SYSTEM, _ASK, _REPLY, _MORE)
         if longer and "zero" in shorter and "zero" not in longer.partition(PROBE)[0]:
             yield "history"
-        third = self._text(_ASK, _SAID, _MORE, {"role": "assistant", "content": "three"}, _user("four"))
+        third = self._text(_ASK, _REPLY, _MORE, {"role": "assistant", "content": "three"}, _user("four"))
         if third and not third.startswith(second.rpartition("two")[0]):
             yield "history"
-        if second and f" \n{PROBE}\n " not in self._text(_ASK, {**_SAID, "content": f" \n{PROBE}\n "}, _MORE):
+        if second and f" \n{PROBE}\n " not in self._text(_ASK, {**_REPLY, "content": f" \n{PROBE}\n "}, _MORE):
             yield "whitespace"
 
     def leaves_out_thinking(self, thinking: tuple[str, str]) -> bool:
@@ -128,8 +128,8 @@ class _TemplateCheck:
 
     def of_tools(self) -> Iterator[RewriteCause]:
         """Yield the causes that show with tools."""
-        listed, longer = self._text(_ASK, tools=[_TOOL]), self._text(_ASK, _SAID, _MORE, tools=[_TOOL])
-        if longer and "one" in listed[common_prefix_length(listed, longer) :]:
+        first_text, longer = self._text(_ASK, tools=[_TOOL]), self._text(_ASK, _REPLY, _MORE, tools=[_TOOL])
+        if longer and "one" in first_text[common_prefix_length(first_text, longer) :]:
             yield "tools"
         one = self._text(_ASK, self._call, _result("r1"), prompt=False)
         two = self._text(_ASK, self._call, _result("r1"), _result("r2"), prompt=False)

@@ -41,8 +41,8 @@ def opening(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[Mess
     plain = as_text(messages)
     if not tools:
         return plain
-    listed = "\n".join(_dumped(_described(tool)) for tool in tools)
-    text = _INSTRUCTIONS.format(tools=listed)
+    tool_lines = "\n".join(_to_json(_tool_object(tool)) for tool in tools)
+    text = _INSTRUCTIONS.format(tools=tool_lines)
     if plain and plain[0].role == "system":
         return [replace(plain[0], content=f"{plain[0].content}\n\n{text}"), *plain[1:]]
     return [Message(role="system", content=text), *plain]
@@ -76,14 +76,14 @@ def as_text(messages: Sequence[Message]) -> list[Message]:
     return plain
 
 
-def _described(tool: ToolSpec) -> dict[str, Any]:
+def _tool_object(tool: ToolSpec) -> dict[str, Any]:
     return {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
 
 
 def _written(call: ToolCall) -> str:
-    arguments = call.arguments if isinstance(call.arguments, str) else _dumped(call.arguments)
-    return f'{OPEN}\n{{"name": {_dumped(call.name)}, "arguments": {arguments}}}\n{CLOSE}'
+    arguments = call.arguments if isinstance(call.arguments, str) else _to_json(call.arguments)
+    return f'{OPEN}\n{{"name": {_to_json(call.name)}, "arguments": {arguments}}}\n{CLOSE}'
 
 
-def _dumped(value: Any) -> str:
+def _to_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=dict)

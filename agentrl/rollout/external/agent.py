@@ -100,7 +100,7 @@ class ExternalAgent(TurnRecorder):
 
     __slots__ = (
         "_answered_one",
-        "_ignored",
+        "_ignored_parameters",
         "_in_progress",
         "_request_counts",
         "_row_samplers",
@@ -110,7 +110,7 @@ class ExternalAgent(TurnRecorder):
     )
 
     def __init__(
-        self, episode: LiveEpisode, seat: str, volatile: Sequence[re.Pattern[str]], ignored: Collection[str]
+        self, episode: LiveEpisode, seat: str, volatile: Sequence[re.Pattern[str]], ignored_parameters: Collection[str]
     ) -> None:
         super().__init__(episode, seat, 0)
         if self._settings.chat_format.forks:
@@ -120,7 +120,7 @@ class ExternalAgent(TurnRecorder):
         self._tree = TokenTree(self._settings.chat_format, volatile)
         self._row_samplers: dict[int, TurnSampler] = {}
         self._request_counts: Counter[bytes] = Counter()
-        self._ignored = ignored
+        self._ignored_parameters = ignored_parameters
         self._in_progress = 0
         self.limit_reached: LimitReachedError | None = None
         """First limit that refused a request."""
@@ -148,7 +148,7 @@ class ExternalAgent(TurnRecorder):
 
     def count_tokens(self, request: ChatRequest) -> int:
         self._check_length(request)
-        length = self._rendered(self._tree.count_tokens, request)
+        length = self._render(self._tree.count_tokens, request)
         return length // BYTES_PER_TOKEN if self._settings.is_external else length
 
     def check(self, request: ChatRequest) -> None:
@@ -161,7 +161,7 @@ class ExternalAgent(TurnRecorder):
         self._check_limits(self._settings.limits)
         self._check_length(request)
         path = self._tree.identity(request.messages, request.tools)
-        digest = request_hash(path, sampling.max_tokens.to_bytes(4, "little"), *map(_encoded, request.stop))
+        digest = request_hash(path, sampling.max_tokens.to_bytes(4, "little"), *map(_to_bytes, request.stop))
         call_id = f"{self.seat}:{digest.hex()}.{self._request_counts[digest]}"
         self._request_counts[digest] += 1
         call = self._episode.journal.open_named(call_id, digest)
@@ -181,13 +181,13 @@ class ExternalAgent(TurnRecorder):
 
         Parallel requests may arrive in a different order on replay; stop waiting after `ORDER_S`.
         """
-        journal, recorded = self._episode.journal, call.recorded
+        journal, entry = self._episode.journal, call.recorded
         with suppress(TimeoutError):
             async with asyncio.timeout(ORDER_S):
-                if call.is_inherited and isinstance(recorded, TurnEntry):
-                    while len(self._turns) < recorded.turn:
+                if call.is_inherited and isinstance(entry, TurnEntry):
+                    while len(self._turns) < entry.turn:
                         await self._next_turn()
-                elif recorded is None:
+                elif entry is None:
                     while journal.inherits_turns(self.seat):
                         await self._next_turn()
 
@@ -196,116 +196,116 @@ class ExternalAgent(TurnRecorder):
         await self._answered_one.wait()
 
     def _recall(
-        self, request: ChatRequest, call: JournaledCall, recorded: TurnEntry, sampling: SamplingParams
+        self, request: ChatRequest, call: JournaledCall, recorded_turn: TurnEntry, sampling: SamplingParams
     ) -> ChatReply:
         """Return the reply of an earlier attempt, whose entry holds its whole context."""
-        context = np.frombuffer(recorded.context_ids, dtype="<i4")
+        context = np.frombuffer(recorded_turn.context_ids, dtype="<i4")
         if call.is_inherited:
             self._episode.journal.take_inherited(call)
-            placed = self._inherited(request, call, recorded, context)
-            return self._replied(request, call, placed, completion_from_entry(recorded), recorded.started)
-        placed = self._tree.restate(self._find_row(request), context)
+            placement = self._inherited_placement(request, call, recorded_turn, context)
+            return self._reply(request, call, placement, completion_from_entry(recorded_turn), recorded_turn.started)
+        placement = self._tree.restate(self._find_row(request), context)
         entry = msgspec.structs.replace(
-            recorded,
-            row=placed.row.number,
+            recorded_turn,
+            row=placement.row.number,
             turn=len(self._turns),
-            context_ids=placed.context_ids,
-            parent_context=placed.before,
-            messages=tuple(encode_message(message) for message in _new(request, placed)),
-            request=_request_entry(request, placed, sampling),
+            context_ids=placement.context_ids,
+            parent_context=placement.before,
+            messages=tuple(encode_message(message) for message in _new(request, placement)),
+            request=_request_entry(request, placement, sampling),
         )
         self._episode.journal.record_again(call, entry)
         self._episode.partials.turn_recorded(call)
         self._episode.metric("replies/recalled", 1.0, self)
-        return self._replied(request, call, placed, completion_from_entry(recorded), recorded.started)
+        return self._reply(request, call, placement, completion_from_entry(recorded_turn), recorded_turn.started)
 
-    def _inherited(
-        self, request: ChatRequest, call: JournaledCall, recorded: TurnEntry, context: Int32Array
+    def _inherited_placement(
+        self, request: ChatRequest, call: JournaledCall, entry: TurnEntry, context: Int32Array
     ) -> RequestPlacement:
         """Find the place of a turn that a fork inherits.
 
         Raises:
             ReplayMismatchError: the program requests turns in another order than before.
         """
-        placed = self._find_row(request)
-        then = (recorded.turn, recorded.row, recorded.parent_context)
-        if then != (len(self._turns), placed.row.number, placed.before):
+        placement = self._find_row(request)
+        then = (entry.turn, entry.row, entry.parent_context)
+        if then != (len(self._turns), placement.row.number, placement.before):
             self._episode.journal.mismatch(
                 call.call_id,
-                f"the journal holds turn {recorded.turn} of row {recorded.row}",
-                f"the program now requests it as turn {len(self._turns)} of row {placed.row.number}",
+                f"the journal holds turn {entry.turn} of row {entry.row}",
+                f"the program now requests it as turn {len(self._turns)} of row {placement.row.number}",
             )
-        return self._tree.restate(placed, np.concatenate([placed.context()[: placed.before], context]))
+        return self._tree.restate(placement, np.concatenate([placement.context()[: placement.before], context]))
 
     async def _sample_new(self, request: ChatRequest, call: JournaledCall, sampling: SamplingParams) -> ChatReply:
         """Sample a reply and write its turn."""
         clock = self._episode.services.clock
-        placed = self._find_row(request)
-        sampler = self._row_samplers.get(placed.row.number)
+        placement = self._find_row(request)
+        sampler = self._row_samplers.get(placement.row.number)
         if sampler is None:
-            sampler = TurnSampler(self._episode, self.seat, f"{self.seat}.0.{placed.row.number}")
-            self._row_samplers[placed.row.number] = sampler
-        started = clock.monotonic()
+            sampler = TurnSampler(self._episode, self.seat, f"{self.seat}.0.{placement.row.number}")
+            self._row_samplers[placement.row.number] = sampler
+        start_s = clock.monotonic()
         try:
-            self._note_difference(call, request, placed, sampling)
-            if len(placed.row.tokens) >= self._settings.limits.max_context:
-                self._refuse_context(len(placed.row.tokens))
+            self._note_difference(call, request, placement, sampling)
+            if len(placement.row.tokens) >= self._settings.limits.max_context:
+                self._refuse_context(len(placement.row.tokens))
             with self._episode.time_limit_paused():
-                completion = await self._completion(sampler, call, placed, sampling, request.stop)
+                completion = await self._completion(sampler, call, placement, sampling, request.stop)
             entry = self._entry(
-                _new(request, placed),
-                placed.row.number,
-                placed.context_ids,
-                placed.before,
+                _new(request, placement),
+                placement.row.number,
+                placement.context_ids,
+                placement.before,
                 completion,
-                clock.monotonic() - started,
+                clock.monotonic() - start_s,
                 sampler.pauses,
             )
-            entry = msgspec.structs.replace(entry, request=_request_entry(request, placed, sampling))
+            entry = msgspec.structs.replace(entry, request=_request_entry(request, placement, sampling))
             self._record(call, entry)
         except EngineError as error:
             self._episode.journal.fail(error)
             raise
         except BaseException:
-            self._tree.withdraw(placed)
+            self._tree.withdraw(placement)
             raise
-        return self._replied(request, call, placed, completion, entry.started)
+        return self._reply(request, call, placement, completion, entry.started)
 
     async def _completion(
         self,
         sampler: TurnSampler,
         call: JournaledCall,
-        placed: RequestPlacement,
+        placement: RequestPlacement,
         sampling: SamplingParams,
         stops: Sequence[str],
     ) -> Completion:
         """Sample a reply, or return the one with which a fork replaces it."""
-        sample = partial(sampler.sample, call, placed.context(), placed.opening(), sampled_before=self._sampled)
+        sample = partial(sampler.sample, call, placement.context(), placement.opening(), sampled_before=self._sampled)
         edits = self._episode.journal.edits_at(call.call_id)
         if not edits:
             return self._cut(await sample(sampling=sampling), stops)
         one = dataclasses.replace(sampling, max_tokens=1)  # one sampled token reveals which version plays the seat
-        sampled = await sample(sampling=one)
-        return _completion_of_text(str(edits[-1]["content"]), sampled, self._settings.chat_format)
+        completion = await sample(sampling=one)
+        return _completion_of_text(str(edits[-1]["content"]), completion, self._settings.chat_format)
 
     def _note_difference(
-        self, call: JournaledCall, request: ChatRequest, placed: RequestPlacement, sampling: SamplingParams
+        self, call: JournaledCall, request: ChatRequest, placement: RequestPlacement, sampling: SamplingParams
     ) -> None:
         """Note how a request that is not recorded differs from the recorded ones; a replay ends there."""
         journal = self._episode.journal
-        if not self.difference and (unasked := journal.unasked_turns(self.seat)):
-            messages = [encode_message(message) for message in _new(request, placed)]
-            request_parameters = _request_entry(request, placed, sampling, with_tools=True)
-            self.difference = describe_request_difference(unasked, messages, request_parameters)
+        if not self.difference and (open_turns := journal.unasked_turns(self.seat)):
+            messages = [encode_message(message) for message in _new(request, placement)]
+            request_parameters = _request_entry(request, placement, sampling, with_tools=True)
+            self.difference = describe_request_difference(open_turns, messages, request_parameters)
         journal.check_new(call, self.difference)
 
-    def _replied(
+    def _reply(
         self,
         request: ChatRequest,
         call: JournaledCall,
-        placed: RequestPlacement,
+        placement: RequestPlacement,
         completion: Completion,
-        started: float,
+        start_s: float,
     ) -> ChatReply:
         """Append a turn that is in the journal, and return the client's reply.
 
@@ -313,18 +313,18 @@ class ExternalAgent(TurnRecorder):
             RequestRefusedError: a remote endpoint refused the turn.
         """
         chat_format = self._settings.chat_format
-        sampled = completion.token_ids.tolist()
-        prompt_tokens, completion_tokens = len(placed.row.tokens), self._tokens_of(completion)
-        text = chat_format.decode(sampled)
-        refused: LimitReachedError | None = None
+        token_ids = completion.token_ids.tolist()
+        prompt_tokens, completion_tokens = len(placement.row.tokens), self._tokens_of(completion)
+        text = chat_format.decode(token_ids)
+        refusal: LimitReachedError | None = None
         try:
-            message = chat_format.parse(sampled, request.tools)
+            message = chat_format.parse(token_ids, request.tools)
         except LimitReachedError as limit:
-            message, refused = Message(role="assistant", content=""), limit
+            message, refusal = Message(role="assistant", content=""), limit
         calls = message.tool_calls
         if isinstance(chat_format, JsonChatFormat):  # an endpoint identifies calls by the ids that it assigned
             text = message.content
-            prompt_tokens = chat_format.usage(sampled).get("prompt_tokens", prompt_tokens)
+            prompt_tokens = chat_format.usage(token_ids).get("prompt_tokens", prompt_tokens)
         else:
             written = Counter(tool_call.id for tool_call in calls)
             calls = tuple(
@@ -336,20 +336,20 @@ class ExternalAgent(TurnRecorder):
         stop_text = next((stop for stop in request.stop if stop in text), None)
         content = message.content if stop_text is None else message.content.partition(stop_text)[0]
         message = dataclasses.replace(message, content=content, tool_calls=calls)
-        self._tree.answer(placed, sampled, completion.finish_reason, message)
-        if placed.cause is not None:
-            self._episode.metric(f"rows/{placed.cause}", 1.0, self)
+        self._tree.answer(placement, token_ids, completion.finish_reason, message)
+        if placement.cause is not None:
+            self._episode.metric(f"rows/{placement.cause}", 1.0, self)
         if completion.finish_reason == "length" and stop_text is None:
             self._episode.metric("turns/length", 1.0, self)
         if self._episode.limit is not None:
             self._episode.limit.restart()
-        self._append(call, _new(request, placed), message, completion)
+        self._append(call, _new(request, placement), message, completion)
         self._answered_one.set()
-        if refused is not None:
-            self._refuse(refused)
+        if refusal is not None:
+            self._refuse(refusal)
         return ChatReply(
             reply_id=f"{self._key(call.call_id):016x}",
-            created=int(started),
+            created=int(start_s),
             message=message,
             thinking=message.thinking,
             finish_reason=_finish_reason(completion, message, stop_text),
@@ -379,9 +379,9 @@ class ExternalAgent(TurnRecorder):
         Raises:
             RequestRefusedError: the chat template refuses the request.
         """
-        return self._rendered(self._tree.find_row, request)
+        return self._render(self._tree.find_row, request)
 
-    def _rendered(self, render: Callable[[Sequence[Message], Sequence[ToolSpec]], T], request: ChatRequest) -> T:
+    def _render(self, render: Callable[[Sequence[Message], Sequence[ToolSpec]], T], request: ChatRequest) -> T:
         """Render a request's messages and tools, which may be anything.
 
         Raises:
@@ -410,10 +410,14 @@ class ExternalAgent(TurnRecorder):
             "min_p": (sampling.min_p,),
         }
         for name, value in request.demands.items():
-            honoured = run_values.get(name) or _OFF.get(name, ())
-            if name in self._ignored or value in honoured or (name == "tool_choice" and not request.tools):
+            run_settings = run_values.get(name) or _OFF.get(name, ())
+            if (
+                name in self._ignored_parameters
+                or value in run_settings
+                or (name == "tool_choice" and not request.tools)
+            ):
                 continue
-            has = f"the run uses {bounded_repr(honoured[0])}" if honoured else "no run supports it"
+            has = f"the run uses {bounded_repr(run_settings[0])}" if run_settings else "no run supports it"
             raise RequestRefusedError(
                 f"{name} is {bounded_repr(value)}, but {has}: remove it from the request, or add {name!r} to the "
                 "environment's ignored_fields",
@@ -530,15 +534,15 @@ async def open_endpoint(
         journal.forget_answers()
     seats = {seat: ExternalAgent(episode, seat, patterns, ignored_fields) for seat in spec.seats}
     agents.extend(seats.values())
-    async with episode.services.gateway.open(seats, aliases) as opened:
-        again = partial(perform_effect, episode, again=is_replay)
-        serve = partial(episode.services.gateway.serve, opened)
-        yield LiveEndpoint(opened, tuple(seats.values()), again, journal.fail, serve)
+    async with episode.services.gateway.open(seats, aliases) as endpoint:
+        perform = partial(perform_effect, episode, again=is_replay)
+        serve = partial(episode.services.gateway.serve, endpoint)
+        yield LiveEndpoint(endpoint, tuple(seats.values()), perform, journal.fail, serve)
     for seat, agent in seats.items():
-        if unasked := journal.unasked_turns(seat):
+        if open_turns := journal.unasked_turns(seat):
             if is_replay:
-                then = f"the journal holds {describe_entry(unasked[0])}"
-                journal.mismatch(f"turn {unasked[0].turn}", then, "the external agent no longer requests it")
+                then = f"the journal holds {describe_entry(open_turns[0])}"
+                journal.mismatch(f"turn {open_turns[0].turn}", then, "the external agent no longer requests it")
             episode.note = episode.note or agent.difference
 
 
@@ -549,14 +553,14 @@ class LiveEndpoint(Endpoint):
 
     def __init__(
         self,
-        opened: AttemptEndpoint,
+        endpoint: AttemptEndpoint,
         agents: Sequence[ExternalAgent],
         perform: Callable[..., Awaitable[Any]],
         fail: Callable[[InfrastructureError], None],
         serve: Callable[[socket.socket], None],
     ) -> None:
-        self.url, self.key, self.keys = opened.url, opened.key, opened.keys
-        self._opened = opened
+        self.url, self.key, self.keys = endpoint.url, endpoint.key, endpoint.keys
+        self._opened = endpoint
         self._agents = agents
         self._perform = perform
         self._fail = fail
@@ -584,7 +588,7 @@ class LiveEndpoint(Endpoint):
 
     async def _unless_it_fails(self, program: Callable[[], Awaitable[T]]) -> T:
         """Await a program, and cancel it when the episode cannot continue."""
-        running = asyncio.get_running_loop().create_task(_awaited(program()))
+        running = asyncio.get_running_loop().create_task(_await_program(program()))
         try:
             await asyncio.wait({running, self._opened.failure}, return_when=asyncio.FIRST_COMPLETED)
             if self._opened.failure.done():
@@ -600,16 +604,16 @@ class LiveEndpoint(Endpoint):
 
 
 def describe_request_difference(
-    recorded: Sequence[TurnEntry], new_messages: Sequence[Mapping[str, Any]], request: ExternalRequestParameters
+    recorded_turns: Sequence[TurnEntry], new_messages: Sequence[Mapping[str, Any]], request: ExternalRequestParameters
 ) -> str:
     """Name the part of a request that differs from the recorded one, with both values.
 
     Args:
-        recorded: recorded turns; the one most similar to the request is compared.
+        recorded_turns: recorded turns; the one most similar to the request is compared.
         new_messages: the request's new messages.
         request: its other parameters, with its tools.
     """
-    then = max(recorded, key=lambda turn: common_prefix_length(str(turn.messages), str(tuple(new_messages))))
+    then = max(recorded_turns, key=lambda turn: common_prefix_length(str(turn.messages), str(tuple(new_messages))))
     where = f"turn {then.turn} of seat {then.seat!r}"
     before = then.request or request
     if before.tools is not None and before.tools != request.tools:
@@ -634,11 +638,11 @@ def _two_values(was: object, came: object) -> str:
     return f"{shortened_repr(first[at:])}, now {shortened_repr(second[at:])}"
 
 
-def _completion_of_text(text: str, sampled: Completion, chat_format: ChatFormat) -> Completion:
+def _completion_of_text(text: str, completion: Completion, chat_format: ChatFormat) -> Completion:
     """Make a completion of other text, under the version that began the replaced one."""
     if isinstance(chat_format, JsonChatFormat):
-        parsed = parse_json_value(text)
-        message = parsed if isinstance(parsed, dict) else {"role": "assistant", "content": text}
+        parsed_value = parse_json_value(text)
+        message = parsed_value if isinstance(parsed_value, dict) else {"role": "assistant", "content": text}
         text = json.dumps(message) + "\n"
     token_ids, stops = chat_format.encode(text), chat_format.stop_token_ids
     if stops and token_ids[-1:] not in ([stop] for stop in stops):
@@ -647,9 +651,9 @@ def _completion_of_text(text: str, sampled: Completion, chat_format: ChatFormat)
         token_ids=np.array(token_ids, dtype=np.int32),
         logprobs=np.zeros(len(token_ids), dtype=np.float32),  # the tokens were not sampled
         finish_reason="stop",
-        spans=(VersionSpan(0, len(token_ids), sampled.spans[-1].version),),
-        prompt_tokens=sampled.prompt_tokens,
-        cached_tokens=sampled.cached_tokens,
+        spans=(VersionSpan(0, len(token_ids), completion.spans[-1].version),),
+        prompt_tokens=completion.prompt_tokens,
+        cached_tokens=completion.cached_tokens,
     )
 
 
@@ -677,7 +681,7 @@ def external_turns_with_context(entries: Iterable[JournalEntry]) -> Iterator[Jou
         yield msgspec.structs.replace(entry, body=encode_body(body))
 
 
-async def _awaited(program: Awaitable[Any]) -> Any:
+async def _await_program(program: Awaitable[Any]) -> Any:
     return await program
 
 
@@ -687,15 +691,15 @@ def _characters(message: Message) -> int:
     return len(message.content) + len(message.name or "") + len(message.tool_call_id or "") + calls
 
 
-def _new(request: ChatRequest, placed: RequestPlacement) -> Sequence[Message]:
-    return request.messages[len(request.messages) - placed.new_messages :]
+def _new(request: ChatRequest, placement: RequestPlacement) -> Sequence[Message]:
+    return request.messages[len(request.messages) - placement.new_messages :]
 
 
 def _request_entry(
-    request: ChatRequest, placed: RequestPlacement, sampling: SamplingParams, *, with_tools: bool = False
+    request: ChatRequest, placement: RequestPlacement, sampling: SamplingParams, *, with_tools: bool = False
 ) -> ExternalRequestParameters:
     """Return a request's parameters besides messages; with its tools if `with_tools`, or if it begins a row."""
-    tools = tools_text(request.tools) if with_tools or not placed.before else None
+    tools = tools_text(request.tools) if with_tools or not placement.before else None
     return ExternalRequestParameters(max_tokens=sampling.max_tokens, stop=tuple(request.stop), tools=tools)
 
 
@@ -707,5 +711,5 @@ def _finish_reason(completion: Completion, message: Message, stop_text: str | No
     return "length" if completion.finish_reason == "length" else "stop"
 
 
-def _encoded(text: str) -> bytes:
+def _to_bytes(text: str) -> bytes:
     return text.encode("utf-8", "replace")

@@ -124,7 +124,7 @@ class TokenTree:
         """Turns, keyed by the digest of tools and conversation up to their reply."""
         self._seen_paths: set[bytes] = set()
         """Digests of all prefixes of all conversations placed so far, without tools."""
-        self._answered: set[bytes] = set()
+        self._answered_paths: set[bytes] = set()
         """Digests of all answered conversations, without reply and tools."""
         self._replies: set[bytes] = set()
         """Digests of all replies."""
@@ -138,7 +138,7 @@ class TokenTree:
         digests = [self._message_digest(message) for message in messages]
         paths, bare = _paths(_tools_digest(tools), digests), _paths(b"", digests)
         cause: ForkCause | None = self._cause(messages, digests, bare)
-        turn, at, is_ambiguous = self._continued(paths)
+        turn, at, is_ambiguous = self._find_continued(paths)
         if turn is None:
             if is_ambiguous:
                 cause = "ambiguous"
@@ -164,7 +164,7 @@ class TokenTree:
             row=row, before=before, new_messages=len(messages) - at, cause=cause, path=paths[-1], bare_path=bare[-1]
         )
 
-    def _continued(self, paths: Sequence[bytes]) -> tuple[TurnEndPosition | None, int, bool]:
+    def _find_continued(self, paths: Sequence[bytes]) -> tuple[TurnEndPosition | None, int, bool]:
         """Return the turn that a request continues, the number of its messages up to it, and whether several turns of
         different tokens qualify, so that none is taken; `paths` are the digests of the request's prefixes."""
         for at in range(len(paths) - 2, 0, -1):
@@ -181,7 +181,7 @@ class TokenTree:
         Raises:
             ModelError: the chat template refuses the conversation.
         """
-        turn, at, _ = self._continued(
+        turn, at, _ = self._find_continued(
             _paths(_tools_digest(tools), [self._message_digest(message) for message in messages])
         )
         if turn is None:
@@ -189,17 +189,17 @@ class TokenTree:
         return len(turn.history()) + len(self._format.extend(messages[at:], after=turn.after))
 
     def answer(
-        self, placement: RequestPlacement, sampled: Sequence[int], finish_reason: FinishReason, reply: Message
+        self, placement: RequestPlacement, token_ids: Sequence[int], finish_reason: FinishReason, reply: Message
     ) -> TurnEndPosition:
         """Append the tokens of a sampled turn; `reply` is the message as the client gets it."""
         row = placement.row
         row.begun = row.begun or len(row.tokens)
-        row.tokens.extend(sampled)
+        row.tokens.extend(token_ids)
         turn = row.last = TurnEndPosition(row, len(row.tokens), finish_reason)
         row.is_busy = False
         digests = self._message_digest(reply)
         self._replies.add(digests)
-        self._answered.add(placement.bare_path)
+        self._answered_paths.add(placement.bare_path)
         self._seen_paths.add(_next(placement.bare_path, digests))
         self._turns.setdefault(_next(placement.path, digests), []).append(turn)
         return turn
@@ -213,13 +213,13 @@ class TokenTree:
 
         If the context continues its row, the row continues; else a new row begins.
         """
-        row, before, recorded = placement.row, placement.before, array("i", context.tobytes())
-        if recorded[:before] == row.tokens[:before]:
+        row, before, old_context = placement.row, placement.before, array("i", context.tobytes())
+        if old_context[:before] == row.tokens[:before]:
             del row.tokens[before:]
-            row.tokens.extend(recorded[before:])
+            row.tokens.extend(old_context[before:])
             return placement
         self.withdraw(placement)
-        row = TreeRow(len(self.rows), recorded, is_busy=True)
+        row = TreeRow(len(self.rows), old_context, is_busy=True)
         self.rows.append(row)
         return replace(placement, row=row, before=0)
 
@@ -242,12 +242,14 @@ class TokenTree:
     def _cause(self, messages: Sequence[Message], digests: Sequence[bytes], bare: Sequence[bytes]) -> ForkCause:
         """Return the reason why a request would begin a row; `said` and `bare` are digests of its messages and of its
         prefixes."""
-        shared = next((n for n in range(len(messages), -1, -1) if bare[n] in self._seen_paths), 0)
-        if self._replies.isdisjoint(digests) and not (messages[shared:] and bare[shared] in self._answered):
+        num_shared = next((n for n in range(len(messages), -1, -1) if bare[n] in self._seen_paths), 0)
+        if self._replies.isdisjoint(digests) and not (
+            messages[num_shared:] and bare[num_shared] in self._answered_paths
+        ):
             return "conversation"
-        if all(message.role != "assistant" for message in messages[shared:]):
+        if all(message.role != "assistant" for message in messages[num_shared:]):
             return "branch"
-        return "reply" if messages[shared].role == "assistant" else "history"
+        return "reply" if messages[num_shared].role == "assistant" else "history"
 
 
 def _arguments(arguments: object) -> str:
