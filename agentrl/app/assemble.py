@@ -137,7 +137,7 @@ def assemble_orchestrator(config: RunConfig, environment: type[Environment], par
         selection=config.environment.selection,
         visible=scheduler.visible_groups,
         results=parts.resume_state.results,
-        recorded=parts.recorded_turns,
+        past_starts=parts.recorded_turns,
         recorded_share=config.environment.recorded_share,
     )
     buffer.on_group = partial(_record_group, curriculum, config.credit.group_size)

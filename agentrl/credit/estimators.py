@@ -60,8 +60,8 @@ class AdvantageEstimator:
             InputError: the function raised, or did not return one advantage per agent or per turn.
         """
         credits = []
-        returned = self._returned(group)
-        for value, reward in zip(returned, group.rewards, strict=True):
+        advantages = self._call_function(group)
+        for value, reward in zip(advantages, group.rewards, strict=True):
             turns = tuple(value) if isinstance(value, list | tuple) else ()
             numbers = turns or (value,)
             for number in numbers:
@@ -82,7 +82,7 @@ class AdvantageEstimator:
             InputError: the function raised, or did not return a finite number per piece.
         """
         by_agent = []
-        for episode, value, pieces in zip(group.episodes, self._returned(group), group.pieces, strict=True):
+        for episode, value, pieces in zip(group.episodes, self._call_function(group), group.pieces, strict=True):
             if not isinstance(value, list | tuple) or len(value) != len(pieces):
                 raise InputError(
                     f"the advantage {self.name} returned {value!r} for the {len(pieces)} pieces of {episode}; "
@@ -97,20 +97,20 @@ class AdvantageEstimator:
             by_agent.append([float(number) for number in value])
         return by_agent
 
-    def _returned(self, group: Group) -> list[Any]:
+    def _call_function(self, group: Group) -> list[Any]:
         """Call the function; it must return one entry per agent."""
         try:
-            returned = list(self.function(group, **self.options))
+            advantages = list(self.function(group, **self.options))
         except GroupTooSmallError:
             raise
         except Exception as error:
             raise InputError(f"the advantage {self.name} raised {type(error).__name__}: {error}") from error
-        if len(returned) != len(group.rewards):
+        if len(advantages) != len(group.rewards):
             raise InputError(
-                f"the advantage {self.name} returned {len(returned)} advantages for a group of {len(group.rewards)} "
+                f"the advantage {self.name} returned {len(advantages)} advantages for a group of {len(group.rewards)} "
                 "rewards; it must return one per reward, in their order"
             )
-        return returned
+        return advantages
 
     def to_go(self, group: Group) -> list[AgentCredit]:
         """Return the credit of each agent per turn, from the rewards to go; see `advantages_to_go`."""

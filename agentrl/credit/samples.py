@@ -93,15 +93,15 @@ def _samples(
     if row.sampling_mask is not None:
         loss_mask = loss_mask & (row.sampling_mask.counts != SamplingMaskStatus.MISSING)
     for span in row.routing or (None,):
-        trained = loss_mask
+        trained_mask = loss_mask
         if span is not None and len(row.routing) > 1:
-            trained = np.zeros_like(loss_mask)
-            trained[span.start : span.stop] = loss_mask[span.start : span.stop]
+            trained_mask = np.zeros_like(loss_mask)
+            trained_mask[span.start : span.stop] = loss_mask[span.start : span.stop]
         yield TrainingSample(
             token_ids=row.token_ids,
-            loss_mask=trained,
+            loss_mask=trained_mask,
             behavior_logprobs=row.behavior_logprobs,
-            advantages=np.where(trained, advantages, np.float32(0)),
+            advantages=np.where(trained_mask, advantages, np.float32(0)),
             temperature=row.temperature,
             spans=row.spans,
             expert_routing=None if span is None else span.experts,
@@ -122,9 +122,9 @@ def trained_positions(samples: Iterable[TrainingSample]) -> list[NDArray[np.int6
 def token_lags(sample: TrainingSample, version: PolicyVersion) -> NDArray[np.int32]:
     """Return the lag of each token behind `version`, in steps, as int32; -1 for tokens outside the row's spans."""
     lags = np.full(len(sample.token_ids), -1, np.int32)
-    for start, stop, sampled in sample.spans:
-        steps = max(0, version.step - sampled.step)
-        lags[start:stop] = steps if sampled.lineage == version.lineage else max(1, steps)
+    for start, stop, version_of_span in sample.spans:
+        steps = max(0, version.step - version_of_span.step)
+        lags[start:stop] = steps if version_of_span.lineage == version.lineage else max(1, steps)
     return lags
 
 

@@ -96,7 +96,11 @@ class CheckpointWriter:
             folds = {
                 "role_means": []
                 if roles is None
-                else [[*role, step, *mean] for role, known in sorted(roles.means.items()) for step, mean in known],
+                else [
+                    [*role, step, *mean]
+                    for role, step_means in sorted(roles.means.items())
+                    for step, mean in step_means
+                ],
                 "measured": measured.as_data(),
                 "opponents": dict(opponents),
             }
@@ -133,22 +137,22 @@ class CheckpointWriter:
 
     def _prune(self, written: Path) -> None:
         """Remove all but the newest `keep` checkpoints from which a run can resume; damaged ones do not count."""
-        whole = 0
+        num_complete = 0
         for candidate in _candidates(self._directory, self._disk):
-            if whole >= self._keep and candidate != written:
+            if num_complete >= self._keep and candidate != written:
                 self._disk.remove_tree(candidate)
             else:
-                whole += _is_whole(candidate, self._disk)
+                num_complete += _is_whole(candidate, self._disk)
 
 
 def resumable_versions(directory: Path, *, disk: Disk = LOCAL) -> list[Mapping[str, PolicyVersion]]:
     """Return the versions of every checkpoint from which a run can resume, newest first, without reading the files'
     bytes."""
-    found = []
+    versions = []
     for candidate in _candidates(directory, disk):
         with contextlib.suppress(StorageError):
-            found.append(_read(candidate, disk)[0].versions)
-    return found
+            versions.append(_read(candidate, disk)[0].versions)
+    return versions
 
 
 def find_newest_checkpoint(directory: Path, *, disk: Disk = LOCAL) -> tuple[Manifest | None, list[str]]:
@@ -161,13 +165,13 @@ def find_newest_checkpoint(directory: Path, *, disk: Disk = LOCAL) -> tuple[Mani
     Returns:
         The checkpoint, or None if there is none to resume from; and a sentence per rejected one, newest first.
     """
-    rejected: list[str] = []
+    rejections: list[str] = []
     for candidate in _candidates(directory, disk):
         try:
-            return _verified(candidate, disk), rejected
+            return _verify(candidate, disk), rejections
         except StorageError as error:
-            rejected.append(str(error))
-    return None, rejected
+            rejections.append(str(error))
+    return None, rejections
 
 
 def find_checkpoint_of(directory: Path, versions: Collection[PolicyVersion], *, disk: Disk = LOCAL) -> Path | None:
@@ -183,18 +187,18 @@ def find_checkpoint_of(directory: Path, versions: Collection[PolicyVersion], *, 
             continue
         for version in versions:
             if manifest.versions.get(version.policy) == version:
-                return _verified(candidate, disk).directory / version.policy
+                return _verify(candidate, disk).directory / version.policy
     return None
 
 
 def _candidates(directory: Path, disk: Disk) -> list[Path]:
     """Return the checkpoint directories, newest first: a later lineage is newer than a higher step of a dead one."""
-    found = []
+    keyed_paths = []
     for name in disk.names(directory):
         match = _CHECKPOINT_NAME.fullmatch(name)
         if match:
-            found.append((int(match[2]), int(match[1]), directory / name))
-    return [path for _, _, path in sorted(found, reverse=True)]
+            keyed_paths.append((int(match[2]), int(match[1]), directory / name))
+    return [path for _, _, path in sorted(keyed_paths, reverse=True)]
 
 
 def _manifest(
@@ -215,16 +219,16 @@ def _manifest(
     return json.dumps(content, indent=1).encode()
 
 
-def _verified(directory: Path, disk: Disk) -> Manifest:
+def _verify(directory: Path, disk: Disk) -> Manifest:
     """Return the manifest of a checkpoint after checking every file's digest; raises StorageError if one does not
     match."""
     manifest, digests = _read(directory, disk)
     for name, digest in digests.items():
         try:
-            found = disk.digest(directory / name)
+            actual_digest = disk.digest(directory / name)
         except OSError as error:
             raise StorageError(f"checkpoint {directory}: {name!r} cannot be read ({error.strerror})") from error
-        if found != digest:
+        if actual_digest != digest:
             raise StorageError(f"checkpoint {directory}: {name!r} is not the file that was saved: its digest differs")
     return manifest
 
@@ -261,7 +265,7 @@ def _read(directory: Path, disk: Disk) -> tuple[Manifest, Mapping[str, str]]:
             for policy, (lineage, step) in content["versions"].items()
         }
         role_means = _role_means(content["role_means"])
-        measured = decode_best_running_mean(content["measured"])
+        running_mean = decode_best_running_mean(content["measured"])
         opponents = {
             name: tuple(PolicyVersion(str(policy), int(lineage), int(step)) for policy, lineage, step in pool)
             for name, pool in content["opponents"].items()
@@ -274,7 +278,7 @@ def _read(directory: Path, disk: Disk) -> tuple[Manifest, Mapping[str, str]]:
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise StorageError(f"checkpoint {directory}: its manifest is invalid ({error})") from error
     manifest = Manifest(
-        directory=directory, versions=versions, role_means=role_means, measured=measured, opponents=opponents
+        directory=directory, versions=versions, role_means=role_means, measured=running_mean, opponents=opponents
     )
     return manifest, {name: digest for name, (_, digest) in files.items()}
 
@@ -357,12 +361,12 @@ class JournalRetention:
         self._size = size
         self._warn = warn
         self._disk = disk
-        self._pruning: asyncio.Task[None] | None = None
+        self._prune_task: asyncio.Task[None] | None = None
         self._is_due = self._is_ending = False
         self._steps = 0
         self._sizes: deque[tuple[int, int]] = deque(maxlen=16)
         """Measured sizes as (steps taken, bytes): after each pruning, or after each step if nothing is pruned."""
-        self._warned: set[str] = set()
+        self._warnings_given: set[str] = set()
 
     def start_pruning(self, fail: Callable[[BaseException], None]) -> None:
         """Prune data that the newest checkpoint makes obsolete; if a pruning is running, prune once more after it.
@@ -373,16 +377,18 @@ class JournalRetention:
         if self._checkpoints is None or self._keep == "all":
             return
         self._is_due = True
-        if self._pruning is None or self._pruning.done():
-            self._pruning = asyncio.get_running_loop().create_task(self._prune(self._keep, fail), name="prune")
+        if self._prune_task is None or self._prune_task.done():
+            self._prune_task = asyncio.get_running_loop().create_task(self._prune(self._keep, fail), name="prune")
 
     async def _prune(self, keep: int, fail: Callable[[BaseException], None]) -> None:
         assert self._checkpoints is not None
         try:
             while self._is_due and not self._is_ending:
                 self._is_due = False
-                sealed = await self._disk.run_in_thread(self._checkpoints.sealed)
-                await self._store.prune(PruneRule(keep=keep, sealed=sealed), should_stop=lambda: self._is_ending)
+                sealed_versions = await self._disk.run_in_thread(self._checkpoints.sealed)
+                await self._store.prune(
+                    PruneRule(keep=keep, sealed=sealed_versions), should_stop=lambda: self._is_ending
+                )
                 if self._budget:
                     self._sizes.append((self._steps, await self._disk.run_in_thread(self._size)))
         except OSError as error:
@@ -396,8 +402,8 @@ class JournalRetention:
 
     async def wait(self) -> None:
         """Wait for the running pruning to end."""
-        if self._pruning is not None:
-            await asyncio.wait({self._pruning})
+        if self._prune_task is not None:
+            await asyncio.wait({self._prune_task})
 
     async def close(self) -> None:
         """Stop pruning; the rest is left to the next run. Idempotent."""
@@ -413,26 +419,26 @@ class JournalRetention:
         self._steps += 1
         if not self._budget:
             return False
-        used = await self._disk.run_in_thread(self._size)
+        used_bytes = await self._disk.run_in_thread(self._size)
         if self._keep == "all":
-            self._sizes.append((self._steps, used))
-        self._forecast(used, steps_left)
-        return used > self._budget
+            self._sizes.append((self._steps, used_bytes))
+        self._forecast(used_bytes, steps_left)
+        return used_bytes > self._budget
 
-    def _forecast(self, used: int, steps_left: int) -> None:
-        usage = f"journal and step columns take {_mib(used)} of journal.budget_mib = {self._budget // MIB}"
+    def _forecast(self, used_bytes: int, steps_left: int) -> None:
+        usage = f"journal and step columns take {_mib(used_bytes)} of journal.budget_mib = {self._budget // MIB}"
         advice = "raise it, or prune more with journal.keep (docs/operations.md, Disk)"
-        if used > 0.9 * self._budget and "full" not in self._warned:
-            self._warned |= {"full", "growth"}
+        if used_bytes > 0.9 * self._budget and "full" not in self._warnings_given:
+            self._warnings_given |= {"full", "growth"}
             self._warn(f"{usage}; {advice}")
         # a forecast of growth needs three sizes
-        if len(self._sizes) < 3 or "growth" in self._warned:
+        if len(self._sizes) < 3 or "growth" in self._warnings_given:
             return
         (first, before), (last, now) = self._sizes[0], self._sizes[-1]
         growth = (now - before) / max(last - first, 1)
-        if growth > 0 and (self._budget - used) / growth < steps_left:
-            self._warned.add("growth")
-            steps = max(int((self._budget - used) / growth), 0)
+        if growth > 0 and (self._budget - used_bytes) / growth < steps_left:
+            self._warnings_given.add("growth")
+            steps = max(int((self._budget - used_bytes) / growth), 0)
             self._warn(
                 f"{usage}, and each step adds {_mib(growth)}: the budget will be used up in about "
                 f"{plural(steps, 'step')}, and the run has {steps_left} left; {advice}"
@@ -445,10 +451,11 @@ class JournalRetention:
             StorageError: `journal.keep` allows no more pruning.
         """
         await self.wait()
-        used = await self._disk.run_in_thread(self._size)
-        if used > self._budget:
+        used_bytes = await self._disk.run_in_thread(self._size)
+        if used_bytes > self._budget:
             raise StorageError(
-                f"journal and step columns take {_mib(used)}, more than journal.budget_mib = {self._budget // MIB}, "
+                f"journal and step columns take {_mib(used_bytes)}, more than journal.budget_mib = "
+                f"{self._budget // MIB}, "
                 f"and journal.keep = {self._keep} prunes no more of them. A checkpoint was written, so nothing is "
                 "lost: raise the budget or lower journal.keep, then start again with --resume"
             )

@@ -40,7 +40,7 @@ from agentrl.journal.port import JournalStore
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.group_scores import GroupScoring, RecordEnd
 from agentrl.orchestrator.score_limits import ScoreLimits
-from agentrl.orchestrator.tasks import MEMORY_SIZE, ProposalNoveltyTracker, Seen
+from agentrl.orchestrator.tasks import MEMORY_SIZE, ProposalNoveltyTracker, VisibleRange
 from agentrl.orchestrator.trees import TreeLeases, unfinished_tree_members
 from agentrl.rollout.episode_context import MAX_CHILD_DEPTH
 
@@ -100,7 +100,7 @@ class AdmissionPolicy(Protocol):
         """Return the spec with which an episode of a previous attempt can continue now; None if it must wait."""
         ...
 
-    def seen(self) -> Seen | None:
+    def seen(self) -> VisibleRange | None:
         """Return the proposals that an episode sees; None: all that were made. Constant within a run."""
         ...
 
@@ -128,7 +128,7 @@ class UnrestrictedAdmission:
         """Return the spec unchanged."""
         return spec
 
-    def seen(self) -> Seen | None:
+    def seen(self) -> VisibleRange | None:
         """Return None: every proposal is visible."""
         return None
 
@@ -212,7 +212,7 @@ class Dispatcher:
     def govern(self, admission: AdmissionPolicy) -> None:
         """Set the `AdmissionPolicy`; must be called before the first episode starts."""
         self.admission = admission
-        self.memory = ProposalNoveltyTracker(MEMORY_SIZE, group_size=self.group_size, seen=admission.seen())
+        self.memory = ProposalNoveltyTracker(MEMORY_SIZE, group_size=self.group_size, visible_range=admission.seen())
 
     @property
     def next_group(self) -> int:

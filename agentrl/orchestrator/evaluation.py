@@ -62,7 +62,7 @@ class Evaluator:
         return sum(len(split.tasks) for split in self.held_out)
 
     async def in_background(
-        self, policy: str, policies: Iterable[str], training: Collection[str], stopping: Callable[[], bool]
+        self, policy: str, policies: Iterable[str], training: Collection[str], should_stop: Callable[[], bool]
     ) -> None:
         """Pin a policy's version, and evaluate all policies once each policy in training has a pinned version.
 
@@ -82,14 +82,14 @@ class Evaluator:
         for name in policies:
             if name == policy or name not in held:
                 await self.versions.pin(_HOLDER, self.versions.current[name])
-        pinned = {version.policy: version for version in self.versions.pinned_by(_HOLDER)}
-        await self.now(pinned, stopping, pinned=True)
-        if not stopping():  # otherwise episodes may still sample from these versions while the run ends
-            self.versions.unpin(_HOLDER, *pinned.values())
+        pinned_versions = {version.policy: version for version in self.versions.pinned_by(_HOLDER)}
+        await self.now(pinned_versions, should_stop, pinned=True)
+        if not should_stop():  # otherwise episodes may still sample from these versions while the run ends
+            self.versions.unpin(_HOLDER, *pinned_versions.values())
             self._busy = False
 
     async def now(
-        self, versions: Mapping[str, PolicyVersion], stopping: Callable[[], bool], *, pinned: bool = False
+        self, versions: Mapping[str, PolicyVersion], should_stop: Callable[[], bool], *, pinned: bool = False
     ) -> None:
         """Evaluate the current versions and wait for the result or a stop. If every episode was dropped, there is no
         result: a line says why."""
@@ -99,7 +99,7 @@ class Evaluator:
         running = loop.create_task(self.dispatcher.evaluate(tasks, versions if pinned else {}), name="evaluate")
         running.add_done_callback(lambda _: self.changed.notify())
         try:
-            await self.changed.wait_for(lambda: running.done() or stopping())
+            await self.changed.wait_for(lambda: running.done() or should_stop())
             if not running.done():
                 return
             headers = running.result()
@@ -138,7 +138,7 @@ def evaluation_metrics(
     policy: str | None,
     attempts: int = 1,
     held_out: Sequence[HeldOutSplit] = (),
-    recorded: Mapping[str, Mapping[str, float]] | None = None,
+    metrics_by_episode: Mapping[str, Mapping[str, float]] | None = None,
 ) -> dict[str, float]:
     """Compute the metrics of an evaluation for one policy: its rewards, and statistics of the whole evaluation.
 
@@ -148,29 +148,31 @@ def evaluation_metrics(
             and seat.
         attempts: number of root episodes per task.
         held_out: the splits; if there are several, each also has its own metrics.
-        recorded: values of `ctx.metric` by episode id, of this policy's agents.
+        metrics_by_episode: values of `ctx.metric` by episode id, of this policy's agents.
 
     Raises:
         CheckFailedError: no episode was committed.
     """
-    metrics = _rewards(headers, policy, attempts) | _environment_metrics(_by_task(headers, attempts), recorded or {})
+    metrics = _rewards(headers, policy, attempts) | _environment_metrics(
+        _by_task(headers, attempts), metrics_by_episode or {}
+    )
     if len(held_out) > 1:
         by_task, first = _by_task(headers, attempts), 0
         for split in held_out:
             split_results = by_task[first : first + len(split.tasks)]
             first += len(split.tasks)
             for name, value in _estimates(split_results, policy).items():
-                group, _, rest = name.partition("/")
-                what, _, word = rest.partition("/")
-                metrics["/".join(filter(None, (f"{group}/split_{what}", split.name, word)))] = value
+                group, _, name_in_group = name.partition("/")
+                metric_kind, _, word = name_in_group.partition("/")
+                metrics["/".join(filter(None, (f"{group}/split_{metric_kind}", split.name, word)))] = value
     if policy is not None:
         return metrics | _course(headers)
     policies = sorted({trajectory.policy for header in headers for trajectory in header.trajectories})
     for name in policies:
-        whose = f"/{name}" if len(policies) > 1 else ""
+        policy_part = f"/{name}" if len(policies) > 1 else ""
         for metric, value in _rewards(headers, name, attempts).items():
             if not metric.startswith(("evaluation/reward_error", "evaluation/pass_at")):
-                metrics.setdefault(metric.replace("reward", f"reward{whose}", 1), value)
+                metrics.setdefault(metric.replace("reward", f"reward{policy_part}", 1), value)
     return metrics | _course(headers)
 
 
@@ -187,14 +189,14 @@ def _by_task(headers: Sequence[EpisodeHeader], attempts: int) -> list[_TaskResul
     """Group the headers by task, in the order of the tasks."""
     first = min((ids.root_episode_number(header.episode_id) for header in headers), default=0)
     count = sum(header.parent_id is None for header in headers)
-    found = [_TaskResult([], []) for _ in range(0, count, attempts)]
+    results = [_TaskResult([], []) for _ in range(0, count, attempts)]
     for header in headers:
         if header.committed:
-            roots, episodes = found[(ids.root_episode_number(header.episode_id) - first) // attempts]
+            roots, episodes = results[(ids.root_episode_number(header.episode_id) - first) // attempts]
             episodes.append(header)
             if header.parent_id is None:
                 roots.append(header)
-    return found
+    return results
 
 
 def _reward_of(header: EpisodeHeader, policy: str | None) -> float | None:
@@ -205,7 +207,11 @@ def _reward_of(header: EpisodeHeader, policy: str | None) -> float | None:
 
 def _is_solved(header: EpisodeHeader, policy: str | None) -> bool:
     """Whether each rewarded agent of a policy, or of all policies, has a reward of 1 or more."""
-    rewards = [each.reward for each in header.trajectories if policy in (None, each.policy) and each.reward is not None]
+    rewards = [
+        trajectory.reward
+        for trajectory in header.trajectories
+        if policy in (None, trajectory.policy) and trajectory.reward is not None
+    ]
     return bool(rewards) and min(rewards) >= 1.0
 
 
@@ -231,32 +237,34 @@ def _estimates(tasks: Sequence[_TaskResult], policy: str | None) -> dict[str, fl
     if not means:
         return {}
     metrics = {"evaluation/reward": _mean(means), "evaluation/reward_error": confidence_half_width(means)}
-    attempted = [
+    outcomes_by_task = [
         [_is_solved(header, policy) for header in task.roots if _reward_of(header, policy) is not None]
         for task in tasks
     ]
-    most = max(map(len, attempted))
-    for k in (1 << power for power in range(most.bit_length())):
-        passed = [
+    max_attempts = max(map(len, outcomes_by_task))
+    for k in (1 << power for power in range(max_attempts.bit_length())):
+        pass_rates = [
             1 - math.comb(len(outcomes) - sum(outcomes), k) / math.comb(len(outcomes), k)
-            for outcomes in attempted
+            for outcomes in outcomes_by_task
             if len(outcomes) >= k
         ]
         metrics |= {
-            f"evaluation/pass_at/{k}": _mean(passed),
-            f"evaluation/pass_at_error/{k}": confidence_half_width(passed),
+            f"evaluation/pass_at/{k}": _mean(pass_rates),
+            f"evaluation/pass_at_error/{k}": confidence_half_width(pass_rates),
         }
     return metrics
 
 
-def _environment_metrics(tasks: Sequence[_TaskResult], recorded: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+def _environment_metrics(
+    tasks: Sequence[_TaskResult], metrics_by_episode: Mapping[str, Mapping[str, float]]
+) -> dict[str, float]:
     """Estimate the environment's own metrics, each over the episodes that set it, with half the widths of their 95 %
     intervals over tasks."""
     by_name: dict[str, list[float]] = {}
     for task in tasks:
         values: dict[str, list[float]] = {}
         for header in task.episodes:
-            for name, value in recorded.get(header.episode_id, {}).items():
+            for name, value in metrics_by_episode.get(header.episode_id, {}).items():
                 values.setdefault(name, []).append(value)
         for name, of_task in values.items():
             if find_registered_metric(name) is None:
@@ -274,16 +282,16 @@ def _rewards(headers: Sequence[EpisodeHeader], policy: str | None, attempts: int
     metrics = _estimates(_by_task(headers, attempts), policy)
     if policy is None or not metrics:
         return metrics
-    played = [[t for t in header.trajectories if t.policy == policy] for header in headers]
+    trajectories_by_episode = [[t for t in header.trajectories if t.policy == policy] for header in headers]
     by_seat: dict[str, list[float]] = {}
-    for trajectory in itertools.chain.from_iterable(played):
+    for trajectory in itertools.chain.from_iterable(trajectories_by_episode):
         by_seat.setdefault(trajectory.seat, []).append(trajectory.reward or 0.0)
     seats = {f"evaluation/reward/{seat}": _mean(by_seat[seat]) for seat in sorted(by_seat)}
-    named = mean_named_rewards(list(itertools.chain.from_iterable(played)))
-    parts = {f"evaluation/named_reward/{name}": value for name, value in named.items()}
+    named_means = mean_named_rewards(list(itertools.chain.from_iterable(trajectories_by_episode)))
+    parts = {f"evaluation/named_reward/{name}": value for name, value in named_means.items()}
     spread = {
         "evaluation/reward_deviation": statistics.pstdev(
-            sum(t.reward or 0.0 for t in trajectories) for trajectories in played if trajectories
+            sum(t.reward or 0.0 for t in trajectories) for trajectories in trajectories_by_episode if trajectories
         )
     }
     return metrics | (seats if len(seats) > 1 else {}) | parts | spread
@@ -291,18 +299,18 @@ def _rewards(headers: Sequence[EpisodeHeader], policy: str | None, attempts: int
 
 def _course(headers: Sequence[EpisodeHeader]) -> dict[str, float]:
     """Compute turns, tokens and counts of an evaluation; a dropped child counts as dropped too."""
-    committed = [header for header in headers if header.parent_id is None and header.committed]
-    dropped = [header for header in headers if not header.committed]
-    if not committed:
+    main_headers = [header for header in headers if header.parent_id is None and header.committed]
+    dropped_headers = [header for header in headers if not header.committed]
+    if not main_headers:
         raise CheckFailedError(
-            f"evaluation: no episode of {len(dropped)} was committed, {dropped[0].episode_id} because of "
-            f"{dropped[0].drop_reason}; `agentrl episode show` has the details"
+            f"evaluation: no episode of {len(dropped_headers)} was committed, {dropped_headers[0].episode_id} "
+            f"because of {dropped_headers[0].drop_reason}; `agentrl episode show` has the details"
         )
     return {
-        "evaluation/turns": _mean([float(header.turns) for header in committed]),
-        "evaluation/tokens": _mean([float(header.tokens) for header in committed]),
-        "evaluation/episodes": float(len(committed)),
-        "evaluation/dropped": float(len(dropped)),
+        "evaluation/turns": _mean([float(header.turns) for header in main_headers]),
+        "evaluation/tokens": _mean([float(header.tokens) for header in main_headers]),
+        "evaluation/episodes": float(len(main_headers)),
+        "evaluation/dropped": float(len(dropped_headers)),
     }
 
 

@@ -119,12 +119,12 @@ class Orchestrator:
     _stopping: bool = False
     _check_failure: CheckFailedError | None = None
     """Failed check that ends the run."""
-    _checkpointed: Mapping[str, int] = field(default_factory=dict)
-    _skipped: Counter[str] = field(default_factory=Counter)
+    _checkpoint_steps: Mapping[str, int] = field(default_factory=dict)
+    _num_skipped: Counter[str] = field(default_factory=Counter)
     _untrainable: Counter[str] = field(default_factory=Counter)
     _metrics: StepMetrics = field(init=False)
     _phase: str = "starting"
-    _stepping: dict[str, int] = field(default_factory=dict)
+    _open_steps: dict[str, int] = field(default_factory=dict)
     """Number of the step in progress, by policy."""
 
     def __post_init__(self) -> None:
@@ -173,10 +173,10 @@ class Orchestrator:
     def status(self) -> RunSnapshot:
         """Return the state of the run between steps: counts, and what each part waits for. Cheap: read every second."""
         ledger = self.buffer.ledger
-        evaluated, total = self.dispatcher.evaluated()
+        num_evaluated, total = self.dispatcher.evaluated()
         return RunSnapshot(
             phase=self._phase,
-            progress=(evaluated, total) if evaluated < total else None,
+            progress=(num_evaluated, total) if num_evaluated < total else None,
             waits=self._waits() if self._phase == "training" else (),
             in_flight=ledger.in_flight,
             ready=ledger.ready,
@@ -188,13 +188,13 @@ class Orchestrator:
     def _waits(self) -> tuple[str, ...]:
         waits = []
         for policy, size in self.plan.step_size.items():
-            whose = "trainer" if len(self.plan.step_size) == 1 else f"trainer of {policy}"
-            if policy in self._stepping:
-                waits.append(f"{whose} works on step {self._stepping[policy]}")
+            owner = "trainer" if len(self.plan.step_size) == 1 else f"trainer of {policy}"
+            if policy in self._open_steps:
+                waits.append(f"{owner} works on step {self._open_steps[policy]}")
             elif policy in self.scheduler.phases.frozen():
-                waits.append(f"{whose} waits for its phase")
+                waits.append(f"{owner} waits for its phase")
             elif not self.scheduler.phases.is_over(policy):
-                waits.append(f"{whose} waits for episodes: {self.buffer.ready(policy)} of {size} units are ready")
+                waits.append(f"{owner} waits for episodes: {self.buffer.ready(policy)} of {size} units are ready")
         reason = self.scheduler.why_not(self.demand())
         waits.append("admission is open" if reason is None else f"admission waits for {reason}")
         return tuple(waits)
@@ -282,35 +282,37 @@ class Orchestrator:
                     await self.journal_retention.check_pruned()
             evaluates = self.evaluator.tasks and plan.evaluate_every and step % plan.evaluate_every == 0
             if evaluates and not phases.is_over(policy) and not self._finished():
-                paused = phases.frozen()
-                training = {name for name in self.board.trainable if not phases.is_over(name) and name not in paused}
+                frozen_policies = phases.frozen()
+                training = {
+                    name for name in self.board.trainable if not phases.is_over(name) and name not in frozen_policies
+                }
                 evaluation = self.evaluator.in_background(policy, self.board.trainable, training, self._is_stopping)
                 loops.create_task(evaluation, name=f"evaluate {self.board.current(policy)}")
         self.changed.notify()
 
     async def _step(self, policy: str) -> bool:
         """Take one optimizer step and serve its version; returns False if the step was skipped."""
-        taken = self._credited(policy, self.scheduler.pop_units(policy))
+        ready_units = self._assign_credit(policy, self.scheduler.pop_units(policy))
         self.scheduler.stepping.add(policy)
         try:
             async with self._trainer_free:
-                return await self._step_with(policy, taken)
+                return await self._step_with(policy, ready_units)
         finally:
             self.scheduler.stepping.discard(policy)
             self.changed.notify()
 
-    def _credited(self, policy: str, taken: Sequence[ReadyUnit]) -> Sequence[ReadyUnit]:
+    def _assign_credit(self, policy: str, ready_units: Sequence[ReadyUnit]) -> Sequence[ReadyUnit]:
         """Return the units of a step, with advantages of an estimator over the step if the run uses one."""
         if self.roles is not None:
-            samples = [(ready.environment, ready.unit, ready.trajectories) for ready in taken]
+            samples = [(ready.environment, ready.unit, ready.trajectories) for ready in ready_units]
             units = self.roles.credited(policy, self.board.step(policy) + 1, samples)
         elif self.step_advantages is not None:
-            units = self.step_advantages.credited(policy, [(ready.environment, ready.unit) for ready in taken])
+            units = self.step_advantages.credited(policy, [(ready.environment, ready.unit) for ready in ready_units])
         else:
-            return taken
-        return [ready._replace(unit=unit) for ready, unit in zip(taken, units, strict=True)]
+            return ready_units
+        return [ready._replace(unit=unit) for ready, unit in zip(ready_units, units, strict=True)]
 
-    async def _step_with(self, policy: str, taken: Sequence[ReadyUnit]) -> bool:
+    async def _step_with(self, policy: str, ready_units: Sequence[ReadyUnit]) -> bool:
         """Take the step while holding the trainer until its version is current, so that no checkpoint falls between.
 
         The way of a version, in this order (docs/follow_one_update.md follows it through the files):
@@ -326,45 +328,45 @@ class Orchestrator:
         batch = TrainBatch(
             step_id=version.step,
             policy=policy,
-            units=tuple(ready.unit for ready in taken),
-            normalizer=self._normalizer(policy, taken),
+            units=tuple(ready.unit for ready in ready_units),
+            normalizer=self._normalizer(policy, ready_units),
         )
-        waited = self._metrics.before_step(policy)
-        self._stepping[policy] = batch.step_id
+        waited_s = self._metrics.before_step(policy)
+        self._open_steps[policy] = batch.step_id
         try:
             report = await self._train_on(batch)
         except NonFiniteError as error:
-            self._skip(policy, taken, error)
+            self._skip(policy, ready_units, error)
             return False
         except UntrainableUnitsError as error:
-            self._drop_untrainable(policy, taken, error)
+            self._drop_untrainable(policy, ready_units, error)
             return False
         finally:
-            del self._stepping[policy]
-        self._skipped[policy] = self._untrainable[policy] = 0
+            del self._open_steps[policy]
+        self._num_skipped[policy] = self._untrainable[policy] = 0
         step = StepRow(report=report, version=version, batch=batch)
         weights = await publish(self.trainer, self.store, version, self.board.current(policy), step)
         if self.roles is not None:
             self.roles.commit_step(policy)
         await self.versions.make_current(weights)
         # Consume only now: it frees capacity for episodes, which should begin with the new version.
-        self.buffer.consume(taken)
-        metrics = self._metrics.of_step(report, taken, waited)
+        self.buffer.consume(ready_units)
+        metrics = self._metrics.of_step(report, ready_units, waited_s)
         metrics |= {"run/lineage": float(version.lineage), "run/code_changes": float(self.code_changes)}
         self.board.advance(version)
         self.store.record(MetricRow(policy, version.step, metrics))
         self.best.record_metrics(policy, metrics, self._versions())
         self.observer.on_step(policy, version.step, metrics)
         await self.opponents.add_version(weights)
-        await self.retention.prune(weights, self._needed())
+        await self.retention.prune(weights, self._needed_versions())
         return True
 
-    def _normalizer(self, policy: str, taken: Sequence[ReadyUnit]) -> float:
+    def _normalizer(self, policy: str, ready_units: Sequence[ReadyUnit]) -> float:
         """Return the divisor of the step's loss, in tokens; the trainer computes that of a mean over sequences."""
         if self.plan.tokens_per_unit:
             return float(self.plan.step_size[policy] * self.plan.tokens_per_unit)
-        sampled = sum(trajectory.tokens for ready in taken for trajectory in ready.trajectories)
-        return float(max(1, sampled))
+        num_sampled = sum(trajectory.tokens for ready in ready_units for trajectory in ready.trajectories)
+        return float(max(1, num_sampled))
 
     async def _watch(self) -> None:
         """End the run with a reason when nothing runs, nothing can start, and a policy still waits; or when a policy's
@@ -394,33 +396,34 @@ class Orchestrator:
 
     def _unrewarded_policy(self) -> str | None:
         """Return a policy whose units, two steps' worth at least, were all dropped because a seat had no reward."""
-        unrewarded = self.buffer.unrewarded.items()
-        return next((name for name, seats in unrewarded if seats.total() >= 2 * self.plan.step_size[name]), None)
+        seats_by_policy = self.buffer.unrewarded.items()
+        return next((name for name, seats in seats_by_policy if seats.total() >= 2 * self.plan.step_size[name]), None)
 
-    def _skip(self, policy: str, taken: Sequence[ReadyUnit], error: NonFiniteError) -> None:
+    def _skip(self, policy: str, ready_units: Sequence[ReadyUnit], error: NonFiniteError) -> None:
         """Drop the units of a step whose gradient is not finite; `SKIPPED_IN_A_ROW` such steps end the run."""
-        for drop in self.buffer.drop(taken, "nonfinite_gradient"):
+        for drop in self.buffer.drop(ready_units, "nonfinite_gradient"):
             self.store.record(drop)
-        self._skipped[policy] += 1
+        self._num_skipped[policy] += 1
         message = (
-            f"{error}. Skipped steps of the policy in a row: {self._skipped[policy]}; {SKIPPED_IN_A_ROW} end the run"
+            f"{error}. Skipped steps of the policy in a row: {self._num_skipped[policy]}; "
+            f"{SKIPPED_IN_A_ROW} end the run"
         )
-        if self._skipped[policy] == SKIPPED_IN_A_ROW:
+        if self._num_skipped[policy] == SKIPPED_IN_A_ROW:
             raise NonFiniteError(message) from error
         self.tell(message)
 
-    def _drop_untrainable(self, policy: str, taken: Sequence[ReadyUnit], error: UntrainableUnitsError) -> None:
+    def _drop_untrainable(self, policy: str, ready_units: Sequence[ReadyUnit], error: UntrainableUnitsError) -> None:
         """Drop the units of a step whose rows cannot be trained; put the others back."""
         why = {(episode, attempt): why for episode, attempt, why in error.units}
-        lost = [ready for ready in taken if (ready.unit.episode_id, ready.unit.attempt) in why]
-        rest = [ready for ready in taken if (ready.unit.episode_id, ready.unit.attempt) not in why]
+        lost = [ready for ready in ready_units if (ready.unit.episode_id, ready.unit.attempt) in why]
+        other_units = [ready for ready in ready_units if (ready.unit.episode_id, ready.unit.attempt) not in why]
         self._untrainable[policy] += len(lost)
         # this many in a row, with no step in between, end the run
         if not lost or self._untrainable[policy] > 4096:
             raise error
         for drop in self.buffer.drop(lost, "untrainable"):
             self.store.record(drop)
-        self.buffer.put_back(policy, rest)
+        self.buffer.put_back(policy, other_units)
         first = lost[0].unit
         self.tell(
             f"{plural(len(lost), 'unit')} of {policy} dropped as `untrainable`, and the run continues; the first is of "
@@ -438,7 +441,7 @@ class Orchestrator:
         async with self._trainer_free:
             versions = self._versions()
             steps = {policy: version.step for policy, version in versions.items()}
-            if steps == self._checkpointed:
+            if steps == self._checkpoint_steps:
                 return
             self.buffer.ledger.check()
             await self.store.flush()
@@ -452,7 +455,7 @@ class Orchestrator:
             )
             self.best.record_checkpoint()
             self.opponents.record_checkpoint()
-            self._checkpointed = steps
+            self._checkpoint_steps = steps
         self.journal_retention.start_pruning(self.fail)
 
     # --- ending -----------------------------------------------------------------------------------------------------
@@ -460,7 +463,7 @@ class Orchestrator:
     def _versions(self) -> dict[str, PolicyVersion]:
         return {policy: self.board.current(policy) for policy in self.board.trainable}
 
-    def _needed(self) -> set[PolicyVersion]:
+    def _needed_versions(self) -> set[PolicyVersion]:
         """Return the older versions whose files must stay for now."""
         return {*self.versions.pinned(), *self.opponents.needed(), *self.best.needed()}
 

@@ -21,7 +21,7 @@ from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.dispatch import ChildUnitReservations, Dispatcher
 from agentrl.orchestrator.metrics import NO_SIGNAL, TOO_FEW_MEMBERS
 from agentrl.orchestrator.opponents import OpponentPools
-from agentrl.orchestrator.tasks import Seen
+from agentrl.orchestrator.tasks import VisibleRange
 from agentrl.orchestrator.versions import PolicyBoard
 
 
@@ -242,7 +242,7 @@ class Scheduler:
     def resumable(self, spec: EpisodeSpec) -> EpisodeSpec | None:
         return self._opponents.resumable(spec)
 
-    def seen(self) -> Seen | None:
+    def seen(self) -> VisibleRange | None:
         return None
 
     def learning(self) -> Collection[str]:
@@ -476,7 +476,7 @@ class SynchronousBatchScheduler(Scheduler):
     def _pinned_step(self, policy: str, batch: int) -> int:
         return max(batch - self._bounds[policy].max_staleness, 0)
 
-    def seen(self) -> Seen:
+    def seen(self) -> VisibleRange:
         """Return the proposals that an episode sees: those of the batches that had ended when its own batch began."""
         return self._seen
 

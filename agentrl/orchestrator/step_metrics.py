@@ -35,7 +35,7 @@ class StepMetrics:
         self._clock = clock
         self._max_lag = max_lag
         self._members = trained_root_environments(dispatcher.environment)
-        self._started = 0.0
+        self._start_s = 0.0
         self._last: dict[str, tuple[float, float]] = {}
         self._idle_since: dict[str, float] = {}
         self._counts: dict[str, EpisodeTotals] = {}
@@ -43,17 +43,17 @@ class StepMetrics:
 
     def start(self) -> None:
         """Start the clocks: training begins now."""
-        self._started = self._clock.monotonic()
+        self._start_s = self._clock.monotonic()
         busy = self._engine.busy_seconds()
-        self._last = dict.fromkeys(self._board.trainable, (self._started, busy))
-        self._idle_since = dict.fromkeys(self._board.trainable, self._started)
+        self._last = dict.fromkeys(self._board.trainable, (self._start_s, busy))
+        self._idle_since = dict.fromkeys(self._board.trainable, self._start_s)
         self._counts = {policy: self._buffer.counts.copy() for policy in self._board.trainable}
 
     def before_step(self, policy: str) -> float:
         """Return how many seconds the policy's trainer has waited for units."""
         return self._clock.monotonic() - self._idle_since[policy]
 
-    def of_step(self, report: StepReport, taken: Sequence[ReadyUnit], waited: float) -> dict[str, float]:
+    def of_step(self, report: StepReport, ready_units: Sequence[ReadyUnit], waited_s: float) -> dict[str, float]:
         """Compute the metrics of a step that was just taken, before its version becomes current."""
         policy = report.policy
         now = self._clock.monotonic()
@@ -62,22 +62,22 @@ class StepMetrics:
         self._last[policy] = (now, busy)
         self._idle_since[policy] = now
         wall = max(now - since, 1e-9)
-        trajectories = [trajectory for ready in taken for trajectory in ready.trajectories]
+        trajectories = [trajectory for ready in ready_units for trajectory in ready.trajectories]
         lags = [float(self._board.staleness(PolicyVersion(policy, t.lineage, t.oldest_step))) for t in trajectories]
         limit, lineage = self._max_lag[policy], self._board.current(policy).lineage
-        rewards = [sum(t.reward or 0.0 for t in ready.trajectories) for ready in taken]
-        ended = self._buffer.counts.since(self._counts[policy])
+        rewards = [sum(t.reward or 0.0 for t in ready.trajectories) for ready in ready_units]
+        new_counts = self._buffer.counts.since(self._counts[policy])
         self._counts[policy] = self._buffer.counts.copy()
         ledger = self._buffer.ledger
         metrics = {
-            "step/units": float(len(taken)),
+            "step/units": float(len(ready_units)),
             "step/tokens": float(report.tokens),
             "step/seconds": wall,
-            "step/waited_s": waited,
-            "run/seconds": now - self._started,
+            "step/waited_s": waited_s,
+            "run/seconds": now - self._start_s,
             "engine/busy_share": (busy - busy_before) / wall,
             "trainer/busy_share": report.seconds / wall,
-            "episodes/per_s": ended.of("episodes") / wall,
+            "episodes/per_s": new_counts.of("episodes") / wall,
             "episodes/in_flight": float(ledger.in_flight),
             "episodes/ready": float(ledger.ready),
             "episodes/trained": float(ledger.trained),
@@ -85,20 +85,20 @@ class StepMetrics:
             "loss": report.loss,
             "grad_norm": report.grad_norm,
         }
-        if taken:
+        if ready_units:
             metrics |= {
                 "reward/mean": _mean(rewards),
                 "staleness/mean": _mean(lags),
                 "staleness/max": max(lags),
-                "advantage/zero_share": _mean([float(not ready.has_signal) for ready in taken]),
-                "advantage/alone_share": _mean([float(ready.is_alone) for ready in taken]),
+                "advantage/zero_share": _mean([float(not ready.has_signal) for ready in ready_units]),
+                "advantage/alone_share": _mean([float(ready.is_alone) for ready in ready_units]),
             }
             if limit is not None:  # tokens of previous attempts do not count, because a rollback trains on them again
-                is_own = [trajectory.lineage == lineage for trajectory in trajectories]
+                has_same_lineage = [trajectory.lineage == lineage for trajectory in trajectories]
                 metrics["staleness/exceeded"] = float(
-                    sum(lag > limit for lag, is_current in zip(lags, is_own, strict=True) if is_current)
+                    sum(lag > limit for lag, is_current in zip(lags, has_same_lineage, strict=True) if is_current)
                 )
-        if rate := self._tokens_per_s(policy, now, ended.of("tokens")):
+        if rate := self._tokens_per_s(policy, now, new_counts.of("tokens")):
             metrics["tokens/sampled_per_s"] = rate
         seats = sorted({t.seat for t in trajectories})
         if len(seats) > 1:
@@ -106,25 +106,25 @@ class StepMetrics:
                 metrics[f"reward/{seat}"] = _mean([t.reward or 0.0 for t in trajectories if t.seat == seat])
         if len(self._members) > 1:
             for root in self._members:
-                units = zip(taken, rewards, strict=True)
+                units = zip(ready_units, rewards, strict=True)
                 root_rewards = [reward for ready, reward in units if ready.environment == name_of(root)]
-                metrics[f"mixture/share/{root.__name__}"] = len(root_rewards) / max(len(taken), 1)
+                metrics[f"mixture/share/{root.__name__}"] = len(root_rewards) / max(len(ready_units), 1)
                 if root_rewards:
                     metrics[f"mixture/reward/{root.__name__}"] = _mean(root_rewards)
         metrics |= {f"named_reward/{name}": value for name, value in mean_named_rewards(trajectories).items()}
         metrics |= {f"reward_agreement/{name}": value for name, value in reward_agreement(trajectories).items()}
         metrics.update(report.metrics)
         metrics.update(self._buffer.selection_bias[policy].metrics())
-        for name, value in ended.metrics(policy).items():
+        for name, value in new_counts.metrics(policy).items():
             metrics.setdefault(name, value)
-        if ended.of("proposals") and (entropy := self._dispatcher.memory.structure_entropy()) is not None:
+        if new_counts.of("proposals") and (entropy := self._dispatcher.memory.structure_entropy()) is not None:
             metrics["proposals/structure_entropy"] = entropy
         return metrics
 
     def _tokens_per_s(self, policy: str, now: float, tokens: float) -> float:
         """Return the tokens per second of the episodes that ended since the last step at which any had ended; 0 before
         the first."""
-        since = self._counted_at.get(policy, self._started)
+        since = self._counted_at.get(policy, self._start_s)
         if tokens:
             self._counted_at[policy] = now
         return tokens / max(now - since, 1e-9)

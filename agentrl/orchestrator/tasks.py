@@ -33,7 +33,7 @@ class GroupResult(NamedTuple):
     @staticmethod
     def of(group: int, task: Task, headers: Iterable[EpisodeHeader]) -> GroupResult:
         """Make the result of a group from the headers of its members."""
-        return GroupResult(group, task, tuple(own.reward for own in headers if own.reward is not None))
+        return GroupResult(group, task, tuple(header.reward for header in headers if header.reward is not None))
 
 
 class Curriculum:
@@ -62,21 +62,21 @@ class Curriculum:
         selection: Mapping[str, Any] | None = None,
         visible: Callable[[int], int | None] = lambda group: None,
         results: Callable[[], Iterable[GroupResult]] = tuple,
-        recorded: Sequence[GroupStart] = (),
+        past_starts: Sequence[GroupStart] = (),
         recorded_share: float = 0.0,
     ) -> None:
         if len(source) == 0:
             raise InputError("the environment's task source is empty; check environment.options")
         self._seed = seed
         self._visible = visible
-        self._shuffled = ShuffledTasks(source, seed)
-        self._recorded = recorded
+        self._shuffled_tasks = ShuffledTasks(source, seed)
+        self._past_starts = past_starts
         self._recorded_share = recorded_share
         self.selector: SelectingTaskSource | None = None
         if isinstance(source, MixedTasks):
             self.selector = MixtureCurriculum(source, seed=seed, selection=selection or {})
         else:
-            self.selector = _selector(source, self._shuffled, selection or {})
+            self.selector = _selector(source, self._shuffled_tasks, selection or {})
         self._results = [] if self.selector is None else list(results())
         """Results that `select` has not received yet."""
 
@@ -89,21 +89,21 @@ class Curriculum:
         """Return the start of root group `number`: a recorded turn, or the beginning of its task."""
         rng = random_stream(self._seed, "recorded turn", number)
         if rng.random() < self._recorded_share:
-            return rng.choice(self._recorded)
+            return rng.choice(self._past_starts)
         return GroupStart(self.task(number))
 
     def task(self, number: int) -> Task:
         """Return the task of a root group that begins at the start."""
         try:
             if self.selector is None:
-                return self._shuffled(number)
+                return self._shuffled_tasks(number)
             for result in self._take_visible(number):
                 if result.rewards:
                     self.selector.record_result(result.task, result.rewards)
-            selected = self.selector.select(number, random_stream(self._seed, "select", number))
-            if not isinstance(selected, Task):
-                raise InputError(f"the task source's select returned {type(selected).__name__}; it must be a Task")
-            return selected
+            selected_task = self.selector.select(number, random_stream(self._seed, "select", number))
+            if not isinstance(selected_task, Task):
+                raise InputError(f"the task source's select returned {type(selected_task).__name__}; it must be a Task")
+            return selected_task
         except AgentRLError:
             raise
         except Exception as error:
@@ -113,11 +113,11 @@ class Curriculum:
         """Remove and return the results visible to a group, in the order in which the source receives them."""
         first = self._visible(number)
         if first is None:
-            taken, self._results = self._results, []
-            return taken
-        taken = sorted((each for each in self._results if each.group < first), key=lambda each: each.group)
-        self._results = [each for each in self._results if each.group >= first]
-        return taken
+            results, self._results = self._results, []
+            return results
+        results = sorted((result for result in self._results if result.group < first), key=lambda result: result.group)
+        self._results = [result for result in self._results if result.group >= first]
+        return results
 
 
 class ShuffledTasks:
@@ -154,10 +154,10 @@ class ShuffledTasks:
         return self(number - number % length + rng.randrange(length))
 
 
-def _selector(source: TaskSource, shuffled: ShuffledTasks, selection: Mapping[str, Any]) -> SelectingTaskSource | None:
+def _selector(source: TaskSource, tasks: ShuffledTasks, selection: Mapping[str, Any]) -> SelectingTaskSource | None:
     """Return the selector of one environment's tasks; None if there is none."""
     if selection:
-        return PassRateCurriculum(shuffled, **selection)
+        return PassRateCurriculum(tasks, **selection)
     return source if isinstance(source, SelectingTaskSource) else None
 
 
@@ -176,13 +176,13 @@ class MixtureCurriculum:
         self._seed = seed
         self._names = [member.name for member in tasks.members]
         self._rates = [tasks.rates[name] for name in self._names]
-        self._shuffled: dict[str, ShuffledTasks] = {}
+        self._shuffled_tasks: dict[str, ShuffledTasks] = {}
         self._selectors: dict[str, SelectingTaskSource | None] = {}
         for member in tasks.members:
             if len(member) == 0:
                 raise InputError(f"the task source of {member.name} is empty; check environment.options")
-            shuffled = self._shuffled[member.name] = ShuffledTasks(member, seed, member.name)
-            self._selectors[member.name] = _selector(member, shuffled, selection)
+            shuffled_tasks = self._shuffled_tasks[member.name] = ShuffledTasks(member, seed, member.name)
+            self._selectors[member.name] = _selector(member, shuffled_tasks, selection)
         self._drawn: list[tuple[str, int]] = []
         """Member of each group, and the number of earlier groups with this member."""
         self._count: Counter[str] = Counter()
@@ -196,7 +196,7 @@ class MixtureCurriculum:
             self._count[name] += 1
         name, number = self._drawn[group]
         selector = self._selectors[name]
-        return self._shuffled[name](number) if selector is None else selector.select(number, rng)
+        return self._shuffled_tasks[name](number) if selector is None else selector.select(number, rng)
 
     def record_result(self, task: Task, rewards: Sequence[float]) -> None:
         """Record the rewards of a group for its member."""
@@ -223,25 +223,25 @@ class PassRateCurriculum:
 
     def __init__(
         self,
-        shuffled: ShuffledTasks,
+        tasks: ShuffledTasks,
         low: float = 0.1,
         high: float = 0.9,
         replay: float = 0.5,
         retire_after: int = 2,
     ) -> None:
-        self._shuffled = shuffled
+        self._shuffled_tasks = tasks
         self._low = low
         self._high = high
         self._replay = replay
         self._retire_after = retire_after
         self._in_band: dict[str, tuple[Task, float]] = {}
-        self._solved: Counter[str] = Counter()
+        self._solved_counts: Counter[str] = Counter()
         """Number of groups above `high` in a row, keyed by task."""
 
     def record_result(self, task: Task, rewards: Sequence[float]) -> None:
         """Record the rewards of a group."""
         mean = math.fsum(rewards) / len(rewards)
-        self._solved[task.id] = self._solved[task.id] + 1 if mean > self._high else 0
+        self._solved_counts[task.id] = self._solved_counts[task.id] + 1 if mean > self._high else 0
         self._in_band.pop(task.id, None)
         if self._low <= mean <= self._high and 0 < mean < 1:
             self._in_band[task.id] = task, mean * (1 - mean)
@@ -251,14 +251,14 @@ class PassRateCurriculum:
         if self._in_band and rng.random() < self._replay:
             tasks = list(self._in_band.values())
             return rng.choices([task for task, _ in tasks], [weight for _, weight in tasks])[0]
-        first = self._shuffled(group)
+        first = self._shuffled_tasks(group)
         if not self._is_retired(first):
             return first
-        tried = (self._shuffled.other(group, rng) for _ in range(64))
-        return next((task for task in tried if not self._is_retired(task)), first)
+        candidates = (self._shuffled_tasks.other(group, rng) for _ in range(64))
+        return next((task for task in candidates if not self._is_retired(task)), first)
 
     def _is_retired(self, task: Task) -> bool:
-        return bool(self._retire_after) and self._solved[task.id] >= self._retire_after
+        return bool(self._retire_after) and self._solved_counts[task.id] >= self._retire_after
 
 
 MEMORY_SIZE = 2000
@@ -266,7 +266,7 @@ MEMORY_SIZE = 2000
 NEWEST = 100
 """Number of newest proposals whose structures are compared."""
 
-Seen = Callable[[str], tuple[int, int]]
+VisibleRange = Callable[[str], tuple[int, int]]
 """Maps an episode id to its batch, and to the first batch whose proposals the episode does not see."""
 
 
@@ -287,94 +287,96 @@ class ProposalNoveltyTracker:
     Args:
         size: number of remembered proposals; the oldest are forgotten first.
         group_size: size of root groups.
-        seen: see `Seen`; None: all.
+        visible_range: see `VisibleRange`; None: all.
     """
 
-    def __init__(self, size: int, *, group_size: int, seen: Seen | None = None) -> None:
+    def __init__(self, size: int, *, group_size: int, visible_range: VisibleRange | None = None) -> None:
         self._size = size
         self._group_size = group_size
-        self._seen = seen
-        self._made: list[tuple[tuple[int, ...], Proposal]] = []
-        self._known: set[tuple[str, int, str]] = set()
+        self._visible_range = visible_range
+        self._proposals: list[tuple[tuple[int, ...], Proposal]] = []
+        self._known_attempts: set[tuple[str, int, str]] = set()
         self.next_number = 0
 
     def restore(self, proposals: Iterable[Proposal]) -> None:
         """Take over the proposals of a previous attempt; resumed episodes that repeat their proposals add nothing."""
-        unfinished = set()
+        unfinished_attempts = set()
         for proposal in proposals:
             self._add(proposal)
-            unfinished.add(proposal.made_by)
-        self._known |= unfinished
+            unfinished_attempts.add(proposal.made_by)
+        self._known_attempts |= unfinished_attempts
 
     def recall(self, proposal: Proposal) -> ProposalNovelty:
         """Compare a proposal with the remembered ones, except itself and those of its own root group."""
-        times = same = newest = 0
-        for _, other in self._visible_to(proposal.episode_id):
-            if other.made_by == proposal.made_by or self._are_compared(other.episode_id, proposal.episode_id):
+        times = num_same = newest = 0
+        for _, earlier in self._visible_to(proposal.episode_id):
+            if earlier.made_by == proposal.made_by or self._are_compared(earlier.episode_id, proposal.episode_id):
                 continue
-            if other.environment == proposal.environment:
-                times += other.key == proposal.key
+            if earlier.environment == proposal.environment:
+                times += earlier.key == proposal.key
                 if newest < NEWEST:
                     newest += 1
-                    same += other.structure == proposal.structure
-        return ProposalNovelty(times, same / newest if newest else 0.0)
+                    num_same += earlier.structure == proposal.structure
+        return ProposalNovelty(times, num_same / newest if newest else 0.0)
 
     def remember(self, proposal: Proposal) -> bool:
         """Remember a proposal; returns False if it is already known."""
-        if proposal.made_by in self._known:
+        if proposal.made_by in self._known_attempts:
             return False
         self._add(proposal)
         return True
 
     def forget(self, episode_id: str) -> None:
         """Forget the proposals of an episode that was dropped or restarts."""
-        lost = {proposal.made_by for _, proposal in self._made if proposal.episode_id == episode_id}
+        lost = {proposal.made_by for _, proposal in self._proposals if proposal.episode_id == episode_id}
         if lost:
-            self._made = [made for made in self._made if made[1].made_by not in lost]
-            self._known -= lost
+            self._proposals = [
+                keyed_proposal for keyed_proposal in self._proposals if keyed_proposal[1].made_by not in lost
+            ]
+            self._known_attempts -= lost
 
     def structure_entropy(self) -> float | None:
         """Return the entropy, in nats, of the structures of the newest proposals that have one; None before the
         second.
         """
-        newest = Counter((p.environment, p.structure) for _, p in self._made[-NEWEST:] if p.structure)
+        newest = Counter((p.environment, p.structure) for _, p in self._proposals[-NEWEST:] if p.structure)
         count = newest.total()
         return -sum(n / count * math.log(n / count) for n in newest.values()) if count > 1 else None
 
     def _add(self, proposal: Proposal) -> None:
         self.next_number = max(self.next_number, proposal.number + 1)
-        self._known.add(proposal.made_by)
-        bisect.insort(self._made, (self._sort_key(proposal), proposal))
+        self._known_attempts.add(proposal.made_by)
+        bisect.insort(self._proposals, (self._sort_key(proposal), proposal))
         self._forget()
 
     def _sort_key(self, proposal: Proposal) -> tuple[int, ...]:
-        if self._seen is None:
+        if self._visible_range is None:
             return (proposal.number,)
-        batch, _ = self._seen(proposal.episode_id)
+        batch, _ = self._visible_range(proposal.episode_id)
         episode, call = ids.episode_sort_key(proposal.episode_id), ids.episode_sort_key(proposal.call_id)
         return (batch, *episode, -1, proposal.attempt, *call)
 
-    def _are_compared(self, one: str, other: str) -> bool:
+    def _are_compared(self, first: str, second: str) -> bool:
         """Whether two training episodes belong to one root group."""
-        if one == other or one[0] != other[0]:
+        if first == second or first[0] != second[0]:
             return False
-        return ids.root_episode_number(one) // self._group_size == ids.root_episode_number(other) // self._group_size
+        return ids.root_episode_number(first) // self._group_size == ids.root_episode_number(second) // self._group_size
 
     def _visible_to(self, episode_id: str) -> Iterator[tuple[tuple[int, ...], Proposal]]:
         """Yield the newest `size` proposals that an episode may see, newest first."""
-        end = len(self._made)
-        if self._seen is not None:
-            end = bisect.bisect_left(self._made, self._seen(episode_id)[1], key=lambda made: made[0][0])
-        return reversed(self._made[max(end - self._size, 0) : end])
+        end = len(self._proposals)
+        if self._visible_range is not None:
+            end = bisect.bisect_left(self._proposals, self._visible_range(episode_id)[1], key=lambda keyed: keyed[0][0])
+        return reversed(self._proposals[max(end - self._size, 0) : end])
 
     def _forget(self) -> None:
         """Forget the oldest proposals that no later episode can see: episodes in flight are at most two batches' bounds
         apart."""
-        surplus = len(self._made) - self._size
-        if surplus > 0 and self._seen is not None:
-            batch, unseen = self._seen(self._made[-1][1].episode_id)
+        surplus = len(self._proposals) - self._size
+        if surplus > 0 and self._visible_range is not None:
+            batch, unseen = self._visible_range(self._proposals[-1][1].episode_id)
             oldest_asker_sees = unseen - (batch - unseen)
-            surplus = bisect.bisect_left(self._made, oldest_asker_sees, key=lambda made: made[0][0]) - self._size
-        for _, proposal in self._made[: max(surplus, 0)]:
-            self._known.discard(proposal.made_by)
-        del self._made[: max(surplus, 0)]
+            surplus = bisect.bisect_left(self._proposals, oldest_asker_sees, key=lambda keyed: keyed[0][0]) - self._size
+        for _, proposal in self._proposals[: max(surplus, 0)]:
+            self._known_attempts.discard(proposal.made_by)
+        del self._proposals[: max(surplus, 0)]

@@ -24,22 +24,22 @@ def tree_holder(main_id: str, attempt: int) -> str:
 
 
 def unfinished_tree_members(
-    unfinished: Sequence[EpisodeSpec], ended: Iterable[EpisodeSpec], trained: Collection[str]
+    unfinished_specs: Sequence[EpisodeSpec], ended_specs: Iterable[EpisodeSpec], learners: Collection[str]
 ) -> Iterator[tuple[tuple[str, int], str, PolicyVersion]]:
     """Yield the running members of trees in a journal: main episode with attempt, member, and version.
 
     Args:
-        unfinished: episodes that will continue.
-        ended: committed episodes of groups that are not complete.
-        trained: policies that learn.
+        unfinished_specs: episodes that will continue.
+        ended_specs: committed episodes of groups that are not complete.
+        learners: policies that learn.
     """
-    attempts = {spec.episode_id: spec.attempt for spec in unfinished}
-    for spec in (*unfinished, *ended):
+    attempts = {spec.episode_id: spec.attempt for spec in unfinished_specs}
+    for spec in (*unfinished_specs, *ended_specs):
         point = spec.fork
         if point is None or not point.branch:
             continue
         for policy, version in spec.pins.items():
-            if policy in trained:
+            if policy in learners:
                 tree = (point.episode_id, point.attempt)
                 if spec.episode_id in attempts:
                     yield tree, spec.episode_id, version
@@ -71,7 +71,7 @@ class TreeLeases:
     changed: Changes
     _members: dict[str, set[str]] = field(default_factory=dict)
     """Ids of the running members of each tree, keyed by holder."""
-    _leased: dict[str, PolicyVersion] = field(default_factory=dict)
+    _lease_by_tree: dict[str, PolicyVersion] = field(default_factory=dict)
     """Version of each tree, keyed by holder."""
 
     async def acquire(self, main: EpisodeSpec, version: PolicyVersion) -> None:
@@ -82,12 +82,12 @@ class TreeLeases:
         """
         holder = tree_holder(main.episode_id, main.attempt)
         self._members.setdefault(holder, set()).add(main.episode_id)
-        if self._leased.get(holder) == version:
+        if self._lease_by_tree.get(holder) == version:
             return
         await self.changed.wait_for(lambda: holder not in self._members or self._has_room(version))
         if holder not in self._members:
             return  # the episode was superseded while it waited
-        self._leased[holder] = version
+        self._lease_by_tree[holder] = version
         try:
             weights = self.served.find(version) or self.published(version)
             if weights is None:
@@ -107,7 +107,7 @@ class TreeLeases:
         holder = tree_holder(main_id, attempt)
         self._members.setdefault(holder, set()).add(member)
         if version is not None and version in self.served.pinned_by(holder):
-            self._leased[holder] = version
+            self._lease_by_tree[holder] = version
 
     def member_ended(self, main_id: str, attempt: int, member: str) -> None:
         """Note the end of a member; the last one returns the lease."""
@@ -121,15 +121,17 @@ class TreeLeases:
     @property
     def leased(self) -> Collection[PolicyVersion]:
         """The leased versions."""
-        return set(self._leased.values())
+        return set(self._lease_by_tree.values())
 
     def _has_room(self, version: PolicyVersion) -> bool:
-        leased = {each for each in self._leased.values() if each.policy == version.policy}
-        return version in leased or len(leased) < self.limits.get(version.policy, 0)
+        versions = {
+            leased_version for leased_version in self._lease_by_tree.values() if leased_version.policy == version.policy
+        }
+        return version in versions or len(versions) < self.limits.get(version.policy, 0)
 
     def _release(self, holder: str) -> None:
         self._members.pop(holder, None)
-        version = self._leased.pop(holder, None)
+        version = self._lease_by_tree.pop(holder, None)
         if version is not None:
             self.served.unpin(holder, version)
         self.changed.notify()

@@ -155,9 +155,9 @@ class ServedVersions:
         started with are absent."""
         self._pins: dict[str, dict[PolicyVersion, WeightsRef]] = {}
         """Pinned versions, keyed by holder."""
-        self._known: dict[PolicyVersion, WeightsRef] = {}
+        self._weights_by_version: dict[PolicyVersion, WeightsRef] = {}
         """Weights of all versions that were served in this start of the run."""
-        self._unpinning: set[asyncio.Task[None]] = set()
+        self._unpin_tasks: set[asyncio.Task[None]] = set()
         """Tasks that tell the engine of unpinned versions; a reference keeps a task from being collected."""
 
     async def make_current(self, weights: WeightsRef) -> None:
@@ -167,12 +167,16 @@ class ServedVersions:
             EngineError: the engine refused the version; earlier ones stay served.
         """
         policy, pins = weights.version.policy, self._pins.setdefault(BATCHES, {})
-        replaced: dict[PolicyVersion, WeightsRef] = {}
+        old_pins: dict[PolicyVersion, WeightsRef] = {}
         if policy in self._batches:
             oldest = weights.version.step - self._batches[policy]
-            replaced = {each: pins[each] for each in pins if each.policy == policy and each.step < oldest}
-            replaced |= {each: pinned for each, pinned in pins.items() if each == weights.version}
-            for version in replaced:
+            old_pins = {
+                old_version: pins[old_version]
+                for old_version in pins
+                if old_version.policy == policy and old_version.step < oldest
+            }
+            old_pins |= {old_version: ref for old_version, ref in pins.items() if old_version == weights.version}
+            for version in old_pins:
                 del pins[version]
             pins[weights.version] = weights
         try:
@@ -180,9 +184,9 @@ class ServedVersions:
         except EngineError:
             # Undo this call's changes only: other pins may have changed while the engine worked.
             pins.pop(weights.version, None)
-            pins.update(replaced)
+            pins.update(old_pins)
             raise
-        self.current[policy] = self._known[weights.version] = weights
+        self.current[policy] = self._weights_by_version[weights.version] = weights
 
     async def pin(self, holder: str, weights: WeightsRef) -> None:
         """Serve a version until `holder` unpins it, independent of later updates. Idempotent.
@@ -207,17 +211,17 @@ class ServedVersions:
             self._pins.get(holder, {}).pop(version, None)
         if versions:
             task = asyncio.get_running_loop().create_task(self._serve(), name="unpin versions")
-            self._unpinning.add(task)
-            task.add_done_callback(self._unpinned)
+            self._unpin_tasks.add(task)
+            task.add_done_callback(self._on_unpinned)
 
-    def _unpinned(self, task: asyncio.Task[None]) -> None:
-        self._unpinning.discard(task)
+    def _on_unpinned(self, task: asyncio.Task[None]) -> None:
+        self._unpin_tasks.discard(task)
         if not task.cancelled():
             task.exception()  # mark as retrieved: the next call or version reports the engine's failure
 
     def find(self, version: PolicyVersion) -> WeightsRef | None:
         """Return the weights of a version that was current in this start of the run; None if it was not."""
-        return self._known.get(version)
+        return self._weights_by_version.get(version)
 
     def pinned_by(self, holder: str) -> list[PolicyVersion]:
         """Return the versions that a holder pins, in the order of pinning."""
@@ -228,8 +232,8 @@ class ServedVersions:
         return {version for pins in self._pins.values() for version in pins}
 
     async def _serve(self, *current: WeightsRef) -> None:
-        pinned = {weights for pins in self._pins.values() for weights in pins.values()}
-        await self.engine.serve(current, tuple(sorted(pinned, key=lambda each: each.version)))
+        pinned_refs = {weights for pins in self._pins.values() for weights in pins.values()}
+        await self.engine.serve(current, tuple(sorted(pinned_refs, key=lambda each: each.version)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,13 +314,13 @@ class BestCheckpointTracker:
     checkpoints: int = 1
     """Number of newest checkpoints that a run may resume from."""
     measured: BestRunningMean = NOT_MEASURED
-    _saved: deque[BestRunningMean] = field(init=False)
+    _saved_means: deque[BestRunningMean] = field(init=False)
 
     def __post_init__(self) -> None:
-        what = f"{self._sign:+.0f} {self.metric} of {self.policy}, {self.window}{self.over and f', {self.over}'}"
-        if self.measured.what != what:
-            self.measured = BestRunningMean(what=what)
-        self._saved = deque([self.measured], maxlen=self.checkpoints)
+        description = f"{self._sign:+.0f} {self.metric} of {self.policy}, {self.window}{self.over and f', {self.over}'}"
+        if self.measured.what != description:
+            self.measured = BestRunningMean(what=description)
+        self._saved_means = deque([self.measured], maxlen=self.checkpoints)
 
     def record_metrics(self, policy: str, metrics: Mapping[str, float], versions: Mapping[str, PolicyVersion]) -> None:
         """Record metrics of a policy; `versions` are the current ones of all learning policies."""
@@ -339,8 +343,8 @@ class BestCheckpointTracker:
         if self.stop_at is not None and mean >= sign * self.stop_at:
             return f"{self.metric} reached {sign * mean:.4g}"
         if self.stop_fall is not None and mean < best - self.stop_fall:
-            moved = "rose" if self.smallest else "fell"
-            return f"{self.metric} {moved} to {sign * mean:.4g}, from {sign * best:.4g} at its best"
+            verb = "rose" if self.smallest else "fell"
+            return f"{self.metric} {verb} to {sign * mean:.4g}, from {sign * best:.4g} at its best"
         return None
 
     def summary(self) -> dict[str, Any] | None:
@@ -356,9 +360,9 @@ class BestCheckpointTracker:
 
     def record_checkpoint(self) -> None:
         """Record that a checkpoint with the current measurements was written."""
-        self._saved.append(self.measured)
+        self._saved_means.append(self.measured)
 
     def needed(self) -> Iterator[PolicyVersion]:
         """Yield the versions whose files must stay."""
-        for measured in (self.measured, *self._saved):
-            yield from measured.versions.values()
+        for mean in (self.measured, *self._saved_means):
+            yield from mean.versions.values()

@@ -50,7 +50,7 @@ class FileState:
     def __init__(self) -> None:
         self._files: dict[str, tuple[FileRecord, str]] = {}
         """Each file and the digest of its content, by path."""
-        self._known: set[str] = set()
+        self._known_digests: set[str] = set()
         """Digests of contents that need no further place in the journal."""
         self._contents: dict[str, bytes] = {}
         """Contents from which the files can be made again, by digest; empty once a lease holds the files."""
@@ -69,32 +69,32 @@ class FileState:
         for content in contents:
             digest = content_digest(content)
             digests.append(digest)
-            self._known.add(digest)
+            self._known_digests.add(digest)
             if keep:
                 self._contents[digest] = content
         return digests
 
-    def update(self, files: Sequence[HashedFile], gone: Sequence[str] | None) -> dict[str, Any] | None:
+    def update(self, files: Sequence[HashedFile], missing_paths: Sequence[str] | None) -> dict[str, Any] | None:
         """Take in what a command changed. Returns the change for the journal; None if there is none.
 
         Args:
             files: files that may have changed.
-            gone: paths that are gone; None: all that are not among `files`.
+            missing_paths: paths that are gone; None: all that are not among `files`.
         """
-        if gone is None:
-            gone = [*self._files.keys() - {file.record.path for file in files}]
+        if missing_paths is None:
+            missing_paths = [*self._files.keys() - {file.record.path for file in files}]
         rows, fresh = [], dict[str, bytes]()
         for record, digest, content in files:
-            if record.kind == "file" and digest not in self._known:
-                self._known.add(digest)
+            if record.kind == "file" and digest not in self._known_digests:
+                self._known_digests.add(digest)
                 fresh[digest] = content
             if self._files.get(record.path) != (record, digest):
                 self._files[record.path] = (record, digest)
                 rows.append(_row(record, digest))
-        removed = [os.fsencode(path) for path in gone if self._files.pop(path, None) is not None]
-        if not rows and not removed:
+        removed_names = [os.fsencode(path) for path in missing_paths if self._files.pop(path, None) is not None]
+        if not rows and not removed_names:
             return None
-        return {"digest": self.digest, "changed": rows, "gone": removed, "contents": fresh}
+        return {"digest": self.digest, "changed": rows, "gone": removed_names, "contents": fresh}
 
     def apply(self, change: dict[str, Any]) -> None:
         """Take in a change from the journal."""
@@ -103,7 +103,7 @@ class FileState:
             self._files[record.path] = (record, digest)
         for path in change["gone"]:
             del self._files[os.fsdecode(path)]
-        self._known.update(change["contents"])
+        self._known_digests.update(change["contents"])
         self._contents.update(change["contents"])
 
     def to_restore(self) -> tuple[list[FileRecord], bytes]:
@@ -127,7 +127,7 @@ class FileState:
                 first, digest = self._files[record.target]
                 record = first._replace(path=path)
             part._files[path] = (record, digest)
-        part._known, part._contents = set(self._known), dict(self._contents)
+        part._known_digests, part._contents = set(self._known_digests), dict(self._contents)
         return part
 
     @classmethod

@@ -133,7 +133,7 @@ def test_in_waves_an_answer_depends_on_no_order(order: list[int], lag: int, size
         return wave, wave - lag
 
     answers: dict[int, ProposalNovelty] = {}
-    memory = ProposalNoveltyTracker(size, group_size=1, seen=seen)
+    memory = ProposalNoveltyTracker(size, group_size=1, visible_range=seen)
     waiting = sorted(order, key=lambda number: (number // 4 // (lag + 1), order.index(number)))
     for arrived, number in enumerate(waiting):
         answers[number] = told(memory, proposal(arrived, str(number % 3), episode=f"e{number}"))

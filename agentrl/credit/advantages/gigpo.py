@@ -41,7 +41,7 @@ def gigpo(
     states = group.turn_states or ((),) * len(group.rewards)
     turn_rewards = group.turn_rewards or ((),) * len(group.rewards)
     returns = [
-        _discounted(reward, turns, len(hashes), discount)
+        _discounted_returns(reward, turns, len(hashes), discount)
         for reward, turns, hashes in zip(group.rewards, turn_rewards, states, strict=True)
     ]
     met: dict[bytes, list[tuple[int, int]]] = defaultdict(list)
@@ -56,13 +56,15 @@ def gigpo(
     return advantages
 
 
-def _discounted(reward: float, turn_rewards: Sequence[tuple[int, float]], turns: int, discount: float) -> list[float]:
+def _discounted_returns(
+    reward: float, turn_rewards: Sequence[tuple[int, float]], turns: int, discount: float
+) -> list[float]:
     """Return the discounted return of each turn of an agent with this total reward, of which `given` was for turns."""
-    left = dict(turn_rewards)
+    turn_values = dict(turn_rewards)
     if turns:
-        left[turns - 1] = left.get(turns - 1, 0.0) + reward - math.fsum(left.values())
-    returns, following = [], 0.0
+        turn_values[turns - 1] = turn_values.get(turns - 1, 0.0) + reward - math.fsum(turn_values.values())
+    returns, next_return = [], 0.0
     for turn in reversed(range(turns)):
-        following = left.get(turn, 0.0) + discount * following
-        returns.append(following)
+        next_return = turn_values.get(turn, 0.0) + discount * next_return
+        returns.append(next_return)
     return returns[::-1]

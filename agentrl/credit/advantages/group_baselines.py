@@ -55,11 +55,11 @@ def group_std(rewards: Sequence[float], episodes: Sequence[Hashable] | None = No
         >>> [round(a.value, 4) for a in group_std([1.0, 0.0, 0.0, 0.0])]
         [1.5, -0.5, -0.5, -0.5]
     """
-    centred = group_mean(rewards, episodes)
+    centered = group_mean(rewards, episodes)
     if nothing_to_compare(rewards, range(len(rewards)) if episodes is None else episodes):
-        return centred
-    std = math.sqrt(math.fsum(a.value * a.value for a in centred) / (len(rewards) - 1))
-    return [Advantage(a.value / (std + 1e-6), a.baseline) for a in centred]
+        return centered
+    std = math.sqrt(math.fsum(a.value * a.value for a in centered) / (len(rewards) - 1))
+    return [Advantage(a.value / (std + 1e-6), a.baseline) for a in centered]
 
 
 def no_baseline(rewards: Sequence[float], episodes: Sequence[Hashable] | None = None) -> list[Advantage]:

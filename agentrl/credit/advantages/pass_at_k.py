@@ -38,11 +38,14 @@ def pass_at_k(group: Group, *, k: int = 4, threshold: float = 0.5) -> list[float
         )
     advantages = {}
     for episode in passes:
-        others = [passed for name, passed in passes.items() if name != episode]
-        attempts, failures = _choices(map(len, others), k), _choices((results.count(False) for results in others), k)
+        passes_of_others = [has_passed for name, has_passed in passes.items() if name != episode]
+        attempts, failures = (
+            _choices(map(len, passes_of_others), k),
+            _choices((results.count(False) for results in passes_of_others), k),
+        )
         advantages[episode] = [
-            k * (failures[k] / attempts[k] - failures[k - 1] / attempts[k - 1] * (not passed))
-            for passed in (False, True)
+            k * (failures[k] / attempts[k] - failures[k - 1] / attempts[k - 1] * (not has_passed))
+            for has_passed in (False, True)
         ]
     return [
         advantages[episode][reward > threshold] for episode, reward in zip(group.episodes, group.rewards, strict=True)
