@@ -188,8 +188,10 @@ def assemble_orchestrator(config: RunConfig, environment: type[Environment], par
     if dispatcher.group_scoring is not None:
         dispatcher.group_scoring.fail = orchestrator.fail
     size = config.credit.group_size
-    lost = [(number, curriculum.start(number // size)) for number in parts.resume_state.lost]
-    dispatcher.restore(parts.resume_state.ended, parts.resume_state.unfinished, lost, parts.resume_state.proposals)
+    lost_starts = [(number, curriculum.start(number // size)) for number in parts.resume_state.lost]
+    dispatcher.restore(
+        parts.resume_state.ended, parts.resume_state.unfinished, lost_starts, parts.resume_state.proposals
+    )
     return orchestrator
 
 
@@ -235,10 +237,10 @@ def _score_limits(config: RunConfig, parts: RunParts) -> ScoreLimits | None:
     }
     if not limits:
         return None
-    spent = ScoreLimits.from_journal(limits, parts.store)
-    if (error := spent.exceeded()) is not None:
+    usage = ScoreLimits.from_journal(limits, parts.store)
+    if (error := usage.exceeded()) is not None:
         raise error
-    return spent
+    return usage
 
 
 def _group_scoring(config: RunConfig, parts: RunParts, dispatcher: Dispatcher) -> GroupScoring | None:

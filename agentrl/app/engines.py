@@ -191,10 +191,10 @@ def engine_program(config: RunConfig, base: RunConfig) -> ChildProgram:
     """Return the program of a base model's engine in a separate process."""
     arguments = {**_engine_arguments(base), "capture_mask": bool(config.filtered), "threads": config.threads}
     full = any(policy.lora is None for policy in base.trained.values())
-    sent = weight_file_bytes(base.model.path) if full else 0
+    weight_bytes = weight_file_bytes(base.model.path) if full else 0
     if config.engine.kind == "vllm":
-        return ChildProgram(VLLM, arguments, VLLM_MODULE, weight_bytes=sent)
-    return ChildProgram(EMBEDDED, arguments, weight_bytes=sent)
+        return ChildProgram(VLLM, arguments, VLLM_MODULE, weight_bytes=weight_bytes)
+    return ChildProgram(EMBEDDED, arguments, weight_bytes=weight_bytes)
 
 
 def _engine_arguments(config: RunConfig) -> dict[str, Any]:
@@ -316,8 +316,8 @@ def _placement(config: RunConfig, log: Path | None, plan: DevicePlan, number: in
     check_ray_installed()
 
     def choose(session: RaySession) -> tuple[Node | None, Sequence[Gpu]]:
-        chosen = session.plan(config)
-        return chosen.engines[number] if chosen.engines else None, chosen.devices.gpus_of_engine(number)
+        plan = session.plan(config)
+        return plan.engines[number] if plan.engines else None, plan.devices.gpus_of_engine(number)
 
     return RayPlacement(choose, address=config.ray_address, process=f"engine {number}")
 
@@ -406,10 +406,10 @@ def check_vllm_usable(config: RunConfig) -> None:
         "the trainer needs"
     )
     instead = "or remove engine.vllm for the embedded engine"
-    chosen = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
-    if chosen == "0":
+    runner_setting = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
+    if runner_setting == "0":
         raise ConfigError(f"{requirement}, and VLLM_USE_V2_MODEL_RUNNER=0 selects V1: unset it, {instead}")
-    if chosen is None and not on_gpu and not config.on_cluster:
+    if runner_setting is None and not on_gpu and not config.on_cluster:
         raise ConfigError(
             f"{requirement}, and without a GPU vLLM uses V1. Missing here: {'; '.join(_missing_for_gpu())}. On a "
             f"machine without a GPU, remove the setting, {instead}"

@@ -172,9 +172,11 @@ def evaluate(
         CheckFailedError: an episode was dropped.
     """
     config, weights = prepare_evaluation(load_config(config), policy)
-    chosen = environment_of(config, environment)
-    asyncio.run(unproved_sandbox_promises(config, chosen))
-    splits = [HeldOutSplit("held_out", tasks)] if tasks is not None else held_out_task_splits(config, chosen)[0]
+    environment_class = environment_of(config, environment)
+    asyncio.run(unproved_sandbox_promises(config, environment_class))
+    splits = (
+        [HeldOutSplit("held_out", tasks)] if tasks is not None else held_out_task_splits(config, environment_class)[0]
+    )
     if not any(split.tasks for split in splits):
         raise InputError("evaluation.tasks is 0, so there are no tasks to evaluate on; set it to 1 or more")
     with tempfile.TemporaryDirectory(prefix="agentrl-evaluate-") as scratch:
@@ -194,7 +196,7 @@ def evaluate(
             finally:
                 running.cancel()
 
-        headers = asyncio.run(play_in_new_run(config, chosen, weights, run_path, play))
+        headers = asyncio.run(play_in_new_run(config, environment_class, weights, run_path, play))
         episodes = _episodes(config, run_path)
     metrics_by_episode = {episode.id: episode.metrics for episode in episodes}
     dropped_headers = [header for header in headers if not header.committed]

@@ -142,7 +142,7 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
         reader.close()
     parent = edit_fork_parent(find_parent(journal, episode_id, attempt, at), edit)
     config = recorded_config(recorded_settings)
-    chosen = environment_to_run(
+    environment_class = environment_to_run(
         parent.begin.environment,
         environment,
         run=path,
@@ -156,7 +156,9 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
     policies = fork_policies(config, parent, replacements)
     info_fields = {"name": f"forks of {parent_directory.parent.name}", "forks": True, "code": info.get("code", {})}
     return asyncio.run(
-        _fork(config, chosen, parent, parent_directory, n, policies, factories or RunFactories(), info_fields)
+        _fork(
+            config, environment_class, parent, parent_directory, n, policies, factories or RunFactories(), info_fields
+        )
     )
 
 
@@ -256,7 +258,7 @@ def fork_policies(config: RunConfig, parent: ForkParent, requested: Sequence[str
     for policy in [*parent.begin.seats.values(), *(turn.policy for turn in parent.turns)]:
         _check_known(policy, config, "the episode")
     seats: dict[str, str] = {}
-    chosen: dict[str, WeightsRef | None] = {}
+    weights_by_policy: dict[str, WeightsRef | None] = {}
     for request in requested:
         seat, source = _split(parent, request)
         policy = parent.turns[-1].policy if seat is None else parent.begin.seats[seat]
@@ -265,17 +267,21 @@ def fork_policies(config: RunConfig, parent: ForkParent, requested: Sequence[str
         elif match := _VERSION.fullmatch(str(source)):
             policy = match["policy"]
             _check_known(policy, config, "--policy")
-            chosen[policy] = _weights(parent, PolicyVersion(policy, int(match["lineage"]), int(match["step"])))
+            weights_by_policy[policy] = _weights(
+                parent, PolicyVersion(policy, int(match["lineage"]), int(match["step"]))
+            )
         else:
-            chosen[policy] = weights_from_directory(policy, source)
+            weights_by_policy[policy] = weights_from_directory(policy, source)
         if isinstance(pool := config.policies[policy], OpponentPoolPolicy):
             raise InputError(f"--policy: {policy} plays past versions of {pool.of}; name one, such as {pool.of}@0.5")
         if seat is not None:
             seats[seat] = policy
     other_weights = weights_at_fork_point(
-        parent, [name for name in config.trained if name not in chosen], leave_out=chosen
+        parent, [name for name in config.trained if name not in weights_by_policy], leave_out=weights_by_policy
     )
-    return ForkPolicies(seats, [*(weights for weights in chosen.values() if weights is not None), *other_weights])
+    return ForkPolicies(
+        seats, [*(weights for weights in weights_by_policy.values() if weights is not None), *other_weights]
+    )
 
 
 def _check_known(policy: str, config: RunConfig, origin: str) -> None:
@@ -424,14 +430,14 @@ def _entries(journal: Path, episode_id: str, attempt: int | None) -> tuple[str, 
         if not attempts or (attempt is not None and attempt not in attempts):
             name = episode_id if attempt is None else f"{episode_id}, attempt {attempt}"
             raise InputError(f"{journal.parent}: no episode {name}; `agentrl episode list {journal.parent}` shows them")
-        chosen = max(attempts) if attempt is None else attempt
+        attempt_number = max(attempts) if attempt is None else attempt
         statement = "SELECT partition FROM episodes WHERE episode = ? AND attempt = ? AND partition IS NOT NULL"
-        rows = log.rows(statement, episode_id, chosen)
-        partition: str | None = rows[0][0] if rows else turns.partition_of(episode_id, chosen)
-        entries = [] if partition is None else turns.read(partition, episode_id, chosen)
+        rows = log.rows(statement, episode_id, attempt_number)
+        partition: str | None = rows[0][0] if rows else turns.partition_of(episode_id, attempt_number)
+        entries = [] if partition is None else turns.read(partition, episode_id, attempt_number)
         if partition is not None and entries:
             return partition, entries
-        turns.check_pruned(episode_id, chosen)
+        turns.check_pruned(episode_id, attempt_number)
     finally:
         log.close()
         turns.close()

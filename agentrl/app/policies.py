@@ -203,8 +203,8 @@ def _check_branches(config: RunConfig, root: type[Environment], seats: Sequence[
         )
     declaration = f"branches = {root.branches}" if root.branches else f"probes = {root.probes}"
     trained_policies = config.trained
-    held = {config.policy_of(seat, group) for seat in seats[0] for group in range(config.line_ups)}
-    learners = sorted(held.intersection(trained_policies))
+    seat_policies = {config.policy_of(seat, group) for seat in seats[0] for group in range(config.line_ups)}
+    learners = sorted(seat_policies.intersection(trained_policies))
     advantage, loss = config.credit.advantage.name, config.trainer.loss
     full = [name for name in learners if trained_policies[name].lora is None and trained_policies[name].max_staleness]
     several = f"seats of the policies {' and '.join(learners)}"

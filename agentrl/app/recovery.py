@@ -446,8 +446,12 @@ def describe_start(
     if count := sum(map(len, stale.values())):
         condition = shlex.quote(f"(status = ready or status = trained) and committed_at < {start.began_at:.0f}")
         run = shlex.quote(str(store.directory.parent))
-        chosen = config.environment.id
-        option = f" --environment {shlex.quote(chosen)}" if isinstance(chosen, str) and ".py" in chosen else ""
+        environment_id = config.environment.id
+        option = (
+            f" --environment {shlex.quote(environment_id)}"
+            if isinstance(environment_id, str) and ".py" in environment_id
+            else ""
+        )
         sentences.append(
             f"{plural(count, 'committed episode')} will be trained with rewards from the old code; to see "
             f"the new code's: `agentrl episode rescore {run} --where {condition}{option}`"

@@ -80,8 +80,8 @@ def _worker_placement(config: RunConfig, log: Path, worker: int) -> ProcessPlace
     check_ray_installed()
 
     def choose(session: RaySession) -> tuple[Node | None, Sequence[Gpu]]:
-        chosen = session.plan(config)
-        return chosen.workers[worker] if chosen.workers else None, ()
+        plan = session.plan(config)
+        return plan.workers[worker] if plan.workers else None, ()
 
     return RayPlacement(choose, address=config.ray_address)
 
@@ -307,8 +307,10 @@ def environment_of(config: RunConfig, environment: type | Mapping[Any, float] | 
     Raises:
         EnvironmentDefinitionError: there is no environment of that name, or a mixture is invalid.
     """
-    chosen = resolve(config.environment.id if environment is None else environment)
-    return with_evaluated_environments(chosen, (resolve(name) for name, _, _ in config.evaluation.splits if name))
+    environment_class = resolve(config.environment.id if environment is None else environment)
+    return with_evaluated_environments(
+        environment_class, (resolve(name) for name, _, _ in config.evaluation.splits if name)
+    )
 
 
 def task_source(
@@ -368,8 +370,8 @@ def _options(
             raise ConfigError(
                 f"environment.options.{key}: in a mixture, options are a table for each class name ({', '.join(names)})"
             )
-    chosen: Mapping[str, Any] = options.get(environment.__name__, {})
-    return chosen
+    table: Mapping[str, Any] = options.get(environment.__name__, {})
+    return table
 
 
 def _tasks_of_split(environment: type[Environment], split: Split, seed: int, options: Mapping[str, Any]) -> TaskSource:
@@ -404,11 +406,13 @@ def held_out_task_splits(
             source = _source(config, environment, root, split, tasks)
             available += len(source)
             rng = random.Random(f"held-out tasks {config.seed}")
-            drawn = sorted(rng.sample(range(len(source)), min(count, len(source))))
+            indices = sorted(rng.sample(range(len(source)), min(count, len(source))))
             names = [root.__name__] if issubclass(environment, Mixture) else []
             prefix = [*names, split] if len(splits) > 1 else names
-            chosen = [with_task_id_prefix(source[index], *prefix) if prefix else source[index] for index in drawn]
-            held_out.append(HeldOutSplit("@".join((*names, split)), chosen))
+            split_tasks = [
+                with_task_id_prefix(source[index], *prefix) if prefix else source[index] for index in indices
+            ]
+            held_out.append(HeldOutSplit("@".join((*names, split)), split_tasks))
     return held_out, available
 
 

@@ -121,13 +121,13 @@ def make_scorers(
 
 def with_scorers(config: RunConfig, names: Iterable[str]) -> RunConfig:
     """Return the configuration with these scorers alone, and those that answer if one of them fails."""
-    wanted: set[str] = set()
+    scorer_names: set[str] = set()
     for first in names:
         name = first
-        while name != "drop" and name not in wanted:
-            wanted.add(name)
+        while name != "drop" and name not in scorer_names:
+            scorer_names.add(name)
             name = config.scorers[name].on_failure
-    sections = {name: section for name, section in config.scorers.items() if name in wanted}
+    sections = {name: section for name, section in config.scorers.items() if name in scorer_names}
     return config.model_copy(update={"scorers": sections})
 
 

@@ -120,7 +120,7 @@ def run_guarding_event_loop(main: Coroutine[Any, Any, T], directory: Path) -> T:
             runner.run(_wait(task))
             if not task.cancelled():
                 return task.result()
-            broken: BaseException = asyncio.CancelledError()
+            loop_error: BaseException = asyncio.CancelledError()
         except BaseException as error:
             exit_forked_process()
             is_outcome = task.done() and not task.cancelled() and task.exception() is error
@@ -128,16 +128,16 @@ def run_guarding_event_loop(main: Coroutine[Any, Any, T], directory: Path) -> T:
                 if isinstance(error, Exception) and not isinstance(error, AgentRLError):
                     error.add_note(f"Episodes that ran: {_running_now(directory)}")
                 raise
-            broken = error
-        is_ctrl_c = isinstance(broken, KeyboardInterrupt) and (
+            loop_error = error
+        is_ctrl_c = isinstance(loop_error, KeyboardInterrupt) and (
             signals.getsignal(signals.SIGINT) is signals.default_int_handler
         )
         record = RunProcessRecord.read(directory)
         running = _running_now(directory)  # some episodes end while the run shuts down, so list them now
         _finish(runner.get_loop(), task)
         if is_ctrl_c or not record.is_of_this_process or not record.is_playing or record.workers > 1:
-            raise broken
-        raise _fault(broken, record, directory, running) from broken
+            raise loop_error
+        raise _fault(loop_error, record, directory, running) from loop_error
     finally:
         with contextlib.suppress(OSError):  # an environment may have closed the log's descriptors
             runner.close()
@@ -177,17 +177,17 @@ def _running_now(directory: Path) -> str:
         return f"episodes that the journal cannot name ({error})"
 
 
-def _fault(broken: BaseException, record: RunProcessRecord, directory: Path, running: str) -> EnvironmentFaultError:
+def _fault(loop_error: BaseException, record: RunProcessRecord, directory: Path, running: str) -> EnvironmentFaultError:
     """Make the error of a run whose process an environment broke, and record it for the next process."""
-    match broken:
+    match loop_error:
         case asyncio.CancelledError():
             fault = "cancelled the tasks of the whole run"
         case KeyboardInterrupt() | SystemExit():
-            fault = f"raised {describe_user_code_error(broken)} in its own task or callback"
-        case RuntimeError() if "Event loop stopped" in str(broken):
+            fault = f"raised {describe_user_code_error(loop_error)} in its own task or callback"
+        case RuntimeError() if "Event loop stopped" in str(loop_error):
             fault = "stopped the event loop of the run"
         case _:
-            fault = f"broke the process of the run ({describe_user_code_error(broken)})"
+            fault = f"broke the process of the run ({describe_user_code_error(loop_error)})"
     fault = f"an environment {fault}"
     with contextlib.suppress(StorageError):
         msgspec.structs.replace(record, state="failed", fault=fault, has_killer=True).write(directory)

@@ -115,14 +115,16 @@ def train(  # noqa: PLR0913 - a run's inputs, keyword-only except the first
             for function in scorers
         },
     )
-    chosen = environment_of(config, environment)
-    units_per_root_group(config, chosen)  # refuse impossible settings before anything is loaded
+    environment_class = environment_of(config, environment)
+    units_per_root_group(config, environment_class)  # refuse impossible settings before anything is loaded
     if config.engine.kind == "vllm":
         check_vllm_usable(config)
     before = RunDirectory.config(Path(config.directory) / config.name) if resume else {}
     config = with_learning_rates(with_downloaded_models(config, before), before)
     config = with_chosen_token_limits(config, before)
-    run = run_training(config, chosen, tasks=tasks, held_out=held_out, observers=observers, resume=resume, quiet=quiet)
+    run = run_training(
+        config, environment_class, tasks=tasks, held_out=held_out, observers=observers, resume=resume, quiet=quiet
+    )
     return run_guarding_event_loop(run, Path(config.directory) / config.name)
 
 
@@ -239,11 +241,11 @@ def _report_conclusion(
     summary: dict[str, Any],
 ) -> Run:
     """Write the links and the summary of a finished run."""
-    chosen = {name: store.published(version) for name, version in orchestrator.best.measured.versions.items()}
+    best_weights = {name: store.published(version) for name, version in orchestrator.best.measured.versions.items()}
     policies = directory.link(
         "policies", {name: orchestrator.versions.current[name] for name in orchestrator.board.trainable}
     )
-    best = directory.link("best", {name: weights for name, weights in chosen.items() if weights is not None})
+    best = directory.link("best", {name: weights for name, weights in best_weights.items() if weights is not None})
     directory.write_summary(summary)
     record_process_state(directory.path, "stopped" if orchestrator.outcome.interrupted else "finished")
     running_mean = orchestrator.best.measured

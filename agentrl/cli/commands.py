@@ -23,7 +23,7 @@ EPISODE_COLUMNS = (
 _FILE = "TOML file; change it with --section.field=value"
 
 
-def _whole(text: str) -> int:
+def _bounded_int(text: str) -> int:
     """Parse a whole number within the range of every column and counter."""
     value = int(text)
     if not -(2**31) <= value < 2**31:
@@ -65,9 +65,9 @@ def _argument(name: str, **keywords: Any) -> Argument:
 
 _RUN = _argument("run", nargs="?", help="directory or name of a run; default: the newest in runs/")
 _ID = _argument("id", nargs="?", help="episode id, such as e100; default: the newest that ended")
-_ATTEMPT = _argument("--attempt", type=_whole, help="attempt of the episode; default: the newest")
+_ATTEMPT = _argument("--attempt", type=_bounded_int, help="attempt of the episode; default: the newest")
 _POLICY = _argument("--policy", help="policy name; required if several policies have this step")
-_LINEAGE = _argument("--lineage", type=_whole, help="lineage; default: the newest that took the step")
+_LINEAGE = _argument("--lineage", type=_bounded_int, help="lineage; default: the newest that took the step")
 _FOLLOW = _argument("--follow", action="store_true", help="keep printing new lines until the run ends")
 _EPISODE = (_RUN, _ID, _ATTEMPT)
 _ENVIRONMENT = _argument(
@@ -75,10 +75,10 @@ _ENVIRONMENT = _argument(
     metavar="REF",
     help="code to run, such as path/to/env.py:Class; required if the journal's environment is not installed",
 )
-_PLAYED = (
+_REPLAY_ARGUMENTS = (
     *_EPISODE,
     _argument("--where", help="every episode that matches this filter, instead of one"),
-    _argument("--limit", type=_whole, default=100_000, help="at most this many of them"),
+    _argument("--limit", type=_bounded_int, default=100_000, help="at most this many of them"),
     _ENVIRONMENT,
 )
 
@@ -98,7 +98,7 @@ READING = (
                 "timeline",
                 "show when episodes, engine and trainers were busy or idle",
                 "runs:run_timeline",
-                (_RUN, _argument("--parts", type=_whole, default=60, help="parts of equal length; default 60")),
+                (_RUN, _argument("--parts", type=_bounded_int, default=60, help="parts of equal length; default 60")),
             ),
             Command(
                 "curve",
@@ -152,7 +152,7 @@ READING = (
                 "runs:run_serve",
                 (
                     _argument("run", nargs="?", help="run, or directory of runs; default: all runs in runs/"),
-                    _argument("--port", type=_whole, default=0, help="port on 127.0.0.1; default: any free one"),
+                    _argument("--port", type=_bounded_int, default=0, help="port on 127.0.0.1; default: any free one"),
                 ),
                 reads=False,
             ),
@@ -184,7 +184,7 @@ READING = (
                     _RUN,
                     _argument(
                         "--keep",
-                        type=_whole,
+                        type=_bounded_int,
                         metavar="STEPS",
                         help="newest steps of each policy whose tokens stay; 0: only those that checkpoints need; "
                         "default: journal.keep",
@@ -219,8 +219,8 @@ READING = (
                     _argument("--sort", default="admitted_at", help="column to sort by; largest first"),
                     _argument("--ascending", action="store_true", help="smallest first"),
                     _argument("--columns", default="", help="columns to show, such as 'episode,reward,data.level'"),
-                    _argument("--limit", type=_whole, default=50, help="at most this many (default 50)"),
-                    _argument("--offset", type=_whole, default=0, help="skip this many first"),
+                    _argument("--limit", type=_bounded_int, default=50, help="at most this many (default 50)"),
+                    _argument("--offset", type=_bounded_int, default=0, help="skip this many first"),
                     _FOLLOW,
                 ),
                 epilog=f"columns: {EPISODE_COLUMNS}, metric.NAME, data.NAME",
@@ -259,7 +259,7 @@ READING = (
                 "re-execute an episode over its journal; exit code 1 if it departs, with the place and the reason",
                 "episodes:episode_replay",
                 (
-                    *_PLAYED,
+                    *_REPLAY_ARGUMENTS,
                     _argument("--until", metavar="CALL", help="stop after this call, such as r#7"),
                     _argument("--step", action="store_true", help="print each call as it is replayed"),
                 ),
@@ -269,7 +269,7 @@ READING = (
                 "rescore",
                 "recompute an episode's rewards with the current code; exit code 1 if anything else differs",
                 "episodes:episode_rescore",
-                _PLAYED,
+                _REPLAY_ARGUMENTS,
                 reads=False,
             ),
             Command(
@@ -279,10 +279,14 @@ READING = (
                 (
                     *_EPISODE,
                     _argument(
-                        "--at", type=_whole, required=True, metavar="TURN", help="turn number from 0; -1 is the last"
+                        "--at",
+                        type=_bounded_int,
+                        required=True,
+                        metavar="TURN",
+                        help="turn number from 0; -1 is the last",
                     ),
                     _ENVIRONMENT,
-                    _argument("-n", type=_whole, default=1, metavar="K", help="number of forks (default 1)"),
+                    _argument("-n", type=_bounded_int, default=1, metavar="K", help="number of forks (default 1)"),
                     _argument(
                         "--edit",
                         type=Path,
@@ -314,7 +318,7 @@ READING = (
                 "episodes:step_show",
                 (
                     _argument("run", help="directory or name of a run"),
-                    _argument("step", type=_whole, help="step number: that of the version it produced"),
+                    _argument("step", type=_bounded_int, help="step number: that of the version it produced"),
                     _POLICY,
                     _LINEAGE,
                 ),
@@ -326,7 +330,7 @@ READING = (
                 (
                     _argument("run", help="directory or name of a run"),
                     _argument(
-                        "step", nargs="?", type=_whole, help="step number; default: every step, without computing"
+                        "step", nargs="?", type=_bounded_int, help="step number; default: every step, without computing"
                     ),
                     _POLICY,
                     _LINEAGE,
@@ -412,7 +416,7 @@ def _add_evaluate(commands: Subparsers[argparse.ArgumentParser]) -> None:
         help="other weights, or `base` for the base model, to evaluate on the same tasks with the same seeds; shows "
         "the paired difference with its 95 %% interval",
     )
-    parser.add_argument("--tasks", type=_whole, help="number of held-out tasks, instead of evaluation.tasks")
+    parser.add_argument("--tasks", type=_bounded_int, help="number of held-out tasks, instead of evaluation.tasks")
 
 
 def _add_endpoint_options(parser: argparse.ArgumentParser) -> None:

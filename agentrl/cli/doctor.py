@@ -361,9 +361,9 @@ def memory_fit_checks(config: RunConfig) -> list[Check]:
     from agentrl.app.memory_estimate import estimate_memory, with_chosen_token_limits
 
     try:
-        chosen = with_chosen_token_limits(with_downloaded_models(config, {}, download=False), {})
-        estimate = estimate_memory(chosen)
-        checks = _gpu_checks(chosen, estimate) + (prefix_checks() if config.trained else [])
+        sized_config = with_chosen_token_limits(with_downloaded_models(config, {}, download=False), {})
+        estimate = estimate_memory(sized_config)
+        checks = _gpu_checks(sized_config, estimate) + (prefix_checks() if config.trained else [])
     except InputError as error:
         return [Check(name="model", result=str(error), level="missing")]
     checks += _plan_checks(estimate)

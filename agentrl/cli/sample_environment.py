@@ -40,11 +40,11 @@ class Propose(agentrl.Environment):
     async def run(self, ctx: EpisodeContext) -> None:
         """Propose a sum, and have it solved."""
         proposer = ctx.agent("proposer")
-        written = (await proposer.act(agentrl.user(f"Write a sum of {ctx.task.data['terms']} numbers."))).text.strip()
-        if not proposer.gate(_SUM.fullmatch(written) is not None, penalty=-0.5):
+        sum_text = (await proposer.act(agentrl.user(f"Write a sum of {ctx.task.data['terms']} numbers."))).text.strip()
+        if not proposer.gate(_SUM.fullmatch(sum_text) is not None, penalty=-0.5):
             return
-        novelty = await ctx.remember(written, structure=f"{written.count('+') + 1} terms")
-        children = await ctx.gather(*ctx.spawn(Solve, {"sum": written}, n=ATTEMPTS))
+        novelty = await ctx.remember(sum_text, structure=f"{sum_text.count('+') + 1} terms")
+        children = await ctx.gather(*ctx.spawn(Solve, {"sum": sum_text}, n=ATTEMPTS))
         rewards = [child.rewards.get("solver", 0.0) for child in children if child.drop_reason is None]
         share = sum(reward > 0.5 for reward in rewards) / max(len(rewards), 1)
         ctx.metric("solved", share)
@@ -81,16 +81,16 @@ class Solve(agentrl.Environment):
 
     async def run(self, ctx: EpisodeContext) -> None:
         """Look up the sum, solve it, and have it checked."""
-        written = str(ctx.task.data["sum"])
-        right = sum(map(int, written.split(" + ")))
-        await ctx.effect("look up the archive", lambda: look_up(written, right), guarantee="read")
+        sum_text = str(ctx.task.data["sum"])
+        right = sum(map(int, sum_text.split(" + ")))
+        await ctx.effect("look up the archive", lambda: look_up(sum_text, right), guarantee="read")
         notebook = ctx.resource(Notebook, level="replay")
-        question, answer = f"{written} =", ""
+        question, answer = f"{sum_text} =", ""
         for attempt in range(ROUNDS):
             turn = await self._solve(ctx, question)
             answer = turn.text.strip()
-            await notebook.call("write", f"{written} = {answer}")
-            verdict = (await ctx.agent("checker").act(agentrl.user(f"{written} = {answer}. Right or wrong?"))).text
+            await notebook.call("write", f"{sum_text} = {answer}")
+            verdict = (await ctx.agent("checker").act(agentrl.user(f"{sum_text} = {answer}. Right or wrong?"))).text
             if "right" in verdict or attempt == ROUNDS - 1:
                 break
             ctx.agent("solver").reward(REVISION, turn=len(ctx.agent("solver").turns) - 1)
@@ -109,14 +109,14 @@ class Solve(agentrl.Environment):
 _TOOLS = bind_tools(Solve)
 
 
-def look_up(written: str, right: int) -> dict[str, Any]:
+def look_up(sum_text: str, right: int) -> dict[str, Any]:
     """Return the archive's entry on a sum; a `once` effect on the outside world.
 
     Raises:
         LookupError: the page is lost, so the episode fails.
     """
     if right % 23 == 7:  # one page of the archive is lost
-        raise LookupError(f"the page of {written} is lost")
+        raise LookupError(f"the page of {sum_text} is lost")
     return {"page": right % 23, "seen": 0}
 
 
@@ -141,8 +141,8 @@ def _propose(conversation: str, draw: random.Random, step: int) -> str:
 
 
 def _solve(conversation: str, draw: random.Random, step: int) -> str:
-    written = re.findall(rf"({_SUM.pattern}) =", conversation)[-1][0]
-    terms = list(map(int, written.split(" + ")))
+    sum_text = re.findall(rf"({_SUM.pattern}) =", conversation)[-1][0]
+    terms = list(map(int, sum_text.split(" + ")))
     tool_results = re.findall(r"<\|start\|>tool\n(-?\d+)<\|stop\|>", conversation.rpartition("<|start|>user\n")[2])
     miss = (-10, -1, 1, 10)[draw.randrange(4)]
     if draw.random() < 0.25 / (1 + step):
@@ -162,10 +162,10 @@ def _solve(conversation: str, draw: random.Random, step: int) -> str:
 
 
 def _check(conversation: str, draw: random.Random, step: int) -> str:
-    written, answer = re.findall(r"\n([\d +]+) = (.*)\. Right or wrong\?", conversation)[-1]
+    sum_text, answer = re.findall(r"\n([\d +]+) = (.*)\. Right or wrong\?", conversation)[-1]
     if draw.randrange(8) == 0:
         return ("Hmm, right.", "Hmm, wrong.")[draw.randrange(2)]
-    return "right" if answer == str(sum(map(int, written.split(" + ")))) else "wrong"
+    return "right" if answer == str(sum(map(int, sum_text.split(" + ")))) else "wrong"
 
 
 def held_out_tasks() -> Sequence[Task]:

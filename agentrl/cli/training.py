@@ -160,8 +160,8 @@ def evaluate(options: argparse.Namespace) -> int:
             error = metrics.get(_error_of(name))
             interval = "" if error is None else f" ± {error:.4g}"
             sys.stdout.write(f"{escape_line(name):<{width}}  {value:.4g}{interval}\n")
-    shown = escape_line(str(journal))
-    sys.stdout.write(f"{shown}: view it with `agentrl episode list {shown}`\n")
+    journal_name = escape_line(str(journal))
+    sys.stdout.write(f"{journal_name}: view it with `agentrl episode list {journal_name}`\n")
     return 0
 
 

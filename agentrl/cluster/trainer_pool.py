@@ -88,8 +88,8 @@ def refuse_monkeypatches() -> None:
             continue  # a module that was not imported here cannot have been patched
         original = importlib.util.module_from_spec(live.__spec__)
         live.__spec__.loader.exec_module(original)
-        for part, ours in vars(original).items():
-            if not part.startswith("__") and is_monkeypatched(ours, vars(live).get(part)):
+        for part, value in vars(original).items():
+            if not part.startswith("__") and is_monkeypatched(value, vars(live).get(part)):
                 raise ConfigError(
                     f"{name}.{part} was replaced in this process, and ranks in Ray actors use the installed one. "
                     "Remove the replacement, or train in this process: trainer.ranks = 1, no cluster.address"
@@ -269,10 +269,10 @@ class RayTrainerPool:
         self._plan: NodePlan
         self._files: Any = None
         """`RunFileServer` actor for ranks on other hosts; None if all ranks are on the run's host."""
-        self._died: Callable[[], str] = self._session.dead
+        self._death_cause: Callable[[], str] = self._session.dead
         """Returns the name of a dead process of Ray or of a lost node of a rank; empty while all are alive."""
         self._watch: asyncio.Task[None] | None = None
-        self._lost: asyncio.Future[str] | None = None
+        self._loss_future: asyncio.Future[str] | None = None
         """Future that receives the name of the dead process when Ray itself dies."""
         self._method = ""
         """The method that the ranks run; empty: none."""
@@ -291,8 +291,8 @@ class RayTrainerPool:
         loop = asyncio.get_running_loop()
         with kept_signal_handlers():
             await asyncio.to_thread(self._start_actors)
-        self._lost = loop.create_future()
-        self._watch = loop.create_task(self._look_at_ray(self._lost), name="watch Ray")
+        self._loss_future = loop.create_future()
+        self._watch = loop.create_task(self._look_at_ray(self._loss_future), name="watch Ray")
         await self._all("host_name", limit_s=50.0 if self._plan.ranks else None)
         # importing torch from a cold disk takes minutes
         await self._all("prepare", limit_s=600.0)
@@ -314,7 +314,7 @@ class RayTrainerPool:
         size = self._config.trainer.ranks
         try:
             plan = self._plan = self._session.plan(self._config)
-            self._died = self._session.watch(*plan.ranks)
+            self._death_cause = self._session.watch(*plan.ranks)
             # No restarts and no retries: the death of a rank destroys the state of its group.
             rank_class: Any = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(TrainerRank)
             if any(node != plan.nodes[0] for node in plan.ranks):
@@ -354,11 +354,11 @@ class RayTrainerPool:
             for rank, gpu in enumerate(gpus)
         ]
 
-    async def _look_at_ray(self, lost: asyncio.Future[str]) -> None:
+    async def _look_at_ray(self, loss_future: asyncio.Future[str]) -> None:
         clock = SystemClock()
-        while not (dead := self._died()):
+        while not (dead := self._death_cause()):
             await clock.sleep(LOOK_S)
-        lost.set_result(dead)
+        loss_future.set_result(dead)
         await asyncio.to_thread(self._stop)
 
     async def forward_backward(self, batch: TrainBatch) -> None:
@@ -388,7 +388,7 @@ class RayTrainerPool:
         """Stop the ranks and, if the pool started it, Ray. Idempotent."""
         watch, self._watch = self._watch, None
         if watch is not None:
-            if self._lost is not None and not self._lost.done():
+            if self._loss_future is not None and not self._loss_future.done():
                 watch.cancel()
             await asyncio.wait({watch})
         await asyncio.to_thread(self._stop)
@@ -426,9 +426,9 @@ class RayTrainerPool:
                 ended.
             TrainerError: a rank failed, or the pool was not started; the group has ended.
         """
-        if self._lost is not None and (self._lost.done() or self._died()):
+        if self._loss_future is not None and (self._loss_future.done() or self._death_cause()):
             raise self._ray_died(method)  # do not ask Ray: a call into a dead Ray can block for a minute
-        if not self._actors or self._lost is None:
+        if not self._actors or self._loss_future is None:
             raise TrainerError("the trainer pool is not running: it was never started, was closed, or lost a rank")
         from ray.exceptions import RayError
 
@@ -445,11 +445,11 @@ class RayTrainerPool:
         loop = asyncio.get_running_loop()
         deadline = None if limit_s is None else loop.time() + limit_s
         # Act on the first failure: the other ranks may be waiting in a collective for the one that failed.
-        while pending and not self._lost.done() and not any(_failed(future) for future in futures):
+        while pending and not self._loss_future.done() and not any(_failed(future) for future in futures):
             remaining_s = None if deadline is None else deadline - loop.time()
             if remaining_s is not None and remaining_s <= 0:
                 await self._give_up(futures, method, limit_s)
-            await asyncio.wait({*pending, self._lost}, return_when=asyncio.FIRST_COMPLETED, timeout=remaining_s)
+            await asyncio.wait({*pending, self._loss_future}, return_when=asyncio.FIRST_COMPLETED, timeout=remaining_s)
             pending = {future for future in futures if not future.done()}
         failed = await self._first_failed(futures)
         pending = {future for future in futures if not future.done()}
@@ -472,7 +472,7 @@ class RayTrainerPool:
             by_itself = [rank for rank in failed if not _misses_a_rank(futures[rank].exception())]
             if by_itself or not failed:
                 return by_itself[0] if by_itself else None
-            if self._died() or clock.monotonic() > deadline or all(future.done() for future in futures):
+            if self._death_cause() or clock.monotonic() > deadline or all(future.done() for future in futures):
                 return failed[0]
             await clock.sleep(LOOK_S)
 
@@ -490,9 +490,9 @@ class RayTrainerPool:
         return f"{rank} on node {self._plan.ranks[rank].address}" if self._plan.ranks else str(rank)
 
     def _ray_died(self, method: str) -> TrainerLostError:
-        lost = self._lost
+        loss_future = self._loss_future
         # The watch detaches from a dead session, so its result must be read first.
-        dead = lost.result() if lost is not None and lost.done() else self._died()
+        dead = loss_future.result() if loss_future is not None and loss_future.done() else self._death_cause()
         return TrainerLostError(f"Ray's {dead} died (in {method}), and the trainer's ranks with it")
 
     async def _settle(
@@ -502,7 +502,7 @@ class RayTrainerPool:
         from ray.exceptions import RayActorError, RayError, RayTaskError
 
         is_lost = not isinstance(error, RayTaskError) or _misses_a_rank(error)
-        if isinstance(error, RayError) and is_lost and self._died():
+        if isinstance(error, RayError) and is_lost and self._death_cause():
             raise self._ray_died(method) from error
         if isinstance(error, RayTaskError) and isinstance(error.cause, AgentRLError):
             if pending:

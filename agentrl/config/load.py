@@ -159,11 +159,11 @@ def _resolve_code(source: Path, reference: str, *, key: str) -> str:
     return f"{_resolve_path(source, file + colon, key=key)}{name}" if colon else reference
 
 
-def _resolve_environment(source: Path, chosen: str | Mapping[str, float]) -> str | dict[str, float]:
+def _resolve_environment(source: Path, setting: str | Mapping[str, float]) -> str | dict[str, float]:
     key = "environment.id"
-    if isinstance(chosen, str):
-        return _resolve_code(source, chosen, key=key)
-    return {_resolve_code(source, member, key=key): rate for member, rate in chosen.items()}
+    if isinstance(setting, str):
+        return _resolve_code(source, setting, key=key)
+    return {_resolve_code(source, member, key=key): rate for member, rate in setting.items()}
 
 
 def _resolve_splits(source: Path, tasks: int | Mapping[str, int]) -> int | dict[str, int]:
@@ -275,9 +275,9 @@ def _value(text: str) -> Any:
     except (ValueError, RecursionError):
         pass
     with suppress(ValueError, RecursionError):
-        written = tomllib.loads(f"value = {text}")["value"]  # parse the value as TOML
-        if isinstance(written, dict | int | float):
-            return written
+        value = tomllib.loads(f"value = {text}")["value"]  # parse the value as TOML
+        if isinstance(value, dict | int | float):
+            return value
     return text
 
 
@@ -406,8 +406,8 @@ def converted_values(data: Any, read: Any, path: str = "") -> Iterator[str]:
         for index, (value, new_value) in enumerate(zip(data, read, strict=False)):
             yield from converted_values(value, new_value, f"{path}.{index}")
     elif isinstance(data, str | bool) != isinstance(read, str | bool) and isinstance(read, int | float):
-        mend = f", without quotes: {format_short(read)}" if isinstance(data, str) else ""
-        yield f"{path} = {format_short(data)}: expected {_WORDS[type(read)]}{mend}"
+        remedy = f", without quotes: {format_short(read)}" if isinstance(data, str) else ""
+        yield f"{path} = {format_short(data)}: expected {_WORDS[type(read)]}{remedy}"
     elif isinstance(read, bool) and not isinstance(data, bool):
         yield f"{path} = {format_short(data)}: expected true or false: write {format_short(read)}"
 
@@ -625,12 +625,12 @@ def check_settings_unchanged(before: Mapping[str, Any], now: RunConfig) -> list[
         difference for difference in differences if not difference.rule.allows(deterministic=now.deterministic)
     ]
     if violations:
-        mend = " ".join(f"--{difference.key}={json.dumps(difference.before)}" for difference in violations)
+        restore_options = " ".join(f"--{difference.key}={json.dumps(difference.before)}" for difference in violations)
         also = " of a deterministic run" if any(difference.rule.rule != "refused" for difference in violations) else ""
         raise ConfigError(
             f"{'; '.join(map(str, violations))}: a run is resumed with the settings it was started with, and its "
             f"environment and model in the same place; docs/configuration.md lists the settings that may differ{also}. "
-            f"Restore the original ({mend}), or start a new run with --name"
+            f"Restore the original ({restore_options}), or start a new run with --name"
         )
     return differences
 
@@ -664,10 +664,10 @@ def _named_differences(
 ) -> Iterator[SettingDifference]:
     """Compare policies or scorers by their names. The policies of a run stay; scorers may come and go."""
     for name in {**before, **sections}:
-        was, held = before.get(name), sections.get(name)
-        kind_then, kind = was.get("kind") if isinstance(was, Mapping) else None, getattr(held, "kind", None)
-        if isinstance(was, Mapping) and held is not None and kind_then == kind:
-            yield from _differences(held, now[name], was, (*path, name))
+        was, section = before.get(name), sections.get(name)
+        kind_then, kind = was.get("kind") if isinstance(was, Mapping) else None, getattr(section, "kind", None)
+        if isinstance(was, Mapping) and section is not None and kind_then == kind:
+            yield from _differences(section, now[name], was, (*path, name))
         elif path == ("policies",):
             yield SettingDifference((*path, name, "kind"), kind_then, kind, ResumeRule("refused"))
         else:

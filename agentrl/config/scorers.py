@@ -132,8 +132,8 @@ class ScorerConfig(Section):
             raise ValueError(
                 "set unscorable, the score of content that the model cannot judge (refused, or longer than its context)"
             )
-        if lost := [answer for answer in self.answer if not answer.strip() or answer != answer.casefold()]:
-            raise ValueError(f"answer: {lost[0]!r}: write answers as words in lower case")
+        if bad_answers := [answer for answer in self.answer if not answer.strip() or answer != answer.casefold()]:
+            raise ValueError(f"answer: {bad_answers[0]!r}: write answers as words in lower case")
         self._check_per()
         if self.function:
             check_function_name("scorer", self.function)

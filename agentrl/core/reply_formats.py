@@ -144,8 +144,8 @@ def split_thinking(text: str, marks: tuple[str, str], *, is_open: bool = False) 
 
 
 def _call(number: int, raw: str, named_call: NamedCall) -> ToolCall:
-    name, arguments, *written = named_call
-    call_id = next(filter(None, written), f"{UNWRITTEN_ID}{number}")
+    name, arguments, *call_ids = named_call
+    call_id = next(filter(None, call_ids), f"{UNWRITTEN_ID}{number}")
     return ToolCall(id=call_id, name=name, arguments=raw if arguments is None else arguments)
 
 
@@ -478,11 +478,11 @@ def _python_arguments(item: ast.expr) -> Mapping[str, Any] | None:
         return None
     try:
         value = _unique([(str(keyword.arg), _python_value(keyword.value)) for keyword in item.keywords])
-        written = json.dumps(value, allow_nan=False, ensure_ascii=False)
-        written.encode()
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+        text.encode()
     except (ValueError, RecursionError):
         return None
-    parsed_value = parse_json_value(written)
+    parsed_value = parse_json_value(text)
     return parsed_value if isinstance(parsed_value, dict) else None
 
 

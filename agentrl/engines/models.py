@@ -532,10 +532,12 @@ def check_finite_logits(model: PreTrainedModel, logits: Tensor) -> None:
         ModelError: they do; the message names the first broken parameter.
     """
     if bool(logits.float().log_softmax(-1).isnan().any()):
-        broken = next((name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())), None)
+        bad_parameter = next(
+            (name for name, weight in model.named_parameters() if not bool(weight.isfinite().all())), None
+        )
         raise ModelError(
             f"{model.name_or_path}: {type(model).__name__} computes logits that are NaN or infinite: "
-            + (f"{broken} contains NaN or infinity" if broken else "its weights are too large")
+            + (f"{bad_parameter} contains NaN or infinity" if bad_parameter else "its weights are too large")
             + ". The checkpoint is damaged; copy the directory again"
         )
 

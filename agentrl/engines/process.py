@@ -150,13 +150,13 @@ class LocalPlacement:
         self._variables = {**(gpu_visibility_variables(gpus) if gpus else {}), INTERFACE_VARIABLE: interface}
 
     async def start(self, program: ChildProgram) -> LocalChildProcess:
-        ours, theirs = socket.socketpair()
+        parent_socket, child_socket = socket.socketpair()
         process: EngineProcess | None = None
         try:
-            process = await self.start_with(program, theirs)
-            return LocalChildProcess(process, *await asyncio.open_connection(sock=ours))
+            process = await self.start_with(program, child_socket)
+            return LocalChildProcess(process, *await asyncio.open_connection(sock=parent_socket))
         except BaseException:  # also if the start is cancelled
-            ours.close()
+            parent_socket.close()
             if process is not None:
                 process.kill()
                 await process.wait()

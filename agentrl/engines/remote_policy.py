@@ -229,8 +229,8 @@ class RemotePolicyClient:
         return body
 
     def _without_key(self, text: str) -> str:
-        for written in self._written_keys:
-            text = text.replace(written, "…")
+        for key_text in self._written_keys:
+            text = text.replace(key_text, "…")
         return text
 
     def _strip_key(self, value: Any) -> Any:

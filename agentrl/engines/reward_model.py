@@ -143,11 +143,13 @@ class RewardModel:
         results = []
         for row, (ids, start, prefix) in enumerate(calls):
             first, last = most_past - start, most_past + new[row]
-            written: list[Any] = cache.layers
-            layers = [(layer.keys[row, :, first:last], layer.values[row, :, first:last]) for layer in written]
+            cache_layers: list[Any] = cache.layers
+            layers = [(layer.keys[row, :, first:last], layer.values[row, :, first:last]) for layer in cache_layers]
             before = prefix.values[:start] if prefix is not None else np.zeros(0, np.float32)
             values = np.concatenate([before, scores[row, : new[row]]])
-            results.append(KeptContext(ids, values, [(keys.clone(), held.clone()) for keys, held in layers]))
+            results.append(
+                KeptContext(ids, values, [(keys.clone(), value_cache.clone()) for keys, value_cache in layers])
+            )
         return results
 
     def _fill(
@@ -170,8 +172,8 @@ class RewardModel:
     def _scores(self, logits: Tensor) -> Float32Array:
         """Return the score at each token: the only output, or the probability of the second of two."""
         values = logits.float()
-        chosen = values[..., 0] if values.shape[-1] == 1 else values.softmax(-1)[..., 1]
-        return chosen.cpu().numpy()
+        scores = values[..., 0] if values.shape[-1] == 1 else values.softmax(-1)[..., 1]
+        return scores.cpu().numpy()
 
     @torch.inference_mode()
     def _check(self, path: str) -> None:

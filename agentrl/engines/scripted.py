@@ -232,8 +232,8 @@ class ScriptedEngine:
     def _logprobs(self, request: GenerateRequest, count: int) -> Float32Array:
         if self._has_seeded_logprobs:
             seeds = np.full(count, request.seed & 0xFFFFFFFFFFFFFFFF, np.uint64)
-            drawn = uniform(seeds, request.sampled_before + np.arange(count))
-            return (-3.0 * drawn).astype(np.float32)
+            uniforms = uniform(seeds, request.sampled_before + np.arange(count))
+            return (-3.0 * uniforms).astype(np.float32)
         logprobs = self._constant.get(count)
         if logprobs is None:
             logprobs = self._constant[count] = np.full(count, -1.0, np.float32)
@@ -269,9 +269,9 @@ class ScriptedEngine:
         call.timer.cancel()
         call.timer = None
         call.ran += asyncio.get_running_loop().time() - call.since
-        spent = call.ran - self._per_call + 1e-9  # tolerance for the rounding of many small waits
-        if spent >= 0:
-            num_due = len(call.tokens) if self._per_token == 0 else math.floor(spent / self._per_token)
+        elapsed_s = call.ran - self._per_call + 1e-9  # tolerance for the rounding of many small waits
+        if elapsed_s >= 0:
+            num_due = len(call.tokens) if self._per_token == 0 else math.floor(elapsed_s / self._per_token)
             call.num_released = min(max(num_due, call.num_released), len(call.tokens))
 
     def _deliver(self, call: _Call) -> None:

@@ -190,29 +190,29 @@ class GuardedAwaitable:
 
     def __await__(self) -> Generator[Any, Any, Any]:
         steps: Any = None
-        thrown: BaseException | None = None
+        exception: BaseException | None = None
         while True:
             if self._guard is not None and not self._is_suspended:
                 self._guard.enter()
             try:
                 if steps is None:
                     steps = self._first_step()
-                waits_for = next(steps) if thrown is None else steps.throw(thrown)
+                waits_for = next(steps) if exception is None else steps.throw(exception)
             except StopIteration as end:
                 return end.value
             finally:
                 drew = self.end_step()
             if drew:
-                thrown = asyncio.CancelledError()
+                exception = asyncio.CancelledError()
                 continue
-            thrown = None
+            exception = None
             try:
                 yield waits_for
             except BaseException as error:
                 if self._is_abandoned:
                     _close(steps)
                     raise
-                thrown = error
+                exception = error
 
     def close(self) -> None:
         """Close the guard after the last step."""

@@ -189,14 +189,14 @@ def _check_players(environment: GameEnvironment, players: int) -> None:
         )
 
 
-def _check_text(environment: GameEnvironment, shown: Any) -> str:
+def _check_text(environment: GameEnvironment, text: Any) -> str:
     """Return the text that `render` returned; raise if it is not text."""
-    if not isinstance(shown, str):
+    if not isinstance(text, str):
         raise EpisodeError(
-            f"{type(environment).__name__}.render returned {type(shown).__name__}; return a str",
+            f"{type(environment).__name__}.render returned {type(text).__name__}; return a str",
             reason="environment_error",
         )
-    return shown
+    return text
 
 
 class PettingZooEnvironment(GameEnvironment):
@@ -234,8 +234,8 @@ class PettingZooEnvironment(GameEnvironment):
     def render(self, observation: Any, info: Mapping[str, Any], env: Turns) -> str:
         """Return the observation of the player to move. Default: the numbers of the observation. The legal actions are
         appended."""
-        shown = observation.get("observation", observation) if isinstance(observation, Mapping) else observation
-        return str(shown.tolist() if hasattr(shown, "tolist") else shown)
+        value = observation.get("observation", observation) if isinstance(observation, Mapping) else observation
+        return str(value.tolist() if hasattr(value, "tolist") else value)
 
     def action_name(self, action: int, env: Turns) -> str:
         """Return the text that selects an action. Default: its number. Case is ignored."""
@@ -320,13 +320,13 @@ class _PettingZooGame(Game):
             player = self._player()
             self._rewards[player] += finite_reward(reward, f"player {player!r}")
             if not terminated and not truncated:
-                shown = _check_text(self._environment, self._environment.render(observation, info, env))
+                text = _check_text(self._environment, self._environment.render(observation, info, env))
                 legal = legal_actions(env)
                 if legal is not None:
                     names = ", ".join(self._environment.action_name(action, env) for action in legal)
-                    shown = f"{shown}\n{LEGAL_ACTIONS}{names}"
-                self._observation = shown
-                return self._position(player, shown)
+                    text = f"{text}\n{LEGAL_ACTIONS}{names}"
+                self._observation = text
+                return self._position(player, text)
             self._truncated = self._truncated or bool(truncated)
             env.step(None)
         return self._position(None)
@@ -433,10 +433,10 @@ class _TextArenaGame(Game):
     def _question(self, *, legal: bool = True) -> GamePosition:
         player, messages = self._inner.get_observation()
         text = messages if isinstance(messages, str) else self._as_text(player, messages)
-        shown = self._environment.render(int(player), text, self._inner)
+        observation_text = self._environment.render(int(player), text, self._inner)
         return GamePosition(
             player=None if self._inner.state.done else int(player),
-            observation=_check_text(self._environment, shown),
+            observation=_check_text(self._environment, observation_text),
             legal=legal,
             rewards=[0.0] * len(self._environment.seats),
             illegal=[],

@@ -185,14 +185,14 @@ class SeededGame:
         }
 
     def _render(self, observation: Any, info: Mapping[str, Any]) -> str:
-        shown = self._environment.render(observation, info, self._environment.env)
-        if not isinstance(shown, str):
+        text = self._environment.render(observation, info, self._environment.env)
+        if not isinstance(text, str):
             raise EpisodeError(
-                f"{type(self._environment).__name__}.render returned {type(shown).__name__}; return a str "
+                f"{type(self._environment).__name__}.render returned {type(text).__name__}; return a str "
                 "(env.render() gives one only with render_mode='ansi')",
                 reason="environment_error",
             )
-        return shown
+        return text
 
 
 def gym_environment(
@@ -282,8 +282,8 @@ def _cliff_walking(observation: Any, info: Mapping[str, Any], env: Game) -> str:
 def _taxi(observation: Any, info: Mapping[str, Any], env: Game) -> str:
     row, column, passenger, goal = env.unwrapped.decode(int(observation))  # type: ignore[attr-defined]
     lines = [b"".join(line).decode() for line in env.unwrapped.desc]  # type: ignore[attr-defined]
-    shown = "\n".join(_with_mark(line, 2 * column + 1) if n == row + 1 else line for n, line in enumerate(lines))
-    return f"{shown}\nThe passenger is {_PLACES[passenger]} and wants to go to {'RGYB'[goal]}."
+    board = "\n".join(_with_mark(line, 2 * column + 1) if n == row + 1 else line for n, line in enumerate(lines))
+    return f"{board}\nThe passenger is {_PLACES[passenger]} and wants to go to {'RGYB'[goal]}."
 
 
 def _blackjack(observation: Any, info: Mapping[str, Any], env: Game) -> str:

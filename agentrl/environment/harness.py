@@ -283,9 +283,9 @@ class HarnessEnvironment(Environment):
                 begin_again=True,
             )
         await asyncio.to_thread(_remove_specials, self._directory)
-        written = output.tail.decode("utf-8", "replace")
-        failure = None if status == 0 else f"exit status {status}: {written[-500:].strip()}"
-        return {"output": written, "error": failure}
+        output_text = output.tail.decode("utf-8", "replace")
+        failure = None if status == 0 else f"exit status {status}: {output_text[-500:].strip()}"
+        return {"output": output_text, "error": failure}
 
     async def _run_in_sandbox(
         self, sandbox: Sandbox, task: Task, endpoint: Endpoint, arguments: Sequence[str], url: str
@@ -310,13 +310,13 @@ class HarnessEnvironment(Environment):
                 ) from error
         finally:
             await lease.close()
-        written = (ran.stdout + ran.stderr)[-OUTPUT_BYTES:].decode("utf-8", "replace")
+        output_text = (ran.stdout + ran.stderr)[-OUTPUT_BYTES:].decode("utf-8", "replace")
         failure = None
         if ran.killed:
             failure = f"ended by the sandbox's limit on {ran.killed}"
         elif ran.status:
-            failure = f"exit status {ran.status}: {written[-500:].strip()}"
-        return {"output": written, "error": failure}
+            failure = f"exit status {ran.status}: {output_text[-500:].strip()}"
+        return {"output": output_text, "error": failure}
 
 
 def _copy_out(files: Sequence[HashedFile], directory: Path) -> None:

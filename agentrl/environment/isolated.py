@@ -165,19 +165,19 @@ class _ServerProcess:
     """A fork server as this process sees it; it ends with this process."""
 
     def __init__(self, module: str) -> None:
-        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "agentrl.environment.isolated", str(theirs.fileno()), module]
+        self._line, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "agentrl.environment.isolated", str(child_socket.fileno()), module]
         command.append(str(os.getpid()))
         # Every start of a run gets the same set order and the same imports, none of them from the working directory
         # alone.
         paths = os.pathsep.join(map(os.path.abspath, sys.path))
         environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}
-        with theirs:
+        with child_socket:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=sys.__stderr__,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_socket.fileno()],
                 env=environment,
                 start_new_session=True,
             )
@@ -189,11 +189,11 @@ class _ServerProcess:
 
     def fork(self) -> socket.socket:
         """Fork a child; returns the socket to it."""
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        with theirs, contextlib.suppress(OSError):  # the process died in between; the first call reports it
-            socket.send_fds(self._line, [b"+"], [theirs.fileno()])
-        return ours
+        parent_socket, child_socket = socket.socketpair()
+        parent_socket.setblocking(False)
+        with child_socket, contextlib.suppress(OSError):  # the process died in between; the first call reports it
+            socket.send_fds(self._line, [b"+"], [child_socket.fileno()])
+        return parent_socket
 
 
 def _server_of(module: str) -> _ServerProcess:

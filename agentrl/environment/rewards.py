@@ -34,8 +34,8 @@ def finite_reward(value: object, where: str) -> float:
     is_number = isinstance(value, Real) or (numpy is not None and isinstance(value, numpy.floating | numpy.bool_))
     # Timedelta64 claims to be an integer.
     if not is_number or (numpy is not None and isinstance(value, numpy.timedelta64)):
-        shown = reprlib.repr(value)  # bounds the length of any object's repr
-        raise RewardError(f"{where}: the reward is {shown} ({type(value).__name__}); it must be a finite number")
+        value_text = reprlib.repr(value)  # bounds the length of any object's repr
+        raise RewardError(f"{where}: the reward is {value_text} ({type(value).__name__}); it must be a finite number")
     try:
         number = float(value)  # type: ignore[arg-type]
     except (OverflowError, TypeError, ValueError) as error:

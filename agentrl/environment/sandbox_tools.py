@@ -54,8 +54,8 @@ def read_file(*, lines: int = 500) -> Tool:
         """Return lines of a text file, from `first_line` on, counted from 1."""
         content = (await _content(self, path)).decode("utf-8", "replace").splitlines(keepends=True)
         start = max(first_line - 1, 0)
-        shown, num_more = content[start : start + lines], len(content) - start - lines
-        return "".join(shown) + (f"[{num_more} more lines]" if num_more > 0 else "")
+        lines_to_return, num_more = content[start : start + lines], len(content) - start - lines
+        return "".join(lines_to_return) + (f"[{num_more} more lines]" if num_more > 0 else "")
 
     return read_file
 

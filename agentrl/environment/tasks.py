@@ -78,8 +78,8 @@ class GameSeedTasks:
             raise IndexError(index)
         if self._split == "held_out":
             return Task(id=f"held_out-{index}", data={"seed": index})
-        drawn = HELD_OUT_SEEDS + stable_hash64("gym", self._seed, index) % (SEEDS - HELD_OUT_SEEDS)
-        return Task(id=f"train-{self._seed}-{index}", data={"seed": drawn})
+        game_seed = HELD_OUT_SEEDS + stable_hash64("gym", self._seed, index) % (SEEDS - HELD_OUT_SEEDS)
+        return Task(id=f"train-{self._seed}-{index}", data={"seed": game_seed})
 
 
 def learnability(solved: Iterable[ChildResult]) -> float:
@@ -135,5 +135,5 @@ def split_tasks(tasks: Sequence[Task], split: Split, held_out: float) -> list[Ta
         [['a', 'b', 'd', 'e'], ['c']]
     """
     count = math.ceil(held_out * len(tasks))
-    chosen = {task.id for task in sorted(tasks, key=lambda task: stable_hash64("held out", task.id))[:count]}
-    return [task for task in tasks if not count or (task.id in chosen) == (split == "held_out")]
+    held_out_ids = {task.id for task in sorted(tasks, key=lambda task: stable_hash64("held out", task.id))[:count]}
+    return [task for task in tasks if not count or (task.id in held_out_ids) == (split == "held_out")]

@@ -75,13 +75,13 @@ def tool(
 
     def mark(function: Method) -> Method:
         if timeout_s is not None and not (timeout_s > 0 and (external or inspect.iscoroutinefunction(function))):
-            mend = (
+            remedy = (
                 "a number above 0"
                 if not timeout_s > 0
                 else "external=True, or `async def`: nothing can end a plain call"
             )
             raise EnvironmentDefinitionError(
-                f"tool {getattr(function, '__qualname__', function)}: @tool(timeout_s={timeout_s!r}) needs {mend}"
+                f"tool {getattr(function, '__qualname__', function)}: @tool(timeout_s={timeout_s!r}) needs {remedy}"
             )
         function.__agentrl_tool__ = options  # type: ignore[attr-defined]
         return function

@@ -106,8 +106,8 @@ def parse_json(text: str) -> Any:
     return value
 
 
-def _finite(written: str) -> float:
-    value = float(written)
+def _finite(text: str) -> float:
+    value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{written[:40]} is not a finite number")
+        raise ValueError(f"{text[:40]} is not a finite number")
     return value

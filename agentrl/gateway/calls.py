@@ -216,8 +216,8 @@ def stop_texts(value: Any, location: str) -> tuple[str, ...]:
 
 def bounded_repr(value: Any) -> str:
     """Format a value of a request, for a message, without looking through all of it."""
-    written = _SHORT.repr(value)
-    return written if len(written) <= 80 else f"{written[:79]}…"
+    text = _SHORT.repr(value)
+    return text if len(text) <= 80 else f"{text[:79]}…"
 
 
 _SHORT = reprlib.Repr()

@@ -47,9 +47,9 @@ class OpenAIResponsesProtocol:
                     name,
                 )
         demands = {name: body[name] for name in _DEMANDS if body.get(name) is not None}
-        written = body.get("text")
-        if isinstance(written, dict) and written.get("format") is not None:
-            demands["response_format"] = written["format"]
+        text_options = body.get("text")
+        if isinstance(text_options, dict) and text_options.get("format") is not None:
+            demands["response_format"] = text_options["format"]
         tools = require_object_list(body.get("tools") or [], "tools")
         tools_by_namespace = list(_flatten_tools(tools))
         return ChatRequest(
@@ -302,10 +302,10 @@ def _item_events(item: Mapping[str, Any], number: int) -> Iterator[dict[str, Any
             yield {"type": "response.output_text.done", **position, "text": part["text"], "logprobs": []}
             yield {"type": "response.content_part.done", **position, "part": part}
         case "function_call":
-            written = item["arguments"]
+            arguments = item["arguments"]
             yield {"type": "response.output_item.added", "output_index": number, "item": {**item, "arguments": ""}}
-            yield {"type": "response.function_call_arguments.delta", **at, "delta": written}
-            yield {"type": "response.function_call_arguments.done", **at, "name": item["name"], "arguments": written}
+            yield {"type": "response.function_call_arguments.delta", **at, "delta": arguments}
+            yield {"type": "response.function_call_arguments.done", **at, "name": item["name"], "arguments": arguments}
         case "custom_tool_call":
             yield {"type": "response.output_item.added", "output_index": number, "item": {**item, "input": ""}}
             yield {"type": "response.custom_tool_call_input.delta", **at, "delta": item["input"]}

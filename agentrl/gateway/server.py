@@ -529,8 +529,8 @@ def _models(names: Sequence[str]) -> dict[str, Any]:
 
 def _event(name: str | None, data: Any) -> bytes:
     """Encode one server-sent event."""
-    written = data.encode() if isinstance(data, str) else _to_json(data)
-    return (b"" if name is None else f"event: {name}\n".encode()) + b"data: " + written + b"\n\n"
+    data_bytes = data.encode() if isinstance(data, str) else _to_json(data)
+    return (b"" if name is None else f"event: {name}\n".encode()) + b"data: " + data_bytes + b"\n\n"
 
 
 def _to_json(value: Any) -> bytes:

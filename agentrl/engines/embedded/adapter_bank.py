@@ -62,10 +62,10 @@ class AdapterBank:
         self._adapters[place] = adapter
         self._selection, self._narrow_indices = None, _NO_ADAPTERS
         has_new_layers = self._wrap(adapter)
-        grown = max(self._rank, adapter.rank)
-        num_places = (max(self._adapters) + 1) * grown
-        if has_new_layers or grown > self._rank or num_places > next(iter(self._layers.values())).down.shape[0]:
-            self._rank = grown
+        new_rank = max(self._rank, adapter.rank)
+        num_places = (max(self._adapters) + 1) * new_rank
+        if has_new_layers or new_rank > self._rank or num_places > next(iter(self._layers.values())).down.shape[0]:
+            self._rank = new_rank
             self._allocate(num_places)
             for at, weights in self._adapters.items():
                 self._write(at, weights)

@@ -232,29 +232,29 @@ class Batcher:
             heapq.heapify(self._waiting)
         return ending_calls + [call for call in self.running.values() if call.ending]
 
-    def admit(self, held: Collection[str], resolve: Callable[[EmbeddedSession], EmbeddedVersion]) -> None:
-        """Give slots to waiting calls in queue order; calls of `held` policies keep waiting.
+    def admit(self, held_policies: Collection[str], resolve: Callable[[EmbeddedSession], EmbeddedVersion]) -> None:
+        """Give slots to waiting calls in queue order; calls of `held_policies` policies keep waiting.
 
         Conversations that hold a slot continue in it. While at least half of the slots are busy, others wait for a slot
         that is free or long idle, because evicting a conversation between two turns costs recomputing its context.
         After many turns, a waiting call gets the slot that was idle longest.
         """
         if self._passed_over >= self._turns_in_a_row:
-            self._seat_waiting(held, resolve, patient=False, limit=1)
+            self._seat_waiting(held_policies, resolve, patient=False, limit=1)
         calls, self._calls_with_slots = self._calls_with_slots, []
         for call in calls:
             if call.session.slot < 0:
                 heapq.heappush(self._waiting, call)
-            elif _is_held(call, held):
+            elif _is_held(call, held_policies):
                 self._calls_with_slots.append(call)
             else:
                 self._begin(call, resolve)
                 self._passed_over += bool(self._waiting)
-        self._seat_waiting(held, resolve)
+        self._seat_waiting(held_policies, resolve)
 
     def _seat_waiting(
         self,
-        held: Collection[str],
+        held_policies: Collection[str],
         resolve: Callable[[EmbeddedSession], EmbeddedVersion],
         *,
         patient: bool = True,
@@ -267,7 +267,7 @@ class Batcher:
             if not self._table.has_slot(patient=patient and 2 * len(self.running) >= self._cache.slots):
                 break
             call = heapq.heappop(self._waiting)
-            if _is_held(call, held):
+            if _is_held(call, held_policies):
                 aside.append(call)
             else:
                 self._begin(call, resolve)
@@ -341,8 +341,8 @@ class Batcher:
                 rows = [row for row in np.flatnonzero(pending > 1).tolist() if not self.running[int(slots[row])].fresh]
                 if self._defers(len(rows), int(decoding.sum())):
                     rows = []
-                for chosen, counts in self._prefill(slots, pending, rows, budget):
-                    passes.append(_pass(model_copy, slots[chosen], counts, adapters[chosen]))
+                for rows_of_pass, counts in self._prefill(slots, pending, rows, budget):
+                    passes.append(_pass(model_copy, slots[rows_of_pass], counts, adapters[rows_of_pass]))
                     budget -= int(counts.max()) * len(counts)
                 slots, adapters, pending = slots[decoding], adapters[decoding], pending[decoding]
             if len(slots):
@@ -411,17 +411,19 @@ class Batcher:
             new_tokens = int(min(pending[row], self._prefill_tokens))
             bucket = new_tokens.bit_length()
             width = max(widest.get(bucket, 0), new_tokens)
-            grown = width * (len(buckets.get(bucket, ())) + 1) - widest.get(bucket, 0) * len(buckets.get(bucket, ()))
-            if grown > budget and buckets:
+            added_positions = width * (len(buckets.get(bucket, ())) + 1) - widest.get(bucket, 0) * len(
+                buckets.get(bucket, ())
+            )
+            if added_positions > budget and buckets:
                 break
-            if grown > budget:
-                width = grown = max(budget, 2)
-            budget -= grown
+            if added_positions > budget:
+                width = added_positions = max(budget, 2)
+            budget -= added_positions
             buckets.setdefault(bucket, []).append(row)
             widest[bucket] = width
         return [
-            (np.array(sorted(chosen)), np.minimum(pending[sorted(chosen)], widest[bucket]))
-            for bucket, chosen in buckets.items()
+            (np.array(sorted(bucket_rows)), np.minimum(pending[sorted(bucket_rows)], widest[bucket]))
+            for bucket, bucket_rows in buckets.items()
         ]
 
     def _share_prefixes(self) -> None:
@@ -462,8 +464,8 @@ class Batcher:
         return donors[best], int(lengths[best])
 
 
-def _is_held(call: ActiveRequest, held: Collection[str]) -> bool:
-    return call.session.policy in held and call.session.pin is None
+def _is_held(call: ActiveRequest, held_policies: Collection[str]) -> bool:
+    return call.session.policy in held_policies and call.session.pin is None
 
 
 def _pass(

@@ -266,11 +266,11 @@ class ForwardPassRunner:
                 return []
             logits = logits[torch.from_numpy(np.flatnonzero(ready)).to(self._device)]
         tokens, logprobs, mask = sample(logits, columns.sampling(slots))
-        drawn = tokens.cpu().numpy()
+        token_ids = tokens.cpu().numpy()
         if self._mask_recorder is not None:
             self._mask_recorder.store(slots, mask, columns.filtered[slots])
         self.stats.sampled_tokens += len(slots)
-        return columns.append(slots, drawn, logprobs.cpu().numpy())
+        return columns.append(slots, token_ids, logprobs.cpu().numpy())
 
     def score(self, one: ForwardPassPlan, token_ids: NDArray[np.int64], temperature: float) -> NDArray[np.float32]:
         """Compute the log-probability of each token of one sequence given those before it, without the cache; entry 0
@@ -380,9 +380,9 @@ def check_slots_match_forward(model: PreTrainedModel, path: str, *, max_context:
         with computing_in_float32(model):
             difference = _largest_difference(model, _CONTEXTS, _PIECES)
             for length in context_length_thresholds(model.config, max_context):
-                grown = min(length + 5, max_context)
-                contexts = (tuple(random.integers(0, few, grown).tolist()), _CONTEXTS[1])
-                pieces = ((length - 1, 2), (grown - length, 1), (1, 1))
+                longer = min(length + 5, max_context)
+                contexts = (tuple(random.integers(0, few, longer).tolist()), _CONTEXTS[1])
+                pieces = ((length - 1, 2), (longer - length, 1), (1, 1))
                 difference = float(np.maximum(difference, _largest_difference(model, contexts, pieces)))
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
         raise ModelError(f"{path}: {type(model).__name__} cannot run in the embedded engine ({error!r})") from error

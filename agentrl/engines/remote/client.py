@@ -357,8 +357,10 @@ class ProcessEngine:
             policies = ", ".join(sorted(self._first_versions))
             raise EngineError(f"no policy {policy!r} in this engine; it serves: {policies}")
         if pin is not None and not self._versions.confirmed.has_pin(pin) and pin != self._current(pin.policy):
-            lost = [error for weights, error in self._pin_errors.items() if weights.version == pin]
-            why = f"the engine's process was restarted: {lost[0]}" if lost else "pin it by serve(..., pinned)"
+            pin_errors = [error for weights, error in self._pin_errors.items() if weights.version == pin]
+            why = (
+                f"the engine's process was restarted: {pin_errors[0]}" if pin_errors else "pin it by serve(..., pinned)"
+            )
             raise VersionNotServedError(f"version {pin} is not served here; {why}")
         return RoutedSession(self, session_id, policy, pin)
 
@@ -405,10 +407,10 @@ class ProcessEngine:
         for _ in range(LOSSES_OF_AN_UPDATE):
             connection = await self._connect()
             request = self._versions.requested
-            sent = VersionSet(request.current, request.pinned.difference(self._pin_errors))
+            version_set = VersionSet(request.current, request.pinned.difference(self._pin_errors))
             with contextlib.suppress(EngineLostError):
-                await connection.serve(sent.current.values(), sent.pinned)
-                self._versions.confirm(sent)
+                await connection.serve(version_set.current.values(), version_set.pinned)
+                self._versions.confirm(version_set)
                 return
         refused_versions = ", ".join(
             str(weights.version) for weights in versions if weights not in self._versions.confirmed.all

@@ -87,15 +87,15 @@ class VllmCall:
     _num_delivered: int = 0
     _next_delta: float = 0.0
 
-    def append(self, chosen: CompletionOutput) -> None:
+    def append(self, output: CompletionOutput) -> None:
         """Add the tokens of one output of vLLM."""
-        if chosen.token_ids:
+        if output.token_ids:
             if self._next_delta == 0.0:
                 self._next_delta = self.clock.monotonic() + _DELTA_SECONDS
-            self.tokens.extend(chosen.token_ids)
-            self.logprobs.extend(_logprobs_of(chosen))
+            self.tokens.extend(output.token_ids)
+            self.logprobs.extend(_logprobs_of(output))
             if self.kept_sets is not None:
-                self.kept_sets.extend(_kept_sets_of(chosen))
+                self.kept_sets.extend(_kept_sets_of(output))
             if self.on_delta is not None and self.clock.monotonic() >= self._next_delta:
                 self.deliver()
 
@@ -138,17 +138,17 @@ class VllmCall:
         )
 
 
-def _kept_sets_of(chosen: CompletionOutput) -> list[NDArray[np.int32]]:
+def _kept_sets_of(output: CompletionOutput) -> list[NDArray[np.int32]]:
     """Return the kept sets of the sampled tokens."""
-    sets = chosen.sampling_mask.token_ids if chosen.sampling_mask is not None else []
-    if len(sets) != len(chosen.token_ids):
-        raise EngineError(f"vLLM returned {len(chosen.token_ids)} tokens with the kept sets of {len(sets)}")
+    sets = output.sampling_mask.token_ids if output.sampling_mask is not None else []
+    if len(sets) != len(output.token_ids):
+        raise EngineError(f"vLLM returned {len(output.token_ids)} tokens with the kept sets of {len(sets)}")
     return [np.array(token_ids, np.int32) for token_ids in sets]
 
 
-def _logprobs_of(chosen: CompletionOutput) -> list[float]:
+def _logprobs_of(output: CompletionOutput) -> list[float]:
     """Return the log-probabilities of the sampled tokens."""
-    flat: Any = chosen.logprobs
+    flat: Any = output.logprobs
     return [float(flat.logprobs[start]) for start in flat.start_indices]
 
 
@@ -397,14 +397,14 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             prompt, parameters, call.name, lora_request=serving.adapter, priority=request.priority
         )
         async for output in outputs:
-            chosen = output.outputs[0]
+            delta = output.outputs[0]
             is_discarded = call.moving and not self.versions.places  # new weights may have continued an old prefix
             if not is_discarded:
                 if before == 0 and not call.tokens:
                     call.cached = output.num_cached_tokens or 0
-                call.append(chosen)
-            if chosen.finish_reason is not None:
-                reason = "abort" if is_discarded else _reason(chosen, request)
+                call.append(delta)
+            if delta.finish_reason is not None:
+                reason = "abort" if is_discarded else _reason(delta, request)
                 if not await call.serving.passed_canary():
                     call.discard_undelivered()
                     reason = "abort"
@@ -412,7 +412,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
                 if self._expert_layers and len(call.tokens) > before:
                     version = serving if call.serving is serving else None
                     stop = len(request.token_ids) + len(call.tokens) - 1
-                    call.routing.append(chosen, routing_start, stop, version)
+                    call.routing.append(delta, routing_start, stop, version)
             elif (call.ending or call.moving) and not is_aborted:  # the abort came before vLLM knew the request
                 is_aborted = True
                 await self._llm.abort(call.name)
@@ -522,8 +522,8 @@ class VllmEngine(InProcessEngine[VllmVersion]):
         self._llm.shutdown()
 
 
-def _reason(chosen: CompletionOutput, request: GenerateRequest) -> FinishReason:
-    match chosen.finish_reason:
+def _reason(output: CompletionOutput, request: GenerateRequest) -> FinishReason:
+    match output.finish_reason:
         case "stop" | "length" | "abort" as reason:
             return reason
-    raise EngineError(f"call {request.request_id}: vLLM ended the call with {chosen.finish_reason!r}")
+    raise EngineError(f"call {request.request_id}: vLLM ended the call with {output.finish_reason!r}")
