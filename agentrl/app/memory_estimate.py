@@ -373,7 +373,7 @@ def _needed_bytes(plan: MemoryEstimate) -> int:
 
 
 def _limit(plan: MemoryEstimate) -> int:
-    """Return the bytes that may be filled, on all devices of the run, beside the shares that vLLM reserves."""
+    """Return the bytes that may be filled, on all devices of the run, outside the shares that vLLM reserves."""
     vllm_bytes = sum(part.bytes for part in plan.parts if part.name.startswith(_VLLM))
     return int(USED_SHARE * (plan.free - vllm_bytes))
 

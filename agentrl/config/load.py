@@ -46,7 +46,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, endpoint: RemotePol
     Args:
         path: the file. A relative `model.path`, `policies.NAME.model`, `.reference` or `.path`, and the file of an
             `environment.id`, `policies.NAME.id`, `trainer.loss.name`, `credit.advantage` or `scorers.NAME.function`, is
-            looked up first beside it, then in the working directory.
+            looked up first in the file's directory, then in the working directory.
         overrides: `section.field=value`, with or without leading dashes; values are JSON, numbers and
             inline tables of TOML, or else text.
         endpoint: takes the place of every policy that an engine of ours would serve, for an evaluation: no base model

@@ -113,7 +113,7 @@ def scorer(function: F) -> F:
     """Mark a function of a `Scored` as a scorer, for `train(config, scorers=[…])` or `scorers.NAME.function`.
 
     The function returns the score of one turn, or None to say nothing, which is not a zero. It may be a coroutine
-    function. It runs beside the episode, so it can use neither `ctx` nor an agent; an exception is retried
+    function. It runs during the episode, so it can use neither `ctx` nor an agent; an exception is retried
     (`scorers.NAME.attempts`). Further parameters are set by `scorers.NAME.options`.
 
     Example:

@@ -151,7 +151,7 @@ def _generator_states() -> tuple[object, ...]:
     from numpy.random.mtrand import get_bit_generator
 
     state = get_bit_generator().state
-    # Some generators buffer numbers beside their state (Philox four, others half a word).
+    # Some generators buffer numbers outside their state (Philox four, others half a word).
     numpy = [value for part in (state, state["state"]) for value in part.values() if value is not state["state"]]
     return random.getstate(), [value.tobytes() if isinstance(value, ndarray) else value for value in numpy]
 

@@ -1,6 +1,6 @@
 """Example environments: one small package each, with tasks, README and test.
 
-An installed wheel has them beside this file. In a checkout they are in the folder `environments/` at the top.
+An installed wheel has them next to this file. In a checkout they are in the folder `environments/` at the top.
 """
 
 from pathlib import Path

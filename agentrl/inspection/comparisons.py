@@ -173,7 +173,7 @@ class EpisodeDifference(msgspec.Struct, frozen=True, kw_only=True):
     same_acts: int
     """Number of equal acts before the first difference."""
     departure: FirstDifference | None
-    """First difference; None if the episodes are equal apart from times."""
+    """First difference; None if the episodes are equal except for times."""
     rewards: dict[str, tuple[float | None, float | None]]
     """Rewards on both sides, keyed by agent."""
     turns: list[tuple[str, int, bool]]

@@ -228,7 +228,7 @@ def read_meta_table(connection: sqlite3.Connection) -> dict[str, str]:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the files of a database: its own, and those of SQLite beside it."""
+    """Return the files of a database: the main file, and those that SQLite adds."""
     return [path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")]
 
 

@@ -302,7 +302,7 @@ class AgentTokenRows:
         return context
 
     def _is_same(self, first: Sequence[int], second: Sequence[int]) -> bool:
-        """Whether two contexts have the same text, apart from white space and the tokens that end a turn."""
+        """Whether two contexts have the same text, except for white space and the tokens that end a turn."""
         if list(first) == list(second):
             return True
         ends = {*self._format.stop_token_ids}

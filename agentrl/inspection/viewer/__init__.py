@@ -1,1 +1,1 @@
-"""The viewer: one HTML page that shows a run, from a file or served on loopback. See `page`, `queries`, `server`."""
+"""The viewer: one HTML page that shows a run, from a file or served on loopback."""
