@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 Key = TypeVar("Key", int, str)
 
-FORMAT = 0
-"""Journal format; 0 until the first release. Another value is refused by name."""
+FORMAT = 1
+"""Journal format. Another value is refused by name."""
 
 REQUEST_VERSION = 1
 """Version of the fields that `JournalEntry.request_hash` covers. An unfinished episode of another version starts over,

@@ -291,10 +291,13 @@ def _check(connection: sqlite3.Connection, path: Path, kind: Kind, run: str | No
     if _META not in schema:
         raise JournalError(f"{path}: not a journal of agentrl")
     values = read_meta_table(connection)
-    if values.get("format") != str(FORMAT):
+    written = values.get("format", "")
+    if written != str(FORMAT):
+        newer = written.isdecimal() and int(written[:9]) > FORMAT
+        remedy = "install a newer version of agentrl" if newer else "use the version of agentrl that wrote it"
         raise JournalError(
-            f"{path}: journal format {values.get('format')!r}, but this version of agentrl reads format {FORMAT}; "
-            "read it with the version that wrote it"
+            f"{path}: journal format {written or 'unknown'}, but this version of agentrl reads format {FORMAT}; "
+            f"{remedy} to read it"
         )
     if schema != set(_STATEMENTS[kind]) or values.get("kind") != kind:
         raise JournalError(
