@@ -296,7 +296,7 @@ def _check(connection: sqlite3.Connection, path: Path, kind: Kind, run: str | No
         newer = written.isdecimal() and int(written[:9]) > FORMAT
         remedy = "install a newer version of agentrl" if newer else "use the version of agentrl that wrote it"
         raise JournalError(
-            f"{path}: journal format {written or 'unknown'}, but this version of agentrl reads format {FORMAT}; "
+            f"{path}: journal format {written!r}, but this version of agentrl reads format {FORMAT}; "
             f"{remedy} to read it"
         )
     if schema != set(_STATEMENTS[kind]) or values.get("kind") != kind:

@@ -46,7 +46,7 @@ def test_a_newer_format_is_refused_with_both_numbers_and_what_to_do(
         connection.execute("UPDATE meta SET value = ? WHERE key = 'format'", (str(FORMAT + 1),))
     connection.close()
     message = (
-        f"journal format {FORMAT + 1}, but this version of agentrl reads format {FORMAT}; install a newer version of "
+        f"journal format '{FORMAT + 1}', but this version of agentrl reads format {FORMAT}; install a newer version of "
         "agentrl to read it"
     )
     with pytest.raises(JournalError, match=message):
