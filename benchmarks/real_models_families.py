@@ -1,4 +1,4 @@
-"""Which architectures are trained as transformers computes them; prints the table of docs/models.md.
+"""Which architectures are trained as transformers computes them; prints the table of docs/results/models.md.
 
 Small random models of the true architecture (`tests/model_families.py`), their weights scaled until the mean entropy of
 the next token is at most half of log V. Rows shorter and longer than windows, chunks and original positions.

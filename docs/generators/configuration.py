@@ -9,9 +9,8 @@ import sys
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from agentrl.config.fields import DerivedDefault, NumberUnit
-from agentrl.config.load import dump_toml, resume_rule_of, sections_in_annotation
+from agentrl.config.load import resume_rule_of, sections_in_annotation
 from agentrl.config.run import RunConfig
-from agentrl.config.sections import EnvironmentConfig, ModelConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +22,7 @@ _INTRODUCTION = """# Configuration
 
 <!-- Written by `make docs-config` from agentrl/config/run.py; changes belong there. -->
 
-A run is one value, written in three ways that mean the same:
+Every setting of a training run. A configuration can be written in three ways:
 
 ```toml
 # run.toml, for `agentrl train run.toml`
@@ -46,18 +45,16 @@ agentrl train run.toml --policies.solver.learning_rate=1e-4
 ```
 
 On the command line a value is JSON, an inline table of TOML, or else text. `--dry-run` prints the resolved
-configuration and stops. An unknown key is refused, and the nearest known one is named. There are {count} fields; only
-`environment.id` has no default, and `model.path` is empty only where every policy is remote or a bot.
-A reward, a tool or a task source is code: it belongs in an environment, not here.
+configuration, with all defaults, and stops. An unknown key is refused, and the nearest known one is named. There are
+{count} fields; only `environment.id` has no default, and `model.path` is empty only where every policy is remote or a
+bot. Rewards, tools and task sources are code and belong in an environment.
 
 `--resume` reads the configuration again. The column *on resume* says whether a setting may change between two starts:
 
 * *may differ*: the new value holds from now on.
 * *may differ¹*: the same, except in a run with `deterministic = true`, where it may not.
-* *per episode¹*: the new value holds for episodes that begin from now on, and for every attempt that begins again. An
-  episode that has begun keeps its value to the end; its first journal entry records it. So no row mixes two
-  temperatures, and a replay has the limits that the episode was played under.
-* *refused*: another value would make it another run; `--resume` names the key and both values.
+* *per episode¹*: the new value holds for new episodes and new attempts. A running episode keeps its value to the end.
+* *refused*: the setting identifies the run; `--resume` names the key and both values.
 """
 
 
@@ -67,7 +64,6 @@ def configuration_page() -> str:
     example += "[policies.solver]\nlearning_rate = 1e-4"
     parts = [_INTRODUCTION.format(toml=example, count=len(documented_keys()))]
     parts += [_section(section, path) for section, path in _walk(RunConfig, "")]
-    parts.append(f"## All defaults\n\n```toml\n{_defaults()}```\n")
     return "\n".join(parts)
 
 
@@ -159,11 +155,6 @@ def _rule(field: FieldInfo) -> str:
 
 def _flat(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
-
-
-def _defaults() -> str:
-    model = ModelConfig.model_construct(path="DIR")
-    return dump_toml(RunConfig(environment=EnvironmentConfig(id="NAME"), model=model))
 
 
 if __name__ == "__main__":
