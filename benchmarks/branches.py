@@ -7,7 +7,8 @@
   several rules for where to branch and to stop, and `gradient_ratio_error` is that distance. Negative controls with
   known ratios: `weight_one_ratio`, every continuation counts as an episode; `hindsight_ratio`, a failed episode is
   averaged with its branches; `resample_ratio` and `resample_with_main_ratio`, DEEP-GRPO's rule; `stop_ratio`, stopped
-  episodes have reward 0.
+  episodes have reward 0. `resample_error` is the largest difference between the expected gradient with `ctx.resample`
+  and ∇J + Σ d(s) ∇V(s), with d(s) the probability that the turn after s is chosen.
 * `versions`: whole runs in virtual time with updates inside the trees. `mixed_version_branches` are trees of 1,000
   whose tokens behind the call are of several versions; `mixed_without_leases` those of the same runs if nothing is
   leased. `trees_cut` are trees whose units enter several steps, `trees_cut_by_units` those if a step takes exactly
@@ -73,7 +74,14 @@ NAMES = (
         "hindsight_ratio",
         "resample_ratio",
     ),
-    *("resample_with_main_ratio", "stop_ratio", "trees", "mixed_version_branches", "mixed_without_leases"),
+    *(
+        "resample_with_main_ratio",
+        "resample_error",
+        "stop_ratio",
+        "trees",
+        "mixed_version_branches",
+        "mixed_without_leases",
+    ),
     *("trees_cut", "trees_cut_by_units", "prefix_computed_once", "prefix_trained_once", "tree_loss_error"),
     *("tree_grad_norm_error", *RECORDED),
 )
@@ -105,6 +113,9 @@ def gradient(_: Path, *, quick: bool) -> dict[str, float | None]:
         "hindsight_ratio": toy.ratio(toy.expectation(on_failure(toy))),
         "resample_ratio": toy.ratio(toy.resampled(on_failure(toy), with_main=False)),
         "resample_with_main_ratio": toy.ratio(toy.resampled(on_failure(toy), with_main=True)),
+        "resample_error": float(
+            abs(toy.expectation(on_failure(toy), resample=True) - toy.pivots(on_failure(toy))).max()
+        ),
         "stop_ratio": toy.ratio(toy.stopped(first_step, 2, drops=False)),
     }
 

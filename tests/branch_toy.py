@@ -84,16 +84,28 @@ class Toy:
                 found.append((probability, main, pairs))
         return found
 
-    def expectation(self, points: Callable[[Path], Sequence[Point]], trees: int = 1) -> np.ndarray:
+    def expectation(
+        self, points: Callable[[Path], Sequence[Point]], trees: int = 1, *, resample: bool = False
+    ) -> np.ndarray:
         """Expected gradient of a group of trees, divided by their number, with the credit of `tree_credits`. A single
-        tree is compared with the mean reward."""
+        tree is compared with the mean reward. With `resample` the branches are those of `ctx.resample`."""
         total = self.zero()
         every = self.trees(points)
         for group in itertools.product(every, repeat=trees):
-            total += math.prod(tree[0] for tree in group) * self._gradient(group) / trees
+            total += math.prod(tree[0] for tree in group) * self._gradient(group, resample) / trees
         return total
 
-    def _gradient(self, group: Sequence[tuple[float, Path, list[tuple[Point, Path]]]]) -> np.ndarray:
+    def pivots(self, points: Callable[[Path], Sequence[Point]]) -> np.ndarray:
+        """∇J + Σ d(s) ∇V(s), with d(s) the probability that the decision after s is sampled again."""
+        total = self.exact.copy()
+        for path in self.paths:
+            for start, _ in points(path):
+                for other in self.continuations(path[:start]):
+                    weight = self.probability(path) * self.probability(other, start)
+                    total += weight * self.reward[other] * self.score(other, start)
+        return total
+
+    def _gradient(self, group: Sequence[tuple[float, Path, list[tuple[Point, Path]]]], resample: bool) -> np.ndarray:
         agents: list[AgentKey] = []
         branches: dict[str, ForkPoint] = {}
         whole: list[tuple[Path, int]] = []
@@ -110,6 +122,7 @@ class Toy:
                     call_id=f"r#{start}",
                     branch=index,
                     turns=(AgentTurns("s", 0, start),),
+                    resample=resample,
                 )
                 agents.append((name, "s", 0))
                 whole.append((path, start))

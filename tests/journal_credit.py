@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 Row = dict[str, Any]
@@ -64,6 +64,21 @@ def by_state(
     }
 
 
+def resampled_pieces(
+    estimator: str, members: Sequence[tuple[str, int]], rewards: Sequence[float], forks: dict[str, Row]
+) -> Iterator[tuple[int, tuple[int, float, float]]]:
+    """The pieces of resampled episodes, compared with those of the same turn."""
+    resampled: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for number, (episode, _) in enumerate(members):
+        if episode in forks and forks[episode].get("resample"):
+            resampled[forks[episode]["episode_id"], forks[episode]["call_id"]].append(number)
+    for siblings in resampled.values():
+        names = [members[number][0] for number in siblings]
+        compared = advantages(estimator, [rewards[number] for number in siblings], names)
+        for number, (advantage, baseline) in zip(siblings, compared, strict=True):
+            yield number, (0, advantage / len(set(names)), baseline)
+
+
 def pieces(
     estimator: str, members: Sequence[tuple[str, int]], rewards: Sequence[float], forks: dict[str, Row]
 ) -> list[list[tuple[int, float, float]]]:
@@ -77,7 +92,8 @@ def pieces(
         return [number for number, (episode, _) in enumerate(members) if episode in names]
 
     def calls_of(main: str) -> list[str]:
-        calls = {fork["call_id"] for name, fork in forks.items() if fork["episode_id"] == main}
+        here = [fork for fork in forks.values() if fork["episode_id"] == main and not fork.get("resample")]
+        calls = {fork["call_id"] for fork in here}
         return sorted(calls, key=lambda call: int(call.rpartition("#")[2]))
 
     def value(number: int, behind: int) -> float:
@@ -106,6 +122,8 @@ def pieces(
             for number, (advantage, baseline) in zip(siblings, compared, strict=True):
                 first = turns.get(members[number][1], 0) if number in own else 0
                 found[number].append((first, weight * advantage, baseline))
+    for number, piece in resampled_pieces(estimator, members, rewards, forks):
+        found[number].append(piece)
     return found
 
 

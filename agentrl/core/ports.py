@@ -388,7 +388,8 @@ class EpisodeHost(Protocol):
     async def branch(
         self, main: EpisodeSpec, point: ForkPoint, count: int, versions: Mapping[str, PolicyVersion]
     ) -> Mapping[str, PolicyVersion]:
-        """Admit and start the branches of a call, except those that exist: `main` was resumed.
+        """Admit and start the branches of a call, or its resampled episodes, except those that exist: `main` was
+        resumed.
 
         Args:
             main: the main episode.

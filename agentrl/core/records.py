@@ -322,11 +322,13 @@ class ForkPoint:
     messages: tuple[dict[str, Any], ...] = ()
     """Messages for the policy at that call; empty: those of the environment."""
     branch: int = 0
-    """Number that `ctx.branch` returns in this episode, which it started; 0: any other fork."""
+    """Number, from 1, among the episodes that a call of `ctx.branch` or `ctx.resample` started; 0: any other fork."""
     turns: tuple[AgentTurns, ...] = ()
     """For a branch, the turns that each agent had taken at the call."""
     probe: bool = False
     """Whether the branch is a probe, which estimates the value of a state and is never trained."""
+    resample: bool = False
+    """Whether `ctx.resample` started the branch: its call is a turn of the main episode, which it samples again."""
 
     @property
     def edits(self) -> dict[str, Sequence[Mapping[str, Any]]]:
@@ -370,7 +372,7 @@ class EpisodeSpec:
 
     @property
     def branched_from(self) -> str | None:
-        """Id of the main episode, if `ctx.branch` started this one."""
+        """Id of the main episode, if `ctx.branch` or `ctx.resample` started this one."""
         return self.fork.episode_id if self.fork is not None and self.fork.branch else None
 
     @property

@@ -16,6 +16,11 @@ estimator itself.
 TreeRL (arXiv:2506.11902) estimates values at branch points in a related way. A user's estimator marked with
 `over="tree"` replaces A_u.
 
+Resampled episodes (`ctx.resample`) are no part of the tree either, because their turn was chosen in hindsight. They are
+compared with each other: V is R, w is 1/n, and b(u) is the baseline among the n episodes of the turn. With d(s) the
+probability that the episode resamples the turn after history s, their expected gradient is the sum of d(s) ∇V(s) over s
+(DEEP-GRPO, arXiv:2602.14169, without the failed episode in the baseline).
+
 Probes (`ctx.branch(n, probe=True)`; VinePPO, arXiv:2410.01679) are no part of the tree: they change no V, w or b. A
 call for probes only divides the piece in which it was made. The part behind it has their mean reward as `probe_value`.
 """
@@ -88,10 +93,7 @@ def tree_pieces(
     by_episode: dict[str, list[AgentKey]] = defaultdict(list)
     for agent in agents:
         by_episode[agent[0]].append(agent)
-    points: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for episode, point in branches.items():
-        if episode in by_episode:
-            points[point.episode_id][point.call_id].append(episode)
+    points = _branch_points(by_episode, branches)
     behind: dict[tuple[str, str], dict[AgentKey, float]] = {}
     """V of the main episode's agents behind each branch point, by main episode and call."""
     leaves = dict.fromkeys(agents, 1)
@@ -127,8 +129,34 @@ def tree_pieces(
                 first = turns.get(agent[1:], 0) if agent[0] == main else 0
                 parent_value = math.fsum(same_agent[agent[1:]]) / len(same_agent[agent[1:]])
                 pieces[agent].append(Piece(first, at_point[agent], parent_value, baseline, weight, below[agent]))
+    for siblings in _resampled(by_episode, branches):
+        weight = 1.0 / len({episode for episode, _, _ in siblings})
+        mean = math.fsum(values[agent] for agent in siblings) / len(siblings)
+        for agent, (_, baseline) in _compared(advantage, siblings, values).items():
+            pieces[agent].append(Piece(0, values[agent], mean, baseline, weight, 1))
     _add_probes(pieces, by_episode, points, branches, probes)
     return [pieces[agent] for agent in agents]
+
+
+def _branch_points(
+    by_episode: Mapping[str, Sequence[AgentKey]], branches: Mapping[str, ForkPoint]
+) -> defaultdict[str, defaultdict[str, list[str]]]:
+    """Return the branches, keyed by main episode and call; resampled episodes are not among them."""
+    points: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for episode, point in branches.items():
+        if episode in by_episode and not point.resample:
+            points[point.episode_id][point.call_id].append(episode)
+    return points
+
+
+def _resampled(by_episode: Mapping[str, Sequence[AgentKey]], branches: Mapping[str, ForkPoint]) -> list[list[AgentKey]]:
+    """Return the agents of resampled episodes, those of a turn together."""
+    turns: dict[tuple[str, str], list[AgentKey]] = defaultdict(list)
+    for episode, agents in by_episode.items():
+        point = branches.get(episode)
+        if point is not None and point.resample:
+            turns[point.episode_id, point.call_id] += agents
+    return list(turns.values())
 
 
 def _add_probes(

@@ -88,6 +88,11 @@ def _admission(reader: RunReader, line: EpisodeLine, problems: list[str]) -> lis
             point = spec.fork
             if point.probe:
                 reasons.append(Reason("admitted", "as a probe: its reward measures the value of the state"))
+            if point.resample:
+                why = (
+                    "to sample a turn again, chosen when the end was known: it is compared with the others of the turn"
+                )
+                reasons.append(Reason("admitted", why))
             text = (
                 f"to begin at call {point.call_id} of {point.episode_id}, attempt {point.attempt}, of {point.journal}"
             )

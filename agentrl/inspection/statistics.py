@@ -6,13 +6,16 @@ The journal is the source of truth about episodes; `metrics.jsonl` and `status.j
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from agentrl.core.errors import StorageError
+from agentrl.core.errors import JournalError, StorageError
 from agentrl.core.records import REWARD, GameTally
+from agentrl.core.text import plural
+from agentrl.journal.control_rows import decode_admission_row
 from agentrl.observe.run_state import (
     RunSnapshot,
     RunState,
@@ -24,6 +27,7 @@ from agentrl.observe.run_state import (
 if TYPE_CHECKING:
     from agentrl.core.records import EpisodeHeader, PolicyVersion
     from agentrl.inspection.reader import RunReader
+    from agentrl.journal.run_log import SqliteRunLog
 
 QUANTILES = (0.1, 0.5, 0.9)
 
@@ -107,7 +111,7 @@ def run_statistics(reader: RunReader) -> RunStatistics:
         repeated=num_repeated,
         seconds=seconds,
         tokens_per_second=tokens / seconds if seconds else None,
-        caveats=scorer_caveats(log.config()),
+        caveats=[*scorer_caveats(log.config()), *_resample_caveats(log)],
     )
 
 
@@ -137,6 +141,21 @@ def scorer_caveats(config: Mapping[str, Any]) -> list[str]:
         if scorer.get("combine") == "min":
             caveats.append(f"{name} takes the worst step of a turn, which noise of the model lowers: no expectation")
     return caveats
+
+
+def _resample_caveats(log: SqliteRunLog) -> list[str]:
+    """Return what resampled episodes do to the gradient estimate, for people."""
+    count = 0
+    for row in log.rows("SELECT * FROM admissions WHERE episode GLOB ?", "*.b[0-9]*"):
+        with suppress(JournalError):  # a damaged record is reported with its episode
+            fork = decode_admission_row(row).fork
+            count += fork is not None and fork.resample
+    if not count:
+        return []
+    return [
+        f"{plural(count, 'episode')} sampled a turn again that was chosen when the end was known (ctx.resample): this adds "
+        "the gradient of the value of the chosen states, another objective than the reward"
+    ]
 
 
 def _episodes(reader: RunReader, environment: str, purpose: str, count: int) -> EpisodeStatistics:

@@ -239,7 +239,7 @@ def read_whole_partition(path: Path, run: str) -> Iterator[JournalEntry]:
 
 def read_fork_prefix(journal: str, point: ForkPoint, read: ReadAttempt, *, depth: int = 0) -> list[JournalEntry]:
     """Read the entries before a fork point in order, including each ancestor's `begin`. Those of a branch end with the
-    call that started it.
+    call that started it, unless that resampled a turn.
 
     Args:
         journal: directory to which the point's journal directory is relative.
@@ -261,7 +261,7 @@ def read_fork_prefix(journal: str, point: ForkPoint, read: ReadAttempt, *, depth
         raise JournalError(f"a fork refers to call {point.call_id} of {name}, which does not exist")
     end = calls.index(point.call_id)
     prefix = entries[:end]
-    if point.branch:  # the branch recalls the call that started it, with another result
+    if point.branch and not point.resample:  # the branch recalls the call that started it, with another result
         body = encode_body(BranchEntry((), point.branch))
         prefix.append(msgspec.structs.replace(entries[end], body=body))
     return (

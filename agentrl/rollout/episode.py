@@ -204,6 +204,8 @@ class LiveEpisode:
     """Scores of the attempt; None if there are no scorers, and no scores in its journal."""
     roulette_weight: float = 1.0
     """Factor on the rewards that are given from now on; see `EpisodeContext.roulette`."""
+    turn_calls: list[tuple[str, EpisodeAgent]] | None = None
+    """Call id and agent of each turn so far, for `ctx.resample`; None if the environment declares no branches."""
     note: str = ""
     """Note on a successful episode: how its external agent departed from an earlier attempt."""
     _counts: dict[str, float] | None = None

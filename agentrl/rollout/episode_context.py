@@ -105,6 +105,8 @@ class LiveEpisodeContext(EpisodeContext):
         self._spawned: Mapping[str, int] = _NO_CHILDREN
         """Number of child episodes of this attempt, keyed by class name."""
         self._branches = LiveBranches(episode, environment.branches, environment.probes)
+        if environment.branches:
+            episode.turn_calls = []
         self.task = episode.spec.task
         self.limits = episode.limits
         episode.agents = self.agents = list[TurnRecorder]()
@@ -293,8 +295,15 @@ class LiveEpisodeContext(EpisodeContext):
         return self._branches.left()
 
     async def branch(self, n: int, *, probe: bool = False) -> int:
-        resources: list[LeveledResource] = [*self.resources, *self.sandboxes]
-        return await self._branches.start(n, self.agents, resources, has_children=bool(self._spawned), probe=probe)
+        return await self._branches.start(
+            n, self.agents, self._leveled(), has_children=bool(self._spawned), probe=probe
+        )
+
+    async def resample(self, n: int, *, at: int) -> None:
+        await self._branches.resample(n, at, self.agents, self._leveled(), has_children=bool(self._spawned))
+
+    def _leveled(self) -> Sequence[LeveledResource]:
+        return [*self.resources, *self.sandboxes]
 
     async def roulette(self, survival: float) -> bool:
         return await play_roulette(self.episode, survival, self.agents)

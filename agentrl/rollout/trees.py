@@ -1,4 +1,4 @@
-"""`ctx.branch` and `ctx.roulette`: an episode that continues several times from here, and one that stops without bias.
+"""`ctx.branch`, `ctx.resample` and `ctx.roulette`: episodes that continue several times, or stop without bias.
 
 A branch is an episode of its main episode's group. It recalls the turns before the call from the journal, and samples
 its own from there, under the version that sampled the newest token (`orchestrator/trees.py` leases it). The main
@@ -12,12 +12,15 @@ Invariants:
 4. Only the main episode of training branches. Evaluations, forks, replays and branches get 0.
 
 A probe is a branch that is never trained: `credit/trees.py` gets the mean reward of a call's probes as the value of the
-state.
+state. A resampled episode is a branch that begins at an earlier turn, chosen when the end was known: it recalls the
+turns before, and not the call of `ctx.resample`, which starts nothing there.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from agentrl.core import ids
@@ -26,7 +29,7 @@ from agentrl.core.records import AgentTurns, ForkPoint, PolicyVersion
 from agentrl.core.text import plural
 from agentrl.journal.entries import BranchEntry, NondeterministicValueEntry, request_hash
 from agentrl.rollout.agent import LiveAgent
-from agentrl.rollout.call_journal import current_branch
+from agentrl.rollout.call_journal import JournaledCall, current_branch
 
 if TYPE_CHECKING:
     from agentrl.environment.context import ResourceLevel
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     from agentrl.rollout.turn_recorder import TurnRecorder
 
 BRANCHES_REFUSED = "branches"
-"""Drop reason of an episode whose call of `ctx.branch` was refused."""
+"""Drop reason of an episode whose call of `ctx.branch` or `ctx.resample` was refused."""
 
 
 class LeveledResource(Protocol):
@@ -57,7 +60,7 @@ class LiveBranches:
         probes: `Environment.probes`.
     """
 
-    __slots__ = ("_branches", "_episode", "_probes", "_started", "_started_probes")
+    __slots__ = ("_branches", "_episode", "_probes", "_resampled", "_started", "_started_probes")
 
     def __init__(self, episode: LiveEpisode, branches: int, probes: int) -> None:
         self._episode = episode
@@ -66,6 +69,8 @@ class LiveBranches:
         self._started = 0
         """Number of branches that the attempt started, probes left out."""
         self._started_probes = 0
+        self._resampled: tuple[str, ...] = ()
+        """Turns that were resampled, by call id."""
 
     def left(self) -> int:
         """Return the number of branches that `start` may still start; journaled, because a branch must see there what
@@ -99,8 +104,7 @@ class LiveBranches:
             EnvironmentDefinitionError: `count` is not a positive whole number.
             EpisodeError: the episode cannot branch here; the message has the reason.
         """
-        episode = self._episode
-        journal, spec = episode.journal, episode.spec
+        journal = self._episode.journal
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise EnvironmentDefinitionError(f"ctx.branch({count!r}): the number of branches must be 1 or more")
         call = journal.open(
@@ -116,33 +120,106 @@ class LiveBranches:
             if not self._may_branch:
                 journal.record(call, BranchEntry(()))
                 return 0
-            self._check(count, agents, resources, has_children=has_children, probe=probe)
+            if probe:
+                self._check("probes", self._probes, self._started_probes, count)
+            else:
+                self._check("branches", self._branches, self._started, count)
+                if not any(agent.turns for agent in agents):
+                    raise EpisodeError(
+                        "ctx.branch was called before any turn; raise credit.group_size instead",
+                        reason=BRANCHES_REFUSED,
+                    )
+            self._check_copies("ctx.branch", agents, resources, has_children=has_children)
             await self._scores_arrived()
-            numbers = range(1, count + 1)
-            names = (ids.branch_episode_id(spec.episode_id, spec.attempt, call.call_id, n) for n in numbers)
-            journal.record(call, BranchEntry(tuple(names)))
-            await journal.flush()
+            await self._record_start(call, call.call_id, count)
         self._count(count, probe=probe)
-        point = ForkPoint(
+        turns = tuple(AgentTurns(agent.seat, agent.index, len(agent.turns)) for agent in agents)
+        await self._start_episodes(replace(self._point(call.call_id, turns), probe=probe), count, agents)
+        return 0
+
+    async def resample(
+        self,
+        count: int,
+        at: int,
+        agents: Sequence[TurnRecorder],
+        resources: Iterable[LeveledResource],
+        *,
+        has_children: bool,
+    ) -> None:
+        """Start `count` episodes of a main episode that sample its turn `at` again; see `EpisodeContext.resample`.
+
+        Raises:
+            EnvironmentDefinitionError: `count` is not a whole number of at least 2, or there is no turn `at`.
+            EpisodeError: the turn cannot be sampled again; the message has the reason.
+        """
+        journal = self._episode.journal
+        taken = self._episode.turn_calls or []
+        if isinstance(count, bool) or not isinstance(count, int) or count < 2:
+            raise EnvironmentDefinitionError(
+                f"ctx.resample({count!r}): resampled episodes are compared with each other, so there must be 2 or more"
+            )
+        if isinstance(at, bool) or not isinstance(at, int) or (taken and not -len(taken) <= at < len(taken)):
+            raise EnvironmentDefinitionError(
+                f"ctx.resample(at={at!r}): `at` is the number of one of the episode's {plural(len(taken), 'turn')}"
+            )
+        call = journal.open(
+            request_hash(b"resample", str(count).encode(), str(at).encode()),
+            lambda: f"{plural(count, 'further sample')} of turn {at}",
+        )
+        await journal.reach(call)
+        recorded = journal.recall(call, BranchEntry)
+        if recorded is not None and (call.is_inherited or not recorded.children):
+            self._count(len(recorded.children), probe=False)
+            return
+        if recorded is None and not self._may_branch:
+            journal.record(call, BranchEntry(()))
+            return
+        at = at if at >= 0 else at + len(taken)
+        if recorded is None:
+            self._check("branches", self._branches, self._started, count, "ctx.resample")
+            self._check_copies("ctx.resample", agents, resources, has_children=has_children)
+            self._check_turn(at, taken[at][0], inherited=sum(agent.inherited for agent in agents))
+            await self._scores_arrived()
+            await self._record_start(call, taken[at][0], count)
+        self._count(count, probe=False)
+        turn_call, _ = taken[at]
+        self._resampled += (turn_call,)
+        before = Counter((agent.seat, agent.index) for _, agent in taken[:at])
+        turns = tuple(AgentTurns(agent.seat, agent.index, before[agent.seat, agent.index]) for agent in agents)
+        await self._start_episodes(replace(self._point(turn_call, turns), resample=True), count, agents)
+
+    async def _record_start(self, call: JournaledCall, first_call: str, count: int) -> None:
+        """Record the ids of the episodes that a call starts, on disk before any of them exists."""
+        spec, journal = self._episode.spec, self._episode.journal
+        numbers = range(1, count + 1)
+        names = (ids.branch_episode_id(spec.episode_id, spec.attempt, first_call, number) for number in numbers)
+        journal.record(call, BranchEntry(tuple(names)))
+        await journal.flush()
+
+    def _point(self, first_call: str, turns: tuple[AgentTurns, ...]) -> ForkPoint:
+        spec = self._episode.spec
+        return ForkPoint(
             journal=".",
-            partition=journal.partition,
+            partition=self._episode.journal.partition,
             episode_id=spec.episode_id,
             attempt=spec.attempt,
-            call_id=call.call_id,
-            turns=tuple(AgentTurns(agent.seat, agent.index, len(agent.turns)) for agent in agents),
-            probe=probe,
+            call_id=first_call,
+            turns=turns,
         )
+
+    async def _start_episodes(self, point: ForkPoint, count: int, agents: Sequence[TurnRecorder]) -> None:
+        """Start the episodes of a call, under the version that sampled the newest turn."""
+        episode = self._episode
         newest: dict[str, PolicyVersion] = {}
         for agent in agents:
             version = agent.newest_version()
             if version is not None:
                 newest[agent.policy] = max(newest.get(agent.policy, version), version)
         with episode.time_limit_paused():
-            pins = await episode.services.host.branch(spec, point, count, newest)
+            pins = await episode.services.host.branch(episode.spec, point, count, newest)
         for agent in agents:
             if isinstance(agent, LiveAgent) and agent.policy in pins:
                 agent.keep_version(pins[agent.policy])
-        return 0
 
     def _count(self, started: int, *, probe: bool) -> None:
         if probe:
@@ -159,47 +236,62 @@ class LiveBranches:
                 self._episode.journal.fail(error)  # a program that catches the error must not turn it into a reward
                 raise
 
-    def _check(
-        self,
-        count: int,
-        agents: Sequence[TurnRecorder],
-        resources: Iterable[LeveledResource],
-        *,
-        has_children: bool,
-        probe: bool,
+    def _check(self, kind: str, declared: int, started: int, count: int, caller: str = "ctx.branch") -> None:
+        """Refuse more episodes than the environment declares, since admission has not reserved them.
+
+        Raises:
+            EpisodeError: the message has the numbers.
+        """
+        if count <= declared - started:
+            return
+        name = self._episode.spec.environment.rpartition(":")[2]
+        before = f" after {started} before" if started else ""
+        remedy = "" if kind == "probes" else ", or ask ctx.branches_left()"
+        raise EpisodeError(
+            f"{name} declares {kind} = {declared}, but {caller} asked for {count}{before}: none was started. Set "
+            f"{kind} = {started + count}{remedy}",
+            reason=BRANCHES_REFUSED,
+        )
+
+    def _check_copies(
+        self, caller: str, agents: Sequence[TurnRecorder], resources: Iterable[LeveledResource], *, has_children: bool
     ) -> None:
-        """Refuse branches that could not continue the episode exactly, or that admission has not reserved.
+        """Refuse episodes that could not continue this one exactly.
 
         Raises:
             EpisodeError: the message has the reason.
         """
         pinned = next((resource.name for resource in resources if resource.level == "pinned"), None)
-        kind, declared, started = ("branches", self._branches, self._started)
-        if probe:
-            kind, declared, started = ("probes", self._probes, self._started_probes)
-        if count > declared - started:
-            name = self._episode.spec.environment.rpartition(":")[2]
-            before = f" after {started} before" if started else ""
-            why = (
-                f"{name} declares {kind} = {declared}, but ctx.branch asked for {count}{before}: none was "
-                f"started. Set {kind} = {started + count}{'' if probe else ', or ask ctx.branches_left()'}"
-            )
-        elif current_branch().path != ids.ROOT_BRANCH:
-            why = "ctx.branch was called inside ctx.gather; call it in run() itself"
+        if current_branch().path != ids.ROOT_BRANCH:
+            why = f"{caller} was called inside ctx.gather; call it in run() itself"
         elif any(not isinstance(agent, LiveAgent) for agent in agents):
-            why = "ctx.branch was called after ctx.endpoint; an external agent cannot continue in a second episode"
-        elif not probe and not any(agent.turns for agent in agents):
-            why = "ctx.branch was called before any turn; raise credit.group_size instead"
+            why = f"{caller} was called after ctx.endpoint; an external agent cannot continue in a second episode"
         elif has_children:
-            why = "ctx.branch was called after ctx.spawn, whose children would belong to two episodes. Branch before it"
+            why = f"{caller} was called after ctx.spawn, whose children would belong to two episodes. Call it before"
         elif pinned is not None:
             why = (
-                f"ctx.branch cannot copy {pinned}, which is pinned to its process; give the resource level 'replay' or "
+                f"{caller} cannot copy {pinned}, which is pinned to its process; give the resource level 'replay' or "
                 "'snapshot'"
             )
         else:
             return
         raise EpisodeError(why, reason=BRANCHES_REFUSED)
+
+    def _check_turn(self, at: int, call_id: str, *, inherited: int) -> None:
+        """Refuse a turn at which no fork of this episode can begin, or that was resampled before.
+
+        Raises:
+            EpisodeError: the message has the reason.
+        """
+        if at < inherited:
+            why = "was recalled from another run; resample one that this episode sampled"
+        elif not call_id.startswith(f"{ids.ROOT_BRANCH}#"):
+            why = "was taken inside ctx.gather; resample one that run() itself requested"
+        elif call_id in self._resampled:
+            why = "was resampled before; ask for all episodes in one call"
+        else:
+            return
+        raise EpisodeError(f"ctx.resample: turn {at} {why}", reason=BRANCHES_REFUSED)
 
 
 def _counted(count: int, *, probe: bool) -> str:

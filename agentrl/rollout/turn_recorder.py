@@ -223,6 +223,8 @@ class TurnRecorder(Agent):
         self._messages.append(message)
         turn = Turn(text=message.content, message=message, completion=completion)
         self._turns.append(turn)
+        if self._episode.turn_calls is not None:
+            self._episode.turn_calls.append((call.call_id, self))
         if self._episode.scores is not None:
             self._episode.scores.start_per_turn(self)
         return turn

@@ -199,6 +199,9 @@ class PlayedContext(EpisodeContext):
         """Return 0 and start nothing, as in an evaluation."""
         return 0
 
+    async def resample(self, n: int, *, at: int) -> None:
+        """Start nothing, as in an evaluation."""
+
     async def roulette(self, survival: float) -> bool:
         """Return True, as in an evaluation."""
         return True

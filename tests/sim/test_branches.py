@@ -15,7 +15,13 @@ import pytest
 import agentrl
 from agentrl.app.recovery import read_resume_state
 from agentrl.core import ids
-from agentrl.core.errors import VERSION_GONE, CheckFailedError, ConfigError, EngineError
+from agentrl.core.errors import (
+    VERSION_GONE,
+    CheckFailedError,
+    ConfigError,
+    EngineError,
+    EnvironmentDefinitionError,
+)
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, WeightsRef
 from agentrl.journal.entries import BranchEntry, NondeterministicValueEntry, TurnEntry
@@ -539,6 +545,201 @@ def test_a_late_call_of_a_superseded_attempt_leases_nothing(simulated_loop: Seed
 
 def test_a_branching_program_runs_again_from_every_entry(always_replay: Callable[..., None]) -> None:
     always_replay(Retry, tasks=TASKS[:1], episodes=1)
+
+
+class Pivot(agentrl.Environment):
+    """DEEP-GRPO (arXiv:2602.14169): a turn of an episode that failed is sampled four more times."""
+
+    seats = ("guesser",)
+    branches = 4
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent = ctx.agent("guesser")
+        tally = ctx.resource(Tally, level="replay")
+        total = 0
+        for number in range(4):
+            turn = await agent.act(agentrl.user(f"turn {number}"))
+            total = await tally.call("add", len(turn.text))
+            await ctx.sleep(ctx.rng.random() * 0.3)
+        agent.reward(float(total % 7 > 3))
+        if total % 7 <= 3:
+            depths = range(1, 5)
+            await ctx.resample(4, at=ctx.rng.choices(depths, weights=[depth**0.1 for depth in depths])[0] - 1)
+
+
+def check_pivots(*runs: SmallRun) -> int:
+    """Check the resampled episodes of a run, and of those before it; returns the number that was trained."""
+    run = runs[-1]
+    ended = ends(run)
+    credits = {
+        unit.episode_id: unit.credits[0] for each in runs for batch in each.trainer.batches for unit in batch.units
+    }
+    resampled: dict[tuple[str, str], list[str]] = {}
+    for name, (spec, header) in ended.items():
+        if spec.fork is not None and header.committed:
+            assert spec.fork.resample
+            (before,) = spec.fork.turns
+            turns = [body for body in bodies(run, header) if isinstance(body, TurnEntry)]
+            assert [turn.turn for turn in turns] == [*range(before.turns, 4)]
+            assert versions_of(turns) == {(spec.pins["guesser"].lineage, spec.pins["guesser"].step)}
+            assert len([body for body in bodies(run, header) if isinstance(body, BranchEntry) and body.children]) == 0
+            resampled.setdefault((spec.fork.episode_id, spec.fork.call_id), []).append(name)
+    count = 0
+    for (main, _), names in resampled.items():
+        if len(names) < 4 or any(name not in credits for name in (main, *names)):
+            continue
+        rewards = {name: ended[name][1].reward or 0.0 for name in names}
+        for name in names:
+            others = [rewards[other] for other in names if other != name]
+            assert credits[name].advantage == pytest.approx((rewards[name] - sum(others) / 3) / 4)
+        roots = {
+            name: header.reward or 0.0
+            for name, (spec, header) in ended.items()
+            if spec.fork is None and spec.group_id == ended[main][0].group_id
+        }
+        if len(roots) == 4 and all(ended[name][1].committed for name in roots):
+            others = [reward for name, reward in roots.items() if name != main]
+            assert credits[main].advantage == pytest.approx(roots[main] - sum(others) / 3)
+            count += len(names)
+    return count
+
+
+def pivot_run(**changes: Any) -> SmallRun:
+    return retry_run(Pivot, **changes)
+
+
+def test_resampled_episodes_are_compared_with_each_other(simulated_loop: SeededSimulation) -> None:
+    async def main() -> int:
+        run = pivot_run(steps=5)
+        await run.run()
+        run.orchestrator.buffer.ledger.check()
+        steps = {unit.episode_id: batch.step_id for batch in run.trainer.batches for unit in batch.units}
+        assert all(steps[name] == steps[ids.main_episode_id(name)] for name in steps)
+        return check_pivots(run)
+
+    assert min(simulated_loop.run(main, seeds=4)) > 8
+
+
+def test_the_page_s_program_samples_failed_turns_again(simulated_loop: SeededSimulation) -> None:
+    (text,) = [text for text in python_of(ROOT / "docs" / "branches.md") if "class DeepGrpo(" in text]
+    scope: dict[str, Any] = {"__name__": __name__}
+    exec(text, scope)
+
+    def letters(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+        return [random.Random(request.seed).choice(b"abcx"), STOP_TOKEN]
+
+    async def main() -> None:
+        run = retry_run(
+            scope["DeepGrpo"],
+            steps=3,
+            policies={"solver": {"step_size": 16, "max_staleness": 1, "lora": {"rank": 1}}},
+            tasks=[agentrl.Task(id="t", data={"question": "Say x.", "answer": "x"})],
+            script=letters,
+        )
+        await run.run()
+        mains = [header for spec, header in ends(run).values() if spec.fork is None and header.committed]
+        resampled = Counter(spec.branched_from for spec, _ in ends(run).values() if spec.fork is not None)
+        failed = [header.episode_id for header in mains if header.reward == 0.0]
+        assert len(failed) > 4
+        assert all(resampled[name] == 4 for name in failed)
+        assert len(resampled) <= len(failed) + len(run.orchestrator.dispatcher.running)
+        pieces = [unit for batch in run.trainer.batches for unit in batch.units if "~" in unit.episode_id]
+        assert {abs(unit.credits[0].advantage) for unit in pieces} - {0.0}
+
+    simulated_loop.run(main, seeds=1)
+
+
+def test_resampled_episodes_survive_a_crash(simulated_loop: SeededSimulation) -> None:
+    moments = itertools.count(1.2, 0.7)
+
+    async def main() -> int:
+        first = pivot_run()
+        journal = await first.cut_after(next(moments))
+        version = PolicyVersion("guesser", 0, len(journal.of_kind(StepRow)))
+        state = read_resume_state(journal, {"guesser": version}, group_size=4)
+        second = pivot_run(journal=journal, resume_state=state, resumed_at={"guesser": version})
+        await second.run()
+        second.orchestrator.buffer.ledger.check()
+        check_pivots(first, second)
+        return sum(spec.fork is not None for spec in state.unfinished)
+
+    assert sum(simulated_loop.run(main, seeds=5)) > 5, "resampled episodes were in flight"
+
+
+def test_a_resampling_program_runs_again_from_every_entry(always_replay: Callable[..., None]) -> None:
+    always_replay(Pivot, tasks=TASKS[:1], episodes=1)
+
+
+class ResamplesTwice(Pivot):
+    """The same turn in two calls."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("guesser").act(agentrl.user("first"))
+        await ctx.resample(2, at=0)
+        await ctx.resample(2, at=-1)
+
+
+class ResamplesMore(Pivot):
+    """More episodes than declared."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("guesser").act(agentrl.user("first"))
+        await ctx.resample(5, at=0)
+
+
+class ResamplesGathered(Pivot):
+    """A turn inside a coroutine of `gather`."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.gather(ctx.agent("guesser").act(agentrl.user("first")))
+        await ctx.resample(2, at=0)
+
+
+class ResamplesOnce(Pivot):
+    """One episode, with which none can be compared."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("guesser").act(agentrl.user("first"))
+        await ctx.resample(1, at=0)
+
+
+class ResamplesNothing(Pivot):
+    """A turn that does not exist."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("guesser").act(agentrl.user("first"))
+        await ctx.resample(2, at=1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (ResamplesTwice, "turn 0 was resampled before"),
+        (ResamplesMore, "branches = 4, but ctx.resample asked for 5"),
+        (ResamplesGathered, "turn 0 was taken inside ctx.gather"),
+    ],
+)
+def test_turns_that_cannot_be_resampled_are_refused_by_name(
+    simulated_loop: SeededSimulation, environment: type[agentrl.Environment], message: str
+) -> None:
+    async def main() -> None:
+        with pytest.raises(CheckFailedError, match=message):
+            await retry_run(environment, steps=1).run()
+
+    simulated_loop.run(main, seeds=1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"), [(ResamplesOnce, "2 or more"), (ResamplesNothing, "one of the episode's 1 turn")]
+)
+def test_wrong_arguments_of_resample_end_the_run(
+    simulated_loop: SeededSimulation, environment: type[agentrl.Environment], message: str
+) -> None:
+    async def main() -> None:
+        with pytest.raises(EnvironmentDefinitionError, match=message):
+            await retry_run(environment, steps=1).run()
+
+    simulated_loop.run(main, seeds=1)
 
 
 @pytest.mark.parametrize("with_probes", [False, True])

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path as FilePath
 
+import numpy as np
 import pytest
 
 from agentrl.core.errors import InputError
@@ -45,6 +46,14 @@ def test_other_rules_have_another_gradient() -> None:
     assert TOY.ratio(TOY.expectation(on_failure(TOY))) == pytest.approx(1.180, abs=1e-3)
     assert TOY.ratio(TOY.resampled(on_failure(TOY), with_main=False)) == pytest.approx(1.112, abs=1e-3)
     assert TOY.ratio(TOY.resampled(on_failure(TOY), with_main=True)) == pytest.approx(1.149, abs=1e-3)
+
+
+@pytest.mark.parametrize("trees", [1, 2])
+def test_resampled_turns_add_the_gradient_of_the_chosen_states(trees: int) -> None:
+    toy = Toy(length=3, seed=2)
+    chosen = toy.pivots(on_failure(toy))
+    assert np.abs(toy.expectation(on_failure(toy), trees, resample=True) - chosen).max() < 1e-12
+    assert toy.error(chosen) > 0.01, "the gradient is another than that of plain episodes"
 
 
 def test_roulette_has_the_gradient_of_whole_episodes() -> None:
