@@ -153,8 +153,8 @@ def _resample_caveats(log: SqliteRunLog) -> list[str]:
     if not count:
         return []
     return [
-        f"{plural(count, 'episode')} sampled a turn again that was chosen when the end was known (ctx.resample): this adds "
-        "the gradient of the value of the chosen states, another objective than the reward"
+        f"{plural(count, 'episode')} sampled a turn again, chosen when the end was known (ctx.resample): this adds the "
+        "gradient of the value of the chosen states, another objective than the reward"
     ]
 
 

@@ -17,7 +17,7 @@ from tests.contract.test_engine_vllm_process import needs_vllm
 from tests.journal_oracle import judge
 from tests.markdown_pages import ROOT, python_of
 from tests.support import user_functions
-from tests.support.branching_calculator import BranchingCalculator, ProbingCalculator
+from tests.support.branching_calculator import BranchingCalculator, ProbingCalculator, ResamplingCalculator
 
 pytestmark = [pytest.mark.e2e]
 
@@ -49,6 +49,24 @@ def test_trees_are_sampled_and_trained_once(tmp_path: Path, workers: int, capsys
     turns = first_turns(run)
     assert len(turns) > 10
     assert sum(turn.cached_tokens >= turn.parent_context - 1 for turn in turns) >= 0.9 * len(turns)
+
+
+def test_turns_are_resampled_in_worker_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = agentrl.train(config(tmp_path, "run", workers=2), environment=ResamplingCalculator, quiet=True).path
+    assert judge(run, ended=True) == []
+    turns = first_turns(run)
+    assert len(turns) > 10
+    assert {turn.turn for turn in turns} == {1}
+    with contextlib.closing(RunReader(run)) as reader:
+        names = [line.episode for line in reader.episodes("purpose = 'train' and turns > 0", limit=1000)]
+    resampled = [name for name in names if "~" in name]
+    assert main(["episode", "why", str(run), resampled[0]]) == 0
+    assert "to sample a turn again, chosen when the end was known" in capsys.readouterr().out
+    assert main(["run", "stats", str(run)]) == 0
+    assert "(ctx.resample)" in capsys.readouterr().out
+    assert main(["episode", "replay", str(run), resampled[0]]) == 0
+    assert main(["episode", "fork", str(run), resampled[0], "--at=1"]) == 0
+    assert main(["run", "ledger", str(run)]) == 0
 
 
 def first_turns(run: Path) -> list[TurnEntry]:

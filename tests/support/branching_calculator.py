@@ -1,4 +1,4 @@
-"""The calculator, with branches or probes between its turns."""
+"""The calculator, with branches or probes between its turns, or resampled turns at its end."""
 
 from __future__ import annotations
 
@@ -24,3 +24,14 @@ class ProbingCalculator(Calculator):
     async def between_turns(self, ctx: agentrl.EpisodeContext) -> None:
         if len(ctx.agent("agent").turns) <= 2:
             await ctx.branch(2, probe=True)
+
+
+class ResamplingCalculator(Calculator):
+    """Four samples of the second turn of every episode that has one."""
+
+    branches = 4
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await super().run(ctx)
+        if len(ctx.agent("agent").turns) > 1:
+            await ctx.resample(4, at=1)
