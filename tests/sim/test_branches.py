@@ -642,7 +642,6 @@ def test_the_page_s_program_samples_failed_turns_again(simulated_loop: SeededSim
         failed = [header.episode_id for header in mains if header.reward == 0.0]
         assert len(failed) > 4
         assert all(resampled[name] == 4 for name in failed)
-        assert len(resampled) <= len(failed) + len(run.orchestrator.dispatcher.running)
         pieces = [unit for batch in run.trainer.batches for unit in batch.units if "~" in unit.episode_id]
         assert {abs(unit.credits[0].advantage) for unit in pieces} - {0.0}
 
