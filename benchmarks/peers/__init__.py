@@ -26,7 +26,7 @@ What is measured:
   run, on 512 tasks. CPU seconds are those of all processes, servers and children included. TRL's training starts at
   its first `on_step_begin`; in its asynchronous trainer the first batch has been sampled by then, so the last reading
   before its server's first token counts instead.
-* `tokens_sampled`, `tokens_wasted`: in the whole run; wasted tokens were sampled and in no trained batch. TRL's
+* `tokens_sampled`, `tokens_wasted`: up to the last step; wasted tokens were sampled and in no trained batch. TRL's
   asynchronous trainer does not count what it sampled, so its server's counter is read.
 * `peak_mib`: largest sum of proportional set sizes, from the start of the processes.
 * `killed_s`, `killed_tokens`: all processes, vLLM servers included, get SIGKILL half a step after step 10. Seconds

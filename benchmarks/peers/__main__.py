@@ -105,7 +105,7 @@ def costs(samples: Samples, life: Life) -> dict[str, Any]:
     """What a whole life cost: per step after the third, which fills the pipeline, and in tokens and memory."""
     first, last = life.steps[max(0, min(2, len(life.steps) - 2))], life.steps[-1]
     count = last["step"] - first["step"]  # 0 if the time limit came before the second step
-    sampled = sampled_until(samples, life, life.killed or last["t"])
+    sampled = sampled_until(samples, life, last["t"])
     return {
         "wall_per_step": (last["t"] - first["t"]) / count if count else None,
         "cpu_per_step": samples.cpu_between(first["t"], last["t"]) / count if count else None,
