@@ -538,10 +538,12 @@ class RunReader:
             " WHERE coalesce(parent_lineage, -1) < lineage"
         ):
             undone.setdefault(policy, []).append((step, at))
-        chosen, parameters = ("1", ()) if names is None else (f"name IN ({', '.join('?' * len(names))})", tuple(names))
+        condition, parameters = (
+            ("1", ()) if names is None else (f"name IN ({', '.join('?' * len(names))})", tuple(names))
+        )
         values: dict[str, dict[str, dict[int, float | None]]] = {}
         for name, policy, step, value, at in self.log.rows(
-            f"SELECT name, policy, step, value, recorded_at FROM metrics WHERE {chosen} ORDER BY id", *parameters
+            f"SELECT name, policy, step, value, recorded_at FROM metrics WHERE {condition} ORDER BY id", *parameters
         ):
             if not any(step > last and at < published_at for last, published_at in undone.get(policy, ())):
                 values.setdefault(name, {}).setdefault(policy, {})[step] = value

@@ -198,11 +198,13 @@ def episode_table(lines: Sequence[EpisodeLine], total: int, columns: Sequence[st
     if not lines:
         page.line("no episodes pass")
         return page
-    chosen = list(columns or EPISODE_COLUMNS)
+    column_names = list(columns or EPISODE_COLUMNS)
     if not columns:
-        chosen = [name for name in chosen if not name.endswith("_reason") or any(getattr(line, name) for line in lines)]
-    rows = [[_cell(line, name) for name in chosen] for line in lines]
-    headings = [f"{name}>" if name in _NUMBERS else name for name in chosen]
+        column_names = [
+            name for name in column_names if not name.endswith("_reason") or any(getattr(line, name) for line in lines)
+        ]
+    rows = [[_cell(line, name) for name in column_names] for line in lines]
+    headings = [f"{name}>" if name in _NUMBERS else name for name in column_names]
     page.table(headings, rows, caption=f"{len(lines)} of {total:,} episodes" if total > len(lines) else "")
     page.problems(f"{line.episode}: {line.problem}" for line in lines if line.problem)
     return page
@@ -301,18 +303,18 @@ def comparison_page(comparison: RunsComparison) -> TerminalPage:
     for note in comparison.notes:
         page.line(note)
     several = len({line.policy for line in comparison.metrics}) > 1
-    shown = [
+    metrics_to_show = [
         line
         for line in comparison.metrics
         if line.metric in SIDE_BY_SIDE or line.metric in {"evaluation/reward", "evaluation/pass_at/1"}
     ]
-    if shown:
+    if metrics_to_show:
         page.heading("metrics: mean of the last 5 steps; newest evaluation, clock or total")
         page.table(
             ["metric", *(f"{name}>" for name in names)],
             [
                 [f"{line.policy}: {line.metric}" if several else line.metric, *map(_small, line.values)]
-                for line in shown
+                for line in metrics_to_show
             ],
         )
     for policy, metric in dict.fromkeys((curve.policy, curve.metric) for curve in comparison.curves):

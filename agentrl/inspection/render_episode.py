@@ -302,15 +302,15 @@ def fork_tree_page(tree: Sequence[ForkTreeNode], new: Collection[str] = ()) -> T
 
 def _branch(tree: Sequence[ForkTreeNode], place: int) -> str:
     """Draw the lines of the tree that lead to an entry."""
-    drawn = ""
+    lines = ""
     for depth in range(1, tree[place].depth + 1):
         below = next((fork.depth for fork in tree[place + 1 :] if fork.depth <= depth), 0)
         goes_on = below == depth
         if depth == tree[place].depth:
-            drawn += "├ " if goes_on else "└ "
+            lines += "├ " if goes_on else "└ "
         else:
-            drawn += "│ " if goes_on else "  "
-    return drawn
+            lines += "│ " if goes_on else "  "
+    return lines
 
 
 def replay_page(results: Sequence[ReplayResult], *, step: bool = False) -> TerminalPage:

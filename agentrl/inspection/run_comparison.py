@@ -367,9 +367,9 @@ def _pair_runs(groups: Mapping[str, Sequence[RunReader]]) -> tuple[list[PairedDi
     lines, notes = [], []
     for name, runs in other_groups:
         for policy in dict.fromkeys(policy for run in base for policy in run):
-            ours = [run[policy] for run in runs if policy in run]
-            theirs = [run[policy] for run in base if policy in run]
-            line = _paired_difference(name, policy, ours, theirs) if ours else None
+            group_runs = [run[policy] for run in runs if policy in run]
+            base_runs = [run[policy] for run in base if policy in run]
+            line = _paired_difference(name, policy, group_runs, base_runs) if group_runs else None
             if line is not None:
                 lines.append(line)
             else:
@@ -426,20 +426,22 @@ def _task_keys(reader: RunReader, episodes: Sequence[tuple[Any, Any]]) -> dict[t
 
 
 def _paired_difference(
-    group: str, policy: str, ours: Sequence[tuple[int, TaskRewards]], theirs: Sequence[tuple[int, TaskRewards]]
+    group: str, policy: str, group_runs: Sequence[tuple[int, TaskRewards]], base_runs: Sequence[tuple[int, TaskRewards]]
 ) -> PairedDifference | None:
-    common = sorted(set.intersection(*(set(rewards) for _, rewards in [*ours, *theirs])))
+    common = sorted(set.intersection(*(set(rewards) for _, rewards in [*group_runs, *base_runs])))
     if not common:
         return None
-    sides = [[statistics.fmean(run[key] for _, run in side) for key in common] for side in (ours, theirs)]
+    sides = [[statistics.fmean(run[key] for _, run in side) for key in common] for side in (group_runs, base_runs)]
     differences = [first - second for first, second in zip(*sides, strict=True)]
-    means_of_runs = [[statistics.fmean(run[key] for key in common) for _, run in side] for side in (ours, theirs)]
+    means_of_runs = [
+        [statistics.fmean(run[key] for key in common) for _, run in side] for side in (group_runs, base_runs)
+    ]
     difference = statistics.fmean(differences)
     error = math.hypot(*map(confidence_half_width, (differences, *means_of_runs)))  # independent: over tasks and seeds
     return PairedDifference(
         group=group,
         policy=policy,
-        steps=[step for step, _ in [*ours, *theirs]],
+        steps=[step for step, _ in [*group_runs, *base_runs]],
         tasks=len(common),
         reward=statistics.fmean(sides[0]),
         baseline=statistics.fmean(sides[1]),

@@ -70,7 +70,7 @@ def parse_where_filter(
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise InputError("--where: not valid Unicode")
     parser = _Parser(_tokens(text), columns, objects or {})
-    return parser.whole() if text.strip() else EVERYTHING
+    return parser.parse_all() if text.strip() else EVERYTHING
 
 
 def find_column(
@@ -118,7 +118,7 @@ class _Parser:
         self._depth = 0
         self._values: list[Value] = []
 
-    def whole(self) -> SqlFilter:
+    def parse_all(self) -> SqlFilter:
         sql = self._any()
         if self._at < len(self._tokens):
             raise InputError(f"--where: expected `and` or `or` before {self._tokens[self._at][1]!r}")

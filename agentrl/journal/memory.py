@@ -312,8 +312,8 @@ class MemoryJournal(RunJournal):
 
     async def read_attempts(self, attempts: Sequence[tuple[EpisodeSpec, int]]) -> list[list[JournalEntry]]:
         inherited = [[] if spec.fork is None else self.prefix(spec.fork) for spec, _ in attempts]
-        own = [self.recorded(spec.episode_id, attempt)[0] for spec, attempt in attempts]
-        return [[*before, *after] for before, after in zip(inherited, own, strict=True)]
+        entry_lists = [self.recorded(spec.episode_id, attempt)[0] for spec, attempt in attempts]
+        return [[*before, *after] for before, after in zip(inherited, entry_lists, strict=True)]
 
     def newest_scores(self, scorer: str, count: int) -> dict[bytes, Score]:
         entries = [entry for log in self.turn_logs.values() for entry in log.entries[: log.on_disk]]

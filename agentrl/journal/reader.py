@@ -311,8 +311,8 @@ def _check_committed(key: AttemptLocation, rows: Sequence[JournalEntry]) -> None
         )
     else:
         return
-    written = f"{plural(len(rows), 'entry', 'entries')} in {key.partition}"
-    raise EntriesError(f"episode {key.episode_id} attempt {key.attempt}: {written}, {difference}")
+    location_text = f"{plural(len(rows), 'entry', 'entries')} in {key.partition}"
+    raise EntriesError(f"episode {key.episode_id} attempt {key.attempt}: {location_text}, {difference}")
 
 
 def verified_entry(path: Path, row: tuple[str, int, str, bytes, bytes, int]) -> JournalEntry:

@@ -159,9 +159,9 @@ class RunLog:
         """
         path = self.path.parent / name
         if not path.exists():
-            ((lost,),) = self.rows("SELECT count(*) FROM episodes WHERE partition = ?", name)
-            if lost:
-                raise JournalError(f"{path} is missing, and it contains {lost} committed episodes; restore it")
+            ((num_lost,),) = self.rows("SELECT count(*) FROM episodes WHERE partition = ?", name)
+            if num_lost:
+                raise JournalError(f"{path} is missing, and it contains {num_lost} committed episodes; restore it")
 
     def next_number(self, prefix: str) -> int:
         """Return one more than the largest number of a root episode `<prefix><number>` in admissions or turn logs.

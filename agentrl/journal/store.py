@@ -389,13 +389,13 @@ class SqliteJournal(RunJournal):
     async def read_attempts(self, attempts: Sequence[tuple[EpisodeSpec, int]]) -> list[list[JournalEntry]]:
         def read() -> list[list[JournalEntry]]:
             with closing(TurnLogReader(self.directory)) as reader:
-                found = []
+                entry_lists = []
                 for spec, attempt in attempts:
                     inherited = [] if spec.fork is None else load_fork_prefix(self.directory, spec.fork)
                     partition = reader.partition_of(spec.episode_id, attempt)
-                    own = [] if partition is None else reader.read(partition, spec.episode_id, attempt)
-                    found.append([*inherited, *own])
-                return found
+                    entries = [] if partition is None else reader.read(partition, spec.episode_id, attempt)
+                    entry_lists.append([*inherited, *entries])
+                return entry_lists
 
         return await asyncio.to_thread(read)
 

@@ -159,10 +159,10 @@ def _padded_hidden(
     device_arrays = device_tensors(arrays, model.device)
     hidden: list[Tensor] = []
     for index, (_, valid) in enumerate(blocks):
-        chosen = device_arrays[f"tokens {index}"]
-        with _routing_context(replay, inputs, chosen):
+        token_rows = device_arrays[f"tokens {index}"]
+        with _routing_context(replay, inputs, token_rows):
             output = _decoder(model)(
-                input_ids=inputs["token_ids"][chosen],
+                input_ids=inputs["token_ids"][token_rows],
                 attention_mask=None if valid.all() else device_arrays[f"valid {index}"],
                 use_cache=False,
             )
@@ -248,23 +248,23 @@ def logprobs_from_logits(
         logits = logits / temperature.unsqueeze(1)
     elif temperature != 1.0:
         logits = logits / temperature
-    chosen = targets.unsqueeze(1)
+    target_columns = targets.unsqueeze(1)
     if kept_mask is None:
         log_softmax = logits.log_softmax(dim=1)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy = -(log_softmax.exp() * log_softmax).sum(dim=1)
-        logprob, kept_mass = log_softmax.gather(1, chosen).squeeze(1), torch.ones_like(entropy).detach()
+        logprob, kept_mass = log_softmax.gather(1, target_columns).squeeze(1), torch.ones_like(entropy).detach()
         return HeadOutput(
             logprob, entropy, kept_mass, *_divergence_terms(log_softmax, logprob, targets, top, reference)
         )
-    full_mask = kept_mask.scatter(1, chosen, True)
+    full_mask = kept_mask.scatter(1, target_columns, True)
     log_kept = logits.masked_fill(~full_mask, -torch.inf).log_softmax(dim=1)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         # 0 · log 0 is 0; masked_fill before the product keeps NaN out of the gradient.
         entropy = -(log_kept.exp() * log_kept.masked_fill(~full_mask, 0.0)).sum(dim=1)
     with torch.no_grad():
         kept_mass = logits.softmax(dim=1).masked_fill(~full_mask, 0.0).sum(dim=1)
-    logprob = log_kept.gather(1, chosen).squeeze(1)
+    logprob = log_kept.gather(1, target_columns).squeeze(1)
     return HeadOutput(logprob, entropy, kept_mass, *_divergence_terms(log_kept, logprob, targets, top, reference))
 
 
@@ -316,8 +316,8 @@ def reference_divergence(log_softmax: Tensor, logprob: Tensor, targets: Tensor, 
     kl = (logprobs.exp() * (logprobs - reference.top_logprobs)).sum(dim=1)
     with torch.no_grad():
         inside = (reference.top_ids == targets.unsqueeze(1)).any(dim=1)
-        theirs = reference.logprob.clamp(min=_FLOOR) - reference.top_logprobs[:, -1]
-        residual = (logprob - logprobs[:, -1] - theirs).masked_fill(inside, 0.0)
+        log_ratio = reference.logprob.clamp(min=_FLOOR) - reference.top_logprobs[:, -1]
+        residual = (logprob - logprobs[:, -1] - log_ratio).masked_fill(inside, 0.0)
     return kl + residual * (1.0 + logprob - logprob.detach())
 
 
@@ -793,8 +793,8 @@ class _ForcedTopK(TorchFunctionMode):
         if self._experts is None:
             return result
         scores: Tensor = args[0] if args else keyword_arguments["input"]
-        chosen = torch.where(self._experts >= 0, self._experts, result[1])
-        return torch.return_types.topk((scores.gather(-1, chosen), chosen))
+        experts = torch.where(self._experts >= 0, self._experts, result[1])
+        return torch.return_types.topk((scores.gather(-1, experts), experts))
 
 
 def _check(forward: Callable[..., Any], name: str, model: PreTrainedModel) -> int:
@@ -809,9 +809,9 @@ def _check(forward: Callable[..., Any], name: str, model: PreTrainedModel) -> in
     inputs = torch.linspace(-1.0, 1.0, 4 * width, device=device, dtype=next(router.parameters()).dtype).view(4, width)
     try:
         with torch.no_grad(), _ForcedTopK(None) as observer:
-            chosen = chosen_experts(forward(inputs))
-        count = chosen.shape[1]
-        choice = chosen.max().new_tensor(range(count)).expand_as(chosen).contiguous()
+            experts = chosen_experts(forward(inputs))
+        count = experts.shape[1]
+        choice = experts.max().new_tensor(range(count)).expand_as(experts).contiguous()
         with torch.no_grad(), _ForcedTopK(choice):
             result = chosen_experts(forward(inputs))
         is_forced = observer.calls == 1 and torch.equal(result, choice)

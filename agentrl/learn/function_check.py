@@ -267,9 +267,9 @@ def _check_order(loss: Loss, step: _SampleStep, gradients: TokenGradients, repor
 
 def _difference(first: TokenGradients, second: TokenGradients, order: np.ndarray[Any, Any]) -> str:
     """Describe the largest difference; "" if it is a rounding error."""
-    for part, ours, theirs in zip(("loss", *["derivative"] * 3), first, second, strict=False):
-        away = (ours[torch.from_numpy(order)] - theirs).abs().max()
-        if float(away) > TOLERANCE * max(1.0, float(ours.abs().max())):
+    for part, first_values, second_values in zip(("loss", *["derivative"] * 3), first, second, strict=False):
+        away = (first_values[torch.from_numpy(order)] - second_values).abs().max()
+        if float(away) > TOLERANCE * max(1.0, float(first_values.abs().max())):
             return f"the {part} of a token is off by {float(away):.3g}"
     return ""
 
@@ -311,8 +311,10 @@ def check_scorer(reference: str) -> FunctionReport:
         else:
             report.hints += [f"as a scorer of groups, for {finding}" for finding in of_groups.findings]
     elif not report.findings:
-        shown = ", ".join(f"{name}: {'nothing' if value is None else f'{value:g}'}" for name, value in values.items())
-        report.passed.append(f"a finite score, or None, for each conversation ({shown})")
+        score_list = ", ".join(
+            f"{name}: {'nothing' if value is None else f'{value:g}'}" for name, value in values.items()
+        )
+        report.passed.append(f"a finite score, or None, for each conversation ({score_list})")
     report.passed.append(f"its code can be recorded and shipped: {code.name}")
     return report
 
@@ -407,8 +409,8 @@ def check_advantage(reference: str, *, title: str = "") -> FunctionReport:
             report.findings.append(f"{name}: it draws random numbers, so a step could not be rebuilt")
         if any(
             not math.isclose(a, b, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-            for at, theirs in zip(order, reordered_values, strict=True)
-            for a, b in zip(advantages[at], theirs, strict=False)
+            for at, reordered_value in zip(order, reordered_values, strict=True)
+            for a, b in zip(advantages[at], reordered_value, strict=False)
         ):
             report.findings.append(f"{name}: an agent's advantage depends on its place in the group")
         if report.findings:

@@ -250,8 +250,8 @@ def clip_cov(batch: LossBatch, *, share: float = 2e-4, low: float = 1.0, high: f
     """
     covariance = _covariance(batch)
     inside = (covariance >= low) & (covariance <= high)
-    chosen = _largest(covariance.masked_fill(~inside, -torch.inf), share) & inside
-    return -batch.ratio * batch.advantages * ~chosen
+    clip_mask = _largest(covariance.masked_fill(~inside, -torch.inf), share) & inside
+    return -batch.ratio * batch.advantages * ~clip_mask
 
 
 def kl_cov(batch: LossBatch, *, share: float = 2e-4, coefficient: float = 1.0) -> Tensor:
@@ -319,10 +319,10 @@ def _covariance(batch: LossBatch) -> Tensor:
 
 def _largest(values: Tensor, share: float) -> Tensor:
     """Return a bool mask [n] of the share of tokens with the largest values, at least one."""
-    chosen = torch.zeros(len(values), dtype=torch.bool, device=values.device)
+    mask = torch.zeros(len(values), dtype=torch.bool, device=values.device)
     if len(values):
-        chosen[values.topk(min(len(values), max(1, round(share * len(values))))).indices] = True
-    return chosen
+        mask[values.topk(min(len(values), max(1, round(share * len(values))))).indices] = True
+    return mask
 
 
 def _choose(where: Tensor, if_true: float, if_false: float, like: Tensor) -> Tensor:

@@ -125,13 +125,13 @@ def _copies(config: RunConfig, models: Mapping[str, PolicyModel]) -> int:
         if config.trainer.ranks > 1
         else []
     )
-    sent = [
+    state_tensors = [
         parameter.nbytes
         for model in models.values()
         if model.kind != "adapter"
         for parameter in model.model.parameters()
     ]
-    return max((min(sum(sizes), max(BUCKET, *sizes)) for sizes in (gradients, sent) if sizes), default=0)
+    return max((min(sum(sizes), max(BUCKET, *sizes)) for sizes in (gradients, state_tensors) if sizes), default=0)
 
 
 def _trained_parameters(models: Mapping[str, PolicyModel]) -> set[nn.Parameter]:
@@ -315,9 +315,11 @@ def make_worst_case_samples(
         length = context
     else:  # logits beyond `MAX_LOGITS` take no more memory
         num_sampled = math.ceil(min(num_sampled, MAX_LOGITS // (vocabulary * count) + 1) * (length - 1) / context)
-    drawn = np.random.default_rng(0).integers(0, vocabulary, (count, length)).astype(np.int32)
+    token_rows = np.random.default_rng(0).integers(0, vocabulary, (count, length)).astype(np.int32)
     mask, zeros = np.arange(length) >= length - num_sampled, np.zeros(length, np.float32)
-    return [TrainingSample(token_ids=row, loss_mask=mask, behavior_logprobs=zeros, advantages=zeros) for row in drawn]
+    return [
+        TrainingSample(token_ids=row, loss_mask=mask, behavior_logprobs=zeros, advantages=zeros) for row in token_rows
+    ]
 
 
 class AllocationCounter(TorchDispatchMode):

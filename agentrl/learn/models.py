@@ -208,9 +208,9 @@ class PolicyModel:
         """
         tensors = self._unique_tensors()
         for piece in self._conversion_groups:
-            chosen = {name: gather_tensor(tensors[name], self._published_dtype(tensors[name])) for name in piece}
-            yield from self._convert(chosen).items()
-            chosen.clear()
+            piece_tensors = {name: gather_tensor(tensors[name], self._published_dtype(tensors[name])) for name in piece}
+            yield from self._convert(piece_tensors).items()
+            piece_tensors.clear()
 
     def published_layout(self) -> Mapping[str, Tensor]:
         """Return tensors without data, with the names, shapes and dtypes of those that `published` yields, in its
@@ -261,10 +261,10 @@ class PolicyModel:
 
     def _without_data(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
         """Return tensors without data that have the names, shapes and dtypes of the published ones."""
-        chosen = {name: tensors[name] for name in names}
+        named_tensors = {name: tensors[name] for name in names}
         return {
             name: torch.empty(tensor.shape, dtype=self._published_dtype(tensor), device="meta")
-            for name, tensor in chosen.items()
+            for name, tensor in named_tensors.items()
         }
 
     def _convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -627,10 +627,10 @@ def _targets(key: str, lora: LoraConfig, can: Sequence[str], model: PreTrainedMo
                 f"{key}.target_modules: {target!r} {problem} of {kind}; adaptable layers: "
                 f"{', '.join(dict.fromkeys(map(_last, can)))}. Remove target_modules to adapt all of them"
             )
-    chosen = {name for layers in matches.values() for name in layers}
+    layer_names = {name for layers in matches.values() for name in layers}
     if not matches:
-        chosen = {name for name in can if not _ROUTERS.intersection(name.split("."))}
-    return [name for name in can if name in chosen]
+        layer_names = {name for name in can if not _ROUTERS.intersection(name.split("."))}
+    return [name for name in can if name in layer_names]
 
 
 def _describe_adapter(lora: LoraConfig, targets: Sequence[str], matrices: Mapping[str, int]) -> str:
@@ -748,10 +748,12 @@ def _check_rows(model: PreTrainedModel, lengths: list[int]) -> list[TrainingSamp
     )
     draws[1::2, :7] = draws[0, :7]
     rows = []
-    for drawn, length in zip(draws.astype(np.int32), lengths, strict=True):
+    for row_ids, length in zip(draws.astype(np.int32), lengths, strict=True):
         zeros = np.zeros(length, np.float32)
         mask = np.arange(length) >= max(1, length - _CHECK_LENGTH)
-        rows.append(TrainingSample(token_ids=drawn[:length], loss_mask=mask, behavior_logprobs=zeros, advantages=zeros))
+        rows.append(
+            TrainingSample(token_ids=row_ids[:length], loss_mask=mask, behavior_logprobs=zeros, advantages=zeros)
+        )
     return rows
 
 

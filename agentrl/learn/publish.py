@@ -190,13 +190,13 @@ class CanaryBuilder:
         vocabulary = int(model.model.config.get_text_config().vocab_size)
         length = max(1, min(16, max_context - 1))  # of a context, in tokens
 
-        def drawn(kind: str, count: int) -> Int32Array:
+        def draw_tokens(kind: str, count: int) -> Int32Array:
             return np.array([stable_hash64("probe", kind, at) % vocabulary for at in range(count)], np.int32)
 
         # Tokens are drawn from the whole vocabulary, because the probabilities of likely tokens hardly change with the
         # weights.
-        self._contexts = drawn("contexts", _CONTEXTS * length).reshape(_CONTEXTS, length)
-        self._token_ids = drawn("tokens", 128)  # tested after each context
+        self._contexts = draw_tokens("contexts", _CONTEXTS * length).reshape(_CONTEXTS, length)
+        self._token_ids = draw_tokens("tokens", 128)  # tested after each context
         self._start_logprobs = self._logprobs(model)
 
     def of(self, model: PolicyModel) -> Canary:

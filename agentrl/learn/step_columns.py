@@ -214,6 +214,6 @@ def _log_ratio(
     trainer: NDArray[np.float32], behavior: NDArray[np.float32], tokens: NDArray[np.bool_]
 ) -> NDArray[np.float64]:
     """Return log w of the forwarded ones among `tokens`."""
-    chosen = tokens & np.isfinite(trainer)
-    difference: NDArray[np.float64] = trainer[chosen].astype(np.float64) - behavior[chosen]
+    token_mask = tokens & np.isfinite(trainer)
+    difference: NDArray[np.float64] = trainer[token_mask].astype(np.float64) - behavior[token_mask]
     return difference.clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

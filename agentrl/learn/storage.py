@@ -64,9 +64,9 @@ def converting_write_errors(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())
-        mend = os_error_advice(error) if isinstance(error, OSError) else "free space or make it writable"
+        remedy = os_error_advice(error) if isinstance(error, OSError) else "free space or make it writable"
         raise StorageError(
-            f"{path}: could not be written ({reason}); {mend}, then start the run again with --resume"
+            f"{path}: could not be written ({reason}); {remedy}, then start the run again with --resume"
         ) from error
 
 
@@ -237,9 +237,9 @@ def write_tensors(
         def write(data: memoryview) -> None:
             nonlocal unsynced_bytes
             while data:
-                written = file.write(data[:SYNC_BYTES])
-                data = data[written:]
-                unsynced_bytes += written
+                num_written = file.write(data[:SYNC_BYTES])
+                data = data[num_written:]
+                unsynced_bytes += num_written
                 if unsynced_bytes >= SYNC_BYTES:
                     unsynced_bytes = 0
                     syncs.append(syncer.submit(os.fdatasync, file.fileno()))

@@ -296,8 +296,8 @@ class PolicyTrainer:
                 outputs.add_sums(token_metric_sums(batch, gradients, batch.weights))
                 self._count_forward(step, micro_batch, samples, sample_indices)
             else:
-                chosen = [*step_gradients.derivatives, *([] if by_value is None else [by_value])]
-                arrays = {str(index): column.numpy()[tokens] for index, column in enumerate(chosen)}
+                output_gradients = [*step_gradients.derivatives, *([] if by_value is None else [by_value])]
+                arrays = {str(index): column.numpy()[tokens] for index, column in enumerate(output_gradients)}
                 by_output = [*device_tensors(arrays, head.logprob.device).values()]
                 by_output += [None] * (len(outputs_with_gradient) - len(by_output))
             pairs = zip(outputs_with_gradient, by_output, strict=True)
@@ -364,8 +364,8 @@ class PolicyTrainer:
             reference = self._reference(learner, micro_batch) if needs_reference else None
             with torch.no_grad():
                 head = self._forward(learner, micro_batch, reference, entropy_gradient=False)
-            theirs = None if reference is None else reference.logprob
-            parts = (head.kept_mass, head.logprob, head.entropy, theirs, head.reference_kl, head.values)
+            reference_logprob = None if reference is None else reference.logprob
+            parts = (head.kept_mass, head.logprob, head.entropy, reference_logprob, head.reference_kl, head.values)
             outputs.add(tokens, [column for column in parts if column is not None])
             self._count_forward(step, micro_batch, samples, sample_indices)
         kept_mass, *model_values = outputs.gather(1 + len(names) + (self._gae is not None))

@@ -209,19 +209,19 @@ def find_alarms(state: RunState) -> list[Alarm]:
 
 
 def _format_pays(policy: PolicyMetricHistory) -> Iterator[Alarm]:
-    broken: list[tuple[float, float]] = []
+    broken_steps: list[tuple[float, float]] = []
     formatted_steps: list[tuple[float, float]] = []
     for values in policy.steps.values():
         episodes, share = values.get("format/episodes", 0.0), values.get("format/broken_share", 0.0)
         if "format/reward_broken" in values:
-            broken.append((episodes * share, values["format/reward_broken"]))
+            broken_steps.append((episodes * share, values["format/reward_broken"]))
         if "format/reward_kept" in values:
             formatted_steps.append((episodes * (1.0 - share), values["format/reward_kept"]))
-    counts = sum(count for count, _ in broken), sum(count for count, _ in formatted_steps)
-    if min(counts) < FORMAT_EPISODES or min(len(broken), len(formatted_steps)) < WINDOW:
+    counts = sum(count for count, _ in broken_steps), sum(count for count, _ in formatted_steps)
+    if min(counts) < FORMAT_EPISODES or min(len(broken_steps), len(formatted_steps)) < WINDOW:
         return
-    (mean_broken, error_broken), (mean_kept, error_kept) = _pool_means(broken), _pool_means(formatted_steps)
-    means = [mean for _, mean in (*broken, *formatted_steps)]
+    (mean_broken, error_broken), (mean_kept, error_kept) = _pool_means(broken_steps), _pool_means(formatted_steps)
+    means = [mean for _, mean in (*broken_steps, *formatted_steps)]
     min_difference = max(
         FORMAT_ERRORS * math.hypot(error_broken, error_kept), FORMAT_MARGIN * (max(means) - min(means))
     )
@@ -394,14 +394,14 @@ def _mismatch(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator
 def _selection_bias(policy: PolicyMetricHistory) -> Iterator[Alarm]:
     window = newest_step_metrics(policy, LENGTH_STEPS)
     off: list[str] = []
-    for name, healthy, more, less in (
+    for name, healthy, more_format, less_format in (
         ("length_ratio", 1.0, "{:.0%} longer", "{:.0%} shorter"),
         ("seconds_ratio", 1.0, "{:.0%} slower", "{:.0%} faster"),
         ("reward_shift", 0.0, "{:.2f} deviations of the reward easier", "{:.2f} deviations of the reward harder"),
     ):
         values = window_metric_values(window, f"selection_bias/{name}")
         if len(values) == LENGTH_STEPS and abs(values[-1] - healthy) > SELECTION_BIAS_BOUND:
-            off.append((more if values[-1] > healthy else less).format(abs(values[-1] - healthy)))
+            off.append((more_format if values[-1] > healthy else less_format).format(abs(values[-1] - healthy)))
     held_shares = window_metric_values(window, "selection_bias/held_share")
     if off:
         yield Alarm(

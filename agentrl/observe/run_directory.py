@@ -101,9 +101,9 @@ class RunDirectory:
             JournalError: something in it that a run writes or deletes through is a symbolic link.
         """
         directory = cls(path)
-        written = (directory.journal, directory.versions, directory.checkpoints, directory.steps)
-        refuse_links(*written, *(path / name for name in ("policies", "best", "tensorboard", "wandb")))
-        for top in written:
+        paths = (directory.journal, directory.versions, directory.checkpoints, directory.steps)
+        refuse_links(*paths, *(path / name for name in ("policies", "best", "tensorboard", "wandb")))
+        for top in paths:
             for folder, folders, files in os.walk(top):
                 refuse_links(*(Path(folder, name) for name in (*folders, *files)))
         if not (directory.journal.is_dir() or (path / "config.json").is_file()):

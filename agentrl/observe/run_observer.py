@@ -117,17 +117,17 @@ class RunObserver:
         if self._probe is None:
             self._set_status(RunSnapshot(phase=text))
         if not self._quiet:
-            self._shown().phase(text)
+            self._display_of_run().phase(text)
 
     def say(self, text: str) -> None:
         """Show a permanent line."""
         if not self._quiet:
-            self._shown().line(text)
+            self._display_of_run().line(text)
 
     def warn(self, text: str) -> None:
         """Show a problem and its remedy; may be called from any thread."""
         if not self._quiet:
-            self._shown().line(f"WARNING {text}")
+            self._display_of_run().line(f"WARNING {text}")
 
     def on_step(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
         """Record and show an optimizer step."""
@@ -136,7 +136,7 @@ class RunObserver:
         for observer in self._observers:
             observer.on_step(policy, step, metrics)
         if not self._quiet:
-            self._shown().step(policy, step, metrics)
+            self._display_of_run().step(policy, step, metrics)
         self._raise_alarms()
 
     def on_evaluation(self, versions: Mapping[str, PolicyVersion], metrics: Mapping[str, Mapping[str, float]]) -> None:
@@ -146,7 +146,7 @@ class RunObserver:
         for observer in self._observers:
             observer.on_evaluation(versions, metrics)
         if not self._quiet:
-            self._shown().evaluation(versions, metrics)
+            self._display_of_run().evaluation(versions, metrics)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Show the learning curve and the results of the run."""
@@ -163,7 +163,7 @@ class RunObserver:
             title = f"training reward{suffix} by optimizer step"
             self._stream.write("\n" + plot_curve(rewards, steps=steps, title=title) + "\n")
         self._stream.write(self._held_out(summary["held_out_tasks"]))
-        self._stream.write(_chosen(summary))
+        self._stream.write(_choice_text(summary))
         num_steps, last_step = (
             self.state.plan.steps,
             max((policy.step for policy in self.state.policies.values()), default=0),
@@ -205,7 +205,7 @@ class RunObserver:
             self._set_status(self.state.status)
         self._raise_alarms()
         if not self._quiet:
-            self._shown().show()
+            self._display_of_run().show()
 
     def _held_out(self, tasks: int) -> str:
         """Return lines with the first and last held-out rewards on the same tasks; the first may be of a previous
@@ -240,7 +240,7 @@ class RunObserver:
                 self._alarm_keys.add((alarm.name, alarm.policy))
                 write_alarm(self._directory.path, alarm, max((p.step for p in self.state.policies.values()), default=0))
                 if not self._quiet:
-                    self._shown().line(f"ALARM {alarm.line}")
+                    self._display_of_run().line(f"ALARM {alarm.line}")
 
     def _record(self, policy: str, step: int, metrics: Mapping[str, float]) -> None:
         self.state.record(policy, step, metrics)
@@ -255,15 +255,15 @@ class RunObserver:
             self._sinks.remove(sink)
             message = f"{type(sink).__name__} failed and gets no more metrics: {type(error).__name__}: {error}"
             if not self._quiet:
-                self._shown().line(message[:500])
+                self._display_of_run().line(message[:500])
 
-    def _shown(self) -> Display:
+    def _display_of_run(self) -> Display:
         if self._display is None:
             self._display = make_progress_display(self.state, self._stream)
         return self._display
 
 
-def _chosen(summary: Mapping[str, Any]) -> str:
+def _choice_text(summary: Mapping[str, Any]) -> str:
     """Return a line with the best versions and whether the metric ended the run; empty if there is no such metric."""
     lines = []
     if best := summary.get("best"):

@@ -405,9 +405,9 @@ def append_jsonl_line(file: FileIO, record: Mapping[str, Any]) -> None:
         OSError: the disk failed; a partial line is removed.
     """
     line = (json.dumps(record) + "\n").encode()
-    written = file.write(line)
-    if written != len(line):  # a full disk accepts the beginning of a line, and fails only at the next write
-        file.truncate(file.seek(0, os.SEEK_END) - (written or 0))
+    num_written = file.write(line)
+    if num_written != len(line):  # a full disk accepts the beginning of a line, and fails only at the next write
+        file.truncate(file.seek(0, os.SEEK_END) - (num_written or 0))
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

@@ -72,15 +72,15 @@ class Evaluator:
         """
         if self._busy:
             return
-        held = {version.policy: version for version in self.versions.pinned_by(_HOLDER)}
-        if policy in held:
-            self.versions.unpin(_HOLDER, held[policy])
-        elif not held.keys() | {policy} >= set(training):
+        held_versions = {version.policy: version for version in self.versions.pinned_by(_HOLDER)}
+        if policy in held_versions:
+            self.versions.unpin(_HOLDER, held_versions[policy])
+        elif not held_versions.keys() | {policy} >= set(training):
             await self.versions.pin(_HOLDER, self.versions.current[policy])
             return
         self._busy = True
         for name in policies:
-            if name == policy or name not in held:
+            if name == policy or name not in held_versions:
                 await self.versions.pin(_HOLDER, self.versions.current[name])
         pinned_versions = {version.policy: version for version in self.versions.pinned_by(_HOLDER)}
         await self.now(pinned_versions, should_stop, pinned=True)

@@ -415,19 +415,19 @@ class Orchestrator:
     def _drop_untrainable(self, policy: str, ready_units: Sequence[ReadyUnit], error: UntrainableUnitsError) -> None:
         """Drop the units of a step whose rows cannot be trained; put the others back."""
         why = {(episode, attempt): why for episode, attempt, why in error.units}
-        lost = [ready for ready in ready_units if (ready.unit.episode_id, ready.unit.attempt) in why]
+        dropped_units = [ready for ready in ready_units if (ready.unit.episode_id, ready.unit.attempt) in why]
         other_units = [ready for ready in ready_units if (ready.unit.episode_id, ready.unit.attempt) not in why]
-        self._untrainable[policy] += len(lost)
+        self._untrainable[policy] += len(dropped_units)
         # this many in a row, with no step in between, end the run
-        if not lost or self._untrainable[policy] > 4096:
+        if not dropped_units or self._untrainable[policy] > 4096:
             raise error
-        for drop in self.buffer.drop(lost, "untrainable"):
+        for drop in self.buffer.drop(dropped_units, "untrainable"):
             self.store.record(drop)
         self.buffer.put_back(policy, other_units)
-        first = lost[0].unit
+        first = dropped_units[0].unit
         self.tell(
-            f"{plural(len(lost), 'unit')} of {policy} dropped as `untrainable`, and the run continues; the first is of "
-            f"episode {first.episode_id}: {why[first.episode_id, first.attempt]}"
+            f"{plural(len(dropped_units), 'unit')} of {policy} dropped as `untrainable`, and the run continues; the "
+            f"first is of episode {first.episode_id}: {why[first.episode_id, first.attempt]}"
         )
 
     async def _train_on(self, batch: TrainBatch) -> StepReport:

@@ -183,18 +183,18 @@ class MixtureCurriculum:
                 raise InputError(f"the task source of {member.name} is empty; check environment.options")
             shuffled_tasks = self._shuffled_tasks[member.name] = ShuffledTasks(member, seed, member.name)
             self._selectors[member.name] = _selector(member, shuffled_tasks, selection)
-        self._drawn: list[tuple[str, int]] = []
+        self._draws: list[tuple[str, int]] = []
         """Member of each group, and the number of earlier groups with this member."""
         self._count: Counter[str] = Counter()
 
     def select(self, group: int, rng: random.Random) -> Task:
         """Return the task of a root group."""
-        while len(self._drawn) <= group:
-            rng_of_group = random_stream(self._seed, "mixture", len(self._drawn))
+        while len(self._draws) <= group:
+            rng_of_group = random_stream(self._seed, "mixture", len(self._draws))
             name = rng_of_group.choices(self._names, self._rates)[0]
-            self._drawn.append((name, self._count[name]))
+            self._draws.append((name, self._count[name]))
             self._count[name] += 1
-        name, number = self._drawn[group]
+        name, number = self._draws[group]
         selector = self._selectors[name]
         return self._shuffled_tasks[name](number) if selector is None else selector.select(number, rng)
 
@@ -328,12 +328,12 @@ class ProposalNoveltyTracker:
 
     def forget(self, episode_id: str) -> None:
         """Forget the proposals of an episode that was dropped or restarts."""
-        lost = {proposal.made_by for _, proposal in self._proposals if proposal.episode_id == episode_id}
-        if lost:
+        lost_attempts = {proposal.made_by for _, proposal in self._proposals if proposal.episode_id == episode_id}
+        if lost_attempts:
             self._proposals = [
-                keyed_proposal for keyed_proposal in self._proposals if keyed_proposal[1].made_by not in lost
+                keyed_proposal for keyed_proposal in self._proposals if keyed_proposal[1].made_by not in lost_attempts
             ]
-            self._known_attempts -= lost
+            self._known_attempts -= lost_attempts
 
     def structure_entropy(self) -> float | None:
         """Return the entropy, in nats, of the structures of the newest proposals that have one; None before the

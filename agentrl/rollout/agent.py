@@ -197,8 +197,8 @@ class LiveAgent(TurnRecorder):
                 reason="environment_error",
             )
         chat_format = settings.chat_format
-        written, stop = chat_format.encode(reply), chat_format.stop_token_ids
-        tokens = np.array(written if written[-1:] and written[-1] in stop else [*written, stop[0]], np.int32)
+        reply_ids, stop = chat_format.encode(reply), chat_format.stop_token_ids
+        tokens = np.array(reply_ids if reply_ids[-1:] and reply_ids[-1] in stop else [*reply_ids, stop[0]], np.int32)
         if len(self._rows) + len(tokens) > settings.limits.max_context:
             self._full(len(self._rows) + len(tokens))
         self._sampler.close()  # close the session, because its KV cache contains the sampled token

@@ -476,10 +476,10 @@ class Parking:
             await gate
 
     def unpark(self, count: int = 1) -> tuple[str, ...]:
-        chosen = self.parked[:count]
-        for episode_id in chosen:
+        episode_ids = self.parked[:count]
+        for episode_id in episode_ids:
             self.resume(episode_id)
-        return chosen
+        return episode_ids
 
     def resume(self, episode_id: str) -> None:
         """Resume one parked episode."""

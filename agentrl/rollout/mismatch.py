@@ -36,8 +36,8 @@ def shortened_repr(value: object) -> str:
 
 def printable_excerpt(text: str) -> str:
     """Escape unprintable characters of a text, and cut it to twice `CHARACTERS`."""
-    shown = valid_unicode(text)[: 2 * CHARACTERS]
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in shown)
+    excerpt = valid_unicode(text)[: 2 * CHARACTERS]
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in excerpt)
 
 
 def describe_entry(body: EntryBody) -> str:

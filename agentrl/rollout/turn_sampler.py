@@ -141,7 +141,7 @@ class TurnSampler:
                     raise self._version_gone(error) from error
                 except EngineLostError as error:
                     self._in_flight = None
-                    budget = await self._lost(error, turn, budget)
+                    budget = await self._on_lost_engine(error, turn, budget)
                 finally:
                     self._in_flight = None
         except BaseException:
@@ -174,7 +174,9 @@ class TurnSampler:
             await reservation.wait(priority)
         self._episode.metric("no_room_s", self.pauses[-1].seconds)
 
-    async def _lost(self, error: EngineLostError, turn: PartialTurn, budget: RetryBudget | None) -> RetryBudget:
+    async def _on_lost_engine(
+        self, error: EngineLostError, turn: PartialTurn, budget: RetryBudget | None
+    ) -> RetryBudget:
         """Wait before the next call, after a call lost the engine.
 
         Raises:

@@ -177,14 +177,14 @@ def check_environment(
         return report
     report.on_progress("listing its tasks")
     count = max(episodes, FORMAT_TASKS)
-    chosen = list(tasks) if tasks is not None else _tasks(environment_class, count, report, options)
+    chosen_tasks = list(tasks) if tasks is not None else _tasks(environment_class, count, report, options)
     is_harness = issubclass(environment_class, HarnessEnvironment)
     for module in ("numpy.random", *["aiohttp.web"] * is_harness):
         import_module(module)  # an episode needs it, and its import would block the event loop
     last: ExecutedEpisode | None = None
     with asyncio.Runner() as runner:
         run = runner.run if is_harness else asyncio.run  # clients keep connections, which belong to an event loop
-        for number, task in _games(environment_class, chosen[:episodes], report):
+        for number, task in _games(environment_class, chosen_tasks[:episodes], report):
             loop_problems: list[str] = []  # problems that the loop's monitor reports, some only when the loop is closed
             with _missing_awaits(loop_problems):
                 last = run(_check_episode(environment_class, task, number, seed, report, loop_problems))
@@ -197,9 +197,9 @@ def check_environment(
     if report.passed and issubclass(environment_class, HarnessEnvironment) and last is not None:
         _check_requests(environment_class, last, report)
     if report.passed and not is_harness:
-        _check_format(environment_class, chosen, seed, report)
+        _check_format(environment_class, chosen_tasks, seed, report)
     if report.passed and hash_order and not is_harness:
-        _check_hash_order(environment_class, chosen[0], report)
+        _check_hash_order(environment_class, chosen_tasks[0], report)
     return report
 
 
@@ -223,8 +223,8 @@ def _check_requests(environment: type[HarnessEnvironment], last: ExecutedEpisode
     if last.header.stop_reason != "completed":
         end = f"the last one ended as {last.header.stop_reason}"
     elif is_command:
-        written = results[-1]["output"].strip()[-300:]
-        end = f"the program exited 0 and printed {repr(written) if written else 'nothing'}"
+        output_text = results[-1]["output"].strip()[-300:]
+        end = f"the program exited 0 and printed {repr(output_text) if output_text else 'nothing'}"
     else:
         end = f"play returned {shortened_repr(results[-1])}"
     seats = " or ".join(repr(seat) for seat in environment.seats)
@@ -323,8 +323,8 @@ def replay_from_every_entry(
     report = EnvironmentReport(environment=environment if isinstance(environment, str) else environment.__qualname__)
     environment_class = resolve(environment)
     script = random_policy(environment_class)
-    chosen = list(tasks) if tasks is not None else _tasks(environment_class, episodes, report)
-    for number, task in enumerate(chosen[:episodes]):
+    chosen_tasks = list(tasks) if tasks is not None else _tasks(environment_class, episodes, report)
+    for number, task in enumerate(chosen_tasks[:episodes]):
         spec = _spec(environment_class, task, number, 0)
 
         async def main(spec: EpisodeSpec = spec) -> str | None:
@@ -365,14 +365,14 @@ def _tasks(
 ) -> list[Task]:
     try:
         source, second_source = (environment.tasks("train", seed=0, **options) for _ in range(2))
-        chosen = [source[index] for index in range(min(count, len(source)))]
-        second_draw = [second_source[index] for index in range(len(chosen))]
+        chosen_tasks = [source[index] for index in range(min(count, len(source)))]
+        second_draw = [second_source[index] for index in range(len(chosen_tasks))]
     except Exception as error:  # noqa: BLE001 - foreign code: any exception is a finding
         report.findings.append(f"tasks('train', seed=0) raised {describe_user_code_error(error)}")
         return []
-    if not chosen:
+    if not chosen_tasks:
         report.findings.append("tasks('train', seed=0) is empty")
-    for first, second in zip(chosen, second_draw, strict=True):
+    for first, second in zip(chosen_tasks, second_draw, strict=True):
         if not isinstance(first, Task):
             report.findings.append(
                 f"tasks('train')[…] is {type(first).__name__}, not agentrl.Task; write agentrl.Task(id=…, data={{…}})"
@@ -384,7 +384,7 @@ def _tasks(
             msgspec.msgpack.encode(dict(first.data))
         except (TypeError, msgspec.ValidationError) as error:
             report.findings.append(f"task {first.id!r}: data is not JSON data ({error})")
-    return chosen
+    return chosen_tasks
 
 
 async def _check_episode(

@@ -214,8 +214,8 @@ class VirtualTimeEventLoop(asyncio.BaseEventLoop):
     def _run_once(self) -> None:
         self._drop_cancelled_timers()
         if self.steps >= self._max_steps:
-            spent, self._max_steps = self._max_steps, 2 * self._max_steps  # allow as many steps again for cleanup
-            raise StepLimitError(f"{spent} steps taken by t={self._now:g}; a task probably loops without waiting")
+            step_limit, self._max_steps = self._max_steps, 2 * self._max_steps  # allow as many steps again for cleanup
+            raise StepLimitError(f"{step_limit} steps taken by t={self._now:g}; a task probably loops without waiting")
         if not self._ready:
             if not self._scheduled:
                 if self._stopping:

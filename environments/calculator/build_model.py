@@ -33,8 +33,10 @@ def build(directory: Path, *, seed: int, steps: int) -> None:
     tasks = Calculator.tasks("train", seed=seed)
     tools = [bound.spec for bound in Calculator.tool_table().values()]
     tiny_model.write_chat_template(directory, tiny_model.TEMPLATE, pad="<|pad|>", end="<|im_end|>", context=CONTEXT)
-    shown = (tiny_model.Demonstration(conversation(tasks[n], random_stream("corpus", n)), tools) for n in range(2000))
-    corpus = tiny_model.format_corpus(ChatTemplate(directory), shown)
+    demonstrations = (
+        tiny_model.Demonstration(conversation(tasks[n], random_stream("corpus", n)), tools) for n in range(2000)
+    )
+    corpus = tiny_model.format_corpus(ChatTemplate(directory), demonstrations)
     tokenizer = tiny_model.train_tokenizer(corpus, vocabulary=VOCABULARY, pieces=tiny_model.LINES)
     tiny_model.write_tokenizer(directory, tokenizer, special=tiny_model.SPECIAL, markup=tiny_model.MARKUP)
     chat = TemplateChatFormat.load(directory)
@@ -42,8 +44,10 @@ def build(directory: Path, *, seed: int, steps: int) -> None:
     model = tiny_model.random_model(
         vocabulary=tokenizer.get_vocab_size(), pad_token=pad, stop_token=stop, context=CONTEXT, hidden=128, layers=4
     )
-    drawn = (conversation(tasks[n], random_stream("warm-up", seed, n)) for n in count())
-    rows = (tiny_model.tokenise_demonstration(chat, tiny_model.Demonstration(messages, tools)) for messages in drawn)
+    conversations = (conversation(tasks[n], random_stream("warm-up", seed, n)) for n in count())
+    rows = (
+        tiny_model.tokenise_demonstration(chat, tiny_model.Demonstration(messages, tools)) for messages in conversations
+    )
     tiny_model.train_supervised(model, rows, steps=steps, on_step=tiny_model.progress_printer("warm-up", steps))
     tiny_model.save_model(model, directory, stop_tokens=stop)
 
@@ -51,9 +55,9 @@ def build(directory: Path, *, seed: int, steps: int) -> None:
 def conversation(task: Task, random: Random) -> list[Message]:
     """A task and a demonstration for it as messages."""
     question = task.data["question"]
-    shown = demonstrate(question, random)
+    demonstration = demonstrate(question, random)
     messages = [Message(role="user", content=question)]
-    for text, observation in zip_longest(shown.replies, shown.observed):
+    for text, observation in zip_longest(demonstration.replies, demonstration.observed):
         messages.append(Message(role="assistant", content=text))
         if observation is not None:
             messages.append(Message(role="tool", content=observation))

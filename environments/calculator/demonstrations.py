@@ -25,7 +25,7 @@ MISTAKE = 0.01
 """Probability of a wrong operand or operator in a call."""
 SLIP = 0.01
 """Probability that the answer differs from the computed number."""
-BROKEN = 0.02
+BROKEN_CALL_SHARE = 0.02
 """Probability of a malformed call before a correct one, which demonstrates recovery from an error."""
 
 _PIECE = r'</?tool_call>|\{"name":"calculate","arguments":\{"a":|,"op":"[+-]","b":|\d+|.'
@@ -51,8 +51,8 @@ def demonstrate(question: str, random: Random) -> Demonstration:
     observations: list[str] = []
     for op, term in list(zip(operators, terms[1:], strict=True))[:operations]:
         call = call_text(*_with_mistake(int(value), op, term, random))
-        if random.random() < BROKEN:
-            replies.append(_broken(call, random))
+        if random.random() < BROKEN_CALL_SHARE:
+            replies.append(_break_call(call, random))
             observations.append(observation(replies[-1]))
         replies.append(call)
         value = observation(call)
@@ -84,7 +84,7 @@ def _with_mistake(a: int, op: str, b: int, random: Random) -> tuple[int, str, in
     return random.choice(wrong)
 
 
-def _broken(call: str, random: Random) -> str:
+def _break_call(call: str, random: Random) -> str:
     """Return `call` with a piece missing or repeated, so that it no longer parses."""
     pieces = re.findall(_PIECE, call)
     at = random.randrange(1, len(pieces) - 1)

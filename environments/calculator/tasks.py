@@ -32,11 +32,11 @@ def _draw(*key: object) -> dict[str, str]:
 def held_out_tasks(count: int) -> list[Task]:
     """Return `count` tasks with distinct questions, independent of the run's seed."""
     questions: dict[str, dict[str, str]] = {}
-    drawn = 0
+    num_drawn = 0
     while len(questions) < count:
-        data = _draw("held_out", drawn)
+        data = _draw("held_out", num_drawn)
         questions.setdefault(data["question"], data)
-        drawn += 1
+        num_drawn += 1
     return [Task(id=f"held_out-{index}", data=data) for index, data in enumerate(questions.values())]
 
 

@@ -67,9 +67,9 @@ def test_training_questions_are_never_held_out() -> None:
     held_out = Calculator.tasks("held_out")
     hidden = {held_out[index].data["question"] for index in range(len(held_out))}
     training = Calculator.tasks("train", seed=0)
-    drawn = [training[index].data["question"] for index in range(3000)]
-    assert hidden.isdisjoint(drawn)
-    assert len(set(drawn)) > 2000
+    questions = [training[index].data["question"] for index in range(3000)]
+    assert hidden.isdisjoint(questions)
+    assert len(set(questions)) > 2000
     with pytest.raises(IndexError):
         training[-1]
 

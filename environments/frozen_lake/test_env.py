@@ -67,10 +67,10 @@ def test_breaking_the_format_scores_below_every_legal_end() -> None:
 def test_no_held_out_map_is_trained_on() -> None:
     held_out, training = FrozenLake.tasks("held_out", seed=1), FrozenLake.tasks("train", seed=0)
     hidden = {tuple(held_out[index].data["map"]) for index in range(len(held_out))}
-    drawn = [tuple(training[index].data["map"]) for index in range(2000)]
+    maps = [tuple(training[index].data["map"]) for index in range(2000)]
     assert (len(held_out), len(hidden)) == (512, 314)
-    assert hidden.isdisjoint(drawn)
-    assert len(set(drawn)) > 500
+    assert hidden.isdisjoint(maps)
+    assert len(set(maps)) > 500
     assert held_out[0] == FrozenLake.tasks("held_out", seed=2)[0]
     assert training[70] == FrozenLake.tasks("train", seed=0)[70]
     assert training[70] != FrozenLake.tasks("train", seed=3)[70]

@@ -55,18 +55,18 @@ def test_each_seat_reads_the_board_from_its_own_side() -> None:
 
 def test_boards_that_are_alike_when_turned_or_mirrored_are_shown_as_one_and_moves_taken_back() -> None:
     task = Task(id="t", data={"seed": 0, "opening": []})
-    shown = set()
+    boards = set()
     for cell in FREE_MARKS:
         environment = TicTacToe()
         game = environment.game(task)
         game.reset()
         after = game.step(f"[{cell}]")
-        shown.add(after["observation"])
+        boards.add(after["observation"])
         free = next(name for name in after["observation"] if name in FREE_MARKS)
         game.step(f"I take [ {free} ].")
         board = [mark for row in environment.env.state.game_state["board"] for mark in row]
         assert (board.count("X"), board[int(cell)]) == (1, "O")
-    assert len(shown) == 3
+    assert len(boards) == 3
 
 
 def test_a_game_begins_after_its_opening() -> None:

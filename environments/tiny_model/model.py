@@ -136,7 +136,7 @@ def build_from_demonstrations(
     model = random_model(
         vocabulary=tokenizer.get_vocab_size(), pad_token=pad, stop_token=stop, context=context, hidden=64, layers=layers
     )
-    rows = (tokenise_demonstration(chat, shown) for shown in demonstrations(2))
+    rows = (tokenise_demonstration(chat, demonstration) for demonstration in demonstrations(2))
     train_supervised(model, rows, steps=steps, on_step=progress_printer("warm-up", steps))
     save_model(model, directory, stop_tokens=stop)
 
@@ -203,24 +203,24 @@ def format_corpus(template: ChatTemplate, demonstrations: Iterator[Demonstration
     """Yield the plain text between the control tokens of rendered demonstrations."""
     texts = enumerate(SPECIAL + MARKUP)
     control = ControlTokens([AddedText(number, text, text in SPECIAL, False, False) for number, text in texts])
-    for shown in demonstrations:
-        specs = [tool_for_template(tool, control) for tool in shown.tools]
-        messages = [message_for_template(message, control) for message in shown.messages]
+    for demonstration in demonstrations:
+        specs = [tool_for_template(tool, control) for tool in demonstration.tools]
+        messages = [message_for_template(message, control) for message in demonstration.messages]
         for piece in control.split(template.render(messages, specs, prompt=True)):
             if isinstance(piece, str):
                 yield piece
 
 
-def tokenise_demonstration(chat: TemplateChatFormat, shown: Demonstration) -> Row:
+def tokenise_demonstration(chat: TemplateChatFormat, demonstration: Demonstration) -> Row:
     """Tokenize a demonstration as reinforcement learning will see it: ids, and a mask of the model's tokens."""
     ids: list[int] = []
     mask: list[bool] = []
     new_messages: list[Message] = []
-    for message in shown.messages:
+    for message in demonstration.messages:
         if message.role != "assistant":
             new_messages.append(message)
             continue
-        context = chat.extend(new_messages, after="stop") if ids else chat.start(new_messages, shown.tools)
+        context = chat.extend(new_messages, after="stop") if ids else chat.start(new_messages, demonstration.tools)
         reply = [*chat.encode(message.content), chat.stop_token_ids[0]]
         ids += [*context, *reply]
         mask += [False] * len(context) + [True] * len(reply)

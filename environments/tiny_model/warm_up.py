@@ -414,15 +414,15 @@ class _Builder:
         tiny_model.write_chat_template(
             directory, tiny_model.TEMPLATE, pad="<|pad|>", end="<|im_end|>", context=MAX_CONTEXT
         )
-        corpus = [shown for _, shown in zip(range(CORPUS), source, strict=False)]
+        corpus = [demonstration for _, demonstration in zip(range(CORPUS), source, strict=False)]
         texts = tiny_model.format_corpus(ChatTemplate(directory), iter(corpus))
         tokenizer = tiny_model.train_tokenizer(
             texts, vocabulary=VOCABULARY, min_frequency=min(15, max(2, len(corpus) // 100))
         )
         tiny_model.write_tokenizer(directory, tokenizer, special=tiny_model.SPECIAL, markup=tiny_model.MARKUP)
         chat = TemplateChatFormat.load(directory)
-        for shown in corpus:
-            self.sizes.see(tiny_model.tokenise_demonstration(chat, shown))
+        for demonstration in corpus:
+            self.sizes.see(tiny_model.tokenise_demonstration(chat, demonstration))
         if self.sizes.context > MAX_CONTEXT:
             raise InputError(
                 f"a demonstration has {self.sizes.context} tokens, too long for a tiny model (at most {MAX_CONTEXT}): "
@@ -440,7 +440,12 @@ class _Builder:
         tiny_model.save_model(model, directory, stop_tokens=stop)
         before = reward = self._measure("random weights")
         if target is not None and target <= before:
-            observations = [message.content for shown in corpus for message in shown.messages if message.role == "tool"]
+            observations = [
+                message.content
+                for demonstration in corpus
+                for message in demonstration.messages
+                if message.role == "tool"
+            ]
             mistake = next((text for text in observations if text.startswith("error:")), "")
             raise CheckFailedError(
                 f"the demonstrations earn {target:.3f}, random weights {before:.3f}: check `demonstrate` and `reward`"
@@ -538,8 +543,8 @@ def _again_and_again(chat: Any, source: _DemonstrationSource | list[Demonstratio
     from agentrl.environments.tiny_model.model import tokenise_demonstration
 
     rows: list[Row] = []
-    for shown in source:
-        rows.append(tokenise_demonstration(chat, shown))
+    for demonstration in source:
+        rows.append(tokenise_demonstration(chat, demonstration))
         yield rows[-1]
     for number in count():
         order = list(range(len(rows)))

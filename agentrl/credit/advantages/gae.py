@@ -44,15 +44,15 @@ def generalized_advantages(
     """
     result = AdvantagesAndReturns([0.0] * len(returns), [0.0] * len(returns))
     order = sorted(range(len(returns)), key=lambda at: (agents[at], turns[at]))
-    later: int | None = None
+    next_index: int | None = None
     for at in reversed(order):
-        if later is None or agents[later] != agents[at]:
+        if next_index is None or agents[next_index] != agents[at]:
             result.returns[at] = returns[at]
             result.advantages[at] = returns[at] - values[at]
         else:
-            reward = returns[at] - returns[later]
-            result.returns[at] = reward + discount * result.returns[later]
-            delta = reward + discount * values[later] - values[at]
-            result.advantages[at] = delta + discount * trace_decay * result.advantages[later]
-        later = at
+            reward = returns[at] - returns[next_index]
+            result.returns[at] = reward + discount * result.returns[next_index]
+            delta = reward + discount * values[next_index] - values[at]
+            result.advantages[at] = delta + discount * trace_decay * result.advantages[next_index]
+        next_index = at
     return result

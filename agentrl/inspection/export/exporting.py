@@ -123,8 +123,8 @@ def _check(target: Path, format: str, *, force: bool = False) -> None:
     may_replace = is_file and not EXPORTS[format].is_directory
     if not (force and may_replace):
         removable = is_file or target.is_dir()  # never remove a device
-        mend = "use --force to replace it, or " if may_replace else "remove it, or " if removable else ""
-        raise InputError(f"{target}: exists; {mend}name another place with --out")
+        remedy = "use --force to replace it, or " if may_replace else "remove it, or " if removable else ""
+        raise InputError(f"{target}: exists; {remedy}name another place with --out")
 
 
 # --- one page of HTML -------------------------------------------------------------------------------------------------

@@ -213,8 +213,8 @@ def _is_call(call: Any) -> bool:
 
 def _tool_call(call: Mapping[str, Any]) -> ToolCall:
     """Convert a call of the endpoint; arguments that are not a JSON object stay text."""
-    written = call["function"].get("arguments")
-    text = written if isinstance(written, str) else json.dumps(written)
+    arguments_text = call["function"].get("arguments")
+    text = arguments_text if isinstance(arguments_text, str) else json.dumps(arguments_text)
     parsed_arguments = parse_json_value(text)
     name = call["function"]["name"]
     return ToolCall(

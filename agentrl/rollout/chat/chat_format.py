@@ -365,10 +365,10 @@ class TemplateChatFormat:
     def _decode_reply(self, ids: list[int]) -> str:
         """Return the text of tokens without the silent ones."""
         silent = self._silent
-        shown = [token for token in ids if token not in silent]
-        ending_text = self._endings.get(ids[-1]) if len(shown) == len(ids) - 1 else None
+        visible_ids = [token for token in ids if token not in silent]
+        ending_text = self._endings.get(ids[-1]) if len(visible_ids) == len(ids) - 1 else None
         if ending_text is None:
-            return self.decode(shown)
+            return self.decode(visible_ids)
         return self.decode(ids).removesuffix(ending_text)  # the journal needs the decoded text anyway
 
     def encode(self, text: str) -> list[int]:
@@ -650,21 +650,21 @@ class TemplateChatFormat:
         if name != AUTO:
             raise ModelError(f"model.reply_format {name!r} is unknown; there are: {AUTO}, {names}")
         marks = _thinking_marks(self._template.source, ())
-        written = ""
+        call_text = ""
         for self._arguments_as_text in (False, True):
             try:
-                written = self._written_call("probe")
+                call_text = self._written_call("probe")
             except ModelError:
                 continue
             for reply_format in REPLY_FORMATS.values():
-                text = written
+                text = call_text
                 for literal in special:
                     text = text if literal in reply_format.markup else text.replace(literal, "")
                 calls = reply_format.read(text, marks).tool_calls
                 if [(call.name, call.arguments) for call in calls] == [("probe", {"probe": PROBE})]:
                     return reply_format
         self._arguments_as_text = False
-        if "probe" in written:
+        if "probe" in call_text:
             raise ModelError(
                 f"{self._directory}: the chat template writes tool calls in an unknown format. Set model.reply_format "
                 f"to one that parses the model's calls (or to any, if it calls no tools): {names}"
@@ -720,17 +720,17 @@ def _check_vocabulary(directory: Path, tokenizer: Tokenizer) -> None:
     special = {token for token, added_token in tokenizer.get_added_tokens_decoder().items() if added_token.special}
     tokens = set(tokenizer.get_vocab(with_added_tokens=True).values())
     beyond = sorted(token for token in tokens - special if token >= rows)
-    mend = "Copy tokenizer.json and config.json from one model again, or resize the model's embeddings"
+    remedy = "Copy tokenizer.json and config.json from one model again, or resize the model's embeddings"
     if beyond:
         raise ModelError(
             f"{directory}: the tokenizer has {len(tokens)} tokens, but the model's embeddings have {rows} rows: token "
-            f"{beyond[0]} has none. {mend}"
+            f"{beyond[0]} has none. {remedy}"
         )
     # Models are padded to round sizes; the largest padding seen is 1,069 rows.
     if rows - len(tokens) > max(2048, rows // 10):
         raise ModelError(
             f"{directory}: the tokenizer has only {len(tokens)} tokens for {rows} rows of the model's embeddings, so "
-            f"it belongs to another model. {mend}"
+            f"it belongs to another model. {remedy}"
         )
 
 
@@ -762,8 +762,8 @@ def _as_list(token_ids: Sequence[int]) -> list[int]:
 
 def _thinking_marks(source: str, literals: Collection[str]) -> tuple[str, str] | None:
     """Return the marks around thinking that a template reads or writes, or else those among the tokens."""
-    written = (pair for pair in THINKING if pair[1] in source)
-    return next(written, next((pair for pair in THINKING if pair[1] in literals), None))
+    mark_pairs = (pair for pair in THINKING if pair[1] in source)
+    return next(mark_pairs, next((pair for pair in THINKING if pair[1] in literals), None))
 
 
 def _added_tokens(tokenizer: Tokenizer) -> list[AddedToken]:

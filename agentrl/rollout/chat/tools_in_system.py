@@ -69,7 +69,7 @@ def as_text(messages: Sequence[Message]) -> list[Message]:
             continue
         flush()
         if message.tool_calls:
-            calls = "\n".join(map(_written, message.tool_calls))
+            calls = "\n".join(map(_call_text, message.tool_calls))
             message = replace(message, content="\n".join(filter(None, (message.content, calls))), tool_calls=())
         plain.append(message)
     flush()
@@ -80,7 +80,7 @@ def _tool_object(tool: ToolSpec) -> dict[str, Any]:
     return {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
 
 
-def _written(call: ToolCall) -> str:
+def _call_text(call: ToolCall) -> str:
     arguments = call.arguments if isinstance(call.arguments, str) else _to_json(call.arguments)
     return f'{OPEN}\n{{"name": {_to_json(call.name)}, "arguments": {arguments}}}\n{CLOSE}'
 

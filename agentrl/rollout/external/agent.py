@@ -326,10 +326,10 @@ class ExternalAgent(TurnRecorder):
             text = message.content
             prompt_tokens = chat_format.usage(token_ids).get("prompt_tokens", prompt_tokens)
         else:
-            written = Counter(tool_call.id for tool_call in calls)
+            id_counts = Counter(tool_call.id for tool_call in calls)
             calls = tuple(
                 tool_call
-                if written[tool_call.id] == 1 and not tool_call.id.startswith(UNWRITTEN_ID)
+                if id_counts[tool_call.id] == 1 and not tool_call.id.startswith(UNWRITTEN_ID)
                 else dataclasses.replace(tool_call, id=self._tool_call_id(call.call_id, n))
                 for n, tool_call in enumerate(calls)
             )
