@@ -44,17 +44,15 @@ agentrl.train(config)
 agentrl train run.toml --policies.solver.learning_rate=1e-4
 ```
 
-On the command line a value is JSON, an inline table of TOML, or else text. `--dry-run` prints the resolved
-configuration, with all defaults, and stops. An unknown key is refused, and the nearest known one is named. There are
-{count} fields; only `environment.id` has no default, and `model.path` is empty only where every policy is remote or a
-bot. Rewards, tools and task sources are code and belong in an environment.
+On the command line a value is JSON, a TOML inline table, or else text. `--dry-run` prints the resolved
+configuration and stops. An unknown key is refused, with the nearest known one. Only
+`environment.id` has no default; `model.path` may be empty only if every policy is remote or a bot.
 
-`--resume` reads the configuration again. The column *on resume* says whether a setting may change between two starts:
+`--resume` reads the configuration again. The column *on resume* says whether it may change a setting:
 
-* *may differ*: the new value holds from now on.
-* *may differ¹*: the same, except in a run with `deterministic = true`, where it may not.
-* *per episode¹*: the new value holds for new episodes and new attempts. A running episode keeps its value to the end.
-* *refused*: the setting identifies the run; `--resume` names the key and both values.
+* *yes*: the new value holds from now on. *yes¹*: not with `deterministic = true`.
+* *new episodes¹*: the same for episodes that begin or restart; an episode in flight keeps its value.
+* *no*: `--resume` names the key and both values.
 """
 
 
@@ -62,7 +60,7 @@ def configuration_page() -> str:
     """Return the page as Markdown."""
     example = '[environment]\nid = "calculator"\n\n[model]\npath = "agentrl.environments:calculator/model"\n\n'
     example += "[policies.solver]\nlearning_rate = 1e-4"
-    parts = [_INTRODUCTION.format(toml=example, count=len(documented_keys()))]
+    parts = [_INTRODUCTION.format(toml=example)]
     parts += [_section(section, path) for section, path in _walk(RunConfig, "")]
     return "\n".join(parts)
 
@@ -114,7 +112,7 @@ def _type(field: FieldInfo) -> str:
 
 
 def _name(annotation: Any) -> str:
-    names = {int: "whole number", float: "number", str: "text", bool: "true or false", Any: "anything"}
+    names = {int: "integer", float: "number", str: "text", bool: "boolean", Any: "anything"}
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation in names:
         return names[annotation]
@@ -148,9 +146,13 @@ def _unit(field: FieldInfo) -> str:
     return next((mark.name for mark in field.metadata if isinstance(mark, NumberUnit)), "")
 
 
+_RULES = {"may differ": "yes", "per episode": "new episodes", "refused": "no"}
+"""The column *on resume* by the rule of a setting."""
+
+
 def _rule(field: FieldInfo) -> str:
     declared = resume_rule_of(field)
-    return declared.rule if declared.of_deterministic else f"{declared.rule}¹"
+    return _RULES[declared.rule] + ("" if declared.of_deterministic else "¹")
 
 
 def _flat(text: str) -> str:
