@@ -81,10 +81,9 @@ class RunConfig(Section):
     one dies, its calls in flight are lost and its episodes continue in the others (docs/operations.md)."""
     episode_timeout_s: Free[Seconds] = 600.0
     """Maximum time an environment's program may spend between two turns of its agents, in tools, effects, sleeps and
-    its own code, so that a hanging program cannot hold its resources forever. Sampling, waiting for the engine or for
-    child episodes, and parked time do not count. Beyond it, an episode whose agents have acted is truncated
-    (`time_limit`) with the environment's penalty; an episode that hangs before any turn, or outside ctx, is dropped
-    (`episode_timeout`)."""
+    its own code. Sampling, waiting for the engine or for child episodes, and parked time do not count. Beyond it, an
+    episode whose agents have acted is truncated (`time_limit`); one that hangs before any turn, or outside ctx, is
+    dropped (`episode_timeout`)."""
     deterministic: Fixed[bool] = False
     """Make the weights after any number of kills equal those of the undisturbed run, bit for bit: episodes run in
     synchronous batches, each with the weights of one step, computed in fixed shapes. Several times slower; for

@@ -88,16 +88,14 @@ class ModelConfig(Section):
     """The base model that policies start from, unless they name their own (`policies.NAME.model`)."""
 
     path: Fixed[str] = ""
-    """Hugging Face causal-LM with tokenizer and chat template. A directory: a path, in a TOML file relative to that
-    file, or `package:directory` inside an installed package, such as `agentrl.environments:calculator/model`. Or a name
-    on the Hugging Face hub, such as `Qwen/Qwen3-0.6B`, or `Qwen/Qwen3-0.6B@main` with a commit, tag or branch; it is
-    looked up in huggingface_hub's cache and downloaded if it is not there (safetensors only). A resumed run keeps the
-    commit it began with; it is refused if a branch or tag named here has moved since. Required unless every policy is
-    remote, a bot, or names its own `model`."""
+    """Hugging Face causal LM with tokenizer and chat template: a directory (in a TOML file relative to that file),
+    `package:directory` inside an installed package, or a name on the Hugging Face hub, such as `Qwen/Qwen3-0.6B` or
+    `Qwen/Qwen3-0.6B@main`, which is downloaded if huggingface_hub's cache lacks it (safetensors only). A resumed run
+    keeps its commit, and is refused if the named branch or tag has moved. Required unless every policy is remote, a
+    bot, or names its own `model`."""
     dtype: Fixed[Literal["auto", "float32", "bfloat16"]] = "auto"
     """Data type of computation in engine and trainer, and of published full weights. `auto`: the checkpoint's, or
-    float32 for a checkpoint in float16. Published adapters, gradients and optimizer states are float32; a policy that
-    trains in bfloat16 keeps float32 master weights."""
+    float32 for a checkpoint in float16 (docs/engines.md)."""
     reply_format: Fixed[ReplyFormatName] = "auto"
     """Syntax of tool calls and thinking in the model's replies; `auto`: as in its chat template (docs/models.md lists
     all). For models that policies name themselves, the chat template always decides."""
@@ -127,15 +125,11 @@ class EngineConfig(Section):
     """The inference engine."""
 
     vllm: WaveFixed[dict[str, Any] | None] = None
-    """A table, also an empty one, makes vLLM the engine; null: agentrl's own small embedded engine, for any Hugging
-    Face causal LM. The table holds arguments of vLLM's engine, by their names there, such as `tensor_parallel_size =
-    2`. Each is checked against the installed vLLM; arguments that would break a promise, or that another setting
-    decides, are refused with the reason (docs/engines.md)."""
+    """A table, even an empty one, selects vLLM; null: the embedded engine. The table holds arguments of vLLM's engine,
+    such as `tensor_parallel_size = 2`, checked against the installed vLLM (docs/engines.md)."""
     replicas: Free[Annotated[int, Field(ge=0, le=10**6), NumberUnit("engines")]] = 0
-    """Number of engines side by side, each in a process of its own, which is restarted when it dies and costs some CPU
-    per token; new weights reach them one after another. 0: one engine, in the run's process where it can be there:
-    vLLM, an engine that several `workers` share, and engines in Ray (`cluster.address`) have processes of their own.
-    """
+    """Number of engines, each in its own process, which is restarted when it dies. 0: one engine, in the run's process
+    if possible; vLLM, an engine of several `workers`, and engines in Ray (`cluster.address`) have their own process."""
     slots: WaveFixed[Annotated[NonNegative, NumberUnit("conversations")]] = 0
     """Number of conversations whose KV is held at once; they share each forward pass. 0: 64, and 256 for vLLM on GPUs
     of at least 40 GB."""
@@ -143,17 +137,15 @@ class EngineConfig(Section):
     """Maximum length of a conversation; memory for the KV grows with it. 0: the number of positions of the model, or
     fewer if memory is short; a resumed run keeps the length found at its start."""
     refresh: WaveFixed[Literal["auto", "token", "token_keep_kv", "turn", "episode", "lazy"]] = "auto"
-    """Moment at which a conversation in flight moves to newer weights. `auto` chooses per policy: `lazy` for an
-    adapter, `token` for full weights, which allow only `token` and `turn` (docs/engines.md). `token` recomputes the
-    conversation's KV. `token_keep_kv` keeps the KV of the older weights: cheaper, but the logprobs of later tokens
-    belong to neither version and the trainer cannot reproduce them (docs/off_policy.md)."""
+    """Moment at which a conversation in flight moves to newer weights (docs/engines.md). `auto`: `lazy` for an
+    adapter, `token` for full weights. `token_keep_kv` keeps the KV of the older weights, so the trainer cannot
+    reproduce the logprobs of later tokens (docs/off_policy.md)."""
     capture_routing: WaveFixed[bool] = False
     """Whether to record the experts that each position used, and train through them (mixture-of-experts models)."""
     memory_share: Free[Annotated[float, Field(ge=0, le=0.97)]] = 0.0
-    """Share of a GPU's memory that an engine may take for weights, KV and everything else. 0: 0.9 of a GPU that it has
-    to itself, 0.45 of one that it shares with a trainer rank, which gets the rest; engines that share a GPU divide this
-    (docs/engines.md). On CPUs it applies to vLLM only: the share of the machine's memory for weights and KV; 0: enough
-    for `slots` contexts."""
+    """Share of a GPU's memory for an engine. 0: 0.9 of its own GPU, 0.45 of one shared with a trainer rank
+    (docs/engines.md). On CPUs, for vLLM only: the share of the machine's memory for weights and KV; 0: enough for
+    `slots` contexts."""
 
     @field_validator("vllm")
     @classmethod
@@ -411,15 +403,13 @@ class LossConfig(FunctionConfig):
     built_in = LOSS_NAMES
     name: Free[str] = "truncated"
     """Loss: a built-in name, the name of one that an installed package provides, `module:function`, or
-    `path/to/file.py:function`, which in a TOML file is relative to that file. The default, truncated importance weights
-    per token with a trust region, is bounded at any staleness but not unbiased: docs/off_policy.md says what it
-    leaves out."""
+    `path/to/file.py:function`, which in a TOML file is relative to that file. The default truncates importance weights
+    per token: bounded at any staleness, but not unbiased (docs/off_policy.md)."""
     normalizer: Free[Literal["tokens", "sequences"] | Positive] = "tokens"
-    """Divisor of a step's summed token losses. `tokens`: the number of sampled tokens in the step, so that every token
-    counts the same (DAPO, arXiv:2503.14476). `sequences`: each conversation's loss is divided by its number of sampled
-    tokens, and the step's by the number of conversations (GRPO, arXiv:2402.03300), so that long conversations weigh no
-    more than short ones. A number: step_size × this number of tokens (Dr. GRPO, arXiv:2503.20783), the sampled tokens
-    of a typical episode; required with `credit.release = "late"` or `"episode"`."""
+    """Divisor of a step's summed token losses. `tokens`: the step's sampled tokens (DAPO, arXiv:2503.14476).
+    `sequences`: each conversation's tokens, then the conversations (GRPO, arXiv:2402.03300). A number: step_size × this
+    number, the sampled tokens of a typical episode (Dr. GRPO, arXiv:2503.20783); required with `credit.release =
+    "late"` or `"episode"`."""
     kl: Free[Annotated[float, Field(ge=0), NumberUnit("per nat")]] = 0.0
     """Weight of the KL divergence from the policy's reference (`policies.NAME.reference`); 0: no penalty."""
     kl_estimator: Free[KLEstimator] = "k3"
@@ -450,11 +440,9 @@ class TrainerConfig(Section):
     without Ray; several ranks, and any rank of a run in Ray (`cluster.address`), are Ray actors."""
     sharding: Free[Literal["auto", "none", "full", "offload"] | Positive] = "auto"
     """Sharding of weights, gradients and optimizer states over the ranks; the update is the same. `none`: each rank
-    holds all. `full`: each rank holds a part, and layers are gathered while they compute (FSDP2). A number that divides
-    `ranks`: this many ranks, such as those of one node, hold one copy together; gradients are added up inside each
-    such group, then between groups (HSDP). `offload`: as `full`, with the parts, and the optimizer, in main memory
-    instead of a GPU's; a single rank keeps its weights on the GPU and offloads what its optimizer changes. `auto`:
-    `none` if that takes at most half of a rank's memory, else `full`."""
+    holds all. `full`: each rank holds a part (FSDP2). A number that divides `ranks`: this many ranks hold one copy
+    together (HSDP). `offload`: as `full`, with parts and optimizer in main memory. `auto`: `none` if that takes at most
+    half of a rank's memory, else `full` (docs/operations.md)."""
     loss: LossConfig = LossConfig()
     entropy_bonus: Free[Annotated[float, NumberUnit("per nat")]] = 0.0
     """Weight of the entropy of trained tokens, divided by the same constant as the loss; a positive weight slows
@@ -582,10 +570,8 @@ class JournalConfig(Section):
     """Retention of the run's journal on disk."""
 
     keep: Free[Literal["all"] | Annotated[int, Field(ge=0)]] = "all"
-    """Retention: `all`, or a number N of optimizer steps. With a number, each checkpoint removes the tokens of training
-    episodes and the columns of steps that are older than the last N steps of their policy, unless a fork or a
-    checkpoint that the run can resume from needs them. All records stay (admissions, rewards, credits, steps), and so
-    do evaluations."""
+    """Retention: `all`, or a number N of optimizer steps. With a number, each checkpoint removes unneeded tokens of
+    training episodes and columns of steps older than the last N steps of their policy (docs/operations.md)."""
     budget_mib: Free[Annotated[NonNegative, NumberUnit("MiB")]] = 0
-    """Disk budget of `journal/` and `steps/`. The run predicts when it will be reached; if `keep` cannot free enough
-    space, it writes a checkpoint and ends with exit code 74. 0: no limit."""
+    """Disk budget of `journal/` and `steps/`. If `keep` cannot free enough space, the run writes a checkpoint and ends
+    with exit code 74. 0: no limit."""
