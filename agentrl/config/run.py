@@ -78,7 +78,7 @@ class RunConfig(Section):
     Staleness bounds the former too; this limit protects memory and services."""
     workers: Free[Annotated[Positive, NumberUnit("processes")]] = 1
     """Processes that play episodes; 1: the run's own. Use more if environments need more CPU than one core has. When
-    one dies, its calls in flight are lost and its episodes continue in the others (docs/operations.md)."""
+    one dies, its calls in flight are lost and its episodes continue in the others (docs/processes.md)."""
     episode_timeout_s: Free[Seconds] = 600.0
     """Maximum time an environment's program may spend between two turns of its agents, in tools, effects, sleeps and
     its own code. Sampling, waiting for the engine or for child episodes, and parked time do not count. Beyond it, an
