@@ -5,6 +5,7 @@ Owns the layout of the page. The text about a field is the field's docstring.
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
@@ -156,7 +157,7 @@ def _rule(field: FieldInfo) -> str:
 
 
 def _flat(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    return re.sub(r"docs/((\w+)\.md)", r"[\2](\1)", " ".join(text.split()).replace("|", "\\|"))
 
 
 if __name__ == "__main__":
