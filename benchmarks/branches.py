@@ -18,6 +18,7 @@
   trained, at most and at least (1). `tree_loss_error` and `tree_grad_norm_error` compare the step's loss and gradient
   norm with those of the unrolled trees: each continuation as a whole row, by a plain loop in float64. The loss is a sum
   of terms of both signs, so its error is relative to the sum of their absolute values.
+* `pivot`: sampled tokens up to a reward with `ctx.resample`; see `benchmarks.branches_pivot`.
 * `recorded`: sampled tokens up to a reward if groups begin at recorded turns; see `benchmarks.branches_recorded`.
 """
 
@@ -57,6 +58,8 @@ from agentrl.journal.rows import make_unit_reader
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.testing.virtual_time import simulate
+from benchmarks.branches_pivot import NAMES as PIVOT
+from benchmarks.branches_pivot import pivot
 from benchmarks.branches_recorded import NAMES as RECORDED
 from benchmarks.branches_recorded import recorded
 from benchmarks.report import Report, completed
@@ -83,7 +86,7 @@ NAMES = (
         "mixed_without_leases",
     ),
     *("trees_cut", "trees_cut_by_units", "prefix_computed_once", "prefix_trained_once", "tree_loss_error"),
-    *("tree_grad_norm_error", *RECORDED),
+    *("tree_grad_norm_error", *RECORDED, *PIVOT),
 )
 
 
@@ -325,7 +328,7 @@ def _unrolled(samples: list[TrainingSample], normaliser: float) -> tuple[float, 
     return total, scale, math.sqrt(norm)
 
 
-PARTS = {"gradient": gradient, "versions": versions, "training": training, "recorded": recorded}
+PARTS = {"gradient": gradient, "versions": versions, "training": training, "recorded": recorded, "pivot": pivot}
 
 
 def main() -> None:

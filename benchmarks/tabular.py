@@ -174,6 +174,12 @@ class TabularRun:
         await run.run()
         return run
 
+    @property
+    def _step_size(self) -> int:
+        """Divisor of the gradient: constant, because a step with fewer units must not weigh each of them more."""
+        (policy,) = self.config.policies.values()
+        return policy.step_size
+
     def value(self) -> float:
         """Return the expected reward over all tasks."""
         return sum(self.rules.expected(kind, self._probabilities) for kind in range(KINDS)) / KINDS
@@ -207,7 +213,7 @@ class TabularRun:
                 change += advantage * score
         for observation, change in changes.items():
             before = self.table.get(observation, np.zeros(len(LETTERS)))
-            self.table[observation] = before + LEARNING_RATE * change / len(units)
+            self.table[observation] = before + LEARNING_RATE * change / self._step_size
         self._tables[step_id] = dict(self.table)
         self.curve.append((self.sampled, self.value()))
 
