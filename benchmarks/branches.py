@@ -117,7 +117,7 @@ def gradient(_: Path, *, quick: bool) -> dict[str, float | None]:
         "resample_ratio": toy.ratio(toy.resampled(on_failure(toy), with_main=False)),
         "resample_with_main_ratio": toy.ratio(toy.resampled(on_failure(toy), with_main=True)),
         "resample_error": float(
-            abs(toy.expectation(on_failure(toy), resample=True) - toy.pivots(on_failure(toy))).max()
+            abs(toy.expectation(on_failure(toy), resample_weight=1.0) - toy.pivots(on_failure(toy))).max()
         ),
         "stop_ratio": toy.ratio(toy.stopped(first_step, 2, drops=False)),
     }

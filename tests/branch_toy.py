@@ -85,27 +85,29 @@ class Toy:
         return found
 
     def expectation(
-        self, points: Callable[[Path], Sequence[Point]], trees: int = 1, *, resample: bool = False
+        self, points: Callable[[Path], Sequence[Point]], trees: int = 1, *, resample_weight: float = 0.0
     ) -> np.ndarray:
         """Expected gradient of a group of trees, divided by their number, with the credit of `tree_credits`. A single
-        tree is compared with the mean reward. With `resample` the branches are those of `ctx.resample`."""
+        tree is compared with the mean reward. With `resample_weight` the branches are those of `ctx.resample`."""
         total = self.zero()
         every = self.trees(points)
         for group in itertools.product(every, repeat=trees):
-            total += math.prod(tree[0] for tree in group) * self._gradient(group, resample) / trees
+            total += math.prod(tree[0] for tree in group) * self._gradient(group, resample_weight) / trees
         return total
 
-    def pivots(self, points: Callable[[Path], Sequence[Point]]) -> np.ndarray:
-        """∇J + Σ d(s) ∇V(s), with d(s) the probability that the decision after s is sampled again."""
+    def pivots(self, points: Callable[[Path], Sequence[Point]], weight: float = 1.0) -> np.ndarray:
+        """∇J + λ Σ d(s) ∇V(s), with weight λ and d(s) the probability that the decision after s is sampled again."""
         total = self.exact.copy()
         for path in self.paths:
             for start, _ in points(path):
                 for other in self.continuations(path[:start]):
-                    weight = self.probability(path) * self.probability(other, start)
-                    total += weight * self.reward[other] * self.score(other, start)
+                    chosen = self.probability(path) * self.probability(other, start)
+                    total += weight * chosen * self.reward[other] * self.score(other, start)
         return total
 
-    def _gradient(self, group: Sequence[tuple[float, Path, list[tuple[Point, Path]]]], resample: bool) -> np.ndarray:
+    def _gradient(
+        self, group: Sequence[tuple[float, Path, list[tuple[Point, Path]]]], resample_weight: float
+    ) -> np.ndarray:
         agents: list[AgentKey] = []
         branches: dict[str, ForkPoint] = {}
         whole: list[tuple[Path, int]] = []
@@ -122,7 +124,7 @@ class Toy:
                     call_id=f"r#{start}",
                     branch=index,
                     turns=(AgentTurns("s", 0, start),),
-                    resample=resample,
+                    resample_weight=resample_weight,
                 )
                 agents.append((name, "s", 0))
                 whole.append((path, start))

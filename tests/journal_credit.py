@@ -70,13 +70,14 @@ def resampled_pieces(
     """The pieces of resampled episodes, compared with those of the same turn."""
     resampled: dict[tuple[str, str], list[int]] = defaultdict(list)
     for number, (episode, _) in enumerate(members):
-        if episode in forks and forks[episode].get("resample"):
+        if episode in forks and forks[episode].get("resample_weight"):
             resampled[forks[episode]["episode_id"], forks[episode]["call_id"]].append(number)
     for siblings in resampled.values():
         names = [members[number][0] for number in siblings]
         compared = advantages(estimator, [rewards[number] for number in siblings], names)
         for number, (advantage, baseline) in zip(siblings, compared, strict=True):
-            yield number, (0, advantage / len(set(names)), baseline)
+            weight = forks[names[0]]["resample_weight"] / len(set(names))
+            yield number, (0, weight * advantage, baseline)
 
 
 def pieces(
@@ -92,7 +93,7 @@ def pieces(
         return [number for number, (episode, _) in enumerate(members) if episode in names]
 
     def calls_of(main: str) -> list[str]:
-        here = [fork for fork in forks.values() if fork["episode_id"] == main and not fork.get("resample")]
+        here = [fork for fork in forks.values() if fork["episode_id"] == main and not fork.get("resample_weight")]
         calls = {fork["call_id"] for fork in here}
         return sorted(calls, key=lambda call: int(call.rpartition("#")[2]))
 

@@ -327,8 +327,9 @@ class ForkPoint:
     """For a branch, the turns that each agent had taken at the call."""
     probe: bool = False
     """Whether the branch is a probe, which estimates the value of a state and is never trained."""
-    resample: bool = False
-    """Whether `ctx.resample` started the branch: its call is a turn of the main episode, which it samples again."""
+    resample_weight: float = 0.0
+    """Weight of the episodes that a call of `ctx.resample` started, this one among them: the fork's call is a turn of
+    the main episode, which they sample again. 0: any other fork."""
 
     @property
     def edits(self) -> dict[str, Sequence[Mapping[str, Any]]]:

@@ -17,8 +17,8 @@ TreeRL (arXiv:2506.11902) estimates values at branch points in a related way. A 
 `over="tree"` replaces A_u.
 
 Resampled episodes (`ctx.resample`) are no part of the tree either, because their turn was chosen in hindsight. They are
-compared with each other: V is R, w is 1/n, and b(u) is the baseline among the n episodes of the turn. With d(s) the
-probability that the episode resamples the turn after history s, their expected gradient is the sum of d(s) ∇V(s) over s
+compared with each other: V is R, w is λ/n with the weight λ of the call, and b(u) is the baseline among the n episodes.
+With d(s) the probability that the episode resamples the turn after history s, they add λ times the sum of d(s) ∇V(s)
 (DEEP-GRPO, arXiv:2602.14169, without the failed episode in the baseline).
 
 Probes (`ctx.branch(n, probe=True)`; VinePPO, arXiv:2410.01679) are no part of the tree: they change no V, w or b. A
@@ -130,7 +130,7 @@ def tree_pieces(
                 parent_value = math.fsum(same_agent[agent[1:]]) / len(same_agent[agent[1:]])
                 pieces[agent].append(Piece(first, at_point[agent], parent_value, baseline, weight, below[agent]))
     for siblings in _resampled(by_episode, branches):
-        weight = 1.0 / len({episode for episode, _, _ in siblings})
+        weight = branches[siblings[0][0]].resample_weight / len({episode for episode, _, _ in siblings})
         mean = math.fsum(values[agent] for agent in siblings) / len(siblings)
         for agent, (_, baseline) in _compared(advantage, siblings, values).items():
             pieces[agent].append(Piece(0, values[agent], mean, baseline, weight, 1))
@@ -144,7 +144,7 @@ def _branch_points(
     """Return the branches, keyed by main episode and call; resampled episodes are not among them."""
     points: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for episode, point in branches.items():
-        if episode in by_episode and not point.resample:
+        if episode in by_episode and not point.resample_weight:
             points[point.episode_id][point.call_id].append(episode)
     return points
 
@@ -154,7 +154,7 @@ def _resampled(by_episode: Mapping[str, Sequence[AgentKey]], branches: Mapping[s
     turns: dict[tuple[str, str], list[AgentKey]] = defaultdict(list)
     for episode, agents in by_episode.items():
         point = branches.get(episode)
-        if point is not None and point.resample:
+        if point is not None and point.resample_weight:
             turns[point.episode_id, point.call_id] += agents
     return list(turns.values())
 

@@ -114,19 +114,20 @@ class EpisodeContext(ABC):
         """
 
     @abstractmethod
-    async def resample(self, n: int, *, at: int) -> None:
+    async def resample(self, n: int, *, at: int, weight: float = 1.0) -> None:
         """Sample the episode `n` more times from turn `at` on, each as a further episode of its group.
 
         For use when the end is known: a turn of an episode that failed may be worth more attempts (DEEP-GRPO,
         arXiv:2602.14169). The resampled episodes recall the turns before `at` and run to the end. They are compared
-        with each other only, each with weight 1/`n`, because their turn was chosen in hindsight. This episode's own
+        with each other only, each with `weight`/`n`, because their turn was chosen in hindsight. This episode's own
         advantage is unchanged. The expected gradient is that of the reward from the start plus, for every state s
-        before a turn, the probability that s is chosen times the gradient of its value V(s). In the resampled episodes,
-        evaluations, forks and replays the call starts nothing.
+        before a turn, `weight` times the probability that s is chosen times the gradient of its value V(s). In the
+        resampled episodes, evaluations, forks and replays the call starts nothing.
 
         Args:
             n: number of episodes, at least 2. They count toward the environment's `branches`.
             at: number of the turn, over all agents, from 0; negative: from the end.
+            weight: weight of the `n` episodes together, relative to this one.
 
         Example:
             class Pivot(agentrl.Environment):
@@ -142,7 +143,8 @@ class EpisodeContext(ABC):
                         await ctx.resample(4, at=ctx.rng.randrange(6))
 
         Raises:
-            EnvironmentDefinitionError: `n` is not a whole number of at least 2, or there is no turn `at`.
+            EnvironmentDefinitionError: `n` is not a whole number of at least 2, `weight` is not a positive number, or
+                there is no turn `at`.
             EpisodeError: the turn cannot be sampled again: more than the environment's `branches`, inside `gather`,
                 a turn that was recalled or resampled before, after `spawn` or `endpoint`, or with a resource that is
                 pinned to its process.

@@ -88,7 +88,7 @@ def _admission(reader: RunReader, line: EpisodeLine, problems: list[str]) -> lis
             point = spec.fork
             if point.probe:
                 reasons.append(Reason("admitted", "as a probe: its reward measures the value of the state"))
-            if point.resample:
+            if point.resample_weight:
                 why = (
                     "to sample a turn again, chosen when the end was known: it is compared with the others of the turn"
                 )

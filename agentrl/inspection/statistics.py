@@ -149,7 +149,7 @@ def _resample_caveats(log: SqliteRunLog) -> list[str]:
     for row in log.rows("SELECT * FROM admissions WHERE episode GLOB ?", "*.b[0-9]*"):
         with suppress(JournalError):  # a damaged record is reported with its episode
             fork = decode_admission_row(row).fork
-            count += fork is not None and fork.resample
+            count += fork is not None and fork.resample_weight > 0
     if not count:
         return []
     return [

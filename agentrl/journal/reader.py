@@ -261,7 +261,7 @@ def read_fork_prefix(journal: str, point: ForkPoint, read: ReadAttempt, *, depth
         raise JournalError(f"a fork refers to call {point.call_id} of {name}, which does not exist")
     end = calls.index(point.call_id)
     prefix = entries[:end]
-    if point.branch and not point.resample:  # the branch recalls the call that started it, with another result
+    if point.branch and not point.resample_weight:  # the branch recalls the call that started it, with another result
         body = encode_body(BranchEntry((), point.branch))
         prefix.append(msgspec.structs.replace(entries[end], body=body))
     return (

@@ -299,8 +299,8 @@ class LiveEpisodeContext(EpisodeContext):
             n, self.agents, self._leveled(), has_children=bool(self._spawned), probe=probe
         )
 
-    async def resample(self, n: int, *, at: int) -> None:
-        await self._branches.resample(n, at, self.agents, self._leveled(), has_children=bool(self._spawned))
+    async def resample(self, n: int, *, at: int, weight: float = 1.0) -> None:
+        await self._branches.resample(n, at, weight, self.agents, self._leveled(), has_children=bool(self._spawned))
 
     def _leveled(self) -> Sequence[LeveledResource]:
         return [*self.resources, *self.sandboxes]

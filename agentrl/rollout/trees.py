@@ -18,6 +18,7 @@ turns before, and not the call of `ctx.resample`, which starts nothing there.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -141,6 +142,7 @@ class LiveBranches:
         self,
         count: int,
         at: int,
+        weight: float,
         agents: Sequence[TurnRecorder],
         resources: Iterable[LeveledResource],
         *,
@@ -149,7 +151,8 @@ class LiveBranches:
         """Start `count` episodes of a main episode that sample its turn `at` again; see `EpisodeContext.resample`.
 
         Raises:
-            EnvironmentDefinitionError: `count` is not a whole number of at least 2, or there is no turn `at`.
+            EnvironmentDefinitionError: `count` is not a whole number of at least 2, `weight` is not positive, or there
+                is no turn `at`.
             EpisodeError: the turn cannot be sampled again; the message has the reason.
         """
         journal = self._episode.journal
@@ -162,8 +165,10 @@ class LiveBranches:
             raise EnvironmentDefinitionError(
                 f"ctx.resample(at={at!r}): `at` is the number of one of the episode's {plural(len(taken), 'turn')}"
             )
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0.0 < weight < math.inf:
+            raise EnvironmentDefinitionError(f"ctx.resample(weight={weight!r}): the weight must be a positive number")
         call = journal.open(
-            request_hash(b"resample", str(count).encode(), str(at).encode()),
+            request_hash(b"resample", str(count).encode(), str(at).encode(), repr(float(weight)).encode()),
             lambda: f"{plural(count, 'further sample')} of turn {at}",
         )
         await journal.reach(call)
@@ -186,7 +191,8 @@ class LiveBranches:
         self._resampled += (turn_call,)
         before = Counter((agent.seat, agent.index) for _, agent in taken[:at])
         turns = tuple(AgentTurns(agent.seat, agent.index, before[agent.seat, agent.index]) for agent in agents)
-        await self._start_episodes(replace(self._point(turn_call, turns), resample=True), count, agents)
+        point = replace(self._point(turn_call, turns), resample_weight=float(weight))
+        await self._start_episodes(point, count, agents)
 
     async def _record_start(self, call: JournaledCall, first_call: str, count: int) -> None:
         """Record the ids of the episodes that a call starts, on disk before any of them exists."""

@@ -199,7 +199,7 @@ class PlayedContext(EpisodeContext):
         """Return 0 and start nothing, as in an evaluation."""
         return 0
 
-    async def resample(self, n: int, *, at: int) -> None:
+    async def resample(self, n: int, *, at: int, weight: float = 1.0) -> None:
         """Start nothing, as in an evaluation."""
 
     async def roulette(self, survival: float) -> bool:

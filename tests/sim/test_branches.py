@@ -577,7 +577,7 @@ def check_pivots(*runs: SmallRun) -> int:
     resampled: dict[tuple[str, str], list[str]] = {}
     for name, (spec, header) in ended.items():
         if spec.fork is not None and header.committed:
-            assert spec.fork.resample
+            assert spec.fork.resample_weight == 1.0
             (before,) = spec.fork.turns
             turns = [body for body in bodies(run, header) if isinstance(body, TurnEntry)]
             assert [turn.turn for turn in turns] == [*range(before.turns, 4)]

@@ -48,11 +48,11 @@ def test_other_rules_have_another_gradient() -> None:
     assert TOY.ratio(TOY.resampled(on_failure(TOY), with_main=True)) == pytest.approx(1.149, abs=1e-3)
 
 
-@pytest.mark.parametrize("trees", [1, 2])
-def test_resampled_turns_add_the_gradient_of_the_chosen_states(trees: int) -> None:
+@pytest.mark.parametrize(("trees", "weight"), [(1, 1.0), (1, 0.3), (2, 1.0)])
+def test_resampled_turns_add_the_gradient_of_the_chosen_states(trees: int, weight: float) -> None:
     toy = Toy(length=3, seed=2)
-    chosen = toy.pivots(on_failure(toy))
-    assert np.abs(toy.expectation(on_failure(toy), trees, resample=True) - chosen).max() < 1e-12
+    chosen = toy.pivots(on_failure(toy), weight)
+    assert np.abs(toy.expectation(on_failure(toy), trees, resample_weight=weight) - chosen).max() < 1e-12
     assert toy.error(chosen) > 0.01, "the gradient is another than that of plain episodes"
 
 
