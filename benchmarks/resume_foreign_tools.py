@@ -1,6 +1,6 @@
 """Tools with a state, for `benchmarks.resume_foreign`; written as users write them.
 
-The last ones are traps: they break the rules of docs/writing_environments.md, to see whether anybody notices.
+The last ones are traps: they break the rules of docs/effects.md, to see whether anybody notices.
 """
 
 from __future__ import annotations

@@ -442,7 +442,7 @@ class TrainerConfig(Section):
     """Sharding of weights, gradients and optimizer states over the ranks; the update is the same. `none`: each rank
     holds all. `full`: each rank holds a part (FSDP2). A number that divides `ranks`: this many ranks hold one copy
     together (HSDP). `offload`: as `full`, with parts and optimizer in main memory. `auto`: `none` if that takes at most
-    half of a rank's memory, else `full` (docs/operations.md)."""
+    half of a rank's memory, else `full` (docs/processes.md)."""
     loss: LossConfig = LossConfig()
     entropy_bonus: Free[Annotated[float, NumberUnit("per nat")]] = 0.0
     """Weight of the entropy of trained tokens, divided by the same constant as the loss; a positive weight slows
