@@ -338,6 +338,11 @@ class _Judge:
         above = begin[11] if len(begin) > 11 else None
         inherited = Recorded() if above is None else self.prefix(above, parent_journal)
         named = dict(self.named)
+        end = next((n for n, (call, _) in enumerate(rows) if call == point["call_id"]), None)
+        if end is not None and point.get("resample_weight"):
+            turns = {f"{seat}.{agent}.{turn}" for seat, agent, count in point["turns"] for turn in range(count)}
+            rows[end:] = [(call, body) for call, body in rows[end:] if "?" in call and call.partition("?")[0] in turns]
+            rows.append((point["call_id"], b""))
         for call, body in rows:
             if call == point["call_id"]:
                 self.named = named  # its versions are those of another run

@@ -188,7 +188,8 @@ class WholeGroupRelease:
                 else:
                     group_credits = self._credited(whole)
             except GroupTooSmallError:
-                if len(set(whole.episodes)) >= group.size:
+                started = group.size + sum(not point.probe for point in group.branches.values())
+                if len(set(whole.episodes)) >= started:
                     raise  # nothing was lost, so every such group would be too small
                 group_credits = ()
             for (episode_id, t), credited in zip(members, group_credits, strict=bool(group_credits)):
@@ -196,7 +197,8 @@ class WholeGroupRelease:
                 credits[episode_id, t.seat, t.index] = credit
             if self._history is not None:
                 role = SeatRole(policy, spec.environment, seat)
-                self._history.add(group.task, [RewardInRole(role, reward) for reward in whole.rewards])
+                mains = [trajectory for name, trajectory in members if name not in group.branches]
+                self._history.add(group.task, [RewardInRole(role, main.reward or 0.0) for main in mains])
         return group.release_ended(), credits
 
     def _tree_credits(
@@ -464,7 +466,8 @@ def reward_history_from_journal(
             continue
         # Removing and adding again keeps groups in the order in which they ended.
         rewards = groups.pop(spec.group_id, [])
-        for trajectory in rewarded_trajectories(header, {trajectory.policy for trajectory in header.trajectories}):
+        policies = set() if spec.branched_from else {trajectory.policy for trajectory in header.trajectories}
+        for trajectory in rewarded_trajectories(header, policies):
             rewards.append(
                 RewardInRole(SeatRole(trajectory.policy, spec.environment, trajectory.seat), trajectory.reward or 0.0)
             )

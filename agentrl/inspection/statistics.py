@@ -146,7 +146,7 @@ def scorer_caveats(config: Mapping[str, Any]) -> list[str]:
 def _resample_caveats(log: SqliteRunLog) -> list[str]:
     """Return what resampled episodes do to the gradient estimate, for people."""
     count = 0
-    for row in log.rows("SELECT * FROM admissions WHERE episode GLOB ?", "*.b[0-9]*"):
+    for row in log.rows("SELECT * FROM admissions WHERE attempt = 0 AND episode GLOB ?", "*.b[0-9]*"):
         with suppress(JournalError):  # a damaged record is reported with its episode
             fork = decode_admission_row(row).fork
             count += fork is not None and fork.resample_weight > 0

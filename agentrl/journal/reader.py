@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from agentrl.core import ids
 from agentrl.core.errors import EntriesError, JournalError, PrunedDataError
 from agentrl.core.ids import is_safe_name
 from agentrl.core.records import Score
@@ -239,7 +240,7 @@ def read_whole_partition(path: Path, run: str) -> Iterator[JournalEntry]:
 
 def read_fork_prefix(journal: str, point: ForkPoint, read: ReadAttempt, *, depth: int = 0) -> list[JournalEntry]:
     """Read the entries before a fork point in order, including each ancestor's `begin`. Those of a branch end with the
-    call that started it, unless that resampled a turn.
+    call that started it; those of a resampled turn, with scores of earlier turns.
 
     Args:
         journal: directory to which the point's journal directory is relative.
@@ -261,6 +262,12 @@ def read_fork_prefix(journal: str, point: ForkPoint, read: ReadAttempt, *, depth
         raise JournalError(f"a fork refers to call {point.call_id} of {name}, which does not exist")
     end = calls.index(point.call_id)
     prefix = entries[:end]
+    if point.resample_weight:  # scores of the turns before may have arrived later
+        turns = {
+            ids.score_call_id(seat, agent, turn, "") for seat, agent, count in point.turns for turn in range(count)
+        }
+        late = (entry for entry in entries[end:] if ids.is_score(entry.call_id))
+        prefix += [entry for entry in late if f"{entry.call_id.partition('?')[0]}?" in turns]
     if point.branch and not point.resample_weight:  # the branch recalls the call that started it, with another result
         body = encode_body(BranchEntry((), point.branch))
         prefix.append(msgspec.structs.replace(entries[end], body=body))

@@ -32,9 +32,9 @@ NO_SIGNAL = "no_signal"
 """Drop reason of the units of a group without any advantage (`credit.dynamic_sampling`)."""
 TOO_FEW_MEMBERS = "too_few_members"
 """Drop reason of the units of a group with too few members for the estimator, such as k or fewer for `pass_at_k`."""
-TREE_LOST = "tree_lost"
 PROBE = "probe"
 """Drop reason of a probe, whose reward measures the value of a state."""
+TREE_LOST = "tree_lost"
 """Drop reason of a branch whose main episode was dropped, restarted or not rewarded."""
 AS_TRAINED: tuple[str | None, ...] = (None, NO_SIGNAL)
 """Drop reasons (None: trained) of units that selection bias counts as trained: those without an advantage would have
@@ -438,6 +438,8 @@ def selection_bias_from_journal(
     """
     found = selection_bias_by_policy(step_sizes)
     for spec, header in dispatched:
+        if spec.is_probe:
+            continue  # gives no unit
         for policy in {binding.policy for binding in spec.seats.values()} & found.keys():
             found[policy].record_admission(spec)
             if header is not None:

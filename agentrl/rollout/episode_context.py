@@ -125,8 +125,9 @@ class LiveEpisodeContext(EpisodeContext):
                 raise EnvironmentDefinitionError(
                     f"{self.episode.spec.environment} has no seat {seat!r}; its seats: {seats}"
                 )
-            agent_found = LiveAgent(self.episode, seat, index, tools)
-            self.agents.append(agent_found)
+            agent_found = new_agent = LiveAgent(self.episode, seat, index, tools)
+            self._branches.keep_version(new_agent)
+            self.agents.append(new_agent)
         return agent_found
 
     async def call_tool(

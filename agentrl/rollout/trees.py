@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 from agentrl.core import ids
@@ -61,7 +62,7 @@ class LiveBranches:
         probes: `Environment.probes`.
     """
 
-    __slots__ = ("_branches", "_episode", "_probes", "_resampled", "_started", "_started_probes")
+    __slots__ = ("_branches", "_episode", "_pins", "_probes", "_resampled", "_started", "_started_probes")
 
     def __init__(self, episode: LiveEpisode, branches: int, probes: int) -> None:
         self._episode = episode
@@ -70,6 +71,8 @@ class LiveBranches:
         self._started = 0
         """Number of branches that the attempt started, probes left out."""
         self._started_probes = 0
+        self._pins: Mapping[str, PolicyVersion] = MappingProxyType({})
+        """Version of the tree, by policy."""
         self._resampled: tuple[str, ...] = ()
         """Turns that were resampled, by call id."""
 
@@ -161,7 +164,8 @@ class LiveBranches:
             raise EnvironmentDefinitionError(
                 f"ctx.resample({count!r}): resampled episodes are compared with each other, so there must be 2 or more"
             )
-        if isinstance(at, bool) or not isinstance(at, int) or (taken and not -len(taken) <= at < len(taken)):
+        declares = self._episode.turn_calls is not None
+        if isinstance(at, bool) or not isinstance(at, int) or (declares and not -len(taken) <= at < len(taken)):
             raise EnvironmentDefinitionError(
                 f"ctx.resample(at={at!r}): `at` is the number of one of the episode's {plural(len(taken), 'turn')}"
             )
@@ -223,9 +227,15 @@ class LiveBranches:
                 newest[agent.policy] = max(newest.get(agent.policy, version), version)
         with episode.time_limit_paused():
             pins = await episode.services.host.branch(episode.spec, point, count, newest)
+        self._pins = {**self._pins, **pins}
         for agent in agents:
-            if isinstance(agent, LiveAgent) and agent.policy in pins:
-                agent.keep_version(pins[agent.policy])
+            if isinstance(agent, LiveAgent):
+                self.keep_version(agent)
+
+    def keep_version(self, agent: LiveAgent) -> None:
+        """Let an agent sample by the version of the tree, if there is one."""
+        if agent.policy in self._pins:
+            agent.keep_version(self._pins[agent.policy])
 
     def _count(self, started: int, *, probe: bool) -> None:
         if probe:

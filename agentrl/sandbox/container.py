@@ -125,8 +125,9 @@ class ContainerDriver:
     async def _remove(self, directory: Path) -> None:
         """Remove the containers and files of a driver."""
         left = await self.call("ps", "--all", "--quiet", "--no-trunc", "--filter", f"label=agentrl={directory.name}")
-        if containers := left.decode().split():
-            await self.call("rm", "--force", *containers)
+        for container in left.decode().split():
+            with contextlib.suppress(SandboxError):  # it has ended and was removed
+                await self.call("rm", "--force", container)
         await remove_tree(directory)
 
     async def _import_image(self, limits: SandboxLimits) -> tuple[str, list[str]]:
@@ -237,6 +238,8 @@ class ContainerLease:
         streams = [Capture(self.limits.output_bytes) for _ in range(2)]
         with memory_file(stdin) as source, tempfile.TemporaryDirectory(dir=self._files.path) as own:
             options += ["--cidfile", f"{own}/id", "--env-file", _variables_file(f"{own}/env", variables)]
+            if self._is_closed:
+                raise SandboxError("sandbox: the sandbox is closed")
             try:
                 process = await asyncio.create_subprocess_exec(
                     self._driver.program, *self._arguments, *options,
@@ -251,7 +254,7 @@ class ContainerLease:
                 self._running.pop(name, None)
                 for stream in streams:
                     stream.close()
-            has_container = "id" in os.listdir(own)
+            has_container = await asyncio.to_thread(os.path.exists, f"{own}/id")
         if process.returncode == _OWN_FAILURE and not has_container and not killed:
             message = outputs[1].decode("utf-8", "replace").strip()
             raise SandboxError(f"sandbox: {self._driver.program} made no container: {message[-300:]}")
@@ -273,6 +276,7 @@ class ContainerLease:
             while True:
                 await asyncio.wait({ended}, timeout=max(0.0, min(_MEASURE_S, deadline - _clock.monotonic())))
                 if self._is_closed:
+                    await self._end(ended, name)
                     return "closed"
                 if not ended.done() and _clock.monotonic() >= deadline:
                     await self._end(ended, name)

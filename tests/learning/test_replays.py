@@ -90,8 +90,11 @@ def test_every_episode_is_executed_again_identically(run: Path) -> None:
     ("change", "act"),
     [
         (("agentrl.user(PROMPT)", 'agentrl.user(f"{PROMPT} {id(self)}")'), "turn of proposer"),
-        (('structure=f"{len(proposed.terms)} terms"', "structure=str(id(proposed))"), "remember"),
-        (("- ALIKE * recollection.share", "- ALIKE * recollection.share - 1e-9 * (id(solved) % 97 + 1)"), "reward of"),
+        (('structure=f"{len(proposal.terms)} terms"', "structure=str(id(proposal))"), "remember"),
+        (
+            ("- ALIKE * recollection.share", "- ALIKE * recollection.share - 1e-9 * (id(children) % 97 + 1)"),
+            "reward of",
+        ),
     ],
 )
 def test_planted_chance_is_found_at_its_exact_call(

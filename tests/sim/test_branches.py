@@ -23,10 +23,21 @@ from agentrl.core.errors import (
     EnvironmentDefinitionError,
 )
 from agentrl.core.ports import GenerateRequest
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, WeightsRef
-from agentrl.journal.entries import BranchEntry, NondeterministicValueEntry, TurnEntry
+from agentrl.core.records import AgentTurns, EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, WeightsRef
+from agentrl.credit.baselines import SeatRole
+from agentrl.credit.release import reward_history_from_journal
+from agentrl.journal.entries import (
+    BeginEntry,
+    BranchEntry,
+    JournalEntry,
+    NondeterministicValueEntry,
+    TurnEntry,
+    encode_body,
+)
 from agentrl.journal.port import EpisodeEnd, StepRow, UnitDropped
+from agentrl.journal.reader import read_fork_prefix
 from agentrl.orchestrator.loop import Orchestrator
+from agentrl.orchestrator.metrics import selection_bias_from_journal
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.plugin import SeededSimulation
 from tests.markdown_pages import ROOT, python_of
@@ -648,6 +659,35 @@ def test_the_page_s_program_samples_failed_turns_again(simulated_loop: SeededSim
     simulated_loop.run(main, seeds=1)
 
 
+def test_resampled_episodes_inherit_late_scores_of_the_turns_before() -> None:
+    point = ForkPoint(
+        journal=".", partition="turns-0.db", episode_id="e0", attempt=0, call_id="r#1", branch=1, resample_weight=1.0,
+        turns=(AgentTurns("guesser", 0, 1),),
+    )  # fmt: skip
+    calls = ["begin", "r#0", "r#1", "guesser.0.0?slow", "guesser.0.1?slow", "guesser.0?whole", "r#2"]
+    begin = encode_body(BeginEntry("e", "", "t", {}, 0, {}, "train", "g0", 4, None))
+    entries = [JournalEntry("e0", 0, call, b"", begin if call == "begin" else b"") for call in calls]
+    prefix = read_fork_prefix("journal", point, lambda journal, at: entries)
+    assert [entry.call_id for entry in prefix] == ["begin", "r#0", "guesser.0.0?slow"]
+
+
+def test_a_resumed_run_counts_main_episodes_and_no_probes(simulated_loop: SeededSimulation, tmp_path: FilePath) -> None:
+    async def main() -> None:
+        run = probing_run(tmp_path)
+        await run.run()
+        found = ends(run)
+        members = [end for end in found.values() if end[1].committed]
+        mains = [end for end in members if end[0].branched_from is None]
+        assert len(mains) < len(members)
+        role = SeatRole("guesser", mains[0][0].environment, "guesser")
+        means = [reward_history_from_journal(ended, ()).mean(role, None) for ended in (members, mains)]
+        assert means[0] == means[1] is not None
+        tracked = [selection_bias_from_journal({"guesser": 4}, ended, {}) for ended in (members, mains)]
+        assert tracked[0]["guesser"].metrics() == tracked[1]["guesser"].metrics()
+
+    simulated_loop.run(main, seeds=1)
+
+
 def test_resampled_episodes_survive_a_crash(simulated_loop: SeededSimulation) -> None:
     moments = itertools.count(1.2, 0.7)
 
@@ -702,6 +742,13 @@ class ResamplesOnce(Pivot):
         await ctx.resample(1, at=0)
 
 
+class ResamplesEarly(Pivot):
+    """Before any turn."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.resample(2, at=0)
+
+
 class ResamplesNothing(Pivot):
     """A turn that does not exist."""
 
@@ -729,7 +776,12 @@ def test_turns_that_cannot_be_resampled_are_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("environment", "message"), [(ResamplesOnce, "2 or more"), (ResamplesNothing, "one of the episode's 1 turn")]
+    ("environment", "message"),
+    [
+        (ResamplesOnce, "2 or more"),
+        (ResamplesNothing, "one of the episode's 1 turn"),
+        (ResamplesEarly, "one of the episode's 0 turns"),
+    ],
 )
 def test_wrong_arguments_of_resample_end_the_run(
     simulated_loop: SeededSimulation, environment: type[agentrl.Environment], message: str

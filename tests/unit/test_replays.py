@@ -69,7 +69,7 @@ def test_every_episode_of_the_sample_run_is_executed_again_identically(sample_ru
     [
         (('"look up the archive"', '"look at the archive"'), "effect"),
         (
-            ('user(f"{written} = {answer}. Right or wrong?")', 'user(f"{written} = {answer}. Right?")'),
+            ('user(f"{sum_text} = {answer}. Right or wrong?")', 'user(f"{sum_text} = {answer}. Right?")'),
             "turn of checker",
         ),
         (("return a + b", "return a + b + 1"), "tool"),

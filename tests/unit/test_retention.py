@@ -90,7 +90,7 @@ def test_a_checkpoint_written_while_older_ones_are_pruned_is_pruned_after_them(t
         began, go_on = asyncio.Event(), asyncio.Event()
 
         class Journal(MemoryJournal):
-            async def prune(self, rule: PruneRule, *, stopped: Any = None) -> PruneTotals:
+            async def prune(self, rule: PruneRule, *, should_stop: Any = None) -> PruneTotals:
                 steps.append(rule.sealed[0]["solver"].step)
                 began.set()
                 await go_on.wait()
@@ -113,7 +113,7 @@ def test_no_error_of_pruning_is_lost(tmp_path: Path) -> None:
     told: list[BaseException] = []
 
     class Journal(MemoryJournal):
-        async def prune(self, rule: PruneRule, *, stopped: Any = None) -> PruneTotals:
+        async def prune(self, rule: PruneRule, *, should_stop: Any = None) -> PruneTotals:
             raise LookupError("nobody expected this")
 
     async def main() -> None:
