@@ -17,12 +17,21 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from statistics import median
 from typing import ClassVar
 
 import agentrl
 from agentrl.testing.virtual_time import simulate
-from benchmarks.tabular import AnyTurn, EveryTurn, FirstTurn, LastTurn, Rules, Spell, TabularRun, tokens_to
+from benchmarks.tabular import (
+    AnyTurn,
+    EveryTurn,
+    FirstTurn,
+    LastTurn,
+    Rules,
+    Spell,
+    TabularRun,
+    median_at_worse_reward,
+    tokens_to,
+)
 from tests.sim.small_run import config_for
 
 NAMES = (
@@ -62,21 +71,16 @@ def pivot(_: Path, *, quick: bool) -> dict[str, float | None]:
     seeds = range(5 if quick else 15)
     last, first = ([_ratios(rules, Pivot, seed) for seed in seeds] for rules in (LastTurn, FirstTurn))
     every, guesses = ([_ratios(rules, WeightedPivot, seed) for seed in seeds] for rules in (EveryTurn, AnyTurn))
-    every_ratio, any_ratio = _median(every), _median(guesses)
+    every_ratio, any_ratio = median_at_worse_reward(every), median_at_worse_reward(guesses)
     return {
-        "pivot_token_ratio": _median(last),
+        "pivot_token_ratio": median_at_worse_reward(last),
         "pivot_token_other_ratio": max(every_ratio, any_ratio),
         "pivot_every_ratio": every_ratio,
         "pivot_any_ratio": any_ratio,
-        "pivot_first_ratio": _median(first),
+        "pivot_first_ratio": median_at_worse_reward(first),
         "pivot_shortest_ratio": min(min(ratios) for ratios in last),
         "pivot_longest_ratio": max(max(ratios) for ratios in last),
     }
-
-
-def _median(ratios: list[tuple[float, ...]]) -> float:
-    """Return the median over the seeds at the reward where it is larger."""
-    return float(max(median(at_reward) for at_reward in zip(*ratios, strict=True)))
 
 
 def _ratios(rules: type[Rules], environment: type[Pivot], seed: int) -> tuple[float, ...]:

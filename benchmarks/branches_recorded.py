@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from agentrl.app.recovery import read_resume_state
@@ -23,7 +22,16 @@ from agentrl.core.records import ForkPoint, GroupStart, PolicyVersion
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.port import EpisodeEnd
 from agentrl.testing.virtual_time import simulate
-from benchmarks.tabular import AnyTurn, EveryTurn, FirstTurn, LastTurn, Rules, TabularRun, tokens_to
+from benchmarks.tabular import (
+    AnyTurn,
+    EveryTurn,
+    FirstTurn,
+    LastTurn,
+    Rules,
+    TabularRun,
+    median_at_worse_reward,
+    tokens_to,
+)
 from tests.sim.small_run import SmallRun, config_for
 
 NAMES = (
@@ -42,21 +50,16 @@ def recorded(_: Path, *, quick: bool) -> dict[str, float | None]:
     last, every, guesses, first = (
         [_ratios(rules, seed) for seed in seeds] for rules in (LastTurn, EveryTurn, AnyTurn, FirstTurn)
     )
-    every_ratio, any_ratio = _median(every), _median(guesses)
+    every_ratio, any_ratio = median_at_worse_reward(every), median_at_worse_reward(guesses)
     return {
-        "recorded_turn_ratio": _median(last),
+        "recorded_turn_ratio": median_at_worse_reward(last),
         "recorded_turn_other_ratio": max(every_ratio, any_ratio),
         "recorded_every_ratio": every_ratio,
         "recorded_any_ratio": any_ratio,
-        "recorded_first_ratio": _median(first),
+        "recorded_first_ratio": median_at_worse_reward(first),
         "recorded_shortest_ratio": min(min(ratios) for ratios in last),
         "recorded_longest_ratio": max(max(ratios) for ratios in last),
     }
-
-
-def _median(ratios: list[tuple[float, ...]]) -> float:
-    """Return the median over the seeds at the reward where it is larger."""
-    return float(max(median(at_reward) for at_reward in zip(*ratios, strict=True)))
 
 
 def _ratios(rules: type[Rules], seed: int) -> tuple[float, ...]:

@@ -12,6 +12,7 @@ import itertools
 import math
 import random
 import re
+import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -231,3 +232,8 @@ def _softmax(logits: np.ndarray | None) -> np.ndarray:
         return np.full(len(LETTERS), 1 / len(LETTERS))
     weights: np.ndarray = np.exp(logits - logits.max())
     return np.asarray(weights / weights.sum())
+
+
+def median_at_worse_reward(ratios: Sequence[tuple[float, ...]]) -> float:
+    """Return the median over the seeds at the reward where it is larger; `ratios` has a row for each seed."""
+    return float(max(statistics.median(at_reward) for at_reward in zip(*ratios, strict=True)))
