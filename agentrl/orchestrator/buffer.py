@@ -313,13 +313,9 @@ class EpisodeBuffer:
         if not self.release.compares or any(credit.advantage for credit in unit.credits):
             return False
         seats = {credit.seat for credit in unit.credits}
-        points = group.branches
-        apart = {name for name, point in points.items() if point.probe or point.resample_weight}
-        others = (
-            header
-            for header in group.headers
-            if header.episode_id != unit.episode_id and header.episode_id not in apart
-        )
+        ignored = {name for name, point in group.branches.items() if point.probe or point.resample_weight}
+        ignored.add(unit.episode_id)
+        others = (header for header in group.headers if header.episode_id not in ignored)
         return not any(own.seat in seats for other in others for own in rewarded_trajectories(other, {unit.policy}))
 
     def _count_pass_rate(self, headers: Sequence[EpisodeHeader]) -> None:
