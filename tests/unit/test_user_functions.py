@@ -311,12 +311,18 @@ def test_the_check_passes_every_built_in_loss(name: str) -> None:
     assert check_loss(name).findings == []
 
 
+def from_the_page(name: str, directory: Path) -> str:
+    """The reference of a function that docs/own_losses.md shows."""
+    (text,) = [text for text in python_of(ROOT / "docs" / "own_losses.md") if f"def {name}(" in text]
+    script = directory / "mine.py"
+    script.write_text(f"import torch\nimport agentrl\n{text}", encoding="utf-8")
+    return f"{script}:{name}"
+
+
 def test_the_page_s_loss_with_the_kl_in_the_reward_is_that_of_a_loop(tmp_path: Path) -> None:
-    (text,) = [text for text in python_of(ROOT / "docs" / "algorithms.md") if "def kl_in_reward" in text]
-    script = tmp_path / "mine.py"
-    script.write_text(text, encoding="utf-8")
-    assert check_loss(f"{script}:kl_in_reward").findings == []
-    _, function = find_function("loss", f"{script}:kl_in_reward", key="trainer.loss.name")
+    reference_name = from_the_page("kl_in_reward", tmp_path)
+    assert check_loss(reference_name).findings == []
+    _, function = find_function("loss", reference_name, key="trainer.loss.name")
     agents, groups = [0, 0, 1, 2, 2, 2, 3], [0, 0, 0, 1, 1, 1, 1]
     logprobs, reference = [-1.0, -2.0, -0.5, -1.5, -0.2, -3.0, -0.7], [-1.2, -1.0, -0.9, -0.4, -0.3, -2.0, -2.5]
     advantages = [1.0, 1.0, -1.0, 0.5, 0.5, 0.5, -0.5]
@@ -333,14 +339,6 @@ def test_the_page_s_loss_with_the_kl_in_the_reward_is_that_of_a_loop(tmp_path: P
         for agent, advantage, own in zip(agents, advantages, logprobs, strict=True)
     ]
     assert function(batch, beta=0.1).tolist() == pytest.approx(expected)
-
-
-def from_the_page(name: str, directory: Path) -> str:
-    """The reference of a function that docs/algorithms.md shows."""
-    (text,) = [text for text in python_of(ROOT / "docs" / "algorithms.md") if f"def {name}(" in text]
-    script = directory / "mine.py"
-    script.write_text(f"import torch\nimport agentrl\n{text}", encoding="utf-8")
-    return f"{script}:{name}"
 
 
 def test_the_page_s_loss_of_the_tokens_of_largest_entropy(tmp_path: Path) -> None:
