@@ -63,7 +63,7 @@ def _argument(name: str, **keywords: Any) -> Argument:
     return Argument(name, keywords)
 
 
-_RUN = _argument("run", nargs="?", help="directory or name of a run; default: the newest in runs/")
+_RUN = _argument("run", nargs="?", help="name or directory of a run; default: the newest in runs/")
 _ID = _argument("id", nargs="?", help="episode id, such as e100; default: the newest that ended")
 _ATTEMPT = _argument("--attempt", type=_bounded_int, help="attempt of the episode; default: the newest")
 _POLICY = _argument("--policy", help="policy name; required if several policies have this step")
@@ -73,7 +73,7 @@ _EPISODE = (_RUN, _ID, _ATTEMPT)
 _ENVIRONMENT = _argument(
     "--environment",
     metavar="REF",
-    help="code to run, such as path/to/env.py:Class; required if the journal's environment is not installed",
+    help="code to run, such as path/to/env.py:Class; required if the environment is not installed",
 )
 _REPLAY_ARGUMENTS = (
     *_EPISODE,
@@ -117,7 +117,7 @@ READING = (
                         "--metric",
                         action="append",
                         metavar="NAME",
-                        help="compare the curves of this metric; may be given several times; default: the rewards",
+                        help="curves of this metric instead of the rewards; may be repeated",
                     ),
                 ),
             ),
@@ -158,7 +158,7 @@ READING = (
             ),
             Command(
                 "mirror",
-                "keep a copy of a running run on another disk or node, from which it can be resumed",
+                "keep a copy of a running run on another disk or node, to resume it from there",
                 "runs:run_mirror",
                 (
                     _RUN,
@@ -256,7 +256,7 @@ READING = (
             ),
             Command(
                 "replay",
-                "re-execute an episode over its journal; exit code 1 if it departs, with the place and the reason",
+                "re-execute an episode over its journal; exit code 1 if it departs, with place and reason",
                 "episodes:episode_replay",
                 (
                     *_REPLAY_ARGUMENTS,
@@ -291,7 +291,7 @@ READING = (
                         "--edit",
                         type=Path,
                         metavar="FILE",
-                        help="file with messages that replace the turn's; for an external agent, with its reply",
+                        help="file with messages that replace the turn's, or an external agent's reply",
                     ),
                     _argument(
                         "--policy",
@@ -413,8 +413,8 @@ def _add_evaluate(commands: Subparsers[argparse.ArgumentParser]) -> None:
         action="append",
         default=[],
         metavar="[NAME=]DIR|base",
-        help="other weights, or `base` for the base model, to evaluate on the same tasks with the same seeds; shows "
-        "the paired difference with its 95 %% interval",
+        help="other weights, or `base` for the base model, on the same tasks and seeds; shows the paired difference "
+        "with its 95%% interval",
     )
     parser.add_argument("--tasks", type=_bounded_int, help="number of held-out tasks, instead of evaluation.tasks")
 
@@ -425,37 +425,37 @@ def _add_endpoint_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="DIR|URL[,NAME]",
-        help="directory of the base model, instead of model.path; or the address of an endpoint that speaks OpenAI's "
-        "chat completions, and its name for the model, such as https://api.example.com/v1,large: it holds every seat",
+        help="directory instead of model.path; or an OpenAI chat-completions endpoint for every seat, with its model "
+        "name, such as https://api.example.com/v1,large",
     )
     parser.add_argument(
         "--api-key-env",
         default="",
         metavar="VARIABLE",
-        help="environment variable that holds the key of the endpoint; default: no key is sent",
+        help="environment variable with the endpoint's key; default: no key",
     )
     parser.add_argument(
         "--policy",
         action="append",
         default=[],
         metavar="[NAME=]DIR",
-        help="directory of trained weights, for policy NAME if there are several; default: the base model",
+        help="trained weights, for policy NAME if there are several; default: the base model",
     )
     parser.add_argument(
         "--journal",
         type=Path,
-        help="new directory to keep the episodes in; default: one in runs/",
+        help="new directory for the episodes; default: one in runs/",
     )
     parser.set_defaults(takes_overrides=True)
 
 
 def _add_demo(commands: Subparsers[argparse.ArgumentParser]) -> None:
     parser = _add_command(
-        commands, "demo", "train a small language model to use a tool, in half a minute on two cores", "training:demo"
+        commands, "demo", "train a small language model to use a tool, in half a minute", "training:demo"
     )
     parser.add_argument("example", nargs="?", default="01_tool_use", help="a shipped example; default: 01_tool_use")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
-    sample = "write runs/sample instead, in seconds and without a model, to try the commands that read a run"
+    sample = "write the sample run runs/sample instead, in seconds and without a model"
     parser.add_argument("--journal-only", action="store_true", help=sample)
     parser.set_defaults(takes_overrides=True)
 
@@ -489,13 +489,13 @@ def _add_env(commands: Subparsers[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "id", nargs="?", help="registered name, module:Class, path/to/env.py:Class, or a run's FILE.toml"
     )
-    text = "model directory: say whether its chat template shows the environment's tools"
+    text = "model directory: check whether its chat template shows the environment's tools"
     parser.add_argument("--model", metavar="DIR", help=text)
-    text = "call the loss on synthetic steps: shape, finite gradients, purity; NAME: module:name or FILE.py:name"
+    text = "call the loss on synthetic steps: shape, finite gradients, purity; module:name or FILE.py:name"
     parser.add_argument("--loss", metavar="NAME", help=text)
     parser.add_argument("--advantage", metavar="NAME", help="call the advantage on synthetic groups")
     parser.add_argument("--scorer", metavar="NAME", help="call the scorer on synthetic conversations")
-    text = "say which task directories of another format can be played, and why others cannot"
+    text = "check which task directories of another format can run, and why others cannot"
     parser = _add_command(verbs, "import", text, "environments:env_import")
     parser.add_argument("format", choices=["harbor"])
     parser.add_argument("directory", help="a task directory, or a directory of them")

@@ -37,16 +37,16 @@ class LoraConfig(Section):
     alpha: Fixed[Rate] = 32.0
     """The adapter's output is scaled by alpha / rank."""
     rank_stabilized: Fixed[bool] = False
-    """Whether the adapter's output is scaled by alpha / √rank instead, so that gradients do not shrink as the rank
-    grows (rsLoRA: Kalajdzievski, 2023, arXiv:2312.03732)."""
+    """Scale by alpha / √rank instead, so that gradients do not shrink as the rank grows (rsLoRA: Kalajdzievski, 2023,
+    arXiv:2312.03732)."""
     target_modules: Fixed[tuple[str, ...]] = ()
-    """Linear layers that get an adapter, by full name or its last part. Empty: all layers of the decoder that can be
-    both trained and served. A run lists them, with their share of the weights, when it starts."""
+    """Linear layers with an adapter, by full name or its last part; a run lists them at its start. Empty: all decoder
+    layers that can be trained and served."""
 
 
 class _SampledPolicy(Section):
     sampling: PerEpisode[dict[str, int | float]] = {}
-    """Settings of `[sampling]` that this policy overrides, such as `temperature` or `max_tokens`."""
+    """Overrides of `[sampling]`."""
 
 
 LEARNING_RATES = {"adapter": 1e-5, "full": 1e-6}
@@ -62,9 +62,8 @@ class LocalPolicy(_SampledPolicy):
     """A policy served by an engine of the run: its weights are trained or frozen."""
 
     model: Fixed[str] = ""
-    """Directory of this policy's base model, with its tokenizer and chat template, written as `model.path`. Empty:
-    `model.path`. Policies of one base model share it; each further base model has its own weights and its own engine.
-    """
+    """Base model of this policy, as in `model.path`, which is the default. Each base model has its own weights and its
+    own engine; policies of one base model share it."""
 
     @field_validator("model")
     @classmethod
@@ -80,22 +79,20 @@ class PolicyConfig(LocalPolicy):
     lora: Fixed[LoraConfig | None] = None
     """Shape of the adapter to train; null trains full weights."""
     reference: Fixed[str] = ""
-    """Directory of frozen weights with the same tokenizer, which every trainer rank holds: the target of
-    `trainer.loss.kl`, and the teacher of the loss `distillation`. It is a model, written as `model.path`, or an adapter
-    of this policy's base model, such as another run's `policies/NAME`. Empty: the base model under the policy's
-    adapter."""
+    """Frozen weights with the same tokenizer, held by every trainer rank: the target of `trainer.loss.kl` and the
+    teacher of `distillation`. A model, as in `model.path`, or an adapter of this policy's base model, such as another
+    run's `policies/NAME`. Empty: the base model without the adapter."""
     learning_rate: Annotated[Free[Rate], DerivedDefault("by the model's size, docs/settings.md")] = Field(
         default_factory=_learning_rate
     )
-    """AdamW's learning rate after warm-up. Default: by the number of parameters, from 2e-3 (an adapter on a model of a
-    million) to 1e-6 (full weights of a model of billions); a run says its choice at the start."""
+    """AdamW's learning rate after warm-up. A run prints its choice at the start."""
     step_size: WaveFixed[Episodes] = 64
     """Units (the policy's parts of episodes) per optimizer step."""
     max_staleness: WaveFixed[MaybeSteps] = 1
     """Bound on the mean policy lag in optimizer steps; 0 is synchronous training."""
     max_lag: WaveFixed[MaybeSteps | None] = None
-    """Bound on the lag of every trained token, in optimizer steps. It drops no episodes: admission pauses while a slow
-    episode could fall further behind (docs/off_policy.md). Null: no bound."""
+    """Bound on the lag of every trained token, in optimizer steps; null: none. No episodes are dropped: admission
+    pauses while a slow episode could fall further behind (docs/off_policy.md)."""
 
     @field_validator("reference")
     @classmethod
@@ -109,8 +106,8 @@ class FrozenPolicy(LocalPolicy):
     kind: Fixed[Literal["frozen"]]
     """Kind of the policy; `frozen` means weights that no step changes."""
     path: Fixed[str] = ""
-    """Directory of trained weights, such as another run's `policies/NAME`: an adapter of the policy's base model, or
-    full weights; relative to the TOML file, as `model.path`. Empty: the base model itself."""
+    """Trained weights, such as another run's `policies/NAME`: full weights, or an adapter of the policy's base model.
+    Empty: the base model."""
 
     @field_validator("path")
     @classmethod
@@ -133,14 +130,12 @@ class RemotePolicy(_SampledPolicy, ExternalPolicyConfig):
     model: Fixed[str]
     """Name of the model at the endpoint."""
     api_key_env: Free[str] = ""
-    """Name of the environment variable that holds the API key; empty: no key is sent. Keep the key itself out of
-    files."""
+    """Environment variable with the API key; empty: no key is sent. Keep the key itself out of files."""
     timeout_s: Free[Seconds] = 60.0
-    """Time limit of a request, from connecting to the last byte of the answer. A request that takes longer, or meets an
-    overload, is repeated up to eight times, with waits of 1 to 30 s in between."""
+    """Time limit of a request, to the last byte of the answer. Timeouts and overloads are retried up to eight times,
+    after 1 to 30 s."""
     max_concurrent: Free[Annotated[Positive, NumberUnit("requests")]] = 64
-    """Maximum number of concurrent requests, over all `workers`; further ones wait, and their `timeout_s` begins when
-    they are sent."""
+    """Maximum number of concurrent requests, over all `workers`."""
 
     @field_validator("url")
     @classmethod
@@ -177,8 +172,8 @@ class BotPolicy(ExternalPolicyConfig):
     kind: Fixed[Literal["bot"]]
     """Kind of the policy; `bot` means a function instead of weights."""
     id: Fixed[str]
-    """`module:function`, or `path/to/file.py:function`, in a TOML file relative to that file. The function receives the
-    seat's conversation, a sequence of `agentrl.Message`, and a `random.Random` for the turn, and returns the reply."""
+    """`module:function` or `path/to/file.py:function`. The function receives the seat's conversation, a sequence of
+    `agentrl.Message`, and a `random.Random` for the turn, and returns the reply."""
 
 
 class OpponentPoolPolicy(Section):
@@ -189,13 +184,12 @@ class OpponentPoolPolicy(Section):
     of: Fixed[str]
     """Policy whose past versions play."""
     every: Fixed[Steps] = 10
-    """Steps of that policy between two versions that join the pool; the version that a run starts from joins first."""
+    """Steps of that policy between two versions that join the pool. The run's first version joins first."""
     size: Free[Annotated[int, Field(gt=0, le=10**4), NumberUnit("versions")]] = 4
-    """Number of versions in the pool: the newest that joined. Each takes an adapter slot of the engine."""
+    """Number of versions in the pool; the newest stay. Each takes an adapter slot of the engine."""
     choose: Free[Literal["uniform", "latest", "prioritized"]] = "uniform"
-    """Choice of a group's opponent. `uniform`: each version equally often; `latest`: the newest; `prioritized`: in
-    proportion to (1 - win rate)², so that the policy meets more often the versions it beats less often (PFSP: Vinyals
-    et al., 2019, Nature 575)."""
+    """A group's opponent. `uniform`: each version equally often. `latest`: the newest. `prioritized`: in proportion to
+    (1 - win rate)², so harder opponents come more often (PFSP: Vinyals et al., 2019, Nature 575)."""
 
 
 AnyPolicy = Annotated[

@@ -71,36 +71,32 @@ class RunConfig(Section):
     seed: Fixed[int] = 0
     """Seed of tasks, sampling, and every other random choice."""
     steps: Free[Annotated[Steps | dict[str, Steps], NumberUnit("optimizer steps")]] = 40
-    """Optimizer steps of each policy that learns: one number for all, or a table with the number of each, such as `{
-    proposer = 40, solver = 13 }`."""
+    """Steps of each policy that learns: one number for all, or a table such as `{ proposer = 40, solver = 13 }`."""
     max_in_flight: Free[Episodes] = 256
-    """Maximum number of training episodes that run at once; an evaluation runs as many in addition.
-    Staleness bounds the former too; this limit protects memory and services."""
+    """Maximum number of training episodes that run at once. It protects memory and services; staleness limits them too.
+    An evaluation runs as many in addition."""
     workers: Free[Annotated[Positive, NumberUnit("processes")]] = 1
-    """Processes that play episodes; 1: the run's own. Use more if environments need more CPU than one core has. When
-    one dies, its calls in flight are lost and its episodes continue in the others (docs/processes.md)."""
+    """Processes that run episodes; 1: the run's own process. Use more if environments need more than one CPU core
+    (docs/processes.md)."""
     episode_timeout_s: Free[Seconds] = 600.0
-    """Maximum time an environment's program may spend between two turns of its agents, in tools, effects, sleeps and
-    its own code. Sampling, waiting for the engine or for child episodes, and parked time do not count. Beyond it, an
-    episode whose agents have acted is truncated (`time_limit`); one that hangs before any turn, or outside ctx, is
-    dropped (`episode_timeout`)."""
+    """Maximum time between two turns of an episode, spent in tools, effects, sleeps and the environment's own code.
+    Sampling, waiting for child episodes, and parked time do not count. Beyond it, an episode whose agents have acted is
+    truncated (`time_limit`); one that hangs before any turn, or outside `ctx`, is dropped (`episode_timeout`)."""
     deterministic: Fixed[bool] = False
-    """Make the weights after any number of kills equal those of the undisturbed run, bit for bit: episodes run in
-    synchronous batches, each with the weights of one step, computed in fixed shapes. Several times slower; for
-    debugging and tests."""
+    """Make the weights bit-identical to those of an undisturbed run, however often the run is killed. Episodes run in
+    synchronous batches with fixed shapes. Several times slower; for debugging and tests."""
     sinks: Free[tuple[Literal["trackio", "wandb", "tensorboard"], ...]] = ()
-    """Sinks of the metrics, besides `metrics.jsonl` and the journal. Each needs the extra of its name."""
+    """Where metrics go in addition to `metrics.jsonl` and the journal. Each needs the extra of its name."""
     environment: EnvironmentConfig
     model: ModelConfig = ModelConfig()
     policies: dict[str, AnyPolicy] = {"policy": PolicyConfig()}
     seats: Fixed[dict[str, str | tuple[str, ...]]] = {}
-    """Policies that hold the seats. A seat that is absent is held by the policy of its name, or by the only policy.
-    With a list, the policies take turns group by group, so that sides change: `x = ["player", "past"]`, `o = ["past",
-    "player"]`."""
+    """Policy of each seat. Default: the policy with the seat's name, or the only policy. With lists, policies take
+    turns group by group, for example to change sides: `x = ["player", "past"]`, `o = ["past", "player"]`."""
     freeze: Free[tuple[tuple[str | tuple[str, ...], Steps], ...]] = ()
-    """Phases in which policies are frozen, in turn and repeating: `[["solver", 5], ["proposer", 15]]` freezes the
-    solver for five steps of the proposer, then the proposer for fifteen steps of the solver. A policy that is absent
-    always learns; empty: all do. A frozen policy keeps playing with its newest weights."""
+    """Repeating phases in which policies do not learn: `[["solver", 5], ["proposer", 15]]` freezes the solver for 5
+    steps of the proposer, then the proposer for 15 steps of the solver. Other policies always learn. A frozen policy
+    plays with its newest weights."""
     engine: EngineConfig = EngineConfig()
     sampling: SamplingConfig = SamplingConfig()
     credit: CreditConfig = CreditConfig()

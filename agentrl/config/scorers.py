@@ -39,11 +39,11 @@ def _default_cache(scorer: dict[str, Any]) -> int:
 
 
 class ScoreLimitConfig(Section):
-    """What a scorer may use in a run. When a limit is reached, the run writes a checkpoint and stops; raise the limit
-    to resume it. Scores in flight then, and those of dropped episodes, are in addition."""
+    """Limits on a scorer. When one is reached, the run writes a checkpoint and stops; raise it to resume. Scores in
+    flight at that moment and those of dropped episodes come on top."""
 
     requests: Free[Annotated[NonNegative, NumberUnit("requests")]] = 0
-    """Calls of the function or the model, votes and retries included; 0: no limit."""
+    """Calls of the function or model, including votes and retries; 0: no limit."""
     tokens: Free[Annotated[NonNegative, NumberUnit("tokens")]] = 0
     """Tokens that models compute for it; 0: no limit."""
 
@@ -52,63 +52,60 @@ class ScorerConfig(Section):
     """A scorer, which gives turns or conversations a reward of its name while episodes run (docs/scores.md)."""
 
     function: WaveFixed[str] = ""
-    """A function marked with `agentrl.scorer`: `module:function`, the name of one that an installed package provides,
-    or `path/to/file.py:function`, in a TOML file relative to that file."""
+    """A function marked with `agentrl.scorer`: `module:function`, an installed name, or `path/to/file.py:function`."""
     options: WaveFixed[dict[str, Any]] = {}
     """Arguments of the function."""
     judge: WaveFixed[str] = ""
-    """Policy of the run that scores instead of a function: one that is remote, frozen or past, which needs no seat, or
-    that learns."""
+    """Policy that scores instead of a function: one that learns and has a seat, or a remote, frozen or past one, which
+    needs no seat."""
     rubric: WaveFixed[str] = ""
-    """Instructions for the judge: text, or the name of a `.md` or `.txt` file, relative to the TOML file that names it.
-    The run records the text."""
+    """Instructions for the judge: text, or a `.md` or `.txt` file. The run records the text."""
     answer: WaveFixed[dict[str, Annotated[float, Field(ge=-1e6, le=1e6)]]] = {}
     """Value of each answer, such as `{ yes = 1.0, no = 0.0 }`; the last one in the judge's reply counts. Empty: the
-    last number in the reply is the score."""
+    score is the last number in the reply."""
     reward_model: WaveFixed[str] = ""
-    """Directory of a Hugging Face model that scores instead of a function, or its name on the hub: sequence or token
-    classification with a causal backbone, one output or two. It runs in a process of its own."""
+    """Hugging Face model that scores instead of a function, by directory or hub name: sequence or token classification
+    with a causal backbone, one or two outputs. It runs in its own process."""
     steps: WaveFixed[str] = ""
-    """Text that ends a step within a turn, such as `"\\n\\n"`, for reward models that score steps. Empty: the end of
-    the turn is scored."""
+    r"""Text that ends a step within a turn, such as `"\n\n"`, for reward models that score steps. Empty: the end of the
+    turn is scored."""
     combine: WaveFixed[Literal["mean", "min", "last"]] = "mean"
-    """What makes the turn's score of its steps' scores."""
+    """How step scores become the turn's score."""
     device: WaveFixed[Literal["auto", "cpu"]] = "auto"
-    """Where a reward model computes. `auto`: on a GPU that neither the trainer nor an engine uses, else on the CPU."""
+    """Device of a reward model. `auto`: a GPU that neither trainer nor engine uses, else the CPU."""
     cache_tokens: Free[Annotated[NonNegative, NumberUnit("tokens")]] = 32768
-    """Number of tokens of conversations whose keys and values a reward model keeps between turns. A conversation that
-    has left is computed from its start."""
+    """Tokens of conversations whose keys and values a reward model keeps between turns; others are recomputed."""
     votes: WaveFixed[Annotated[int, Field(ge=0, le=1024), NumberUnit("replies")]] = 1
-    """Number of replies sampled for one score; the score is their mean. 0: the expected value of `answer`, computed
-    from the probabilities with which the judge's reply begins with each answer. An endpoint gives no probabilities."""
+    """Replies sampled for one score, which is their mean. 0: the expected `answer`, from the probabilities of each
+    answer as the start of the reply; not with an endpoint."""
     per: WaveFixed[ScoreOf] = "turn"
-    """What is scored: `turn`, every turn of the policies that learn; `episode`, their whole conversations, when the
-    episode ends; `group`, the conversations of a group together, when its last member has ended; `request`, only the
-    turns for which the environment calls `ctx.score`."""
-    credit: Annotated[WaveFixed[ScoreCredit], DerivedDefault("`difference` for a reward model")] = Field(
+    """What is scored. `turn`: every turn of the policies that learn. `episode`: their whole conversations, when the
+    episode ends. `group`: a group's conversations together, when its last member has ended. `request`: only turns for
+    which the environment calls `ctx.score`."""
+    credit: Annotated[WaveFixed[ScoreCredit], DerivedDefault("`difference` for a reward model of turns")] = Field(
         default_factory=_default_credit
     )
-    """What a score is credited as: `reward`, itself; `difference`, its difference to the agent's score before it, or to
-    0, so that more turns are not paid more (Ng et al., 1999); `note`, nothing: it is recorded, and `run()` can read it.
-    Default: `difference` for a reward model that scores turns, else `reward`."""
+    """`reward`: the score itself. `difference`: its difference to the agent's previous score, or to 0, so extra turns
+    earn nothing (Ng et al., 1999). `note`: no credit; the score is recorded, and `run()` can read it."""
     attempts: Free[Annotated[Positive, NumberUnit("requests")]] = 4
-    """Number of times that a failing scorer is asked for one score, with waits of 1 to 30 s in between."""
+    """Attempts at one score, with waits of 1 to 30 s in between."""
     timeout_s: Free[Seconds] = 60.0
-    """Time limit of each."""
+    """Time limit of an attempt."""
     max_concurrent: Free[Annotated[Positive, NumberUnit("scores")]] = 64
     """Maximum number of scores in progress at once, over all `workers`."""
-    cache: Annotated[WaveFixed[NonNegative], DerivedDefault("4096 for a judge")] = Field(default_factory=_default_cache)
-    """Number of contents whose scores each worker keeps: equal content is scored once, also after a resume. Default:
-    4096 for a judge, to which only the conversation counts; 0 for a function. A judge that learns keeps none."""
+    cache: Annotated[WaveFixed[NonNegative], DerivedDefault("4096 for a judge, 0 for others")] = Field(
+        default_factory=_default_cache
+    )
+    """Contents whose scores each worker keeps: equal content is scored once, also after a resume. A judge sees only the
+    conversation. A judge that learns keeps none."""
     limit: ScoreLimitConfig = ScoreLimitConfig()
     """What the scorer may use in the whole run."""
     on_failure: WaveFixed[str] = "drop"
-    """What follows when all attempts have failed: `drop` drops the episode (`scorer_failed`), or the name of another
-    scorer, which is called instead. Never a number."""
+    """When all attempts have failed: `drop` the episode (`scorer_failed`), or the name of another scorer to call. Never
+    a number."""
     unscorable: WaveFixed[Annotated[float, Field(ge=-1e6, le=1e6), NumberUnit("reward")] | None] = None
-    """Score of content that no attempt can judge: a function raises `agentrl.Unscorable`; a judge's endpoint refuses
-    the content, or it is longer than the model's context. Null: such content stops the run. Judges and reward models
-    need a value."""
+    """Score of content that cannot be judged: a function raises `agentrl.Unscorable`, an endpoint refuses it, or it
+    exceeds the model's context. Null: it stops the run. Judges and reward models need a value."""
 
     def check(self) -> None:
         if sum(map(bool, (self.function, self.judge, self.reward_model))) != 1:

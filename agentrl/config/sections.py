@@ -37,29 +37,28 @@ class RecordedTurnsConfig(Section):
     """Directory of the run that recorded them, relative to the current directory. It must keep its journal until
     training ends."""
     where: Fixed[str] = ""
-    """Filter of that run's training episodes, as `agentrl episode list` reads `--where`; empty: all of them. At most
-    1,000 episodes are used, drawn with the seed."""
+    """Filter of that run's training episodes, as `agentrl episode list` reads `--where`; empty: all. At most 1,000 are
+    used, drawn with the seed."""
     at: Fixed[int | Literal["last tool error"]]
-    """Turn that is sampled again: its number from 0, or from the end if negative, or the turn whose tool call was the
-    last to fail. Episodes without such a turn are left out."""
+    """Turn to resample: its number from 0 (negative: from the end), or the last turn with a failed tool call. Episodes
+    without such a turn are left out."""
     share: Fixed[Annotated[float, Field(gt=0, le=1)]] = 0.5
-    """Share of the groups that begin at a recorded turn; the others begin at the start of a task."""
+    """Share of the groups that begin at a recorded turn."""
 
 
 class EnvironmentConfig(Section):
     """The environment in which agents act."""
 
     id: Fixed[str | dict[str, Rate]]
-    """Environment: a registered name, `module:Class`, or `path/to/env.py:Class`, which in a TOML file is relative to
-    that file. A mixture: a table of several with their rates of the groups, such as `{ calculator = 3, frozen_lake = 1
-    }` (docs/selection.md)."""
+    """A registered name, `module:Class`, or `path/to/env.py:Class`. A mixture is a table of environments with their
+    rates, such as `{ calculator = 3, frozen_lake = 1 }` (docs/selection.md)."""
     options: Fixed[dict[str, Any]] = {}
-    """Arguments of the environment's task source; in a mixture, a table of them for each class name."""
+    """Arguments of the environment's task source; in a mixture, one table for each class name."""
     start_from: Fixed[RecordedTurnsConfig | None] = None
     """Recorded turns at which some of the groups begin; null: every group begins at the start of a task."""
     selection: Fixed[dict[str, float]] = {}
-    """Settings of task selection by the results of earlier groups, such as `{ low = 0.1, high = 0.9, replay = 0.5,
-    retire_after = 2 }` (docs/selection.md); empty: a seeded permutation of all tasks in each pass."""
+    """Task selection by the results of earlier groups, such as `{ low = 0.1, high = 0.9, replay = 0.5, retire_after = 2
+    }` (docs/selection.md). Empty: all tasks in seeded random order, pass after pass."""
 
     @property
     def recorded_share(self) -> float:
@@ -88,25 +87,22 @@ class ModelConfig(Section):
     """The base model that policies start from, unless they name their own (`policies.NAME.model`)."""
 
     path: Fixed[str] = ""
-    """Hugging Face causal LM with tokenizer and chat template: a directory (in a TOML file relative to that file),
-    `package:directory` inside an installed package, or a name on the Hugging Face hub, such as `Qwen/Qwen3-0.6B` or
-    `Qwen/Qwen3-0.6B@main`, which is downloaded if huggingface_hub's cache lacks it (safetensors only). A resumed run
-    keeps its commit, and is refused if the named branch or tag has moved. Required unless every policy is remote, a
-    bot, or names its own `model`."""
+    """A Hugging Face causal LM with tokenizer and chat template: a directory, `package:directory` inside an installed
+    package, or a name on the hub, such as `Qwen/Qwen3-0.6B` or `Qwen/Qwen3-0.6B@main` (downloaded if not cached;
+    safetensors only). A resumed run keeps its commit, and is refused if the branch or tag has moved. Required unless
+    every policy is remote, a bot, or names its own `model`."""
     dtype: Fixed[Literal["auto", "float32", "bfloat16"]] = "auto"
-    """Data type of computation in engine and trainer, and of published full weights. `auto`: the checkpoint's, or
-    float32 for a checkpoint in float16 (docs/engines.md)."""
+    """Data type of engine, trainer and published full weights. `auto`: the checkpoint's; float32 for float16
+    (docs/engines.md)."""
     reply_format: Fixed[ReplyFormatName] = "auto"
-    """Syntax of tool calls and thinking in the model's replies; `auto`: as in its chat template (docs/models.md lists
-    all). For models that policies name themselves, the chat template always decides."""
+    """Syntax of tool calls and thinking in replies (docs/models.md). `auto`: by the chat template, as always for models
+    that policies name themselves."""
     history: Fixed[Literal["keep", "fork"]] = "keep"
-    """Treatment of earlier turns that the chat template rewrites, for example by removing their thinking. `keep`: the
-    model sees what it saw and sampled; `fork`: the rewritten conversation continues in a new row of the episode, as a
-    server would show it to the model."""
+    """What happens when the chat template rewrites earlier turns, for example by removing their thinking. `keep`: the
+    model keeps seeing what it sampled. `fork`: the rewritten conversation continues in a new row of the episode."""
     tools_in: Fixed[Literal["template", "system"]] = "template"
-    """Where the model reads the tools that an environment offers. `template`: where its chat template writes them.
-    `system`: in the system message, with the call format `hermes`, for models whose chat template ignores tools; their
-    answers are then user messages."""
+    """Where the model reads its tools. `template`: where its chat template puts them. `system`: in the system message,
+    with the call format `hermes` and results as user messages, for chat templates that ignore tools."""
 
     @field_validator("path")
     @classmethod
@@ -125,27 +121,27 @@ class EngineConfig(Section):
     """The inference engine."""
 
     vllm: WaveFixed[dict[str, Any] | None] = None
-    """A table, even an empty one, selects vLLM; null: the embedded engine. The table holds arguments of vLLM's engine,
-    such as `tensor_parallel_size = 2`, checked against the installed vLLM (docs/engines.md)."""
+    """A table, even an empty one, selects vLLM; null: the embedded engine. The keys are arguments of vLLM's engine,
+    such as `tensor_parallel_size = 2` (docs/engines.md)."""
     replicas: Free[Annotated[int, Field(ge=0, le=10**6), NumberUnit("engines")]] = 0
-    """Number of engines, each in its own process, which is restarted when it dies. 0: one engine, in the run's process
-    if possible; vLLM, an engine of several `workers`, and engines in Ray (`cluster.address`) have their own process."""
+    """Number of engines, each in its own process. 0: one engine, in the run's process if possible. vLLM, and any engine
+    with several `workers` or with `cluster.address`, has its own process."""
     slots: WaveFixed[Annotated[NonNegative, NumberUnit("conversations")]] = 0
-    """Number of conversations whose KV is held at once; they share each forward pass. 0: 64, and 256 for vLLM on GPUs
-    of at least 40 GB."""
+    """Conversations whose KV is held at once; they share each forward pass. 0: 64, or 256 for vLLM on GPUs of at least
+    40 GB."""
     max_context: PerEpisode[Annotated[NonNegative, NumberUnit("tokens")]] = 0
-    """Maximum length of a conversation; memory for the KV grows with it. 0: the number of positions of the model, or
-    fewer if memory is short; a resumed run keeps the length found at its start."""
+    """Maximum length of a conversation. 0: the model's number of positions, or fewer if memory is short; a resumed run
+    keeps the length."""
     refresh: WaveFixed[Literal["auto", "token", "token_keep_kv", "turn", "episode", "lazy"]] = "auto"
-    """Moment at which a conversation in flight moves to newer weights (docs/engines.md). `auto`: `lazy` for an
-    adapter, `token` for full weights. `token_keep_kv` keeps the KV of the older weights, so the trainer cannot
-    reproduce the logprobs of later tokens (docs/off_policy.md)."""
+    """When a running conversation gets newer weights (docs/engines.md). `auto`: `lazy` for an adapter, `token` for full
+    weights. `token_keep_kv` keeps the KV of the older weights, so the trainer cannot reproduce later logprobs
+    exactly."""
     capture_routing: WaveFixed[bool] = False
-    """Whether to record the experts that each position used, and train through them (mixture-of-experts models)."""
+    """Record the experts of each position, and train through them (mixture-of-experts models)."""
     memory_share: Free[Annotated[float, Field(ge=0, le=0.97)]] = 0.0
     """Share of a GPU's memory for an engine. 0: 0.9 of its own GPU, 0.45 of one shared with a trainer rank
-    (docs/engines.md). On CPUs, for vLLM only: the share of the machine's memory for weights and KV; 0: enough for
-    `slots` contexts."""
+    (docs/engines.md). vLLM on CPUs: share of the machine's memory for weights and KV; 0: enough for `slots`
+    contexts."""
 
     @field_validator("vllm")
     @classmethod
@@ -182,17 +178,17 @@ class SamplingConfig(Section):
     """Sampling parameters of policies."""
 
     temperature: PerEpisode[Rate] = 1.0
-    """Divisor of the logits, in sampling and in training alike: training optimizes the policy at this temperature."""
+    """Divisor of the logits, in sampling and in training: training optimizes the policy at this temperature."""
     top_k: PerEpisode[Annotated[NonNegative, NumberUnit("tokens")]] = 0
-    """Keep the k likeliest tokens; 0 keeps all. The set that a filter keeps is recorded and used in training."""
+    """Keep the k likeliest tokens; 0: all. The kept set of any filter is recorded and used in training."""
     top_p: PerEpisode[Annotated[float, Field(gt=0, le=1)]] = 1.0
-    """Keep the likeliest tokens that together hold this share of the probability; 1 keeps all."""
+    """Keep the likeliest tokens that together have this probability."""
     min_p: PerEpisode[Share] = 0.0
-    """Keep tokens at least this likely, relative to the likeliest; 0 keeps all."""
+    """Keep tokens at least this likely, relative to the likeliest."""
     max_tokens: PerEpisode[Tokens] = 64
-    """Maximum number of sampled tokens per turn; a turn cut short has finish_reason `length`."""
+    """Sampled tokens per turn; a turn cut short has finish_reason `length`."""
     max_turns: PerEpisode[Annotated[Positive, NumberUnit("turns")]] = 8
-    """Maximum number of turns per agent; an episode cut short is truncated."""
+    """Turns per agent; an episode cut short is truncated."""
 
     @property
     def is_filtered(self) -> bool:
@@ -240,16 +236,15 @@ class FunctionConfig(Section):
 
 
 class AdvantageConfig(FunctionConfig):
-    """The advantage estimator. Text is its name; every further key is an argument of the estimator, such as
-    `credit.advantage = { name = "pass_at_k", k = 4 }`, and may differ on resume."""
+    """The advantage estimator: its name, or a table with its arguments, such as `credit.advantage = { name =
+    "pass_at_k", k = 4 }`, which may change on resume."""
 
     kind = "advantage"
     built_in = ADVANTAGE_NAMES
     name: Free[str] = "leave_one_out"
-    """Advantage estimator, named by its baseline. Over the other members of the group in the same seat: `leave_one_out`
-    (RLOO), `group_mean` (Dr. GRPO) or `group_std` (GRPO, divided by the n - 1 standard deviation). `role_mean`: the
-    policy's mean reward in that seat when the agent began (zero-sum games, SPIRAL). `none`: REINFORCE on the raw
-    reward. docs/algorithms.md lists the others, and shows how to write one."""
+    """Compared with the same seat in the group: `leave_one_out` (RLOO), `group_mean` (Dr. GRPO), `group_std` (GRPO,
+    divided by the n - 1 standard deviation). `role_mean`: compared with the policy's mean reward in that seat (zero-sum
+    games, SPIRAL). `none`: REINFORCE on the raw reward. See docs/algorithms.md for others and your own."""
 
     @property
     def gae(self) -> GaeConfig | None:
@@ -294,19 +289,18 @@ class CreditConfig(Section):
     """Episodes sampled per task and compared with each other."""
     advantage: AdvantageConfig = AdvantageConfig()
     reward_weights: WaveFixed[dict[str, Annotated[float, Field(allow_inf_nan=False)]]] = {}
-    """Weight of each named reward (`agent.reward(x, name=…)`) in the agent's reward, such as `{ correct = 1.0, format =
-    0.2 }`; empty: each weighs 1. If one name has a weight, every name needs one. After a resume, earlier rewards keep
-    the weight they were given with."""
+    """Weight of each named reward (`agent.reward(x, name=…)`), such as `{ correct = 1.0, format = 0.2 }`; empty: 1 for
+    each. If one name has a weight, every name needs one. Rewards given before a resume keep their weight."""
     release: Fixed[Literal["group", "episode", "late"]] = "group"
-    """Moment at which a group's episodes may be trained. `group`: when all of them have ended. `late`: the first half
-    together, each later one when it ends, with its full reward and the first half as its baseline. `episode`: each when
-    it ends, with earlier groups as its baseline (docs/scheduling.md)."""
+    """When a group's episodes may be trained (docs/scheduling.md). `group`: when all have ended. `late`: the first half
+    together, then each when it ends, with the first half as its baseline. `episode`: each when it ends, with earlier
+    groups as its baseline."""
     dynamic_sampling: Fixed[bool] = False
-    """Whether a group whose advantages are all 0 is dropped (`no_signal`), and another sampled in its place (DAPO,
-    arXiv:2503.14476; docs/selection.md). It needs `release = "group"`."""
+    """Drop groups whose advantages are all 0 (`no_signal`) and sample others instead (DAPO, arXiv:2503.14476;
+    docs/selection.md). Needs `release = "group"`."""
     turn_credit: Free[Literal["sum", "to_go"]] = "sum"
-    """Tokens credited with the reward of `agent.reward(x, turn=…)`. `sum`: the agent's whole trajectory. `to_go`: that
-    turn and the turns before it; each turn is compared with what the rest of the group earned from that turn on."""
+    """Tokens credited with a turn's reward (`agent.reward(x, turn=…)`). `sum`: the agent's whole trajectory. `to_go`:
+    that turn and the turns before it; each turn is compared with what the group earned from that turn on."""
 
     @property
     def compares_turns(self) -> bool:
@@ -396,22 +390,21 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 
 class LossConfig(FunctionConfig):
-    """The loss, and the constant that divides it (docs/algorithms.md). Every further key is an argument of the loss,
-    such as `clip_high = 0.3` of `ppo`, and may differ on resume."""
+    """The loss and its divisor (docs/algorithms.md). Other keys are arguments of the loss, such as `clip_high = 0.3` of
+    `ppo`, and may change on resume."""
 
     kind = "loss"
     built_in = LOSS_NAMES
     name: Free[str] = "truncated"
-    """Loss: a built-in name, the name of one that an installed package provides, `module:function`, or
-    `path/to/file.py:function`, which in a TOML file is relative to that file. The default truncates importance weights
-    per token: bounded at any staleness, but not unbiased (docs/off_policy.md)."""
+    """A built-in or installed loss, `module:function`, or `path/to/file.py:function`. The default truncates importance
+    weights per token: bounded at any staleness, but not unbiased (docs/off_policy.md)."""
     normalizer: Free[Literal["tokens", "sequences"] | Positive] = "tokens"
     """Divisor of a step's summed token losses. `tokens`: the step's sampled tokens (DAPO, arXiv:2503.14476).
     `sequences`: each conversation's tokens, then the conversations (GRPO, arXiv:2402.03300). A number: step_size × this
     number, the sampled tokens of a typical episode (Dr. GRPO, arXiv:2503.20783); required with `credit.release =
     "late"` or `"episode"`."""
     kl: Free[Annotated[float, Field(ge=0), NumberUnit("per nat")]] = 0.0
-    """Weight of the KL divergence from the policy's reference (`policies.NAME.reference`); 0: no penalty."""
+    """Weight of the KL divergence from the policy's reference (`policies.NAME.reference`)."""
     kl_estimator: Free[KLEstimator] = "k3"
     """Estimator of a token's KL divergence (Schulman 2020; docs/algorithms.md)."""
 
@@ -425,38 +418,36 @@ class OptimizerConfig(Section):
     """AdamW (arXiv:1711.05101), one per policy."""
 
     max_grad_norm: Free[Rate] = 1.0
-    """Maximum norm of the gradient; a longer gradient is scaled down to it."""
+    """Maximum norm of the gradient; larger gradients are scaled down."""
     warmup_steps: Free[MaybeSteps] = 0
-    """Number of steps over which the learning rate rises linearly."""
+    """Steps over which the learning rate rises linearly."""
     final_learning_rate_share: Free[Annotated[float, Field(ge=0, le=1)]] = 1.0
-    """Learning rate at step `steps`, as a share of the policy's `learning_rate`; it falls linearly after warm-up."""
+    """Learning rate at the last step, as a share of `learning_rate`; it falls linearly after warm-up."""
 
 
 class TrainerConfig(Section):
     """The trainer."""
 
     ranks: Free[Annotated[Positive, NumberUnit("processes")]] = 1
-    """Number of data-parallel ranks; any number gives the same update. One rank is a thread of the run's process,
-    without Ray; several ranks, and any rank of a run in Ray (`cluster.address`), are Ray actors."""
+    """Data-parallel ranks; the update does not depend on their number. One rank is a thread of the run's process;
+    several ranks, and ranks with `cluster.address`, are Ray actors."""
     sharding: Free[Literal["auto", "none", "full", "offload"] | Positive] = "auto"
-    """Sharding of weights, gradients and optimizer states over the ranks; the update is the same. `none`: each rank
-    holds all. `full`: each rank holds a part (FSDP2). A number that divides `ranks`: this many ranks hold one copy
-    together (HSDP). `offload`: as `full`, with parts and optimizer in main memory. `auto`: `none` if that takes at most
-    half of a rank's memory, else `full` (docs/processes.md)."""
+    """Sharding of weights, gradients and optimizer state over the ranks; the update stays the same (docs/processes.md).
+    `none`: each rank holds all. `full`: each rank holds a part (FSDP2). A number that divides `ranks`: this many ranks
+    hold one copy together (HSDP). `offload`: as `full`, in main memory. `auto`: `none` if that takes at most half of a
+    rank's memory, else `full`."""
     loss: LossConfig = LossConfig()
     entropy_bonus: Free[Annotated[float, NumberUnit("per nat")]] = 0.0
-    """Weight of the entropy of trained tokens, divided by the same constant as the loss; a positive weight slows
-    entropy collapse."""
+    """Weight of the entropy of trained tokens, divided like the loss; a positive weight slows entropy collapse."""
     micro_batch_tokens: Free[Annotated[NonNegative, NumberUnit("tokens")]] = 0
-    """Padded tokens per forward pass, a bound on memory; the update is the same for any value. 0: as many as memory
-    holds, at most 16,384."""
+    """Padded tokens per forward pass, which bounds memory and does not change the update. 0: as many as memory holds,
+    at most 16,384."""
     recompute: Free[bool] = False
-    """Whether to keep only each layer's input for the backward pass and recompute the rest there (activation
-    checkpointing): activations take a fraction of the memory, a step about a third more time; the update is the same.
-    """
+    """Recompute activations in the backward pass instead of keeping them: much less memory, about a third more time,
+    the same update."""
     compile: Free[bool] = False
-    """Whether to compile the layers of the model with `torch.compile`, which takes minutes in the first step. Only for
-    weights that are not sharded (docs/gpu.md)."""
+    """Compile the model's layers with `torch.compile`, which takes minutes in the first step. Only for weights that are
+    not sharded (docs/gpu.md)."""
     optimizer: OptimizerConfig = OptimizerConfig()
 
     def check(self) -> None:
@@ -471,12 +462,12 @@ class ClusterConfig(Section):
     """The Ray in whose actors trainer ranks, engines and workers run (docs/cluster.md)."""
 
     address: Free[str] = ""
-    """Address of a cluster. `auto`: the Ray that runs on this machine; or HOST:PORT of its head. The run directory
-    stays on this machine. `local`: a Ray of the run's own, on this machine, that ends with it. Empty: no Ray, unless
-    there are several trainer ranks. Without a cluster the run listens on loopback only."""
+    """`auto`: the Ray that runs on this machine. HOST:PORT: the head of a cluster. `local`: a Ray of the run's own, on
+    this machine. Empty: no Ray, unless there are several trainer ranks. The run directory stays on this machine.
+    Without a cluster the run listens on loopback only."""
     min_nodes: Free[Annotated[NonNegative, NumberUnit("nodes")]] = 0
-    """Nodes that the run waits for, at its start and again when the machine of a trainer rank was lost. 0: the run
-    continues on the remaining nodes."""
+    """Nodes that the run waits for, at its start and after the loss of a trainer rank's machine. 0: it continues on the
+    remaining nodes."""
 
     def check(self) -> None:
         if self.min_nodes and self.address in ("", "local"):
@@ -487,8 +478,8 @@ class EvaluationConfig(Section):
     """Evaluation of pinned versions on held-out tasks, during training."""
 
     tasks: Free[Annotated[NonNegative, NumberUnit("tasks")] | dict[str, Positive]] = 256
-    """Number of held-out tasks. If there are more, the run's `seed` draws these; 0: no evaluation. A table: by split,
-    also of other environments, such as `{ held_out = 256, hard = 64, "calculator@held_out" = 64 }`."""
+    """Number of held-out tasks, drawn with the run's `seed` if there are more; 0: no evaluation. A table: by split,
+    also of other environments: `{ held_out = 256, hard = 64, "calculator@held_out" = 64 }`."""
     attempts: Free[Annotated[int, Field(gt=0, le=1024), NumberUnit("episodes")]] = 1
     """Episodes per held-out task. With several, pass@k is measured for k = 1, 2, 4, … up to this number."""
     every: Free[MaybeSteps] = 0
@@ -521,14 +512,14 @@ class BestConfig(Section):
     """The run's best versions by the running mean of a metric, and early stopping."""
 
     metric: Free[str] = ""
-    """Metric of steps or evaluations whose largest running mean is best; with `-` before it, the smallest. It is
-    measured of the first policy that learns, or of the one named before it: `solver/reward/mean`. Empty: none."""
+    """Metric of steps or evaluations whose largest running mean is best; with `-` in front, the smallest. It is that of
+    the first policy that learns, or of a named one: `solver/reward/mean`. Empty: none."""
     window: Free[Annotated[Positive, NumberUnit("measurements")]] = 5
-    """Number of newest measurements in the running mean."""
+    """Newest measurements in the running mean."""
     stop_at: Free[float | None] = None
-    """Running mean at which the run ends early, as good enough; null: none."""
+    """Running mean at which the run ends early."""
     stop_fall: Free[Annotated[float, Field(ge=0)] | None] = None
-    """Distance behind the best running mean at which the run ends early; null: none."""
+    """Distance behind the best running mean at which the run ends early."""
 
     def check(self) -> None:
         if not self.metric and self.stops_early:
@@ -559,19 +550,18 @@ class SandboxConfig(Section):
     """The sandboxes of the environments (docs/sandboxes.md)."""
 
     driver: Free[Literal["bubblewrap", "podman", "docker"]] = "bubblewrap"
-    """Isolation of the commands. `podman` and `docker` run each in a container; they keep fewer promises, so they need
-    `unproved = "accept"`."""
+    """Isolation of the commands. `podman` and `docker` guarantee less, so they need `unproved = "accept"`."""
     unproved: Free[Literal["refuse", "accept"]] = "refuse"
-    """Start of a run whose environment has a sandbox, on a machine that fails a check of `agentrl doctor --sandbox`:
-    `refuse`, or `accept` it with a warning."""
+    """What happens if this machine fails a check of `agentrl doctor --sandbox`: `refuse` to start, or `accept` with a
+    warning."""
 
 
 class JournalConfig(Section):
     """Retention of the run's journal on disk."""
 
     keep: Free[Literal["all"] | Annotated[int, Field(ge=0)]] = "all"
-    """Retention: `all`, or a number N of optimizer steps. With a number, each checkpoint removes unneeded tokens of
-    training episodes and columns of steps older than the last N steps of their policy (docs/operations.md)."""
+    """`all`, or a number N: each checkpoint deletes unneeded tokens of training episodes, and step columns, older than
+    the last N steps of their policy (docs/operations.md)."""
     budget_mib: Free[Annotated[NonNegative, NumberUnit("MiB")]] = 0
     """Disk budget of `journal/` and `steps/`. If `keep` cannot free enough space, the run writes a checkpoint and ends
     with exit code 74. 0: no limit."""

@@ -111,54 +111,48 @@ MIRROR_S = 60.0
 _SEES_TOOLS = "if there are tools, model.tools_in = 'system' where `agentrl episode tokens` shows none in the prompt"
 """First remedy for a reward that never changes: the chat template may hide the tools."""
 MEANINGS = {
-    "illegal_output": f"{BROKEN_SHARE:.0%} or more of the turns break the format in each of {WINDOW} steps, and the "
-    "share is not falling",
-    "format_pays": "over the whole run, episodes that break the format earn more than those that keep it, by "
+    "illegal_output": f"in each step, {BROKEN_SHARE:.0%} or more of the turns break the format, and the share is not "
+    "falling",
+    "format_pays": "over the whole run, episodes that break the format earn more than others, by "
     f"{FORMAT_ERRORS:g} standard errors and {FORMAT_MARGIN:.0%} of the rewards' spread (at least {FORMAT_EPISODES} of "
-    f"each, over {WINDOW} steps)",
-    "alone": f"{ZERO_SHARE:.0%} of the units of {WINDOW} steps have zero advantage, {ALONE_SHARE:.0%} because there is "
-    "no other episode to compare them with",
-    "collapse": f"{ZERO_SHARE:.0%} of the units of {WINDOW} steps have zero advantage, the reward is below its best, "
-    f"and the entropy below {LOW_ENTROPY:g} nats",
-    "no_signal": f"{ZERO_SHARE:.0%} of the units of {WINDOW} steps have zero advantage, and the reward has never "
-    f"changed; before that many steps: all of at least {MIN_EPISODES} held-out episodes before training got the same "
-    "reward, and every unit so far had zero advantage",
-    "nothing_to_learn": f"{ZERO_SHARE:.0%} of the units of {WINDOW} steps have zero advantage, at the best reward so "
-    "far",
-    "staleness": f"the mean lag of {WINDOW} steps exceeds max_staleness by more than a quarter of it, and by more than "
-    "0.25 steps",
-    "max_lag": f"the last {WINDOW} steps trained on tokens older than max_lag, although their episodes began in this "
-    "attempt of the run",
-    "off_policy": f"k3 above {K3_BOUND:g} nats per token over {WINDOW} steps, for all tokens or for those of one seat; "
-    f"not if the environment gave replies (`agent.act(reply=…)`) in the last {MISMATCH_STEPS[1]} steps",
-    "engine_mismatch": f"k3 above {MISMATCH_BOUND:g} nats per token for tokens sampled by exactly the weights that "
-    f"were trained: at least the newest {MISMATCH_TOKENS}, from {MISMATCH_STEPS[0]} or more of the last "
-    f"{MISMATCH_STEPS[1]} steps; not if the environment gave replies in these",
-    "selection_bias": f"over {LENGTH_STEPS} steps, trained units are {SELECTION_BIAS_BOUND:.0%} shorter or longer, in "
-    f"tokens or seconds, than all dispatched units, or the rewards of their groups differ by {SELECTION_BIAS_BOUND:g} "
-    f"standard deviations, or {SELECTION_BIAS_BOUND:.0%} of the units wait too long",
-    "dropped_by_time": f"{TIME_SHARE:.0%} of the episodes that ended, at least {TIME_EPISODES}, were dropped because "
-    "their program hung (`episode_timeout`)",
-    "dropped": f"{DROPPED_SHARE:.0%} of the episodes that ended, at least {MIN_EPISODES}, were dropped for one reason",
-    "off_frontier": f"in environments with proposals (`agent.gate`, `ctx.remember`): of at least {MIN_PROPOSALS} "
-    f"proposals of {WINDOW} steps, less than {FRONTIER_SHARE:.0%} got a mean reward between 0.2 and 0.8 from the "
-    "attempts at them",
-    "proposals_repeat": f"{REPEATED_SHARE:.0%} of the proposals of {WINDOW} steps, at least {MIN_PROPOSALS}, had been "
-    "made before",
-    "proposals_alike": f"the entropy of the proposals' structures is below {STRUCTURE_ENTROPY:g} nats in each of "
-    f"{WINDOW} steps",
-    "gate_closed": f"less than {GATE_SHARE:.0%} of the proposals pass the gate in each of {WINDOW} steps",
-    "loses_to_past": f"over {WINDOW} steps, a policy wins less than {LOSING_RATE:.0%} of the games against its past "
-    f"versions, and {LOSING_ERRORS:g} standard errors less than before (at least {MIN_GAMES} games in both)",
-    "one_seat_wins": f"over {WINDOW} steps, {SEAT_SHARE:.0%} of the decided games (rewards above and below 0), at "
-    f"least {MIN_GAMES}, are won by one seat",
-    "starved": f"a policy without phases takes no step while the others take {STARVED_STEPS} steps, and "
-    f"{STARVED_RATIO} times as many as between any two of its last {WINDOW} steps; before its first step: "
-    f"{STARVED_STEPS * STARVED_RATIO} steps",
-    "mirror_behind": "a copy that `agentrl run mirror` keeps lacks the last `--every` seconds and "
-    f"{MIRROR_S:g} s more of what the run wrote: the command fails, has died, or a round takes longer",
+    "each)",
+    "alone": f"{ZERO_SHARE:.0%} of the units have zero advantage, {ALONE_SHARE:.0%} because there is no other episode "
+    "to compare them with",
+    "collapse": f"{ZERO_SHARE:.0%} of the units have zero advantage, the reward is below its best, and the entropy "
+    f"below {LOW_ENTROPY:g} nats",
+    "no_signal": f"{ZERO_SHARE:.0%} of the units have zero advantage, and the reward has never changed; earlier, if "
+    f"all of at least {MIN_EPISODES} held-out episodes before training got the same reward, and every unit had zero "
+    "advantage",
+    "nothing_to_learn": f"{ZERO_SHARE:.0%} of the units have zero advantage, at the best reward so far",
+    "staleness": "the mean lag exceeds max_staleness by more than a quarter of it, and by more than 0.25 steps",
+    "max_lag": "the steps trained on tokens older than max_lag, in episodes that began since the last resume",
+    "off_policy": f"k3 is above {K3_BOUND:g} nats per token, for all tokens or one seat's; not if the environment gave "
+    f"replies (`agent.act(reply=…)`) in the last {MISMATCH_STEPS[1]} steps",
+    "engine_mismatch": f"k3 is above {MISMATCH_BOUND:g} nats per token for tokens sampled by exactly the trained "
+    f"weights: at least {MISMATCH_TOKENS}, from {MISMATCH_STEPS[0]} or more of the last {MISMATCH_STEPS[1]} steps; not "
+    "if the environment gave replies in these",
+    "selection_bias": f"over {LENGTH_STEPS} steps, trained units are {SELECTION_BIAS_BOUND:.0%} shorter or longer than "
+    "all dispatched units, in tokens or seconds, or their groups' rewards differ by "
+    f"{SELECTION_BIAS_BOUND:g} standard deviations, or {SELECTION_BIAS_BOUND:.0%} of the units wait too long",
+    "dropped_by_time": f"{TIME_SHARE:.0%} of all ended episodes, at least {TIME_EPISODES}, were dropped because their "
+    "program hung (`episode_timeout`)",
+    "dropped": f"{DROPPED_SHARE:.0%} of all ended episodes, at least {MIN_EPISODES}, were dropped for one reason",
+    "off_frontier": f"less than {FRONTIER_SHARE:.0%} of at least {MIN_PROPOSALS} proposals (`agent.gate`, "
+    "`ctx.remember`) got a mean reward between 0.2 and 0.8 from their attempts",
+    "proposals_repeat": f"{REPEATED_SHARE:.0%} of the proposals, at least {MIN_PROPOSALS}, are repeated",
+    "proposals_alike": f"in each step, the entropy of the proposals' structures is below {STRUCTURE_ENTROPY:g} nats",
+    "gate_closed": f"in each step, less than {GATE_SHARE:.0%} of the proposals pass the gate",
+    "loses_to_past": f"a policy wins less than {LOSING_RATE:.0%} of the games against its past versions, and "
+    f"{LOSING_ERRORS:g} standard errors less than before (at least {MIN_GAMES} games in both)",
+    "one_seat_wins": f"one seat wins {SEAT_SHARE:.0%} of at least {MIN_GAMES} decided games (rewards above and below "
+    "0)",
+    "starved": f"a policy without phases takes no step while the others take {STARVED_STEPS}, and {STARVED_RATIO} "
+    "times as many as between its last steps; before its first step: "
+    f"{STARVED_STEPS * STARVED_RATIO}",
+    "mirror_behind": "the copy of `agentrl run mirror` lacks more than the last `--every` seconds and "
+    f"{MIRROR_S:g} s: the command fails, has died, or a round takes longer",
 }
-"""Condition that raises each alarm, listed in docs/metrics.md."""
+"""Condition that raises each alarm, for docs/metrics.md; over the newest `WINDOW` steps unless it names others."""
 EXPECTED_DROPS = {"run_ended", "frozen", "no_signal", "probe"}
 
 ADVICE_ON_DROPS = {

@@ -31,32 +31,31 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "named_reward/<name>",
         "reward",
-        "mean reward of one name per agent of the step's units, before its weight, if rewards have names; `reward` "
-        "is that of rewards without a name, weighted if an agent has no other",
+        "mean reward of this name per agent of the step's units, before its weight; `reward` is that of rewards "
+        "without a name",
     ),
     Metric(
         "reward_agreement/<name>",
         "fraction",
-        "share of the pairs of the step's conversations that this named reward orders as `reward` does, among those "
-        "with different `reward`; ties count half, so ½ is chance. A judge near ½ or below is no use (docs/scores.md)",
+        "share of the step's pairs of conversations that this named reward orders as `reward` does, among pairs with "
+        "different `reward`; ½ is chance (docs/scores.md)",
     ),
     Metric(
         "score_spread/<name>",
         "reward",
-        "standard deviation of a conversation's score over the votes of a judge of groups, as the mean over the groups "
-        "that were scored during the step: noise of the judge, and its dependence on the order of the conversations",
+        "standard deviation of a conversation's score over the votes of a judge of groups; mean over the groups "
+        "scored during the step",
     ),
     Metric(
         "evaluation/reward",
         "reward",
-        "mean reward of the policy over held-out tasks at a pinned version; the reward of a task is the mean over "
-        "the episodes in which the policy acted, including children; in `agentrl.evaluate`, the sum over the "
-        "agents of a task",
+        "mean over held-out tasks, at a pinned version; of a task, over the episodes in which the policy acted, "
+        "including children (in `agentrl.evaluate`, the sum over the agents)",
     ),
     Metric(
         "evaluation/reward/<seat>",
         "reward",
-        "`evaluation/reward` per agent of one seat, if the policy holds several seats; in `agentrl.evaluate` with "
+        "`evaluation/reward` per agent of one seat, if the policy holds several; in `agentrl.evaluate` with "
         "several policies: `<policy>` and `<policy>/<seat>`",
     ),
     Metric(
@@ -64,46 +63,32 @@ METRICS: tuple[Metric, ...] = (
         "reward",
         "`named_reward/<name>` on held-out tasks; in `agentrl.evaluate` with several policies: `<policy>/<name>`",
     ),
-    Metric(
-        "evaluation/reward_deviation",
-        "reward",
-        "standard deviation of the policy's held-out rewards over episodes; 0 if all are equal",
-    ),
-    Metric(
-        "evaluation/reward_error", "reward", "half the width of the 95 % interval of `evaluation/reward`, over tasks"
-    ),
+    Metric("evaluation/reward_deviation", "reward", "standard deviation of the held-out rewards over episodes"),
+    Metric("evaluation/reward_error", "reward", "half the 95% interval of `evaluation/reward`, over tasks"),
     Metric(
         "evaluation/pass_at/<k>",
         "fraction",
-        "pass@k over tasks: probability that at least one of k attempts (`evaluation.attempts`) is "
-        "solved. An attempt is solved if each of the policy's rewarded agents, or of all policies', gets 1 or more",
+        "probability that at least one of k attempts (`evaluation.attempts`) is solved, over tasks. Solved: every "
+        "rewarded agent of the policy, or of all policies, gets 1 or more",
     ),
-    Metric("evaluation/pass_at_error/<k>", "fraction", "half the width of the 95 % interval of that value, over tasks"),
+    Metric("evaluation/pass_at_error/<k>", "fraction", "half the 95% interval of that value, over tasks"),
     Metric(
         "evaluation/metric/<name>",
         "value",
         "an environment's `ctx.metric`: mean over the episodes that set it, by task",
     ),
-    Metric("evaluation/metric_error/<name>", "value", "half the width of the 95 % interval of that value, over tasks"),
+    Metric("evaluation/metric_error/<name>", "value", "half the 95% interval of that value, over tasks"),
     Metric("evaluation/split_reward/<split>", "reward", "`evaluation/reward` on one of several splits"),
-    Metric(
-        "evaluation/split_reward_error/<split>",
-        "reward",
-        "half the width of the 95 % interval of that value, over tasks",
-    ),
+    Metric("evaluation/split_reward_error/<split>", "reward", "half the 95% interval of that value, over tasks"),
     Metric("evaluation/split_pass_at/<split>/<k>", "fraction", "pass@k on one of several splits"),
-    Metric(
-        "evaluation/split_pass_at_error/<split>/<k>",
-        "fraction",
-        "half the width of the 95 % interval of that value, over tasks",
-    ),
+    Metric("evaluation/split_pass_at_error/<split>/<k>", "fraction", "half the 95% interval of that value, over tasks"),
     Metric("evaluation/turns", "turns", "mean turns of held-out episodes"),
     Metric("evaluation/tokens", "tokens", "mean sampled tokens of held-out episodes"),
-    Metric("evaluation/episodes", "episodes", "held-out episodes that were committed"),
+    Metric("evaluation/episodes", "episodes", "committed held-out episodes"),
     Metric(
         "evaluation/dropped",
         "episodes",
-        "held-out episodes that were dropped, including children; no other metric counts them",
+        "dropped held-out episodes, including children; no other metric counts them",
     ),
     Metric("evaluation/tasks", "tasks", "held-out tasks of an evaluation during a run"),
     Metric("evaluation/seconds", "s", "duration of an evaluation during a run"),
@@ -115,28 +100,29 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "staleness/mean",
         "steps",
-        "mean staleness of the step's units: current step minus the step of the oldest weights that sampled them",
+        "mean staleness of the step's units: current step minus the step of their oldest sampling weights",
     ),
     Metric("staleness/max", "steps", "largest staleness of the step's units"),
     Metric(
         "staleness/exceeded",
         "trajectories",
-        "trajectories of the step that began in this attempt of the run and exceed `max_lag`, if set; should be 0",
+        "trajectories beyond `max_lag` that began since the last resume; should be 0",
     ),
     Metric(
-        "advantage/zero_share", "fraction", "share of units of the step whose advantages are all 0, which teach nothing"
+        "advantage/zero_share",
+        "fraction",
+        "share of the step's units whose advantages are all 0, which teach nothing",
     ),
     Metric(
         "advantage/alone_share",
         "fraction",
-        "share of units of the step without another episode to compare with, as after `ctx.spawn` with n=1",
+        "share of the step's units without another episode to compare with, as after `ctx.spawn` with n=1",
     ),
     Metric(
         "advantage/repeated_state_share",
         "fraction",
-        "with an advantage that compares turns (`gigpo`): share of the turns, in groups that ended during the step, "
-        "that began in the same anchor state as another turn of their group and seat; the others get the advantage of "
-        "their episode",
+        "with `gigpo`: share of turns, in groups that ended during the step, whose anchor state also occurs in "
+        "another turn of their group and seat; the others get their episode's advantage",
     ),
     Metric("step/units", "units", "units the step consumed"),
     Metric("step/tokens", "tokens", "sampled tokens the step trained on"),
@@ -144,33 +130,33 @@ METRICS: tuple[Metric, ...] = (
     Metric("step/waited_s", "s", "time that the trainer waited for the step's units"),
     Metric("run/seconds", "s", "wall time since training began"),
     Metric("run/lineage", "lineages", "lineage of the step's version, which increases with each resume"),
-    Metric("run/code_changes", "changes", "number of resumes after which the environment code had changed"),
+    Metric("run/code_changes", "changes", "resumes after which the environment code had changed"),
     Metric("engine/busy_share", "fraction", "share of the step's wall time the engine spent in forward passes"),
     Metric("trainer/busy_share", "fraction", "share of the step's wall time the trainer was busy"),
     Metric(
         "tokens/sampled_per_s",
         "tokens/s",
-        "sampled tokens of all policies, in the episodes that ended since the previous step, per second; absent if "
-        "no episode ended, and the next step then covers both",
+        "sampled tokens of all policies per second, from the episodes that ended since the previous step; absent if "
+        "none ended",
     ),
     Metric("episodes/per_s", "episodes/s", "episodes that ended during the step"),
     Metric(
         "episodes/turns",
         "turns",
-        "mean number of turns of the policy in the episodes that it acted in and that were committed during the step",
+        "mean turns of the policy in the committed episodes of the step in which it acted",
     ),
-    Metric("episodes/in_flight", "episodes", "episodes that were admitted and have not ended"),
+    Metric("episodes/in_flight", "episodes", "admitted episodes that have not ended"),
     Metric("episodes/ready", "episodes", "committed episodes that wait to be trained on"),
     Metric("episodes/trained", "episodes", "episodes trained on since the run began"),
-    Metric("episodes/dropped", "episodes", "episodes dropped since the run began, for any reason"),
+    Metric("episodes/dropped", "episodes", "episodes dropped since the run began"),
     Metric(
-        "episodes/superseded",
-        "episodes",
-        "ignored ends of episodes: reported twice, or of an attempt that another one replaced",
+        "episodes/timed_out",
+        "fraction",
+        "share of the episodes since the policy's last step that `episode_timeout_s` truncated or dropped; absent if "
+        "none",
     ),
-    Metric(
-        "episodes/tokens", "tokens", "mean number of tokens that the policy sampled in the episodes of `episodes/turns`"
-    ),
+    Metric("episodes/superseded", "episodes", "ignored ends: reported twice, or of a replaced attempt"),
+    Metric("episodes/tokens", "tokens", "mean sampled tokens of the policy in the episodes of `episodes/turns`"),
     Metric(
         "tool/<outcome>",
         "calls",
@@ -180,7 +166,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "turns/interrupted",
         "turns",
-        "turns per episode that were interrupted and therefore took more than one engine call",
+        "turns per episode that took more than one engine call because of an interruption",
     ),
     Metric(
         SCORES_EXPOSED,
@@ -191,22 +177,22 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "scores/requests/<name>",
         "requests",
-        "requests of a scorer per episode: calls of its function or model, votes and retries included; without those "
-        "of groups (docs/scores.md)",
+        "calls of a scorer's function or model per episode, including votes and retries, without scorers of groups "
+        "(docs/scores.md)",
     ),
     Metric("scores/tokens/<name>", "tokens", "tokens that models computed for a scorer, per episode"),
-    Metric("parked", "times", "number of times that an episode was parked, per episode"),
-    Metric(
-        "no_room_s",
-        "s",
-        "seconds per episode that turns waited for room in the engine's KV memory (docs/scheduling.md)",
-    ),
+    Metric("parked", "times", "times an episode was parked, per episode"),
+    Metric("no_room_s", "s", "seconds per episode that turns waited for KV memory (docs/scheduling.md)"),
     Metric("turns/illegal", "turns", "turns per episode that the environment counted as unreadable"),
     Metric(
         "turns/demonstrated",
         "turns",
-        "turns per episode whose reply the environment gave (`agent.act(reply=…)`); k3 then tells how likely these "
+        "turns per episode with a reply from the environment (`agent.act(reply=…)`); k3 then tells how likely these "
         "replies are",
+    ),
+    Metric("history/<cause>", "turns", "turns per episode before which the chat template rewrites earlier messages"),
+    Metric(
+        "drift/<cause>", "turns", "turns per episode whose sampled tokens the chat template would tokenize differently"
     ),
     Metric(
         "win_rate/<policy>", "fraction", "share of games won against this policy of kind `past`; a draw counts half"
@@ -214,57 +200,42 @@ METRICS: tuple[Metric, ...] = (
     Metric("games/<policy>", "episodes", "games against this policy of kind `past`"),
     Metric("episodes/decided", "episodes", "decided games: one seat's reward was above 0, another's below"),
     Metric("won/<seat>", "fraction", "share of decided games in which this seat had the highest reward"),
-    Metric("format/episodes", "episodes", "episodes that the other `format/` metrics of the step cover"),
+    Metric("format/episodes", "episodes", "episodes covered by the other `format/` metrics of the step"),
     Metric(
         "format/broken_turns",
         "fraction",
-        "share of turns of the policy that broke the format: cut, illegal, or with a call that matches no tool",
+        "share of the policy's turns that broke the format: cut, illegal, or with a call that matches no tool",
     ),
     Metric("format/broken_share", "fraction", "share of episodes with a turn that broke the format"),
     Metric("format/reward_broken", "reward", "mean reward of the episodes with a turn that broke the format"),
     Metric("format/reward_kept", "reward", "mean reward of the episodes without such a turn"),
     Metric(
-        "episodes/timed_out",
-        "fraction",
-        "share of the episodes since the policy's last step that `episode_timeout_s` ended, by truncation or "
-        "dropping; absent if no episode timed out",
-    ),
-    Metric(
         "advantage/variance_ratio",
         "1",
         "with credit.release = 'late' or 'episode': mean square of the advantages of groups completed since the "
-        "policy's last step, divided by that of leave-one-out over the same complete groups; measures the variance "
-        "that training before a group is complete adds (docs/scheduling.md)",
+        "policy's last step, divided by that of leave-one-out over the complete groups (docs/scheduling.md)",
     ),
     Metric(
         "selection_bias/length_ratio",
         "1",
-        "mean tokens of the trained units divided by the mean of all units; covers the newest groups in dispatch "
-        "order whose units were all trained or dropped, as many units as 20 steps consume (docs/scheduling.md)",
+        "mean tokens of the trained units divided by the mean of all units; over the newest groups, in dispatch "
+        "order, whose units were all trained or dropped: as many units as 20 steps consume (docs/scheduling.md)",
     ),
-    Metric(
-        "selection_bias/seconds_ratio",
-        "1",
-        "`selection_bias/length_ratio` for the duration of episodes instead of tokens",
-    ),
+    Metric("selection_bias/seconds_ratio", "1", "`selection_bias/length_ratio` for the duration of episodes"),
     Metric(
         "selection_bias/reward_shift",
         "deviations",
-        "mean reward of the groups of the trained units minus that of all units, in standard deviations; above 0, "
-        "the trained tasks are easier",
+        "mean reward of the groups of the trained units minus that of all units, in standard deviations; above 0: the "
+        "trained tasks are easier",
     ),
     Metric(
         "selection_bias/held_share",
         "fraction",
-        "share of these units that were neither trained nor dropped when 20 steps' worth of later units had been",
+        "share of dispatched units that were neither trained nor dropped when 20 steps' worth of later units had been",
     ),
-    Metric(
-        "selection_bias/overtaken",
-        "steps",
-        "by how many steps' worth of units the step's most delayed unit was overtaken",
-    ),
+    Metric("selection_bias/overtaken", "steps", "steps' worth of units that overtook the step's most delayed unit"),
     Metric("gate/acceptance", "fraction", "share of `agent.gate` calls that accepted"),
-    Metric("proposals/made", "proposals", "proposals passed to `ctx.remember` since the policy's previous step"),
+    Metric("proposals/made", "proposals", "calls of `ctx.remember` since the policy's previous step"),
     Metric("proposals/repeated", "fraction", "share of proposals that the run already remembered"),
     Metric(
         "proposals/structure_entropy", "nats", "entropy of the structures of the newest 100 proposals that have one"
@@ -272,33 +243,25 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "groups/no_signal",
         "groups",
-        "groups dropped since the policy's last step because their advantages were all 0 (`credit.release`)",
+        "groups dropped since the policy's last step because their advantages were all 0 (`credit.dynamic_sampling`)",
     ),
     Metric("pass_rate/groups", "groups", "ended groups of child episodes with rewards between 0 and 1"),
     Metric("pass_rate/frontier", "fraction", "share of these groups with a mean reward p from 0.2 to 0.8"),
-    Metric(
-        "pass_rate/<range>",
-        "fraction",
-        "share of these groups with p in this range, a histogram of p with separate bins for 0 and 1",
-    ),
-    Metric("history/<cause>", "turns", "turns per episode before which the chat template rewrites earlier messages"),
-    Metric(
-        "drift/<cause>", "turns", "turns per episode whose sampled tokens the chat template would tokenize differently"
-    ),
+    Metric("pass_rate/<range>", "fraction", "share of these groups with p in this range; 0 and 1 have their own bins"),
     Metric("step", "steps", "optimizer steps the policy has taken"),
     Metric("loss", "1", "loss of the step"),
     Metric("grad_norm", "1", "norm of the gradient before clipping"),
     Metric(
         "zero_gradient",
         "steps",
-        "1 if the gradient was exactly 0, so that the step moved neither weights nor optimizer state; else 0",
+        "1 if the gradient was exactly 0, so that weights and optimizer state did not change; else 0",
     ),
     Metric("learning_rate", "1", "learning rate of the step"),
     Metric("entropy", "nats", "mean entropy of the processed distribution per measured token"),
     Metric(
         "value/loss",
         "1",
-        "with credit.advantage = 'gae': sum of 0.5 A² over the trained tokens, with the weights of the policy's loss",
+        "with `gae`: sum of 0.5 A² over the trained tokens, with the weights of the policy's loss",
     ),
     Metric(
         "value/explained_variance",
@@ -310,25 +273,19 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "k3",
         "nats",
-        "k3 estimate of KL(behavior || trainer) over the measured tokens, which includes staleness and engine mismatch",
+        "k3 estimate of KL(behavior || trainer) over the measured tokens; includes staleness and engine mismatch",
     ),
     Metric(
         "mismatch/k3",
         "nats",
-        "k3 over rows sampled by exactly the weights that were trained; measures only the mismatch of engine and "
-        "trainer",
+        "k3 over rows sampled by exactly the trained weights: the mismatch of engine and trainer alone",
     ),
     Metric("mismatch/difference", "nats", "mean |trainer logprob - behavior logprob| over the rows of `mismatch/k3`"),
     Metric(
         "mismatch/max_difference", "nats", "largest |trainer logprob - behavior logprob| over the rows of `mismatch/k3`"
     ),
     Metric("mismatch/tokens", "tokens", "trained tokens of the rows of `mismatch/k3`"),
-    Metric(
-        "seat_k3/<seat>",
-        "nats",
-        "k3 over the tokens of one seat, if the policy holds several; KL from the version that sampled them to the "
-        "one that trains, not to a reference",
-    ),
+    Metric("seat_k3/<seat>", "nats", "k3 over the tokens of one seat, if the policy holds several"),
     Metric("lag_k3/<lag>", "nats", "k3 over the tokens with this lag in steps (0, 1, 2, 3, 4+)"),
     Metric(
         "lag_difference/<lag>", "nats", "mean |trainer logprob - behavior logprob| over the tokens of `lag_k3/<lag>`"
@@ -351,18 +308,13 @@ METRICS: tuple[Metric, ...] = (
         "fraction",
         "share of trained tokens without gradient because of the trust region or the clip",
     ),
-    Metric(
-        "truncated_fraction",
-        "fraction",
-        "share of trained tokens whose weight is below their importance ratio, because it was capped or the loss "
-        "weights differently",
-    ),
+    Metric("truncated_fraction", "fraction", "share of trained tokens whose weight is below their importance ratio"),
     Metric("effective_sample_fraction", "fraction", "(sum of ratios)^2 / (n * sum of squared ratios)"),
-    Metric("reference_kl", "nats", "mean of log pi - log ref over the trained tokens, the distance from the reference"),
-    Metric("skipped_samples", "rows", "rows whose advantages are all 0, which are consumed without a gradient"),
+    Metric("reference_kl", "nats", "mean of log pi - log ref over the trained tokens"),
+    Metric("skipped_samples", "rows", "rows whose advantages are all 0, consumed without a gradient"),
     Metric("forwarded_tokens", "tokens", "tokens that the trainer passed through the model"),
     Metric("sharing", "1", "row tokens per forwarded token, the saving from shared prefixes"),
-    Metric("shares_prefixes", "1", "1 if prefixes that rows share are computed once; the run's start says why not"),
+    Metric("shares_prefixes", "1", "1 if shared prefixes of rows are computed once; the run's start says why not"),
 )
 
 BROKEN_FORMAT = ("tool/bad_arguments", "tool/unknown_tool", "turns/length", "turns/illegal")

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from agentrl.cli.commands import make_parser
+
+Row = tuple[str, str]
+"""An argument and its meaning."""
 
 _HEAD = """# Command line
 
@@ -19,37 +23,56 @@ _HEAD = """# Command line
 `--SECTION.KEY=VALUE` for any [setting](configuration.md).
 
 Exit codes: 0 success; 1 a failed check, or a difference; 2 bad input; 70 internal error; 74 storage; 130 interrupted.
+
+## Common arguments
+
+{common}
 """
+_COMMON_USES = 3
+"""Number of commands from which on an argument is described once, under *Common arguments*."""
 
 
 def render_commands_page() -> str:
     """Make the page."""
-    return "\n".join([_HEAD, *_commands(make_parser())]) + "\n"
+    parsers = list(_parsers(make_parser()))
+    uses = Counter(row for parser in parsers for row in _rows(parser))
+    common = [row for row, count in uses.items() if count >= _COMMON_USES]
+    head = _HEAD.format(common="\n".join(map(_item, common)))
+    return "\n".join([head, *(line for parser in parsers for line in _command(parser, common))])
 
 
-def _commands(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Yield the lines of a parser's commands, in the order of its help."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for command in action.choices.values():
-                yield from _command(command)
+def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Yield the parsers of commands without verbs, in the order of the help."""
+    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    for group in groups:
+        for command in group.choices.values():
+            yield from _parsers(command)
+    if not groups:
+        yield parser
 
 
-def _command(parser: argparse.ArgumentParser) -> Iterator[str]:
-    nested = list(_commands(parser))
-    if nested:
-        yield from nested
-        return
-    yield f"## {parser.prog}\n"
-    yield f"{_sentence(parser.description or '')}\n"
-    options = [
-        action for action in parser._actions if action.dest not in ("help", "json") and action.help != argparse.SUPPRESS
+def _rows(parser: argparse.ArgumentParser) -> list[Row]:
+    """List the arguments of a command with their meanings."""
+    return [
+        (_name(action), _cell(action, parser))
+        for action in parser._actions
+        if action.dest not in ("help", "json") and action.help != argparse.SUPPRESS
     ]
-    if options:
-        yield "| argument | meaning |"
-        yield "|---|---|"
-        yield from (f"| {_name(action)} | {_cell(action, parser)} |" for action in options)
+
+
+def _command(parser: argparse.ArgumentParser, common: Sequence[Row]) -> Iterator[str]:
+    rows = _rows(parser)
+    shared = ", ".join(name for name, meaning in rows if (name, meaning) in common)
+    yield f"## {parser.prog}\n"
+    yield f"{_sentence(parser.description or '')}{f' Takes {shared}.' if shared else ''}\n"
+    if special := [row for row in rows if row not in common]:
+        yield from map(_item, special)
         yield ""
+
+
+def _item(row: Row) -> str:
+    name, meaning = row
+    return f"* {name}: {meaning}" if meaning else f"* {name}"
 
 
 def _name(action: argparse.Action) -> str:
@@ -60,12 +83,12 @@ def _name(action: argparse.Action) -> str:
     names = ", ".join(action.option_strings)
     if action.choices is not None:
         value = "{" + ",".join(map(str, action.choices)) + "}"
-    return f"`{names}`" if action.nargs == 0 else f"`{names} {value}`".replace("|", "\\|")
+    return f"`{names}`" if action.nargs == 0 else f"`{names} {value}`"
 
 
 def _cell(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
     values = {**vars(action), "prog": parser.prog}
-    return ((action.help or "") % values).replace("|", "\\|")
+    return (action.help or "") % values
 
 
 def _sentence(text: str) -> str:

@@ -5,6 +5,7 @@ Owns the layout of the page. The text about a field is the field's docstring.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
@@ -45,15 +46,17 @@ agentrl.train(config)
 agentrl train run.toml --policies.solver.learning_rate=1e-4
 ```
 
-On the command line a value is JSON, a TOML inline table, or else text. `--dry-run` prints the resolved
-configuration and stops. An unknown key is refused, with the nearest known one. Only
-`environment.id` has no default; `model.path` may be empty only if every policy is remote or a bot.
+On the command line a value is JSON, a TOML inline table, or else text. `--dry-run` prints the resolved configuration
+and stops. An unknown key is refused, with the nearest known one.
 
-`--resume` reads the configuration again. The column *on resume* says whether it may change a setting:
+Models, environments, functions and rubrics in a TOML file are relative to that file.
 
-* *yes*: the new value holds from now on. *yes¹*: not with `deterministic = true`.
-* *new episodes¹*: the same for episodes that begin or restart; an episode in flight keeps its value.
-* *no*: `--resume` names the key and both values.
+Each setting below is written with its default. `--resume` reads the configuration again; new values hold from then on,
+except where a setting is marked:
+
+* *fixed*: `--resume` refuses another value.
+* *new episodes*¹: episodes in flight keep their value.
+* ¹: fixed with `deterministic = true`.
 """
 
 
@@ -67,14 +70,14 @@ def configuration_page() -> str:
 
 
 def documented_keys() -> list[str]:
-    """List every key that holds a value, such as `policies.NAME.kind`, once, even if several kinds of a section have
-    it."""
+    """List every key that holds a value, such as `policies.NAME.url`, once, even if several kinds of a section have
+    it. The heading of a section names its `kind`."""
     return list(
         dict.fromkeys(
             f"{path}{name}"
             for section, path in _walk(RunConfig, "")
             for name, field in section.model_fields.items()
-            if not sections_in_annotation(field.annotation)[0]
+            if name != "kind" and not sections_in_annotation(field.annotation)[0]
         )
     )
 
@@ -89,16 +92,37 @@ def _walk(section: type[BaseModel], path: str) -> Iterator[tuple[type[BaseModel]
 
 def _section(section: type[BaseModel], path: str) -> str:
     title = f"[{path.rstrip('.')}]" if path else "The run"
-    if len(tags := get_args(section.model_fields["kind"].annotation) if "kind" in section.model_fields else ()) == 1:
-        title += f" with kind = {tags[0]}"
-    rows = [
-        f"| `{name}` | {_type(field)} | {_default(field)} | {_unit(field)} | {_rule(field)} | "
-        f"{_flat(field.description or '')} |"
+    if "kind" in section.model_fields:
+        (tag,) = get_args(section.model_fields["kind"].annotation)
+        title += f" with kind = {tag}"
+    settings = [
+        f"* {_heading(name, field)}<br>\n  {_flat(field.description or '')}"
         for name, field in section.model_fields.items()
-        if not sections_in_annotation(field.annotation)[0]
+        if name != "kind" and not sections_in_annotation(field.annotation)[0]
     ]
-    head = ["| field | type | default | unit | on resume | what it does, and why |", "|---|---|---|---|---|---|"]
-    return "\n".join([f"## {title}\n", f"{_flat(section.__doc__ or '')}\n", *(head + rows if rows else []), ""])
+    return "\n".join([f"## {title}\n", f"{_flat(section.__doc__ or '')}\n", *settings, *[""][: len(settings)]])
+
+
+def _heading(name: str, field: FieldInfo) -> str:
+    """Return the line above a description: the setting with its default, type, unit and resume rule."""
+    default = next((mark.words for mark in field.metadata if isinstance(mark, DerivedDefault)), "")
+    has_value = not (field.is_required() or default or field.default is None)
+    shown = f"`{name} = {_toml(field.default)}`" if has_value else f"`{name}`"
+    type_ = _type(field)
+    facts = [
+        "required" if field.is_required() else "",
+        "" if has_value and type_ in ("text", "boolean") else type_,
+        _unit(field),
+        f"default: {_flat(default)}" if default else "",
+        _MARKS[resume_rule_of(field).rule],
+    ]
+    footnote = "" if resume_rule_of(field).of_deterministic else "¹"
+    return ", ".join([shown, *filter(None, facts)]) + footnote
+
+
+def _toml(value: Any) -> str:
+    """Return a default as TOML."""
+    return "{}" if value == {} else json.dumps(value)
 
 
 SLIPS = 10**6
@@ -118,7 +142,7 @@ def _name(annotation: Any) -> str:
     if annotation in names:
         return names[annotation]
     if origin is Literal:
-        return " or ".join(f"`{argument}`" for argument in arguments)
+        return "/".join(f"`{argument}`" for argument in arguments)
     if origin is Annotated:
         return _name(arguments[0])
     if origin is tuple and arguments[-1] is not ...:
@@ -126,38 +150,25 @@ def _name(annotation: Any) -> str:
     if origin is tuple:
         return f"list of {_name(arguments[0])}"
     if origin is dict:
-        return f"table of {_name(arguments[1])}"
+        return "table" if arguments[1] is Any else f"table of {_name(arguments[1])}"
     return " or ".join("null" if argument is type(None) else _name(argument) for argument in arguments)
-
-
-def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "*needed*"
-    if derived := next((mark.words for mark in field.metadata if isinstance(mark, DerivedDefault)), ""):
-        return derived
-    value = field.default
-    if isinstance(value, tuple | list):
-        return ", ".join(f"`{item}`" for item in value) or "empty"
-    if isinstance(value, dict):
-        return "empty" if not value else f"`{value}`"
-    return f"`{'null' if value is None else str(value).lower() if isinstance(value, bool) else value}`"
 
 
 def _unit(field: FieldInfo) -> str:
     return next((mark.name for mark in field.metadata if isinstance(mark, NumberUnit)), "")
 
 
-_RULES = {"may differ": "yes", "per episode": "new episodes", "refused": "no"}
-"""The column *on resume* by the rule of a setting."""
-
-
-def _rule(field: FieldInfo) -> str:
-    declared = resume_rule_of(field)
-    return _RULES[declared.rule] + ("" if declared.of_deterministic else "¹")
+_MARKS = {"may differ": "", "per episode": "*new episodes*", "refused": "*fixed*"}
+"""Mark of a setting by its resume rule."""
 
 
 def _flat(text: str) -> str:
-    return re.sub(r"docs/((\w+)\.md)", r"[\2](\1)", " ".join(text.split()).replace("|", "\\|"))
+    return linked(" ".join(text.split()))
+
+
+def linked(text: str) -> str:
+    """Make links of the pages that a text names."""
+    return re.sub(r"docs/((\w+)\.md)", r"[\2](\1)", text)
 
 
 if __name__ == "__main__":

@@ -7,63 +7,75 @@ from __future__ import annotations
 
 import sys
 
-from agentrl.observe.alarms import MEANINGS
+from agentrl.observe.alarms import MEANINGS, WINDOW
 from agentrl.observe.metrics import METRICS
+from docs.generators.configuration import linked
 
 _PAGE = """# Metrics
 
 <!-- Written by `make docs-config` from agentrl/observe/metrics.py and alarms.py; changes belong there. -->
 
-Every optimizer step and every evaluation records numbers under the names below, which stay. `<…>` stands for any word.
-What could not be measured is left out.
+Every optimizer step and every evaluation records these metrics, under stable names; `<…>` stands for any word. A value
+that could not be measured is left out.
 
 | where | what |
 |---|---|
-| `runs/NAME/metrics.jsonl` | a line per step and policy: `{{"policy": …, "step": …, name: value, …}}` |
-| `runs/NAME/journal/control.db` | table `metrics`: [journal format](journal_format.md) |
 | `agentrl run view NAME` | one screen, also while it trains; `q` leaves |
 | `agentrl run curve NAME --metric k3` | one metric over the steps |
 | `agentrl run metrics NAME [--json]` | the newest value of each |
-| `agentrl run metrics NAME --prometheus` | the same in Prometheus' text format, for its textfile collector |
-| `sinks = ["tensorboard"]` | also to tensorboard, `trackio` or `wandb`; each is an extra of its name |
+| `agentrl run metrics NAME --prometheus` | the same as Prometheus text, for its textfile collector |
+| `runs/NAME/metrics.jsonl` | a line per step and policy: `{{"policy": …, "step": …, name: value, …}}` |
+| `runs/NAME/journal/control.db` | table `metrics` ([journal format](journal_format.md)) |
+| `sinks = ["tensorboard"]` | also `trackio` or `wandb`; each needs the extra of its name |
 
-`ctx.metric(name, value)` in an environment adds a name of its own: the sum within an episode, the mean over the
-episodes with the policy that set it and were committed since its last step. In an evaluation it is
-`evaluation/metric/<name>`. An environment that reads free text counts what it
-cannot read as `ctx.metric("turns/illegal", 1)`, so that the alarms know. That, cut turns and tool calls are counted for
-the agent that acted last only, so no policy is blamed for another.
+**Your own.** `ctx.metric(name, value)` in an environment adds a metric: summed within an episode, then averaged over
+the committed episodes that set it since the policy's last step. In an evaluation it is `evaluation/metric/<name>`.
+Count replies that the environment cannot read with `ctx.metric("turns/illegal", 1)`, so that the alarms see them. That,
+cut turns and tool calls count for the agent that acted last, so no policy is blamed for another.
 
-**Measured tokens.** `entropy`, `kept_mass`, `k3` and its variants by lag, seat and mismatch, `abs_logprob_difference`,
-`mean_ratio`, `masked_fraction`, `truncated_fraction`, `effective_sample_fraction` and `reference_kl` are means over the
-tokens that went through the model. Most losses skip rows whose advantages are all 0 (`skipped_samples`), so these
-tokens are in none of the means, and the alarms do not see them; over all trained tokens the values can differ by a
-factor of two and more. Losses that see a whole step, `gae`, a reference, an entropy bonus and your own losses
-forward every row, and then all trained tokens are measured.
+**Measured tokens.** These metrics are means over the tokens that went through the model: `entropy`, `kept_mass`, `k3`
+and its variants, `abs_logprob_difference`, `mean_ratio`, `masked_fraction`, `truncated_fraction`,
+`effective_sample_fraction` and `reference_kl`. Most losses skip rows whose advantages are all 0 (`skipped_samples`),
+so the means and the alarms exclude them; over all trained tokens, values can differ by a factor of two and more. Losses
+over a whole step, `gae`, a reference, an entropy bonus and your own losses forward every row.
 
-## Names
-
-| name | unit | meaning |
-|---|---|---|
 {metrics}
-
 ## Alarms
 
-Named on the screen, once as a line of the error stream and in `runs/NAME/alarms.jsonl`, each with what
-was measured and what to try. None ends a run. For `engine_mismatch` see [mismatch](off_policy.md).
+An alarm appears on the screen, once on stderr, and in `runs/NAME/alarms.jsonl`, with the measured values and advice.
+None ends a run. Conditions cover the newest {window} steps unless they name others.
 
 | alarm | raised when |
 |---|---|
 {alarms}
 """
 
+_HEADINGS = {
+    "reward/mean": "Rewards",
+    "evaluation/reward": "Evaluations",
+    "staleness/mean": "Staleness and advantages",
+    "step/units": "Progress and speed",
+    "tool/<outcome>": "Turns, tools and scores",
+    "win_rate/<policy>": "Games and formats",
+    "advantage/variance_ratio": "Selection and proposals",
+    "step": "Optimizer steps",
+}
+"""Heading before a metric, by its name."""
+
+
+def _metrics() -> str:
+    lines = []
+    for metric in METRICS:
+        if heading := _HEADINGS.get(metric.name):
+            lines.append(f"\n## {heading}\n" if lines else f"## {heading}\n")
+        lines.append(f"* `{metric.name}` ({metric.unit}): {linked(metric.meaning)}")
+    return "\n".join(lines) + "\n"
+
 
 def render_metrics_page() -> str:
     """Return the text of the page."""
-    metrics = (
-        f"| `{metric.name}` | {metric.unit} | {metric.meaning.replace('|', chr(92) + '|')} |" for metric in METRICS
-    )
     alarms = (f"| `{name}` | {meaning} |" for name, meaning in MEANINGS.items())
-    return _PAGE.format(metrics="\n".join(metrics), alarms="\n".join(alarms))
+    return _PAGE.format(metrics=_metrics(), alarms="\n".join(alarms), window=WINDOW)
 
 
 if __name__ == "__main__":
