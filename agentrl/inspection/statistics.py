@@ -88,7 +88,7 @@ class RunStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from the first admission to the last write."""
     tokens_per_second: float | None
     caveats: list[str]
-    """Settings of scorers that bias the gradient estimate or change the objective; see docs/scores.md."""
+    """Settings of scorers that bias the gradient estimate or change the objective; see docs/scorers.md."""
 
 
 def run_statistics(reader: RunReader) -> RunStatistics:

@@ -215,7 +215,7 @@ class Probing(agentrl.Environment):
 
 
 def probing_run(directory: FilePath, **changes: Any) -> SmallRun:
-    (text,) = [text for text in python_of(ROOT / "docs" / "branches.md") if "def vine_ppo(" in text]
+    (text,) = [text for text in python_of(ROOT / "docs" / "trees.md") if "def vine_ppo(" in text]
     mine = directory / "mine.py"
     mine.write_text(text, encoding="utf-8")
     settings = {
@@ -632,7 +632,7 @@ def test_resampled_episodes_are_compared_with_each_other(simulated_loop: SeededS
 
 
 def test_the_page_s_program_samples_failed_turns_again(simulated_loop: SeededSimulation) -> None:
-    (text,) = [text for text in python_of(ROOT / "docs" / "branches.md") if "class DeepGrpo(" in text]
+    (text,) = [text for text in python_of(ROOT / "docs" / "trees.md") if "class DeepGrpo(" in text]
     scope: dict[str, Any] = {"__name__": __name__}
     exec(text, scope)
 
