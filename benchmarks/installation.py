@@ -37,7 +37,6 @@ NEWCOMERS_WAY = (
     "README.md",
     "index.md",
     "getting_started.md",
-    "own_model.md",
     "gpu.md",
     "outside_agents.md",
     "coevolution.md",

@@ -447,7 +447,7 @@ class TrainerConfig(Section):
     the same update."""
     compile: Free[bool] = False
     """Compile the model's layers with `torch.compile`, which takes minutes in the first step. Only for weights that are
-    not sharded (docs/gpu.md)."""
+    not sharded (docs/several_gpus.md)."""
     optimizer: OptimizerConfig = OptimizerConfig()
 
     def check(self) -> None:

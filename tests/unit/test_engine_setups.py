@@ -1,5 +1,5 @@
-"""examples/11_gpu.toml and the set-ups of docs/engines.md, on machines as they describe them: doctor accepts and
-explains each."""
+"""examples/11_gpu.toml and the set-ups of docs/gpu.md and docs/several_gpus.md, on the machines they describe: doctor
+accepts and explains each."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ MACHINES = {"Qwen3-0.6B": (1, 24), "Qwen3-8B": (8, 80), "Qwen3-32B": (8, 80)}
 """GPUs, and GB of each."""
 
 
-def set_ups(repository: Path) -> dict[str, str]:
-    page = (repository / "docs/engines.md").read_text().partition("### Example setups")[2].partition("\n## ")[0]
-    texts = [
-        (repository / "examples/11_gpu.toml").read_text(),
-        *re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL),
-    ]
-    return {model: text for text in texts for model in SHAPES if f'/{model}"' in text}
+def set_up(repository: Path, file: str, model: str) -> str:
+    """The configuration of a model in an example or on a page."""
+    text = (repository / file).read_text()
+    texts = re.findall(r"```toml\n(.*?)```", text, flags=re.DOTALL) if file.endswith(".md") else [text]
+    (found,) = (text for text in texts if f'/{model}"' in text)
+    return found.replace("env.py:WordGame", "calculator")
 
 
 def write_tokenizer(directory: Path, *, tokens: int) -> None:
@@ -50,23 +49,30 @@ def write_tokenizer(directory: Path, *, tokens: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # an expiry inside `main` would be reported by it, as an internal error
 @pytest.mark.parametrize(
-    "model",
+    ("source", "model"),
     [
-        "Qwen3-0.6B",
-        pytest.param("Qwen3-8B", marks=pytest.mark.exhaustive),
-        pytest.param("Qwen3-32B", marks=pytest.mark.exhaustive),
+        ("examples/11_gpu.toml", "Qwen3-0.6B"),
+        ("docs/gpu.md", "Qwen3-0.6B"),
+        pytest.param("docs/several_gpus.md", "Qwen3-8B", marks=pytest.mark.exhaustive),
+        pytest.param("docs/several_gpus.md", "Qwen3-32B", marks=pytest.mark.exhaustive),
     ],
 )
 @pytest.mark.usefixtures("doctor_imports_once")
 def test_doctor_accepts_and_explains_a_set_up(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
+    repository: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    source: str,
+    model: str,
 ) -> None:
     more = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960}
     config = Qwen3Config(**SHAPES[model], **more, tie_word_embeddings=model == "Qwen3-0.6B", dtype="bfloat16")
     config.save_pretrained(tmp_path / model)
     write_tokenizer(tmp_path / model, tokens=config.vocab_size)
     file = tmp_path / "run.toml"
-    file.write_text(re.sub(rf"(Qwen|\.\./models)/{model}\"", f'{tmp_path / model}"', set_ups(repository)[model]))
+    text = set_up(repository, source, model)
+    file.write_text(re.sub(rf"(Qwen|(\.\./)?models)/{model}\"", f'{tmp_path / model}"', text))
     count, size = MACHINES[model]
     card = Memory(size * 10**9, size * 10**9)
     monkeypatch.setattr(engines, "gpus", lambda: tuple(Gpu(str(at), "card", card) for at in range(count)))
