@@ -40,6 +40,11 @@ from tests.planted_errors import PlantedErrors, missed
 TOLERANCE = 1e-4
 """In nats, of a log-probability in float32."""
 QUICK = ("Qwen3", "Llama 4", "Gemma 2", "Phi-3, LongRoPE", "gpt-oss", "Mamba 2")
+SHORT_NAMES = {
+    "`q_proj`, `k_proj`, `v_proj`, `o_proj`": "attention",
+    "`q_a_proj`, `q_b_proj`, `kv_a_proj_with_mqa`, `kv_b_proj`, `o_proj`": "MLA",
+}
+"""Of the layers that an adapter is on; the page explains them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +68,11 @@ def figures(quick: bool) -> dict[str, float | None]:
     for name, each in seen.items():
         if each.refused:
             print(f"{name} is refused: {each.refused}")
-    print("| model | class | rows | largest difference, nats | a default adapter is on |\n|---|---|---|---|---|")
+    print("| model | class | rows | nats | adapter |\n|---|---|---|---|---|")
     for name, each in trained.items():
         rows = "shared" if "shared" in each.ways else "padded"
         class_name = FAMILIES[name][0].removesuffix("Config")
-        print(f"| {name} | `{class_name}` | {rows} | {each.difference:.0e} | {each.adapters} |")
+        print(f"| {name} | `{class_name}` | {rows} | {each.difference:.0e} | {each.adapters} |".replace("e-0", "e-"))
     planted = sum(each.planted for each in trained.values())
     wrong = sum(not each.difference <= TOLERANCE for each in trained.values())
     return {
@@ -110,6 +115,11 @@ def _adapters(path: Path) -> str:
     try:
         described = _loaded(path, PolicyConfig(lora=LoraConfig(rank=2))).described
     except AgentRLError:
-        return "none: all weights only"
+        return "none"
+    if "; not on " not in described:
+        return "all"
     layers = described.partition(" on ")[2].partition(":")[0]
-    return f"`{layers.replace(', ', '`, `')}`" if "; not on " in described else "all linear layers"
+    names = f"`{layers.replace(', ', '`, `')}`"
+    for long, short in SHORT_NAMES.items():
+        names = names.replace(long, short)
+    return names

@@ -85,7 +85,7 @@ def test_alone_and_without_a_past_nothing_is_learned() -> None:
 def test_the_variance_is_what_the_docs_say(
     speed: dict[int, float], reward: str, without: float, with_history: float
 ) -> None:
-    """docs/scheduling.md, m = 4."""
+    """docs/results/scheduling.md, m = 4."""
     full = gradient_variance([complete], reward=REWARDS[reward], speed=speed)
     assert gradient_variance([late(4)], reward=REWARDS[reward], speed=speed) / full == pytest.approx(without, abs=0.005)
     history = late_with_history(4, reward=REWARDS[reward])
