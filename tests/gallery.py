@@ -50,7 +50,7 @@ def sessions(page: Path) -> Iterator[Session]:
 
 
 def workplace(directory: Path, sample: Path) -> Path:
-    """Where the commands of docs/inspection.md are typed: beside runs/, with the files that they name."""
+    """Where the commands of the pages are typed: beside runs/, with the files that they name."""
     shutil.copytree(sample, directory / "runs" / "sample", symlinks=True)
     source = Path(sample_environment.__file__).read_text(encoding="utf-8")
     (directory / "env.py").write_text(source.replace("REVISION = -0.1", "REVISION = -0.5"), encoding="utf-8")

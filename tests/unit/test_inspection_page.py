@@ -1,4 +1,4 @@
-"""The commands of docs/inspection.md whose output it does not show, in order, on the sample run."""
+"""The commands of docs/inspection.md and docs/replaying.md whose output they do not show, on the sample run."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ if TYPE_CHECKING:
     import pytest
 
 
-def test_the_commands_of_the_page_run(
+def test_the_commands_of_the_pages_run(
     sample_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(sample_run, tmp_path / "runs" / "sample", symlinks=True)
     (tmp_path / "said.txt").write_text("2 + 2 =\n")
     monkeypatch.chdir(tmp_path)
     shown = [
-        block.text for block in blocks(ROOT / "docs" / "inspection.md") if block.language == "sh" and block.executed
+        block.text
+        for page in ("inspection.md", "replaying.md")
+        for block in blocks(ROOT / "docs" / page)
+        if block.language == "sh" and block.executed
     ]
     lines = [line for text in shown for line in text.split("\n")]
     commands = [line for line in lines if line and not line.startswith(NOT_HERE)]
