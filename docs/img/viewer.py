@@ -1,4 +1,4 @@
-"""Take the pictures of the viewer in docs/inspection.md and docs/replaying.md, of the sample run, in a headless Chromium.
+"""Take the pictures of the viewer in the docs, of the sample run, in a headless Chromium.
 
     agentrl demo --journal-only
     PYTHONPATH=. python docs/img/viewer.py runs/sample docs/img
