@@ -1,4 +1,65 @@
-"""The advantages of docs/journal_format.md, for the second reader of journals: it imports nothing of agentrl."""
+"""Recompute the advantages of a journal (docs/journal_format.md) bit for bit; imports nothing of agentrl.
+
+`step_units` has for each trajectory its `reward`, `advantage` and `baseline`. `reward` is that in `trajectories`, plus
+`weight` × score of each row in `group_scores` that scored the agent (correctly rounded; a reward that is NULL counts as
+0 then). The formulas below use this sum as the reward, and `turn_rewards` are unchanged. Their computation depends on
+the `credit` section of the start of the step's lineage: `info.config.credit`, with the `changed` settings of every
+`life.LINEAGE` up to that lineage. A resume recomputes the credit of ready units. All are doubles; sums are correctly
+rounded. The *compared* trajectories are those of one policy in one seat, with a reward, from the committed episodes of
+one `group_id`. With `release = "group"`, R are the rewards of all compared trajectories:
+
+    leave_one_out   b: mean of R over the other episodes: (ΣR - ΣR of the agent's episode) / (number - number of the
+                    agent's episode); advantage R - b
+    group_mean      b: mean of R; advantage R - b
+    group_std       b: mean of R; advantage (R - b) / (√(Σ(R - b)² / (number - 1)) + 10⁻⁶)
+    none, gae       b: 0; advantage R
+    role_mean       b: see below; advantage R - b
+
+With `gae` the trainer subtracts token values from these; the results are the `advantages` of `columns_file`. For the
+first three, if all compared trajectories are from one episode, b = R and the advantage is 0; it is also 0 if all R are
+equal. With `turn_credit = "to_go"`, if one of them has `turn_rewards`, each has `turn_advantages`: the same formula
+over G(t) = R - (`turn_rewards` of turns before t), for t = 0, 1, … up to one more than the largest turn with a reward
+among them. The last one applies to every later turn; `advantage` and `baseline` are still those of R. Otherwise
+`turn_advantages` is NULL, and every token has `advantage`.
+
+If a compared trajectory is that of a branch, credit follows the tree (`leave_one_out` and `none` alone). A branch whose
+main episode is not compared, or was committed in another attempt, is left out, and so is every probe. Let the calls
+that started branches of a main episode be ordered by number. The value of a main agent behind its last call is R;
+before a call with n branches it is the mean of its value behind the call and R of the same agent in the n branches.
+First pieces: the main agents of the group are compared with each other by their values before the first call; weight 1.
+Behind each call the weight is divided by n + 1: its main agents, by their values there, and the agents of its branches
+are compared with each other as if each were an episode of its own; the advantage is multiplied by the weight. A main
+agent's piece behind a call begins with the turn that the fork's `turns` names. `turn_advantages` has the piece's
+advantage for each turn up to the first of the agent's last piece, NULL for a branch; `advantage` and `baseline` are
+those of turn 0. Resampled branches are in none of these comparisons: those of one call are compared with each other as
+if each were an episode of its own, by R, and the advantage is multiplied by `resample_weight` and divided by their
+number. With rewards to go, the values at turn t are those of G(t), up to t = the larger of the numbers above and of the
+largest first turn.
+
+With `advantage = "gigpo"` and the options γ `discount` = 0.95, ω `step_weight` = 1 and `divide_by_std` = false, every
+compared trajectory has `turn_advantages`, one for each state in its `turn_states` (one if that is NULL). Let G(t) = Σ
+γ^(k - t) r(k) over its turns k ≥ t, where r(k) is the reward of turn k in `turn_rewards` and the last turn also has the
+rest of R. The advantage of turn t is `group_mean` over R, plus ω times `group_mean` over G of all turns of the compared
+trajectories in the same state, counted individually (0 if there is only one, or all are equal); with `divide_by_std`,
+`group_std` replaces both. `advantage` is the first turn's, and b = R - `advantage`.
+
+With `release = "late"` or `"episode"`, the group has a row in `baselines`. A member is compared with the first m - 1 of
+the `finishers` other than itself, where m is their number. Let O be their rewards of the policy in the seat, and V the
+mean in `earlier` for policy and seat (κ = 3 if present, otherwise κ = 0 and V = 0). Then b = (ΣO + κV) / (|O| + κ) and
+the advantage is R - b; without both, b = R and it is 0. (With `advantage = "none"`, `"gae"` or `"role_mean"`: b = 0,
+R.) m is half of the group, rounded up, and at least 2 (`late`), or 1 (`episode`). V is a running mean over groups that
+had ended before this one was admitted: w ← .98 w + 1, t ← .98 t + R for each reward, V = t/w, of the policy in the seat
+on the root's task, or else in the environment. It cannot be recomputed from the journal, which does not record the
+order in which groups ended.
+
+`role_mean`: each (policy, environment, seat) has a mean t/w after each step with a row of it. t and w begin at 0; the
+rewards of the step's rows enter in order of admission (by the numbers in the episode id, read as a list), then of
+agent: t ← d t + R, w ← d w + 1 with d = 0.95. Each agent is compared with the mean after the newest step not above its
+`trajectories.oldest_step`. Two cases use a plain mean instead (b = R and advantage 0 over no rewards). In the role's
+first step, it covers the step's rows of other episodes. In later steps with `oldest_step` below that first step, it
+covers the rows of the first step except its last episode (by `position`). A lineage begins with the means of its parent
+if that used `role_mean`, otherwise with none.
+"""
 
 from __future__ import annotations
 
