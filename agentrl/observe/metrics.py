@@ -49,8 +49,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "evaluation/reward",
         "reward",
-        "mean over held-out tasks, at a pinned version; of a task, over the episodes in which the policy acted, "
-        "including children (in `agentrl.evaluate`, the sum over the agents)",
+        "mean reward of the policy over held-out tasks, at a pinned version. A task's reward is the mean over the "
+        "episodes in which the policy acted, including children; in `agentrl.evaluate`, the sum over its agents",
     ),
     Metric(
         "evaluation/reward/<seat>",
@@ -121,8 +121,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "advantage/repeated_state_share",
         "fraction",
-        "with `gigpo`: share of turns, in groups that ended during the step, whose anchor state also occurs in "
-        "another turn of their group and seat; the others get their episode's advantage",
+        "with `gigpo`: share of turns, in groups that ended during the step, whose anchor state recurs in their group "
+        "and seat; the others get their episode's advantage",
     ),
     Metric("step/units", "units", "units the step consumed"),
     Metric("step/tokens", "tokens", "sampled tokens the step trained on"),
@@ -212,14 +212,14 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "advantage/variance_ratio",
         "1",
-        "with credit.release = 'late' or 'episode': mean square of the advantages of groups completed since the "
-        "policy's last step, divided by that of leave-one-out over the complete groups (docs/scheduling.md)",
+        "with credit.release = 'late' or 'episode': mean square of the advantages of newly completed groups, divided "
+        "by that of leave-one-out over the same groups (docs/scheduling.md)",
     ),
     Metric(
         "selection_bias/length_ratio",
         "1",
-        "mean tokens of the trained units divided by the mean of all units; over the newest groups, in dispatch "
-        "order, whose units were all trained or dropped: as many units as 20 steps consume (docs/scheduling.md)",
+        "mean tokens of the trained units divided by the mean of all units, over the newest 20 steps' worth of units "
+        "that were all trained or dropped (docs/scheduling.md)",
     ),
     Metric("selection_bias/seconds_ratio", "1", "`selection_bias/length_ratio` for the duration of episodes"),
     Metric(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from agentrl.observe.alarms import MEANINGS, WINDOW
-from agentrl.observe.metrics import METRICS
+from agentrl.observe.metrics import METRICS, Metric
 from docs.generators.configuration import linked
 
 _PAGE = """# Metrics
@@ -45,8 +45,6 @@ over a whole step, `gae`, a reference, an entropy bonus and your own losses forw
 An alarm appears on the screen, once on stderr, and in `runs/NAME/alarms.jsonl`, with the measured values and advice.
 None ends a run. Conditions cover the newest {window} steps unless they name others.
 
-| alarm | raised when |
-|---|---|
 {alarms}
 """
 
@@ -68,13 +66,19 @@ def _metrics() -> str:
     for metric in METRICS:
         if heading := _HEADINGS.get(metric.name):
             lines.append(f"\n## {heading}\n" if lines else f"## {heading}\n")
-        lines.append(f"* `{metric.name}` ({metric.unit}): {linked(metric.meaning)}")
+        lines.append(f"* `{metric.name}`{_unit(metric)}: {linked(metric.meaning)}")
     return "\n".join(lines) + "\n"
+
+
+def _unit(metric: Metric) -> str:
+    """Return the unit in parentheses, unless the meaning says it."""
+    says_it = {"fraction": "share", "s": "seconds", "1": ""}.get(metric.unit, metric.unit) in metric.meaning
+    return "" if says_it else f" ({metric.unit})"
 
 
 def render_metrics_page() -> str:
     """Return the text of the page."""
-    alarms = (f"| `{name}` | {meaning} |" for name, meaning in MEANINGS.items())
+    alarms = (f"* `{name}`: {meaning}" for name, meaning in MEANINGS.items())
     return _PAGE.format(metrics=_metrics(), alarms="\n".join(alarms), window=WINDOW)
 
 
