@@ -108,6 +108,7 @@ def test_the_commands_of_the_readme_work(repository: Path, trained: Path, workpl
     (workplace / "examples").symlink_to(repository / "examples")
     shown = [line for block in blocks(repository / "README.md") for line in block.text.splitlines()]
     lines = [line.split("#")[0] for line in shown if line.startswith("agentrl ")]
+    lines = [line for line in lines if not line.startswith("agentrl run serve")]  # serves until it is stopped
     assert len(lines) >= 4
     listed = json.loads(run(workplace, "episode", "list", "demo", "--json").stdout)
     episode = next(episode["episode"] for episode in listed if episode["episode"].startswith("e"))
