@@ -72,7 +72,7 @@ class LocalPolicy(_SampledPolicy):
 
 
 class PolicyConfig(LocalPolicy):
-    """A policy that learns: an adapter on the base model, or full weights."""
+    """A policy that learns, the default: an adapter on the base model, or full weights."""
 
     kind: Fixed[Literal["trained"]] = "trained"
     """Kind of the policy; `trained`, the default, means weights that learn."""

@@ -151,7 +151,7 @@ def _name(annotation: Any) -> str:
         return f"list of {_name(arguments[0])}"
     if origin is dict:
         return "table" if arguments[1] is Any else f"table of {_name(arguments[1])}"
-    return " or ".join("null" if argument is type(None) else _name(argument) for argument in arguments)
+    return " or ".join("null (default)" if argument is type(None) else _name(argument) for argument in arguments)
 
 
 def _unit(field: FieldInfo) -> str:
@@ -168,7 +168,7 @@ def _flat(text: str) -> str:
 
 def linked(text: str) -> str:
     """Make links of the pages that a text names."""
-    return re.sub(r"docs/((\w+)\.md)", r"[\2](\1)", text)
+    return re.sub(r"docs/((\w+)\.md)", lambda match: f"[{match[2].replace('_', ' ')}]({match[1]})", text)
 
 
 if __name__ == "__main__":
