@@ -15,15 +15,15 @@ _PAGE = """# Metrics
 
 <!-- Written by `make docs-config` from agentrl/observe/metrics.py and alarms.py; changes belong there. -->
 
-Every optimizer step and every evaluation records these metrics, under stable names; `<…>` stands for any word. A value
-that could not be measured is left out.
+Every optimizer step and every evaluation records these metrics; `<…>` stands for any word. A value that could not be
+measured is left out.
 
 | where | what |
 |---|---|
 | `agentrl run view NAME` | one screen, also while it trains; `q` leaves |
 | `agentrl run curve NAME --metric k3` | one metric over the steps |
 | `agentrl run metrics NAME [--json]` | the newest value of each |
-| `agentrl run metrics NAME --prometheus` | the same as Prometheus text, for its textfile collector |
+| `agentrl run metrics NAME --prometheus` | the same for Prometheus' textfile collector |
 | `runs/NAME/metrics.jsonl` | a line per step and policy: `{{"policy": …, "step": …, name: value, …}}` |
 | `runs/NAME/journal/control.db` | table `metrics` ([journal format](journal_format.md)) |
 | `sinks = ["tensorboard"]` | also `trackio` or `wandb`; each needs the extra of its name |
@@ -33,11 +33,11 @@ the committed episodes that set it since the policy's last step. In an evaluatio
 Count replies that the environment cannot read with `ctx.metric("turns/illegal", 1)`, so that the alarms see them. That,
 cut turns and tool calls count for the agent that acted last, so no policy is blamed for another.
 
-**Measured tokens.** These metrics are means over the tokens that went through the model: `entropy`, `kept_mass`, `k3`
-and its variants, `abs_logprob_difference`, `mean_ratio`, `masked_fraction`, `truncated_fraction`,
-`effective_sample_fraction` and `reference_kl`. Most losses skip rows whose advantages are all 0 (`skipped_samples`),
-so the means and the alarms exclude them; over all trained tokens, values can differ by a factor of two and more. Losses
-over a whole step, `gae`, a reference, an entropy bonus and your own losses forward every row.
+**Measured tokens.** These are means over the tokens that went through the model: `entropy`, `kept_mass`, `k3` and its
+variants, `abs_logprob_difference`, `mean_ratio`, `masked_fraction`, `truncated_fraction`, `effective_sample_fraction`
+and `reference_kl`. Most losses skip rows whose advantages are all 0 (`skipped_samples`), so these means and the alarms
+exclude them; over all trained tokens, values can differ by a factor of two and more. Losses over a whole step, `gae`, a
+reference, an entropy bonus and your own losses forward every row.
 
 {metrics}
 ## Alarms
