@@ -16,6 +16,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -191,6 +192,7 @@ class _KeeperClient:
         self._numbers = itertools.count(1)
         self._requests: dict[int, _Request] = {}
         self._loop = asyncio.get_running_loop()
+        self._end = weakref.finalize(self, _end, process, line)  # also at the interpreter's exit
         line.setblocking(False)
         self._loop.add_reader(line.fileno(), self._on_readable)
 
@@ -307,6 +309,10 @@ class _KeeperClient:
     def close(self) -> None:
         """End the keeper, and with it all sandboxes."""
         self._fail("the sandboxes' keeper was closed")
-        self._line.close()
-        self._process.kill()
-        self._process.wait()
+        self._end()
+
+
+def _end(process: subprocess.Popen[bytes], line: socket.socket) -> None:
+    line.close()
+    process.kill()
+    process.wait()
