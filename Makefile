@@ -98,7 +98,7 @@ docs: $(DEV_STAMP) docs-config  ## build the pages of docs/ into site/
 	@$(INSTALL) -e '.[$(DEV_EXTRAS),docs]'
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-gallery: $(DEV_STAMP)  ## six example runs as pages for a browser, into site/gallery/; about ten minutes
+gallery: $(DEV_STAMP)  ## six example runs as pages for a browser, into docs/gallery/, which `make docs` copies into site/; about ten minutes
 	@$(INSTALL) -e '.[$(DEV_EXTRAS),openai]'
 	@$(BIN)/python -m docs.generators.gallery
 

@@ -1,8 +1,8 @@
 """Plays six example runs and writes each as one page for a browser, with an index: `make gallery`, about ten minutes.
 
-    python -m docs.generators.gallery [site/gallery]
+    python -m docs.generators.gallery [docs/gallery]
 
-Needs the extras `train,calculator,games,openai`.
+Needs the extras `train,calculator,games,openai`. mkdocs copies the pages into the site.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ EXHIBITS = (
         "runs/crash_and_resume",
     ),
     Exhibit(
-        "scores",
-        "Scores",
-        "Turns are scored while the next ones are sampled.",
-        example("12_scores.py"),
-        "runs/scores",
+        "scored_branches",
+        "Branches with scores",
+        "An episode tries its last turns three more times, and a scorer rates each turn: a tree of rewards.",
+        (*AGENTRL, "train", str(ROOT / "docs/generators/scored_branches.toml")),
+        "runs/scored_branches",
     ),
 )
 
@@ -108,12 +108,13 @@ def write(out: Path) -> None:
     index = (
         '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         "<title>agentrl: gallery</title><style>body{font:16px/1.5 system-ui;max-width:40rem;margin:2rem auto;"
-        "padding:0 1rem}li{margin:1rem 0}</style><h1>Six runs</h1><p>Each page is one file with the whole run: "
-        f"curves, episodes, tokens. Nothing is installed or requested.</p><ul>{''.join(cards)}</ul></html>\n"
+        "padding:0 1rem}ul{padding:0;list-style:none}li{margin:1.2rem 0}:root{color-scheme:light dark}</style>"
+        "<h1>Six runs</h1><p>Each page is one file with a whole run: curves, "
+        f"episodes, conversations, tokens. It loads nothing else.</p><ul>{''.join(cards)}</ul></html>\n"
     )
     (out / "index.html").write_text(index, encoding="utf-8")
     print(f"{out / 'index.html'}")
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "site" / "gallery")
+    write(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "gallery")
