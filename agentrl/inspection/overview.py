@@ -65,6 +65,9 @@ class RunOverview(msgspec.Struct, frozen=True, kw_only=True):
     policies: list[str]
     """Policies with metrics."""
     bottleneck: str
+    """Bottleneck of the last seconds while the run is running, then of the whole run."""
+    resumed: int
+    """Number of times the run was resumed."""
     waits: list[str]
     """Reasons why trainers, admission or the engine wait, while the run is running."""
     alarms: list[AlarmEntry]
@@ -98,6 +101,7 @@ def run_overview(reader: RunReader) -> RunOverview:
         ),
         policies=sorted({policy for entry in series.values() for policy in entry.policies}),
         bottleneck=status.bottleneck if status is not None else "",
+        resumed=max(len(reader.log.starts()) - 1, 0),
         waits=list(status.waits) if status is not None else [],
         alarms=[AlarmEntry(*alarm) for alarm in find_alarms(state)],
         metrics=[metric_entry(name) for name in names],

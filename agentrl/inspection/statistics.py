@@ -19,6 +19,7 @@ from agentrl.journal.control_rows import decode_admission_row
 from agentrl.observe.run_state import (
     RunSnapshot,
     RunState,
+    bottleneck_of_ended_run,
     display_settings_from_config,
     read_metrics,
     read_run_snapshot,
@@ -303,7 +304,7 @@ def run_state(reader: RunReader) -> RunState:
     is_running = state.standing == "running"
     status = read_run_snapshot(reader.path) or RunSnapshot(phase="")
     if not is_running:
-        status = replace(status, waits=(), processes=(), mirrors={})
+        status = replace(status, waits=(), processes=(), mirrors={}, bottleneck=bottleneck_of_ended_run(state))
     try:
         counts, drop_counts = reader.counts()
         state.status = replace(

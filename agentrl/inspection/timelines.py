@@ -92,6 +92,8 @@ class RunTimeline(msgspec.Struct, frozen=True, kw_only=True):
     nodes: dict[str, list[str]] = {}
     """Processes of the run with their GPUs, as last reported, keyed by the address of their node, which is empty on the
     run's host; a run in one process, and a simulated one, has none."""
+    resumes: list[float] = []
+    """Times at which the run was resumed, in seconds since the beginning."""
 
 
 def episode_timeline(reader: RunReader, episode_id: str, attempt: int | None = None) -> EpisodeTimeline:
@@ -196,6 +198,7 @@ def run_timeline(reader: RunReader, parts: int = 60) -> RunTimeline:
         idle=idle,
         problems=problems,
         nodes=_nodes(reader),
+        resumes=[start.began_at - began for start in log.starts()[1:]],
     )
 
 

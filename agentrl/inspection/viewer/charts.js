@@ -7,6 +7,7 @@ import { number, seconds } from "./text.js";
 const WIDTH = 600;
 const POINTS = 60; // a line of more points is drawn without a mark for each
 const TICKS = 4;
+const NOISE = 1e-12; // smaller values are rounding errors of sums that are 0
 const CLOSE = 0.3; // of the median distance: a point that follows its neighbor this closely is drawn beside the line
 const MINUTE = 60;
 const TIMES = [1, 2, 5, 10, 15, 30].flatMap((count) => [count, count * MINUTE]).concat([1, 2, 3, 6, 12, 24, 48, 120, 240].map((hours) => hours * MINUTE * MINUTE)).sort((a, b) => a - b);
@@ -19,7 +20,7 @@ const TIMES = [1, 2, 5, 10, 15, 30].flatMap((count) => [count, count * MINUTE]).
  * what runs to the right: "step", "tokens", "seconds" or "place". `marks` are { name, hue, at: [x] }.
  */
 export function chart(title, series, { height = 120, share = false, percent = false, from = null, to = null, axis = "step", marks = [] } = {}) {
-  const known = series.map((each) => ({ ...each, points: each.points.map(([x, y, error = 0]) => [x, y, error ?? 0]) }));
+  const known = series.map((each) => ({ ...each, points: each.points.map(([x, y, error = 0]) => [x, Math.abs(y) < NOISE && y !== null ? 0 : y, error ?? 0]) }));
   const points = known.flatMap((each) => each.points).filter(isKnown);
   if (!points.length) return element("p", { class: "quiet" }, "nothing was recorded");
   const [xs, ys] = [points.map(([x]) => x), points.flatMap(([, y, error]) => [y - error, y + error])];

@@ -137,7 +137,13 @@ function reward(act) {
 }
 
 function other(act) {
-  return element("article", { class: "act line" }, element("span", { class: "kind" }, act.entry_kind ?? act.kind), act.value === null || act.value === undefined ? null : content(told(act.value), "content small"));
+  if (act.entry_kind === "branch" && Array.isArray(act.value?.children)) return branch(act.value.children.map(String));
+  const nothing = act.entry_kind === "score" ? element("span", { class: "quiet" }, "none: the scorer does not score this turn") : null;
+  return element("article", { class: "act line" }, element("span", { class: "kind" }, act.entry_kind ?? act.kind), act.value === null || act.value === undefined ? nothing : content(told(act.value), "content small"));
+}
+
+function branch(names) {
+  return element("article", { class: "act line" }, element("span", { class: "kind" }, "branches into"), names.map((name) => element("a", { href: episodeAddress(name), class: "id" }, name)));
 }
 
 function update(published) {

@@ -9,13 +9,22 @@ import { card, most } from "./charts.js";
 /** The episode's relatives as nested lists; asks for what it needs. */
 export async function familyPanel(page, view) {
   const line = view.summary;
-  const [parent, group] = await Promise.all([line.parent ? relatives(page, "episode", line.parent) : [], relatives(page, "group", line.group)]);
+  const [parents, group] = await Promise.all([line.parent ? relatives(page, "episode", line.parent) : [], relatives(page, "group", line.group)]);
   const members = group.length ? group : [line];
-  const largest = most([...members, ...view.children].map((each) => Math.abs(each.reward ?? 0)));
-  const own = (each) => each.episode === line.episode;
-  const below = groups(view.children).map(([name, children]) => element("li", {}, element("span", { class: "quiet" }, `group ${name}, ${spread(children)}`), element("ul", {}, children.map((each) => member(each, largest)))));
-  const around = element("ul", {}, members.map((each) => member(each, largest, own(each), own(each) && below.length ? element("ul", {}, below) : null)));
-  const tree = parent.length ? element("ul", { class: "tree" }, element("li", {}, node(parent[0], largest), element("ul", {}, element("li", {}, element("span", { class: "quiet" }, `group ${line.group}, ${spread(members)}`), around)))) : element("ul", { class: "tree" }, element("li", {}, element("span", { class: "quiet" }, `group ${line.group}, ${spread(members)}`), around));
+  const names = new Set(members.map((each) => each.episode));
+  const parent = names.has(line.parent) ? null : parents[0]; // a branch is in the group of its parent
+  const trunks = members.filter((each) => !names.has(each.parent));
+  const children = view.children.filter((each) => !names.has(each.episode));
+  const largest = most([...members, ...children].map((each) => Math.abs(each.reward ?? 0)));
+  const heading = (name, lines) => element("span", { class: "quiet" }, `group ${name}, ${spread(lines)}`);
+  const below = groups(children).map(([name, lines]) => element("li", {}, heading(name, lines), element("ul", {}, lines.map((each) => element("li", {}, node(each, largest))))));
+  const item = (each) => {
+    const isSelf = each.episode === line.episode;
+    const inner = [...(isSelf ? below : []), ...members.filter((other) => other.parent === each.episode).map(item)];
+    return element("li", {}, node(each, largest, isSelf), inner.length ? element("ul", {}, inner) : null);
+  };
+  const around = element("li", {}, heading(line.group, members), element("ul", {}, trunks.map(item)));
+  const tree = element("ul", { class: "tree" }, parent ? element("li", {}, node(parent, largest), element("ul", {}, around)) : around);
   return card("Group and children", tree);
 }
 
@@ -38,10 +47,6 @@ function spread(lines) {
   if (!rewards.length) return plural(lines.length, "episode");
   const mean = rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length;
   return `${plural(lines.length, "episode")}, mean reward ${number(mean)}`;
-}
-
-function member(line, largest, isSelf = false, below = null) {
-  return element("li", {}, node(line, largest, isSelf), below);
 }
 
 function node(line, largest, isSelf = false, name = line.episode, extra = null) {

@@ -67,7 +67,7 @@ async function evaluationTiles(page, run) {
 
 function runTiles(run) {
   const episodes = Object.entries(run.episodes).map(([purpose, count]) => tile(`${PURPOSES[purpose] ?? purpose} episodes`, number(count)));
-  return [tile("state", run.state || "no process"), run.seconds === null ? null : tile("lasted", seconds(run.seconds)), episodes];
+  return [tile("state", run.state || "no process"), run.seconds === null ? null : tile("lasted", seconds(run.seconds)), run.resumed ? tile("resumed", plural(run.resumed, "time")) : null, episodes];
 }
 
 function tiles(run) {
@@ -87,5 +87,5 @@ function alarms(found) {
 
 function waits(run) {
   const rows = [["bottleneck", run.bottleneck], ...run.waits.map((wait) => ["waits", wait])].filter(([, text]) => text);
-  return rows.length ? card("What it waits for", facts(rows, "facts nodes")) : null;
+  return rows.length ? card(run.state === "running" ? "What it waits for" : "What it waited for", facts(rows, "facts nodes")) : null;
 }
