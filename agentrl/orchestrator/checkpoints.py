@@ -37,7 +37,8 @@ from agentrl.journal.port import JournalStore, PruneRule
 from agentrl.orchestrator.buffer import Ledger
 from agentrl.orchestrator.versions import NOT_MEASURED, BestRunningMean, decode_best_running_mean
 
-FORMAT = 0
+FORMAT = 1
+"""Format of the manifest. `tests/golden/` holds a checkpoint of each format, which every later version must read."""
 KEPT_CHECKPOINTS = 2
 """Number of newest checkpoints that stay on disk: a damaged one costs no more than `checkpoint.every` steps."""
 MAX_MANIFEST_BYTES = 64 << 20

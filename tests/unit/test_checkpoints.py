@@ -14,9 +14,12 @@ import pytest
 
 from agentrl.core.errors import StorageError
 from agentrl.core.records import PolicyVersion
+from agentrl.credit.baselines import DecayingMean, MeanAtStep, SeatRole
 from agentrl.orchestrator.buffer import Ledger
-from agentrl.orchestrator.checkpoints import CheckpointWriter, find_newest_checkpoint
+from agentrl.orchestrator.checkpoints import FORMAT, CheckpointWriter, Manifest, find_newest_checkpoint
+from agentrl.orchestrator.versions import BestRunningMean
 from agentrl.testing.recording_trainer import RecordingTrainer
+from tests.markdown_pages import ROOT
 
 
 def write(directory: Path, step: int, *, keep: int = 10) -> Path:
@@ -53,6 +56,26 @@ def test_the_newest_whole_checkpoint_is_found_and_each_newer_one_is_told(tmp_pat
     (first / "recording_trainer.json").unlink()
     manifest, rejected = find_newest_checkpoint(tmp_path)
     assert (manifest, len(rejected)) == (None, 3)
+
+
+@pytest.mark.parametrize("version", range(1, FORMAT + 1))
+def test_a_checkpoint_of_every_released_format_is_found(version: int) -> None:
+    """The files of `tests/golden/checkpoints_N` were written once by the first writer of format N, and never change."""
+    directory = ROOT / "tests" / "golden" / f"checkpoints_{version}"
+    manifest, rejected = find_newest_checkpoint(directory)
+    assert rejected == []
+    assert manifest == Manifest(
+        directory=directory / "step_000003-1",
+        versions={"solver": PolicyVersion("solver", 1, 3)},
+        role_means={SeatRole("solver", "game", "first"): [MeanAtStep(2, DecayingMean(1.5, 2.0))]},
+        measured=BestRunningMean(
+            what="reward/mean of solver",
+            newest=(0.5, 0.75),
+            best=0.625,
+            versions={"solver": PolicyVersion("solver", 1, 2)},
+        ),
+        opponents={"past": (PolicyVersion("solver", 0, 1),)},
+    )
 
 
 def test_the_opponents_of_a_checkpoint_are_those_that_were_drawn_from(tmp_path: Path) -> None:
@@ -115,8 +138,8 @@ def test_a_hostile_list_of_files_is_refused_and_nothing_is_opened(tmp_path: Path
         ("[]", "its manifest is invalid"),
         ("{}", "has no 'format'"),
         ('{"format": 7}', "format is 7"),
-        ('{"format": 0, "files": {}, "versions": {"p": [0, "x"]}}', "its manifest is invalid"),
-        ('{"format": 0, "files": {}, "versions": 3}', "its manifest is invalid"),
+        ('{"format": 1, "files": {}, "versions": {"p": [0, "x"]}}', "its manifest is invalid"),
+        ('{"format": 1, "files": {}, "versions": 3}', "its manifest is invalid"),
     ],
 )
 def test_a_hostile_manifest_is_refused(tmp_path: Path, text: str, reason: str) -> None:
