@@ -6,8 +6,8 @@ The wheel is built from the sdist of the working tree and goes into empty enviro
   line answers, a new environment passes its check. `core_packages`: packages installed besides agentrl and pip;
   `wheel_mb`: size of the wheel.
 * `oldest`: the same at the lowest versions pyproject.toml allows.
-* `wheel-demo`: with what the demo needs; the demo runs from an empty directory. `installation_s`, `demo_s`,
-  `reward_start`, `reward_end`.
+* `wheel-demo`: with what the demo needs; the demo runs from an empty directory. `installation_s`: creating the
+  environment and installing the wheel; `demo_s`; `reward_start`, `reward_end`.
 * `docs`: `docs_words`, of all pages but the decisions; `pages_over_1000_words_on_the_newcomers_way`, of the README and
   the tutorials; `broken_links`, links to files and headings that do not exist.
 
@@ -122,18 +122,18 @@ def _core(directory: Path, interpreter: str, wheel: Path, pins: Sequence[str] = 
 
 def wheel_demo(work: Path) -> dict[str, float | None]:
     """The demo from the installed wheel."""
-    started = time.perf_counter()
     wheel = built(work)
+    started = time.perf_counter()
     python = fresh_environment(work / "environment")
     extras = f"{wheel}[train,ray,calculator]"
     run(python, *PIP, "install", "-c", ROOT / "constraints.txt", extras, cwd=work)
-    installed = time.perf_counter()
     agentrl = python.parent / "agentrl"
     (work / "empty").mkdir()
-    print(run(agentrl, "doctor", cwd=work / "empty"))
+    installed = time.perf_counter()
     run(agentrl, "demo", cwd=work / "empty")
     ended = time.perf_counter()
     summary = json.loads((work / "empty" / "runs" / "demo" / "summary.json").read_text(encoding="utf-8"))
+    print(run(agentrl, "doctor", cwd=work / "empty"))
     rewards = {name: summary[name] for name in ("reward_start", "reward_end")}
     return {"installation_s": installed - started, "demo_s": ended - installed, **rewards}
 
