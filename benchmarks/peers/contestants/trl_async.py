@@ -1,12 +1,27 @@
 """TRL's asynchronous trainer with a vLLM server that has the arguments of `VLLM_SERVER` in contenders.py."""
 
+import asyncio
 from pathlib import Path
+from typing import Literal
 
 import trl_cpu_patch
 from peft import LoraConfig
-from progress import SETTINGS, trl_callback  # measured
+from progress import SETTINGS, draw_wait, trl_callback  # measured
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
-from trl_calculator import calculate, dataset, exact, tokenizer
+from trl_calculator import dataset, exact, tokenizer
+
+
+async def calculate(a: int, op: Literal["+", "-", "*"], b: int) -> int:
+    """One operation on two integers.
+
+    Args:
+        a: The first.
+        op: The operation.
+        b: The second.
+    """
+    await asyncio.sleep(draw_wait())  # measured
+    return {"+": a + b, "-": a - b, "*": a * b}[op]
+
 
 if __name__ == "__main__":
     trl_cpu_patch.apply()
@@ -27,13 +42,14 @@ if __name__ == "__main__":
             num_generations=8,
             max_completion_length=32,
             max_tool_calling_iterations=5,
-            max_staleness=2,
-            max_inflight_tasks=64,
+            max_staleness=4,
+            max_inflight_tasks=192,
             vllm_server_base_url=SETTINGS["server"],
             learning_rate=1e-3,
             adam_beta2=0.95,
             save_steps=3,
             report_to="none",
+            disable_tqdm=True,
             use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,

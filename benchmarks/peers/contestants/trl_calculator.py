@@ -1,24 +1,8 @@
-"""The calculator for TRL's trainers: data set, tool and reward."""
-
-import time
-from typing import Literal
+"""The calculator for TRL's trainers: data set and reward."""
 
 from datasets import load_dataset
-from progress import draw_wait  # measured
 from transformers import AutoTokenizer
 from trl.chat_template_utils import qwen3_template
-
-
-def calculate(a: int, op: Literal["+", "-", "*"], b: int) -> int:
-    """One operation on two integers.
-
-    Args:
-        a: The first.
-        op: The operation.
-        b: The second.
-    """
-    time.sleep(draw_wait())  # measured
-    return {"+": a + b, "-": a - b, "*": a * b}[op]
 
 
 def exact(completions, answer, **_):

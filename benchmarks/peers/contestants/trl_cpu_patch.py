@@ -17,13 +17,16 @@ def flash_attn_varlen_func(query, key, value, query_ends, key_ends, *_, softmax_
 
     Shapes: query (tokens, heads, width), key and value (tokens, key-value heads, width), ends (segments + 1).
     """
-    ends, outputs, shared = (query_ends.tolist(), key_ends.tolist()), [], query.shape[1] // key.shape[1]
-    for start, stop, key_start, key_stop in zip(ends[0], ends[0][1:], ends[1], ends[1][1:], strict=False):
-        q = query[start:stop].transpose(0, 1)
-        k, v = (x[key_start:key_stop].transpose(0, 1).repeat_interleave(shared, 0) for x in (key, value))
-        mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
-        outputs.append(scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, scale=softmax_scale)[0])
-    return torch.cat([output.transpose(0, 1) for output in outputs])
+    asked, known = query_ends.diff().tolist(), key_ends.diff().tolist()
+    segments = zip(query.split(asked), key.split(known), value.split(known), strict=True)
+    outputs = []
+    for q, k, v in segments:  # (tokens, heads, width)
+        whole = len(q) == len(k)
+        mask = None if whole else torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        options = {"attn_mask": mask, "is_causal": whole, "scale": softmax_scale, "enable_gqa": True}
+        outputs.append(scaled_dot_product_attention(q, k, v, **options)[0].transpose(0, 1))
+    return torch.cat(outputs)
 
 
 def apply():

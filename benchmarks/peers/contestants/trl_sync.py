@@ -1,10 +1,25 @@
 """TRL's synchronous trainer as its documentation configures it: generation by transformers, full weights."""
 
+import time
 from pathlib import Path
+from typing import Literal
 
-from progress import SETTINGS, trl_callback  # measured
+from progress import SETTINGS, draw_wait, trl_callback  # measured
 from trl import GRPOConfig, GRPOTrainer
-from trl_calculator import calculate, dataset, exact, tokenizer
+from trl_calculator import dataset, exact, tokenizer
+
+
+def calculate(a: int, op: Literal["+", "-", "*"], b: int) -> int:
+    """One operation on two integers.
+
+    Args:
+        a: The first.
+        op: The operation.
+        b: The second.
+    """
+    time.sleep(draw_wait())  # measured
+    return {"+": a + b, "-": a - b, "*": a * b}[op]
+
 
 output = Path(SETTINGS["output"])
 trainer = GRPOTrainer(
@@ -19,7 +34,8 @@ trainer = GRPOTrainer(
         seed=SETTINGS["seed"],
         per_device_train_batch_size=64,
         num_generations=8,
-        max_completion_length=120,
+        max_completion_length=174,  # of all turns; with the prompt, 192
+        generation_kwargs={"max_new_tokens": 32},  # of a turn
         max_tool_calling_iterations=5,
         learning_rate=3e-4,
         lr_scheduler_type="constant",
@@ -28,6 +44,7 @@ trainer = GRPOTrainer(
         logging_steps=1,
         save_steps=3,
         report_to="none",
+        disable_tqdm=True,
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,

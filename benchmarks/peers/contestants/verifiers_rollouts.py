@@ -7,6 +7,7 @@ import time  # measured
 
 import aiohttp
 import verifiers.v1 as vf
+from verifiers.v1.interception import server
 
 __all__ = ["Arithmetic", "InProcess"]
 
@@ -64,14 +65,33 @@ class InProcess(vf.Harness[vf.HarnessConfig]):
 
 
 HTTP = []
+CALL = {"name": "calculate", "arguments": json.dumps({"a": 12, "op": "+", "b": 7})}
 
 
-async def rollouts(url, count, concurrent):
+class Scripted(vf.Client):
+    """A model in this process that answers at once: three tool calls, then a number."""
+
+    async def get_response(self, dialect, body, sampling, session_id=None, turn=None, headers=None):
+        number = sum(message["role"] == "tool" for message in body["messages"])
+        message = {"role": "assistant", "content": "19"}
+        if number < 3:
+            call = {"id": f"call-{number}", "type": "function", "function": CALL}
+            message = {"role": "assistant", "content": None, "tool_calls": [call]}
+        choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if number < 3 else "stop"}
+        usage = {"prompt_tokens": 60, "completion_tokens": 16, "total_tokens": 76}
+        raw = {"id": "0", "object": "chat.completion", "created": 0, "model": "scripted"}
+        raw |= {"choices": [choice], "usage": usage}
+        response = dialect.parse_response(dialect.validate_response(raw))
+        response.raw = raw
+        return response
+
+
+async def rollouts(count, concurrent):
     agent = {"harness": {"id": "verifiers_rollouts"}, "runtime": {"type": "subprocess"}}
     config = vf.SingleAgentEnvConfig(taskset={"id": "verifiers_rollouts"}, agent=agent)
     env = vf.SingleAgentEnv(config)
-    client = vf.EvalClientConfig(base_url=url, api_key_var="HOME")
-    context = vf.ModelContext(model="mock", client=client, sampling=vf.SamplingConfig())
+    client = vf.EvalClientConfig(api_key_var="HOME")
+    context = vf.ModelContext(model="scripted", client=client, sampling=vf.SamplingConfig())
     tasks, semaphore = list(env.taskset), asyncio.Semaphore(concurrent)
     async with aiohttp.ClientSession() as session, env.serving():
         HTTP[:] = [session]
@@ -82,10 +102,11 @@ async def rollouts(url, count, concurrent):
 if __name__ == "__main__":
     import verifiers_rollouts
 
-    url, count, concurrent = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    asyncio.run(verifiers_rollouts.rollouts(url, 64, concurrent))  # measured
+    server.resolve_client = lambda config: Scripted()
+    count, concurrent = int(sys.argv[1]), int(sys.argv[2])
+    asyncio.run(verifiers_rollouts.rollouts(64, concurrent))  # measured
     cpu, started = time.process_time(), time.perf_counter()  # measured
-    episodes = asyncio.run(verifiers_rollouts.rollouts(url, count, concurrent))
+    episodes = asyncio.run(verifiers_rollouts.rollouts(count, concurrent))
     spent = {"cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - started}  # measured
     rewards = [trace.reward for episode in episodes for trace in episode.traces]
     errors = [str(e) for episode in episodes for each in (episode, *episode.traces) for e in each.errors][:3]
