@@ -190,7 +190,7 @@ async def _engines_of_base(
 def engine_program(config: RunConfig, base: RunConfig) -> ChildProgram:
     """Return the program of a base model's engine in a separate process."""
     arguments = {**_engine_arguments(base), "capture_mask": bool(config.filtered), "threads": config.threads}
-    full = any(policy.lora is None for policy in base.trained.values())
+    full = any(policy.served_adapter is None for policy in base.trained.values())
     weight_bytes = weight_file_bytes(base.model.path) if full else 0
     if config.engine.kind == "vllm":
         return ChildProgram(VLLM, arguments, VLLM_MODULE, weight_bytes=weight_bytes)

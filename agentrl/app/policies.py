@@ -59,7 +59,7 @@ def pinned_policy_step_lags(config: RunConfig) -> dict[str, int]:
     """Return the policies whose episodes are pinned to versions (adapters of a deterministic run, several versions of
     which are served at once), with the number of steps by which the oldest of them is behind the current one."""
     policies = config.trained.items() if config.deterministic else ()
-    return {name: policy.max_staleness for name, policy in policies if policy.lora is not None}
+    return {name: policy.max_staleness for name, policy in policies if policy.served_adapter is not None}
 
 
 class EpisodeKindSeats(NamedTuple):
@@ -206,7 +206,11 @@ def _check_branches(config: RunConfig, root: type[Environment], seats: Sequence[
     seat_policies = {config.policy_of(seat, group) for seat in seats[0] for group in range(config.line_ups)}
     learners = sorted(seat_policies.intersection(trained_policies))
     advantage, loss = config.credit.advantage.name, config.trainer.loss
-    full = [name for name in learners if trained_policies[name].lora is None and trained_policies[name].max_staleness]
+    full = [
+        name
+        for name in learners
+        if trained_policies[name].served_adapter is None and trained_policies[name].max_staleness
+    ]
     several = f"seats of the policies {' and '.join(learners)}"
     reasons = {
         f"credit.advantage = {advantage!r}": (
@@ -594,19 +598,19 @@ async def serve_configured_weights(
 
 def adapter_slots_needed(config: RunConfig) -> int:
     """Return the number of adapters that the engine must be able to serve at once."""
-    lora_policies = [policy for policy in config.trained.values() if policy.lora is not None]
+    lora_policies = [policy for policy in config.trained.values() if policy.served_adapter is not None]
     slots = sum(policy.max_staleness + 2 for policy in lora_policies)
     slots += sum(adapter_rank(policy) > 0 for policy in config.of_kind(FrozenPolicy).values())
     for pool in config.of_kind(OpponentPoolPolicy).values():
         learner = config.policies[pool.of]
-        if isinstance(learner, PolicyConfig) and learner.lora is not None:
+        if isinstance(learner, PolicyConfig) and learner.served_adapter is not None:
             slots += pool.size + SPARE  # a removed opponent keeps its slot until its episodes have ended
     return slots + SPARE if slots else 0
 
 
 def largest_lora_rank(config: RunConfig) -> int:
     """Return the largest rank of a served adapter; at least 1."""
-    ranks = [policy.lora.rank for policy in config.trained.values() if policy.lora is not None]
+    ranks = [policy.served_adapter.rank for policy in config.trained.values() if policy.served_adapter is not None]
     return max([1, *ranks, *(adapter_rank(policy) for policy in config.of_kind(FrozenPolicy).values())])
 
 

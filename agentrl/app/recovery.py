@@ -628,7 +628,7 @@ async def serve_versions_of_trees(
     ended_specs = (spec for spec, _ in resume_state.ended)
     for (main_id, attempt), _, version in unfinished_tree_members(resume_state.unfinished, ended_specs, config.trained):
         policy, holder = config.trained[version.policy], tree_holder(main_id, attempt)
-        if config.deterministic or policy.lora is None or version in served_versions.pinned_by(holder):
+        if config.deterministic or policy.served_adapter is None or version in served_versions.pinned_by(holder):
             continue
         pinned_versions = {
             pinned_version for pinned_version in served_versions.pinned() if pinned_version.policy == version.policy

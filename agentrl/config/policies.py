@@ -42,6 +42,9 @@ class LoraConfig(Section):
     target_modules: Fixed[tuple[str, ...]] = ()
     """Linear layers with an adapter, by full name or its last part; a run lists them at its start. Empty: all decoder
     layers that can be trained and served."""
+    merge: Fixed[bool] = False
+    """Publish the adapter merged into the weights. Engines sample faster without an adapter, but serve one version at a
+    time, and every version is as large as the model."""
 
 
 class _SampledPolicy(Section):
@@ -93,6 +96,11 @@ class PolicyConfig(LocalPolicy):
     max_lag: WaveFixed[MaybeSteps | None] = None
     """Bound on the lag of every trained token, in optimizer steps; null: none. No episodes are dropped: admission
     pauses while a slow episode could fall further behind (docs/off_policy.md)."""
+
+    @property
+    def served_adapter(self) -> LoraConfig | None:
+        """The adapter of the versions that engines serve; None if those are full weights."""
+        return None if self.lora is None or self.lora.merge else self.lora
 
     @field_validator("reference")
     @classmethod

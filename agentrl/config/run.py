@@ -223,7 +223,7 @@ class RunConfig(Section):
             if base := self.base_of(name):
                 owner = policy.of if isinstance(policy, OpponentPoolPolicy) else name
                 has_full_weights = (
-                    self.engine.kind == "vllm" and owner in self.trained and self.trained[owner].lora is None
+                    self.engine.kind == "vllm" and owner in self.trained and self.trained[owner].served_adapter is None
                 )
                 policies_by_base.setdefault((os.path.realpath(base), owner if has_full_weights else ""), {})[name] = (
                     policy
@@ -237,7 +237,7 @@ class RunConfig(Section):
     def base_name(self) -> str:
         """Name of the base model of one of `bases`, with the policy that trains all of its weights under vLLM."""
         name = base_model_display_name(self.model.path)
-        full = [policy for policy, section in self.trained.items() if section.lora is None]
+        full = [policy for policy, section in self.trained.items() if section.served_adapter is None]
         return f"{name} for {full[0]}" if full and self.engine.kind == "vllm" else name
 
     @property
@@ -277,7 +277,7 @@ class RunConfig(Section):
         if not isinstance(section, PolicyConfig):
             return "token"  # without trained policies, no newer weights arrive
         if self.engine.refresh == "auto":
-            return "token" if section.lora is None else "lazy"
+            return "token" if section.served_adapter is None else "lazy"
         return "token" if self.engine.refresh == "token_keep_kv" else self.engine.refresh
 
     def steps_of(self, policy: str) -> int:
@@ -597,12 +597,12 @@ def _check_best_metric(config: RunConfig) -> None:
 
 def _check_full_weights(config: RunConfig) -> None:
     for name, policy in config.trained.items():
-        if policy.lora is None and config.engine.refresh in ("episode", "lazy"):
+        if policy.served_adapter is None and config.engine.refresh in ("episode", "lazy"):
             raise ValueError(
                 f"engine.refresh = {config.engine.refresh!r} needs adapters, because an engine holds one version of "
                 f"full weights. Set policies.{name}.lora, or refresh = 'auto', 'token' or 'turn'"
             )
-        if config.deterministic and policy.lora is None and policy.max_staleness:
+        if config.deterministic and policy.served_adapter is None and policy.max_staleness:
             raise ValueError(
                 f"deterministic = true with full weights needs policies.{name}.max_staleness = 0, because an engine "
                 "holds one version of them, and each batch is sampled by one version. Set that, or "
@@ -630,7 +630,7 @@ def _check_engine(config: RunConfig) -> None:
     engine = config.engine
     if engine.kind == "vllm":
         _check_vllm(config)
-    if engine.keep_kv and engine.kind == "vllm" and all(policy.lora for policy in config.trained.values()):
+    if engine.keep_kv and engine.kind == "vllm" and all(policy.served_adapter for policy in config.trained.values()):
         raise ValueError(
             "engine.refresh = 'token_keep_kv': vLLM never reuses the KV cache of one adapter for another, so a turn "
             "that continues under a newer adapter is recomputed. Set engine.refresh = 'token'"
@@ -642,7 +642,7 @@ def _check_engine(config: RunConfig) -> None:
 
 
 def _check_vllm(config: RunConfig) -> None:
-    full = [name for name, policy in config.trained.items() if policy.lora is None]
+    full = [name for name, policy in config.trained.items() if policy.served_adapter is None]
     if config.deterministic:
         raise ValueError(
             "vLLM cannot be combined with deterministic = true, because a token depends on the rest of its batch: "

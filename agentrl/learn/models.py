@@ -70,6 +70,8 @@ _REASON_LENGTH = 300
 _FORWARD_ERRORS = (ModelError, TypeError, ValueError, LookupError, AttributeError, RuntimeError, AssertionError)
 """Errors raised by models in unsupported forward passes."""
 
+_ADAPTER_MATRIX = re.compile(r"\.lora_[AB]\.")
+
 SHARING_TOLERANCE = 2e-3
 """Largest difference in log-probabilities between the model's own forward pass and the trainer's, in nats."""
 
@@ -87,6 +89,7 @@ class PolicyModel:
         unshared: str = "",
         replay: RoutingReplay | None = None,
         described: str = "",
+        merges: bool = False,
     ) -> None:
         self.model = model
         """Causal LM, with the adapters of all policies on its base injected."""
@@ -110,6 +113,7 @@ class PolicyModel:
         self._sharded_forward: ShardedForward | None = None
         self._peft = peft_model
         self._adapter = adapter
+        self._merges = merges
 
     @property
     def shared_prefixes(self) -> bool:
@@ -181,8 +185,18 @@ class PolicyModel:
                 parameter.register_post_accumulate_grad_hook(partial(_move_gradient, master))
 
     @property
+    def published_kind(self) -> Literal["full", "adapter"]:
+        """What `published` yields: all weights, which an adapter may be merged into, or an adapter."""
+        return "full" if self._merges else self.kind
+
+    @property
+    def is_published_exactly(self) -> bool:
+        """Whether a published version holds what is trained: no rounded masters, and no merged adapter."""
+        return not (self._merges or self.has_masters)
+
+    @property
     def has_masters(self) -> bool:
-        """Whether a published version is rounded, so that it differs from the trained weights."""
+        """Whether the model computes with rounded values of full weights."""
         return self.kind == "full" and any(
             parameter.dtype != torch.float32 for parameter in self._compute_tensors.values()
         )
@@ -194,8 +208,8 @@ class PolicyModel:
             parameter.copy_(self.parameters[name])
 
     def adapter_config(self) -> dict[str, Any] | None:
-        """Return PEFT's `adapter_config.json` as a dictionary; None for full weights."""
-        if self._peft is None or self._adapter is None:
+        """Return PEFT's `adapter_config.json` as a dictionary; None if full weights are published."""
+        if self._peft is None or self._adapter is None or self._merges:
             return None
         config = self._peft.peft_config[self._adapter].to_dict()
         config["inference_mode"] = True
@@ -208,9 +222,33 @@ class PolicyModel:
         """
         tensors = self._unique_tensors()
         for piece in self._conversion_groups:
-            piece_tensors = {name: gather_tensor(tensors[name], self._published_dtype(tensors[name])) for name in piece}
+            piece_tensors = {name: self._publish_tensor(name, tensors[name]) for name in piece}
             yield from self._convert(piece_tensors).items()
             piece_tensors.clear()
+
+    @torch.no_grad()
+    def _publish_tensor(self, name: str, tensor: Tensor) -> Tensor:
+        """Gather a tensor, and add the product of the adapter's matrices if there is one to be merged."""
+        whole = gather_tensor(tensor, self._published_dtype(tensor))
+        layer = self._merged_layers.get(name)
+        if layer is None:
+            return whole
+        module = self.model.get_submodule(layer)
+        down, up = (
+            gather_tensor(self.parameters[f"{layer}.{matrix}.{self._adapter}.weight"]).to(whole.device)
+            for matrix in ("lora_A", "lora_B")
+        )
+        product = module.scaling[self._adapter] * (up @ down)  # type: ignore[index, operator]
+        return (whole.float() + product).to(whole.dtype)
+
+    @cached_property
+    def _merged_layers(self) -> dict[str, str]:
+        """Layers whose adapter is merged, by the name of their published weight."""
+        if not self._merges:
+            return {}
+        mark = f".lora_A.{self._adapter}.weight"
+        layers = [name.removesuffix(mark) for name in self.parameters if name.endswith(mark)]
+        return {f"{layer}.weight": layer for layer in layers}
 
     def published_layout(self) -> Mapping[str, Tensor]:
         """Return tensors without data, with the names, shapes and dtypes of those that `published` yields, in its
@@ -221,14 +259,17 @@ class PolicyModel:
 
     def _unique_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that make up a version, those with large elements first; not copies."""
-        if self._adapter is not None:  # PEFT's own method would touch the adapters of all policies
+        if self.published_kind == "adapter":  # PEFT's own method would touch the adapters of all policies
             mark = f".{self._adapter}."
             return {
                 f"base_model.model.{name.replace(mark, '.')}": parameter for name, parameter in self.parameters.items()
             }
         state: dict[str, Tensor] = {}
         storages: set[int] = set()
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
+        for full_name, tensor in self.model.state_dict(keep_vars=True).items():
+            if _ADAPTER_MATRIX.search(full_name):
+                continue
+            name = full_name.replace(".base_layer.", ".")
             place = id(tensor) if isinstance(tensor, DTensor) else tensor.data_ptr()
             if place not in storages:  # otherwise it is tied to a parameter that is already included
                 storages.add(place)
@@ -256,7 +297,7 @@ class PolicyModel:
     def _published_dtype(self, tensor: Tensor) -> torch.dtype:
         """Return the dtype in which a tensor is published: a model trained in full is sharded as float32 masters, and
         published in its compute dtype."""
-        rounds = self._sharded_forward is not None and self._adapter is None and tensor.is_floating_point()
+        rounds = self._sharded_forward is not None and self.kind == "full" and tensor.is_floating_point()
         return self._dtype if rounds and isinstance(tensor, DTensor) else tensor.dtype
 
     def _without_data(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
@@ -269,20 +310,21 @@ class PolicyModel:
 
     def _convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Convert tensors of the model to the layout of a checkpoint."""
-        return tensors if self._adapter is not None else revert_weight_conversion(self.model, tensors)
+        return tensors if self.published_kind == "adapter" else revert_weight_conversion(self.model, tensors)
 
     def load_published(self, weights: WeightsRef) -> None:
         """Load the weights of a published version, bit for bit.
 
         Raises:
             EngineError: the file is damaged, or not the published one.
-            ModelError: the version was rounded when it was published, or belongs to another model.
+            ModelError: the version was rounded, or its adapter merged, when it was published, or it belongs to another
+                model.
         """
-        read = read_weights(weights).tensors if self._adapter is None else read_adapter_tensors(weights)
-        if self.has_masters or any(tensor.dtype != torch.float32 for tensor in read.values()):
+        read = read_weights(weights).tensors if self.published_kind == "full" else read_adapter_tensors(weights)
+        if not self.is_published_exactly or any(tensor.dtype != torch.float32 for tensor in read.values()):
             raise ModelError(
-                f"{weights.path}: rounded when it was published, so it differs from the trained weights; use the "
-                "weights of a checkpoint, which are float32"
+                f"{weights.path}: {'merged' if self._merges else 'rounded'} when it was published, so it differs from "
+                "the trained weights; use the weights of a checkpoint, which are float32"
             )
         if self._adapter is None:
             state = dict(self.model.state_dict())
@@ -440,6 +482,7 @@ def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | No
                 unshared=unshared_reason,
                 replay=replay,
                 described=descriptions[name],
+                merges=adapter_configs[name].merge,
             )
     for name in config.trained:
         if name not in result:

@@ -86,7 +86,7 @@ class Publisher:
                 raise TrainerError(
                     f"version {version} exists in {directory} with different weights; version ids are never reused"
                 ) from error
-        return WeightsRef(version=version, path=str(directory), kind=model.kind, sha256=digest)
+        return WeightsRef(version=version, path=str(directory), kind=model.published_kind, sha256=digest)
 
     def send(self, weights: WeightsRef, layout: Mapping[str, Tensor], recipient: WeightDestination) -> None:
         """Send the published file of full weights to an engine. No rank gathers anything, so training continues.

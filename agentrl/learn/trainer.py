@@ -650,9 +650,10 @@ class PolicyTrainer:
         self._learner(policy).discard()
 
     def only_in_checkpoints(self, policy: str) -> bool:
-        """Whether only checkpoints hold all that is trained: published versions are rounded, or lack the value head."""
+        """Whether only checkpoints hold all that is trained, because versions are rounded or merged, or lack the value
+        head."""
         learner = self._learner(policy)
-        return learner.model.has_masters or learner.value_head is not None
+        return not learner.model.is_published_exactly or learner.value_head is not None
 
     def recompute(
         self,

@@ -30,8 +30,9 @@ VLLM_SERVER = (
     "--logprobs-mode=processed_logprobs",
 )
 """TRL's documentation names the log-probability mode and the adapter slots. The rest is what agentrl gives its own vLLM
-for the same model: eager mode, no chunked prefill, 64 sequences, blocks of 32 tokens, one process for the executor. A context that is too long is an error that ends
-TRL's rollout process, so there is room for 512 tokens where agentrl ends episodes at 192."""
+for the same model: eager mode, no chunked prefill, 64 sequences, blocks of 32 tokens, no process for the executor. A
+context that is too long is an error that ends TRL's rollout process, so there is room for 512 tokens where agentrl ends
+episodes at 192."""
 VLLM_ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",

@@ -1,7 +1,7 @@
 """CPU seconds per rollout of four turns when the model answers at once.
 
-Both have the model in their own process and 128 rollouts in flight. verifiers has the cheapest harness that its contract
-allows, which starts no program; its harnesses call the model through its interception server. agentrl runs
+Both have the model in their own process and 128 rollouts in flight. verifiers has the cheapest harness that its
+contract allows, which starts no program; its harnesses call the model through its interception server. agentrl runs
 `benchmarks.overhead`: a scripted engine, with a real run's chat template, journal and buffer.
 """
 
