@@ -49,6 +49,7 @@ def case(
     directory: Path,
     *,
     lora: bool = False,
+    merge: bool = False,
     policies: Sequence[str] = ("policy",),
     sharding: str = "full",
     reference: Path | str = "",
@@ -66,6 +67,7 @@ def case(
         "model": str(model),
         "directory": str(directory),
         "lora": lora,
+        "merge": merge,
         "reference": str(reference),
         "policies": list(policies),
         "steps": [first, first + steps],
@@ -96,7 +98,7 @@ def run_case(ranks: RankGroup, case: Mapping[str, Any]) -> dict[str, Any]:
     """
     directory = Path(case["directory"])
     directory.mkdir(parents=True, exist_ok=True)
-    lora = LORA if case["lora"] else None
+    lora = LORA.model_copy(update={"merge": case["merge"]}) if case["lora"] else None
     settings: dict[str, Any] = {"lora": lora, "reference": case["reference"]}
     policies: dict[str, AnyPolicy] = {name: PolicyConfig(learning_rate=1e-2, **settings) for name in case["policies"]}
     # Nothing is clipped, so that what is written is the gradient.

@@ -238,7 +238,7 @@ class PolicyModel:
             gather_tensor(self.parameters[f"{layer}.{matrix}.{self._adapter}.weight"]).to(whole.device)
             for matrix in ("lora_A", "lora_B")
         )
-        product = module.scaling[self._adapter] * (up @ down)  # type: ignore[index, operator]
+        product = module.scaling[self._adapter] * (up @ down)  # type: ignore[index]
         return (whole.float() + product).to(whole.dtype)
 
     @cached_property
