@@ -29,22 +29,27 @@ What is measured:
 * `tokens_sampled`, `tokens_wasted`: up to the last step; wasted tokens were sampled and in no trained batch. TRL's
   asynchronous trainer does not count what it sampled, so its server's counter is read.
 * `peak_mib`: largest sum of proportional set sizes, from the start of the processes.
-* `killed_s`, `killed_tokens`: all processes, vLLM servers included, get SIGKILL half a step after step 10. Seconds
-  until that step is done again, with the start of the processes, and tokens sampled until then. All write a
-  checkpoint every third step, except the naive loop, which cannot resume.
+* `killed_s`, `killed_tokens`: all processes, vLLM servers included, get SIGKILL half a step after step 10, in the first
+  three seeds. Seconds until that step is done again, with the start of the processes, and tokens sampled until then.
+  All write a checkpoint every third step, except the naive loop, which cannot resume. TRL's server is a process of its
+  own and could survive: its user would then unload the adapters that are newer than the checkpoint.
 * `lines`, `packages`, `megabytes`: the user's code without blanks, comments, module docstrings and what the benchmark
   adds; what the environment holds.
 
 Choices:
 
 * Two kinds of weights. TRL's asynchronous trainer sends full weights over NCCL only, so it trains a LoRA on a CPU
-  (rank 16, all linear layers, learning rate 1e-3), and `agentrl_vllm` trains the same. The others train full weights
+  (rank 16, all linear layers, learning rate 1e-3), and `agentrl_vllm` trains the same. It publishes the adapter merged
+  into the weights (`lora.merge`), which vLLM samples from in about half the CPU time; TRL has no such option for this
+  trainer. The others train full weights
   at 3e-4: with a model like this one, 1e-3 collapsed in TRL and in the naive loop alike. Ratios compare within a kind.
 * Loss: GRPO's advantages divided by the group's standard deviation, clipped importance ratios (0.2), the mean over the
   step's tokens, no KL term, AdamW with betas 0.9 and 0.95, constant learning rate, gradients clipped to 1.
   agentrl's `ppo` adds the dual clip at 3, which importance ratios this close to 1 do not reach.
-* Staleness: 1 for the embedded engine, 2 with vLLM for both libraries. TRL's is a limit beyond which samples are
-  dropped; with 64 conversations in flight, few are.
+* Staleness: agentrl bounds the mean, and drops nothing: 1 for the embedded engine, 2 with vLLM. TRL drops what exceeds
+  its bound, so it has its defaults: 4, with 128 conversations in flight. One pilot seed with 64 and with 192 in flight
+  took longer (30 and 36 s to the goal instead of 24 s).
+* TRL's asynchronous trainer divides advantages by the population's standard deviation, the others by the sample's.
 * One torch thread for each process. TRL's synchronous step took 22 s with the default of two, and 6 s with one, on a
   machine that was busy with other work; a model this small gains little from a second thread.
 * The tools part is limited to 15 minutes a run. TRL's synchronous trainer makes its tool calls one after another, over
@@ -58,13 +63,15 @@ Traps met:
 * vLLM compiles parts of its sampler for a minute, even in eager mode, without TORCHDYNAMO_DISABLE=1.
 * TRL parses tool calls only for chat templates it knows. The model's own differs, so the script sets
   `tokenizer.response_template`; the model's markup is that of Qwen3.
-* `max_completion_length` bounds a turn in TRL's asynchronous trainer, and the whole conversation, tool results
-  included, in its synchronous one.
+* `max_completion_length` bounds a turn in TRL's asynchronous trainer. In its synchronous one it bounds each turn and
+  the whole conversation, tool results included, so `generation_kwargs` bounds its turns.
 * transformers' default schedule for GRPOTrainer decays the learning rate to 0, and it logs every tenth step.
 * TRL's asynchronous trainer cannot resume beside the vLLM server of its killed predecessor: the names of its adapters
   since the checkpoint are taken ("has already been loaded"). So the kill includes the server.
 * TRL 1.16 warns that it supports vLLM up to 0.31; it works with 0.32.
-* verifiers' stock harness starts a program per rollout (2.4 CPU seconds); the script uses one in its own process.
+* verifiers' stock harness starts a program per rollout (2.4 CPU seconds); the script uses one in its own process. With
+  a chat server instead of a model in its process, a rollout takes twice the CPU time.
+* The backward pass of a slice fills a tensor of zeros: TRL's patch splits its packed tensors instead.
 
 Not covered: word problems with SmolLM2. Who can train a proposer and a solver in one run is a column (verifiers plays
 it, and PRIME-RL trains it).

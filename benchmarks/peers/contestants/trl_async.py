@@ -43,7 +43,7 @@ if __name__ == "__main__":
             max_completion_length=32,
             max_tool_calling_iterations=5,
             max_staleness=4,
-            max_inflight_tasks=192,
+            max_inflight_tasks=128,
             vllm_server_base_url=SETTINGS["server"],
             learning_rate=1e-3,
             adam_beta2=0.95,
