@@ -38,11 +38,11 @@ What is measured:
 
 Choices:
 
-* Two kinds of weights. TRL's asynchronous trainer sends full weights over NCCL only, so it trains a LoRA on a CPU
-  (rank 16, all linear layers, learning rate 1e-3), and `agentrl_vllm` trains the same. It publishes the adapter merged
-  into the weights (`lora.merge`), which vLLM samples from in about half the CPU time; TRL has no such option for this
-  trainer. The others train full weights
-  at 3e-4: with a model like this one, 1e-3 collapsed in TRL and in the naive loop alike. Ratios compare within a kind.
+* Two kinds of weights. TRL's asynchronous trainer sends whole weights, merged ones too, over NCCL alone, so on a CPU it
+  trains and sends a LoRA (rank 16, all linear layers, learning rate 1e-3). `agentrl_vllm` trains the same, and publishes
+  it merged into the weights (`lora.merge`), from which vLLM samples in about half the CPU time. The others train full
+  weights at 3e-4: with a model like this one, 1e-3 collapsed in TRL and in the naive loop alike. Ratios compare within
+  a kind.
 * Loss: GRPO's advantages divided by the group's standard deviation, clipped importance ratios (0.2), the mean over the
   step's tokens, no KL term, AdamW with betas 0.9 and 0.95, constant learning rate, gradients clipped to 1.
   agentrl's `ppo` adds the dual clip at 3, which importance ratios this close to 1 do not reach.
