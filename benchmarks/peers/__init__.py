@@ -38,11 +38,11 @@ What is measured:
 
 Choices:
 
-* Two kinds of weights. TRL's asynchronous trainer sends whole weights, merged ones too, over NCCL alone, so on a CPU it
-  trains and sends a LoRA (rank 16, all linear layers, learning rate 1e-3). `agentrl_vllm` trains the same, and publishes
-  it merged into the weights (`lora.merge`), from which vLLM samples in about half the CPU time. The others train full
-  weights at 3e-4: with a model like this one, 1e-3 collapsed in TRL and in the naive loop alike. Ratios compare within
-  a kind.
+* Two kinds of weights. TRL's asynchronous trainer sends whole weights, merged ones too, over NCCL alone. On a CPU it
+  trains and sends a LoRA (rank 16, all linear layers, learning rate 1e-3). `agentrl_vllm` trains the same, and
+  publishes it merged into the weights (`lora.merge`), from which vLLM samples in about half the CPU time. The others
+  train full weights at 3e-4: with a model like this one, 1e-3 collapsed in TRL and in the naive loop alike. Ratios
+  compare within a kind.
 * Loss: GRPO's advantages divided by the group's standard deviation, clipped importance ratios (0.2), the mean over the
   step's tokens, no KL term, AdamW with betas 0.9 and 0.95, constant learning rate, gradients clipped to 1.
   agentrl's `ppo` adds the dual clip at 3, which importance ratios this close to 1 do not reach.
@@ -50,8 +50,8 @@ Choices:
   its bound, so it has its defaults: 4, with 128 conversations in flight. One pilot seed with 64 and with 192 in flight
   took longer (30 and 36 s to the goal instead of 24 s).
 * TRL's asynchronous trainer divides advantages by the population's standard deviation, the others by the sample's.
-* One torch thread for each process. TRL's synchronous step took 22 s with the default of two, and 6 s with one, on a
-  machine that was busy with other work; a model this small gains little from a second thread.
+* One torch thread for each process, and two for TRL's synchronous trainer, which gained a sixth of its wall time from
+  the second. The naive loop gained nothing.
 * The tools part is limited to 15 minutes a run. TRL's synchronous trainer makes its tool calls one after another, over
   all episodes of a step, and is expected not to reach the goal.
 

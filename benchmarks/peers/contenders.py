@@ -39,7 +39,6 @@ VLLM_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",  # else vLLM compiles parts of its sampler for a minute
 }
 
@@ -61,6 +60,8 @@ class Contender:
     server: bool = False
     """Whether it samples from a vLLM server of the benchmark; otherwise the library samples itself."""
     resumes: bool = True
+    threads: int = 1
+    """Threads of torch in each process."""
     waits_in_parallel: bool = True
     """Whether tool calls of different episodes overlap. Where they do not, the tools part stops at its time limit."""
     proposer_and_solver: bool = False
@@ -102,6 +103,7 @@ CONTENDERS = {
         requirements=("trl==1.16.0", TORCH),
         script="trl_sync.py",
         user_files=("trl_sync.py", "trl_calculator.py"),
+        threads=2,
         waits_in_parallel=False,
     ),
     "naive": Contender(

@@ -27,9 +27,9 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",  # a thread that waits by spinning takes a core from the others
 }
-"""The environment of every contestant. One torch thread: a model this small gains nothing from a second one, whose
-spinning multiplies the wall time on a busy machine."""
+"""The environment of every contestant, but for `Contender.threads`."""
 START_S = 300.0
 """Seconds that a contestant may take before its first step, with the start of its server."""
 
@@ -198,7 +198,7 @@ class Runner:
         settings_file = self.directory / f"settings-{self._lives}.json"
         self._lives += 1
         settings_file.write_text(json.dumps({**self.settings, "log": str(log), "resume": resume}))
-        environment = {**os.environ, **QUIET}
+        environment = {**os.environ, **QUIET, "OMP_NUM_THREADS": str(self.contender.threads)}
         environment.pop("PYTHONPATH", None)
         if self.contender.script == "naive.py":
             environment["PYTHONPATH"] = str(ROOT)  # for benchmarks.naive_loop
