@@ -128,7 +128,7 @@ def _copies(config: RunConfig, models: Mapping[str, PolicyModel]) -> int:
     state_tensors = [
         parameter.nbytes
         for model in models.values()
-        if model.kind != "adapter"
+        if model.published_kind == "full"
         for parameter in model.model.parameters()
     ]
     return max((min(sum(sizes), max(BUCKET, *sizes)) for sizes in (gradients, state_tensors) if sizes), default=0)
