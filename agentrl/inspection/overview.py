@@ -9,6 +9,7 @@ import msgspec
 from agentrl.core.errors import InputError
 from agentrl.inspection.run_comparison import AXIS_METRICS, axis_places, interval_metric
 from agentrl.inspection.statistics import run_state
+from agentrl.inspection.timelines import resume_times
 from agentrl.observe.alarms import find_alarms
 from agentrl.observe.metrics import find_registered_metric
 
@@ -67,7 +68,7 @@ class RunOverview(msgspec.Struct, frozen=True, kw_only=True):
     bottleneck: str
     """Bottleneck of the last seconds while the run is running, then of the whole run."""
     resumed: int
-    """Number of times the run was resumed."""
+    """Number of times the run resumed from a checkpoint: by its user, or after it lost a trainer."""
     waits: list[str]
     """Reasons why trainers, admission or the engine wait, while the run is running."""
     alarms: list[AlarmEntry]
@@ -89,7 +90,7 @@ def run_overview(reader: RunReader) -> RunOverview:
     )[0]
     series = metric_series(reader, [name for name in OVERVIEW_METRICS if name in names])
     axis_values = reader.metrics(list(AXIS_METRICS.values()))
-    status = state.status
+    status, problems = state.status, list[str]()
     return RunOverview(
         state=state.standing,
         seconds=max(float(last) - float(first), 0.0) if first is not None and last else None,
@@ -101,7 +102,7 @@ def run_overview(reader: RunReader) -> RunOverview:
         ),
         policies=sorted({policy for entry in series.values() for policy in entry.policies}),
         bottleneck=status.bottleneck if status is not None else "",
-        resumed=max(len(reader.log.starts()) - 1, 0),
+        resumed=len(resume_times(reader.log, problems)),
         waits=list(status.waits) if status is not None else [],
         alarms=[AlarmEntry(*alarm) for alarm in find_alarms(state)],
         metrics=[metric_entry(name) for name in names],
@@ -111,14 +112,14 @@ def run_overview(reader: RunReader) -> RunOverview:
             for axis, name in AXIS_METRICS.items()
             if name in axis_values
         },
-        problem=state.problem,
+        problem="; ".join(filter(None, [state.problem, *problems])),
     )
 
 
 def metric_entry(name: str) -> MetricEntry:
     """Return a metric with its unit and meaning, as far as they are registered."""
     metric = find_registered_metric(name)
-    return MetricEntry(name, metric.unit if metric else "", metric.meaning if metric else "")
+    return MetricEntry(name, metric.unit if metric else "", metric.meaning.replace("`", "") if metric else "")
 
 
 def metric_series(reader: RunReader, names: list[str]) -> dict[str, MetricSeries]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from agentrl.core.errors import JournalError
 from agentrl.core.text import plural
 from agentrl.inspection.conversation import (
     ChildEpisodeResultAct,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from agentrl.inspection.conversation import Act, ConversationView
     from agentrl.inspection.reader import RunReader
+    from agentrl.journal.run_log import SqliteRunLog
 
 
 _ENGINE = {
@@ -93,7 +95,7 @@ class RunTimeline(msgspec.Struct, frozen=True, kw_only=True):
     """Processes of the run with their GPUs, as last reported, keyed by the address of their node, which is empty on the
     run's host; a run in one process, and a simulated one, has none."""
     resumes: list[float] = []
-    """Times at which the run was resumed, in seconds since the beginning."""
+    """Times at which the run resumed from a checkpoint, in seconds since the beginning."""
 
 
 def episode_timeline(reader: RunReader, episode_id: str, attempt: int | None = None) -> EpisodeTimeline:
@@ -198,8 +200,17 @@ def run_timeline(reader: RunReader, parts: int = 60) -> RunTimeline:
         idle=idle,
         problems=problems,
         nodes=_nodes(reader),
-        resumes=[start.began_at - began for start in log.starts()[1:]],
+        resumes=[at - began for at in resume_times(log, problems)],
     )
+
+
+def resume_times(log: SqliteRunLog, problems: list[str]) -> list[float]:
+    """Return the wall-clock times at which the run resumed from a checkpoint; an unreadable record is a problem."""
+    try:
+        return [start.began_at for start in log.starts()[1:]]
+    except JournalError as error:
+        problems.append(str(error))
+        return []
 
 
 def _nodes(reader: RunReader) -> dict[str, list[str]]:

@@ -21,6 +21,7 @@ from agentrl.core.errors import InputError, JournalError
 from agentrl.core.text import escape_text
 from agentrl.inspection.comparisons import compare_episodes, compare_episodes_across_runs, fork_tree
 from agentrl.inspection.conversation import EffectAct, PolicyTurn, RewardAct, ToolAct, read_conversation
+from agentrl.inspection.overview import run_overview
 from agentrl.inspection.reader import EpisodeLine, RunReader
 from agentrl.inspection.reasons import Reason, explain_episode
 from agentrl.inspection.render import (
@@ -261,6 +262,8 @@ def test_the_timeline_of_a_run_counts_every_episode_once(reader: RunReader) -> N
     assert sum(map(sum, found.in_flight.values())) * found.part == pytest.approx(lived, rel=0.02)
     assert all(0.0 <= share <= 1.0 for share in found.idle.values())
     assert {"trainer of solver", "trainer of proposer"} <= set(found.idle)
+    assert [0.0 < at < found.seconds for at in found.resumes] == [True], "after the lost trainer"
+    assert run_overview(reader).resumed == 1
     assert found.nodes == {}
     elsewhere = {"": ["worker 0"], "10.0.0.2": ["engine 0 on GPU 1", "\x1b[31mworker 1"]}
     page = shown(run_timeline_page(msgspec.structs.replace(found, nodes=elsewhere)))

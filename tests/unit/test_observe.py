@@ -42,6 +42,7 @@ from agentrl.observe.run_state import (
     RunSnapshot,
     RunState,
     bottleneck,
+    bottleneck_of_ended_run,
     display_settings_from_config,
     read_metrics,
     read_run_snapshot,
@@ -292,6 +293,14 @@ def test_the_bottleneck_is_what_is_busy_or_what_holds_work_back(
     state.record("p", 2, {"trainer/busy_share": trainer, "tool/ok": 1.0})
     named = found.replace("environments or other processes", "tools and environments")
     assert bottleneck(state, status).startswith(f"{named} (")
+
+
+def test_the_bottleneck_of_an_ended_run_is_the_mean_over_its_steps() -> None:
+    state = RunState(plan=RunDisplaySettings(max_staleness={"p": 1}))
+    assert bottleneck_of_ended_run(state) == ""
+    for step, engine in enumerate((0.9, 0.9, 0.0), start=1):  # the last step drains the run
+        state.record("p", step, {"engine/busy_share": engine, "trainer/busy_share": 0.3})
+    assert bottleneck_of_ended_run(state) == "engines (engines 60% busy, trainer 30%)"
 
 
 def test_the_view_shows_what_each_node_does(tmp_path: Path) -> None:

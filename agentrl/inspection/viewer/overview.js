@@ -67,7 +67,7 @@ async function evaluationTiles(page, run) {
 
 function runTiles(run) {
   const episodes = Object.entries(run.episodes).map(([purpose, count]) => tile(`${PURPOSES[purpose] ?? purpose} episodes`, number(count)));
-  return [tile("state", run.state || "no process"), run.seconds === null ? null : tile("lasted", seconds(run.seconds)), run.resumed ? tile("resumed", plural(run.resumed, "time")) : null, episodes];
+  return [tile("state", run.state || "no process"), run.seconds === null ? null : tile("lasted", seconds(run.seconds)), run.resumed ? tile("resumed from a checkpoint", plural(run.resumed, "time")) : null, episodes];
 }
 
 function tiles(run) {
