@@ -66,7 +66,7 @@ class RunOverview(msgspec.Struct, frozen=True, kw_only=True):
     policies: list[str]
     """Policies with metrics."""
     bottleneck: str
-    """Bottleneck of the last seconds while the run is running, then of the whole run."""
+    """Bottleneck of the last seconds; of an ended run, the part that was busy for most of it."""
     resumed: int
     """Number of times the run resumed from a checkpoint: by its user, or after it lost a trainer."""
     waits: list[str]

@@ -304,7 +304,8 @@ def run_state(reader: RunReader) -> RunState:
     is_running = state.standing == "running"
     status = read_run_snapshot(reader.path) or RunSnapshot(phase="")
     if not is_running:
-        status = replace(status, waits=(), processes=(), mirrors={}, bottleneck=bottleneck_of_ended_run(state))
+        bottleneck = bottleneck_of_ended_run(state, status)
+        status = replace(status, waits=(), processes=(), mirrors={}, bottleneck=bottleneck)
     try:
         counts, drop_counts = reader.counts()
         state.status = replace(

@@ -269,41 +269,33 @@ def bottleneck(state: RunState, status: RunSnapshot) -> str:
     episodes in flight hold work back, or time passes in tools, environments and other processes of the machine.
     """
     steps = [policy.last for policy in state.policies.values() if policy.last]
+    if not steps:
+        return ""
+    trainer = sum(values.get("trainer/busy_share", 0.0) for values in steps)
     engine_share = status.engine_share
-    if engine_share is None:
-        engine_share = max((values.get("engine/busy_share", 0.0) for values in steps), default=0.0)
-    trainer_share = sum(values.get("trainer/busy_share", 0.0) for values in steps)
+    engine = max(values.get("engine/busy_share", 0.0) for values in steps) if engine_share is None else engine_share
     admission_wait = next(
         (wait.removeprefix(_ADMISSION_WAITS) for wait in status.waits if wait.startswith(_ADMISSION_WAITS)), ""
     )
-    return _describe_bottleneck(steps, engine_share, trainer_share, admission_wait)
-
-
-def bottleneck_of_ended_run(state: RunState) -> str:
-    """Name the bottleneck of an ended run from the means over its steps; empty without steps."""
-    policies = [policy for policy in state.policies.values() if policy.steps]
-
-    def mean_share(policy: PolicyMetricHistory, name: str) -> float:
-        _, shares = policy.series(name)
-        return sum(shares) / max(len(shares), 1)
-
-    return _describe_bottleneck(
-        [policy.last for policy in policies],
-        max((mean_share(policy, "engine/busy_share") for policy in policies), default=0.0),
-        sum(mean_share(policy, "trainer/busy_share") for policy in policies),
-    )
-
-
-def _describe_bottleneck(steps: list[Values], engine: float, trainer: float, admission_wait: str = "") -> str:
-    if not steps:
-        return ""
-    shares = f"engines {engine:.0%} busy, trainer {trainer:.0%}"
-    if max(engine, trainer) > 0.5:
-        return f"{'engines' if engine >= trainer else 'trainer'} ({shares})"
     has_tools = any(name.startswith("tool/") for values in steps for name in values)
-    return (
-        f"{admission_wait or ('tools and environments' if has_tools else 'environments or other processes')} ({shares})"
-    )
+    other_parts = "tools and environments" if has_tools else "environments or other processes"
+    return _describe_busy_part(engine, trainer, admission_wait or other_parts)
+
+
+def bottleneck_of_ended_run(state: RunState, status: RunSnapshot) -> str:
+    """Name the part that was busy for most of an ended run; if none was, the bottleneck in its status."""
+
+    def mean_shares(name: str) -> list[float]:
+        series = [policy.series(name)[1] for policy in state.policies.values()]
+        return [sum(shares) / len(shares) for shares in series if shares]
+
+    engine = max(mean_shares("engine/busy_share"), default=0.0)
+    return _describe_busy_part(engine, sum(mean_shares("trainer/busy_share")), "") or status.bottleneck
+
+
+def _describe_busy_part(engine: float, trainer: float, otherwise: str) -> str:
+    part = otherwise if max(engine, trainer) <= 0.5 else "engines" if engine >= trainer else "trainer"
+    return f"{part} (engines {engine:.0%} busy, trainer {trainer:.0%})" if part else ""
 
 
 def display_settings_from_config(config: Mapping[str, Any]) -> RunDisplaySettings:

@@ -295,12 +295,13 @@ def test_the_bottleneck_is_what_is_busy_or_what_holds_work_back(
     assert bottleneck(state, status).startswith(f"{named} (")
 
 
-def test_the_bottleneck_of_an_ended_run_is_the_mean_over_its_steps() -> None:
+def test_the_bottleneck_of_an_ended_run_is_what_was_busy_for_most_of_it() -> None:
     state = RunState(plan=RunDisplaySettings(max_staleness={"p": 1}))
-    assert bottleneck_of_ended_run(state) == ""
+    status = RunSnapshot(phase="", bottleneck="trainer (engines 0% busy, trainer 90%)")
+    assert bottleneck_of_ended_run(state, status) == status.bottleneck
     for step, engine in enumerate((0.9, 0.9, 0.0), start=1):  # the last step drains the run
         state.record("p", step, {"engine/busy_share": engine, "trainer/busy_share": 0.3})
-    assert bottleneck_of_ended_run(state) == "engines (engines 60% busy, trainer 30%)"
+    assert bottleneck_of_ended_run(state, status) == "engines (engines 60% busy, trainer 30%)"
 
 
 def test_the_view_shows_what_each_node_does(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 // The page: its head, which view is shown, what goes on while a run is written.
 
 import { append, element, replace } from "./dom.js";
-import { plural } from "./text.js";
+import { number, plural } from "./text.js";
 import { address, namedRun, parseRoute } from "./routes.js";
 import { openSource, recall, remember, takeToken } from "./sources.js";
 import { listed, listView } from "./list.js";
@@ -150,7 +150,7 @@ class ViewerPage {
     this.name = run.name;
     const links = NAVIGATION.map(([view, label]) => element("a", { href: address([view]), "data-view": view }, label));
     const runs = namedRun() ? element("a", { href: "#/runs", "data-view": "runs" }, "Runs") : null;
-    this.#bar([element("a", { class: "brand", href: address(["overview"]), title: run.path }, element("b", {}, run.name), element("span", { class: "quiet" }, `${plural(run.episodes, "episode")} in all`))], [runs, ...links]);
+    this.#bar([element("a", { class: "brand", href: address(["overview"]), title: run.path }, element("b", {}, run.name), element("span", { class: "quiet" }, run.all > run.episodes ? `${number(run.episodes)} of ${plural(run.all, "episode")}` : `${plural(run.episodes, "episode")} in all`))], [runs, ...links]);
   }
 
   #bar(brand, links) {
