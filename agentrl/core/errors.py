@@ -289,7 +289,7 @@ def describe_user_code_error(error: BaseException) -> str:
 
 def describe_raise_location(error: BaseException | None) -> str:
     """Return ` at FILE:LINE in FUNCTION` for the line that raised an error; "" if unknown."""
-    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+    frames = traceback.extract_tb(error.__traceback__, limit=-1) if error is not None else []
     return f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
 
 

@@ -86,6 +86,13 @@ class ToolAct(_Act, frozen=True, kw_only=True, tag="tool"):
     outcome: str
     external: bool
     seconds: float
+    location: str
+    """File, line and function that raised; empty if the tool did not raise."""
+
+    @property
+    def ending(self) -> str:
+        """Outcome, with the location of an exception."""
+        return f"{self.outcome} at {self.location}" if self.location else self.outcome
 
 
 class EffectAct(_Act, frozen=True, kw_only=True, tag="effect"):
@@ -277,6 +284,7 @@ def _act(call: str, body: EntryBody, waits: _Waits) -> Act:
                 outcome=body.outcome,
                 external=body.external,
                 seconds=body.seconds,
+                location=body.location,
             )
         case EffectEntry() | ResourceCallEntry():
             waits.add_action(call, body.seconds)

@@ -215,7 +215,7 @@ def _reward(view: ConversationView) -> list[Reason]:
             )
         )
     failed = [act for act in view.acts if isinstance(act, ToolAct) and act.outcome != "ok"]
-    outcomes = (f"tool {act.name} ended as {act.outcome}: {act.observation[:200]}" for act in failed[:MAX_NAMED])
+    outcomes = (f"tool {act.name} ended as {act.ending}: {act.observation[:200]}" for act in failed[:MAX_NAMED])
     return reasons + [Reason("reward", text) for text in outcomes]
 
 

@@ -74,7 +74,7 @@ def events_page(events: Sequence[Act | WeightUpdate], *, selected_event: Act | N
                 speaker = event_speaker
             _turn(page, event)
         elif isinstance(event, ToolAct) and "\n" in event.observation:
-            text = f"tool {event.name}({_json(event.arguments)}) [{event.outcome}, {event.seconds:.3f} s]"
+            text = f"tool {event.name}({_json(event.arguments)}) [{event.ending}, {event.seconds:.3f} s]"
             page.line((f"  {event.call:<10} ", "dim"), text)
             page.block(event.observation, "yellow")
         elif line := _event(event):
@@ -161,7 +161,7 @@ def _event(act: Act) -> str:
     match act:
         case ToolAct():
             call = f"tool {act.name}({_json(act.arguments)})"
-            return f"{call} → {act.observation} [{act.outcome}, {act.seconds:.3f} s]"
+            return f"{call} → {act.observation} [{act.ending}, {act.seconds:.3f} s]"
         case EffectAct():
             name = f"effect {act.name}" if act.guarantee else f"{act.name}({_json(act.arguments)})"
             kind = act.guarantee or act.level

@@ -169,6 +169,8 @@ class ToolEntry(msgspec.Struct, frozen=True, array_like=True, tag="tool"):
     """Outcome of the call: `ok`, `error`, `timeout`, `bad_arguments`, `unknown_tool`."""
     external: bool
     seconds: float
+    location: str = ""
+    """File, line and function that raised, for developers; the policy does not see it."""
 
 
 class EffectEntry(msgspec.Struct, frozen=True, array_like=True, tag="effect"):

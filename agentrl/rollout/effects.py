@@ -27,6 +27,7 @@ from agentrl.core.errors import (
     EnvironmentDefinitionError,
     EpisodeError,
     InfrastructureError,
+    describe_raise_location,
     format_foreign_error,
     infrastructure_failure,
 )
@@ -228,9 +229,9 @@ def _digest(text: str) -> str:
 
 async def observe_tool(
     call: Callable[[], str | Awaitable[str]], tool_limit_s: float | None, default_s: float, *, external: bool
-) -> tuple[str, str]:
-    """Run a tool; return its observation and outcome. An exception of the tool becomes an observation, for the policy
-    to handle.
+) -> tuple[str, str, str]:
+    """Run a tool; return its observation, its outcome, and the location of its exception. An exception of the tool
+    becomes an observation, for the policy to handle.
 
     `tool_limit_s` is the tool's own time limit in seconds.
     """
@@ -249,11 +250,11 @@ async def observe_tool(
                         result = await result
                     finally:
                         _tool_limit.reset(running)
-        return valid_unicode(str(result)), "ok"
+        return valid_unicode(str(result)), "ok", ""
     except InvalidToolCallError as error:
-        return f"error: {error}", error.outcome
+        return f"error: {error}", error.outcome, ""
     except EffectError as error:  # an effect inside the tool failed: treat it as an error of the tool
-        return f"error: {error.error}", "error"
+        return f"error: {error.error}", "error", _raise_location(error.__cause__)
     except (EpisodeError, LimitReachedError, InfrastructureError):
         raise
     except Exception as error:  # a tool is foreign code, and its error is the policy's observation
@@ -261,8 +262,13 @@ async def observe_tool(
             raise failure from error
         # A tool may itself raise TimeoutError.
         if isinstance(error, TimeoutError) and timer is not None and timer.expired():
-            return f"error: timed out after {limit_s:g} s (its @tool(timeout_s=…))", "timeout"
-        return valid_unicode(f"error: {format_foreign_error(error)}"[:2000]), "error"
+            return f"error: timed out after {limit_s:g} s (its @tool(timeout_s=…))", "timeout", ""
+        return valid_unicode(f"error: {format_foreign_error(error)}"[:2000]), "error", _raise_location(error)
+
+
+def _raise_location(error: BaseException | None) -> str:
+    """Return the location that raised an error, as recorded."""
+    return valid_unicode(describe_raise_location(error).removeprefix(" at ")[:500])
 
 
 class JournaledResource(Resource):

@@ -157,13 +157,13 @@ class LiveEpisodeContext(EpisodeContext):
             if external and not await may_perform_effect(self.episode, opened, act_name, guarantee):
                 raise_unknown_outcome(self.episode, opened, act_name)
             if external:
-                observation, outcome = await self._observe_external(call, timeout_s, guarantee)
+                observation, outcome, location = await self._observe_external(call, timeout_s, guarantee)
             else:
                 default_s = self.episode.services.settings.tool_timeout_s
-                observation, outcome = await observe_tool(call, timeout_s, default_s, external=False)
+                observation, outcome, location = await observe_tool(call, timeout_s, default_s, external=False)
         if opened.recorded is None:
             seconds = clock.monotonic() - started
-            entry = ToolEntry(name, call_arguments, observation, outcome, external, seconds)
+            entry = ToolEntry(name, call_arguments, observation, outcome, external, seconds, location)
             journal.record(opened, entry)
             return self._observed(opened, entry)
         await journal.reach(opened)  # the tool may have made journaled calls
@@ -364,8 +364,8 @@ class LiveEpisodeContext(EpisodeContext):
 
     async def _observe_external(
         self, call: Callable[[], str | Awaitable[str]], own_s: float | None, guarantee: Guarantee
-    ) -> tuple[str, str]:
-        """Return observation and outcome of an external tool."""
+    ) -> tuple[str, str, str]:
+        """Return the result of `observe_tool` for an external tool."""
         default_s = self.episode.services.settings.tool_timeout_s
         return await retry_infrastructure(
             self.episode, guarantee, lambda: observe_tool(call, own_s, default_s, external=True)

@@ -153,6 +153,22 @@ def test_tokens_carry_what_sampled_and_what_trained_them(reader: RunReader) -> N
     assert f"{sampled[0].id}" in shown(tokens_page(view, details=True))
 
 
+def test_the_location_of_a_tools_exception_is_shown() -> None:
+    act = ToolAct(
+        call="r#1",
+        name="look",
+        arguments={},
+        observation="error: KeyError: 'hall'",
+        outcome="error",
+        external=False,
+        seconds=0.0,
+        location="trail.py:25 in look",
+    )
+    for observation in (act.observation, f"{act.observation}\nagain"):
+        page = shown(events_page([msgspec.structs.replace(act, observation=observation)]))
+        assert "[error at trail.py:25 in look, 0.000 s]" in page
+
+
 def test_an_untrained_policy_has_tokens_without_training(reader: RunReader) -> None:
     line = first(reader, "status = trained and environment ~ Solve")
     (row,) = [row for row in episode_tokens(reader, line.episode).rows if row.policy == "checker"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from typing import Literal
 
@@ -110,6 +111,15 @@ def test_the_policys_mistakes_are_observations(reply: str, words: str) -> None:
     [(_, observation)] = observed(played)
     assert words in observation
     assert played.header.reward == 1.0
+
+
+def test_the_journal_says_where_a_tool_raised_and_the_policy_does_not_see_it() -> None:
+    played = play(Desk, [call("fail"), call("calculate", a=1, op="+"), "42"])
+    failed, succeeded = (entry for entry in played.entries if isinstance(entry, ToolEntry))
+    assert re.fullmatch(rf"{re.escape(__file__)}:\d+ in fail", failed.location)
+    assert __file__ not in failed.observation
+    assert __file__ not in played.told
+    assert succeeded.location == ""
 
 
 def test_several_calls_in_one_turn_are_answered_in_order() -> None:
