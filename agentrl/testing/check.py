@@ -68,6 +68,11 @@ _STRAY = re.compile(
     r"|(?:time\.(?:time|monotonic|perf_counter)|uuid\.uuid[14]|os\.urandom|secrets\.\w+"
     r"|datetime\.(?:now|utcnow|today))\()"
 )
+_CODE_ERRORS = {
+    *("AttributeError", "ImportError", "ModuleNotFoundError", "NameError", "NotImplementedError", "TypeError"),
+    "UnboundLocalError",
+}
+"""Exceptions that no choice of valid arguments explains: a tool that always raises one of them is broken."""
 _PROOF_TEXTS = {
     "replay": " with the same outcome",
     "snapshot": " with the same outcome, resources from their snapshots",
@@ -94,6 +99,10 @@ class EnvironmentReport:
     """Names of the tools that the random policy called."""
     uncalled: list[str] = field(default_factory=list)
     """Names of the tools that the policy never called; they remain unchecked."""
+    tool_calls: Counter[str] = field(default_factory=Counter)
+    """Number of calls with valid arguments, keyed by tool."""
+    tool_errors: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    """Exceptions that tools raised, as `Type: message`, keyed by tool and location."""
     requests: Counter[str] = field(default_factory=Counter)
     """Number of requests of an external agent that were answered, keyed by seat."""
     unasked: list[str] = field(default_factory=list)
@@ -115,8 +124,22 @@ class EnvironmentReport:
         return not self.findings
 
     @property
+    def warnings(self) -> list[str]:
+        """Exceptions of tools. The policy sees them as observations, so they fail the check only if the tool always
+        raises one that its arguments cannot explain."""
+        return [
+            f"tool {name} raised {' '.join(errors[0].split())[:200]}{f' at {location}' if location else ''}, in "
+            f"{len(errors)} of {plural(self.tool_calls[name], 'call')}"
+            for (name, location), errors in self.tool_errors.items()
+        ]
+
+    @property
     def text(self) -> str:
         """Return the report for a terminal."""
+        return "\n".join([self._verdict, *(f"WARNING {text}" for text in self.warnings if text not in self.findings)])
+
+    @property
+    def _verdict(self) -> str:
         if self.findings:
             return "\n".join(
                 [f"{self.environment}: {len(self.findings)} finding(s)", *(f"- {f}" for f in self.findings)]
@@ -193,6 +216,7 @@ def check_environment(
             if not report.passed:
                 break
     _check_rewards(report)
+    _check_tools(report)
     report.own_random = environment_class.own_random
     if report.passed and issubclass(environment_class, HarnessEnvironment) and last is not None:
         _check_requests(environment_class, last, report)
@@ -211,6 +235,13 @@ def _check_rewards(report: EnvironmentReport) -> None:
             report.findings.append(
                 f"task {task_id!r}: seat {seat!r} acted but was given no reward; call agent.reward(…) in run()"
             )
+
+
+def _check_tools(report: EnvironmentReport) -> None:
+    """Report tools that raised in every call, for a reason that is not in the arguments."""
+    for text, ((name, _), errors) in zip(report.warnings, report.tool_errors.items(), strict=True):
+        if len(errors) == report.tool_calls[name] and errors[0].partition(":")[0] in _CODE_ERRORS:
+            report.findings.append(text)
 
 
 def _check_requests(environment: type[HarnessEnvironment], last: ExecutedEpisode, report: EnvironmentReport) -> None:
@@ -419,7 +450,13 @@ async def _check_episode(
         return None
     report.episodes += 1
     bodies = [entry.decode() for entry in first.entries]
-    report.called |= {body.name for body in bodies if isinstance(body, ToolEntry)}
+    tool_entries = [body for body in bodies if isinstance(body, ToolEntry)]
+    report.called |= {body.name for body in tool_entries}
+    report.tool_calls.update(body.name for body in tool_entries if body.outcome in ("ok", "error", "timeout"))
+    for body in tool_entries:
+        if body.outcome == "error":
+            errors = report.tool_errors.setdefault((body.name, body.location), [])
+            errors.append(body.observation.removeprefix("error: "))
     if issubclass(environment, HarnessEnvironment):
         report.requests.update(body.seat for body in bodies if isinstance(body, TurnEntry))
     is_complete = first.header.stop_reason == "completed"  # else `truncated_reward` counts

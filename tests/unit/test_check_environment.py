@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -250,6 +251,24 @@ class Cart:
         self.items = list(state)
 
 
+class Rooms(Adder):
+    """A tool that fails in one room."""
+
+    @agentrl.tool
+    def look(self, room: str) -> str:
+        """Look into a room."""
+        return {"a": "empty", "b": "full"}[room]
+
+
+class Unfinished(Adder):
+    """A tool that fails always."""
+
+    @agentrl.tool
+    def look(self) -> str:
+        """Look around."""
+        return str(self.surroundings)  # type: ignore[attr-defined]
+
+
 class Shopping(Adder):
     """Acts that must happen once, and a tool in ten that reaches a resource."""
 
@@ -379,6 +398,22 @@ def test_tools_that_were_never_called_are_named() -> None:
     assert report.passed, report.text
     assert report.uncalled
     assert f"Never called, and not tried: {', '.join(report.uncalled)}" in report.text
+
+
+def test_a_tool_that_sometimes_raises_is_a_warning() -> None:
+    report = check_environment(Rooms)
+    assert report.passed, report.text
+    place = rf"{re.escape(__file__)}:\d+ in look"
+    assert re.search(rf"WARNING tool look raised KeyError: 'some text' at {place}, in \d+ of \d+ call", report.text)
+    assert sum(map(len, report.tool_errors.values())) < report.tool_calls.total()
+
+
+def test_a_tool_that_no_arguments_can_make_work_fails_the_check() -> None:
+    report = check_environment(Unfinished)
+    (finding,) = report.findings
+    number = report.tool_calls["look"]
+    assert re.search(rf"tool look raised AttributeError: .* in look, in {number} of {number} call", finding)
+    assert report.text.count("tool look raised") == 1
 
 
 @pytest.mark.parametrize("environment", [pytest.param(Adder, marks=pytest.mark.exhaustive), Trees])
