@@ -47,6 +47,8 @@ WINDOW = 5
 
 BROKEN_SHARE = 0.3
 """Share of turns that break the format at which the policy's output counts as illegal."""
+TOOL_ERROR_SHARE = 0.1
+"""Share of tool calls that raise at which an alarm is raised."""
 ZERO_SHARE = 0.9
 """Share of units with zero advantage at which a step counts as teaching nothing."""
 ALONE_SHARE = 0.5
@@ -116,6 +118,7 @@ MEANINGS = {
     "format_pays": "over the whole run, episodes that break the format earn more than others, by "
     f"{FORMAT_ERRORS:g} standard errors and {FORMAT_MARGIN:.0%} of the rewards' spread (at least {FORMAT_EPISODES} of "
     "each)",
+    "tool_errors": f"{TOOL_ERROR_SHARE:.0%} or more of the tool calls raise an exception, and the share is not falling",
     "alone": f"{ZERO_SHARE:.0%} of the units have zero advantage, {ALONE_SHARE:.0%} because there is no other episode "
     "to compare them with",
     "collapse": f"{ZERO_SHARE:.0%} of the units have zero advantage, the reward is below its best, and the entropy "
@@ -186,6 +189,7 @@ def find_alarms(state: RunState) -> list[Alarm]:
         window = newest_step_metrics(policy)
         about_format = [*_format_pays(policy), *_illegal_output(policy, window)]
         alarms += about_format
+        alarms += _tool_errors(policy, window)
         alarms += _max_lag(policy, window)
         if len(window) < WINDOW:
             alarms += _no_signal_before_training(policy)
@@ -257,6 +261,20 @@ def _illegal_output(policy: PolicyMetricHistory, window: Sequence[Values]) -> It
         "look at one with `agentrl episode show`; resume from an earlier checkpoint with a lower learning rate and "
         "trainer.entropy_bonus = 0.02; if it has been so from the start, a base model that knows the format, or a "
         "larger sampling.max_tokens if turns end by length",
+    )
+
+
+def _tool_errors(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
+    calls = [sum(values.get(f"tool/{outcome}", 0.0) for outcome in ("ok", "error", "timeout")) for values in window]
+    shares = [values.get("tool/error", 0.0) / n for values, n in zip(window, calls, strict=True) if n]
+    if len(shares) < WINDOW or mean_of(shares) < TOOL_ERROR_SHARE or shares[-1] < 0.8 * shares[0]:
+        return
+    yield Alarm(
+        "tool_errors",
+        policy.name,
+        f"{mean_of(shares):.0%} of the tool calls of the last {len(window)} steps raised an exception (tool/error)",
+        "`agentrl episode list RUN --where 'metric.tool/error > 0'` lists examples, and `agentrl episode why` gives "
+        "the exception with its file and line; fix the tool unless the policy is at fault",
     )
 
 

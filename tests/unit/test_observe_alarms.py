@@ -90,6 +90,7 @@ def test_a_run_that_goes_well_raises_none() -> None:
     [
         ("illegal_output", {"format__broken_turns": 0.9}),
         ("format_pays", {"format__reward_broken": 0.75}),
+        ("tool_errors", {"tool__ok": 0.66, "tool__error": 0.34}),
         ("collapse", {"advantage__zero_share": 1.0, "reward__mean": 0.0, "entropy": 0.001}),
         ("nothing_to_learn", {"advantage__zero_share": 0.95, "reward__mean": 1.0}),
         ("alone", {"advantage__zero_share": 1.0, "advantage__alone_share": 0.6}),
@@ -192,6 +193,17 @@ def test_illegal_output_that_is_being_unlearned_is_no_collapse() -> None:
     state = RunState(plan=PLAN)
     for step, share in enumerate((0.9, 0.8, 0.7, 0.5, 0.4), start=1):
         state.record("solver", step, {**HEALTHY, "reward/mean": 0.1 * step, "format/broken_turns": share})
+    assert names(state) == []
+
+
+def test_a_few_tool_errors_or_fewer_at_each_step_raise_nothing() -> None:
+    assert names(a_run(5, tool__ok=0.95, tool__error=0.05)) == []
+    assert names(a_run(4, tool__error=1.0)) == []
+    assert names(a_run(5, tool__error=1.0)) == ["tool_errors"]
+    state = RunState(plan=PLAN)
+    for step, errors in enumerate((0.9, 0.8, 0.7, 0.5, 0.4), start=1):
+        tools = {"tool/ok": 1.0 - errors, "tool/error": errors}
+        state.record("solver", step, {**HEALTHY, "reward/mean": 0.1 * step, **tools})
     assert names(state) == []
 
 
