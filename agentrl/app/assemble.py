@@ -124,6 +124,7 @@ def assemble_orchestrator(config: RunConfig, environment: type[Environment], par
     dispatcher = make_dispatcher(config, environment, buffer, parts.store, condition, resume_state=parts.resume_state)
     dispatcher.group_scoring = _group_scoring(config, parts, dispatcher)
     dispatcher.score_limits = _score_limits(config, parts)
+    dispatcher.tell = parts.tell
     dispatcher.leases = TreeLeases(
         served=parts.served, published=parts.published, limits=lease_limits(config), changed=condition
     )

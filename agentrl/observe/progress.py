@@ -143,8 +143,25 @@ def format_evaluation_metrics(version: PolicyVersion, metrics: Mapping[str, floa
     players = ", ".join((str(version), *seats))
     if "evaluation/reward" not in metrics:
         return f"held-out tasks were played without {players}"
-    episodes = metrics.get("evaluation/episodes", 0.0)
-    return f"held-out reward {metrics['evaluation/reward']:.3f} over {plural(episodes, 'task')} ({players})"
+    tasks = metrics.get("evaluation/tasks", metrics.get("evaluation/episodes", 0.0))
+    return f"held-out reward {metrics['evaluation/reward']:.3f} over {format_task_count(tasks, metrics)} ({players})"
+
+
+def format_task_count(tasks: float, metrics: Mapping[str, float]) -> str:
+    """Return the number of tasks of an evaluation, with its dropped episodes.
+
+    Example:
+        >>> format_task_count(32, {"evaluation/episodes": 20, "evaluation/dropped": 12})
+        '20 of 32 tasks (12 dropped)'
+        >>> format_task_count(32, {"evaluation/episodes": 60, "evaluation/dropped": 4})
+        '32 tasks (4 episodes dropped)'
+    """
+    episodes, dropped = metrics.get("evaluation/episodes", tasks), metrics.get("evaluation/dropped", 0.0)
+    if not dropped:
+        return plural(tasks, "task")
+    if episodes + dropped == tasks:  # one episode for each task
+        return f"{episodes:,.0f} of {plural(tasks, 'task')} ({dropped:,.0f} dropped)"
+    return f"{plural(tasks, 'task')} ({plural(dropped, 'episode')} dropped)"
 
 
 def format_step_metrics(metrics: Mapping[str, float]) -> str:

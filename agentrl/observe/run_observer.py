@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.text import escape_line, plural
 from agentrl.observe.alarms import find_alarms, write_alarm
-from agentrl.observe.progress import Display, make_progress_display, spinner
+from agentrl.observe.progress import Display, format_task_count, make_progress_display, spinner
 from agentrl.observe.run_screen import plot_curve
 from agentrl.observe.run_state import (
     MetricsFile,
@@ -214,16 +214,18 @@ class RunObserver:
         for policy in self.state.policies.values():
             suffix = f" of {escape_line(policy.name)}" if several else ""
             match policy.held_out():
-                case [(first, before), *_, (_, after)]:
+                case [(first, before), *_, (last, after)]:
                     began = first == min(policy.evaluations)
                     when = "before" if began else f"at step {first}"
+                    count, newest = (format_task_count(tasks, policy.evaluations[step]) for step in (first, last))
+                    earlier = "" if count == newest else f" on {count}"
                     lines.append(
-                        f"held-out reward{suffix} on {plural(tasks, 'task')}: {before:.3f} {when}, {after:.3f} after\n"
+                        f"held-out reward{suffix} on {newest}: {before:.3f} {when}{earlier}, {after:.3f} after\n"
                     )
-                case [(_, after)] if len(policy.evaluations) > 1:
+                case [(last, after)] if len(policy.evaluations) > 1:
                     lines.append(
-                        f"held-out reward{suffix} on {plural(tasks, 'task')}: {after:.3f} after; the evaluations "
-                        "before were on another number of tasks\n"
+                        f"held-out reward{suffix} on {format_task_count(tasks, policy.evaluations[last])}: "
+                        f"{after:.3f} after; the evaluations before were on another number of tasks\n"
                     )
         return "\n" + "".join(lines) if lines else ""
 

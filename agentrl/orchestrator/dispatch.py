@@ -33,6 +33,7 @@ from agentrl.core.records import (
     Task,
     dropped_header,
 )
+from agentrl.core.text import plural
 from agentrl.environment.environment import Environment, child_environments
 from agentrl.environment.mixture import root_environment_of_task, root_environments, seat_prefix
 from agentrl.environment.registry import name_of, resolve
@@ -173,6 +174,10 @@ class Dispatcher:
     """Worker, set once by the composition root: the worker's runner needs this host first."""
     fail: Callable[[CheckFailedError], None] = field(init=False)
     """Callback that ends the run; set with the worker."""
+    tell: Callable[[str], None] = lambda line: None
+    """Receives a line for the user."""
+    _environment_errors: int = 0
+    """Number of episodes dropped as `environment_error`, held-out ones and children included."""
     _running: dict[str, EpisodeSpec] = field(default_factory=dict)
     _in_flight: Counter[Purpose] = field(default_factory=Counter)
     """Number of `_running` episodes of each purpose, children included."""
@@ -591,6 +596,8 @@ class Dispatcher:
         if spec.parent_id in self._running:
             self._children.setdefault(spec.parent_id, {})[spec.episode_id] = header
         on_end = self._rejoined.pop(spec.episode_id, on_end)
+        if header.drop_reason == "environment_error":
+            self._report_environment_error()
         if spec.purpose == "train":
             if not header.committed:
                 self.memory.forget(spec.episode_id)
@@ -600,6 +607,16 @@ class Dispatcher:
         for waiting in ([on_end] if on_end is not None else []) + self._sharers.pop(spec.episode_id, []):
             waiting(header)
         self.changed.notify()
+
+    def _report_environment_error(self) -> None:
+        """Tell the user about the first dropped episode, the tenth, the hundredth, and so on."""
+        self._environment_errors += 1
+        if str(self._environment_errors).rstrip("0") == "1":
+            self.tell(
+                f"{plural(self._environment_errors, 'episode')} dropped as environment_error. Last failure: "
+                f"{self.worker.last_failure[:500]}. `agentrl episode list RUN --where 'drop_reason = "
+                "environment_error'` lists all"
+            )
 
     def _hold(self, spec: EpisodeSpec, header: EpisodeHeader, record: RecordEnd) -> None:
         """Record the end of a training episode, once its group is scored if a scorer scores groups."""

@@ -88,11 +88,19 @@ class Faulty(Guess):
 
 def test_failing_environments_cost_their_episode_and_nothing_else(simulated_loop: SeededSimulation) -> None:
     async def main() -> int:
-        run = SmallRun(environment=Faulty)
+        told: list[str] = []
+
+        def listen(orchestrator: Orchestrator) -> None:
+            orchestrator.dispatcher.tell = told.append
+
+        run = SmallRun(environment=Faulty, during=listen)
         await run.run()
         ledger = run.orchestrator.buffer.ledger
         assert len(run.trainer.batches) == 4
         assert set(ledger.dropped) <= {"environment_error", "run_ended"}
+        dropped = ledger.dropped["environment_error"]
+        assert [line.partition(" ")[0] for line in told] == ["1", "10", "100"][: len(str(dropped)) if dropped else 0]
+        assert all(f"Last failure: OSError: the game server is gone at {__file__}:" in line for line in told)
         return ledger.dropped["environment_error"]
 
     assert sum(simulated_loop.run(main)) > 0

@@ -121,6 +121,9 @@ def test_each_policy_gets_a_line_of_its_own_with_its_seats() -> None:
     of = {"evaluation/reward": 0.0, "evaluation/reward/o": -0.25, "evaluation/reward/x": 0.25, "evaluation/episodes": 8}
     told = format_evaluation_metrics(PolicyVersion("player", 0, 3), of)
     assert told == "held-out reward 0.000 over 8 tasks (player@0.3, o -0.250, x 0.250)"
+    partly = {**of, "evaluation/tasks": 10.0, "evaluation/dropped": 2.0}
+    told = format_evaluation_metrics(PolicyVersion("player", 0, 3), partly)
+    assert told.startswith("held-out reward 0.000 over 8 of 10 tasks (2 dropped) (player@0.3, ")
     missing = format_evaluation_metrics(PolicyVersion("other", 0, 1), {"evaluation/episodes": 8})
     assert missing == "held-out tasks were played without other@0.1"
 
@@ -223,6 +226,16 @@ def test_the_end_shows_the_whole_run_also_after_a_resume_and_a_curve_for_each_po
             metrics = {"evaluation/reward": step / 8, "evaluation/tasks": float(tasks)}
             observer.on_evaluation({"a": PolicyVersion("a", 0, step)}, {"a": metrics})
             observer.finish({**summary, "held_out_tasks": tasks})
+        assert told in stream.getvalue()
+    for step, dropped, told in (
+        (6, 2, "held-out reward of a on 3 of 5 tasks (2 dropped): 0.500 at step 4 on 5 tasks, 0.500 after"),
+        (4, 2, "held-out reward of a on 3 of 5 tasks (2 dropped): 0.500 at step 4, 0.500 after"),
+    ):
+        with RunObserver(directory, plan=plan, stream=stream) as observer:
+            counts = {"tasks": 5.0, "episodes": 5.0 - dropped, "dropped": float(dropped)}
+            metrics = {"evaluation/reward": 0.5, **{f"evaluation/{name}": count for name, count in counts.items()}}
+            observer.on_evaluation({"a": PolicyVersion("a", 0, step)}, {"a": metrics})
+            observer.finish({**summary, "held_out_tasks": 5})
         assert told in stream.getvalue()
     longer = RunDisplaySettings(name="demo", steps=6, max_staleness={"a": 1, "b": 1})
     with RunObserver(directory, plan=longer, stream=stream) as observer:
