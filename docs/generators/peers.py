@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,23 +73,37 @@ def spread(values: Sequence[float] | None) -> str:
     return number(median) if low == high else f"{number(median)} ({number(low)} to {number(high)})"
 
 
-def cell(row: Mapping[str, Any], measure: str) -> str:
+def cell(row: Mapping[str, Any], measure: str, show: Callable[[Sequence[float]], str]) -> str:
     """A measured quantity of a contestant, with the runs that did not reach the goal."""
     values = row.get(measure)
     missed = row["runs"] - row["reached"] if measure == "wall_s" else 0
     if values is None:
         return f"not reached in {missed} of {row['runs']} runs" if missed else "–"
-    return spread(values) + (f"; not reached in {missed} of {row['runs']}" if missed else "")
+    return show(values) + (f"; not reached in {missed} of {row['runs']}" if missed else "")
 
 
-def table(report: Mapping[str, Any], columns: Sequence[str], constants: Sequence[str]) -> str:
+def median(values: Sequence[float]) -> str:
+    """The median of quartiles."""
+    return number(values[1])
+
+
+def table(
+    report: Mapping[str, Any],
+    columns: Sequence[str],
+    constants: Sequence[str],
+    show: Callable[[Sequence[float]], str] = spread,
+) -> str:
     """A table of one part in Markdown: a row per contestant, and no column that is empty throughout."""
     rows = report["table"]
     shown = [column for column in columns if any(row.get(column) is not None for row in rows.values())]
     headings = ["", *(COLUMNS[column].format(goal=report["goal"]) for column in shown), *map(CONSTANTS.get, constants)]
     lines = ["| " + " | ".join(map(str, headings)) + " |", "|---" * len(headings) + "|"]
     for row in rows.values():
-        cells = [row["title"], *(cell(row, column) for column in shown), *(number(row[name]) for name in constants)]
+        cells = [
+            row["title"],
+            *(cell(row, column, show) for column in shown),
+            *(number(row[name]) for name in constants),
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -105,9 +119,9 @@ def readme_section(line: Mapping[str, Any]) -> str:
     report = parts_of(line)["calculator"]
     return (
         f"The same task, model, group size, step size and held-out problems; medians of {report['repeats']} "
-        "interleaved seeds, with quartiles ([how](docs/benchmarks.md); `python -m benchmarks.peers` repeats it). Rows "
+        "interleaved seeds ([method and quartiles](docs/benchmarks.md); `python -m benchmarks.peers` repeats it). Rows "
         "with vLLM train a LoRA, the others all weights.\n\n"
-        f"{table(report, README_COLUMNS, ('lines', 'packages'))}"
+        f"{table(report, README_COLUMNS, ('lines', 'packages'), median)}"
     )
 
 
