@@ -127,7 +127,8 @@ MEANINGS = {
     f"all of at least {MIN_EPISODES} held-out episodes before training got the same reward, and every unit had zero "
     "advantage",
     "nothing_to_learn": f"{ZERO_SHARE:.0%} of the units have zero advantage, at the best reward so far",
-    "staleness": "the mean lag exceeds max_staleness by more than a quarter of it, and by more than 0.25 steps",
+    "staleness": "the mean lag exceeds max_staleness by more than a quarter of it, and by more than 0.25 steps; not if "
+    "a step trained on episodes that began before the last resume",
     "max_lag": "the steps trained on tokens older than max_lag, in episodes that began since the last resume",
     "off_policy": f"k3 is above {K3_BOUND:g} nats per token, for all tokens or one seat's; not if the environment gave "
     f"replies (`agent.act(reply=…)`) in the last {MISMATCH_STEPS[1]} steps",
@@ -341,6 +342,8 @@ def _no_signal_before_training(policy: PolicyMetricHistory) -> Iterator[Alarm]:
 
 
 def _staleness(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
+    if any(window_metric_values(window, "staleness/before_resume")):
+        return
     lags, bound = window_metric_values(window, "staleness/mean"), policy.max_staleness
     if lags and bound is not None and mean_of(lags) > bound + max(0.25, 0.25 * bound):
         yield Alarm(

@@ -108,6 +108,7 @@ METRICS: tuple[Metric, ...] = (
         "trajectories",
         "trajectories beyond `max_lag` that began since the last resume; should be 0",
     ),
+    Metric("staleness/before_resume", "trajectories", "trajectories that began before the last resume, if any"),
     Metric(
         "advantage/zero_share",
         "fraction",

@@ -93,11 +93,12 @@ class StepMetrics:
                 "advantage/zero_share": _mean([float(not ready.has_signal) for ready in ready_units]),
                 "advantage/alone_share": _mean([float(ready.is_alone) for ready in ready_units]),
             }
-            if limit is not None:  # tokens of previous attempts do not count, because a rollback trains on them again
-                has_same_lineage = [trajectory.lineage == lineage for trajectory in trajectories]
-                metrics["staleness/exceeded"] = float(
-                    sum(lag > limit for lag, is_current in zip(lags, has_same_lineage, strict=True) if is_current)
-                )
+            # A rollback trains on tokens of previous attempts again, whose lag admission does not bound.
+            current_lags = [lag for lag, t in zip(lags, trajectories, strict=True) if t.lineage == lineage]
+            if len(current_lags) < len(lags):
+                metrics["staleness/before_resume"] = float(len(lags) - len(current_lags))
+            if limit is not None:
+                metrics["staleness/exceeded"] = float(sum(lag > limit for lag in current_lags))
         if rate := self._tokens_per_s(policy, now, new_counts.of("tokens")):
             metrics["tokens/sampled_per_s"] = rate
         seats = sorted({t.seat for t in trajectories})

@@ -195,6 +195,9 @@ def test_after_a_rollback_it_holds_for_what_begins_in_this_life(simulated_loop: 
         assert len(second.trainer.batches) == 12 - at["solver"].step
         assert {values["staleness/exceeded"] for _, _, values in second.seen.steps} == {0.0}
         assert oldest(second)["solver"] >= 1
+        assert not any("staleness/before_resume" in values for _, _, values in first.seen.steps)
+        assert second.seen.steps[0][2]["staleness/before_resume"] > 0
+        assert "staleness/before_resume" not in second.seen.steps[-1][2]
 
     simulated_loop.run(main)
 

@@ -167,6 +167,17 @@ def test_one_odd_step_raises_nothing() -> None:
     assert names(a_run(1, before=10, **odd)) == []
 
 
+def test_episodes_from_before_a_resume_raise_no_staleness_alarm() -> None:
+    """A step that is taken again trains on tokens that a rollback made older."""
+    state = a_run(5, before=10, staleness__mean=3.0)
+    assert names(state) == ["staleness"]
+    state.record("solver", 12, {**HEALTHY, "staleness/mean": 3.0, "staleness/before_resume": 64.0})
+    for step in range(13, 18):
+        assert names(state) == []
+        state.record("solver", step, {**HEALTHY, "staleness/mean": 3.0})
+    assert names(state) == ["staleness"]
+
+
 def test_rewards_that_never_differ_are_no_signal() -> None:
     assert names(a_run(5, advantage__zero_share=1.0, reward__mean=0.0)) == ["no_signal"]
 
