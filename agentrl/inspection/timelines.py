@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from itertools import repeat
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from agentrl.inspection.reader import verified_control_rows
 from agentrl.observe.run_state import read_run_snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from agentrl.inspection.conversation import Act, ConversationView
     from agentrl.inspection.reader import RunReader
@@ -79,7 +80,7 @@ class RunTimeline(msgspec.Struct, frozen=True, kw_only=True):
     part: float
     """Length of one part, in seconds."""
     in_flight: dict[str, list[float]]
-    """Mean number of episodes in flight in each part, keyed by environment."""
+    """Mean number of episodes in flight in each part, keyed by environment; none while the run was stopped."""
     committed: list[int]
     dropped: list[int]
     trainers: dict[str, list[float]]
@@ -89,13 +90,16 @@ class RunTimeline(msgspec.Struct, frozen=True, kw_only=True):
     versions: list[tuple[float, str]]
     """Publication times, in seconds since the beginning, with the versions."""
     idle: dict[str, float]
-    """Share of the whole run in which a trainer, or the engine, was idle."""
+    """Share of the run, without the time in which it was stopped, in which a trainer, or the engine, was idle."""
     problems: list[str]
     nodes: dict[str, list[str]] = {}
     """Processes of the run with their GPUs, as last reported, keyed by the address of their node, which is empty on the
     run's host; a run in one process, and a simulated one, has none."""
     resumes: list[float] = []
     """Times at which the run resumed from a checkpoint, in seconds since the beginning."""
+    stopped: list[tuple[float, float]] = []
+    """Times in which the run was stopped, in seconds since the beginning: from the last admission, end of an episode or
+    step before a resume until the resume."""
 
 
 def episode_timeline(reader: RunReader, episode_id: str, attempt: int | None = None) -> EpisodeTimeline:
@@ -168,22 +172,30 @@ def run_timeline(reader: RunReader, parts: int = 60) -> RunTimeline:
     seconds = max(float(last or 0.0) - began, 1e-9)
     part = seconds / parts
     spans: dict[str, list[tuple[float, float]]] = {}
+    event_times: list[float] = []
     for environment, start, stop in log.rows(
         "SELECT a.environment, a.admitted_at, e.committed_at FROM admissions a"
         " LEFT JOIN episodes e ON e.episode = a.episode AND e.attempt = a.attempt"
     ):
         spans.setdefault(environment, []).append((start - began, (last if stop is None else stop) - began))
+        event_times += [start - began] if stop is None else [start - began, stop - began]
     steps = verified_control_rows(log, "steps", "1 ORDER BY stepped_at", problems=problems)
     trainers: dict[str, list[tuple[float, float]]] = {}
     for row in steps:
         stop = row["stepped_at"] - began
         trainers.setdefault(row["policy"], []).append((stop - row["seconds"], stop))
+        event_times.append(stop)
+    resumes = [at - began for at in resume_times(log, problems)]
+    stopped = _stopped(resumes, sorted(event_times))
+    running_s = max(seconds - sum(stop - start for start, stop in stopped), 1e-9)
     versions = verified_control_rows(
         log, "versions", "published_at >= ? ORDER BY published_at", began, problems=problems
     )
     at_work = {policy: span_occupancy(bars, parts, part) for policy, bars in trainers.items()}
     engine = _engine(reader, began, parts, part)
-    idle = {f"trainer of {policy}": 1.0 - sum(shares) / parts for policy, shares in at_work.items()}
+    idle = {
+        f"trainer of {policy}": max(1.0 - sum(shares) * part / running_s, 0.0) for policy, shares in at_work.items()
+    }
     known_shares = [share for share in engine if share is not None]
     if known_shares:
         idle["engine"] = 1.0 - sum(known_shares) / len(known_shares)
@@ -191,7 +203,7 @@ def run_timeline(reader: RunReader, parts: int = 60) -> RunTimeline:
         began=began,
         seconds=seconds,
         part=part,
-        in_flight={name: span_occupancy(bars, parts, part) for name, bars in spans.items()},
+        in_flight={name: span_occupancy(_cut_out(stopped, bars), parts, part) for name, bars in spans.items()},
         committed=_ends(reader, "drop_reason IS NULL", began, parts, part),
         dropped=_ends(reader, "drop_reason IS NOT NULL", began, parts, part),
         trainers=at_work,
@@ -200,8 +212,32 @@ def run_timeline(reader: RunReader, parts: int = 60) -> RunTimeline:
         idle=idle,
         problems=problems,
         nodes=_nodes(reader),
-        resumes=[at - began for at in resume_times(log, problems)],
+        resumes=resumes,
+        stopped=stopped,
     )
+
+
+def _stopped(resumes: Iterable[float], event_times: list[float]) -> list[tuple[float, float]]:
+    """Return the times from the last event before each resume until the resume; `event_times` are sorted."""
+    stopped: dict[float, float] = {}  # a resume without an event until the next one belongs to the same stop
+    for resumed_at in resumes:
+        at = bisect.bisect_left(event_times, resumed_at)
+        if 0 < at < len(event_times):
+            stopped[event_times[at - 1]] = resumed_at
+    return list(stopped.items())
+
+
+def _cut_out(stopped: list[tuple[float, float]], spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """Return the parts of the spans in which the run was not stopped."""
+    for start, stop in spans:
+        rest = start
+        for stopped_at, resumed_at in stopped:
+            if rest < resumed_at and stop > stopped_at:
+                if rest < stopped_at:
+                    yield rest, stopped_at
+                rest = resumed_at
+        if rest < stop:
+            yield rest, stop
 
 
 def resume_times(log: SqliteRunLog, problems: list[str]) -> list[float]:

@@ -219,7 +219,7 @@ def test_05_the_timeline_has_axes_legends_and_no_share_above_all(tab: Tab, sampl
 
 
 def test_06_one_quantity_has_one_encoding(tab: Tab, sample_file: str) -> None:
-    show(tab, sample_file + "#/run")
+    show(tab, sample_file + "#/timeline")
     assert count(tab, "Episodes in flight", "path.curve") == 2
     assert tab.evaluate("document.querySelectorAll('path.area').length") == 0
 

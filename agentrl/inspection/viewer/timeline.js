@@ -49,16 +49,18 @@ export async function runView(page) {
   const range = { from: 0, to: line.seconds, axis: "seconds" };
   const flights = Object.entries(line.in_flight);
   const versions = policiesOf(line.versions);
+  const resumes = { name: "resumed from a checkpoint", at: line.resumes };
+  const stopped = line.stopped.reduce((sum, [from, until]) => sum + until - from, 0);
   return {
     title: "Timeline",
     content: [
-      element("div", { class: "tiles" }, tile("lasted", seconds(line.seconds)), tile("began, UTC", clock(line.began)), [...versions].map(([policy, at]) => tile(versions.size > 1 ? `versions of ${policy} published` : "versions published", number(at.length))), Object.entries(line.idle).map(([who, share]) => tile(`${who} idle`, percent(share), share > 0.5 ? "warn" : ""))),
+      element("div", { class: "tiles" }, tile("lasted", seconds(line.seconds)), tile("began, UTC", clock(line.began)), stopped ? tile("stopped before resumes", seconds(stopped)) : null, [...versions].map(([policy, at]) => tile(versions.size > 1 ? `versions of ${policy} published` : "versions published", number(at.length))), Object.entries(line.idle).map(([who, share]) => tile(`${who} idle`, percent(share), share > 0.5 ? "warn" : ""))),
       problems(line.problems),
-      card("Episodes in flight", chart("Episodes in flight", flights.map(([name, values], place) => ({ name: shortName(name), hue: `hue${place}`, width, points: at(values) })), { ...range, height: 130, marks: [{ name: "resumed from a checkpoint", at: line.resumes }] })),
+      card("Episodes in flight", chart("Episodes in flight", flights.map(([name, values], place) => ({ name: shortName(name), hue: `hue${place}`, width, points: at(values) })), { ...range, height: 130, marks: [resumes] })),
       card("Episodes ended", chart("Episodes ended", [{ name: "committed", hue: "hue2", kind: "bars", width, points: at(line.committed) }, { name: "dropped", hue: "bad", kind: "bars", width, points: at(line.dropped) }], range)),
-      line.engine.some((share) => share !== null) ? card("Engine busy", chart("Engine busy", [{ name: "engine", hue: "hue0", width, points: at(line.engine) }], { ...range, share: true, percent: true })) : null,
+      line.engine.some((share) => share !== null) ? card("Engine busy", chart("Engine busy", [{ name: "engine", hue: "hue0", width, points: at(line.engine) }], { ...range, share: true, percent: true, marks: [resumes] })) : null,
       Object.entries(line.trainers).map(([policy, shares], place) => card(`Trainer of ${policy} busy`, chart(`Trainer of ${policy} busy`, [{ name: "trainer", hue: `hue${place + 1}`, width, points: at(shares) }], { ...range, share: true, percent: true, marks: [{ name: "a version was published", at: versions.get(policy) ?? [] }] }))),
-      element("p", { class: "quiet" }, "Where the engine’s chart has a gap, nothing was recorded."),
+      element("p", { class: "quiet" }, `Where the engine’s chart has a gap, nothing was recorded.${stopped ? " Idle shares leave out the time in which the run was stopped: from the last event before a resume until the resume." : ""}`),
     ],
   };
 }
