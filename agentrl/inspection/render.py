@@ -40,7 +40,7 @@ MAX_BLOCK = 20_000
 Part = str | tuple[str, str]
 """Text, optionally with a style."""
 EPISODE_COLUMNS = (
-    *("episode", "status", "environment", "task", "reward", "stop_reason", "drop_reason"),
+    *("episode", "attempt", "status", "environment", "task", "reward", "stop_reason", "drop_reason"),
     *("turns", "tokens", "oldest_step", "seconds"),
 )
 """Default columns of `episode list`."""
@@ -139,6 +139,8 @@ def run_table(lines: Sequence[RunLine]) -> TerminalPage:
         counts = [str(line.episodes), str(line.in_flight), steps, rewards]
         rows.append([line.name, line.purpose, line.state, *counts, line.problem or ""])
     page.table(["run", "purpose", "state", "episodes>", "in_flight>", "steps>", "reward>", ""], rows)
+    if any(line.purpose == "train" and line.rewards for line in lines):
+        page.line("reward: of training runs, the mean of the last 5 steps")
     return page
 
 
@@ -200,9 +202,8 @@ def episode_table(lines: Sequence[EpisodeLine], total: int, columns: Sequence[st
         return page
     column_names = list(columns or EPISODE_COLUMNS)
     if not columns:
-        column_names = [
-            name for name in column_names if not name.endswith("_reason") or any(getattr(line, name) for line in lines)
-        ]
+        optional = {"attempt", "stop_reason", "drop_reason"}
+        column_names = [name for name in column_names if name not in optional or any(getattr(x, name) for x in lines)]
     rows = [[_cell(line, name) for name in column_names] for line in lines]
     headings = [f"{name}>" if name in _NUMBERS else name for name in column_names]
     page.table(headings, rows, caption=f"{len(lines)} of {total:,} episodes" if total > len(lines) else "")
@@ -212,8 +213,6 @@ def episode_table(lines: Sequence[EpisodeLine], total: int, columns: Sequence[st
 
 def _cell(line: EpisodeLine, column: str) -> str:
     value = line.fields[column] if "." in column else getattr(line, column)
-    if column == "episode" and line.attempt and value is not None:
-        return f"{value} (attempt {line.attempt})"
     if column in ("turns", "tokens"):
         return "" if value is None else f"{value:,}"
     if isinstance(value, float):
@@ -323,16 +322,16 @@ def comparison_page(comparison: RunsComparison) -> TerminalPage:
         stride = -(-len(places) // 20)  # show at most 20 rows of a curve
         title = f"{metric} of {policy}" if several else metric
         page.heading(title if stride == 1 else f"{title}, 1 in {stride} points")
-        rows = _curve_rows(names, curves, places[::-1][::stride][::-1])
+        rows = _curve_rows(names, curves, places[::-1][::stride][::-1], is_exact=comparison.axis == "step")
         page.table([f"{comparison.axis}>", *(f"{name}>" for name in names)], rows)
     return page
 
 
 def _curve_rows(
-    names: Sequence[str], curves: Mapping[str, Sequence[CurvePoint]], places: Sequence[float]
+    names: Sequence[str], curves: Mapping[str, Sequence[CurvePoint]], places: Sequence[float], *, is_exact: bool
 ) -> list[list[str]]:
-    """Return a row for each place, with the nearest point of every curve."""
-    reach = (places[-1] - places[0]) / max(len(places) - 1, 1) / 2
+    """Return a row for each place, with the point of every curve there; the nearest one unless `is_exact`."""
+    reach = 0.0 if is_exact else (places[-1] - places[0]) / max(len(places) - 1, 1) / 2
     rows = []
     for x in places:
         cells = []
@@ -470,6 +469,8 @@ def run_timeline_page(line: RunTimeline) -> TerminalPage:
     """Make a page about a run over its seconds: a row per process, a column per part."""
     page = TerminalPage()
     page.line(f"{_small(line.seconds)} s in parts of {line.part:.3g} s")
+    for stopped_at, resumed_at in line.stopped:
+        page.line(f"stopped after {_small(stopped_at)} s, resumed after {_small(resumed_at)} s; not counted as idle")
     rows: list[list[str]] = []
     for name, counts in line.in_flight.items():
         rows.append([f"in flight: {name}", _shades(counts), f"at most {max(counts):.0f}"])

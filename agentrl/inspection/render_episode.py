@@ -52,7 +52,8 @@ def conversation_page(view: ConversationView) -> TerminalPage:
     )
     if view.children:
         page.heading("children")
-        fields = ["episode", "status", "reward", "stop_reason", "drop_reason", "turns", "tokens", "seconds"]
+        attempt = ["attempt"] if any(child.attempt for child in view.children) else []
+        fields = ["episode", *attempt, "status", "reward", "stop_reason", "drop_reason", "turns", "tokens", "seconds"]
         page.add(episode_table(view.children, len(view.children), fields))
     page.problems(view.problems)
     return page

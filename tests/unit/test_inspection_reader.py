@@ -133,6 +133,7 @@ def test_runs_are_listed_and_a_damaged_one_is_named(tmp_path: Path) -> None:
     assert bad.problem is not None
     assert "control.db" in bad.problem
     assert "control.db" in shown(run_table([bad, good]))
+    assert "reward: of training runs, the mean of the last 5 steps" in shown(run_table([good]))
 
 
 def test_no_run_no_column_no_directory_are_told(run: Path, tmp_path: Path) -> None:

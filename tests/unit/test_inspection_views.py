@@ -53,6 +53,7 @@ from agentrl.inspection.timelines import (
     span_occupancy,
 )
 from agentrl.inspection.tokens import Vocabulary, episode_tokens, read_step_row_columns
+from agentrl.journal.run_log import RunStart
 from tests.journal_cases import HOSTILE, write_run
 
 
@@ -251,6 +252,14 @@ def test_an_episode_is_the_same_as_itself_and_names_are_told_apart(reader: RunRe
         compare_episodes(reader, line.episode, "e99999")
 
 
+def test_an_attempt_has_its_own_column(reader: RunReader) -> None:
+    again, first_attempts = reader.episodes("attempt > 0", limit=3), reader.episodes("attempt = 0", limit=3)
+    headings, *rows = shown(episode_table(again, len(again))).splitlines()
+    assert headings.split()[:2] == ["episode", "attempt"]
+    assert [row.split()[:2] for row in rows] == [[line.episode, str(line.attempt)] for line in again]
+    assert "attempt" not in shown(episode_table(first_attempts, 3))
+
+
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
@@ -290,6 +299,31 @@ def test_the_timeline_of_a_run_counts_every_episode_once(reader: RunReader) -> N
     assert published.keys() == {"solver", "proposer"}
     for policy, number in published.items():
         assert re.search(rf"versions of {policy} .*\b{number} published", page)
+
+
+def test_a_run_that_was_stopped_is_neither_idle_nor_has_episodes_in_flight(tmp_path: Path) -> None:
+    asyncio.run(write_run(tmp_path / "run"))
+    with sqlite3.connect(tmp_path / "run" / "journal" / "control.db") as database:
+        ((first_step, last_step),) = database.execute("SELECT min(stepped_at), max(stepped_at) FROM steps")
+        began = first_step - 100.0
+        database.execute("UPDATE admissions SET admitted_at = ?", (began,))
+        database.execute("UPDATE episodes SET committed_at = ?", (began + 10.0,))
+        database.execute("UPDATE episodes SET committed_at = ? WHERE episode >= 'e3'", (last_step + 10.0,))
+        database.execute("DELETE FROM meta WHERE key GLOB 'life.*'")
+        for lineage, began_at in ((0, began), (1, began + 20.0), (2, began + 60.0), (3, last_step + 20.0)):
+            start = RunStart(lineage=lineage, began_at=began_at)
+            database.execute("INSERT INTO meta VALUES (?, ?)", (f"life.{lineage}", msgspec.json.encode(start).decode()))
+    database.close()
+    reader = RunReader(tmp_path / "run")
+    line = run_timeline(reader, parts=11)
+    seconds = sum(seconds for (seconds,) in reader.log.rows("SELECT seconds FROM steps"))
+    reader.close()
+    assert len(line.resumes) == 3
+    assert line.stopped == [(pytest.approx(10.0), pytest.approx(60.0))], "nothing followed the last start"
+    in_flight = [sum(counts) for counts in zip(*line.in_flight.values(), strict=True)]
+    assert [in_flight[part] for part in (0, 2, 3, 4, 8)] == pytest.approx([7, 0, 0, 0, 4], abs=0.01)
+    assert line.idle["trainer of policy"] == pytest.approx(1.0 - seconds / (line.seconds - 50.0), abs=1e-6)
+    assert "stopped after 10 s, resumed after 60 s" in shown(run_timeline_page(line))
 
 
 def test_the_engine_s_lane_is_drawn_where_steps_and_evaluations_tell_of_it(reader: RunReader, tmp_path: Path) -> None:

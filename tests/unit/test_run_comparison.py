@@ -142,6 +142,18 @@ def test_a_long_curve_is_printed_at_even_distances(tmp_path: Path, capsys: pytes
     assert [line.split()[0] for line in curve.splitlines()[2:]] == [str(step) for step in range(3, 46, 3)]
 
 
+def test_a_row_has_only_what_was_measured_at_its_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, steps in (("a", 4), ("b", 3)):
+        config = {"steps": steps}
+        write_compared_run(tmp_path / name, {"t": 0.1 * steps}, config=config, curve=[0.5] * steps)
+    assert main(["run", "compare", str(tmp_path / "a"), str(tmp_path / "b"), "--metric=evaluation/reward"]) == 0
+    _, curve = capsys.readouterr().out.split("── evaluation/reward ──")
+    assert [line.split() for line in curve.splitlines()[2:]] == [
+        ["3", "0.3", "±", "0.050"],
+        ["4", "0.4", "±", "0.050"],
+    ]
+
+
 def test_the_command_prints_pages_and_json(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     names = [str(run) for run in pair]
     assert main(["run", "compare", *names]) == 0
