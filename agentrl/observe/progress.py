@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 SEAT_REWARD = "evaluation/reward/"
-LINE_INTERVAL_S = 2.0
+LINE_INTERVAL_S = 10.0
 """Seconds between two lines of `ProgressLine` without a terminal; the first line is written at once."""
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agentrl.core.errors import AgentRLError
+from agentrl.core.text import plural
 from agentrl.environments.tiny_model.warm_up import build_tiny_model
 from agentrl.observe.progress import ProgressLine
 
@@ -16,6 +17,12 @@ from agentrl.observe.progress import ProgressLine
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build the model, print its rewards and the next command, and return the exit code."""
     options = _parser().parse_args(arguments)
+    end = "when this reward reaches its goal, or " if options.demonstrations is None else ""
+    print(
+        "The held-out reward usually stays low until the loss is small. "
+        f"The warm-up ends {end}after {plural(options.steps, 'step')}.",
+        file=sys.stderr,
+    )
     try:
         with contextlib.closing(ProgressLine(f"warming up {options.out}", sys.stderr)) as progress:
             result = build_tiny_model(

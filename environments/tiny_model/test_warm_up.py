@@ -211,7 +211,10 @@ def test_demonstrations_that_earn_nothing_are_refused_before_training(tmp_path: 
 def test_a_warm_up_that_taught_nothing_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "shown.py").write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
     assert main([f"{tmp_path / 'shown.py'}:TwoSeats", "--out", str(tmp_path / "out"), "--steps=1"]) == 0
-    assert "did not rise: on training tasks it earns 0.000, so it has not learned" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "did not rise: on training tasks it earns 0.000, so it has not learned" in printed.out
+    assert printed.err.startswith("The held-out reward usually stays low until the loss is small. ")
+    assert "The warm-up ends when this reward reaches its goal, or after 1 step." in printed.err
 
 
 @pytest.mark.parametrize("reply", [{"name": "f"}, {"arguments": {}}, 7, [{"name": "f", "arguments": 3}], [7]])

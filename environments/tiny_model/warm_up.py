@@ -452,16 +452,19 @@ class _Builder:
                 + (f"; a tool answered {mistake[:300]!r}" if mistake else "")
             )
         num_steps = 0
+        goal = None if target is None else before + until * (target - before)
+        goal_text = "" if goal is None else f" (goal {goal:.2f})"
 
         def on_step(step: int, loss: float) -> bool:
             nonlocal num_steps, reward
             num_steps = step
-            self.on_progress(f"step {step} of {steps}, loss {loss:.3f}, held-out reward {reward:.2f}")
+            part = f"step {step} of at most {steps}, loss {loss:.3f}"
+            self.on_progress(f"{part}, held-out reward {reward:.2f}{goal_text}")
             if step % MEASURED_EVERY:
                 return False
             tiny_model.save_model(model, directory, stop_tokens=stop)
-            reward = self._measure(f"step {step} of {steps}, loss {loss:.3f}")
-            return target is not None and reward >= before + until * (target - before) > before
+            reward = self._measure(part)
+            return goal is not None and reward >= goal > before
 
         rows = _again_and_again(chat, source, self.seed)
         tiny_model.train_supervised(model, rows, steps=steps, on_step=on_step)
