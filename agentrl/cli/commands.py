@@ -85,7 +85,7 @@ _REPLAY_ARGUMENTS = (
 READING = (
     CommandGroup(
         "run",
-        "list runs, or show one",
+        "list, show, compare, serve, export, copy or prune runs",
         (
             Command(
                 "list",

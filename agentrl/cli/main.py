@@ -155,14 +155,21 @@ def _write_traceback() -> str:
 
 
 def _overrides(arguments: Sequence[str], *, accepted: bool) -> list[str]:
+    """Return the overrides as `--section.field=value`; they may be written as `--section.field value`."""
+    overrides: list[str] = []
     for argument in arguments:
-        if not accepted or not argument.startswith("--") or "=" not in argument:
-            hint = "; see --help"
-            if accepted:
-                hint = "; set a configuration field with --section.field=value, as one argument"
-                hint += f": {argument}=VALUE" if argument.startswith("--") else ""
-            raise InputError(f"unknown argument {argument!r}{hint}")
-    return list(arguments)
+        is_option = argument.startswith("--")
+        if accepted and is_option:
+            overrides.append(argument)
+        elif accepted and overrides and "=" not in overrides[-1]:
+            overrides[-1] += f"={argument}"
+        else:
+            hint = "set a configuration field with --section.field=value" if accepted else "see --help"
+            raise InputError(f"unknown argument {argument!r}; {hint}")
+    for override in overrides:
+        if "=" not in override:
+            raise InputError(f"unknown argument {override!r}; a configuration field needs a value: {override}=VALUE")
+    return overrides
 
 
 if __name__ == "__main__":

@@ -196,7 +196,12 @@ def read_toml(path: str | Path) -> dict[str, Any]:
             raise ConfigError(f"{source}: longer than {MAX_BYTES:,} bytes, which is too much for a configuration")
         return tomllib.loads(content.decode("utf-8-sig"))  # some editors write a byte order mark
     except FileNotFoundError as error:
-        raise ConfigError(f"{source}: there is no such file") from error
+        hint = f"; give a TOML file, and --environment.id={source}" if ".py:" in source.name else ""
+        raise ConfigError(f"{source}: there is no such file{hint}") from error
+    except IsADirectoryError as error:
+        file = source / "train.toml"
+        hint = f"; did you mean {file}?" if file.is_file() else "; give a TOML file, such as train.toml"
+        raise ConfigError(f"{source}: is a directory{hint}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{source}: is not text in UTF-8 ({error.reason} at byte {error.start}); save it so"
@@ -490,7 +495,10 @@ def _locate(location: Sequence[str | int], top: type[BaseModel]) -> _Location:
         annotation = _bare(annotation)
         members, is_table = sections_in_annotation(annotation)
         if len(_union_members(annotation)) > 1:  # pydantic adds the union member that it tried to the path
-            kinds, annotation = members, next((member for member in members if part in _tags(member)), None)
+            choices: list[Any] = [member for member in members if part in _tags(member)]
+            if part.startswith("dict["):
+                choices += [choice for choice in map(_bare, _union_members(annotation)) if get_origin(choice) is dict]
+            kinds, annotation = members, choices[0] if choices else None
             continue
         path.append(part)
         if members and not is_table:

@@ -117,8 +117,11 @@ def test_headings_are_columns_that_can_be_filtered_by(directory: Path, capsys: p
         (["run", "curve", "demo", "--metric", "bogus"], 2, "recorded were: grad_norm, loss"),
         (["run", "list", "--steps=3"], 2, "unknown argument '--steps=3'"),
         (["train", "nothing.toml"], 2, "no such file"),
-        (["train", "nothing.toml", "--foo"], 2, "--section.field=value"),
-        (["train", "nothing.toml", "--steps", "12"], 2, "as one argument: --steps=VALUE"),
+        (["train", "nothing.toml", "more.toml"], 2, "--section.field=value"),
+        (["train", "nothing.toml", "--foo"], 2, "a configuration field needs a value: --foo=VALUE"),
+        (["train", "nothing.toml", "--steps", "12", "13"], 2, "unknown argument '13'"),
+        (["train", "trail.py:Trail"], 2, "give a TOML file, and --environment.id=trail.py:Trail"),
+        (["train", "runs"], 2, "runs: is a directory; give a TOML file, such as train.toml"),
         (["train", __file__], 2, "a TOML file is wanted here, such as train.toml"),
         (["run", "list", "nowhere"], 2, "no such directory"),
     ],
@@ -130,6 +133,23 @@ def test_bad_input_is_one_line_and_its_exit_code(
     error = capsys.readouterr().err
     assert message in error
     assert len(error.splitlines()) == 1
+
+
+def test_a_directory_with_a_configuration_is_a_suggestion(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (directory / "trail").mkdir()
+    (directory / "trail" / "train.toml").write_text("")
+    assert main(["train", "trail"]) == 2
+    assert capsys.readouterr().err.endswith("trail: is a directory; did you mean trail/train.toml?\n")
+
+
+def test_an_override_may_be_written_as_two_arguments(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--name", "typo6", "--dry-run", "--environment.id=calculator", "--model.path", "m"]
+    (directory / "train.toml").write_text("")
+    assert main(["train", "train.toml", *arguments, "--steps=12", "--json"]) == 0
+    config = json.loads(capsys.readouterr().out)
+    assert (config["name"], config["steps"], Path(config["model"]["path"]).name) == ("typo6", 12, "m")
 
 
 @pytest.mark.damages_journal

@@ -164,7 +164,8 @@ def test_dumped_configuration_loads_as_the_same(tmp_path: Path) -> None:
         ("environment.tool_timeout_s=1", "unknown key environment.tool_timeout_s"),
         ("trainer.loss.name=sappo", "trainer.loss: 'sappo': there is no such loss; built in are truncated, ppo"),
         ("credit.advantage=maxrl", "credit.advantage: 'maxrl': there is no such advantage; built in are leave_one"),
-        ("steps=many", 'steps = "many": expected a whole number'),
+        ("steps=many", 'steps = "many": expected a whole number or a table { NAME = a whole number, ... }'),
+        ("evaluation.tasks=all", 'tasks = "all": expected a whole number or a table { NAME = a whole number, ... }'),
         ("steps=0", "steps = 0: expected greater than 0"),
         ("engine.refresh=never", "engine.refresh = \"never\": expected 'auto', 'token', 'token_keep_kv'"),
         (
