@@ -370,7 +370,7 @@ def _new_record(setup: RunSetup) -> RunProcessRecord:
             else "died without an error message (killed, crashed, or out of memory)"
         )
         place = "" if last.workers == 1 else ", in worker processes"
-        message = f"the previous process {end_reason}. It was running {format_episode_list(running)}{place}"
+        message = f"the previous process {end_reason}. It was running {format_episode_list(running, 2)}{place}"
         if any(spec.purpose == "train" for spec in running):
             message += "; training episodes continue from where they stopped"
         if any(spec.purpose == "evaluate" for spec in running):

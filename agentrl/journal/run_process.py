@@ -299,12 +299,12 @@ class RunProcessRecord(msgspec.Struct, kw_only=True):
         return 0 if progress is None else progress.deaths
 
 
-def format_episode_list(specs: Sequence[EpisodeSpec]) -> str:
+def format_episode_list(specs: Sequence[EpisodeSpec], max_named: int = NAMED) -> str:
     """List the ids and tasks of episodes, for a message."""
     if not specs:
         return "no episode"
-    names = ", ".join(f"{spec.episode_id} (task {spec.task.id!r})" for spec in specs[:NAMED])
-    return names + (f" and {len(specs) - NAMED} more" if len(specs) > NAMED else "")
+    names = ", ".join(f"{spec.episode_id} (task {spec.task.id!r})" for spec in specs[:max_named])
+    return names + (f" and {len(specs) - max_named} more" if len(specs) > max_named else "")
 
 
 def record_process_state(run: Path, state: State) -> None:

@@ -176,7 +176,8 @@ class RunObserver:
         )
         self._stream.write(
             f"{plural(summary['steps'], 'step')} in {summary['rl_seconds']:.1f} s; "
-            f"engine busy {summary['engine_busy_share']:.0%}, trainer {summary['trainer_busy_share']:.0%} of the time\n"
+            f"of this time, engine busy {summary['engine_busy_share']:.0%}, trainer "
+            f"{summary['trainer_busy_share']:.0%}\n"
             if self.steps or not num_steps
             else message
         )

@@ -279,7 +279,7 @@ def bottleneck(state: RunState, status: RunSnapshot) -> str:
     )
     has_tools = any(name.startswith("tool/") for values in steps for name in values)
     other_parts = "tools and environments" if has_tools else "environments or other processes"
-    return _describe_busy_part(engine, trainer, admission_wait or other_parts)
+    return _describe_busy_part("recently", engine, trainer, admission_wait or other_parts)
 
 
 def bottleneck_of_ended_run(state: RunState, status: RunSnapshot) -> str:
@@ -290,12 +290,13 @@ def bottleneck_of_ended_run(state: RunState, status: RunSnapshot) -> str:
         return [sum(shares) / len(shares) for shares in series if shares]
 
     engine = max(mean_shares("engine/busy_share"), default=0.0)
-    return _describe_busy_part(engine, sum(mean_shares("trainer/busy_share")), "") or status.bottleneck
+    trainer = sum(mean_shares("trainer/busy_share"))
+    return _describe_busy_part("whole run", engine, trainer, "") or status.bottleneck
 
 
-def _describe_busy_part(engine: float, trainer: float, otherwise: str) -> str:
+def _describe_busy_part(period: str, engine: float, trainer: float, otherwise: str) -> str:
     part = otherwise if max(engine, trainer) <= 0.5 else "engines" if engine >= trainer else "trainer"
-    return f"{part} (engines {engine:.0%} busy, trainer {trainer:.0%})" if part else ""
+    return f"{part} ({period}: engines {engine:.0%} busy, trainer {trainer:.0%})" if part else ""
 
 
 def display_settings_from_config(config: Mapping[str, Any]) -> RunDisplaySettings:

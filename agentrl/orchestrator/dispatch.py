@@ -640,7 +640,7 @@ class Dispatcher:
         if why is not None:
             scoring = self.group_scoring
             failure = (scoring and scoring.last_failure) or self.worker.last_failure
-            hint = f"Last failure: {failure}" if failure else f"`agentrl episode show` shows {header.episode_id}"
+            hint = f"Last failure: {failure}" if failure else f"See `agentrl episode show {header.episode_id}`"
             self.fail(CheckFailedError(f"{why}. {hint}"))
 
     def _leave_tree(self, episode_id: str, attempt: int, fork: ForkPoint | None = None) -> None:

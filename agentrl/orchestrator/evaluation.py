@@ -302,9 +302,10 @@ def _course(headers: Sequence[EpisodeHeader]) -> dict[str, float]:
     main_headers = [header for header in headers if header.parent_id is None and header.committed]
     dropped_headers = [header for header in headers if not header.committed]
     if not main_headers:
+        first = dropped_headers[0]
         raise CheckFailedError(
-            f"evaluation: no episode of {len(dropped_headers)} was committed, {dropped_headers[0].episode_id} "
-            f"because of {dropped_headers[0].drop_reason}; `agentrl episode show` has the details"
+            f"evaluation: no episode of {len(dropped_headers)} was committed, {first.episode_id} because of "
+            f"{first.drop_reason}; `agentrl episode show {first.episode_id}` has the details"
         )
     return {
         "evaluation/turns": _mean([float(header.turns) for header in main_headers]),

@@ -135,9 +135,7 @@ def test_bad_input_is_one_line_and_its_exit_code(
     assert len(error.splitlines()) == 1
 
 
-def test_a_directory_with_a_configuration_is_a_suggestion(
-    directory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_directory_with_a_configuration_is_a_suggestion(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (directory / "trail").mkdir()
     (directory / "trail" / "train.toml").write_text("")
     assert main(["train", "trail"]) == 2

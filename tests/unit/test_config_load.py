@@ -258,7 +258,7 @@ def test_files_that_are_no_toml_are_told_by_line(tmp_path: Path) -> None:
         load(write(tmp_path, "seed = 3\nsteps = \n"))
     with pytest.raises(ConfigError, match=r"nothing\.toml"):
         load(tmp_path / "nothing.toml")
-    with pytest.raises(ConfigError, match="read"):
+    with pytest.raises(ConfigError, match="is a directory; give a TOML file"):
         load(tmp_path)
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="UTF-8"):

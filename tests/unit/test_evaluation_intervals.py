@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from agentrl.app.evaluation import EvaluatedEpisode, Evaluation
-from agentrl.core.errors import InputError
+from agentrl.core.errors import CheckFailedError, InputError
 from agentrl.core.ids import random_stream
 from agentrl.core.intervals import confidence_half_width
 from agentrl.core.records import EpisodeHeader
@@ -51,6 +51,13 @@ def test_the_interval_is_over_tasks_and_leaves_out_what_was_dropped() -> None:
     assert found["evaluation/reward_error"] == pytest.approx(1.96 * statistics.stdev([1.0, 0.0, 0.5]) / math.sqrt(3))
     assert found["evaluation/pass_at/2"] == pytest.approx(1.0)
     assert evaluation_metrics(headers([[1.0], [0.0]]), None, 1)["evaluation/pass_at/1"] == 0.5
+
+
+def test_an_evaluation_whose_episodes_were_all_dropped_names_the_command_that_shows_one() -> None:
+    with pytest.raises(
+        CheckFailedError, match=r"no episode of 2 .* of environment_error; `agentrl episode show v0` has"
+    ):
+        evaluation_metrics(headers([[None], [None]]), "policy", 1)
 
 
 def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:

@@ -302,7 +302,7 @@ def test_the_bottleneck_is_what_is_busy_or_what_holds_work_back(
     status = RunSnapshot(phase="training", engine_share=engine, waits=waits)
     assert bottleneck(state, status) == ""
     state.record("p", 1, {"engine/busy_share": 1.0, "trainer/busy_share": trainer})
-    assert bottleneck(state, status).startswith(f"{found} (")
+    assert bottleneck(state, status).startswith(f"{found} (recently: engines {engine:.0%} busy, ")
     state.record("p", 2, {"trainer/busy_share": trainer, "tool/ok": 1.0})
     named = found.replace("environments or other processes", "tools and environments")
     assert bottleneck(state, status).startswith(f"{named} (")
@@ -314,7 +314,7 @@ def test_the_bottleneck_of_an_ended_run_is_what_was_busy_for_most_of_it() -> Non
     assert bottleneck_of_ended_run(state, status) == status.bottleneck
     for step, engine in enumerate((0.9, 0.9, 0.0), start=1):  # the last step drains the run
         state.record("p", step, {"engine/busy_share": engine, "trainer/busy_share": 0.3})
-    assert bottleneck_of_ended_run(state, status) == "engines (engines 60% busy, trainer 30%)"
+    assert bottleneck_of_ended_run(state, status) == "engines (whole run: engines 60% busy, trainer 30%)"
 
 
 def test_the_view_shows_what_each_node_does(tmp_path: Path) -> None:

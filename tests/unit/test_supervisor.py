@@ -40,7 +40,7 @@ from agentrl.engines.scripted import ScriptedEngine
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import EntryBody, JournalEntry, TurnEntry, TurnVersionSpan
 from agentrl.journal.run_log import RunStart, SettingChange
-from agentrl.journal.run_process import RunLock, RunProcessRecord
+from agentrl.journal.run_process import RunLock, RunProcessRecord, format_episode_list
 from agentrl.journal.store import SqliteJournal
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.rollout.chat.byte_formats import PlainChatFormat
@@ -402,6 +402,12 @@ def test_an_evaluation_that_kills_is_counted_by_its_task(tmp_path: Path) -> None
         record.write(tmp_path)
         store.admit(replace(journal_cases.spec(7, purpose="evaluate"), episode_id=f"v{life}"))
         asyncio.run(store.close())
+
+
+def test_a_message_names_some_episodes_and_counts_the_others() -> None:
+    specs = [journal_cases.spec(number) for number in range(16)]
+    assert format_episode_list(specs, 2) == "e0 (task 't0'), e1 (task 't1') and 14 more"
+    assert format_episode_list(specs[:2], 2) == "e0 (task 't0'), e1 (task 't1')"
 
 
 def test_evaluation_episodes_that_a_kill_cut_are_dropped_by_the_next_start(
