@@ -199,8 +199,8 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         hint = f"; give a TOML file, and --environment.id={source}" if ".py:" in source.name else ""
         raise ConfigError(f"{source}: there is no such file{hint}") from error
     except IsADirectoryError as error:
-        file = source / "train.toml"
-        hint = f"; did you mean {file}?" if file.is_file() else "; give a TOML file, such as train.toml"
+        config_file = source / "train.toml"
+        hint = f"; did you mean {config_file}?" if config_file.is_file() else "; give a TOML file, such as train.toml"
         raise ConfigError(f"{source}: is a directory{hint}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(

@@ -277,8 +277,9 @@ def test_the_figures_of_a_run_add_up(reader: RunReader) -> None:
 def test_the_timeline_of_a_run_counts_every_episode_once(reader: RunReader) -> None:
     found = run_timeline(reader, parts=40)
     assert sum(found.committed) + sum(found.dropped) == reader.count("committed_at != null")
+    stopped = [(found.began + stopped_at, found.began + resumed_at) for stopped_at, resumed_at in found.stopped]
     lived = sum(
-        stop - start
+        stop - start - sum(max(min(stop, until) - max(start, since), 0.0) for since, until in stopped)
         for start, stop in reader.log.rows(
             "SELECT a.admitted_at, coalesce(e.committed_at, (SELECT max(committed_at) FROM episodes)) FROM admissions a"
             " LEFT JOIN episodes e ON e.episode = a.episode AND e.attempt = a.attempt"
