@@ -370,6 +370,7 @@ class CLASS(agentrl.ToolEnvironment):
     """Sums of three numbers, with a calculator for two."""
 
     # The policy's tools. Every parameter needs a type; the policy sees the docstring's first paragraph.
+    # `self.task` is the episode's task; other state of the episode may be kept on `self`.
     @agentrl.tool
     def calculate(self, a: int, op: Literal["+", "-", "*"], b: int) -> int:
         """One operation on two integers."""

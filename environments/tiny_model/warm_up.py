@@ -616,6 +616,10 @@ loss.normalizer = 64  # sampled tokens of a typical episode
 
 [evaluation]
 tasks = 256           # held-out tasks, before the first step and after the last
+
+[best]
+metric = "reward/mean"  # the version with the best mean of 5 steps is kept, in case the reward falls later
+# stop_fall = 0.2       # ends the run once the mean is this far below the best
 """
 
 

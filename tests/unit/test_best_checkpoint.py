@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl.config.load import load
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import BestConfig
 from agentrl.core.records import PolicyVersion
+from agentrl.environments.tiny_model.warm_up import TRAIN
 from agentrl.orchestrator.versions import BestCheckpointTracker, decode_best_running_mean
 
 
@@ -153,3 +156,14 @@ def test_a_choice_that_nothing_can_be_measured_for_is_refused(changes: dict[str,
 )
 def test_a_metric_may_name_its_policy(metric: str, policy: str, name: str) -> None:
     assert BestConfig(metric=metric).measured(["proposer", "solver"]) == (policy, name)
+
+
+def test_a_run_from_a_warmed_up_model_keeps_its_best_version(tmp_path: Path) -> None:
+    sizes = {"max_tokens": 32, "turn": 9, "max_turns": 6, "turns": 4, "max_context": 192, "context": 90}
+    text = TRAIN.format(command="agentrl train train.toml", name='"shop"', reference='"calculator"', **sizes)
+    (tmp_path / "train.toml").write_text(text)
+    best = load(tmp_path / "train.toml").best
+    assert best.metric == "reward/mean"
+    assert not best.stops_early
+    (tmp_path / "train.toml").write_text(text.replace("# stop_fall", "stop_fall"))
+    assert load(tmp_path / "train.toml").best.stop_fall == 0.2
