@@ -30,14 +30,13 @@ measured is left out.
 
 **Your own.** `ctx.metric(name, value)` in an environment adds a metric: summed within an episode, then averaged over
 the committed episodes that set it since the policy's last step. In an evaluation it is `evaluation/metric/<name>`.
-Count replies that the environment cannot read with `ctx.metric("turns/illegal", 1)`, so that the alarms see them. That,
-cut turns and tool calls count for the agent that acted last, so no policy is blamed for another.
+Count replies that the environment cannot read with `ctx.metric("turns/illegal", 1)`, so that the alarms see them. Cut
+turns, tool calls and these count for the agent that acted last.
 
 **Measured tokens.** These are means over the tokens that went through the model: `entropy`, `kept_mass`, `k3` and its
 variants, `abs_logprob_difference`, `mean_ratio`, `masked_fraction`, `truncated_fraction`, `effective_sample_fraction`
 and `reference_kl`. Most losses skip rows whose advantages are all 0 (`skipped_samples`), so these means and the alarms
-exclude them; over all trained tokens, values can differ by a factor of two and more. Losses over a whole step, `gae`, a
-reference, an entropy bonus and your own losses forward every row.
+exclude them. Losses over a whole step, `gae`, a reference, an entropy bonus and your own losses forward every row.
 
 {metrics}
 ## Alarms
