@@ -456,8 +456,8 @@ def _engine(config: RunConfig, devices: DevicePlan, first: int) -> list[MemoryPa
         name = f"{adapters} adapters"
         parts.append(part(name=name, bytes=memory.adapters, setting="a smaller policies.NAME.lora.rank"))
     if copies := sum(policy.served_adapter is None for policy in config.trained.values()):
-        name = f"{copies} more of the weights, for the next version of a policy that trains all of them"
-        parts.append(part(name=name, bytes=copies * memory.weights, setting="a policies.NAME.lora"))
+        name = f"{copies} more of the weights, for the next version of a policy that publishes full weights"
+        parts.append(part(name=name, bytes=copies * memory.weights, setting="a policies.NAME.lora, without merge"))
     return parts
 
 

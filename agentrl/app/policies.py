@@ -229,8 +229,9 @@ def _check_branches(config: RunConfig, root: type[Environment], seats: Sequence[
         several: (len(learners) > 1, "a tree stays on one version: bind all its seats to one trained policy"),
         "full weights at max_staleness above 0": (
             bool(full),
-            f"the engine serves one version of full weights: set policies.{'.'.join(full[:1])}.lora, or "
-            "max_staleness = 0",
+            "the engine serves one version of full weights: set "
+            + "".join(f"policies.{name}.{trained_policies[name].adapter_setting}, or " for name in full[:1])
+            + "max_staleness = 0",
         ),
         "a scorer with per = 'group'": (
             any(scorer.per == "group" for scorer in config.scorers.values()),

@@ -140,7 +140,7 @@ class ResumeCheckpoint:
         manifest, rejections = find_newest_checkpoint(checkpoints, disk=disk)
         if rejections and manifest is None:
             raise StorageError(
-                f"no checkpoint can be used: {'; '.join(rejections)}. Remove them to start again from the base model"
+                f"no checkpoint can be used: {'; '.join(rejections)}. To start again from the base model, remove them"
             )
         return ResumeCheckpoint(manifest=manifest, rejected=rejections)
 

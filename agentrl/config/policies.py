@@ -44,7 +44,8 @@ class LoraConfig(Section):
     layers that can be trained and served."""
     merge: Fixed[bool] = False
     """Publish the adapter merged into the weights. Engines sample faster without an adapter, but serve one version at a
-    time, and every version is as large as the model."""
+    time, and every version is as large as the model. Only checkpoints hold the adapter. In bfloat16 the sum is rounded:
+    updates that are small beside the weights are lost."""
 
 
 class _SampledPolicy(Section):
@@ -101,6 +102,11 @@ class PolicyConfig(LocalPolicy):
     def served_adapter(self) -> LoraConfig | None:
         """The adapter of the versions that engines serve; None if those are full weights."""
         return None if self.lora is None or self.lora.merge else self.lora
+
+    @property
+    def adapter_setting(self) -> str:
+        """The setting with which engines would serve an adapter, within the policy's section."""
+        return "lora" if self.lora is None else "lora.merge = false"
 
     @field_validator("reference")
     @classmethod
@@ -194,7 +200,8 @@ class OpponentPoolPolicy(Section):
     every: Fixed[Steps] = 10
     """Steps of that policy between two versions that join the pool. The run's first version joins first."""
     size: Free[Annotated[int, Field(gt=0, le=10**4), NumberUnit("versions")]] = 4
-    """Number of versions in the pool; the newest stay. Each takes an adapter slot of the engine."""
+    """Number of versions in the pool; the newest stay. Each takes an adapter slot of the engine, or a copy of
+    the weights."""
     choose: Free[Literal["uniform", "latest", "prioritized"]] = "uniform"
     """A group's opponent. `uniform`: each version equally often. `latest`: the newest. `prioritized`: in proportion to
     (1 - win rate)², so harder opponents come more often (PFSP: Vinyals et al., 2019, Nature 575)."""

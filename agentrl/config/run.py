@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -600,13 +600,13 @@ def _check_full_weights(config: RunConfig) -> None:
         if policy.served_adapter is None and config.engine.refresh in ("episode", "lazy"):
             raise ValueError(
                 f"engine.refresh = {config.engine.refresh!r} needs adapters, because an engine holds one version of "
-                f"full weights. Set policies.{name}.lora, or refresh = 'auto', 'token' or 'turn'"
+                f"full weights. Set policies.{name}.{policy.adapter_setting}, or refresh = 'auto', 'token' or 'turn'"
             )
         if config.deterministic and policy.served_adapter is None and policy.max_staleness:
             raise ValueError(
                 f"deterministic = true with full weights needs policies.{name}.max_staleness = 0, because an engine "
                 "holds one version of them, and each batch is sampled by one version. Set that, or "
-                f"policies.{name}.lora"
+                f"policies.{name}.{policy.adapter_setting}"
             )
 
 
@@ -641,6 +641,11 @@ def _check_engine(config: RunConfig) -> None:
         )
 
 
+def _adapter_settings(config: RunConfig, policies: Sequence[str]) -> str:
+    """Return the settings with which engines would serve adapters of these policies."""
+    return " and ".join(f"policies.{name}.{config.trained[name].adapter_setting}" for name in policies)
+
+
 def _check_vllm(config: RunConfig) -> None:
     full = [name for name, policy in config.trained.items() if policy.served_adapter is None]
     if config.deterministic:
@@ -659,11 +664,11 @@ def _check_vllm(config: RunConfig) -> None:
         if len(base.policies) > 1 and (full_policies := sorted(set(full) & base.policies.keys())):
             raise ValueError(
                 f"vLLM serves one version of full weights, and {', '.join(sorted(base.policies.keys() - set(full)))} "
-                f"plays earlier ones: set lora for policies {', '.join(full_policies)}, or remove engine.vllm for "
-                "the embedded engine"
+                f"plays earlier ones: set {_adapter_settings(config, full_policies)}, or remove engine.vllm for the "
+                "embedded engine"
             )
     if full and config.evaluation.every:
         raise ValueError(
             "evaluation.every keeps a version while newer ones serve, but vLLM holds one version of full weights: set "
-            f"evaluation.every = 0, or policies.{full[0]}.lora"
+            f"evaluation.every = 0, or {_adapter_settings(config, full[:1])}"
         )

@@ -6,6 +6,7 @@ interrupted. agentrl raises only `AgentRLError`s on purpose; any other exception
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -287,10 +288,19 @@ def describe_user_code_error(error: BaseException) -> str:
     return f"{format_foreign_error(error)}{describe_raise_location(error)}"
 
 
+_LIBRARIES = ("<frozen", *{f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+"""Beginnings of the file names of Python's own and installed code."""
+
+
 def describe_raise_location(error: BaseException | None) -> str:
-    """Return ` at FILE:LINE in FUNCTION` for the line that raised an error; "" if unknown."""
-    frames = traceback.extract_tb(error.__traceback__, limit=-1) if error is not None else []
-    return f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+    """Return ` at FILE:LINE in FUNCTION` for the innermost line outside installed libraries, or the innermost of all,
+    that an error passed; "" if unknown.
+    """
+    lines = [] if error is None else [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [(code, line) for code, line in lines if not code.co_filename.startswith(_LIBRARIES)]
+    for code, line in (own or lines)[-1:]:
+        return f" at {code.co_filename}:{line} in {code.co_name}"
+    return ""
 
 
 def _without_init(kind: type[AgentRLError], arguments: tuple[object, ...]) -> AgentRLError:

@@ -3,8 +3,8 @@ weights.
 
 Policies with adapters on one base share it; a policy that trains full weights has its own copy. Models compute in
 `model.dtype`; trained parameters and their gradients are float32. In bfloat16 these are masters, and the model computes
-with their rounded values; an adapter is published unrounded, and engines round it in the same way. Nothing is fetched:
-no network, no remote code.
+with their rounded values. An adapter is published unrounded, and engines round it in the same way; a merged one is
+rounded with the weights. Nothing is fetched: no network, no remote code.
 
 Owns: loading, the check that the trainer's forward pass reproduces the model's own, the parameters of each policy, the
 active adapter, the content of a published version. Invariants: the shared base never requires a gradient; a policy's
@@ -238,8 +238,8 @@ class PolicyModel:
             gather_tensor(self.parameters[f"{layer}.{matrix}.{self._adapter}.weight"]).to(whole.device)
             for matrix in ("lora_A", "lora_B")
         )
-        product = module.scaling[self._adapter] * (up @ down)  # type: ignore[index]
-        return (whole.float() + product).to(whole.dtype)
+        scaling = module.scaling[self._adapter]  # type: ignore[index]
+        return torch.addmm(whole.float(), up, down, alpha=scaling).to(whole.dtype)
 
     @cached_property
     def _merged_layers(self) -> dict[str, str]:
@@ -278,7 +278,7 @@ class PolicyModel:
 
     @cached_property
     def _conversion_groups(self) -> list[list[str]]:
-        """Return the names of `_own_tensors` in groups that can be converted to a checkpoint's layout independently.
+        """Return the names of `_unique_tensors` in groups that can be converted to a checkpoint's layout independently.
 
         In most architectures each tensor is a group, so that no two have to be gathered at once.
         """
@@ -467,6 +467,8 @@ def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | No
         for index, (name, lora) in enumerate(adapter_configs.items()):
             targets = _targets(f"policies.{name}.lora", lora, can, base)
             descriptions[name] = f"{name}: {_describe_adapter(lora, targets, matrices)}"
+            if lora.merge and dtype != torch.float32:
+                descriptions[name] += f"; merged into {str(dtype).removeprefix('torch.')}, which loses small updates"
             # Generated names, because PEFT matches names as substrings: a policy called "a" would match every adapter.
             adapters[name] = f"adapter{index}x"
             with torch.random.fork_rng(devices=[]):

@@ -253,7 +253,10 @@ def _read(directory: Path, disk: Disk) -> tuple[Manifest, Mapping[str, str]]:
     try:
         content = json.loads(disk.read(directory / "manifest.json", limit=MAX_MANIFEST_BYTES))
         if content["format"] != FORMAT:
-            raise ValueError(f"its format is {content['format']!r}, but this version of agentrl reads {FORMAT}")
+            raise ValueError(
+                f"its format is {content['format']!r}, and this version of agentrl reads {FORMAT}; resume with the "
+                "version that wrote it"
+            )
         files = {name: (int(size), str(digest)) for name, (size, digest) in content["files"].items()}
         sizes = disk.files(directory)
         for name, (size, _) in files.items():

@@ -68,11 +68,8 @@ _STRAY = re.compile(
     r"|(?:time\.(?:time|monotonic|perf_counter)|uuid\.uuid[14]|os\.urandom|secrets\.\w+"
     r"|datetime\.(?:now|utcnow|today))\()"
 )
-_CODE_ERRORS = {
-    *("AttributeError", "ImportError", "ModuleNotFoundError", "NameError", "NotImplementedError", "TypeError"),
-    "UnboundLocalError",
-}
-"""Exceptions that no choice of valid arguments explains: a tool that always raises one of them is broken."""
+_CODE_ERRORS = ("ImportError", "ModuleNotFoundError", "NameError", "NotImplementedError", "UnboundLocalError")
+"""Exceptions that the arguments do not explain: a tool that always raises one of them is broken."""
 _PROOF_TEXTS = {
     "replay": " with the same outcome",
     "snapshot": " with the same outcome, resources from their snapshots",
@@ -239,8 +236,11 @@ def _check_rewards(report: EnvironmentReport) -> None:
 
 def _check_tools(report: EnvironmentReport) -> None:
     """Report tools that raised in every call, for a reason that is not in the arguments."""
+    raised = Counter[str]()
+    for (name, _), errors in report.tool_errors.items():
+        raised[name] += len(errors)
     for text, ((name, _), errors) in zip(report.warnings, report.tool_errors.items(), strict=True):
-        if len(errors) == report.tool_calls[name] and errors[0].partition(":")[0] in _CODE_ERRORS:
+        if raised[name] == report.tool_calls[name] and errors[0].partition(":")[0] in _CODE_ERRORS:
             report.findings.append(text)
 
 

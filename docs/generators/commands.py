@@ -20,7 +20,7 @@ _HEAD = """# Command line
 <!-- Written by `make docs-config` from agentrl/cli/commands.py; changes belong there. -->
 
 `--help` after a command prints the same. Every command accepts `--json`. Commands that read a configuration also accept
-`--SECTION.KEY=VALUE`, or `--SECTION.KEY VALUE`, for any [setting](configuration.md).
+`--SECTION.KEY=VALUE` for any [setting](configuration.md); behind the other arguments, `--SECTION.KEY VALUE` works too.
 
 Exit codes: 0 success; 1 a failed check, or a difference; 2 bad input; 70 internal error; 74 storage; 130 interrupted.
 

@@ -49,10 +49,11 @@ HOW = """\
 * Seconds and CPU seconds run from the start of training to the first snapshot with that held-out reward; every third
   step leaves a snapshot. CPU seconds are those of all processes.
 * Rows with vLLM train a LoRA, because TRL's asynchronous trainer sends nothing else to a server on a CPU; the others
-  train all weights. Ratios compare rows of one kind.
+  train all weights. Ratios compare rows of one kind. agentrl publishes the LoRA merged into the weights (`lora.merge`),
+  which about halves vLLM's CPU time; TRL sends merged weights over NCCL alone.
 * SIGKILL hits all processes of a run, with their server, in the middle of a step. Lost is what it takes until the last
-  finished step is finished again, with the start of the processes; the range is that of three seeds. The naive loop
-  begins again.
+  finished step is finished again, with the start of the processes; the medians and ranges are those of three seeds.
+  The naive loop begins again.
 * Each library's settings were chosen with its own documentation and source. The choices, and what differs, are listed
   in `benchmarks/peers/__init__.py`.
 """
@@ -120,7 +121,7 @@ def readme_section(line: Mapping[str, Any]) -> str:
     return (
         f"The same task, model, group size, step size and held-out problems; medians of {report['repeats']} "
         "interleaved seeds ([method and quartiles](docs/benchmarks.md); `python -m benchmarks.peers` repeats it). Rows "
-        "with vLLM train a LoRA, the others all weights.\n\n"
+        "with vLLM train a LoRA, the others all weights. SIGKILL: three seeds.\n\n"
         f"{table(report, README_COLUMNS, ('lines', 'packages'), median)}"
     )
 
