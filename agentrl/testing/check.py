@@ -68,8 +68,12 @@ _STRAY = re.compile(
     r"|(?:time\.(?:time|monotonic|perf_counter)|uuid\.uuid[14]|os\.urandom|secrets\.\w+"
     r"|datetime\.(?:now|utcnow|today))\()"
 )
-_CODE_ERRORS = ("ImportError", "ModuleNotFoundError", "NameError", "NotImplementedError", "UnboundLocalError")
-"""Exceptions that the arguments do not explain: a tool that always raises one of them is broken."""
+_CODE_ERRORS = re.compile(
+    r"(?:ImportError|ModuleNotFoundError|NameError|NotImplementedError|UnboundLocalError)\b"
+    r"|AttributeError: '(?P<type>\w+)' object has no attribute"
+)
+"""Exceptions that the arguments do not explain, if `type` is the environment: a tool that always raises one of them is
+broken."""
 _PROOF_TEXTS = {
     "replay": " with the same outcome",
     "snapshot": " with the same outcome, resources from their snapshots",
@@ -213,7 +217,7 @@ def check_environment(
             if not report.passed:
                 break
     _check_rewards(report)
-    _check_tools(report)
+    _check_tools(environment_class, report)
     report.own_random = environment_class.own_random
     if report.passed and issubclass(environment_class, HarnessEnvironment) and last is not None:
         _check_requests(environment_class, last, report)
@@ -234,13 +238,17 @@ def _check_rewards(report: EnvironmentReport) -> None:
             )
 
 
-def _check_tools(report: EnvironmentReport) -> None:
+def _check_tools(environment: type[Environment], report: EnvironmentReport) -> None:
     """Report tools that raised in every call, for a reason that is not in the arguments."""
     raised = Counter[str]()
     for (name, _), errors in report.tool_errors.items():
         raised[name] += len(errors)
     for text, ((name, _), errors) in zip(report.warnings, report.tool_errors.items(), strict=True):
-        if raised[name] == report.tool_calls[name] and errors[0].partition(":")[0] in _CODE_ERRORS:
+        is_explained = (match := _CODE_ERRORS.match(errors[0])) is None or match["type"] not in (
+            None,
+            environment.__name__,
+        )
+        if raised[name] == report.tool_calls[name] and not is_explained:
             report.findings.append(text)
 
 

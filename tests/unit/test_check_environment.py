@@ -269,6 +269,30 @@ class Unfinished(Adder):
         return str(self.surroundings)  # type: ignore[attr-defined]
 
 
+class Strict(Adder):
+    """A tool that refuses every argument that is not a sum."""
+
+    @agentrl.tool
+    def compute(self, sum_of_two: str) -> str:
+        """Add two numbers."""
+        first, second = re.fullmatch(r"(\d+)\+(\d+)", sum_of_two).groups()  # type: ignore[union-attr]
+        return str(int(first) + int(second))
+
+
+class TwiceBroken(Unfinished):
+    """A tool that fails always, at one of two lines."""
+
+    calls = 0
+
+    @agentrl.tool
+    def look(self) -> str:
+        """Look around."""
+        self.calls += 1
+        if self.calls % 2:
+            return str(self.surroundings)  # type: ignore[attr-defined]
+        return str(self.other)  # type: ignore[attr-defined]
+
+
 class Shopping(Adder):
     """Acts that must happen once, and a tool in ten that reaches a resource."""
 
@@ -406,6 +430,16 @@ def test_a_tool_that_sometimes_raises_is_a_warning() -> None:
     place = rf"{re.escape(__file__)}:\d+ in look"
     assert re.search(rf"WARNING tool look raised KeyError: 'some text' at {place}, in \d+ of \d+ call", report.text)
     assert sum(map(len, report.tool_errors.values())) < report.tool_calls.total()
+
+
+def test_an_argument_that_a_tool_refuses_is_a_warning() -> None:
+    report = check_environment(Strict)
+    assert report.passed, report.text
+    assert "WARNING tool compute raised AttributeError: 'NoneType'" in report.text
+
+
+def test_a_tool_that_fails_at_two_lines_fails_the_check() -> None:
+    assert not check_environment(TwiceBroken).passed
 
 
 def test_a_tool_that_no_arguments_can_make_work_fails_the_check() -> None:

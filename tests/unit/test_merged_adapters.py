@@ -85,5 +85,12 @@ def test_engines_serve_full_weights(tmp_path: Path) -> None:
     assert adapter_slots_needed(config) == 0
     assert config.refresh_of("policy") == "token"
     section = {**config.engine.model_dump(), "refresh": "lazy"}
-    with pytest.raises(ValueError, match=r"lazy' needs adapters"):
+    with pytest.raises(ValueError, match=r"lazy' needs adapters.* Set policies\.policy\.lora\.merge = false"):
         RunConfig.model_validate({**config.model_dump(), "engine": section})
+
+
+def test_a_run_says_that_bfloat16_loses_small_updates(tmp_path: Path) -> None:
+    config = config_of(write_model(tmp_path / "model"))
+    rounded = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    assert "small updates" not in load(config).described
+    assert "merged into bfloat16, which loses small updates" in load(rounded).described

@@ -11,7 +11,7 @@ from typing import Literal
 import pytest
 
 import agentrl
-from agentrl.core.errors import EnvironmentDefinitionError
+from agentrl.core.errors import EnvironmentDefinitionError, describe_raise_location
 from agentrl.environment.tools import bind_tools
 from agentrl.journal.entries import ToolEntry, TurnEntry
 from tests.unit.episodes import Played, play
@@ -120,6 +120,12 @@ def test_the_journal_says_where_a_tool_raised_and_the_policy_does_not_see_it() -
     assert __file__ not in failed.observation
     assert __file__ not in played.told
     assert succeeded.location == ""
+
+
+def test_an_error_of_a_library_is_located_in_the_code_that_called_it() -> None:
+    with pytest.raises(json.JSONDecodeError) as raised:
+        json.loads("{")
+    assert re.fullmatch(rf" at {re.escape(__file__)}:\d+ in test_\w+", describe_raise_location(raised.value))
 
 
 def test_several_calls_in_one_turn_are_answered_in_order() -> None:
