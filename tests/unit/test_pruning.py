@@ -237,7 +237,7 @@ def test_the_command_says_what_would_go_gives_it_up_and_refuses_where_it_cannot(
     assert "no checkpoint" in capsys.readouterr().err
     checkpoint = tmp_path / "checkpoints" / "step_000001-0"
     checkpoint.mkdir(parents=True)
-    manifest = {"format": 0, "versions": {"policy": [0, 1]}, "files": {}, "ledger": {}}
+    manifest = {"format": 1, "versions": {"policy": [0, 1]}, "files": {}, "ledger": {}}
     (checkpoint / "manifest.json").write_text(
         json.dumps({**manifest, "role_means": [], "measured": NOT_MEASURED.as_data(), "opponents": {}})
     )
