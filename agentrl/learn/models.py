@@ -238,7 +238,7 @@ class PolicyModel:
             gather_tensor(self.parameters[f"{layer}.{matrix}.{self._adapter}.weight"]).to(whole.device)
             for matrix in ("lora_A", "lora_B")
         )
-        scaling = module.scaling[self._adapter]  # type: ignore[index]
+        scaling = float(module.scaling[self._adapter])  # type: ignore[index]
         return torch.addmm(whole.float(), up, down, alpha=scaling).to(whole.dtype)
 
     @cached_property
