@@ -22,7 +22,7 @@ import msgspec
 from agentrl.app.scorers import scored_policies
 from agentrl.config.fields import base_model_display_name
 from agentrl.config.policies import ExternalPolicyConfig, FrozenPolicy, OpponentPoolPolicy, PolicyConfig
-from agentrl.config.run import RunConfig
+from agentrl.config.run import RunConfig, adapter_settings
 from agentrl.config.sections import ADVANTAGE_NAMES, SamplingConfig
 from agentrl.core.custom_functions import declaration_of, find_function
 from agentrl.core.errors import ConfigError, EngineError, InputError
@@ -229,9 +229,8 @@ def _check_branches(config: RunConfig, root: type[Environment], seats: Sequence[
         several: (len(learners) > 1, "a tree stays on one version: bind all its seats to one trained policy"),
         "full weights at max_staleness above 0": (
             bool(full),
-            "the engine serves one version of full weights: set "
-            + "".join(f"policies.{name}.{trained_policies[name].adapter_setting}, or " for name in full[:1])
-            + "max_staleness = 0",
+            f"the engine serves one version of full weights: set {adapter_settings(config, full[:1])}, or "
+            "max_staleness = 0",
         ),
         "a scorer with per = 'group'": (
             any(scorer.per == "group" for scorer in config.scorers.values()),

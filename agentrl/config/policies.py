@@ -103,11 +103,6 @@ class PolicyConfig(LocalPolicy):
         """The adapter of the versions that engines serve; None if those are full weights."""
         return None if self.lora is None or self.lora.merge else self.lora
 
-    @property
-    def adapter_setting(self) -> str:
-        """The setting with which engines would serve an adapter, within the policy's section."""
-        return "lora" if self.lora is None else "lora.merge = false"
-
     @field_validator("reference")
     @classmethod
     def _find_reference(cls, reference: str) -> str:

@@ -83,7 +83,7 @@ class RunConfig(Section):
     Sampling, waiting for child episodes, and parked time do not count. Beyond it, an episode whose agents have acted is
     truncated (`time_limit`); one that hangs before any turn, or outside `ctx`, is dropped (`episode_timeout`)."""
     deterministic: Fixed[bool] = False
-    """Make the weights bit-identical to those of an undisturbed run, however often the run is killed. Episodes run in
+    """Keep the weights bit-identical to an undisturbed run, whatever the number of kills. Episodes run in
     synchronous batches with fixed shapes. Several times slower; for debugging and tests."""
     sinks: Free[tuple[Literal["trackio", "wandb", "tensorboard"], ...]] = ()
     """Where metrics go in addition to `metrics.jsonl` and the journal. Each needs the extra of its name."""
@@ -600,13 +600,13 @@ def _check_full_weights(config: RunConfig) -> None:
         if policy.served_adapter is None and config.engine.refresh in ("episode", "lazy"):
             raise ValueError(
                 f"engine.refresh = {config.engine.refresh!r} needs adapters, because an engine holds one version of "
-                f"full weights. Set policies.{name}.{policy.adapter_setting}, or refresh = 'auto', 'token' or 'turn'"
+                f"full weights. Set {adapter_settings(config, [name])}, or refresh = 'auto', 'token' or 'turn'"
             )
         if config.deterministic and policy.served_adapter is None and policy.max_staleness:
             raise ValueError(
                 f"deterministic = true with full weights needs policies.{name}.max_staleness = 0, because an engine "
                 "holds one version of them, and each batch is sampled by one version. Set that, or "
-                f"policies.{name}.{policy.adapter_setting}"
+                f"{adapter_settings(config, [name])}"
             )
 
 
@@ -641,9 +641,10 @@ def _check_engine(config: RunConfig) -> None:
         )
 
 
-def _adapter_settings(config: RunConfig, policies: Sequence[str]) -> str:
+def adapter_settings(config: RunConfig, policies: Sequence[str]) -> str:
     """Return the settings with which engines would serve adapters of these policies."""
-    return " and ".join(f"policies.{name}.{config.trained[name].adapter_setting}" for name in policies)
+    settings = {name: "lora" if config.trained[name].lora is None else "lora.merge = false" for name in policies}
+    return " and ".join(f"policies.{name}.{setting}" for name, setting in settings.items())
 
 
 def _check_vllm(config: RunConfig) -> None:
@@ -664,11 +665,11 @@ def _check_vllm(config: RunConfig) -> None:
         if len(base.policies) > 1 and (full_policies := sorted(set(full) & base.policies.keys())):
             raise ValueError(
                 f"vLLM serves one version of full weights, and {', '.join(sorted(base.policies.keys() - set(full)))} "
-                f"plays earlier ones: set {_adapter_settings(config, full_policies)}, or remove engine.vllm for the "
+                f"plays earlier ones: set {adapter_settings(config, full_policies)}, or remove engine.vllm for the "
                 "embedded engine"
             )
     if full and config.evaluation.every:
         raise ValueError(
             "evaluation.every keeps a version while newer ones serve, but vLLM holds one version of full weights: set "
-            f"evaluation.every = 0, or {_adapter_settings(config, full[:1])}"
+            f"evaluation.every = 0, or {adapter_settings(config, full[:1])}"
         )

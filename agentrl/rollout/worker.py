@@ -151,9 +151,7 @@ class AsyncioWorker:
             await self._run(spec, on_end, resume=True)
             return
         detail = f"the task of its run() was cancelled {MAX_STRAYS} times, and not by agentrl: an environment did it"
-        header = await self._runner.drop(spec, "environment_error", detail, 0.0)
-        self.last_failure = detail
-        on_end(header)
+        on_end(await self._drop(spec, "environment_error", detail, 0.0))
 
     def _leave_behind(self, task: asyncio.Task[None]) -> None:
         spec, _ = self._tasks.pop(task)
@@ -168,9 +166,14 @@ class AsyncioWorker:
 
     async def _drop_stuck(self, spec: EpisodeSpec, on_end: OnEnd) -> None:
         detail = f"run() was cancelled at its deadline, ignored the cancellation, and was abandoned {GRACE_S:g} s later"
-        header = await self._runner.drop(spec, "episode_timeout", detail, 0.0)
+        on_end(await self._drop(spec, "episode_timeout", detail, 0.0))
+
+    async def _drop(self, spec: EpisodeSpec, reason: str, detail: str, seconds: float) -> EpisodeHeader:
+        """Drop an episode. `last_failure` is set after the commit, so that it is this episode's when its end is
+        reported."""
+        header = await self._runner.drop(spec, reason, detail, seconds)
         self.last_failure = detail
-        on_end(header)
+        return header
 
     async def _run(self, spec: EpisodeSpec, on_end: OnEnd, *, resume: bool) -> None:
         """Run attempts until one commits, or the episode is dropped or abandoned.
@@ -211,8 +214,7 @@ class AsyncioWorker:
             if task not in self._tasks:
                 return
             if not tries.may_restart(spec, reason, restart, self._data_attempts):
-                header = await self._runner.drop(spec, reason, detail, self._runner.clock.monotonic() - started)
-                self.last_failure = detail
+                header = await self._drop(spec, reason, detail, self._runner.clock.monotonic() - started)
                 break
             spec = dataclasses.replace(spec, attempt=spec.attempt + 1)
             self._tasks[task] = (spec, on_end)

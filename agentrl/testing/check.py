@@ -244,11 +244,9 @@ def _check_tools(environment: type[Environment], report: EnvironmentReport) -> N
     for (name, _), errors in report.tool_errors.items():
         raised[name] += len(errors)
     for text, ((name, _), errors) in zip(report.warnings, report.tool_errors.items(), strict=True):
-        is_explained = (match := _CODE_ERRORS.match(errors[0])) is None or match["type"] not in (
-            None,
-            environment.__name__,
-        )
-        if raised[name] == report.tool_calls[name] and not is_explained:
+        match = _CODE_ERRORS.match(errors[0])
+        is_broken = match is not None and match["type"] in (None, environment.__name__)
+        if is_broken and raised[name] == report.tool_calls[name]:
             report.findings.append(text)
 
 

@@ -25,7 +25,8 @@ LIMIT_S, QUICK_LIMIT_S = 900.0, 240.0
 """Seconds of training after which a run has not reached the goal."""
 KILLS = 3
 """Seeds whose second run is killed."""
-GROUPS, GROUP_SIZE = 8, 8
+GROUPS = 8
+"""Groups of a step."""
 
 
 def train(

@@ -62,8 +62,6 @@ class Contender:
     resumes: bool = True
     threads: int = 1
     """Threads of torch in each process."""
-    waits_in_parallel: bool = True
-    """Whether tool calls of different episodes overlap. Where they do not, the tools part stops at its time limit."""
     proposer_and_solver: bool = False
     """Whether two policies can train in one run, one of them on episodes that the other starts."""
 
@@ -104,7 +102,6 @@ CONTENDERS = {
         script="trl_sync.py",
         user_files=("trl_sync.py", "trl_calculator.py"),
         threads=2,
-        waits_in_parallel=False,
     ),
     "naive": Contender(
         title="naive loop",

@@ -47,13 +47,13 @@ FIGURES = {
 
 HOW = """\
 * Seconds and CPU seconds run from the start of training to the first snapshot with that held-out reward; every third
-  step leaves a snapshot. CPU seconds are those of all processes.
+  step leaves a snapshot. CPU seconds include all processes.
 * Rows with vLLM train a LoRA, because TRL's asynchronous trainer sends nothing else to a server on a CPU; the others
   train all weights. Ratios compare rows of one kind. agentrl publishes the LoRA merged into the weights (`lora.merge`),
   which about halves vLLM's CPU time; TRL sends merged weights over NCCL alone.
-* SIGKILL hits all processes of a run, with their server, in the middle of a step. Lost is what it takes until the last
-  finished step is finished again, with the start of the processes; the medians and ranges are those of three seeds.
-  The naive loop begins again.
+* SIGKILL hits all processes of a run, including the server, in the middle of a step. The loss is the time and tokens
+  to complete the last completed step again, including process startup. Its medians and ranges cover three seeds. The
+  naive loop restarts from step 0.
 * Each library's settings were chosen with its own documentation and source. The choices, and what differs, are listed
   in `benchmarks/peers/__init__.py`.
 """
