@@ -33,24 +33,24 @@ class LoraConfig(Section):
     """Low-rank adapters (Hu et al., 2021, arXiv:2106.09685) instead of full weights."""
 
     rank: Fixed[Positive] = 16
-    """Inner dimension of the adapter. A larger rank can express more, and makes published versions larger."""
+    """Inner dimension of the adapter. A larger rank is more expressive, and makes published versions larger."""
     alpha: Fixed[Rate] = 32.0
-    """The adapter's output is scaled by alpha / rank."""
+    """The adapter's output is multiplied by alpha / rank."""
     rank_stabilized: Fixed[bool] = False
-    """Scale by alpha / √rank instead, so that gradients do not shrink as the rank grows (rsLoRA: Kalajdzievski, 2023,
-    arXiv:2312.03732)."""
+    """Multiply by alpha / √rank instead, so that gradients do not shrink as the rank grows (rsLoRA: Kalajdzievski,
+    2023, arXiv:2312.03732)."""
     target_modules: Fixed[tuple[str, ...]] = ()
-    """Linear layers with an adapter, by full name or its last part; a run lists them at its start. Empty: all decoder
-    layers that can be trained and served."""
+    """Linear layers that get an adapter, by full name or its last part. Empty: all decoder layers that can be trained
+    and served. A run prints them at startup."""
     merge: Fixed[bool] = False
-    """Publish the adapter merged into the weights. Engines sample faster without an adapter, but serve one version at a
-    time, and every version is as large as the model. Only checkpoints hold the adapter. In bfloat16 the sum is rounded:
-    updates that are small beside the weights are lost."""
+    """Publish full weights with the adapter merged in. Engines then sample faster, but serve one version at a time, and
+    each version is as large as the model. Only checkpoints hold the adapter. In bfloat16, updates much smaller than the
+    weights are lost to rounding."""
 
 
 class _SampledPolicy(Section):
     sampling: PerEpisode[dict[str, int | float]] = {}
-    """Overrides of `[sampling]`."""
+    """Values that replace those of `[sampling]` for this policy."""
 
 
 LEARNING_RATES = {"adapter": 1e-5, "full": 1e-6}
@@ -66,8 +66,8 @@ class LocalPolicy(_SampledPolicy):
     """A policy served by an engine of the run: its weights are trained or frozen."""
 
     model: Fixed[str] = ""
-    """Base model of this policy, as in `model.path`, which is the default. Each base model has its own weights and its
-    own engine; policies of one base model share it."""
+    """Base model of this policy, in the form of `model.path`, which is the default. Policies with the same base model
+    share its weights and engine."""
 
     @field_validator("model")
     @classmethod
@@ -83,20 +83,20 @@ class PolicyConfig(LocalPolicy):
     lora: Fixed[LoraConfig | None] = None
     """Shape of the adapter to train; null trains full weights."""
     reference: Fixed[str] = ""
-    """Frozen weights with the same tokenizer, held by every trainer rank: the target of `trainer.loss.kl` and the
-    teacher of `distillation`. A model, as in `model.path`, or an adapter of this policy's base model, such as another
-    run's `policies/NAME`. Empty: the base model without the adapter."""
+    """Frozen weights with the same tokenizer, loaded by every trainer rank: the target of `trainer.loss.kl` and the
+    teacher of `distillation`. Either a model, in the form of `model.path`, or an adapter of this policy's base model,
+    such as another run's `policies/NAME`. Empty: the base model without the adapter."""
     learning_rate: Annotated[Free[Rate], DerivedDefault("by the model's size, docs/settings.md")] = Field(
         default_factory=_learning_rate
     )
-    """AdamW's learning rate after warm-up. A run prints its choice at the start."""
+    """AdamW learning rate after warm-up. A run prints it at startup."""
     step_size: WaveFixed[Episodes] = 64
-    """Units (the policy's parts of episodes) per optimizer step."""
+    """Units per optimizer step. A unit is the policy's part of one episode."""
     max_staleness: WaveFixed[MaybeSteps] = 1
-    """Bound on the mean policy lag in optimizer steps; 0 is synchronous training."""
+    """Upper bound on the mean staleness of trained units, in optimizer steps. 0: synchronous training."""
     max_lag: WaveFixed[MaybeSteps | None] = None
-    """Bound on the lag of every trained token, in optimizer steps; null: none. No episodes are dropped: admission
-    pauses while a slow episode could fall further behind (docs/off_policy.md)."""
+    """Upper bound on the staleness of every trained token, in optimizer steps; null: none. It drops no episodes:
+    admission pauses while a slow episode could exceed the bound (docs/off_policy.md)."""
 
     @property
     def served_adapter(self) -> LoraConfig | None:
@@ -135,16 +135,16 @@ class RemotePolicy(_SampledPolicy, ExternalPolicyConfig):
     kind: Fixed[Literal["remote"]]
     """Kind of the policy; `remote` means a model behind an external endpoint."""
     url: Fixed[str]
-    """Base URL, such as `https://api.example.com/v1`; requests go to `/chat/completions` below it."""
+    """Base URL, such as `https://api.example.com/v1`. Requests go to `/chat/completions` below it."""
     model: Fixed[str]
-    """Name of the model at the endpoint."""
+    """The endpoint's name for the model."""
     api_key_env: Free[str] = ""
-    """Environment variable with the API key; empty: no key is sent. Keep the key itself out of files."""
+    """Environment variable that holds the API key; empty: no key is sent. Never write the key into a file."""
     timeout_s: Free[Seconds] = 60.0
-    """Time limit of a request, to the last byte of the answer. Timeouts and overloads are retried up to eight times,
-    after 1 to 30 s."""
+    """Time limit of a request, until the complete answer has arrived. Timeouts and overload errors are retried up to
+    eight times, after 1 to 30 s."""
     max_concurrent: Free[Annotated[Positive, NumberUnit("requests")]] = 64
-    """Maximum number of concurrent requests, over all `workers`."""
+    """Maximum number of concurrent requests, divided evenly among the `workers`."""
 
     @field_validator("url")
     @classmethod
@@ -186,20 +186,20 @@ class BotPolicy(ExternalPolicyConfig):
 
 
 class OpponentPoolPolicy(Section):
-    """Past versions of a policy that learns, as its opponents; one is drawn for each group of episodes."""
+    """Past versions of a policy that learns, as its opponents. Each group of episodes draws one."""
 
     kind: Fixed[Literal["past"]]
     """Kind of the policy; `past` means earlier weights of another policy."""
     of: Fixed[str]
     """Policy whose past versions play."""
     every: Fixed[Steps] = 10
-    """Steps of that policy between two versions that join the pool. The run's first version joins first."""
+    """Interval at which the policy's newest version joins the pool. The pool starts with the run's first version."""
     size: Free[Annotated[int, Field(gt=0, le=10**4), NumberUnit("versions")]] = 4
-    """Number of versions in the pool; the newest stay. Each takes an adapter slot of the engine, or a copy of
-    the weights."""
+    """Maximum number of versions in the pool; the newest are kept. Each needs an adapter slot of the engine, or a copy
+    of the weights."""
     choose: Free[Literal["uniform", "latest", "prioritized"]] = "uniform"
-    """A group's opponent. `uniform`: each version equally often. `latest`: the newest. `prioritized`: in proportion to
-    (1 - win rate)², so harder opponents come more often (PFSP: Vinyals et al., 2019, Nature 575)."""
+    """How a group's opponent is drawn. `uniform`: all versions are equally likely. `latest`: the newest. `prioritized`:
+    in proportion to (1 - win rate)², which favors hard opponents (PFSP: Vinyals et al., 2019, Nature 575)."""
 
 
 AnyPolicy = Annotated[

@@ -71,32 +71,33 @@ class RunConfig(Section):
     seed: Fixed[int] = 0
     """Seed of tasks, sampling, and every other random choice."""
     steps: Free[Annotated[Steps | dict[str, Steps], NumberUnit("optimizer steps")]] = 40
-    """Steps of each policy that learns: one number for all, or a table such as `{ proposer = 40, solver = 13 }`."""
+    """Optimizer steps of each policy that learns: one number for all, or a table such as `{ proposer = 40, solver = 13
+    }`."""
     max_in_flight: Free[Episodes] = 256
-    """Maximum number of training episodes that run at once. It protects memory and services; staleness limits them too.
-    An evaluation runs as many in addition."""
+    """Maximum number of concurrent training episodes, to protect memory and services. `max_staleness` may allow fewer.
+    An evaluation runs up to as many more."""
     workers: Free[Annotated[Positive, NumberUnit("processes")]] = 1
-    """Processes that run episodes; 1: the run's own process. Use more if environments need more than one CPU core
+    """Number of processes that run episodes; 1: the run's own process. Use more if environments are CPU-bound
     (docs/processes.md)."""
     episode_timeout_s: Free[Seconds] = 600.0
-    """Maximum time between two turns of an episode, spent in tools, effects, sleeps and the environment's own code.
-    Sampling, waiting for child episodes, and parked time do not count. Beyond it, an episode whose agents have acted is
-    truncated (`time_limit`); one that hangs before any turn, or outside `ctx`, is dropped (`episode_timeout`)."""
+    """Maximum time between two turns of an episode: tools, effects, sleeps and the environment's own code. Sampling,
+    waiting for child episodes, and parked time do not count. On timeout, an episode is truncated (`time_limit`) if its
+    agents have acted, and dropped (`episode_timeout`) if it hangs before any turn or outside `ctx`."""
     deterministic: Fixed[bool] = False
-    """Keep the weights bit-identical to an undisturbed run, whatever the number of kills. Episodes run in
-    synchronous batches with fixed shapes. Several times slower; for debugging and tests."""
+    """Produce the same weights, bit for bit, however often the run is killed and resumed. Episodes run in synchronous
+    batches of fixed shape. Several times slower; for debugging and tests."""
     sinks: Free[tuple[Literal["trackio", "wandb", "tensorboard"], ...]] = ()
-    """Where metrics go in addition to `metrics.jsonl` and the journal. Each needs the extra of its name."""
+    """Destinations of metrics besides `metrics.jsonl` and the journal. Each needs the extra of the same name."""
     environment: EnvironmentConfig
     model: ModelConfig = ModelConfig()
     policies: dict[str, AnyPolicy] = {"policy": PolicyConfig()}
     seats: Fixed[dict[str, str | tuple[str, ...]]] = {}
-    """Policy of each seat. Default: the policy with the seat's name, or the only policy. With lists, policies take
-    turns group by group, for example to change sides: `x = ["player", "past"]`, `o = ["past", "player"]`."""
+    """Policy of each seat. Default: the policy with the seat's name, or else the only policy. The policies in a list
+    alternate from group to group, for example to change sides: `x = ["player", "past"]`, `o = ["past", "player"]`."""
     freeze: Free[tuple[tuple[str | tuple[str, ...], Steps], ...]] = ()
     """Repeating phases in which policies do not learn: `[["solver", 5], ["proposer", 15]]` freezes the solver for 5
-    steps of the proposer, then the proposer for 15 steps of the solver. Other policies always learn. A frozen policy
-    plays with its newest weights."""
+    steps of the proposer, then the proposer for 15 steps of the solver. Policies without a phase always learn. A frozen
+    policy plays with its newest weights."""
     engine: EngineConfig = EngineConfig()
     sampling: SamplingConfig = SamplingConfig()
     credit: CreditConfig = CreditConfig()

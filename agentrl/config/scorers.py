@@ -39,73 +39,75 @@ def _default_cache(scorer: dict[str, Any]) -> int:
 
 
 class ScoreLimitConfig(Section):
-    """Limits on a scorer. When one is reached, the run writes a checkpoint and stops; raise it to resume. Scores in
-    flight at that moment and those of dropped episodes come on top."""
+    """Limits on a scorer's use in the whole run. At a limit, the run writes a checkpoint and stops; raise the limit to
+    resume. Scores then in progress and scores of dropped episodes may exceed it."""
 
     requests: Free[Annotated[NonNegative, NumberUnit("requests")]] = 0
     """Calls of the function or model, including votes and retries; 0: no limit."""
     tokens: Free[Annotated[NonNegative, NumberUnit("tokens")]] = 0
-    """Tokens that models compute for it; 0: no limit."""
+    """Tokens that models compute for the scorer; 0: no limit."""
 
 
 class ScorerConfig(Section):
-    """A scorer, which gives turns or conversations a reward of its name while episodes run (docs/scores.md)."""
+    """A scorer gives turns or conversations a reward under its name while episodes run (docs/scores.md)."""
 
     function: WaveFixed[str] = ""
     """A function marked with `agentrl.scorer`: `module:function`, an installed name, or `path/to/file.py:function`."""
     options: WaveFixed[dict[str, Any]] = {}
     """Arguments of the function."""
     judge: WaveFixed[str] = ""
-    """Policy that scores instead of a function: one that learns and has a seat, or a remote, frozen or past one, which
-    needs no seat."""
+    """Policy that scores in place of a function. A policy that learns must hold a seat; a remote, frozen or past policy
+    need not."""
     rubric: WaveFixed[str] = ""
-    """Instructions for the judge: text, or a `.md` or `.txt` file. The run records the text."""
+    """Instructions for the judge: text, or the path of a `.md` or `.txt` file. The run records the text."""
     answer: WaveFixed[dict[str, Annotated[float, Field(ge=-1e6, le=1e6)]]] = {}
-    """Value of each answer, such as `{ yes = 1.0, no = 0.0 }`; the last one in the judge's reply counts. Empty: the
-    score is the last number in the reply."""
+    """Score of each possible answer, such as `{ yes = 1.0, no = 0.0 }`; the last answer in the judge's reply counts.
+    Empty: the last number in the reply is the score."""
     reward_model: WaveFixed[str] = ""
-    """Hugging Face model that scores instead of a function, by directory or hub name: sequence or token classification
-    with a causal backbone, one or two outputs. It runs in its own process."""
+    """Hugging Face model that scores in place of a function, as a directory or hub name: sequence or token
+    classification, with a causal backbone and one or two outputs. It runs in its own process."""
     steps: WaveFixed[str] = ""
-    r"""Text that ends a step within a turn, such as `"\n\n"`, for reward models that score steps. Empty: the end of the
-    turn is scored."""
+    r"""Text that ends a step within a turn, such as `"\n\n"`, if the reward model scores steps. Empty: only the end of
+    the turn is scored."""
     combine: WaveFixed[Literal["mean", "min", "last"]] = "mean"
-    """How step scores become the turn's score."""
+    """How a turn's step scores are combined."""
     device: WaveFixed[Literal["auto", "cpu"]] = "auto"
-    """Device of a reward model. `auto`: a GPU that neither trainer nor engine uses, else the CPU."""
+    """Device of the reward model. `auto`: a GPU that neither trainer nor engine uses, else the CPU."""
     cache_tokens: Free[Annotated[NonNegative, NumberUnit("tokens")]] = 32768
-    """Tokens of conversations whose keys and values a reward model keeps between turns; others are recomputed."""
+    """Conversation tokens whose keys and values the reward model caches between turns. Beyond this, they are
+    recomputed."""
     votes: WaveFixed[Annotated[int, Field(ge=0, le=1024), NumberUnit("replies")]] = 1
-    """Replies sampled for one score, which is their mean. 0: the expected `answer`, from the probabilities of each
-    answer as the start of the reply; not with an endpoint."""
+    """Replies sampled per score; the score is their mean. 0: sample none, and use the expected `answer` under the
+    judge's probabilities of each answer as the start of the reply. Remote judges need at least 1."""
     per: WaveFixed[ScoreOf] = "turn"
     """What is scored. `turn`: every turn of the policies that learn. `episode`: their whole conversations, when the
-    episode ends. `group`: a group's conversations together, when its last member has ended. `request`: only turns for
-    which the environment calls `ctx.score`."""
+    episode ends. `group`: the conversations of a group together, when its last member has ended. `request`: only turns
+    for which the environment calls `ctx.score`."""
     credit: Annotated[WaveFixed[ScoreCredit], DerivedDefault("`difference` for a reward model of turns")] = Field(
         default_factory=_default_credit
     )
-    """`reward`: the score itself. `difference`: its difference to the agent's previous score, or to 0, so extra turns
-    earn nothing (Ng et al., 1999). `note`: no credit; the score is recorded, and `run()` can read it."""
+    """How the score is paid. `reward`: as it is. `difference`: the change from the agent's previous score (first: from
+    0), so that extra turns earn nothing (Ng et al., 1999). `note`: not at all; it is recorded, and `run()` can read
+    it."""
     attempts: Free[Annotated[Positive, NumberUnit("requests")]] = 4
-    """Attempts at one score, with waits of 1 to 30 s in between."""
+    """Attempts per score, with waits of 1 to 30 s between them."""
     timeout_s: Free[Seconds] = 60.0
     """Time limit of an attempt."""
     max_concurrent: Free[Annotated[Positive, NumberUnit("scores")]] = 64
-    """Maximum number of scores in progress at once, over all `workers`."""
+    """Maximum number of scores in progress, over all `workers`."""
     cache: Annotated[WaveFixed[NonNegative], DerivedDefault("4096 for a judge, 0 for others")] = Field(
         default_factory=_default_cache
     )
-    """Contents whose scores each worker keeps: equal content is scored once, also after a resume. A judge sees only the
-    conversation. A judge that learns keeps none."""
+    """Number of scores that each worker caches: equal content is scored once, also after a resume. For a judge, the
+    content is the conversation alone. Judges that learn have no cache."""
     limit: ScoreLimitConfig = ScoreLimitConfig()
     """What the scorer may use in the whole run."""
     on_failure: WaveFixed[str] = "drop"
-    """When all attempts have failed: `drop` the episode (`scorer_failed`), or the name of another scorer to call. Never
-    a number."""
+    """What happens when all attempts have failed: `drop` drops the episode (`scorer_failed`); a scorer's name calls
+    that scorer."""
     unscorable: WaveFixed[Annotated[float, Field(ge=-1e6, le=1e6), NumberUnit("reward")] | None] = None
     """Score of content that cannot be judged: a function raises `agentrl.Unscorable`, an endpoint refuses it, or it
-    exceeds the model's context. Null: it stops the run. Judges and reward models need a value."""
+    exceeds the model's context. Null stops the run instead. Required for judges and reward models."""
 
     def check(self) -> None:
         if sum(map(bool, (self.function, self.judge, self.reward_model))) != 1:

@@ -31,34 +31,33 @@ from agentrl.core.custom_functions import Kind
 
 
 class RecordedTurnsConfig(Section):
-    """Recorded turns at which some of the groups begin (docs/branches.md)."""
+    """Starts some of the groups at turns that another run recorded (docs/branches.md)."""
 
     run: Fixed[str]
-    """Directory of the run that recorded them, relative to the current directory. It must keep its journal until
-    training ends."""
+    """Directory of the other run, relative to the current directory. Keep its journal until training ends."""
     where: Fixed[str] = ""
-    """Filter of that run's training episodes, as `agentrl episode list` reads `--where`; empty: all. At most 1,000 are
-    used, drawn with the seed."""
+    """Filter on the other run's training episodes, in the syntax of `--where` in `agentrl episode list`; empty: all. At
+    most 1,000 are used, drawn with `seed`."""
     at: Fixed[int | Literal["last tool error"]]
     """Turn to resample: its number from 0 (negative: from the end), or the last turn with a failed tool call. Episodes
-    without such a turn are left out."""
+    without such a turn are skipped."""
     share: Fixed[Annotated[float, Field(gt=0, le=1)]] = 0.5
-    """Share of the groups that begin at a recorded turn."""
+    """Share of the groups that start at a recorded turn."""
 
 
 class EnvironmentConfig(Section):
     """The environment in which agents act."""
 
     id: Fixed[str | dict[str, Rate]]
-    """A registered name, `module:Class`, or `path/to/env.py:Class`. A mixture is a table of environments with their
-    rates, such as `{ calculator = 3, frozen_lake = 1 }` (docs/selection.md)."""
+    """A registered name, `module:Class`, or `path/to/env.py:Class`. A table of environments and sampling rates makes a
+    mixture: `{ calculator = 3, frozen_lake = 1 }` (docs/selection.md)."""
     options: Fixed[dict[str, Any]] = {}
-    """Arguments of the environment's task source; in a mixture, one table for each class name."""
+    """Arguments of the environment's task source. In a mixture: one table per class name."""
     start_from: Fixed[RecordedTurnsConfig | None] = None
     """Recorded turns at which some of the groups begin; null: every group begins at the start of a task."""
     selection: Fixed[dict[str, float]] = {}
-    """Task selection by the results of earlier groups, such as `{ low = 0.1, high = 0.9, replay = 0.5, retire_after = 2
-    }` (docs/selection.md). Empty: all tasks in seeded random order, pass after pass."""
+    """Choose tasks by the results of earlier groups: `{ low = 0.1, high = 0.9, replay = 0.5, retire_after = 2 }`
+    (docs/selection.md). Empty: repeated passes over all tasks, in seeded random order."""
 
     @property
     def recorded_share(self) -> float:
@@ -88,21 +87,21 @@ class ModelConfig(Section):
 
     path: Fixed[str] = ""
     """A Hugging Face causal LM with tokenizer and chat template: a directory, `package:directory` inside an installed
-    package, or a name on the hub, such as `Qwen/Qwen3-0.6B` or `Qwen/Qwen3-0.6B@main` (downloaded if not cached;
-    safetensors only). A resumed run keeps its commit, and is refused if the branch or tag has moved. Required unless
-    every policy is remote, a bot, or names its own `model`."""
+    package, or a hub name such as `Qwen/Qwen3-0.6B` or `Qwen/Qwen3-0.6B@main` (downloaded if not cached; safetensors
+    only). A resumed run uses the same commit, and is refused if the branch or tag has moved. Required unless every
+    policy is remote, a bot, or names its own `model`."""
     dtype: Fixed[Literal["auto", "float32", "bfloat16"]] = "auto"
-    """Data type of engine, trainer and published full weights. `auto`: the checkpoint's; float32 for float16
-    (docs/engines.md)."""
+    """Data type of the engine, the trainer and published full weights. `auto`: the checkpoint's, but float32 for a
+    float16 checkpoint (docs/engines.md)."""
     reply_format: Fixed[ReplyFormatName] = "auto"
-    """Syntax of tool calls and thinking in replies (docs/models.md). `auto`: by the chat template, as always for models
-    that policies name themselves."""
+    """Syntax of tool calls and thinking in replies (docs/models.md). `auto`: detected from the chat template. Policies
+    that name their own `model` always use `auto`."""
     history: Fixed[Literal["keep", "fork"]] = "keep"
-    """What happens when the chat template rewrites earlier turns, for example by removing their thinking. `keep`: the
-    model keeps seeing what it sampled. `fork`: the rewritten conversation continues in a new row of the episode."""
+    """What to do when the chat template rewrites earlier turns, for example by removing their thinking. `keep`: the
+    model continues to see what it sampled. `fork`: the rewritten conversation continues in a new row of the episode."""
     tools_in: Fixed[Literal["template", "system"]] = "template"
-    """Where the model reads its tools. `template`: where its chat template puts them. `system`: in the system message,
-    with the call format `hermes` and results as user messages, for chat templates that ignore tools."""
+    """Where the prompt lists tools. `template`: where the chat template puts them. `system`: in the system message,
+    with `hermes` calls and with results as user messages, for chat templates that ignore tools."""
 
     @field_validator("path")
     @classmethod
@@ -121,27 +120,27 @@ class EngineConfig(Section):
     """The inference engine."""
 
     vllm: WaveFixed[dict[str, Any] | None] = None
-    """A table, even an empty one, selects vLLM; null: the embedded engine. The keys are arguments of vLLM's engine,
-    such as `tensor_parallel_size = 2` (docs/engines.md)."""
+    """A table, even an empty one, selects vLLM; null: the embedded engine. Keys are vLLM's engine arguments, such as
+    `tensor_parallel_size = 2` (docs/engines.md)."""
     replicas: Free[Annotated[int, Field(ge=0, le=10**6), NumberUnit("engines")]] = 0
-    """Number of engines, each in its own process. 0: one engine, in the run's process if possible. vLLM, and any engine
-    with several `workers` or with `cluster.address`, has its own process."""
+    """Number of engines, each in its own process. 0: one engine, in the run's process where possible. vLLM always has
+    its own process, and so does any engine with several `workers` or with `cluster.address`."""
     slots: WaveFixed[Annotated[NonNegative, NumberUnit("conversations")]] = 0
-    """Conversations whose KV is held at once; they share each forward pass. 0: 64, or 256 for vLLM on GPUs of at least
-    40 GB."""
+    """Number of conversations whose KV cache is held at once; they share each forward pass. 0: 64, or 256 for vLLM on
+    GPUs of at least 40 GB."""
     max_context: PerEpisode[Annotated[NonNegative, NumberUnit("tokens")]] = 0
-    """Maximum length of a conversation. 0: the model's number of positions, or fewer if memory is short; a resumed run
-    keeps the length."""
+    """Maximum length of a conversation. 0: the model's maximum, or less if memory is short; a resumed run keeps the
+    length."""
     refresh: WaveFixed[Literal["auto", "token", "token_keep_kv", "turn", "episode", "lazy"]] = "auto"
-    """When a running conversation gets newer weights (docs/engines.md). `auto`: `lazy` for an adapter, `token` for full
-    weights. `token_keep_kv` keeps the KV of the older weights, so the trainer cannot reproduce later logprobs
-    exactly."""
+    """When a running conversation switches to newer weights (docs/engines.md). `auto`: `lazy` for adapters, `token` for
+    full weights. With `token_keep_kv`, the KV cache of older weights is reused, so the trainer cannot reproduce later
+    logprobs exactly."""
     capture_routing: WaveFixed[bool] = False
-    """Record the experts of each position, and train through them (mixture-of-experts models)."""
+    """Record the experts chosen at each position, and reuse them in training (mixture-of-experts models)."""
     memory_share: Free[Annotated[float, Field(ge=0, le=0.97)]] = 0.0
-    """Share of a GPU's memory for an engine. 0: 0.9 of its own GPU, 0.45 of one shared with a trainer rank
-    (docs/engines.md). vLLM on CPUs: share of the machine's memory for weights and KV; 0: enough for `slots`
-    contexts."""
+    """Share of a GPU's memory for the engine. 0: 0.9 of a GPU of its own, or 0.45 of a GPU shared with a trainer rank
+    (docs/several_gpus.md). With vLLM on CPUs, the share of the machine's memory for weights and KV cache; 0: enough for
+    `slots` contexts."""
 
     @field_validator("vllm")
     @classmethod
@@ -178,17 +177,17 @@ class SamplingConfig(Section):
     """Sampling parameters of policies."""
 
     temperature: PerEpisode[Rate] = 1.0
-    """Divisor of the logits, in sampling and in training: training optimizes the policy at this temperature."""
+    """Divisor of the logits. Training optimizes the policy at this temperature."""
     top_k: PerEpisode[Annotated[NonNegative, NumberUnit("tokens")]] = 0
-    """Keep the k likeliest tokens; 0: all. The kept set of any filter is recorded and used in training."""
+    """Sample from the k most likely tokens; 0: all. The kept set of any filter is recorded and used in training."""
     top_p: PerEpisode[Annotated[float, Field(gt=0, le=1)]] = 1.0
-    """Keep the likeliest tokens that together have this probability."""
+    """Sample from the most likely tokens whose probabilities add up to this share."""
     min_p: PerEpisode[Share] = 0.0
-    """Keep tokens at least this likely, relative to the likeliest."""
+    """Sample from tokens with at least this fraction of the largest probability."""
     max_tokens: PerEpisode[Tokens] = 64
-    """Sampled tokens per turn; a turn cut short has finish_reason `length`."""
+    """Maximum sampled tokens per turn. A turn that is cut off has finish_reason `length`."""
     max_turns: PerEpisode[Annotated[Positive, NumberUnit("turns")]] = 8
-    """Turns per agent; an episode cut short is truncated."""
+    """Maximum turns per agent. An episode that is cut off is truncated."""
 
     @property
     def is_filtered(self) -> bool:
@@ -242,9 +241,9 @@ class AdvantageConfig(FunctionConfig):
     kind = "advantage"
     built_in = ADVANTAGE_NAMES
     name: Free[str] = "leave_one_out"
-    """Compared with the same seat in the group: `leave_one_out` (RLOO), `group_mean` (Dr. GRPO), `group_std` (GRPO,
-    divided by the n - 1 standard deviation). `role_mean`: compared with the policy's mean reward in that seat (zero-sum
-    games, SPIRAL). `none`: REINFORCE on the raw reward. See docs/algorithms.md for others and your own."""
+    """`leave_one_out` (RLOO), `group_mean` (Dr. GRPO) and `group_std` (GRPO) compare with the same seat in the group;
+    `role_mean` (SPIRAL, for zero-sum games) compares with the policy's mean reward in that seat; `none` (REINFORCE)
+    uses the raw reward. See docs/algorithms.md for others and your own."""
 
     @property
     def gae(self) -> GaeConfig | None:
@@ -289,18 +288,18 @@ class CreditConfig(Section):
     """Episodes sampled per task and compared with each other."""
     advantage: AdvantageConfig = AdvantageConfig()
     reward_weights: WaveFixed[dict[str, Annotated[float, Field(allow_inf_nan=False)]]] = {}
-    """Weight of each named reward (`agent.reward(x, name=…)`), such as `{ correct = 1.0, format = 0.2 }`; empty: 1 for
-    each. If one name has a weight, every name needs one. Rewards given before a resume keep their weight."""
+    """Weight of each named reward (`agent.reward(x, name=…)`), such as `{ correct = 1.0, format = 0.2 }`. Empty: 1 for
+    each; otherwise every name needs a weight. Rewards recorded before a resume keep their weight."""
     release: Fixed[Literal["group", "episode", "late"]] = "group"
-    """When a group's episodes may be trained (docs/scheduling.md). `group`: when all have ended. `late`: the first half
-    together, then each when it ends, with the first half as its baseline. `episode`: each when it ends, with earlier
-    groups as its baseline."""
+    """When a group's episodes become available for training (docs/scheduling.md). `group`: when all have ended. `late`:
+    the first half together, then each as it ends, with the first half as its baseline. `episode`: each as it ends, with
+    earlier groups as its baseline."""
     dynamic_sampling: Fixed[bool] = False
     """Drop groups whose advantages are all 0 (`no_signal`) and sample others instead (DAPO, arXiv:2503.14476;
     docs/selection.md). Needs `release = "group"`."""
     turn_credit: Free[Literal["sum", "to_go"]] = "sum"
-    """Tokens credited with a turn's reward (`agent.reward(x, turn=…)`). `sum`: the agent's whole trajectory. `to_go`:
-    that turn and the turns before it; each turn is compared with what the group earned from that turn on."""
+    """Which tokens a turn's reward (`agent.reward(x, turn=…)`) credits. `sum`: the agent's whole trajectory. `to_go`:
+    that turn and the turns before it; each turn is compared with the group's rewards from that turn on."""
 
     @property
     def compares_turns(self) -> bool:
@@ -390,8 +389,8 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 
 class LossConfig(FunctionConfig):
-    """The loss and its divisor (docs/algorithms.md). Other keys are arguments of the loss, such as `clip_high = 0.3` of
-    `ppo`, and may change on resume."""
+    """The loss and its divisor (docs/algorithms.md). Other keys are arguments of the loss, such as `clip_high = 0.3`
+    for `ppo`, and may change on resume."""
 
     kind = "loss"
     built_in = LOSS_NAMES
@@ -400,11 +399,11 @@ class LossConfig(FunctionConfig):
     weights per token: bounded at any staleness, but not unbiased (docs/off_policy.md)."""
     normalizer: Free[Literal["tokens", "sequences"] | Positive] = "tokens"
     """Divisor of a step's summed token losses. `tokens`: the step's sampled tokens (DAPO, arXiv:2503.14476).
-    `sequences`: each conversation's tokens, then the conversations (GRPO, arXiv:2402.03300). A number: step_size × this
-    number, the sampled tokens of a typical episode (Dr. GRPO, arXiv:2503.20783); required with `credit.release =
+    `sequences`: each conversation's tokens, then the conversations (GRPO, arXiv:2402.03300). A number: this number per
+    unit, such as the sampled tokens of a typical episode (Dr. GRPO, arXiv:2503.20783); required with `credit.release =
     "late"` or `"episode"`."""
     kl: Free[Annotated[float, Field(ge=0), NumberUnit("per nat")]] = 0.0
-    """Weight of the KL divergence from the policy's reference (`policies.NAME.reference`)."""
+    """Weight of the KL divergence from the reference (`policies.NAME.reference`)."""
     kl_estimator: Free[KLEstimator] = "k3"
     """Estimator of a token's KL divergence (Schulman 2020; docs/algorithms.md)."""
 
@@ -426,28 +425,28 @@ class OptimizerConfig(Section):
 
 
 class TrainerConfig(Section):
-    """The trainer."""
+    """Gradients and optimizer steps."""
 
     ranks: Free[Annotated[Positive, NumberUnit("processes")]] = 1
-    """Data-parallel ranks; the update does not depend on their number. One rank is a thread of the run's process;
-    several ranks, and ranks with `cluster.address`, are Ray actors."""
+    """Number of data-parallel ranks; it does not change the update. One rank is a thread of the run's process. Several
+    ranks, and any rank with `cluster.address`, are Ray actors."""
     sharding: Free[Literal["auto", "none", "full", "offload"] | Positive] = "auto"
-    """Sharding of weights, gradients and optimizer state over the ranks; the update stays the same (docs/processes.md).
-    `none`: each rank holds all. `full`: each rank holds a part (FSDP2). A number that divides `ranks`: this many ranks
-    hold one copy together (HSDP). `offload`: as `full`, in main memory. `auto`: `none` if that takes at most half of a
-    rank's memory, else `full`."""
+    """How weights, gradients and optimizer state are sharded over the ranks (docs/processes.md); it does not change the
+    update. `none`: each rank holds all. `full`: each rank holds a part (FSDP2). A number that divides `ranks`: groups
+    of this many ranks hold one copy each (HSDP). `offload`: as `full`, in main memory. `auto`: `none` if that takes at
+    most half of a rank's memory, else `full`."""
     loss: LossConfig = LossConfig()
     entropy_bonus: Free[Annotated[float, NumberUnit("per nat")]] = 0.0
-    """Weight of the entropy of trained tokens, divided like the loss; a positive weight slows entropy collapse."""
+    """Weight of the trained tokens' entropy, normalized like the loss. A positive weight slows entropy collapse."""
     micro_batch_tokens: Free[Annotated[NonNegative, NumberUnit("tokens")]] = 0
-    """Padded tokens per forward pass, which bounds memory and does not change the update. 0: as many as memory holds,
-    at most 16,384."""
+    """Maximum tokens per forward pass, including padding. It bounds memory and does not change the update. 0: as many
+    as fit in memory, at most 16,384."""
     recompute: Free[bool] = False
-    """Recompute activations in the backward pass instead of keeping them: much less memory, about a third more time,
+    """Recompute activations in the backward pass instead of storing them: much less memory, about a third more time,
     the same update."""
     compile: Free[bool] = False
-    """Compile the model's layers with `torch.compile`, which takes minutes in the first step. Only for weights that are
-    not sharded (docs/several_gpus.md)."""
+    """Compile the model's layers with `torch.compile`, which takes minutes in the first step. Requires unsharded
+    weights (docs/several_gpus.md)."""
     optimizer: OptimizerConfig = OptimizerConfig()
 
     def check(self) -> None:
@@ -459,15 +458,14 @@ class TrainerConfig(Section):
 
 
 class ClusterConfig(Section):
-    """The Ray in whose actors trainer ranks, engines and workers run (docs/cluster.md)."""
+    """The Ray cluster of trainer ranks, engines and workers (docs/cluster.md)."""
 
     address: Free[str] = ""
-    """`auto`: the Ray that runs on this machine. HOST:PORT: the head of a cluster. `local`: a Ray of the run's own, on
-    this machine. Empty: no Ray, unless there are several trainer ranks. The run directory stays on this machine.
-    Without a cluster the run listens on loopback only."""
+    """`auto`: the Ray instance on this machine. HOST:PORT: the head of a cluster. `local`: a Ray instance for this run
+    alone. Empty: no Ray, unless there are several trainer ranks; the run then listens on loopback only. The run
+    directory always stays on this machine."""
     min_nodes: Free[Annotated[NonNegative, NumberUnit("nodes")]] = 0
-    """Nodes that the run waits for, at its start and after the loss of a trainer rank's machine. 0: it continues on the
-    remaining nodes."""
+    """Nodes to wait for, at startup and after a trainer rank's machine is lost. 0: continue on the remaining nodes."""
 
     def check(self) -> None:
         if self.min_nodes and self.address in ("", "local"):
@@ -478,8 +476,8 @@ class EvaluationConfig(Section):
     """Evaluation of pinned versions on held-out tasks, during training."""
 
     tasks: Free[Annotated[NonNegative, NumberUnit("tasks")] | dict[str, Positive]] = 256
-    """Number of held-out tasks, drawn with the run's `seed` if there are more; 0: no evaluation. A table: by split,
-    also of other environments: `{ held_out = 256, hard = 64, "calculator@held_out" = 64 }`."""
+    """Number of held-out tasks; if there are more, they are drawn with `seed`. 0: no evaluation. A table sets the
+    number for each split, also of other environments: `{ held_out = 256, hard = 64, "calculator@held_out" = 64 }`."""
     attempts: Free[Annotated[int, Field(gt=0, le=1024), NumberUnit("episodes")]] = 1
     """Episodes per held-out task. With several, pass@k is measured for k = 1, 2, 4, … up to this number."""
     every: Free[MaybeSteps] = 0
@@ -512,14 +510,14 @@ class BestConfig(Section):
     """The run's best versions by the running mean of a metric, and early stopping."""
 
     metric: Free[str] = ""
-    """Metric of steps or evaluations whose largest running mean is best; with `-` in front, the smallest. It is that of
-    the first policy that learns, or of a named one: `solver/reward/mean`. Empty: none."""
+    """Metric of steps or evaluations. The versions with its largest running mean are best; with `-` in front, the
+    smallest. It belongs to the first policy that learns, or to a named one: `solver/reward/mean`. Empty: none."""
     window: Free[Annotated[Positive, NumberUnit("measurements")]] = 5
-    """Newest measurements in the running mean."""
+    """Number of newest measurements in the running mean."""
     stop_at: Free[float | None] = None
-    """Running mean at which the run ends early."""
+    """The run ends once the running mean reaches this value; null: never."""
     stop_fall: Free[Annotated[float, Field(ge=0)] | None] = None
-    """Distance behind the best running mean at which the run ends early."""
+    """The run ends once the running mean is this much worse than the best; null: never."""
 
     def check(self) -> None:
         if not self.metric and self.stops_early:
@@ -541,18 +539,18 @@ class CheckpointConfig(Section):
     """Checkpoints from which the run can resume."""
 
     every: Free[MaybeSteps] = 10
-    """Steps between checkpoints; 0: only at the end, where one is always written."""
+    """Steps between checkpoints. One is always written at the end; 0: only that one."""
     versions: Free[Annotated[NonNegative, NumberUnit("versions")]] = 4
-    """Published versions of each policy that stay on disk; 0: all."""
+    """Number of each policy's newest published versions kept on disk; 0: all."""
 
 
 class SandboxConfig(Section):
     """The sandboxes of the environments (docs/sandboxes.md)."""
 
     driver: Free[Literal["bubblewrap", "podman", "docker"]] = "bubblewrap"
-    """Isolation of the commands. `podman` and `docker` guarantee less, so they need `unproved = "accept"`."""
+    """Program that isolates commands. `podman` and `docker` give weaker guarantees, and need `unproved = "accept"`."""
     unproved: Free[Literal["refuse", "accept"]] = "refuse"
-    """What happens if this machine fails a check of `agentrl doctor --sandbox`: `refuse` to start, or `accept` with a
+    """What to do if this machine fails a check of `agentrl doctor --sandbox`: `refuse` to start, or `accept` it with a
     warning."""
 
 
@@ -560,8 +558,8 @@ class JournalConfig(Section):
     """Retention of the run's journal on disk."""
 
     keep: Free[Literal["all"] | Annotated[int, Field(ge=0)]] = "all"
-    """`all`, or a number N: each checkpoint deletes unneeded tokens of training episodes, and step columns, older than
-    the last N steps of their policy (docs/operations.md)."""
+    """`all`, or a number N: each checkpoint deletes tokens of training episodes and step columns that are older than
+    their policy's last N steps and no longer needed (docs/operations.md)."""
     budget_mib: Free[Annotated[NonNegative, NumberUnit("MiB")]] = 0
-    """Disk budget of `journal/` and `steps/`. If `keep` cannot free enough space, the run writes a checkpoint and ends
-    with exit code 74. 0: no limit."""
+    """Maximum size of `journal/` and `steps/` together. If pruning to `keep` frees too little, the run writes a
+    checkpoint and ends with exit code 74. 0: no limit."""

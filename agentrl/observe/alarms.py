@@ -117,7 +117,7 @@ MEANINGS = {
     "falling",
     "format_pays": "over the whole run, episodes that break the format earn more than others, by "
     f"{FORMAT_ERRORS:g} standard errors and {FORMAT_MARGIN:.0%} of the rewards' spread (at least {FORMAT_EPISODES} of "
-    "each)",
+    "each kind)",
     "tool_errors": f"{TOOL_ERROR_SHARE:.0%} or more of the tool calls raise an exception, and the share is not falling",
     "alone": f"{ZERO_SHARE:.0%} of the units have zero advantage, {ALONE_SHARE:.0%} because there is no other episode "
     "to compare them with",
@@ -127,14 +127,14 @@ MEANINGS = {
     f"all of at least {MIN_EPISODES} held-out episodes before training got the same reward, and every unit had zero "
     "advantage",
     "nothing_to_learn": f"{ZERO_SHARE:.0%} of the units have zero advantage, at the best reward so far",
-    "staleness": "the mean lag exceeds max_staleness by more than a quarter of it, and by more than 0.25 steps; not if "
-    "a step trained on episodes that began before the last resume",
-    "max_lag": "the steps trained on tokens older than max_lag, in episodes that began since the last resume",
+    "staleness": "the mean staleness exceeds `max_staleness` by more than a quarter of it and more than 0.25 steps; "
+    "not if a step trained on episodes begun before the last resume",
+    "max_lag": "the steps trained on tokens older than `max_lag`, in episodes begun since the last resume",
     "off_policy": f"k3 is above {K3_BOUND:g} nats per token, for all tokens or one seat's; not if the environment gave "
     f"replies (`agent.act(reply=…)`) in the last {MISMATCH_STEPS[1]} steps",
     "engine_mismatch": f"k3 is above {MISMATCH_BOUND:g} nats per token for tokens sampled by exactly the trained "
-    f"weights: at least {MISMATCH_TOKENS}, from {MISMATCH_STEPS[0]} or more of the last {MISMATCH_STEPS[1]} steps; not "
-    "if the environment gave replies in these",
+    f"weights, over at least {MISMATCH_TOKENS} tokens from {MISMATCH_STEPS[0]} or more of the last {MISMATCH_STEPS[1]} "
+    "steps; not if the environment gave replies in them",
     "selection_bias": f"over {LENGTH_STEPS} steps, trained units are {SELECTION_BIAS_BOUND:.0%} shorter or longer than "
     "all dispatched units, in tokens or seconds, or their groups' rewards differ by "
     f"{SELECTION_BIAS_BOUND:g} standard deviations, or {SELECTION_BIAS_BOUND:.0%} of the units wait too long",
@@ -150,11 +150,10 @@ MEANINGS = {
     f"{LOSING_ERRORS:g} standard errors less than before (at least {MIN_GAMES} games in both)",
     "one_seat_wins": f"one seat wins {SEAT_SHARE:.0%} of at least {MIN_GAMES} decided games (rewards above and below "
     "0)",
-    "starved": f"a policy without phases takes no step while the others take {STARVED_STEPS}, and {STARVED_RATIO} "
-    "times as many as between its last steps; before its first step: "
-    f"{STARVED_STEPS * STARVED_RATIO}",
-    "mirror_behind": "the copy of `agentrl run mirror` lacks more than the last `--every` seconds and "
-    f"{MIRROR_S:g} s: the command fails, has died, or a round takes longer",
+    "starved": f"a policy without `freeze` phases takes no step while the others take {STARVED_STEPS}, and "
+    f"{STARVED_RATIO} times as many as between its last steps; {STARVED_STEPS * STARVED_RATIO} before its first step",
+    "mirror_behind": "the copy made by `agentrl run mirror` is more than `--every` seconds plus "
+    f"{MIRROR_S:g} s behind: the command has failed, or a round takes longer",
 }
 """Condition that raises each alarm, for docs/metrics.md; over the newest `WINDOW` steps unless it names others."""
 EXPECTED_DROPS = {"run_ended", "frozen", "no_signal", "probe"}

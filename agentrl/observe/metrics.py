@@ -24,33 +24,31 @@ SCORE_TOKENS = "scores/tokens/"
 """Prefix of the metric of the tokens that models computed for a scorer."""
 
 METRICS: tuple[Metric, ...] = (
-    Metric("reward/mean", "reward", "mean reward of the units the step consumed"),
-    Metric("reward/<seat>", "reward", "`reward/mean` of the agents of one seat, if there are several seats"),
-    Metric("mixture/reward/<environment>", "reward", "`reward/mean` of the units from one environment of a mixture"),
-    Metric("mixture/share/<environment>", "fraction", "share of the step's units from one environment of a mixture"),
+    Metric("reward/mean", "reward", "mean reward of the step's units"),
+    Metric("reward/<seat>", "reward", "`reward/mean` of one seat's agents, if there are several seats"),
+    Metric("mixture/reward/<environment>", "reward", "`reward/mean` of one environment of a mixture"),
+    Metric("mixture/share/<environment>", "fraction", "share of the step's units from this environment"),
     Metric(
         "named_reward/<name>",
         "reward",
-        "mean reward of this name per agent of the step's units, before its weight; `reward` is that of rewards "
-        "without a name",
+        "mean unweighted reward of this name per agent of the step's units; `reward` stands for rewards without a name",
     ),
     Metric(
         "reward_agreement/<name>",
         "fraction",
-        "share of the step's pairs of conversations that this named reward orders as `reward` does, among pairs with "
-        "different `reward`; ½ is chance (docs/scores.md)",
+        "share of the step's pairs of conversations with different `reward` that this named reward puts in the same "
+        "order; ½ is chance (docs/scores.md)",
     ),
     Metric(
         "score_spread/<name>",
         "reward",
-        "standard deviation of a conversation's score over the votes of a judge of groups; mean over the groups "
-        "scored during the step",
+        "standard deviation of a group judge's votes on one conversation; mean over the groups scored during the step",
     ),
     Metric(
         "evaluation/reward",
         "reward",
-        "mean reward of the policy over held-out tasks, at a pinned version. A task's reward is the mean over the "
-        "episodes in which the policy acted, including children; in `agentrl.evaluate`, the sum over its agents",
+        "mean reward of the policy over held-out tasks, at a pinned version. A task's reward is the mean over "
+        "episodes in which the policy acted, children included; in `agentrl.evaluate`, the sum over its agents",
     ),
     Metric(
         "evaluation/reward/<seat>",
@@ -63,39 +61,47 @@ METRICS: tuple[Metric, ...] = (
         "reward",
         "`named_reward/<name>` on held-out tasks; in `agentrl.evaluate` with several policies: `<policy>/<name>`",
     ),
-    Metric("evaluation/reward_deviation", "reward", "standard deviation of the held-out rewards over episodes"),
-    Metric("evaluation/reward_error", "reward", "half the 95% interval of `evaluation/reward`, over tasks"),
+    Metric("evaluation/reward_deviation", "reward", "standard deviation of the reward over held-out episodes"),
+    Metric("evaluation/reward_error", "reward", "half of the 95% interval of `evaluation/reward` over tasks"),
     Metric(
         "evaluation/pass_at/<k>",
         "fraction",
-        "probability that at least one of k attempts (`evaluation.attempts`) is solved, over tasks. Solved: every "
-        "rewarded agent of the policy, or of all policies, gets 1 or more",
+        "probability that at least one of k attempts (`evaluation.attempts`) solves a task: every rewarded agent of "
+        "the policy, or of all policies, gets 1 or more",
     ),
-    Metric("evaluation/pass_at_error/<k>", "fraction", "half the 95% interval of that value, over tasks"),
+    Metric("evaluation/pass_at_error/<k>", "fraction", "half of the 95% interval of `evaluation/pass_at/<k>`"),
     Metric(
         "evaluation/metric/<name>",
         "value",
-        "an environment's `ctx.metric`: mean over the episodes that set it, by task",
+        "`ctx.metric` of an environment: mean over the episodes that set it, by task",
     ),
-    Metric("evaluation/metric_error/<name>", "value", "half the 95% interval of that value, over tasks"),
+    Metric("evaluation/metric_error/<name>", "value", "half of the 95% interval of `evaluation/metric/<name>`"),
     Metric("evaluation/split_reward/<split>", "reward", "`evaluation/reward` on one of several splits"),
-    Metric("evaluation/split_reward_error/<split>", "reward", "half the 95% interval of that value, over tasks"),
+    Metric(
+        "evaluation/split_reward_error/<split>",
+        "reward",
+        "half of the 95% interval of `evaluation/split_reward/<split>`",
+    ),
     Metric("evaluation/split_pass_at/<split>/<k>", "fraction", "pass@k on one of several splits"),
-    Metric("evaluation/split_pass_at_error/<split>/<k>", "fraction", "half the 95% interval of that value, over tasks"),
+    Metric(
+        "evaluation/split_pass_at_error/<split>/<k>",
+        "fraction",
+        "half of the 95% interval of `evaluation/split_pass_at/<split>/<k>`",
+    ),
     Metric("evaluation/turns", "turns", "mean turns of held-out episodes"),
     Metric("evaluation/tokens", "tokens", "mean sampled tokens of held-out episodes"),
     Metric("evaluation/episodes", "episodes", "committed held-out episodes"),
     Metric(
         "evaluation/dropped",
         "episodes",
-        "dropped held-out episodes, including children; no other metric counts them",
+        "dropped held-out episodes, children included; other metrics exclude them",
     ),
     Metric("evaluation/tasks", "tasks", "held-out tasks of an evaluation during a run"),
     Metric("evaluation/seconds", "s", "duration of an evaluation during a run"),
     Metric(
         "evaluation/engine_busy_share",
         "fraction",
-        "share of the evaluation's time that the engine spent in forward passes",
+        "share of `evaluation/seconds` that the engine spent in forward passes",
     ),
     Metric(
         "staleness/mean",
@@ -106,13 +112,13 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "staleness/exceeded",
         "trajectories",
-        "trajectories beyond `max_lag` that began since the last resume; should be 0",
+        "trajectories older than `max_lag`, from episodes begun since the last resume; should be 0",
     ),
-    Metric("staleness/before_resume", "trajectories", "trajectories that began before the last resume, if any"),
+    Metric("staleness/before_resume", "trajectories", "trajectories from episodes begun before the last resume"),
     Metric(
         "advantage/zero_share",
         "fraction",
-        "share of the step's units whose advantages are all 0, which teach nothing",
+        "share of the step's units whose advantages are all 0; they teach nothing",
     ),
     Metric(
         "advantage/alone_share",
@@ -122,143 +128,145 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "advantage/repeated_state_share",
         "fraction",
-        "with `gigpo`: share of turns, in groups that ended during the step, whose anchor state recurs in their group "
-        "and seat; the others get their episode's advantage",
+        "with `gigpo`: share of turns, in groups that ended during the step, whose anchor state recurs in the group "
+        "and seat; other turns get their episode's advantage",
     ),
-    Metric("step/units", "units", "units the step consumed"),
-    Metric("step/tokens", "tokens", "sampled tokens the step trained on"),
+    Metric("step/units", "units", "units in the step"),
+    Metric("step/tokens", "tokens", "sampled tokens in the step"),
     Metric("step/seconds", "s", "wall time since the policy's previous step"),
-    Metric("step/waited_s", "s", "time that the trainer waited for the step's units"),
+    Metric("step/waited_s", "s", "time the trainer waited for the step's units"),
     Metric("run/seconds", "s", "wall time since training began"),
-    Metric("run/lineage", "lineages", "lineage of the step's version, which increases with each resume"),
-    Metric("run/code_changes", "changes", "resumes after which the environment code had changed"),
+    Metric("run/lineage", "lineages", "lineage of the step's version; it grows with each resume"),
+    Metric("run/code_changes", "changes", "resumes at which the environment code had changed"),
     Metric("engine/busy_share", "fraction", "share of the step's wall time the engine spent in forward passes"),
     Metric("trainer/busy_share", "fraction", "share of the step's wall time the trainer was busy"),
     Metric(
         "tokens/sampled_per_s",
         "tokens/s",
-        "sampled tokens of all policies per second, from the episodes that ended since the previous step; absent if "
-        "none ended",
+        "sampled tokens of all policies per second, from episodes that ended since the previous step; absent if none "
+        "ended",
     ),
     Metric("episodes/per_s", "episodes/s", "episodes that ended during the step"),
     Metric(
         "episodes/turns",
         "turns",
-        "mean turns of the policy in the committed episodes of the step in which it acted",
+        "mean turns of the policy, over the step's committed episodes in which it acted",
     ),
     Metric("episodes/in_flight", "episodes", "admitted episodes that have not ended"),
-    Metric("episodes/ready", "episodes", "committed episodes that wait to be trained on"),
-    Metric("episodes/trained", "episodes", "episodes trained on since the run began"),
+    Metric("episodes/ready", "episodes", "committed episodes waiting to be trained"),
+    Metric("episodes/trained", "episodes", "episodes trained since the run began"),
     Metric("episodes/dropped", "episodes", "episodes dropped since the run began"),
     Metric(
         "episodes/timed_out",
         "fraction",
-        "share of the episodes since the policy's last step that `episode_timeout_s` truncated or dropped; absent if "
-        "none",
+        "share of episodes truncated or dropped by `episode_timeout_s` since the policy's last step; absent if none",
     ),
-    Metric("episodes/superseded", "episodes", "ignored ends: reported twice, or of a replaced attempt"),
+    Metric("episodes/superseded", "episodes", "ends that were ignored: reported twice, or of a replaced attempt"),
     Metric("episodes/tokens", "tokens", "mean sampled tokens of the policy in the episodes of `episodes/turns`"),
     Metric(
         "tool/<outcome>",
         "calls",
         "tool calls per episode, by outcome (ok, error, timeout, bad_arguments, unknown_tool)",
     ),
-    Metric("turns/length", "turns", "turns per episode that were cut by max_tokens"),
+    Metric("turns/length", "turns", "turns per episode cut off by `max_tokens`"),
     Metric(
         "turns/interrupted",
         "turns",
-        "turns per episode that took more than one engine call because of an interruption",
+        "turns per episode that were interrupted and took more than one engine call",
     ),
     Metric(
         SCORES_EXPOSED,
         "s",
-        "seconds per episode between the end of its program and its last score: the part of scoring that sampling does "
-        "not hide (docs/scores.md)",
+        "seconds per episode from the end of its program to its last score: the scoring time that sampling does not "
+        "hide (docs/scores.md)",
     ),
     Metric(
         "scores/requests/<name>",
         "requests",
-        "calls of a scorer's function or model per episode, including votes and retries, without scorers of groups "
-        "(docs/scores.md)",
+        "calls of a scorer's function or model per episode, with votes and retries; not for scorers of groups",
     ),
     Metric("scores/tokens/<name>", "tokens", "tokens that models computed for a scorer, per episode"),
-    Metric("parked", "times", "times an episode was parked, per episode"),
-    Metric("no_room_s", "s", "seconds per episode that turns waited for KV memory (docs/scheduling.md)"),
-    Metric("turns/illegal", "turns", "turns per episode that the environment counted as unreadable"),
+    Metric("parked", "times", "times per episode that it was parked"),
+    Metric("no_room_s", "s", "seconds per episode that turns waited for KV-cache memory (docs/scheduling.md)"),
+    Metric("turns/illegal", "turns", "turns per episode that the environment could not read"),
     Metric(
         "turns/demonstrated",
         "turns",
-        "turns per episode with a reply from the environment (`agent.act(reply=…)`); k3 then tells how likely these "
-        "replies are",
+        "turns per episode whose reply came from the environment (`agent.act(reply=…)`); `k3` then measures how "
+        "likely these replies are",
     ),
-    Metric("history/<cause>", "turns", "turns per episode before which the chat template rewrites earlier messages"),
+    Metric("history/<cause>", "turns", "turns per episode before which the chat template rewrote earlier messages"),
     Metric(
-        "drift/<cause>", "turns", "turns per episode whose sampled tokens the chat template would tokenize differently"
+        "drift/<cause>", "turns", "turns per episode that the chat template would tokenize differently than sampled"
     ),
-    Metric(
-        "win_rate/<policy>", "fraction", "share of games won against this policy of kind `past`; a draw counts half"
-    ),
-    Metric("games/<policy>", "episodes", "games against this policy of kind `past`"),
-    Metric("episodes/decided", "episodes", "decided games: one seat's reward was above 0, another's below"),
+    Metric("win_rate/<policy>", "fraction", "share of games won against this `past` policy; a draw counts half"),
+    Metric("games/<policy>", "episodes", "games against this `past` policy"),
+    Metric("episodes/decided", "episodes", "games with one reward above 0 and another below"),
     Metric("won/<seat>", "fraction", "share of decided games in which this seat had the highest reward"),
-    Metric("format/episodes", "episodes", "episodes covered by the other `format/` metrics of the step"),
+    Metric("format/episodes", "episodes", "episodes that the other `format/` metrics of the step cover"),
     Metric(
         "format/broken_turns",
         "fraction",
-        "share of the policy's turns that broke the format: cut, illegal, or with a call that matches no tool",
+        "share of the policy's turns that broke the format: cut off, illegal, or calling no known tool",
     ),
     Metric("format/broken_share", "fraction", "share of episodes with a turn that broke the format"),
-    Metric("format/reward_broken", "reward", "mean reward of the episodes with a turn that broke the format"),
-    Metric("format/reward_kept", "reward", "mean reward of the episodes without such a turn"),
+    Metric("format/reward_broken", "reward", "mean reward of episodes with a turn that broke the format"),
+    Metric("format/reward_kept", "reward", "mean reward of episodes without a turn that broke the format"),
     Metric(
         "advantage/variance_ratio",
         "1",
-        "with credit.release = 'late' or 'episode': mean square of the advantages of newly completed groups, divided "
-        "by that of leave-one-out over the same groups (docs/scheduling.md)",
+        "with `credit.release` = `late` or `episode`: mean squared advantage of newly completed groups, relative to "
+        "leave-one-out over the same groups (docs/scheduling.md)",
     ),
     Metric(
         "selection_bias/length_ratio",
         "1",
-        "mean tokens of the trained units divided by the mean of all units, over the newest 20 steps' worth of units "
-        "that were all trained or dropped (docs/scheduling.md)",
+        "mean tokens of trained units divided by that of all units, over the newest 20 steps' worth of units that "
+        "were all trained or dropped (docs/scheduling.md)",
     ),
     Metric("selection_bias/seconds_ratio", "1", "`selection_bias/length_ratio` for the duration of episodes"),
     Metric(
         "selection_bias/reward_shift",
         "deviations",
-        "mean reward of the groups of the trained units minus that of all units, in standard deviations; above 0: the "
+        "mean reward of the trained units' groups minus that of all units, in standard deviations; above 0, the "
         "trained tasks are easier",
     ),
     Metric(
         "selection_bias/held_share",
         "fraction",
-        "share of dispatched units that were neither trained nor dropped when 20 steps' worth of later units had been",
+        "share of dispatched units still neither trained nor dropped when 20 steps' worth of later units were",
     ),
-    Metric("selection_bias/overtaken", "steps", "steps' worth of units that overtook the step's most delayed unit"),
+    Metric(
+        "selection_bias/overtaken", "steps", "later units trained before the step's most delayed unit, in steps' worth"
+    ),
     Metric("gate/acceptance", "fraction", "share of `agent.gate` calls that accepted"),
     Metric("proposals/made", "proposals", "calls of `ctx.remember` since the policy's previous step"),
     Metric("proposals/repeated", "fraction", "share of proposals that the run already remembered"),
     Metric(
-        "proposals/structure_entropy", "nats", "entropy of the structures of the newest 100 proposals that have one"
+        "proposals/structure_entropy", "nats", "entropy of the structures of the newest 100 proposals with a structure"
     ),
     Metric(
         "groups/no_signal",
         "groups",
-        "groups dropped since the policy's last step because their advantages were all 0 (`credit.dynamic_sampling`)",
+        "groups dropped by `credit.dynamic_sampling` since the policy's last step",
     ),
-    Metric("pass_rate/groups", "groups", "ended groups of child episodes with rewards between 0 and 1"),
-    Metric("pass_rate/frontier", "fraction", "share of these groups with a mean reward p from 0.2 to 0.8"),
-    Metric("pass_rate/<range>", "fraction", "share of these groups with p in this range; 0 and 1 have their own bins"),
+    Metric("pass_rate/groups", "groups", "groups of child episodes that ended, with rewards between 0 and 1"),
+    Metric("pass_rate/frontier", "fraction", "share of `pass_rate/groups` with a mean reward from 0.2 to 0.8"),
+    Metric(
+        "pass_rate/<range>",
+        "fraction",
+        "share of `pass_rate/groups` with a mean reward in this range; exactly 0 and 1 are ranges of their own",
+    ),
     Metric("step", "steps", "optimizer steps the policy has taken"),
-    Metric("loss", "1", "loss of the step"),
+    Metric("loss", "1", "loss"),
     Metric("grad_norm", "1", "norm of the gradient before clipping"),
     Metric(
         "zero_gradient",
         "steps",
-        "1 if the gradient was exactly 0, so that weights and optimizer state did not change; else 0",
+        "1 if the gradient was exactly 0, which leaves weights and optimizer state unchanged; else 0",
     ),
-    Metric("learning_rate", "1", "learning rate of the step"),
-    Metric("entropy", "nats", "mean entropy of the processed distribution per measured token"),
+    Metric("learning_rate", "1", "learning rate"),
+    Metric("entropy", "nats", "mean entropy per measured token, after temperature and filters"),
     Metric(
         "value/loss",
         "1",
@@ -267,8 +275,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "value/explained_variance",
         "1",
-        "1 - Var(return - value) / Var(return) over the trained tokens; 1: values predict the returns, 0: no better "
-        "than a constant; absent if all returns are equal",
+        "1 - Var(return - value) / Var(return) over the trained tokens: 1 if values predict the returns, 0 if no "
+        "better than a constant; absent if all returns are equal",
     ),
     Metric("kept_mass", "fraction", "mean probability of the kept set under the trainer's full distribution"),
     Metric(
@@ -279,14 +287,14 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "mismatch/k3",
         "nats",
-        "k3 over rows sampled by exactly the trained weights: the mismatch of engine and trainer alone",
+        "k3 over rows sampled entirely by the trained weights: the mismatch of engine and trainer alone",
     ),
     Metric("mismatch/difference", "nats", "mean |trainer logprob - behavior logprob| over the rows of `mismatch/k3`"),
     Metric(
         "mismatch/max_difference", "nats", "largest |trainer logprob - behavior logprob| over the rows of `mismatch/k3`"
     ),
     Metric("mismatch/tokens", "tokens", "trained tokens of the rows of `mismatch/k3`"),
-    Metric("seat_k3/<seat>", "nats", "k3 over the tokens of one seat, if the policy holds several"),
+    Metric("seat_k3/<seat>", "nats", "k3 over one seat's tokens, if the policy holds several seats"),
     Metric("lag_k3/<lag>", "nats", "k3 over the tokens with this lag in steps (0, 1, 2, 3, 4+)"),
     Metric(
         "lag_difference/<lag>", "nats", "mean |trainer logprob - behavior logprob| over the tokens of `lag_k3/<lag>`"
@@ -307,15 +315,19 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "masked_fraction",
         "fraction",
-        "share of trained tokens without gradient because of the trust region or the clip",
+        "share of trained tokens without gradient, because of the trust region or clipping",
     ),
-    Metric("truncated_fraction", "fraction", "share of trained tokens whose weight is below their importance ratio"),
+    Metric("truncated_fraction", "fraction", "share of trained tokens with a weight below their importance ratio"),
     Metric("effective_sample_fraction", "fraction", "(sum of ratios)^2 / (n * sum of squared ratios)"),
     Metric("reference_kl", "nats", "mean of log pi - log ref over the trained tokens"),
-    Metric("skipped_samples", "rows", "rows whose advantages are all 0, consumed without a gradient"),
-    Metric("forwarded_tokens", "tokens", "tokens that the trainer passed through the model"),
-    Metric("sharing", "1", "row tokens per forwarded token, the saving from shared prefixes"),
-    Metric("shares_prefixes", "1", "1 if shared prefixes of rows are computed once; the run's start says why not"),
+    Metric("skipped_samples", "rows", "rows consumed without a gradient, because their advantages are all 0"),
+    Metric("forwarded_tokens", "tokens", "tokens passed through the model by the trainer"),
+    Metric("sharing", "1", "row tokens per forwarded token: what shared prefixes save"),
+    Metric(
+        "shares_prefixes",
+        "1",
+        "1 if prefixes shared by rows are computed once; otherwise the reason is printed at startup",
+    ),
 )
 
 BROKEN_FORMAT = ("tool/bad_arguments", "tool/unknown_tool", "turns/length", "turns/illegal")

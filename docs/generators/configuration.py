@@ -24,7 +24,7 @@ _INTRODUCTION = """# Configuration
 
 <!-- Written by `make docs-config` from agentrl/config/run.py; changes belong there. -->
 
-Every setting of a training run. A configuration can be written in three ways:
+Every setting of a training run, written in one of three ways:
 
 ```toml
 # run.toml, for `agentrl train run.toml`
@@ -46,16 +46,16 @@ agentrl.train(config)
 agentrl train run.toml --policies.solver.learning_rate=1e-4
 ```
 
-On the command line a value is JSON, a TOML inline table, or else text. `--dry-run` prints the resolved configuration
-and stops. An unknown key is refused, with the nearest known one.
+On the command line a value is JSON, a TOML inline table, or else text. `--dry-run` prints the resolved configuration.
+Unknown keys are refused.
 
 Models, environments, functions and rubrics in a TOML file are relative to that file.
 
-Each setting below is written with its default. `--resume` reads the configuration again; new values hold from then on,
-except where a setting is marked:
+Each setting is shown with its default. `--resume` reads the configuration again and applies new values, except for
+settings marked
 
-* *fixed*: `--resume` refuses another value.
-* *new episodes*¹: episodes in flight keep their value.
+* *fixed*: another value is refused;
+* *new episodes*: episodes in flight keep their value;
 * ¹: fixed with `deterministic = true`.
 """
 
@@ -65,7 +65,8 @@ def configuration_page() -> str:
     example = '[environment]\nid = "calculator"\n\n[model]\npath = "agentrl.environments:calculator/model"\n\n'
     example += "[policies.solver]\nlearning_rate = 1e-4"
     parts = [_INTRODUCTION.format(toml=example)]
-    parts += [_section(section, path) for section, path in _walk(RunConfig, "")]
+    shown: set[str] = set()
+    parts += [_section(section, path, shown) for section, path in _walk(RunConfig, "")]
     return "\n".join(parts)
 
 
@@ -90,17 +91,24 @@ def _walk(section: type[BaseModel], path: str) -> Iterator[tuple[type[BaseModel]
             yield from _walk(member, f"{path}{name}.{'NAME.' if is_named else ''}")
 
 
-def _section(section: type[BaseModel], path: str) -> str:
+def _section(section: type[BaseModel], path: str, shown: set[str]) -> str:
+    """Render a section. `shown` collects the settings on the page: kinds of a section share some of them."""
     title = f"[{path.rstrip('.')}]" if path else "The run"
     if "kind" in section.model_fields:
         (tag,) = get_args(section.model_fields["kind"].annotation)
         title += f" with kind = {tag}"
-    settings = [
-        f"* {_heading(name, field)}<br>\n  {_flat(field.description or '')}"
-        for name, field in section.model_fields.items()
-        if name != "kind" and not sections_in_annotation(field.annotation)[0]
-    ]
-    return "\n".join([f"## {title}\n", f"{_flat(section.__doc__ or '')}\n", *settings, *[""][: len(settings)]])
+    settings, repeated = [], []
+    for name, field in section.model_fields.items():
+        if name == "kind" or sections_in_annotation(field.annotation)[0]:
+            continue
+        setting = f"* {_heading(name, field)}<br>\n  {_flat(field.description or '')}"
+        if f"{path}{setting}" in shown:
+            repeated.append(f"`{name}`")
+        else:
+            settings.append(setting)
+        shown.add(f"{path}{setting}")
+    about = _flat(section.__doc__ or "") + (f" Also takes {' and '.join(repeated)}, as above." if repeated else "")
+    return "\n".join([f"## {title}\n", f"{about}\n", *settings, *[""][: len(settings)]])
 
 
 def _heading(name: str, field: FieldInfo) -> str:

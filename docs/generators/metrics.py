@@ -15,8 +15,8 @@ _PAGE = """# Metrics
 
 <!-- Written by `make docs-config` from agentrl/observe/metrics.py and alarms.py; changes belong there. -->
 
-Every optimizer step and every evaluation records these metrics; `<…>` stands for any word. A value that could not be
-measured is left out.
+Optimizer steps and evaluations record these metrics; `<…>` stands for any word. Values that could not be measured are
+left out.
 
 | where | what |
 |---|---|
@@ -29,20 +29,19 @@ measured is left out.
 | `sinks = ["tensorboard"]` | also `trackio` or `wandb`; each needs the extra of its name |
 
 **Your own.** `ctx.metric(name, value)` in an environment adds a metric: summed within an episode, then averaged over
-the committed episodes that set it since the policy's last step. In an evaluation it is `evaluation/metric/<name>`.
-Count replies that the environment cannot read with `ctx.metric("turns/illegal", 1)`, so that the alarms see them. Cut
-turns, tool calls and these count for the agent that acted last.
+the committed episodes that set it since the policy's last step. Count unreadable replies with
+`ctx.metric("turns/illegal", 1)`, so that alarms see them. They count for the agent that acted last, like tool calls and
+turns that were cut off.
 
-**Measured tokens.** These are means over the tokens that went through the model: `entropy`, `kept_mass`, `k3` and its
-variants, `abs_logprob_difference`, `mean_ratio`, `masked_fraction`, `truncated_fraction`, `effective_sample_fraction`
-and `reference_kl`. Most losses skip rows whose advantages are all 0 (`skipped_samples`), so these means and the alarms
-exclude them. Losses over a whole step, `gae`, a reference, an entropy bonus and your own losses forward every row.
+**Measured tokens.** Means over tokens, from `entropy` to `reference_kl` below, cover the tokens that went through the
+model. Most losses skip rows whose advantages are all 0 (`skipped_samples`). Losses over a whole step, `gae`, a
+reference, an entropy bonus and your own losses forward every row.
 
 {metrics}
 ## Alarms
 
-An alarm appears on the screen, once on stderr, and in `runs/NAME/alarms.jsonl`, with the measured values and advice.
-None ends a run. Conditions cover the newest {window} steps unless they name others.
+An alarm appears on the screen, once on stderr, and in `runs/NAME/alarms.jsonl`, with measured values and advice. None
+ends a run. Conditions cover the newest {window} steps unless they say otherwise.
 
 {alarms}
 """
