@@ -19,8 +19,8 @@ _HEAD = """# Command line
 
 <!-- Written by `make docs-config` from agentrl/cli/commands.py; changes belong there. -->
 
-`--help` after a command prints the same. Every command accepts `--json`. Commands that read a configuration also accept
-`--SECTION.KEY=VALUE` for any [setting](configuration.md); behind the other arguments, `--SECTION.KEY VALUE` works too.
+Every command accepts `--help` and `--json`. Commands that read a configuration accept `--SECTION.KEY=VALUE` for any
+[setting](configuration.md); behind the other arguments, also `--SECTION.KEY VALUE`.
 
 Exit codes: 0 success; 1 a failed check, or a difference; 2 bad input; 70 internal error; 74 storage; 130 interrupted.
 
@@ -28,7 +28,7 @@ Exit codes: 0 success; 1 a failed check, or a difference; 2 bad input; 70 intern
 
 {common}
 """
-_COMMON_USES = 3
+_COMMON_USES = 2
 """Number of commands from which on an argument is described once, under *Common arguments*."""
 
 
@@ -62,7 +62,7 @@ def _rows(parser: argparse.ArgumentParser) -> list[Row]:
 
 def _command(parser: argparse.ArgumentParser, common: Sequence[Row]) -> Iterator[str]:
     rows = _rows(parser)
-    shared = ", ".join(name for name, meaning in rows if (name, meaning) in common)
+    shared = ", ".join(_without_value(name) for name, meaning in rows if (name, meaning) in common)
     yield f"## {parser.prog}\n"
     yield f"{_sentence(parser.description or '')}{f' Takes {shared}.' if shared else ''}\n"
     if special := [row for row in rows if row not in common]:
@@ -73,6 +73,11 @@ def _command(parser: argparse.ArgumentParser, common: Sequence[Row]) -> Iterator
 def _item(row: Row) -> str:
     name, meaning = row
     return f"* {name}: {meaning}" if meaning else f"* {name}"
+
+
+def _without_value(name: str) -> str:
+    """Shorten `--option VALUE` to `--option`."""
+    return f"`{name.strip('`').partition(' ')[0]}`"
 
 
 def _name(action: argparse.Action) -> str:

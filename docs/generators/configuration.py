@@ -24,30 +24,19 @@ _INTRODUCTION = """# Configuration
 
 <!-- Written by `make docs-config` from agentrl/config/run.py; changes belong there. -->
 
-Every setting of a training run, written in one of three ways:
+Every setting of a training run, as a TOML file and on the command line:
 
 ```toml
 # run.toml, for `agentrl train run.toml`
 {toml}
 ```
 
-```python
-import agentrl
-
-config = agentrl.RunConfig(
-    environment={{"id": "calculator"}},
-    model={{"path": "agentrl.environments:calculator/model"}},
-    policies={{"solver": {{"learning_rate": 1e-4}}}},
-)
-agentrl.train(config)
-```
-
 ```
 agentrl train run.toml --policies.solver.learning_rate=1e-4
 ```
 
-On the command line a value is JSON, a TOML inline table, or else text. `--dry-run` prints the resolved configuration.
-Unknown keys are refused.
+From Python, pass `agentrl.RunConfig(policies={{"solver": {{"learning_rate": 1e-4}}}}, …)` to `agentrl.train`. On the
+command line a value is JSON, a TOML inline table, or else text. `--dry-run` prints the resolved configuration.
 
 Models, environments, functions and rubrics in a TOML file are relative to that file.
 

@@ -22,11 +22,10 @@ left out.
 |---|---|
 | `agentrl run view NAME` | one screen, also while it trains; `q` leaves |
 | `agentrl run curve NAME --metric k3` | one metric over the steps |
-| `agentrl run metrics NAME [--json]` | the newest value of each |
-| `agentrl run metrics NAME --prometheus` | the same for Prometheus' textfile collector |
+| `agentrl run metrics NAME` | the newest value of each; `--prometheus` for Prometheus' textfile collector |
 | `runs/NAME/metrics.jsonl` | a line per step and policy: `{{"policy": …, "step": …, name: value, …}}` |
 | `runs/NAME/journal/control.db` | table `metrics` ([journal format](journal_format.md)) |
-| `sinks = ["tensorboard"]` | also `trackio` or `wandb`; each needs the extra of its name |
+| `sinks = ["tensorboard"]` | TensorBoard; also `trackio` or `wandb` |
 
 **Your own.** `ctx.metric(name, value)` in an environment adds a metric: summed within an episode, then averaged over
 the committed episodes that set it since the policy's last step. Count unreadable replies with
