@@ -84,8 +84,8 @@ class PolicyConfig(LocalPolicy):
     """Shape of the adapter to train; null trains full weights."""
     reference: Fixed[str] = ""
     """Frozen weights with the same tokenizer, loaded by every trainer rank: the target of `trainer.loss.kl` and the
-    teacher of `distillation`. Either a model, in the form of `model.path`, or an adapter of this policy's base model,
-    such as another run's `policies/NAME`. Empty: the base model without the adapter."""
+    teacher of `distillation`. A model, in the form of `model.path`, or an adapter of this policy's base model, such as
+    another run's `policies/NAME`. Empty: the base model without the adapter."""
     learning_rate: Annotated[Free[Rate], DerivedDefault("by the model's size, docs/settings.md")] = Field(
         default_factory=_learning_rate
     )
@@ -199,7 +199,7 @@ class OpponentPoolPolicy(Section):
     of the weights."""
     choose: Free[Literal["uniform", "latest", "prioritized"]] = "uniform"
     """How a group's opponent is drawn. `uniform`: all versions are equally likely. `latest`: the newest. `prioritized`:
-    in proportion to (1 - win rate)², which favors hard opponents (PFSP: Vinyals et al., 2019, Nature 575)."""
+    in proportion to (1 - win rate)², which favors hard opponents (PFSP, AlphaStar)."""
 
 
 AnyPolicy = Annotated[

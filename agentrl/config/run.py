@@ -96,8 +96,7 @@ class RunConfig(Section):
     alternate from group to group, for example to change sides: `x = ["player", "past"]`, `o = ["past", "player"]`."""
     freeze: Free[tuple[tuple[str | tuple[str, ...], Steps], ...]] = ()
     """Repeating phases in which policies do not learn: `[["solver", 5], ["proposer", 15]]` freezes the solver for 5
-    steps of the proposer, then the proposer for 15 steps of the solver. Policies without a phase always learn. A frozen
-    policy plays with its newest weights."""
+    steps of the proposer, then the proposer for 15 steps of the solver (docs/policies.md)."""
     engine: EngineConfig = EngineConfig()
     sampling: SamplingConfig = SamplingConfig()
     credit: CreditConfig = CreditConfig()

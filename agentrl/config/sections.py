@@ -133,8 +133,7 @@ class EngineConfig(Section):
     length."""
     refresh: WaveFixed[Literal["auto", "token", "token_keep_kv", "turn", "episode", "lazy"]] = "auto"
     """When a running conversation switches to newer weights (docs/engines.md). `auto`: `lazy` for adapters, `token` for
-    full weights. With `token_keep_kv`, the KV cache of older weights is reused, so the trainer cannot reproduce later
-    logprobs exactly."""
+    full weights."""
     capture_routing: WaveFixed[bool] = False
     """Record the experts chosen at each position, and reuse them in training (mixture-of-experts models)."""
     memory_share: Free[Annotated[float, Field(ge=0, le=0.97)]] = 0.0
@@ -242,8 +241,8 @@ class AdvantageConfig(FunctionConfig):
     built_in = ADVANTAGE_NAMES
     name: Free[str] = "leave_one_out"
     """`leave_one_out` (RLOO), `group_mean` (Dr. GRPO) and `group_std` (GRPO) compare with the same seat in the group;
-    `role_mean` (SPIRAL, for zero-sum games) compares with the policy's mean reward in that seat; `none` (REINFORCE)
-    uses the raw reward. See docs/algorithms.md for others and your own."""
+    `role_mean` compares with the policy's mean reward in that seat, for zero-sum games; `none` uses the raw reward. See
+    docs/algorithms.md for others and your own."""
 
     @property
     def gae(self) -> GaeConfig | None:
@@ -398,10 +397,9 @@ class LossConfig(FunctionConfig):
     """A built-in or installed loss, `module:function`, or `path/to/file.py:function`. The default truncates importance
     weights per token: bounded at any staleness, but not unbiased (docs/off_policy.md)."""
     normalizer: Free[Literal["tokens", "sequences"] | Positive] = "tokens"
-    """Divisor of a step's summed token losses. `tokens`: the step's sampled tokens (DAPO, arXiv:2503.14476).
-    `sequences`: each conversation's tokens, then the conversations (GRPO, arXiv:2402.03300). A number: this number per
-    unit, such as the sampled tokens of a typical episode (Dr. GRPO, arXiv:2503.20783); required with `credit.release =
-    "late"` or `"episode"`."""
+    """Divisor of a step's summed token losses (docs/algorithms.md). `tokens`: the step's sampled tokens. `sequences`:
+    each conversation's tokens, then the conversations. A number: this number per unit, such as the sampled tokens of a
+    typical episode; required with `credit.release = "late"` or `"episode"`."""
     kl: Free[Annotated[float, Field(ge=0), NumberUnit("per nat")]] = 0.0
     """Weight of the KL divergence from the reference (`policies.NAME.reference`)."""
     kl_estimator: Free[KLEstimator] = "k3"
@@ -431,10 +429,9 @@ class TrainerConfig(Section):
     """Number of data-parallel ranks; it does not change the update. One rank is a thread of the run's process. Several
     ranks, and any rank with `cluster.address`, are Ray actors."""
     sharding: Free[Literal["auto", "none", "full", "offload"] | Positive] = "auto"
-    """How weights, gradients and optimizer state are sharded over the ranks (docs/processes.md); it does not change the
-    update. `none`: each rank holds all. `full`: each rank holds a part (FSDP2). A number that divides `ranks`: groups
-    of this many ranks hold one copy each (HSDP). `offload`: as `full`, in main memory. `auto`: `none` if that takes at
-    most half of a rank's memory, else `full`."""
+    """How weights, gradients and optimizer state are spread over the ranks: not (`none`), over all (`full`), over
+    groups of this many (a number that divides `ranks`), or in main memory (`offload`). It does not change the update
+    (docs/processes.md). `auto`: `none` if that takes at most half of a rank's memory, else `full`."""
     loss: LossConfig = LossConfig()
     entropy_bonus: Free[Annotated[float, NumberUnit("per nat")]] = 0.0
     """Weight of the trained tokens' entropy, normalized like the loss. A positive weight slows entropy collapse."""
@@ -510,8 +507,8 @@ class BestConfig(Section):
     """The run's best versions by the running mean of a metric, and early stopping."""
 
     metric: Free[str] = ""
-    """Metric of steps or evaluations. The versions with its largest running mean are best; with `-` in front, the
-    smallest. It belongs to the first policy that learns, or to a named one: `solver/reward/mean`. Empty: none."""
+    """Metric of steps or evaluations whose largest running mean is best; with `-` in front, the smallest. It belongs to
+    the first policy that learns, or to a named one: `solver/reward/mean`. Empty: none."""
     window: Free[Annotated[Positive, NumberUnit("measurements")]] = 5
     """Number of newest measurements in the running mean."""
     stop_at: Free[float | None] = None

@@ -124,8 +124,8 @@ MEANINGS = {
     "collapse": f"{ZERO_SHARE:.0%} of the units have zero advantage, the reward is below its best, and the entropy "
     f"below {LOW_ENTROPY:g} nats",
     "no_signal": f"{ZERO_SHARE:.0%} of the units have zero advantage, and the reward has never changed; earlier, if "
-    f"all of at least {MIN_EPISODES} held-out episodes before training got the same reward, and every unit had zero "
-    "advantage",
+    f"at least {MIN_EPISODES} held-out episodes before training all got the same reward, and no step has taught "
+    "anything",
     "nothing_to_learn": f"{ZERO_SHARE:.0%} of the units have zero advantage, at the best reward so far",
     "staleness": "the mean staleness exceeds `max_staleness` by more than a quarter of it and more than 0.25 steps; "
     "not if a step trained on episodes begun before the last resume",
@@ -135,9 +135,9 @@ MEANINGS = {
     "engine_mismatch": f"k3 is above {MISMATCH_BOUND:g} nats per token for tokens sampled by exactly the trained "
     f"weights, over at least {MISMATCH_TOKENS} tokens from {MISMATCH_STEPS[0]} or more of the last {MISMATCH_STEPS[1]} "
     "steps; not if the environment gave replies in them",
-    "selection_bias": f"over {LENGTH_STEPS} steps, trained units are {SELECTION_BIAS_BOUND:.0%} shorter or longer than "
-    "all dispatched units, in tokens or seconds, or their groups' rewards differ by "
-    f"{SELECTION_BIAS_BOUND:g} standard deviations, or {SELECTION_BIAS_BOUND:.0%} of the units wait too long",
+    "selection_bias": f"over {LENGTH_STEPS} steps, trained units differ from all dispatched units by "
+    f"{SELECTION_BIAS_BOUND:.0%} in tokens or seconds, or by {SELECTION_BIAS_BOUND:g} standard deviations in reward, "
+    f"or {SELECTION_BIAS_BOUND:.0%} of the units wait too long",
     "dropped_by_time": f"{TIME_SHARE:.0%} of all ended episodes, at least {TIME_EPISODES}, were dropped because their "
     "program hung (`episode_timeout`)",
     "dropped": f"{DROPPED_SHARE:.0%} of all ended episodes, at least {MIN_EPISODES}, were dropped for one reason",

@@ -108,13 +108,18 @@ def _heading(name: str, field: FieldInfo) -> str:
     type_ = _type(field)
     facts = [
         "required" if field.is_required() else "",
-        "" if has_value and type_ in ("text", "boolean") else type_,
+        type_.removeprefix(_name(field.annotation)).strip() if has_value and _shows_type(field) else type_,
         _unit(field),
         f"default: {_flat(default)}" if default else "",
         _MARKS[resume_rule_of(field).rule],
     ]
     footnote = "" if resume_rule_of(field).of_deterministic else "¹"
     return ", ".join([shown, *filter(None, facts)]) + footnote
+
+
+def _shows_type(field: FieldInfo) -> bool:
+    """Whether the default shows the type: `0.0` is a number, `0` an integer."""
+    return field.annotation in (str, bool, int, float)
 
 
 def _toml(value: Any) -> str:
