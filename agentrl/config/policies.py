@@ -66,8 +66,8 @@ class LocalPolicy(_SampledPolicy):
     """A policy served by an engine of the run: its weights are trained or frozen."""
 
     model: Fixed[str] = ""
-    """Base model of this policy, in the form of `model.path`, which is the default. Policies with the same base model
-    share its weights and engine."""
+    """Base model of this policy, in the form of `model.path`, which is the default. Policies with adapters on one base
+    model share its weights and engine."""
 
     @field_validator("model")
     @classmethod

@@ -75,7 +75,7 @@ class RunConfig(Section):
     }`."""
     max_in_flight: Free[Episodes] = 256
     """Maximum number of concurrent training episodes, to protect memory and services. `max_staleness` may allow fewer.
-    An evaluation runs up to as many more."""
+    Evaluations have a separate limit of the same size."""
     workers: Free[Annotated[Positive, NumberUnit("processes")]] = 1
     """Number of processes that run episodes; 1: the run's own process. Use more if environments are CPU-bound
     (docs/processes.md)."""

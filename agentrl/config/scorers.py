@@ -83,9 +83,9 @@ class ScorerConfig(Section):
     """What is scored. `turn`: every turn of the policies that learn. `episode`: their whole conversations, when the
     episode ends. `group`: the conversations of a group together, when its last member has ended. `request`: only turns
     for which the environment calls `ctx.score`."""
-    credit: Annotated[WaveFixed[ScoreCredit], DerivedDefault("`difference` for a reward model of turns")] = Field(
-        default_factory=_default_credit
-    )
+    credit: Annotated[
+        WaveFixed[ScoreCredit], DerivedDefault("`difference` for turns scored by a reward model, else `reward`")
+    ] = Field(default_factory=_default_credit)
     """How the score is paid. `reward`: as it is. `difference`: the change from the agent's previous score (first: from
     0), so that extra turns earn nothing (Ng et al., 1999). `note`: not at all; it is recorded, and `run()` can read
     it."""

@@ -281,7 +281,7 @@ class GaeConfig(Section):
 
 
 class CreditConfig(Section):
-    """The computation of advantages from rewards."""
+    """How advantages are computed from rewards."""
 
     group_size: Fixed[Episodes] = 8
     """Episodes sampled per task and compared with each other."""
@@ -429,9 +429,9 @@ class TrainerConfig(Section):
     """Number of data-parallel ranks; it does not change the update. One rank is a thread of the run's process. Several
     ranks, and any rank with `cluster.address`, are Ray actors."""
     sharding: Free[Literal["auto", "none", "full", "offload"] | Positive] = "auto"
-    """How weights, gradients and optimizer state are spread over the ranks: not (`none`), over all (`full`), over
-    groups of this many (a number that divides `ranks`), or in main memory (`offload`). It does not change the update
-    (docs/processes.md). `auto`: `none` if that takes at most half of a rank's memory, else `full`."""
+    """Sharding of weights, gradients and optimizer state (docs/processes.md); it does not change the update. `none`:
+    each rank holds all. `full`: over all ranks. A number that divides `ranks`: within groups of that many ranks.
+    `offload`: as `full`, in main memory. `auto`: `none` if that takes at most half of a rank's memory, else `full`."""
     loss: LossConfig = LossConfig()
     entropy_bonus: Free[Annotated[float, NumberUnit("per nat")]] = 0.0
     """Weight of the trained tokens' entropy, normalized like the loss. A positive weight slows entropy collapse."""
