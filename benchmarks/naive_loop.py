@@ -18,9 +18,10 @@ from statistics import stdev
 from typing import Literal
 
 import torch
-from transformers import DynamicCache, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from agentrl.core.records import FinishReason, Message, Task
+from agentrl.environment.environment import TaskSource
 from agentrl.environment.tools import observation_of
 from agentrl.environments.calculator import Calculator
 from agentrl.rollout.chat.chat_format import TemplateChatFormat
@@ -52,10 +53,23 @@ class Step:
     """Sampled in this step."""
 
 
+@dataclass(frozen=True)
+class Game:
+    """What the episodes are about."""
+
+    tasks: Callable[[str, int], TaskSource]
+    """Tasks of a split and a seed."""
+    prompt: Callable[[TemplateChatFormat, Task], list[int]]
+    max_tokens: int
+    """Of a turn."""
+    answer: Callable[[TemplateChatFormat, Episode, int], list[int]]
+    """Append a turn; the tokens of its observation, or none where the episode has ended (and is rewarded)."""
+
+
 class Rollout:
     """A batch of episodes in lock step over one KV cache; `feed` appends tokens, padding on the left."""
 
-    def __init__(self, model: Qwen3ForCausalLM, prompts: Sequence[list[int]], copies: int) -> None:
+    def __init__(self, model: PreTrainedModel, prompts: Sequence[list[int]], copies: int) -> None:
         self.model, self.cache = model, DynamicCache(config=model.config)
         self.mask = torch.zeros(len(prompts), 0, dtype=torch.long)
         self.logits = self.feed(prompts).repeat_interleave(copies, 0)
@@ -86,19 +100,19 @@ class Rollout:
 
 @torch.inference_mode()
 def sample(
-    model: Qwen3ForCausalLM,
+    model: PreTrainedModel,
     chat: TemplateChatFormat,
     tasks: Sequence[Task],
     copies: int = 1,
     *,
     max_turns: int = 6,
-    max_tokens: int = 32,
     latency: Latency | None = None,
     draws: random.Random | None = None,
+    game: Game | None = None,
 ) -> list[Episode]:
     """`copies` episodes of each task at temperature 1, those of a task next to each other."""
-    specs = [bound.spec for bound in Calculator.tool_table().values()]
-    prompts = [chat.start([Message(role="user", content=task.data["question"])], specs) for task in tasks]
+    game = game or CALCULATOR
+    prompts = [game.prompt(chat, task) for task in tasks]
     rollout = Rollout(model, prompts, copies)
     episodes = [Episode(t, [*p], [False] * len(p)) for t, p in zip(tasks, prompts, strict=True) for _ in range(copies)]
     active = episodes
@@ -107,7 +121,7 @@ def sample(
         speaking = [True] * len(active)
         for episode in active:
             episode.said = []
-        for _ in range(max_tokens):
+        for _ in range(game.max_tokens):
             drawn = torch.multinomial(rollout.logits.softmax(-1), 1)[:, 0].tolist()
             for n, token in enumerate(drawn):
                 if speaking[n]:
@@ -116,7 +130,7 @@ def sample(
             speaking = [speaks and token not in stop for speaks, token in zip(speaking, drawn, strict=True)]
             if not any(speaking):
                 break
-        observations = [answer(chat, episode, max_turns) for episode in active]
+        observations = [game.answer(chat, episode, max_turns) for episode in active]
         if latency is not None and draws is not None:
             time.sleep(max((latency(draws) for observed in observations if observed), default=0.0))
         going = [n for n, observed in enumerate(observations) if observed]
@@ -127,12 +141,21 @@ def sample(
     return episodes
 
 
-def answer(chat: TemplateChatFormat, episode: Episode, max_turns: int) -> list[int]:
-    """Append the turn; the tokens of the tool's observation, or none where the episode has ended (and is rewarded)."""
+def question(chat: TemplateChatFormat, task: Task) -> list[int]:
+    specs = [bound.spec for bound in Calculator.tool_table().values()]
+    return chat.start([Message(role="user", content=task.data["question"])], specs)
+
+
+def end_turn(chat: TemplateChatFormat, episode: Episode) -> Message:
+    """Append the turn."""
     episode.tokens += episode.said
     episode.sampled += [True] * len(episode.said)
     episode.turns += 1
-    message = chat.parse(episode.said)
+    return chat.parse(episode.said)
+
+
+def answer(chat: TemplateChatFormat, episode: Episode, max_turns: int) -> list[int]:
+    message = end_turn(chat, episode)
     if not message.tool_calls:
         episode.reward = float(message.content.strip() == episode.task.data["answer"])
         return []
@@ -154,8 +177,11 @@ def answer(chat: TemplateChatFormat, episode: Episode, max_turns: int) -> list[i
     return observed
 
 
+CALCULATOR = Game(lambda split, seed: Calculator.tasks(split, seed=seed), question, 32, answer)
+
+
 def learn(
-    model: Qwen3ForCausalLM,
+    model: PreTrainedModel,
     episodes: Sequence[Episode],
     copies: int,
     tokens_per_unit: int | None,
@@ -186,13 +212,19 @@ def learn(
 
 
 def evaluate(
-    model_dir: str | Path | Qwen3ForCausalLM, chat: TemplateChatFormat, *, seed: int = 0, count: int = 512
+    model_dir: str | Path | PreTrainedModel,
+    chat: TemplateChatFormat,
+    *,
+    seed: int = 0,
+    count: int = 512,
+    game: Game = CALCULATOR,
 ) -> float:
     """Mean reward on held-out tasks, sampled as in training."""
-    model = model_dir if isinstance(model_dir, Qwen3ForCausalLM) else Qwen3ForCausalLM.from_pretrained(model_dir)
+    is_loaded = isinstance(model_dir, PreTrainedModel)
+    model = model_dir if is_loaded else AutoModelForCausalLM.from_pretrained(model_dir)
     torch.manual_seed(seed)
-    tasks = Calculator.tasks("held_out")
-    rewards = [episode.reward for episode in sample(model, chat, [tasks[n] for n in range(count)])]
+    tasks = game.tasks("held_out", 0)
+    rewards = [episode.reward for episode in sample(model, chat, [tasks[n] for n in range(count)], game=game)]
     return sum(rewards) / count
 
 
@@ -207,21 +239,22 @@ def run(
     tokens_per_unit: int | None = 64,
     advantage: Advantage = "leave_one_out",
     latency: Latency | None = None,
-    on_step: Callable[[int, Step, Qwen3ForCausalLM], None] | None = None,
+    on_step: Callable[[int, Step, PreTrainedModel], None] | None = None,
+    game: Game = CALCULATOR,
 ) -> list[Step]:
     """Train a copy of the model for `steps` optimizer steps on one thread; returns each step's cost and reward."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     draws = random.Random(seed)
-    model, chat = Qwen3ForCausalLM.from_pretrained(model_dir), TemplateChatFormat.load(model_dir)
+    model, chat = AutoModelForCausalLM.from_pretrained(model_dir), TemplateChatFormat.load(model_dir)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    tasks = Calculator.tasks("train", seed=seed)
+    tasks = game.tasks("train", seed)
     history: list[Step] = []
     start = time.monotonic()
     for number in range(steps):
         cpu = time.process_time()
         drawn = [tasks[number * groups + n] for n in range(groups)]
-        episodes = sample(model, chat, drawn, group_size, latency=latency, draws=draws)
+        episodes = sample(model, chat, drawn, group_size, latency=latency, draws=draws, game=game)
         learn(model, episodes, group_size, tokens_per_unit, advantage)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -243,7 +276,7 @@ def main() -> None:
     arguments = parser.parse_args()
     chat = TemplateChatFormat.load(arguments.model)
 
-    def show(number: int, step: Step, model: Qwen3ForCausalLM) -> None:
+    def show(number: int, step: Step, model: PreTrainedModel) -> None:
         held_out = f"  held out {evaluate(model, chat):.3f}" if number % 10 == 9 else ""
         print(f"{number + 1:3d}  {step.wall:6.1f} s  {step.cpu_seconds:5.2f} CPU-s  {step.mean_reward:.3f}{held_out}")
 

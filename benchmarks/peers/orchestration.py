@@ -39,7 +39,7 @@ def measure(name: str, built: Built, *, quick: bool) -> dict[str, Any]:
 
 def verifiers(python: Path, count: int) -> dict[str, Any]:
     """Rollouts of verifiers alone."""
-    command = [str(python), str(SCRIPTS / VERIFIERS.script), str(count), str(IN_FLIGHT)]
+    command = [str(python), str(SCRIPTS / VERIFIERS.user_files[0]), str(count), str(IN_FLIGHT)]
     result = json.loads(_output(command, {**os.environ, **QUIET}).splitlines()[-1])
     if result["ok"] != count or result["reward"] != count:
         raise SystemExit(f"verifiers finished {result['ok']} of {count} rollouts: {result['errors']}")

@@ -139,7 +139,7 @@ def kill_tree(pid: int) -> None:
 
 
 @contextmanager
-def vllm_server(python: Path, model: Path, directory: Path) -> Iterator[tuple[str, int]]:
+def vllm_server(python: Path, model: Path, directory: Path, kv_bytes: int) -> Iterator[tuple[str, int]]:
     """A vLLM server that starts on a free port; yields its address and process id at once, since TRL waits for it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -147,7 +147,7 @@ def vllm_server(python: Path, model: Path, directory: Path) -> Iterator[tuple[st
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", f"--model={model}", f"--port={port}"]
     with (directory / "server.log").open("w") as log:
         process = subprocess.Popen(
-            [*command, "--host=127.0.0.1", *VLLM_SERVER],
+            [*command, "--host=127.0.0.1", *VLLM_SERVER, f"--kv-cache-memory-bytes={kv_bytes}"],
             env={**os.environ, **QUIET, **VLLM_ENVIRONMENT},
             stdout=log,
             stderr=log,
@@ -200,12 +200,12 @@ class Runner:
         settings_file.write_text(json.dumps({**self.settings, "log": str(log), "resume": resume}))
         environment = {**os.environ, **QUIET, "OMP_NUM_THREADS": str(self.contender.threads)}
         environment.pop("PYTHONPATH", None)
-        if self.contender.script == "naive.py":
+        if self.settings["script"] == "naive.py":
             environment["PYTHONPATH"] = str(ROOT)  # for benchmarks.naive_loop
         output = self.directory / f"output-{self._lives}.txt"
         with output.open("w") as file:
             process = subprocess.Popen(
-                [str(self.python), str(SCRIPTS / self.contender.script), str(settings_file)],
+                [str(self.python), str(SCRIPTS / self.settings["script"]), str(settings_file)],
                 cwd=self.directory,
                 env=environment,
                 stdout=file,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
-from transformers import Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from agentrl.rollout.chat.chat_format import TemplateChatFormat
-from benchmarks.naive_loop import evaluate
+from benchmarks.naive_loop import Game, evaluate
 
 EVERY = 3
 """Steps between two snapshots."""
@@ -27,21 +27,22 @@ def snapshots(directory: Path) -> dict[int, Path]:
     return {step: found[step] for step in sorted(found) if step and step % EVERY == 0}
 
 
-def load(model: Path, snapshot: Path) -> Qwen3ForCausalLM:
+def load(model: Path, snapshot: Path) -> PreTrainedModel:
     """The weights of a snapshot; an adapter is merged into the model."""
     if (snapshot / "adapter_config.json").exists():
-        base = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32)
-        merged: Qwen3ForCausalLM = PeftModel.from_pretrained(base, snapshot).merge_and_unload()
+        base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        merged: PreTrainedModel = PeftModel.from_pretrained(base, snapshot).merge_and_unload()
         return merged
-    return Qwen3ForCausalLM.from_pretrained(snapshot, dtype=torch.float32)
+    whole: PreTrainedModel = AutoModelForCausalLM.from_pretrained(snapshot, dtype=torch.float32)
+    return whole
 
 
-def first_at(model: Path, directory: Path, goal: float, count: int) -> tuple[int | None, dict[int, float]]:
+def first_at(model: Path, directory: Path, goal: float, count: int, game: Game) -> tuple[int | None, dict[int, float]]:
     """The first step whose snapshot reaches the goal on `count` held-out tasks, and the rewards up to it."""
     chat, curve = TemplateChatFormat.load(model), {}
     torch.set_num_threads(1)
     for step, path in snapshots(directory).items():
-        curve[step] = evaluate(load(model, path), chat, count=count)
+        curve[step] = evaluate(load(model, path), chat, count=count, game=game)
         if curve[step] >= goal:
             return step, curve
     return None, curve

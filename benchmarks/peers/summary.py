@@ -66,7 +66,7 @@ def table(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def report(part: str, *, quick: bool, goal: float, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def report(part: str, *, quick: bool, goal: float | None, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What the last line says."""
     spread = {name: quartiles(ratios(records, name)) for name in RATIOS}
     return {

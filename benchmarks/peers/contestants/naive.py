@@ -6,6 +6,7 @@ from pathlib import Path
 from progress import MEDIAN_S, P90_S, SETTINGS, write  # measured
 
 from benchmarks import naive_loop
+from benchmarks.peers.contestants.naive_words import WORDS
 
 output = Path(SETTINGS["output"])
 sigma = math.log(P90_S / MEDIAN_S) / 1.2815515655446004  # measured
@@ -23,8 +24,11 @@ naive_loop.run(
     SETTINGS["model"],
     seed=SETTINGS["seed"],
     steps=SETTINGS["steps"],
+    groups=SETTINGS["step_size"] // 8,
+    learning_rate=SETTINGS["learning_rate"],
     advantage="group_std",
     tokens_per_unit=None,
     latency=wait,  # measured
     on_step=on_step,
+    game=naive_loop.CALCULATOR if SETTINGS["has_tools"] else WORDS,
 )

@@ -1,6 +1,7 @@
 """TRL's asynchronous trainer with a vLLM server that has the arguments of `VLLM_SERVER` in contenders.py."""
 
 import asyncio
+import importlib
 from pathlib import Path
 from typing import Literal
 
@@ -8,7 +9,8 @@ import trl_cpu_patch
 from peft import LoraConfig
 from progress import SETTINGS, draw_wait, trl_callback  # measured
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
-from trl_calculator import dataset, exact, tokenizer
+
+task = importlib.import_module(SETTINGS["task"])
 
 
 async def calculate(a: int, op: Literal["+", "-", "*"], b: int) -> int:
@@ -28,24 +30,24 @@ if __name__ == "__main__":
     output = Path(SETTINGS["output"])
     trainer = AsyncGRPOTrainer(
         model=SETTINGS["model"],
-        processing_class=tokenizer(SETTINGS["model"]),
-        reward_funcs=exact,
-        tools=[calculate],
-        train_dataset=dataset(SETTINGS["tasks"]),
+        processing_class=task.tokenizer(SETTINGS["model"]),
+        reward_funcs=task.exact,
+        tools=[calculate] if SETTINGS["has_tools"] else None,
+        train_dataset=task.dataset(SETTINGS["tasks"]),
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
         args=AsyncGRPOConfig(
             output_dir=str(output),
             max_steps=SETTINGS["steps"],
             seed=SETTINGS["seed"],
-            per_device_train_batch_size=64,
+            per_device_train_batch_size=SETTINGS["step_size"],
             token_budget=0,
             num_generations=8,
-            max_completion_length=32,
+            max_completion_length=SETTINGS["max_tokens"],
             max_tool_calling_iterations=5,
             max_staleness=4,
-            max_inflight_tasks=128,
+            max_inflight_tasks=2 * SETTINGS["step_size"],
             vllm_server_base_url=SETTINGS["server"],
-            learning_rate=1e-3,
+            learning_rate=SETTINGS["learning_rate"],
             adam_beta2=0.95,
             save_steps=3,
             report_to="none",
@@ -54,6 +56,6 @@ if __name__ == "__main__":
             bf16=False,
             gradient_checkpointing=False,
         ),
-        callbacks=[trl_callback(episodes=64)],  # measured
+        callbacks=[trl_callback(episodes=SETTINGS["step_size"])],  # measured
     )
     trainer.train(resume_from_checkpoint=SETTINGS["resume"] and any(output.glob("checkpoint-*")))

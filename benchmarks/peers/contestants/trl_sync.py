@@ -1,12 +1,14 @@
 """TRL's synchronous trainer as its documentation configures it: generation by transformers, full weights."""
 
+import importlib
 import time
 from pathlib import Path
 from typing import Literal
 
 from progress import SETTINGS, draw_wait, trl_callback  # measured
 from trl import GRPOConfig, GRPOTrainer
-from trl_calculator import dataset, exact, tokenizer
+
+task = importlib.import_module(SETTINGS["task"])
 
 
 def calculate(a: int, op: Literal["+", "-", "*"], b: int) -> int:
@@ -24,20 +26,20 @@ def calculate(a: int, op: Literal["+", "-", "*"], b: int) -> int:
 output = Path(SETTINGS["output"])
 trainer = GRPOTrainer(
     model=SETTINGS["model"],
-    processing_class=tokenizer(SETTINGS["model"]),
-    reward_funcs=exact,
-    tools=[calculate],
-    train_dataset=dataset(SETTINGS["tasks"]),
+    processing_class=task.tokenizer(SETTINGS["model"]),
+    reward_funcs=task.exact,
+    tools=[calculate] if SETTINGS["has_tools"] else None,
+    train_dataset=task.dataset(SETTINGS["tasks"]),
     args=GRPOConfig(
         output_dir=str(output),
         max_steps=SETTINGS["steps"],
         seed=SETTINGS["seed"],
-        per_device_train_batch_size=64,
+        per_device_train_batch_size=SETTINGS["step_size"],
         num_generations=8,
-        max_completion_length=174,  # of all turns; with the prompt, 192
-        generation_kwargs={"max_new_tokens": 32},  # of a turn
+        max_completion_length=SETTINGS["max_episode_tokens"],  # of all turns
+        generation_kwargs={"max_new_tokens": SETTINGS["max_tokens"]},  # of a turn
         max_tool_calling_iterations=5,
-        learning_rate=3e-4,
+        learning_rate=SETTINGS["learning_rate"],
         lr_scheduler_type="constant",
         adam_beta2=0.95,
         loss_type="dapo",
@@ -49,6 +51,6 @@ trainer = GRPOTrainer(
         bf16=False,
         gradient_checkpointing=False,
     ),
-    callbacks=[trl_callback(episodes=64)],  # measured
+    callbacks=[trl_callback(episodes=SETTINGS["step_size"])],  # measured
 )
 trainer.train(resume_from_checkpoint=SETTINGS["resume"] and any(output.glob("checkpoint-*")))

@@ -1,0 +1,67 @@
+"""The parts that train: model, task, goal, and the settings that differ between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.naive_loop import CALCULATOR, Game
+from benchmarks.peers.contestants.naive_words import WORDS
+from benchmarks.peers.environments import ROOT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """The same for all contestants."""
+
+    game: Game
+    model: Path
+    goal: float
+    """Held-out reward."""
+    held_out: int
+    """Tasks of one score."""
+    steps: int
+    step_size: int
+    """Episodes of a step, in groups of 8."""
+    learning_rates: dict[str, float]
+    """For whole weights, and for an adapter."""
+    max_episode_tokens: int
+    """Of all turns and observations."""
+    max_context: int
+    kv_bytes: int
+    """Of TRL's vLLM server: the contexts of 64 episodes."""
+    limit_s: float = 900.0
+    """Seconds of training after which a run has not reached the goal."""
+
+
+ARITHMETIC = Training(
+    game=CALCULATOR,
+    model=ROOT / "environments" / "calculator" / "model",
+    goal=0.9,
+    held_out=512,
+    steps=36,
+    step_size=64,
+    learning_rates={"full": 3e-4, "adapter": 1e-3},
+    max_episode_tokens=174,  # with the prompt, 192
+    max_context=192,
+    kv_bytes=64 << 20,
+)
+WORD_PROBLEMS = Training(
+    game=WORDS,
+    model=ROOT / "models" / "SmolLM2-135M-Instruct",
+    goal=0.8,
+    held_out=128,
+    steps=12,
+    step_size=32,
+    learning_rates={"full": 3e-5, "adapter": 3e-4},
+    max_episode_tokens=WORDS.max_tokens,
+    max_context=128,
+    kv_bytes=384 << 20,
+    limit_s=1800.0,
+)
+TRAININGS = {"calculator": ARITHMETIC, "tools": ARITHMETIC, "word_problems": WORD_PROBLEMS}
+QUICK = {
+    "calculator": replace(ARITHMETIC, goal=0.6, held_out=128, steps=6, limit_s=240.0),
+    "tools": replace(ARITHMETIC, goal=0.6, held_out=128, steps=6, limit_s=240.0),
+    "word_problems": replace(WORD_PROBLEMS, goal=0.2, held_out=32, steps=3, limit_s=600.0),
+}
