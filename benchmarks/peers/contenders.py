@@ -116,7 +116,6 @@ VERIFIERS = Contender(
     title="verifiers 0.4, orchestration only",
     environment="verifiers",
     requirements=("verifiers==0.4.0",),
-    script="verifiers_rollouts.py",
     user_files=("verifiers_rollouts.py",),
     proposer_and_solver=True,
 )
