@@ -40,7 +40,7 @@ def load(model: Path, snapshot: Path) -> PreTrainedModel:
 def first_at(model: Path, directory: Path, goal: float, count: int, game: Game) -> tuple[int | None, dict[int, float]]:
     """The first step whose snapshot reaches the goal on `count` held-out tasks, and the rewards up to it."""
     chat, curve = TemplateChatFormat.load(model), {}
-    torch.set_num_threads(1)
+    torch.set_num_threads(2)
     for step, path in snapshots(directory).items():
         curve[step] = evaluate(load(model, path), chat, count=count, game=game)
         if curve[step] >= goal:

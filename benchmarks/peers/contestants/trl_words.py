@@ -3,6 +3,7 @@
 import words
 from datasets import load_dataset
 from transformers import AutoTokenizer
+from trl.chat_template_utils import qwen3_template
 
 
 def exact(completions, answer, **_):
@@ -14,4 +15,7 @@ def dataset(path):
     return rows.map(lambda row: {"prompt": words.prompt(row["question"])}, remove_columns="question")
 
 
-tokenizer = AutoTokenizer.from_pretrained
+def tokenizer(path):
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.response_template = qwen3_template  # the asynchronous trainer needs one, also without tools
+    return tokenizer
