@@ -53,8 +53,9 @@ Choices:
 * TRL's asynchronous trainer divides advantages by the population's standard deviation, the others by the sample's.
 * One torch thread for each process, and two for TRL's synchronous trainer, which gained a sixth of its wall time from
   the second. The naive loop gained nothing.
-* The tools part is limited to 15 minutes a run. TRL's synchronous trainer makes its tool calls one after another, over
-  all episodes of a step, and is expected not to reach the goal.
+* With slow tools, agentrl's staleness is 4 too, as its documentation advises, and a run is limited to ten minutes. The
+  synchronous contestants have one seed there: a step waits for its slowest episode, and TRL's synchronous trainer makes
+  the tool calls of a step one after another.
 
 What differs in the word problems:
 

