@@ -163,7 +163,8 @@ def page(line: Mapping[str, Any]) -> str:
             text += f"\nBelow 1, agentrl needs less:\n\n{ratios(report['quartiles'])}"
     rows = {name: row for report in parts_of(line).values() for name, row in report["table"].items()}
     able = [row["title"] for row in rows.values() if row["proposer_and_solver"]]
-    return f"{text}\n## Proposer and solver\n\nTwo policies that learn in one run can be written in: {'; '.join(able) or 'none of these'}.\n"
+    text += "\n## Proposer and solver\n\nTwo policies that learn in one run can be written in: "
+    return f"{text}{'; '.join(able) or 'none of these'}.\n"
 
 
 def main() -> None:
