@@ -337,8 +337,7 @@ def run_prune(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     from agentrl.journal.store import SqliteJournal
     from agentrl.orchestrator.checkpoints import resumable_versions
 
-    config = reader.info().get("config")
-    section = config.get("journal") if isinstance(config, dict) else None
+    section = reader.config().get("journal")
     run_setting = section.get("keep") if isinstance(section, dict) else None
     keep = run_setting if options.keep is None else options.keep
     if type(keep) is not int or keep < 0:

@@ -347,6 +347,10 @@ class RunReader:
         """The run's identity: format, id, name, resolved configuration."""
         return dict(self.log.info())
 
+    def config(self) -> dict[str, Any]:
+        """Return the resolved configuration with the changes of all resumes; empty if the journal has none."""
+        return self.log.config()
+
     def purpose(self) -> str:
         """Return what the run was for: `train` or `evaluate`."""
         return "evaluate" if "evaluated" in self.info() else "train"

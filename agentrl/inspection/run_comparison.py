@@ -197,9 +197,8 @@ def _settings(reader: RunReader) -> dict[str, Any]:
 
     A policy's sampling is listed where it differs from the run's.
     """
-    config = reader.info().get("config")
     flat: dict[str, Any] = {}
-    pending = [("", config)] if isinstance(config, dict) else []
+    pending = [("", reader.config())]
     while pending:
         prefix, table = pending.pop()
         for key, value in table.items():

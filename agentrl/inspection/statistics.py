@@ -293,11 +293,7 @@ def win_rate_matrix(results: Sequence[OpponentResult]) -> list[list[str]]:
 
 def run_state(reader: RunReader) -> RunState:
     """Return the state of a run for the progress view. Its `problem` describes unreadable data."""
-    info = reader.info()
-    config = info.get("config")
-    plan = display_settings_from_config(
-        config if isinstance(config, dict) else {"name": info.get("name", reader.path.name)}
-    )
+    plan = display_settings_from_config(reader.config() or {"name": reader.info().get("name", reader.path.name)})
     state = RunState(plan=plan, path=str(reader.path))
     read_metrics(reader.path / "metrics.jsonl", state)
     state.standing = reader.standing()

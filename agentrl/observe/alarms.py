@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from agentrl.core.text import plural
 from agentrl.observe.metrics import BROKEN_FORMAT, DEMONSTRATED
 from agentrl.observe.run_state import MIRRORS_FILE, append_jsonl_line, open_jsonl_to_append
 
@@ -118,7 +119,8 @@ MEANINGS = {
     "format_pays": "over the whole run, episodes that break the format earn more than others, by "
     f"{FORMAT_ERRORS:g} standard errors and {FORMAT_MARGIN:.0%} of the rewards' spread (at least {FORMAT_EPISODES} of "
     "each kind)",
-    "tool_errors": f"{TOOL_ERROR_SHARE:.0%} or more of the tool calls raise an exception, and the share is not falling",
+    "tool_errors": f"{TOOL_ERROR_SHARE:.0%} or more of the tool calls raise an exception, and the share is not "
+    "falling; at once if all of them do",
     "alone": f"{ZERO_SHARE:.0%} of the units have zero advantage, {ALONE_SHARE:.0%} because there is no other episode "
     "to compare them with",
     "collapse": f"{ZERO_SHARE:.0%} of the units have zero advantage, the reward is below its best, and the entropy "
@@ -187,9 +189,11 @@ def find_alarms(state: RunState) -> list[Alarm]:
     alarms: list[Alarm] = []
     for policy in state.policies.values():
         window = newest_step_metrics(policy)
-        about_format = [*_format_pays(policy), *_illegal_output(policy, window)]
+        # Metrics of episodes are missing at a step before which none ended, as in asynchronous training.
+        with_episodes = [values for values in newest_step_metrics(policy, 2 * WINDOW) if "episodes/turns" in values]
+        about_format = [*_format_pays(policy), *_illegal_output(policy, with_episodes[-WINDOW:])]
         alarms += about_format
-        alarms += _tool_errors(policy, window)
+        alarms += _tool_errors(policy, with_episodes[-WINDOW:])
         alarms += _max_lag(policy, window)
         if len(window) < WINDOW:
             alarms += _no_signal_before_training(policy)
@@ -267,12 +271,15 @@ def _illegal_output(policy: PolicyMetricHistory, window: Sequence[Values]) -> It
 def _tool_errors(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
     calls = [sum(values.get(f"tool/{outcome}", 0.0) for outcome in ("ok", "error", "timeout")) for values in window]
     shares = [values.get("tool/error", 0.0) / n for values, n in zip(window, calls, strict=True) if n]
-    if len(shares) < WINDOW or mean_of(shares) < TOOL_ERROR_SHARE or shares[-1] < 0.8 * shares[0]:
+    is_broken = bool(shares) and min(shares) == 1.0 and min(calls) >= 1.0
+    is_frequent = len(shares) == WINDOW and mean_of(shares) >= TOOL_ERROR_SHARE and shares[-1] >= 0.8 * shares[0]
+    if not (is_broken or is_frequent):
         return
     yield Alarm(
         "tool_errors",
         policy.name,
-        f"{mean_of(shares):.0%} of the tool calls of the last {len(window)} steps raised an exception (tool/error)",
+        f"{mean_of(shares):.0%} of the tool calls of the last {plural(len(shares), 'step')} raised an exception "
+        "(tool/error)",
         "`agentrl episode list RUN --where 'metric.tool/error > 0'` lists examples, and `agentrl episode why` gives "
         "the exception with its file and line; fix the tool unless the policy is at fault",
     )
@@ -320,7 +327,11 @@ def _nothing_taught(policy: PolicyMetricHistory, window: Sequence[Values]) -> It
             "nothing_to_learn",
             policy.name,
             f"{text}, at reward {now:.3f}, the best so far{tail}",
-            "stop here, or continue with harder tasks: this reward cannot measure further improvement on these",
+            # Rewards that are equal within groups and differ between steps depend on the task alone.
+            "if some tasks could earn more, the policy has stopped exploring: resume from an earlier checkpoint with a "
+            "lower learning rate and trainer.entropy_bonus = 0.02"
+            if max(rewards) - min(rewards) > 0.1 * spread
+            else "stop here, or continue with harder tasks: this reward cannot measure further improvement on these",
         )
 
 

@@ -110,6 +110,31 @@ def test_an_alarm_names_what_went_wrong_and_what_to_try(name: str, changes: dict
     assert "Try: " in alarm.line
 
 
+def test_tool_errors_are_seen_past_steps_without_an_ended_episode() -> None:
+    state = a_run(0, before=10)
+    for step in range(11, 21):
+        ended = {"episodes/turns": 3.0, "tool/ok": 1.0, "tool/error": 1.0} if step % 2 else {"episodes/turns": None}
+        values = {"reward/mean": 0.5 + 0.01 * step, **HEALTHY, **ended}
+        state.record("solver", step, {name: value for name, value in values.items() if value is not None})
+    assert names(state) == ["tool_errors"]
+
+
+@pytest.mark.parametrize(("calls", "expected"), [(2.5, ["tool_errors"]), (0.02, [])])
+def test_a_tool_that_always_raises_is_reported_after_the_first_step(calls: float, expected: list[str]) -> None:
+    assert names(a_run(1, tool__error=calls)) == expected
+
+
+def test_rewards_that_depend_on_the_task_alone_are_not_taken_for_success() -> None:
+    state = a_run(0, before=10)
+    for step, reward in enumerate((0.65, 0.5, 0.6, 0.7, 0.8), 11):
+        state.record("solver", step, {**HEALTHY, "advantage/zero_share": 0.95, "reward/mean": reward})
+    (alarm,) = find_alarms(state)
+    assert alarm.name == "nothing_to_learn"
+    assert "stopped exploring" in alarm.advice
+    (alarm,) = find_alarms(a_run(5, before=10, advantage__zero_share=0.95, reward__mean=1.0))
+    assert "stop here" in alarm.advice
+
+
 PROPOSING = {
     "gate__acceptance": 0.9,
     "proposals__made": 16.0,
@@ -209,7 +234,7 @@ def test_illegal_output_that_is_being_unlearned_is_no_collapse() -> None:
 
 def test_a_few_tool_errors_or_fewer_at_each_step_raise_nothing() -> None:
     assert names(a_run(5, tool__ok=0.95, tool__error=0.05)) == []
-    assert names(a_run(4, tool__error=1.0)) == []
+    assert names(a_run(4, tool__ok=0.5, tool__error=1.0)) == []
     assert names(a_run(5, tool__error=1.0)) == ["tool_errors"]
     state = RunState(plan=PLAN)
     for step, errors in enumerate((0.9, 0.8, 0.7, 0.5, 0.4), start=1):
