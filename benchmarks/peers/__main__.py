@@ -65,12 +65,13 @@ def prepare(
     """A directory with the model and the training tasks of this seed."""
     (directory / "output").mkdir(parents=True)
     (directory / "model").symlink_to(model)
+    files = user_files(contender, part)
     tasks = training.game.tasks("train", seed)
     rows = [tasks[n].data for n in range(training.step_size // 8 * (training.steps + 8))]
     (directory / "tasks.jsonl").write_text("".join(json.dumps(dict(row)) + "\n" for row in rows))
     settings: dict[str, Any] = {
-        "script": user_files(contender, part)[0],
-        "task": f"trl_{'words' if part == 'word_problems' else 'calculator'}",
+        "script": files[0],
+        "task": Path(files[1]).stem,
         "has_tools": part != "word_problems",
         "model": str(model),
         "tasks": str(directory / "tasks.jsonl"),

