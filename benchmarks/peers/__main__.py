@@ -66,8 +66,9 @@ def prepare(
     (directory / "output").mkdir(parents=True)
     (directory / "model").symlink_to(model)
     files = user_files(contender, part)
+    steps = (training.adapter_steps if contender.weights == "adapter" else 0) or training.steps
     tasks = training.game.tasks("train", seed)
-    rows = [tasks[n].data for n in range(training.step_size // 8 * (training.steps + 8))]
+    rows = [tasks[n].data for n in range(training.step_size // 8 * (steps + 8))]
     (directory / "tasks.jsonl").write_text("".join(json.dumps(dict(row)) + "\n" for row in rows))
     settings: dict[str, Any] = {
         "script": files[0],
@@ -76,7 +77,7 @@ def prepare(
         "model": str(model),
         "tasks": str(directory / "tasks.jsonl"),
         "output": str(directory / "output"),
-        "steps": training.steps,
+        "steps": steps,
         "seed": seed,
         "step_size": training.step_size,
         "learning_rate": training.learning_rates[contender.weights],
@@ -90,7 +91,7 @@ def prepare(
             f"--model.path={model}",
             f"--directory={directory / 'runs'}",
             f"--seed={seed}",
-            f"--steps={training.steps}",
+            f"--steps={steps}",
             f"--policies.solver.step_size={training.step_size}",
             f"--policies.solver.learning_rate={training.learning_rates[contender.weights]}",
             f"--sampling.max_tokens={training.game.max_tokens}",

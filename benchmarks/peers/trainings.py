@@ -21,6 +21,8 @@ class Training:
     held_out: int
     """Tasks of one score."""
     steps: int
+    adapter_steps: int = 0
+    """Steps of an adapter, where it needs more; 0 for the same."""
     step_size: int
     """Episodes of a step, in groups of 8."""
     learning_rates: dict[str, float]
@@ -54,8 +56,9 @@ WORD_PROBLEMS = Training(
     goal=0.8,
     held_out=128,
     steps=12,
+    adapter_steps=21,
     step_size=32,
-    learning_rates={"full": 3e-5, "adapter": 3e-4},
+    learning_rates={"full": 3e-5, "adapter": 1e-3},
     max_episode_tokens=WORDS.max_tokens,
     max_context=128,
     kv_bytes=384 << 20,
@@ -70,5 +73,5 @@ TRAININGS = {"calculator": ARITHMETIC, "tools": TOOLS, "word_problems": WORD_PRO
 QUICK = {
     "calculator": replace(ARITHMETIC, goal=0.6, held_out=128, steps=6, limit_s=240.0),
     "tools": replace(TOOLS, goal=0.6, held_out=128, steps=6, limit_s=240.0),
-    "word_problems": replace(WORD_PROBLEMS, goal=0.2, held_out=32, steps=3, limit_s=600.0),
+    "word_problems": replace(WORD_PROBLEMS, goal=0.2, held_out=32, steps=3, adapter_steps=3, limit_s=600.0),
 }
