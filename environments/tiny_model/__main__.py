@@ -10,7 +10,7 @@ from pathlib import Path
 
 from agentrl.core.errors import AgentRLError
 from agentrl.core.text import plural
-from agentrl.environments.tiny_model.warm_up import build_tiny_model
+from agentrl.environments.tiny_model.warm_up import TinyModelResult, build_tiny_model
 from agentrl.observe.progress import ProgressLine
 
 
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end = "when this reward reaches its goal, or " if options.demonstrations is None else ""
     print(
         "The held-out reward usually stays low until the loss is small. "
-        f"The warm-up ends {end}after {plural(options.steps, 'step')}.",
+        f"The warm-up ends {end}after {plural(options.steps, 'step')}. Ctrl-C ends it earlier and keeps the model.",
         file=sys.stderr,
     )
     try:
@@ -38,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AgentRLError as error:
         print(f"tiny_model: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("tiny_model: interrupted; nothing was written", file=sys.stderr)
+        return 130
     note = "" if result.demonstrated is None else f"; demonstrations: {result.demonstrated:.3f}"
     if note and options.early:
         note += f" (up to {options.early:.0%} of them answer too early, which leaves something to learn)"
@@ -45,8 +48,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"held-out reward: {result.before:.3f} before, {result.reward:.3f} after{note}")
     if result.explanation:
         print(f"the held-out reward did not rise: {result.explanation}")
+    elif result.steps == options.steps and _missed_goal(result, options.until):
+        print(
+            "the held-out reward did not reach its goal. Reinforcement learning can start from this model; to start "
+            "higher, raise --steps, or let a tool compute what replies cannot copy from the messages"
+        )
     print(f"next: agentrl train {result.path}/train.toml")
     return 0
+
+
+def _missed_goal(result: TinyModelResult, until: float) -> bool:
+    return (
+        result.demonstrated is not None
+        and result.reward < result.before + until * (result.demonstrated - result.before)
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

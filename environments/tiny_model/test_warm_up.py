@@ -217,6 +217,44 @@ def test_a_warm_up_that_taught_nothing_says_why(tmp_path: Path, capsys: pytest.C
     assert "The warm-up ends when this reward reaches its goal, or after 1 step." in printed.err
 
 
+def test_ctrl_c_keeps_the_model(tmp_path: Path) -> None:
+    (tmp_path / "shown.py").write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
+
+    def interrupt(part: str) -> None:
+        if part.startswith("step 2 of"):
+            raise KeyboardInterrupt
+
+    result = build_tiny_model(f"{tmp_path / 'shown.py'}:TwoSeats", tmp_path / "out", steps=5, on_progress=interrupt)
+    assert result.steps == 2
+    assert {"train.toml", "model.safetensors"} <= {path.name for path in result.path.iterdir()}
+
+
+def test_ctrl_c_before_training_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_demonstrated_reward", interrupt)
+    (tmp_path / "shown.py").write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    assert main([f"{tmp_path / 'shown.py'}:TwoSeats", "--out", str(tmp_path / "out")]) == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir() and path.name != "__pycache__"] == []
+
+
+def test_a_goal_that_was_not_reached_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = module.TinyModelResult(
+        path=tmp_path, demonstrated=0.5, before=0.0, reward=0.2, steps=9, parameters=1, vocabulary=1, explanation=""
+    )
+    monkeypatch.setattr("agentrl.environments.tiny_model.__main__.build_tiny_model", lambda *args, **settings: result)
+    assert main(["calculator", "--out", str(tmp_path / "out"), "--steps=9"]) == 0
+    assert "did not reach its goal" in capsys.readouterr().out
+    assert main(["calculator", "--out", str(tmp_path / "out"), "--steps=10"]) == 0
+    assert "did not reach its goal" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("reply", [{"name": "f"}, {"arguments": {}}, 7, [{"name": "f", "arguments": 3}], [7]])
 def test_a_reply_that_is_none_is_refused(reply: Any) -> None:
     with pytest.raises(InputError, match="a reply is text, a call as"):

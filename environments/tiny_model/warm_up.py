@@ -107,6 +107,8 @@ def build_tiny_model(
         seed: seed of tasks, weights and all other random choices.
         on_progress: receives the name of each stage.
 
+    Ctrl-C after the first step ends the training and keeps the model.
+
     Raises:
         InputError: there are no demonstrations, or an argument is invalid.
         CheckFailedError: demonstrations fail in the environment, or earn no more than random weights.
@@ -456,7 +458,7 @@ class _Builder:
         goal_text = "" if goal is None else f" (goal {goal:.2f})"
 
         def on_step(step: int, loss: float) -> bool:
-            nonlocal num_steps, reward
+            nonlocal num_steps, reward, goal_text
             num_steps = step
             part = f"step {step} of at most {steps}, loss {loss:.3f}"
             self.on_progress(f"{part}, held-out reward {reward:.2f}{goal_text}")
@@ -464,10 +466,17 @@ class _Builder:
                 return False
             tiny_model.save_model(model, directory, stop_tokens=stop)
             reward = self._measure(part)
-            return goal is not None and reward >= goal > before
+            if goal is None or reward < goal or goal <= before:
+                return False
+            goal_text = f" (goal {goal:.2f} reached, last steps)"
+            return True
 
         rows = _again_and_again(chat, source, self.seed)
-        tiny_model.train_supervised(model, rows, steps=steps, on_step=on_step)
+        try:
+            tiny_model.train_supervised(model, rows, steps=steps, on_step=on_step)
+        except KeyboardInterrupt:
+            if num_steps == 0:
+                raise
         tiny_model.save_model(model, directory, stop_tokens=stop)
         reward = self._measure("the last step")
         return {
