@@ -387,6 +387,8 @@ def _tasks_of_split(environment: type[Environment], split: Split, seed: int, opt
         return environment.tasks(split, seed=seed, **options)
     except NotImplementedError as error:
         raise InputError(str(error)) from None
+    except EnvironmentDefinitionError:
+        raise
     except Exception as error:
         raise InputError(f"{environment.__name__}.tasks({split!r}) raised {describe_user_code_error(error)}") from error
 

@@ -41,6 +41,7 @@ from agentrl.cluster.session import gpu_reservation
 from agentrl.config.load import SettingDifference, check_settings_unchanged
 from agentrl.config.run import RunConfig
 from agentrl.core.custom_functions import capture_function_code
+from agentrl.core.errors import InputError
 from agentrl.core.ports import Observer
 from agentrl.core.records import Task
 from agentrl.core.text import plural
@@ -147,7 +148,7 @@ async def run_training(
     chat_format = factories.chat_format(config)
     base_model_chat_formats(config)  # refuse unusable tokenizers before weights are loaded
     check_reference_models(config)
-    source = await asyncio.to_thread(task_source, config, environment, "train", tasks)
+    source = await asyncio.to_thread(_training_tasks, config, environment, tasks)
     held_out_splits, available = await asyncio.to_thread(held_out_source, config, environment, held_out)
     path = Path(config.directory) / config.name
     warnings = await unproved_sandbox_promises(config, environment)
@@ -182,9 +183,11 @@ async def run_training(
             treatment = "each rewrite starts a new token row" if chat_format.forks else "the sampled text is kept"
             observer.say(f"the chat template rewrites earlier turns ({', '.join(chat_format.rewrites)}): {treatment}")
         num_evaluated = sum(len(split.tasks) for split in held_out_splits)
-        if num_evaluated < available:
+        if config.evaluation.splits and (num_evaluated < available or not available):
             observer.say(
                 f"evaluating on {num_evaluated:,} of {available:,} held-out tasks, drawn with seed {config.seed}"
+                if available
+                else "nothing is evaluated: there are no held-out tasks"
             )
         if recorded_turns:
             share, count = config.environment.recorded_share, plural(len(recorded_turns), "recorded turn")
@@ -208,6 +211,18 @@ async def run_training(
         seconds = clock.monotonic() - start_s
         summary = _summary(config, observer.state, orchestrator, num_evaluated, seconds)
         return _report_conclusion(directory, store, observer, orchestrator, summary)
+
+
+def _training_tasks(config: RunConfig, environment: type[Environment], tasks: TaskSource | None) -> TaskSource:
+    """Return the training tasks.
+
+    Raises:
+        InputError: there are none.
+    """
+    source = task_source(config, environment, "train", tasks)
+    if not len(source):
+        raise InputError(f"{environment.__name__}.tasks('train', seed={config.seed}) is empty")
+    return source
 
 
 async def _device_lines(

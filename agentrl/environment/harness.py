@@ -157,8 +157,9 @@ class HarnessEnvironment(Environment):
         try:
             lines = path.read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
-            raise EnvironmentDefinitionError(f"{cls.__qualname__}.task_file: {path}: {error}") from error
-        tasks = [_task(line, n, path) for n, line in enumerate(lines, 1) if line.strip()]
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise EnvironmentDefinitionError(f"{cls.__qualname__}.task_file: {path}: {reason}") from error
+        tasks = [_task(line, n, path, cls.command) for n, line in enumerate(lines, 1) if line.strip()]
         return [task for task, its_split in tasks if its_split == split]
 
     async def run(self, ctx: EpisodeContext) -> None:
@@ -334,16 +335,24 @@ def _copy_out(files: Sequence[HashedFile], directory: Path) -> None:
             (directory / path).write_bytes(contents[record.path])
 
 
-def _task(line: str, number: int, path: Path) -> tuple[Task, str]:
-    """Parse a line of the task file into a task and its split."""
+def _task(line: str, number: int, path: Path, command: Sequence[str]) -> tuple[Task, str]:
+    """Parse a line of the task file into a task, which must have all values of the command, and its split."""
     try:
         data = json.loads(line, parse_constant=_refuse_constant, object_pairs_hook=_without_twins)
+        if not isinstance(data, dict):
+            raise TypeError(f"it is of type {type(data).__name__}")
         split = data.pop("split", "train")
         if split not in ("train", "held_out"):
             raise ValueError(f"split is {str(split)[:40]!r}; it must be 'train' or 'held_out'")
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise EnvironmentDefinitionError(f"{path}, line {number}: a task is a JSON object ({error})") from error
-    return Task(id=str(data.pop("id", f"{path.stem}-{number}")), data=data), split
+    task = Task(id=str(data.pop("id", f"{path.stem}-{number}")), data=data)
+    try:
+        for argument in command:
+            _fill_in(argument, task, "", "")
+    except EnvironmentDefinitionError as error:
+        raise EnvironmentDefinitionError(f"{path}, line {number}: {error}") from None
+    return task, split
 
 
 def _refuse_constant(name: str) -> None:

@@ -30,7 +30,7 @@ from typing import Any
 
 import msgspec
 
-from agentrl.core.errors import AgentRLError, describe_user_code_error
+from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError, describe_user_code_error
 from agentrl.core.records import EpisodeSpec, SeatBinding, Task
 from agentrl.core.text import plural
 from agentrl.engines.scripted import Script
@@ -404,6 +404,9 @@ def _tasks(
         source, second_source = (environment.tasks("train", seed=0, **options) for _ in range(2))
         chosen_tasks = [source[index] for index in range(min(count, len(source)))]
         second_draw = [second_source[index] for index in range(len(chosen_tasks))]
+    except EnvironmentDefinitionError as error:
+        report.findings.append(str(error))
+        return []
     except Exception as error:  # noqa: BLE001 - foreign code: any exception is a finding
         report.findings.append(f"tasks('train', seed=0) raised {describe_user_code_error(error)}")
         return []

@@ -11,7 +11,7 @@ import sqlite3
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -22,7 +22,7 @@ from agentrl.app.run_parts import RunFactories
 from agentrl.app.supervisor import run_guarding_event_loop
 from agentrl.app.training import Run, run_training
 from agentrl.cluster.worker_pool import MIN_SUSPECT_DEATHS
-from agentrl.core.errors import EnvironmentDefinitionError, EnvironmentFaultError, StorageError
+from agentrl.core.errors import EnvironmentDefinitionError, EnvironmentFaultError, InputError, StorageError
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.environment.registry import as_environment
 from agentrl.inspection.reader import RunReader
@@ -125,7 +125,9 @@ def play(
     *,
     resume: bool = False,
     quiet: bool = True,
+    held_out: Sequence[agentrl.Task] | None = None,
     together: Callable[..., Run] = lambda running, directory: asyncio.run(running),
+    **changes: object,
 ) -> Run:
     """A run of it, led by `together`."""
 
@@ -133,13 +135,15 @@ def play(
         return ScriptedEngine(guess, versions=versions)  # type: ignore[arg-type]
 
     environment = type("Evil", (Hostile,), {"act": staticmethod(act)})
-    config = config_for(steps=6, name="run", directory=str(directory), checkpoint={"every": 1})
+    config = config_for(steps=6, name="run", directory=str(directory), checkpoint={"every": 1}, **changes)
     factories = RunFactories(
         engine=engine,
         trainer=lambda config, directory: RecordingTrainer(["guesser"]),
         chat_format=lambda config: PlainChatFormat(),
     )
-    running = run_training(config, environment, tasks=TASKS, quiet=quiet, factories=factories, resume=resume)
+    running = run_training(
+        config, environment, tasks=TASKS, held_out=held_out, quiet=quiet, factories=factories, resume=resume
+    )
     return together(running, Path(directory) / "run")
 
 
@@ -409,3 +413,23 @@ def test_rewards_nothing_can_be_computed_from_are_refused(tmp_path: Path, value:
 
     assert play(tmp_path, reward).summary["steps"] == 6
     assert "finite" in dropped(tmp_path)["bad_reward"]
+
+
+def test_a_run_without_training_tasks_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    class Idle(Hostile):
+        @classmethod
+        def tasks(cls, split: str, *, seed: int = 0) -> list[agentrl.Task]:
+            return []
+
+    config = config_for(name="run", directory=str(tmp_path))
+    factories = RunFactories(chat_format=lambda config: PlainChatFormat())
+    with pytest.raises(InputError, match=r"Idle\.tasks\('train', seed=0\) is empty"):
+        asyncio.run(run_training(config, Idle, factories=factories))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_without_held_out_tasks_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def nothing(ctx: agentrl.EpisodeContext) -> None: ...
+
+    play(tmp_path, nothing, quiet=False, held_out=[], evaluation={"tasks": 4})
+    assert "nothing is evaluated: there are no held-out tasks" in capsys.readouterr().err

@@ -302,7 +302,24 @@ def test_directories_without_rights_and_without_end_are_removed(tmp_path: Path) 
 )
 def test_lines_that_are_no_task_are_refused(line: str) -> None:
     with pytest.raises(EnvironmentDefinitionError, match=r"tasks\.jsonl, line 3"):
-        _task(line, 3, Path("tasks.jsonl"))
+        _task(line, 3, Path("tasks.jsonl"), ())
+
+
+def test_a_task_without_a_value_of_the_command_is_refused() -> None:
+    with pytest.raises(EnvironmentDefinitionError, match=r"line 3: command: \{task\.question\} is not a known value"):
+        _task('{"qestion": "2 + 2?"}', 3, Path("tasks.jsonl"), ["solve", "{task.question}", "{endpoint.url}"])
+    task, split = _task('{"question": "2 + 2?"}', 3, Path("tasks.jsonl"), ["solve", "{task.question}", "{task.id}"])
+    assert (task.id, split) == ("tasks-3", "train")
+
+
+def test_the_check_names_a_missing_task_file(tmp_path: Path) -> None:
+    module = tmp_path / "lost.py"
+    module.write_text(
+        "import agentrl\nclass E(agentrl.HarnessEnvironment):\n    seats = ('main',)\n    command = ['solve']\n"
+        "    task_file = 'tasks.jsonl'\n    def reward(self, task, episode):\n        return 0.0\n"
+    )
+    report = agentrl.check_environment(f"{module}:E")
+    assert report.findings == [f"E.task_file: {tmp_path / 'tasks.jsonl'}: No such file or directory"]
 
 
 def test_a_line_separator_in_a_text_ends_no_task(tmp_path: Path) -> None:
