@@ -540,8 +540,9 @@ def weights_from_directory(policy: str, directory: str | Path) -> WeightsRef:
             version = PolicyVersion(policy, -1, 1 + int(digest[:8], 16))
             return WeightsRef(version=version, path=str(directory), kind=kind, sha256=digest)
     names = " nor ".join(WEIGHT_FILES[kind][0] for kind in kinds)
+    problem = f"contains no weights (neither {names})" if directory.is_dir() else "there is no such directory"
     raise InputError(
-        f"{directory}: contains no weights (neither {names}); give a run's policies/NAME. Another base model is given "
+        f"{directory}: {problem}; give a run's policies/NAME. Another base model is given "
         "by model.path, or policies.NAME.model"
     )
 

@@ -478,8 +478,9 @@ def check_sparse_attention(config: PretrainedConfig, max_context: int, path: str
 
 def _check_directory(path: str | Path) -> None:
     if not (Path(path) / "config.json").is_file():
+        problem = "contains no model (config.json is missing)" if Path(path).is_dir() else "there is no such directory"
         raise ModelError(
-            f"{path}: contains no model (config.json is missing). Give the local directory of a Hugging Face causal "
+            f"{path}: {problem}. Give the local directory of a Hugging Face causal "
             "LM, such as DIR after `hf download ORGANIZATION/NAME --local-dir DIR`"
         )
     # Transformers would load the adapter too, and unpickle adapter_model.bin.

@@ -614,7 +614,7 @@ class Dispatcher:
         if str(self._environment_errors).rstrip("0") == "1":
             self.tell(
                 f"{plural(self._environment_errors, 'episode')} dropped as environment_error. Last failure: "
-                f"{self.worker.last_failure[:500]}. `agentrl episode list RUN --where 'drop_reason = "
+                f"{self.worker.last_failure[:500]}. `agentrl episode list --where 'drop_reason = "
                 "environment_error'` lists all"
             )
 

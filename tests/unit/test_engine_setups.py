@@ -102,5 +102,5 @@ def test_doctor_names_all_that_the_gpu_example_lacks_here(
     missing = {check["name"]: check["result"] for check in checks if check["level"] == "missing"}
     assert missing.keys() == {"engine", "model"}
     assert "Missing here: a GPU " in missing["engine"]
-    assert f"{absent}: contains no model" in missing["model"]
+    assert f"{absent}: there is no such directory" in missing["model"]
     assert "hf download" in missing["model"]
