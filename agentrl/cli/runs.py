@@ -371,9 +371,17 @@ def run_export(options: argparse.Namespace) -> int:
     """`agentrl run export [RUN] --to FORMAT [--out PATH] [--where …] [--match …] [--force]`."""
     from agentrl.inspection.export.exporting import export
 
-    with open_run(options) as reader:
+    from agentrl.observe.progress import ProgressLine
+
+    with open_run(options) as reader, contextlib.closing(ProgressLine("exporting", sys.stderr)) as progress:
         export_result = export(
-            reader, options.to, options.out, where=options.where, match=options.match, force=options.force
+            reader,
+            options.to,
+            options.out,
+            where=options.where,
+            match=options.match,
+            force=options.force,
+            on_progress=progress,
         )
     if options.json:
         print_json(export_result)

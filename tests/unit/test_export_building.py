@@ -173,3 +173,11 @@ def test_an_export_without_the_right_to_write_is_named(sample_run: Path, tmp_pat
         message = refused("export", sample_run, "--to", format, "--out", closed / "out")
         assert f"{closed / 'out'}: " in message
     assert list(closed.iterdir()) == []
+
+
+def test_a_long_page_reports_its_progress(sample_run: Path, tmp_path: Path) -> None:
+    parts: list[str] = []
+    reader = RunReader(sample_run)
+    export(reader, "html", tmp_path / "page.html", on_progress=parts.append)
+    reader.close()
+    assert [part.partition(" of ")[0] for part in parts] == ["100"]

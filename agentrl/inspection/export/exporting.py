@@ -42,6 +42,8 @@ class ExportSelection(NamedTuple):
     """Ids and attempts, in order of admission."""
     problems: list[str]
     """Unreadable data with its episode; filled by the writer."""
+    on_progress: Callable[[str], None] = lambda part: None
+    """Receives the current part of a long export."""
 
 
 class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +64,7 @@ def export(
     where: str = "",
     match: str = "",
     force: bool = False,
+    on_progress: Callable[[str], None] = lambda part: None,
 ) -> ExportResult:
     """Write the episodes that pass a filter and a search.
 
@@ -72,6 +75,7 @@ def export(
         where: filter, as in `RunReader.episodes`.
         match: search term, as in `search.episodes_with_words`.
         force: replace an existing file.
+        on_progress: receives the current part of a long export.
 
     Raises:
         InputError: no episode passes, the target exists, or the package that writes the format is not installed.
@@ -80,7 +84,7 @@ def export(
     target = out or reader.path / EXPORTS[format].file
     _check(target, format, force=force)
     selection = ExportSelection(
-        reader, reader.keys(where, among=episodes_with_words(reader, match) if match else None), []
+        reader, reader.keys(where, among=episodes_with_words(reader, match) if match else None), [], on_progress
     )
     if not selection.keys:
         raise InputError(f"{reader.path}: no episode matches the filter; `agentrl episode list` shows what there is")
@@ -131,6 +135,8 @@ def _check(target: Path, format: str, *, force: bool = False) -> None:
 
 MAX_EPISODES = 10_000
 """Maximum number of episodes in a page; use `agentrl run serve` for more."""
+PROGRESS_EPISODES = 100
+"""Number of episodes between two reports of progress."""
 
 
 def write_html_page(selection: ExportSelection, path: Path) -> None:
@@ -170,7 +176,9 @@ def _answers(selection: ExportSelection) -> Iterator[tuple[str, Any]]:
         parameters = {"policy": step.policy, "lineage": str(step.lineage), "step": str(step.step)}
         yield f"step {step.policy} {step.lineage} {step.step}", _answer(QUESTIONS["step"], reader, parameters, problems)
     fork_lines = [(f"{FORKS}/{fork.line.episode}", fork.line) for fork in fork_tree(reader) if fork.depth]
-    for name, line in [*((line.episode, line) for line in lines), *fork_lines]:
+    for number, (name, line) in enumerate([*((line.episode, line) for line in lines), *fork_lines], 1):
+        if number % PROGRESS_EPISODES == 0:
+            selection.on_progress(f"{number:,} of {len(lines) + len(fork_lines):,} episodes")
         parameters = {"episode": name, "attempt": str(line.attempt)}
         yield f"episode {name} {line.attempt}", _answer(answer_episode_queries, reader, parameters, problems)
 

@@ -112,9 +112,8 @@ function timeTicks(low, high) {
 }
 
 function timeText(value) {
-  if (value < MINUTE || value % MINUTE) return value === 0 ? "0" : seconds(value);
-  const [hours, minutes] = [Math.floor(value / MINUTE ** 2), Math.round(value / MINUTE) % MINUTE];
-  return hours ? `${hours} h${minutes ? ` ${minutes} min` : ""}` : `${minutes} min`;
+  if (value < MINUTE) return value === 0 ? "0" : seconds(value);
+  return value < MINUTE ** 2 ? `${number(value / MINUTE)} min` : `${number(value / MINUTE ** 2)} h`;
 }
 
 /** A tick with as many digits as tell it from the next one. */

@@ -54,6 +54,7 @@ export function fixed(value, decimals) {
 
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
+  if (value > 0 && value < 1e-3) return "< 1 ms";
   if (value < 0.1) return `${number(value * 1000, 2)} ms`;
   if (value < 100) return `${number(value, 3)} s`;
   const minutes = Math.floor(value / 60);
