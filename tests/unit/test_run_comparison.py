@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from pathlib import Path
@@ -12,6 +13,9 @@ from agentrl.cli.main import main
 from agentrl.core.errors import InputError
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.run_comparison import RunsComparison, compare_runs
+from agentrl.inspection.statistics import run_state
+from agentrl.journal.run_log import RunStart, SettingChange
+from agentrl.journal.store import SqliteJournal
 from tests.support.compared_runs import write_compared_run
 
 pytestmark = pytest.mark.damages_journal  # the runs have curves and held-out episodes, and nothing else
@@ -49,6 +53,15 @@ def test_only_settings_that_differ_are_named(pair: tuple[Path, Path]) -> None:
     assert [(line.name, line.values) for line in compared(*pair).settings] == [
         ("policies.solver.learning_rate", [1e-5, 1e-4])
     ]
+
+
+def test_settings_changed_on_resume_are_shown(pair: tuple[Path, Path]) -> None:
+    journal = SqliteJournal(pair[0] / "journal")
+    journal.record_start(RunStart(lineage=1, began_at=0.0, changed=(SettingChange(("steps",), 4, 8),)))
+    asyncio.run(journal.close())
+    assert ("steps", [8, 4]) in [(line.name, line.values) for line in compared(*pair).settings]
+    with contextlib.closing(RunReader(pair[0])) as reader:
+        assert run_state(reader).plan.steps == 8
 
 
 def test_an_evaluation_is_compared_by_the_settings_that_affect_it(tmp_path: Path) -> None:
