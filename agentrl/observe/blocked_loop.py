@@ -134,7 +134,7 @@ class _Watch:
         callers = "".join(f", called from {_location(frame)}" for frame in stack[1:5])
         description = (
             f"the event loop has been blocked for {seconds:.1f} s{name} by {_location(stack[0])}: "
-            f"`{linecache.getline(file, number).strip()}`{callers}. Until then, no episode makes progress: "
+            f"`{linecache.getline(file, number).strip()}`{callers}. Meanwhile, no episode makes progress: "
         )
         if not is_user_code(file):
             return f"{description}no code of yours is in it; agentrl or a library works, or the machine is busy"

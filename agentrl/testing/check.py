@@ -164,7 +164,7 @@ class EnvironmentReport:
                 if judges
                 else ""
             )
-            + (f" Cut by the check, and not tried beyond: {cuts}." if cuts else "")
+            + (f" Stopped by the check, which plays short episodes: {cuts}." if cuts else "")
             + random_note
         )
 
