@@ -58,9 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _missed_goal(result: TinyModelResult, until: float) -> bool:
-    return (
-        result.demonstrated is not None
-        and result.reward < result.before + until * (result.demonstrated - result.before)
+    return result.demonstrated is not None and result.reward < result.before + until * (
+        result.demonstrated - result.before
     )
 
 
