@@ -370,7 +370,6 @@ def run_prune(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
 def run_export(options: argparse.Namespace) -> int:
     """`agentrl run export [RUN] --to FORMAT [--out PATH] [--where …] [--match …] [--force]`."""
     from agentrl.inspection.export.exporting import export
-
     from agentrl.observe.progress import ProgressLine
 
     with open_run(options) as reader, contextlib.closing(ProgressLine("exporting", sys.stderr)) as progress:
