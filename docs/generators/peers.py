@@ -154,17 +154,22 @@ def page(line: Mapping[str, Any]) -> str:
         "same task. This page is generated from its result by `python -m docs.generators.peers`.\n\n"
         f"{HOW}"
     )
+    installed: set[str] = set()
     for part, report in parts_of(line).items():
+        constants = ("lines",) if installed.issuperset(report["table"]) else tuple(CONSTANTS)
+        installed.update(report["table"])
         text += (
             f"\n## {PART_TITLES[part]}\n\nMedians of {report['repeats']} interleaved seeds, with quartiles.\n\n"
-            f"{table(report, tuple(COLUMNS), tuple(CONSTANTS))}"
+            f"{table(report, tuple(COLUMNS), constants)}"
         )
         if any(report["quartiles"].values()):
             text += f"\nBelow 1, agentrl needs less:\n\n{ratios(report['quartiles'])}"
     rows = {name: row for report in parts_of(line).values() for name, row in report["table"].items()}
     able = [row["title"] for row in rows.values() if row["proposer_and_solver"]]
+    unable = [row["title"] for row in rows.values() if not row["proposer_and_solver"]]
     text += "\n## Proposer and solver\n\nTwo policies that learn in one run can be written in: "
-    return f"{text}{'; '.join(able) or 'none of these'}.\n"
+    text += f"{'; '.join(able) or 'none of these'}. Not in: {'; '.join(unable) or 'none of these'}.\n"
+    return text
 
 
 def main() -> None:
