@@ -35,7 +35,7 @@ README_PARTS = {"tools": "slow tools: seconds to {goal}", "word_problems": "Smol
 CONSTANTS = {"lines": "lines of your code", "packages": "packages", "megabytes": "MB installed"}
 PART_TITLES = {
     "calculator": "Calculator",
-    "tools": "Tools with real waits (median 0.5 s, P90 2.5 s)",
+    "tools": "Slow tools: waits of 0.5 s (median) and 2.5 s (P90)",
     "word_problems": "Word problems with SmolLM2-135M-Instruct: one turn, about 100 tokens",
     "orchestration": "Orchestration alone: four turns, a model that answers at once",
 }
@@ -57,8 +57,7 @@ HOW = """\
 * SIGKILL hits all processes of a run, including the server, in the middle of a step. The loss is the time and tokens
   to complete the last completed step again, including process startup. Its medians and ranges cover three seeds. The
   naive loop restarts from step 0.
-* With slow tools, a run is stopped after ten minutes, and the synchronous contestants, which take that long, have one
-  seed.
+* With slow tools, a run is stopped after ten minutes, and the synchronous contestants have one seed.
 * Each library's settings were chosen with its own documentation and source. The choices, and what differs, are listed
   in `benchmarks/peers/__init__.py`.
 """
@@ -84,7 +83,7 @@ def cell(row: Mapping[str, Any], measure: str, show: Callable[[Sequence[float]],
     values = row.get(measure)
     missed = row["runs"] - row["reached"] if measure == "wall_s" else 0
     if values is None:
-        return f"not reached in {missed} of {row['runs']} runs" if missed else "–"
+        return "not reached" if missed else "–"
     return show(values) + (f"; not reached in {missed} of {row['runs']}" if missed else "")
 
 
@@ -140,10 +139,17 @@ def readme_section(line: Mapping[str, Any]) -> str:
     )
 
 
+def seeds(count: int) -> str:
+    """What the cells of a table are."""
+    if count == 1:
+        return "One seed"
+    return f"Medians of {count} interleaved seeds, with {'quartiles' if count > 3 else 'ranges'}"
+
+
 def ratios(quartiles: Mapping[str, Sequence[float] | None]) -> str:
     """A table of a part's ratios in Markdown."""
     lines = [f"| {title} | {spread(quartiles[name])} |" for name, title in FIGURES.items() if quartiles[name]]
-    return "\n".join(["| ratio, seed by seed | median (quartiles) |", "|---|---|", *lines]) + "\n"
+    return "\n".join(["| ratio, seed by seed | median |", "|---|---|", *lines]) + "\n"
 
 
 def page(line: Mapping[str, Any]) -> str:
@@ -158,10 +164,7 @@ def page(line: Mapping[str, Any]) -> str:
     for part, report in parts_of(line).items():
         constants = ("lines",) if installed.issuperset(report["table"]) else tuple(CONSTANTS)
         installed.update(report["table"])
-        text += (
-            f"\n## {PART_TITLES[part]}\n\nMedians of {report['repeats']} interleaved seeds, with quartiles.\n\n"
-            f"{table(report, tuple(COLUMNS), constants)}"
-        )
+        text += f"\n## {PART_TITLES[part]}\n\n{seeds(report['repeats'])}.\n\n{table(report, tuple(COLUMNS), constants)}"
         if any(report["quartiles"].values()):
             text += f"\nBelow 1, agentrl needs less:\n\n{ratios(report['quartiles'])}"
     rows = {name: row for report in parts_of(line).values() for name, row in report["table"].items()}
