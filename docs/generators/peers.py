@@ -21,6 +21,7 @@ MARKERS = re.compile(r"(<!-- peers -->\n).*?(<!-- /peers -->\n)", re.DOTALL)
 COLUMNS = {
     "wall_s": "seconds to {goal}",
     "cpu_s": "CPU seconds to {goal}",
+    "steps_to_goal": "steps to {goal}",
     "tokens_sampled": "tokens sampled",
     "tokens_wasted": "tokens wasted",
     "peak_mib": "peak memory, MiB",
@@ -54,6 +55,7 @@ HOW = """\
 * Rows with vLLM train a LoRA, because TRL's asynchronous trainer sends nothing else to a server on a CPU; the others
   train all weights. Ratios compare rows of one kind. agentrl publishes the LoRA merged into the weights (`lora.merge`),
   which about halves vLLM's CPU time; TRL sends merged weights over NCCL alone.
+* TRL ends an episode at a tool call that cannot be parsed. The others answer it with an error, which costs them steps.
 * SIGKILL hits all processes of a run, including the server, in the middle of a step. The loss is the time and tokens
   to complete the last completed step again, including process startup. Its medians and ranges cover three seeds. The
   naive loop restarts from step 0.
