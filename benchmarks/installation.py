@@ -8,8 +8,8 @@ The wheel is built from the sdist of the working tree and goes into empty enviro
 * `oldest`: the same at the lowest versions pyproject.toml allows.
 * `wheel-demo`: with what the demo needs; the demo runs from an empty directory. `installation_s`: creating the
   environment and installing the wheel; `demo_s`; `reward_start`, `reward_end`.
-* `docs`: `docs_words`, of all pages but the decisions and results; `pages_over_1000_words_on_the_newcomers_way`, of the README and
-  the tutorials; `broken_links`, links to files and headings that do not exist.
+* `docs`: `docs_words`, of all pages but the decisions and results; `pages_over_1000_words_on_the_newcomers_way`, of the
+  README and the tutorials; `broken_links`, links to files and headings that do not exist.
 
 Needs a package index, 2 GB of disk and some minutes; `make test` leaves it out.
 """

@@ -125,7 +125,7 @@ def readme_section(line: Mapping[str, Any]) -> str:
     """What README.md shows: the calculator, and the seconds of the other tasks."""
     parts = parts_of(line)
     report = parts["calculator"]
-    lines = table(report, README_COLUMNS, ("lines", "packages"), median).splitlines()
+    lines = table(report, README_COLUMNS, ("lines",), median).splitlines()
     for part, heading in README_PARTS.items():
         if part in parts:
             rows = parts[part]["table"]
@@ -133,11 +133,9 @@ def readme_section(line: Mapping[str, Any]) -> str:
             cells += [cell(rows[name], "wall_s", median) if name in rows else "–" for name in report["table"]]
             lines = [f"{line} {text} |" for line, text in zip(lines, cells, strict=True)]
     return (
-        f"The same task, model, group size, step size and held-out problems; medians of {report['repeats']} "
-        "interleaved seeds ([method, quartiles and the other tasks](docs/benchmarks.md); `python -m benchmarks.peers` "
-        "repeats it). Rows with vLLM train a LoRA, the others all weights. SIGKILL: three seeds.\n\n"
-        + "\n".join(lines)
-        + "\n"
+        f"The same task, model and settings for all; medians of {report['repeats']} seeds (fewer in the last columns; "
+        "[details](docs/benchmarks.md)). `python -m benchmarks.peers` repeats them. Rows with vLLM train a LoRA, the "
+        "others all weights.\n\n" + "\n".join(lines) + "\n"
     )
 
 
