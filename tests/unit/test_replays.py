@@ -317,7 +317,7 @@ def test_who_has_not_acted_yet_plays_with_the_weights_of_that_time(copied: Path)
         ("juhu@0.1", "'juhu'"),
         ("solver@0.99", "solver@0.99"),
         ("checker=solver@7.7", "solver@7.7"),
-        ("nowhere", "no weights"),
+        ("nowhere", "there is no such directory"),
     ],
 )
 def test_players_there_are_not_are_refused(sample_run: Path, solved: EpisodeLine, asked: str, told: str) -> None:
