@@ -71,8 +71,10 @@ What differs in the word problems:
   asynchronous trainer, two steps as in the other parts. No kill.
 * All contestants load the same copy of the checkpoint in float32. The original is bfloat16.
 * The goal is a held-out reward of 0.7 on 128 tasks, in 30 minutes and at most 12 steps for whole weights, 18 for
-  adapters, which learn more slowly. The model begins at about 0.1. Snapshots take gigabytes, so a run's are
-  deleted once they are scored.
+  adapters, which learn more slowly. The model begins at about 0.1. Snapshots take gigabytes, so a run's are deleted
+  once they are scored.
+* The adapters' rate is not settled: with agentrl, one pilot at 1e-3 had 0.85 after 15 steps, and another fell from 0.49
+  after 6 to 0.31; at 3e-4, the training reward was about 0.5 after 12. So docs/peers.json has no word problems yet.
 
 Traps met:
 

@@ -133,7 +133,7 @@ def readme_section(line: Mapping[str, Any]) -> str:
             cells += [cell(rows[name], "wall_s", median) if name in rows else "–" for name in report["table"]]
             lines = [f"{line} {text} |" for line, text in zip(lines, cells, strict=True)]
     return (
-        f"The same task, model and settings for all; medians of {report['repeats']} seeds (fewer in the last columns; "
+        f"The same task, model and settings for all; medians of {report['repeats']} seeds (fewer for other tasks; "
         "[details](docs/benchmarks.md)). `python -m benchmarks.peers` repeats them. Rows with vLLM train a LoRA, the "
         "others all weights.\n\n" + "\n".join(lines) + "\n"
     )
