@@ -50,7 +50,7 @@ class LoraConfig(Section):
 
 class _SampledPolicy(Section):
     sampling: PerEpisode[dict[str, int | float]] = {}
-    """Values that replace those of `[sampling]` for this policy."""
+    """Sampling settings of this policy, in place of those in `[sampling]`."""
 
 
 LEARNING_RATES = {"adapter": 1e-5, "full": 1e-6}

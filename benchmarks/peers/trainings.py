@@ -35,7 +35,7 @@ class Training:
     limit_s: float = 900.0
     """Seconds of training after which a run has not reached the goal."""
     agentrl: tuple[str, ...] = ()
-    """Settings of agentrl that replace those of its TOML files."""
+    """Command-line settings for agentrl, beside its TOML file."""
 
 
 ARITHMETIC = Training(
