@@ -108,10 +108,9 @@ def sample(
     max_turns: int = 6,
     latency: Latency | None = None,
     draws: random.Random | None = None,
-    game: Game | None = None,
+    game: Game,
 ) -> list[Episode]:
     """`copies` episodes of each task at temperature 1, those of a task next to each other."""
-    game = game or CALCULATOR
     prompts = [game.prompt(chat, task) for task in tasks]
     rollout = Rollout(model, prompts, copies)
     episodes = [Episode(t, [*p], [False] * len(p)) for t, p in zip(tasks, prompts, strict=True) for _ in range(copies)]
