@@ -70,7 +70,7 @@ What differs in the word problems:
 * A step has 4 groups of 8. Whole weights learn at 3e-5, adapters at 5e-4. 64 conversations are in flight in TRL's
   asynchronous trainer, two steps as in the other parts. No kill.
 * All contestants load the same copy of the checkpoint in float32. The original is bfloat16.
-* The goal is a held-out reward of 0.7 on 128 tasks, in 30 minutes and at most 12 steps for whole weights, 18 for
+* The goal is a held-out reward of 0.7 on 128 tasks, in 30 minutes and at most 12 steps for whole weights, 24 for
   adapters, which learn more slowly. The model begins at about 0.1. Snapshots take gigabytes, so a run's are deleted
   once they are scored.
 * The adapters' rate is that of one pilot: agentrl had 0.73 after 15 steps. At 1e-3, one pilot had 0.85 after 15 steps,

@@ -1,14 +1,12 @@
-"""The calculator for agentrl; the engine is chosen by the TOML file beside it."""
+"""The calculator for agentrl."""
 
 import asyncio
-import json
-from pathlib import Path
 from typing import Literal
 
-from progress import SETTINGS, AgentrlObserver, draw_wait  # measured
+from agentrl_training import read_tasks, train
+from progress import draw_wait  # measured
 
 import agentrl
-from agentrl.config.load import load
 
 
 class Calculator(agentrl.ToolEnvironment):
@@ -23,15 +21,8 @@ class Calculator(agentrl.ToolEnvironment):
 
     @classmethod
     def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
-        lines = Path(SETTINGS["tasks"]).read_text().splitlines()
-        return [agentrl.Task(id=str(n), data=json.loads(line)) for n, line in enumerate(lines)]
+        return read_tasks()
 
 
 if __name__ == "__main__":
-    config = load(SETTINGS["config"], SETTINGS["overrides"])
-    agentrl.train(
-        config,
-        environment=Calculator,
-        resume=SETTINGS["resume"],
-        observers=[AgentrlObserver()],  # measured
-    )
+    train(Calculator)

@@ -1,13 +1,9 @@
-"""The word problems for agentrl; the engine is chosen by the TOML file beside it."""
-
-import json
-from pathlib import Path
+"""The word problems for agentrl."""
 
 import words
-from progress import SETTINGS, AgentrlObserver  # measured
+from agentrl_training import read_tasks, train
 
 import agentrl
-from agentrl.config.load import load
 
 
 class Words(agentrl.Environment):
@@ -20,15 +16,8 @@ class Words(agentrl.Environment):
 
     @classmethod
     def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
-        lines = Path(SETTINGS["tasks"]).read_text().splitlines()
-        return [agentrl.Task(id=str(n), data=json.loads(line)) for n, line in enumerate(lines)]
+        return read_tasks()
 
 
 if __name__ == "__main__":
-    config = load(SETTINGS["config"], SETTINGS["overrides"])
-    agentrl.train(
-        config,
-        environment=Words,
-        resume=SETTINGS["resume"],
-        observers=[AgentrlObserver()],  # measured
-    )
+    train(Words)
