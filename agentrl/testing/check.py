@@ -60,6 +60,8 @@ from agentrl.testing.virtual_time import simulate
 
 MAX_CUTS = 64
 """Maximum number of prefixes tried per episode; longer journals are cut at evenly spaced entries."""
+HELD_OUT = 1024
+"""Maximum number of held-out tasks that training tasks are compared with."""
 HASH_SEEDS = (1, 44, 38, 50, 9, 24, 67)
 """Values of PYTHONHASHSEED under which a task is played again. A set of any two of 67 usual names of seats (`alice`,
 `bob`, `solver`, `judge`, …) has both orders among them, so one of them differs from this process."""
@@ -112,6 +114,8 @@ class EnvironmentReport:
     """Seats that got a reward in some episode that no limit cut."""
     unrewarded: dict[str, str] = field(default_factory=dict)
     """The first task in which a seat acted and got no reward before the end, keyed by seat."""
+    also_held_out: list[str] = field(default_factory=list)
+    """Training tasks, by id, whose data is also that of a held-out task."""
     cuts: Counter[str] = field(default_factory=Counter)
     """Number of episodes and turns that the check's limits cut, keyed by description."""
     own_random: bool = False
@@ -165,6 +169,12 @@ class EnvironmentReport:
                 else ""
             )
             + (f" Stopped by the check, which plays short episodes: {cuts}." if cuts else "")
+            + (
+                f" Also held out: {plural(len(self.also_held_out), 'training task')}, such as {self.also_held_out[0]!r}. "
+                "Evaluations measure memory unless tasks('held_out') lists other tasks."
+                if self.also_held_out
+                else ""
+            )
             + random_note
         )
 
@@ -424,7 +434,26 @@ def _tasks(
             msgspec.msgpack.encode(dict(first.data))
         except (TypeError, msgspec.ValidationError) as error:
             report.findings.append(f"task {first.id!r}: data is not JSON data ({error})")
+    if report.passed:
+        _check_held_out(environment, chosen_tasks, report, options)
     return chosen_tasks
+
+
+def _check_held_out(
+    environment: type[Environment], trained: Sequence[Task], report: EnvironmentReport, options: Mapping[str, Any]
+) -> None:
+    """Note training tasks with the data of a held-out one. A task without data says nothing, so it is left out."""
+    try:
+        source = environment.tasks("held_out", seed=0, **options)
+        held_out = {msgspec.msgpack.encode(dict(source[index].data)) for index in range(min(HELD_OUT, len(source)))}
+    except Exception as error:  # noqa: BLE001 - foreign code: any exception is a finding
+        report.findings.append(
+            f"tasks('held_out', seed=0) raised {describe_user_code_error(error)}; return [] if no task is held out"
+        )
+        return
+    report.also_held_out = [
+        task.id for task in trained if task.data and msgspec.msgpack.encode(dict(task.data)) in held_out
+    ]
 
 
 async def _check_episode(

@@ -424,6 +424,29 @@ def test_tools_that_were_never_called_are_named() -> None:
     assert f"Never called, and not tried: {', '.join(report.uncalled)}" in report.text
 
 
+def test_a_training_task_that_is_also_held_out_is_noted() -> None:
+    class Overlapping(Adder):
+        @classmethod
+        def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
+            first = 0 if split == "train" else 3
+            return [agentrl.Task(id=f"{split}-{n}", data={"question": f"add {n}"}) for n in range(first, first + 4)]
+
+    report = check_environment(Overlapping)
+    assert report.passed, report.text
+    assert report.also_held_out == ["train-3"]
+    assert "Also held out: 1 training task, such as 'train-3'." in report.text
+
+
+def test_held_out_tasks_that_cannot_be_listed_are_a_finding() -> None:
+    class Training(Adder):
+        @classmethod
+        def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
+            return {"train": super().tasks("train")}[split]
+
+    (finding,) = check_environment(Training).findings
+    assert finding.startswith("tasks('held_out', seed=0) raised KeyError: 'held_out' at ")
+
+
 def test_a_tool_that_sometimes_raises_is_a_warning() -> None:
     report = check_environment(Rooms)
     assert report.passed, report.text
