@@ -122,9 +122,12 @@ def ours(directory: str, *, seed: int, steps: int, staleness: int, slow: bool, h
 
 def naive(*, seed: int, steps: int) -> Trace:
     """The baseline, in this process."""
+    import torch
+
     from agentrl.config.load import load
     from benchmarks.naive_loop import run
 
+    torch.set_num_threads(1)
     config = load(EXAMPLE, [])
     policy = config.policies["solver"]
     history = run(

@@ -241,8 +241,7 @@ def run(
     on_step: Callable[[int, Step, PreTrainedModel], None] | None = None,
     game: Game = CALCULATOR,
 ) -> list[Step]:
-    """Train a copy of the model for `steps` optimizer steps on one thread; returns each step's cost and reward."""
-    torch.set_num_threads(1)
+    """Train a copy of the model for `steps` optimizer steps; returns each step's cost and reward."""
     torch.manual_seed(seed)
     draws = random.Random(seed)
     model, chat = AutoModelForCausalLM.from_pretrained(model_dir), TemplateChatFormat.load(model_dir)
@@ -273,6 +272,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     arguments = parser.parse_args()
+    torch.set_num_threads(1)  # this model gains nothing from more
     chat = TemplateChatFormat.load(arguments.model)
 
     def show(number: int, step: Step, model: PreTrainedModel) -> None:

@@ -22,9 +22,8 @@ PARTS = ("calculator", "tools", "word_problems", "orchestration")
 KILL_AFTER, QUICK_KILL_AFTER = 10, 4
 KILLS = 3
 """Seeds whose second run is killed."""
-SYNCHRONOUS = ("trl_sync", "naive")
-"""Contestants that wait for the slowest episode of every step. With slow tools one seed of them takes 20 minutes, so
-they have no more there."""
+ONE_SEED = {"tools": ("trl_sync", "naive"), "word_problems": ("trl_sync",)}
+"""Contestants with a single seed in a part, where one takes eight minutes and more."""
 
 
 def train(
@@ -99,7 +98,7 @@ def prepare(
             *training.agentrl,
             "--checkpoint.versions=0",  # keep the weights of every step, which are scored afterward
         ]
-    return Runner(contender, built.python, directory, settings)
+    return Runner(contender, built.python, directory, settings, threads=training.threads.get(Path(files[0]).stem, 1))
 
 
 def life_of(
@@ -115,7 +114,13 @@ def life_of(
         server: tuple[str, int] | None = None
         if runner.contender.server:
             server = stack.enter_context(
-                vllm_server(runner.python, runner.settings["model"], runner.directory, training.kv_bytes)
+                vllm_server(
+                    runner.python,
+                    runner.settings["model"],
+                    runner.directory,
+                    kv_bytes=training.kv_bytes,
+                    threads=training.threads.get("server", 1),
+                )
             )
             runner.settings["server"] = server[0]
         sampler = stack.enter_context(Sampler(server and server[0]))
@@ -234,7 +239,7 @@ def takes_part(name: str, part: str, seed: int) -> bool:
     """Whether a part measures a contestant with a seed."""
     if part == "orchestration":
         return name in ("agentrl_embedded", "verifiers")
-    if part == "tools" and name in SYNCHRONOUS:
+    if name in ONE_SEED.get(part, ()):
         return seed == 0
     return name != "verifiers"
 

@@ -60,8 +60,6 @@ class Contender:
     server: bool = False
     """Whether it samples from a vLLM server of the benchmark; otherwise the library samples itself."""
     resumes: bool = True
-    threads: int = 1
-    """Threads of torch in each process."""
     proposer_and_solver: bool = False
     """Whether two policies can train in one run, one of them on episodes that the other starts."""
 
@@ -101,7 +99,6 @@ CONTENDERS = {
         requirements=("trl==1.16.0", TORCH),
         user_files=("trl_sync.py", "trl_calculator_sync.py", "trl_calculator.py"),
         words_files=("trl_sync.py", "trl_words.py", "words.py"),
-        threads=2,
     ),
     "naive": Contender(
         title="naive loop",

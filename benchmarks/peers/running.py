@@ -29,7 +29,7 @@ QUIET = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",  # a thread that waits by spinning takes a core from the others
 }
-"""The environment of every contestant, but for `Contender.threads`."""
+"""The environment of every contestant, but for `Training.threads`."""
 START_S = 300.0
 """Seconds that a contestant may take before its first step, with the start of its server."""
 
@@ -139,7 +139,9 @@ def kill_tree(pid: int) -> None:
 
 
 @contextmanager
-def vllm_server(python: Path, model: Path, directory: Path, kv_bytes: int) -> Iterator[tuple[str, int]]:
+def vllm_server(
+    python: Path, model: Path, directory: Path, *, kv_bytes: int, threads: int
+) -> Iterator[tuple[str, int]]:
     """A vLLM server that starts on a free port; yields its address and process id at once, since TRL waits for it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -148,7 +150,7 @@ def vllm_server(python: Path, model: Path, directory: Path, kv_bytes: int) -> It
     with (directory / "server.log").open("w") as log:
         process = subprocess.Popen(
             [*command, "--host=127.0.0.1", *VLLM_SERVER, f"--kv-cache-memory-bytes={kv_bytes}"],
-            env={**os.environ, **QUIET, **VLLM_ENVIRONMENT},
+            env={**os.environ, **QUIET, **VLLM_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)},
             stdout=log,
             stderr=log,
             cwd=directory,
@@ -182,9 +184,11 @@ class Life:
 class Runner:
     """A contestant in a directory of its own, which may be started several times."""
 
-    def __init__(self, contender: Contender, python: Path, directory: Path, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, contender: Contender, python: Path, directory: Path, settings: dict[str, Any], *, threads: int
+    ) -> None:
         self.contender, self.python, self.directory = contender, python, directory
-        self.settings = settings
+        self.settings, self._threads = settings, threads
         self._lives = 0
 
     def live(
@@ -198,7 +202,7 @@ class Runner:
         settings_file = self.directory / f"settings-{self._lives}.json"
         self._lives += 1
         settings_file.write_text(json.dumps({**self.settings, "log": str(log), "resume": resume}))
-        environment = {**os.environ, **QUIET, "OMP_NUM_THREADS": str(self.contender.threads)}
+        environment = {**os.environ, **QUIET, "OMP_NUM_THREADS": str(self._threads)}
         environment.pop("PYTHONPATH", None)
         if self.settings["script"] == "naive.py":
             environment["PYTHONPATH"] = str(ROOT)  # for benchmarks.naive_loop

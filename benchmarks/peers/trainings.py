@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.naive_loop import CALCULATOR, Game
@@ -32,6 +33,8 @@ class Training:
     max_context: int
     kv_bytes: int
     """Of TRL's vLLM server: the contexts of 64 episodes."""
+    threads: Mapping[str, int] = field(default_factory=lambda: {"trl_sync": 2})
+    """Threads of torch, by script, of contestants that are faster with more than one; `server`: TRL's vLLM."""
     limit_s: float = 900.0
     """Seconds of training after which a run has not reached the goal."""
     agentrl: tuple[str, ...] = ()
@@ -62,6 +65,7 @@ WORD_PROBLEMS = Training(
     max_episode_tokens=WORDS.max_tokens,
     max_context=128,
     kv_bytes=384 << 20,
+    threads={"trl_sync": 2, "naive": 2, "server": 2},
     limit_s=1800.0,
 )
 TOOLS = replace(
