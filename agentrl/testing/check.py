@@ -170,8 +170,8 @@ class EnvironmentReport:
             )
             + (f" Stopped by the check, which plays short episodes: {cuts}." if cuts else "")
             + (
-                f" Also held out: {plural(len(self.also_held_out), 'training task')}, such as {self.also_held_out[0]!r}. "
-                "Evaluations measure memory unless tasks('held_out') lists other tasks."
+                f" Also held out: {plural(len(self.also_held_out), 'training task')}, such as "
+                f"{self.also_held_out[0]!r}. Evaluations measure memory unless tasks('held_out') lists other tasks."
                 if self.also_held_out
                 else ""
             )
