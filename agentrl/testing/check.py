@@ -443,6 +443,8 @@ def _check_held_out(
     environment: type[Environment], trained: Sequence[Task], report: EnvironmentReport, options: Mapping[str, Any]
 ) -> None:
     """Note training tasks with the data of a held-out one. A task without data says nothing, so it is left out."""
+    if "held_out" not in environment.splits:
+        return
     try:
         source = environment.tasks("held_out", seed=0, **options)
         held_out = {msgspec.msgpack.encode(dict(source[index].data)) for index in range(min(HELD_OUT, len(source)))}
