@@ -35,7 +35,7 @@ from agentrl.core.records import EpisodeSpec, SeatBinding, Task
 from agentrl.core.text import plural
 from agentrl.engines.scripted import Script
 from agentrl.environment.context import ResourceLevel
-from agentrl.environment.environment import Environment
+from agentrl.environment.environment import Environment, Split
 from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.registry import module_of, name_of, resolve
 from agentrl.environment.tools import ToolEnvironment
@@ -212,6 +212,8 @@ def check_environment(
     report.on_progress("listing its tasks")
     count = max(episodes, FORMAT_TASKS)
     chosen_tasks = list(tasks) if tasks is not None else _tasks(environment_class, count, report, options)
+    if tasks is None and report.passed and "held_out" in environment_class.splits:
+        report.also_held_out = _also_held_out(environment_class, chosen_tasks, report, options)
     is_harness = issubclass(environment_class, HarnessEnvironment)
     for module in ("numpy.random", *["aiohttp.web"] * is_harness):
         import_module(module)  # an episode needs it, and its import would block the event loop
@@ -409,23 +411,25 @@ def _tasks(
     count: int,
     report: EnvironmentReport,
     options: Mapping[str, Any] = MappingProxyType({}),
+    split: Split = "train",
 ) -> list[Task]:
+    """Return the first tasks of a split, and report their faults."""
     try:
-        source, second_source = (environment.tasks("train", seed=0, **options) for _ in range(2))
+        source, second_source = (environment.tasks(split, seed=0, **options) for _ in range(2))
         chosen_tasks = [source[index] for index in range(min(count, len(source)))]
         second_draw = [second_source[index] for index in range(len(chosen_tasks))]
     except EnvironmentDefinitionError as error:
         report.findings.append(str(error))
         return []
     except Exception as error:  # noqa: BLE001 - foreign code: any exception is a finding
-        report.findings.append(f"tasks('train', seed=0) raised {describe_user_code_error(error)}")
+        report.findings.append(f"tasks({split!r}, seed=0) raised {describe_user_code_error(error)}")
         return []
-    if not chosen_tasks:
+    if not chosen_tasks and split == "train":
         report.findings.append("tasks('train', seed=0) is empty")
     for first, second in zip(chosen_tasks, second_draw, strict=True):
         if not isinstance(first, Task):
             report.findings.append(
-                f"tasks('train')[…] is {type(first).__name__}, not agentrl.Task; write agentrl.Task(id=…, data={{…}})"
+                f"tasks({split!r})[…] is {type(first).__name__}, not agentrl.Task; write agentrl.Task(id=…, data={{…}})"
             )
             return []
         if first != second:
@@ -434,28 +438,16 @@ def _tasks(
             msgspec.msgpack.encode(dict(first.data))
         except (TypeError, msgspec.ValidationError) as error:
             report.findings.append(f"task {first.id!r}: data is not JSON data ({error})")
-    if report.passed:
-        _check_held_out(environment, chosen_tasks, report, options)
     return chosen_tasks
 
 
-def _check_held_out(
+def _also_held_out(
     environment: type[Environment], trained: Sequence[Task], report: EnvironmentReport, options: Mapping[str, Any]
-) -> None:
-    """Note training tasks with the data of a held-out one. A task without data says nothing, so it is left out."""
-    if "held_out" not in environment.splits:
-        return
-    try:
-        source = environment.tasks("held_out", seed=0, **options)
-        held_out = {msgspec.msgpack.encode(dict(source[index].data)) for index in range(min(HELD_OUT, len(source)))}
-    except Exception as error:  # noqa: BLE001 - foreign code: any exception is a finding
-        report.findings.append(
-            f"tasks('held_out', seed=0) raised {describe_user_code_error(error)}; return [] if no task is held out"
-        )
-        return
-    report.also_held_out = [
-        task.id for task in trained if task.data and msgspec.msgpack.encode(dict(task.data)) in held_out
-    ]
+) -> list[str]:
+    """Return the ids of training tasks with the data of a held-out one. A task without data says nothing, so it is left
+    out."""
+    held_out = [dict(task.data) for task in _tasks(environment, HELD_OUT, report, options, "held_out")]
+    return [task.id for task in trained if task.data and dict(task.data) in held_out]
 
 
 async def _check_episode(

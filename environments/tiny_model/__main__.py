@@ -10,7 +10,7 @@ from pathlib import Path
 
 from agentrl.core.errors import AgentRLError
 from agentrl.core.text import plural
-from agentrl.environments.tiny_model.warm_up import TinyModelResult, build_tiny_model
+from agentrl.environments.tiny_model.warm_up import build_tiny_model
 from agentrl.observe.progress import ProgressLine
 
 
@@ -48,19 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"held-out reward: {result.before:.3f} before, {result.reward:.3f} after{note}")
     if result.explanation:
         print(f"the held-out reward did not rise: {result.explanation}")
-    elif result.steps == options.steps and _missed_goal(result, options.until):
+    elif result.steps == options.steps and result.goal is not None and result.reward < result.goal:
         print(
             "the held-out reward did not reach its goal. Reinforcement learning can start from this model; to start "
             "higher, raise --steps, or let a tool compute what replies cannot copy from the messages"
         )
     print(f"next: agentrl train {result.path}/train.toml")
     return 0
-
-
-def _missed_goal(result: TinyModelResult, until: float) -> bool:
-    return result.demonstrated is not None and result.reward < result.before + until * (
-        result.demonstrated - result.before
-    )
 
 
 def _parser() -> argparse.ArgumentParser:

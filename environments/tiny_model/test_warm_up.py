@@ -246,7 +246,15 @@ def test_a_goal_that_was_not_reached_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = module.TinyModelResult(
-        path=tmp_path, demonstrated=0.5, before=0.0, reward=0.2, steps=9, parameters=1, vocabulary=1, explanation=""
+        path=tmp_path,
+        demonstrated=0.5,
+        before=0.0,
+        reward=0.2,
+        goal=0.4,
+        steps=9,
+        parameters=1,
+        vocabulary=1,
+        explanation="",
     )
     monkeypatch.setattr("agentrl.environments.tiny_model.__main__.build_tiny_model", lambda *args, **settings: result)
     assert main(["calculator", "--out", str(tmp_path / "out"), "--steps=9"]) == 0

@@ -79,6 +79,8 @@ class TinyModelResult:
     steps: int
     parameters: int
     vocabulary: int
+    goal: float | None
+    """Held-out reward at which the warm-up ends; None without `demonstrated`."""
     explanation: str
     """Why the held-out reward did not rise, and what to change; empty if it rose."""
 
@@ -482,6 +484,7 @@ class _Builder:
         return {
             "explanation": self._explain(before, reward, target),
             "demonstrated": target,
+            "goal": goal,
             "before": before,
             "reward": reward,
             "steps": num_steps,

@@ -42,7 +42,7 @@ class ExportSelection(NamedTuple):
     """Ids and attempts, in order of admission."""
     problems: list[str]
     """Unreadable data with its episode; filled by the writer."""
-    on_progress: Callable[[str], None] = lambda part: None
+    on_progress: Callable[[str], None]
     """Receives the current part of a long export."""
 
 
