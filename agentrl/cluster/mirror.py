@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, InputError, JournalError, StorageError
-from agentrl.core.files import LOCAL, open_regular, os_error_advice
+from agentrl.core.files import LOCAL, open_regular, os_error_advice, refuse_links
 from agentrl.journal.run_process import LOCK_FILE
 from agentrl.journal.schema import CONTROL_FILE, open_database_to_read, open_database_to_write, read_meta_table
 from agentrl.observe.run_state import MIRRORS_FILE
@@ -40,6 +40,8 @@ TRIES = 64
 read."""
 MIRRORED_DIRECTORIES = ("checkpoints", "versions", "steps")
 """Directories whose files never change after they are written."""
+LINK_DIRECTORIES = ("policies", "best")
+"""Directories of links to versions."""
 CONTROL = f"journal/{CONTROL_FILE}"
 
 Stamp = tuple[int, int]
@@ -176,7 +178,7 @@ class RunCopy:
             for name in LOCAL.files(self._side):
                 if name not in names_to_keep:
                     (self._side / name).unlink()
-            for folder in ("policies", "best"):
+            for folder in LINK_DIRECTORIES:
                 shutil.rmtree(self._side / folder, ignore_errors=True)
             for name, target in links.items():
                 path = self._path_of(name)
@@ -225,8 +227,10 @@ class Mirror:
 
         Raises:
             InputError: the copy is of another run, or was resumed.
+            JournalError: a directory of the run is a symbolic link, or contains one that leads out of the run.
             StorageError: a disk failed, or steps are too fast to take a snapshot between two of them.
         """
+        refuse_links(*(self._run / folder for folder in (*MIRRORED_DIRECTORIES, *LINK_DIRECTORIES)))
         clock = SystemClock()
         began, self._sent = clock.monotonic(), 0
         with (
@@ -375,9 +379,19 @@ class Mirror:
         self._call("write", name, offset, data)
 
     def _links(self) -> dict[str, str]:
-        """Return the relative links to versions in the run's directory."""
-        links = [path for folder in ("policies", "best") for path in (self._run / folder).glob("*")]
-        return {str(path.relative_to(self._run)): os.readlink(path) for path in links if path.is_symlink()}
+        """Return the links to versions in the run's directory, with their targets; others are refused."""
+        targets: dict[str, str] = {}
+        for folder in LINK_DIRECTORIES:
+            for path in (self._run / folder).glob("*"):
+                if path.is_symlink():
+                    target = targets[str(path.relative_to(self._run))] = os.readlink(path)
+                    parts = Path(target).parts
+                    if parts[:2] != ("..", "versions") or ".." in parts[2:]:
+                        raise JournalError(
+                            f"{path}: this link leads to {target}, but links here lead to versions of the run, such as "
+                            "../versions/NAME/0.1; remove it"
+                        )
+        return targets
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import StorageError
+from agentrl.core.files import refuse_links
 from agentrl.journal.control_rows import ADMISSION_COLUMNS, LINE, UNRESOLVED_QUERY, decode_admission_row
 from agentrl.journal.port import PruneTotals
 from agentrl.journal.schema import (
@@ -283,6 +284,7 @@ def _leave_to_others(began: float) -> None:
 def _prune_files(
     run: Path, selection: PruningSelection, record: Record | None, totals: PruneTotals, should_stop: Callable[[], bool]
 ) -> None:
+    refuse_links(run / "steps")
     root = (run / "steps").resolve()
     files = {}
     for name in selection.files():

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,13 @@ from rich.console import Console
 
 from agentrl.cli.main import main
 from agentrl.cli.runs import _keys
+from agentrl.cluster.mirror import LINK_DIRECTORIES, MIRRORED_DIRECTORIES
 from agentrl.core.errors import ConfigError, JournalError, StorageError
 from agentrl.core.files import replace_file
+from agentrl.core.records import PolicyVersion
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.statistics import run_state
+from agentrl.journal.port import PruneRule, VersionPublication
 from agentrl.journal.reader import TurnLogReader
 from agentrl.journal.run_log import RunStart, SettingChange, SqliteRunLog
 from agentrl.journal.run_process import RunProcessRecord, read_process_state, record_process_state
@@ -40,7 +44,7 @@ from agentrl.observe.run_state import (
     write_run_snapshot,
 )
 from agentrl.observe.sinks import format_prometheus_metrics, open_sinks
-from tests.journal_cases import write_run
+from tests.journal_cases import spec, step_of, weights, write_run
 
 ESCAPES = "\x1b]52;c;aGk=\x07\x9b31m\u202e[bold][/x]"
 MARKUP = "\"'><script>alert(1)</script><img src=x onerror=alert(1)></pre></style>&lt;"
@@ -185,6 +189,63 @@ def test_a_start_that_changed_a_setting_without_a_name_is_damaged(tmp_path: Path
     with pytest.raises(JournalError, match="start of the run"):
         log.config()
     log.close()
+
+
+@pytest.mark.parametrize("folder", [*MIRRORED_DIRECTORIES, *LINK_DIRECTORIES])
+def test_a_mirror_refuses_a_directory_that_is_a_link(
+    tmp_path: Path, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asyncio.run(write_run(tmp_path / "run"))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "key").write_text("private")
+    command = ["run", "mirror", str(tmp_path / "run"), "--once", "--to", str(tmp_path / "copy")]
+    assert main(command) == 0
+    (tmp_path / "run" / folder).symlink_to(tmp_path / "home")
+    assert main(command) == 74
+    assert f"{folder}: this is a symbolic link" in capsys.readouterr().err
+    assert not list(tmp_path.glob(".copy*/**/key"))
+
+
+@pytest.mark.parametrize("target", ["/etc", "../versions/../../home", "../journal", "../versions/policy/0.1"])
+def test_a_mirror_copies_links_to_versions_of_the_run_alone(
+    tmp_path: Path, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asyncio.run(write_run(tmp_path / "run"))
+    link = tmp_path / "run" / "best" / "policy"
+    link.parent.mkdir()
+    link.symlink_to(target)
+    code = main(["run", "mirror", str(tmp_path / "run"), "--once", "--to", str(tmp_path / "copy")])
+    copied = tmp_path / "copy" / "best" / "policy"
+    if target == "../versions/policy/0.1":
+        assert (code, os.readlink(copied)) == (0, target)
+    else:
+        assert code == 74
+        assert f"{link}: this link leads to {target}" in capsys.readouterr().err
+        assert not copied.is_symlink()
+
+
+def test_a_pruning_removes_nothing_through_a_link(tmp_path: Path) -> None:
+    """A record names `steps/columns`, and `steps` is a link to the user's own directory."""
+    run, home = tmp_path / "run", tmp_path / "home"
+    home.mkdir()
+    (home / "columns").write_text("private")
+    with_columns = step_of("policy", 0, 1, [spec(0)])
+    with_columns = replace(with_columns, report=replace(with_columns.report, columns="steps/columns"))
+
+    async def prune() -> None:
+        journal = SqliteJournal(run / "journal")
+        journal.record(VersionPublication(weights("policy", 0, 1), None))
+        journal.record(with_columns)
+        await journal.flush()
+        (run / "steps").symlink_to(home)
+        try:
+            await journal.prune(PruneRule(keep=0, sealed=[{"policy": PolicyVersion("policy", 0, 1)}]))
+        finally:
+            await journal.close()
+
+    with pytest.raises(JournalError, match="steps: this is a symbolic link"):
+        asyncio.run(prune())
+    assert (home / "columns").exists()
 
 
 def test_a_run_directory_may_be_a_link(tmp_path: Path) -> None:
