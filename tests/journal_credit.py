@@ -1,12 +1,12 @@
 """Recompute the advantages of a journal (docs/journal_format.md) bit for bit; imports nothing of agentrl.
 
 `step_units` has for each trajectory its `reward`, `advantage` and `baseline`. `reward` is that in `trajectories`, plus
-`weight` × score of each row in `group_scores` that scored the agent (correctly rounded; a reward that is NULL counts as
-0 then). The formulas below use this sum as the reward, and `turn_rewards` are unchanged. Their computation depends on
-the `credit` section of the start of the step's lineage: `info.config.credit`, with the `changed` settings of every
-`life.LINEAGE` up to that lineage. A resume recomputes the credit of ready units. All are doubles; sums are correctly
-rounded. The *compared* trajectories are those of one policy in one seat, with a reward, from the committed episodes of
-one `group_id`. With `release = "group"`, R are the rewards of all compared trajectories:
+`weight` × weight of the member × score of each row in `group_scores` that scored the agent (correctly rounded; a reward
+that is NULL counts as 0 then). The formulas below use this sum as the reward, and `turn_rewards` are unchanged. Their
+computation depends on the `credit` section of the start of the step's lineage: `info.config.credit`, with the
+`changed` settings of every `life.LINEAGE` up to that lineage. A resume recomputes the credit of ready units. All are
+doubles; sums are correctly rounded. The *compared* trajectories are those of one policy in one seat, with a reward, of
+the committed episodes of one `group_id`. With `release = "group"`, R are the rewards of all compared trajectories:
 
     leave_one_out   b: mean of R over the other episodes: (ΣR - ΣR of the agent's episode) / (number - number of the
                     agent's episode); advantage R - b

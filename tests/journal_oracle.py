@@ -661,12 +661,12 @@ class _Judge:
         added: dict[tuple[Any, ...], list[float]] = defaultdict(list)
         for row in self.tables["group_scores"]:
             scores = json.loads(row["scores"])
-            told = {(episode, seat, agent) for episode, seat, agent, _ in scores}
+            told = {(episode, seat, agent) for episode, seat, agent, _, _ in scores}
             if told != set(agents[row["group_id"]]) or len(told) != len(scores):
                 self.say("scores", f"{row['group_id']}: {row['scorer']} scored {scores}, which is not the whole group")
-            for *agent, value in scores:
+            for *agent, value, member_weight in scores:
                 if value is not None and row["weight"] is not None:
-                    added[row["group_id"], *agent].append(value * row["weight"])
+                    added[row["group_id"], *agent].append(value * (row["weight"] * member_weight))
         for (group, *agent), values in added.items():
             if row := agents[group].get(tuple(agent)):
                 own = [] if row["reward"] is None else [row["reward"]]

@@ -23,6 +23,7 @@ from agentrl.app.scorers import scored_policies
 from agentrl.config.fields import base_model_display_name
 from agentrl.config.policies import ExternalPolicyConfig, FrozenPolicy, OpponentPoolPolicy, PolicyConfig
 from agentrl.config.run import RunConfig, adapter_settings
+from agentrl.config.scorers import ScorerConfig
 from agentrl.config.sections import ADVANTAGE_NAMES, SamplingConfig
 from agentrl.core.custom_functions import declaration_of, find_function
 from agentrl.core.errors import ConfigError, EngineError, InputError
@@ -30,6 +31,7 @@ from agentrl.core.files import WEIGHT_FILES, sha256_of
 from agentrl.core.ports import ChatFormat, EngineCapabilities, SamplingParams
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.text import plural
+from agentrl.credit.estimators import advantage_declaration
 from agentrl.environment.context import EpisodeLimits
 from agentrl.environment.environment import Environment, child_environments
 from agentrl.environment.harness import HarnessEnvironment
@@ -94,6 +96,7 @@ def units_per_root_group(config: RunConfig, environment: type[Environment]) -> S
     _check_names(config, environment, seats)
     for root in kinds:
         _check_branches(config, root, [kind.seats for kind in kinds[root]])
+        _check_roulette(config, root)
     size, trained_policies = config.credit.group_size, config.trained
     policies = {config.policy_of(seat, group) for seat in seats for group in range(config.line_ups)}
     by_root = {
@@ -246,6 +249,52 @@ def _check_branches(config: RunConfig, root: type[Environment], seats: Sequence[
             raise ConfigError(
                 f"{root.__name__} declares {declaration}, which cannot be combined with {setting}; {remedy}"
             )
+
+
+def _check_roulette(config: RunConfig, root: type[Environment]) -> None:
+    """Refuse settings under which `ctx.roulette` would change the expected gradient.
+
+    Raises:
+        ConfigError: the message names the setting.
+    """
+    if any(child.roulette for child, _ in _descendants(root)):
+        raise ConfigError(
+            f"{root.__name__} spawns episodes with roulette, whose weighted rewards it would read: set roulette = "
+            "False in the child environment"
+        )
+    if not root.roulette:
+        return
+    advantage = config.credit.advantage
+    reasons = {
+        f"credit.advantage = {advantage.name!r}": (
+            not advantage_declaration(advantage.name, advantage.options).linear,
+            "its advantages are not linear in the rewards: set 'leave_one_out', or mark your function with "
+            "@agentrl.advantage(linear=True) if a member's advantage is its reward times a constant, minus something "
+            "that its own reward does not change",
+        ),
+        "credit.dynamic_sampling = true": (
+            config.credit.dynamic_sampling,
+            "survivors and stopped episodes differ in reward where whole episodes do not: set it to false",
+        ),
+        **{
+            f"scorers.{name}.per = 'group'": (
+                scorer.per == "group" and scorer.credit != "note" and not _scores_members_alone(name, scorer),
+                "its scores compare conversations of which some were stopped: set per = 'episode', or mark your "
+                "function with @agentrl.scorer(linear=True) if a member's score does not depend on the others",
+            )
+            for name, scorer in config.scorers.items()
+        },
+    }
+    for setting, (is_refused, remedy) in reasons.items():
+        if is_refused:
+            raise ConfigError(f"{root.__name__} declares roulette, which cannot be combined with {setting}: {remedy}")
+
+
+def _scores_members_alone(name: str, scorer: ScorerConfig) -> bool:
+    """Whether a scorer of groups declares that a member's score does not depend on the others."""
+    if not scorer.function:
+        return False
+    return declaration_of(find_function("scorer", scorer.function, key=f"scorers.{name}.function")[1]).linear
 
 
 def _descendants(environment: type[Environment], depth: int = 0) -> Iterator[tuple[type[Environment], int]]:

@@ -54,6 +54,9 @@ class FunctionDeclaration(NamedTuple):
     """Whether the function reads `reference_kl`, and so `reference_logprobs`. For losses only."""
     over: Literal["group", "step", "tree"] = "group"
     """Agents that one call compares: "tree": those of a group, by their pieces. For advantages only."""
+    linear: bool = False
+    """Whether the expected gradient is linear in each member's rewards, as `ctx.roulette` needs. For advantages and
+    scorers of groups."""
 
 
 @overload
@@ -86,8 +89,8 @@ def loss(function: Any = None, *, per_token: bool = False, reference: bool = Fal
 @overload
 def advantage(function: F) -> F: ...
 @overload
-def advantage(*, over: Literal["group", "step", "tree"] = "group") -> Callable[[F], F]: ...
-def advantage(function: Any = None, *, over: Literal["group", "step", "tree"] = "group") -> Any:
+def advantage(*, over: Literal["group", "step", "tree"] = "group", linear: bool = False) -> Callable[[F], F]: ...
+def advantage(function: Any = None, *, over: Literal["group", "step", "tree"] = "group", linear: bool = False) -> Any:
     """Mark a function of a `Group` as an advantage estimator, for `train(config, advantage=…)` or `credit.advantage`.
 
     The function returns one advantage per reward of the group, in order; for turn-level credit, one list per reward,
@@ -98,6 +101,9 @@ def advantage(function: Any = None, *, over: Literal["group", "step", "tree"] = 
         over: the agents that one call compares: those of one group, or all of an optimizer step. With "tree" it gets
             the `pieces` of a group's agents and returns one list per agent, with a finite number per piece; only such
             functions can be used with `ctx.branch`.
+        linear: promise that a member's advantage is its reward times a constant, minus something that its own reward
+            does not change. Only such functions can be used with `ctx.roulette`, which replaces a reward R by R/q with
+            probability q, else by 0: a ranking, a threshold or a standard deviation of the rewards breaks the promise.
 
     Example:
         >>> @advantage
@@ -105,23 +111,33 @@ def advantage(function: Any = None, *, over: Literal["group", "step", "tree"] = 
         ...     mean = sum(group.rewards) / len(group.rewards)
         ...     return [reward - mean for reward in group.rewards]
     """
-    mark = FunctionDeclaration("advantage", over=over)
+    mark = FunctionDeclaration("advantage", over=over, linear=linear)
     return _mark(function, mark) if function is not None else lambda decorated: _mark(decorated, mark)
 
 
-def scorer(function: F) -> F:
+@overload
+def scorer(function: F) -> F: ...
+@overload
+def scorer(*, linear: bool = False) -> Callable[[F], F]: ...
+def scorer(function: Any = None, *, linear: bool = False) -> Any:
     """Mark a function of a `Scored` as a scorer, for `train(config, scorers=[…])` or `scorers.NAME.function`.
 
     The function returns the score of one turn, or None to say nothing, which is not a zero. It may be a coroutine
     function. It runs during the episode, so it can use neither `ctx` nor an agent; an exception is retried
     (`scorers.NAME.attempts`). Further parameters are set by `scorers.NAME.options`.
 
+    Args:
+        function: the scorer.
+        linear: for `per = "group"`: promise that a member's score does not depend on the other members. Only such
+            scorers of groups can be used with `ctx.roulette`.
+
     Example:
         >>> @scorer
         ... def short(scored):
         ...     return 1.0 - len(scored.turn.text.split()) / 100
     """
-    return _mark(function, FunctionDeclaration("scorer"))
+    mark = FunctionDeclaration("scorer", linear=linear)
+    return _mark(function, mark) if function is not None else lambda decorated: _mark(decorated, mark)
 
 
 def _mark(function: F, mark: FunctionDeclaration) -> F:

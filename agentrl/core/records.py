@@ -657,6 +657,8 @@ class MemberScore(NamedTuple):
     """Number of the agent within its seat."""
     value: float | None
     """The score; None: the scorer says nothing."""
+    weight: float = 1.0
+    """Weight of the member, more than 1 if it survived `ctx.roulette`."""
 
 
 class GroupScores(NamedTuple):

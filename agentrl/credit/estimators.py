@@ -126,6 +126,19 @@ def _is_finite_number(number: Any) -> bool:
     return not isinstance(number, bool) and isinstance(number, int | float) and math.isfinite(number)
 
 
+def advantage_declaration(name: str, options: Mapping[str, Any]) -> FunctionDeclaration:
+    """Return the declaration of the estimator that `credit.advantage` names.
+
+    Raises:
+        ConfigError: there is no such estimator, or its options do not fit.
+    """
+    if name not in REWARD_ESTIMATORS:
+        return make_advantage_estimator(name, options).mark
+    declaration = declaration_of(REWARD_ESTIMATORS[name])
+    # `gae` with a smaller trace decay replaces later rewards by values, which do not weigh more after a roulette.
+    return declaration._replace(linear=declaration.linear and options.get("trace_decay", 1.0) == 1.0)
+
+
 def make_advantage_estimator(
     name: str, options: Mapping[str, Any], user_function: Callable[..., Any] | None = None
 ) -> AdvantageEstimator:

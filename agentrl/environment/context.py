@@ -155,11 +155,13 @@ class EpisodeContext(ABC):
         """Stop the episode without bias: return True with probability `survival`, else False.
 
         After True, every later reward weighs 1/`survival`, so that the expected reward stays that of whole episodes
-        (Russian roulette; Kahn 1955). After False, end the episode: every agent that acted has got a reward of 0. The
-        probability may depend on the past alone. Outside training it returns True, with weight 1.
+        (Russian roulette; Kahn 1955). After False, return from `run`: every agent that acted has got a reward of 0, and
+        turns, rewards, scores, branches and child episodes are refused. The probability may depend on the past alone.
+        Outside training it returns True, with weight 1.
 
         Raises:
-            EnvironmentDefinitionError: `survival` is not above 0 and at most 1.
+            EnvironmentDefinitionError: the environment does not declare `roulette`, `survival` is not above 0 and at
+                most 1, or the call is inside `gather` or `endpoint`.
         """
 
     @abstractmethod

@@ -56,6 +56,9 @@ class Environment(ABC):
     probes: ClassVar[int] = 0
     """Maximum number of probes that one episode starts (`ctx.branch(n, probe=True)`), over all its calls. They are not
     trained, so admission reserves none."""
+    roulette: ClassVar[bool] = False
+    """Whether episodes may be stopped by `ctx.roulette`. Estimators and scorers that it would bias are then refused
+    before a run."""
     splits: ClassVar[tuple[str, ...]] = ("train", "held_out")
     """The splits that `tasks` knows; `evaluation.tasks` may name further ones."""
     truncated_reward: ClassVar[float | None] = 0.0

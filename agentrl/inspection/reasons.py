@@ -227,10 +227,11 @@ def _group_scores(reader: RunReader, line: EpisodeLine, problems: list[str]) -> 
     for row in verified_control_rows(reader.log, "group_scores", "group_id = ?", line.group, problems=problems):
         scores = decode_group_scores_row(tuple(row.values()))
         judge = f" (judge {scores.judged_by})" if scores.judged_by is not None else ""
-        for episode, seat, agent, value in scores.scores:
+        for episode, seat, agent, value, member_weight in scores.scores:
             if episode == line.episode:
                 score = "says nothing" if value is None else f"{value:g}"
-                effect = "noted only" if scores.weight is None else f"credited with weight {scores.weight:g}"
+                weight = None if scores.weight is None else scores.weight * member_weight
+                effect = "noted only" if weight is None else f"credited with weight {weight:g}"
                 text = f"{seat}[{agent}]: {scores.scorer} {score}, compared with the group{judge}; {effect}"
                 reasons.append(Reason("reward", text))
     return reasons

@@ -460,6 +460,9 @@ def statistics_page(figures: RunStatistics) -> TerminalPage:
         if policy.named_rewards:
             parts = ", ".join(f"{name} {format_number(value)}" for name, value in policy.named_rewards.items())
             page.line(f"rewards of {policy.policy} by name, before weights: {parts}")
+    if figures.roulette:
+        weights = ", ".join(f"{count:,} with weight {weight:g}" for weight, count in figures.roulette.items() if weight)
+        page.line(f"roulette: {plural(figures.roulette.get(0.0, 0), 'episode')} stopped; survived: {weights or 'none'}")
     for caveat in figures.caveats:
         page.line(f"note: {caveat}")
     return page

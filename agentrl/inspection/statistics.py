@@ -16,6 +16,7 @@ from agentrl.core.errors import JournalError, StorageError
 from agentrl.core.records import REWARD, GameTally
 from agentrl.core.text import plural
 from agentrl.journal.control_rows import decode_admission_row
+from agentrl.observe.metrics import ROULETTE_STOPPED, ROULETTE_WEIGHT
 from agentrl.observe.run_state import (
     RunSnapshot,
     RunState,
@@ -88,6 +89,9 @@ class RunStatistics(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """Seconds from the first admission to the last write."""
     tokens_per_second: float | None
+    roulette: dict[float, int]
+    """Number of training episodes that `ctx.roulette` stopped (weight 0) or that survived it, by the weight of their
+    rewards at the end."""
     caveats: list[str]
     """Settings of scorers that bias the gradient estimate or change the objective; see docs/scorers.md."""
 
@@ -112,6 +116,7 @@ def run_statistics(reader: RunReader) -> RunStatistics:
         repeated=num_repeated,
         seconds=seconds,
         tokens_per_second=tokens / seconds if seconds else None,
+        roulette=_roulette(log),
         caveats=[*scorer_caveats(log.config()), *_resample_caveats(log)],
     )
 
@@ -142,6 +147,18 @@ def scorer_caveats(config: Mapping[str, Any]) -> list[str]:
         if scorer.get("combine") == "min":
             caveats.append(f"{name} takes the worst step of a turn, which noise of the model lowers: no expectation")
     return caveats
+
+
+def _roulette(log: SqliteRunLog) -> dict[float, int]:
+    """Count the committed training episodes that called `ctx.roulette`, by their final weight."""
+    weight, stopped = f'$."{ROULETTE_WEIGHT}"', f'$."{ROULETTE_STOPPED}"'
+    rows = log.rows(
+        "SELECT coalesce(json_extract(metrics, ?), 0.0) AS weight, count(*) FROM episodes WHERE purpose = 'train' AND"
+        " drop_reason IS NULL AND (json_extract(metrics, ?) IS NOT NULL OR json_extract(metrics, ?) IS NOT NULL)"
+        " GROUP BY weight ORDER BY weight",
+        *(weight, weight, stopped),
+    )
+    return {float(value): count for value, count in rows}
 
 
 def _resample_caveats(log: SqliteRunLog) -> list[str]:

@@ -18,6 +18,8 @@ class Metric(NamedTuple):
 
 
 SCORES_EXPOSED = "scores/exposed_s"
+ROULETTE_STOPPED = "roulette/stopped"
+ROULETTE_WEIGHT = "roulette/weight"
 SCORE_REQUESTS = "scores/requests/"
 """Prefix of the metric of a scorer's requests."""
 SCORE_TOKENS = "scores/tokens/"
@@ -186,6 +188,12 @@ METRICS: tuple[Metric, ...] = (
         "calls of a scorer's function or model per episode, with votes and retries; not for scorers of groups",
     ),
     Metric("scores/tokens/<name>", "tokens", "tokens that models computed for a scorer, per episode"),
+    Metric(ROULETTE_STOPPED, "fraction", "share of episodes that `ctx.roulette` stopped"),
+    Metric(
+        ROULETTE_WEIGHT,
+        "weight",
+        "final reward weights of the survivors of `ctx.roulette`, per episode; about 1 if every episode calls it",
+    ),
     Metric("parked", "times", "times per episode that it was parked"),
     Metric("no_room_s", "s", "seconds per episode that turns waited for KV-cache memory (docs/scheduling.md)"),
     Metric("turns/illegal", "turns", "turns per episode that the environment could not read"),

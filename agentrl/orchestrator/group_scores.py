@@ -8,6 +8,7 @@ Invariants:
 1. No member is credited before the scores of its group are on disk. After a kill, recorded scores are used again, and
    missing ones are asked for again.
 2. A failed scorer gives no reward: all members are dropped as `scorer_failed`.
+3. A member that `ctx.roulette` stopped is not scored, and the score of one that survived has its weight.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from agentrl.core.records import (
 )
 from agentrl.journal.entries import TurnEntry, sum_by_key
 from agentrl.journal.port import UnitDropped
+from agentrl.rollout.trees import recorded_roulette_weight
 from agentrl.rollout.turn_entries import completion_from_entry, decode_message
 from agentrl.rollout.turn_sampler import call_priority
 
@@ -139,16 +141,21 @@ class GroupScoring:
         recorded = self.known.setdefault(group_id, [])
         missing = self.scorers.keys() - {scores.scorer for scores in recorded}
         try:
-            roles = self._roles(held)
             members = [end for end in held if end.header.committed]
             entries = await self.store.read_attempts([(end.spec, end.header.attempt) for end in members])
+            member_weights = {
+                end.spec.episode_id: recorded_roulette_weight(own) for end, own in zip(members, entries, strict=True)
+            }
+            roles = self._roles(held)
             conversations_of = {
                 end.spec.episode_id: conversations(own, end.spec, self.scored, self.chat_format_of)
                 for end, own in zip(members, entries, strict=True)
             }
             async with asyncio.TaskGroup() as group:
                 asking = [
-                    group.create_task(self._ask(self.scorers[name], group_id, held, roles, conversations_of))
+                    group.create_task(
+                        self._ask(self.scorers[name], group_id, held, roles, conversations_of, member_weights)
+                    )
                     for name in sorted(missing)
                 ]
             new = [task.result() for task in asking]
@@ -182,13 +189,18 @@ class GroupScoring:
         held: Sequence[HeldEnd],
         roles: Mapping[tuple[str, str], Sequence[tuple[str, int]]],
         conversations_of: Mapping[str, Mapping[tuple[str, int], Scored]],
+        member_weights: Mapping[str, float],
     ) -> GroupScores:
         """Ask a scorer for the scores of a group, one request per policy and seat."""
         started = self.clock.monotonic()
         priority = min(call_priority(end.spec, end.header.tokens) for end in held)
         found: list[MemberScore] = []
         answers = []
-        for (policy, seat), agents in roles.items():
+        for (policy, seat), all_agents in roles.items():
+            agents = [agent for agent in all_agents if member_weights[agent[0]]]
+            found += [MemberScore(name, seat, at, None, 0.0) for name, at in all_agents if (name, at) not in agents]
+            if not agents:
+                continue
             members = tuple(conversations_of[episode][seat, index] for episode, index in agents)
             call_id = f"{group_id}?{scorer.name}"
             request = ScoreRequest(
@@ -208,7 +220,7 @@ class GroupScoring:
             self.on_spent(scorer.name, answer.requests, answer.tokens)
             answers.append(answer)
             found += [
-                MemberScore(episode, seat, index, value)
+                MemberScore(episode, seat, index, value, member_weights[episode])
                 for (episode, index), value in zip(agents, answer.values, strict=True)
             ]
         spreads = [answer.spread for answer in answers if answer.spread is not None]
@@ -308,7 +320,7 @@ def add_group_scores(
         for member in group.scores:
             if member.episode_id == header.episode_id and member.value is not None and group.weight is not None:
                 agent_scores = by_agent.setdefault((member.seat, member.agent), [])
-                agent_scores.append((group.scorer, member.value, group.weight))
+                agent_scores.append((group.scorer, member.value, group.weight * member.weight))
     if not by_agent:
         return header
     trajectories = []

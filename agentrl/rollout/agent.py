@@ -73,6 +73,7 @@ class LiveAgent(TurnRecorder):
         state: str | None = None,
     ) -> Turn:
         """Take one turn: render its context, open its call, recall or generate the completion, record and parse it."""
+        self._episode.check_not_stopped("act()")
         journal = self._episode.journal
         request = self._request(messages, max_tokens, reply, state)
         digest = self._digest(request)

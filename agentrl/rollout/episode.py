@@ -15,7 +15,9 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.journal.entries import SeatSettings
+from agentrl.observe.metrics import ROULETTE_STOPPED, ROULETTE_WEIGHT
 from agentrl.rollout.call_journal import current_branch
 
 if TYPE_CHECKING:
@@ -203,7 +205,7 @@ class LiveEpisode:
     scores: EpisodeScores | None = None
     """Scores of the attempt; None if there are no scorers, and no scores in its journal."""
     roulette_weight: float = 1.0
-    """Factor on the rewards that are given from now on; see `EpisodeContext.roulette`."""
+    """Factor on the rewards that are given from now on; 0 after `ctx.roulette` has stopped the episode."""
     turn_calls: list[tuple[str, EpisodeAgent]] | None = None
     """Call id and agent of each turn so far, for `ctx.resample`; None if the environment declares no branches."""
     note: str = ""
@@ -231,6 +233,18 @@ class LiveEpisode:
         began = self.began_under.get("")
         return self.services.settings.limits if began is None else began.limits
 
+    def check_not_stopped(self, call: str) -> None:
+        """Refuse a call that would give a reward or need one, after `ctx.roulette` has stopped the episode.
+
+        Raises:
+            EnvironmentDefinitionError: it has.
+        """
+        if not self.roulette_weight:
+            raise EnvironmentDefinitionError(
+                f"{call} in {self.location}: ctx.roulette returned False before, which stopped the episode with a "
+                "reward of 0; return from run() then"
+            )
+
     def policy_settings(self, seat: str) -> PolicySettings:
         """Return the settings of the policy that holds a seat."""
         return self.began_under.get(seat) or self.services.policy_settings(self.spec.seats[seat].policy)
@@ -250,6 +264,10 @@ class LiveEpisode:
         for agent in self.agents:
             for name, value in agent.counts.items():
                 metrics[name] = metrics.get(name, 0.0) + value
+        if not self.roulette_weight:
+            metrics[ROULETTE_STOPPED] = 1.0
+        elif self.roulette_weight != 1.0:
+            metrics[ROULETTE_WEIGHT] = self.roulette_weight
         return metrics
 
     def close(self) -> None:

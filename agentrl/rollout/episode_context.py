@@ -105,6 +105,7 @@ class LiveEpisodeContext(EpisodeContext):
         self._spawned: Mapping[str, int] = _NO_CHILDREN
         """Number of child episodes of this attempt, keyed by class name."""
         self._branches = LiveBranches(episode, environment.branches, environment.probes)
+        self._roulette = environment.roulette
         if environment.branches:
             episode.turn_calls = []
         self.task = episode.spec.task
@@ -219,6 +220,7 @@ class LiveEpisodeContext(EpisodeContext):
         recall: bool = True,
     ) -> AbstractAsyncContextManager[Endpoint]:
         """Serve the seats to an external agent."""
+        self.episode.check_not_stopped("ctx.endpoint()")
         return open_endpoint(self.episode, self.agents, aliases, volatile, ignored_fields, recall=recall)
 
     def patched(self, id: str) -> bool:
@@ -233,6 +235,12 @@ class LiveEpisodeContext(EpisodeContext):
         Raises:
             EpisodeError: the number exceeds the limit; none was admitted.
         """
+        self.episode.check_not_stopped("ctx.spawn()")
+        if self.episode.roulette_weight != 1.0:
+            raise EnvironmentDefinitionError(
+                "ctx.spawn() was called after ctx.roulette, whose survivors count for more, and their children would "
+                "not; call it before"
+            )
         if child_depth(self.episode.spec.episode_id) >= MAX_CHILD_DEPTH:
             raise EpisodeError(f"child episodes nest deeper than {MAX_CHILD_DEPTH}", reason="environment_error")
         name = name_of(environment)
@@ -296,22 +304,25 @@ class LiveEpisodeContext(EpisodeContext):
         return self._branches.left()
 
     async def branch(self, n: int, *, probe: bool = False) -> int:
+        self.episode.check_not_stopped("ctx.branch()")
         return await self._branches.start(
             n, self.agents, self._leveled(), has_children=bool(self._spawned), probe=probe
         )
 
     async def resample(self, n: int, *, at: int, weight: float = 1.0) -> None:
+        self.episode.check_not_stopped("ctx.resample()")
         await self._branches.resample(n, at, weight, self.agents, self._leveled(), has_children=bool(self._spawned))
 
     def _leveled(self) -> Sequence[LeveledResource]:
         return [*self.resources, *self.sandboxes]
 
     async def roulette(self, survival: float) -> bool:
-        return await play_roulette(self.episode, survival, self.agents)
+        return await play_roulette(self.episode, survival, self.agents, declared=self._roulette)
 
     def score(self, scorer: str, agent: Agent) -> Verdict:
         """Ask for the score of an agent's newest turn."""
         current_branch()  # refuses tasks that are not the program's
+        self.episode.check_not_stopped("ctx.score()")
         if not (isinstance(agent, TurnRecorder) and agent in self.agents and agent.turns):
             raise EnvironmentDefinitionError(f"ctx.score({scorer!r}, …) needs an agent of this episode that has acted")
         if self.episode.scores is None:

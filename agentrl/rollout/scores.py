@@ -154,7 +154,7 @@ class LiveScores:
         episode, start_s = self._episode, self._episode.services.clock.monotonic()
         settings = episode.services.settings
         agents: Mapping[tuple[str, int], Any] = {(agent.seat, agent.index): agent for agent in episode.agents}
-        for agent in agents.values():
+        for agent in agents.values() if episode.roulette_weight else ():  # a stopped conversation's score is 0
             if agent.turns and agent.policy in settings.scored:
                 for scorer in settings.scorers.values():
                     if scorer.per == "episode":

@@ -29,7 +29,7 @@ from agentrl.core import ids
 from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError, EpisodeError
 from agentrl.core.records import AgentTurns, ForkPoint, PolicyVersion
 from agentrl.core.text import plural
-from agentrl.journal.entries import BranchEntry, NondeterministicValueEntry, request_hash
+from agentrl.journal.entries import BranchEntry, JournalEntry, NondeterministicValueEntry, request_hash
 from agentrl.rollout.agent import LiveAgent
 from agentrl.rollout.call_journal import JournaledCall, current_branch
 
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from agentrl.rollout.episode import LiveEpisode
     from agentrl.rollout.turn_recorder import TurnRecorder
 
+ROULETTE = "roulette"
+"""Kind of the entry of a call of `ctx.roulette`: the factor on later rewards, 0 if the episode was stopped."""
 BRANCHES_REFUSED = "branches"
 """Drop reason of an episode whose call of `ctx.branch` or `ctx.resample` was refused."""
 
@@ -314,13 +316,36 @@ def _counted(count: int, *, probe: bool) -> str:
     return plural(count, "probe") if probe else plural(count, "branch", "branches")
 
 
-async def play_roulette(episode: LiveEpisode, survival: float, agents: Sequence[TurnRecorder]) -> bool:
+async def play_roulette(
+    episode: LiveEpisode, survival: float, agents: Sequence[TurnRecorder], *, declared: bool
+) -> bool:
     """Decide whether an episode continues, with probability `survival`; see `EpisodeContext.roulette`.
 
+    Args:
+        episode: the running attempt, whose `roulette_weight` is updated.
+        survival: the probability.
+        agents: the episode's agents.
+        declared: `Environment.roulette`.
+
     Raises:
-        EnvironmentDefinitionError: `survival` is not in (0, 1].
+        EnvironmentDefinitionError: the call is not declared, or made where it would be biased, or `survival` is not in
+            (0, 1].
     """
     journal, spec = episode.journal, episode.spec
+    episode.check_not_stopped("ctx.roulette()")
+    name = spec.environment.rpartition(":")[2]
+    if not declared:
+        raise EnvironmentDefinitionError(
+            f"{name} calls ctx.roulette and does not declare it: set roulette = True in the class"
+        )
+    if current_branch().path != ids.ROOT_BRANCH:
+        raise EnvironmentDefinitionError(
+            "ctx.roulette was called inside ctx.gather, where other coroutines may be acting; call it in run() itself"
+        )
+    if any(not isinstance(agent, LiveAgent) for agent in agents):
+        raise EnvironmentDefinitionError(
+            "ctx.roulette was called after ctx.endpoint; an external agent ends by itself, and cannot be stopped"
+        )
     if isinstance(survival, bool) or not isinstance(survival, int | float) or not 0.0 < survival <= 1.0:
         raise EnvironmentDefinitionError(f"ctx.roulette({survival!r}): the probability must be above 0 and at most 1")
     call = journal.open(request_hash(b"roulette", repr(float(survival)).encode()), lambda: f"roulette({survival:g})")
@@ -328,7 +353,8 @@ async def play_roulette(episode: LiveEpisode, survival: float, agents: Sequence[
     recorded = journal.recall(call, NondeterministicValueEntry)
     if recorded is None:
         survives = ids.random_stream(spec.seed, spec.attempt, call.call_id).random() < survival
-        recorded = NondeterministicValueEntry("roulette", survives if spec.purpose == "train" else None)
+        weight = 1.0 / survival if survives else 0.0
+        recorded = NondeterministicValueEntry(ROULETTE, weight if spec.purpose == "train" else None)
         journal.record(call, recorded)
     if recorded.value is None:  # an evaluation measures whole episodes
         return True
@@ -338,4 +364,15 @@ async def play_roulette(episode: LiveEpisode, survival: float, agents: Sequence[
     for agent in agents:
         if agent.turns:
             agent.reward(0.0)
+    episode.roulette_weight = 0.0
     return False
+
+
+def recorded_roulette_weight(entries: Iterable[JournalEntry]) -> float:
+    """Return the weight of an episode at its end, from its entries: 0 if it was stopped, 1 without `ctx.roulette`."""
+    weight = 1.0
+    for entry in entries:
+        body = entry.decode()
+        if isinstance(body, NondeterministicValueEntry) and body.kind == ROULETTE and body.value is not None:
+            weight *= float(body.value)
+    return weight

@@ -91,6 +91,7 @@ class TurnRecorder(Agent):
 
     def reward(self, value: float | Mapping[str, float], turn: int | None = None, *, name: str = REWARD) -> None:
         """Journal a reward with the weight of its name."""
+        self._episode.check_not_stopped("reward()")
         where = f"episode {self._episode.spec.episode_id}, seat {self.seat!r}"
         if isinstance(value, Mapping):
             for reward_name, part in value.items():

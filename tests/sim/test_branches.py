@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -39,6 +40,7 @@ from agentrl.journal.reader import read_fork_prefix
 from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.metrics import selection_bias_from_journal
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
+from agentrl.testing.check import check_environment
 from agentrl.testing.plugin import SeededSimulation
 from tests.markdown_pages import ROOT, python_of
 from tests.sim.small_run import TASKS, Guess, SmallRun, config_for
@@ -443,6 +445,7 @@ class Stopped(agentrl.Environment):
     """A quarter of the episodes with an even first turn continue."""
 
     seats = ("guesser",)
+    roulette = True
 
     async def run(self, ctx: agentrl.EpisodeContext) -> None:
         agent = ctx.agent("guesser")
@@ -818,3 +821,188 @@ def test_a_deterministic_run_trains_the_same_trees_after_a_kill(
     first, *others = simulated_loop.run(main)
     assert len(first) == 3
     assert all(other == first for other in others)
+
+
+# --- after roulette ---------------------------------------------------------------------------------------------------
+
+
+class StopsAndGoesOn(agentrl.Environment):
+    """Goes on after it was stopped, as the task says."""
+
+    seats = ("guesser",)
+    branches = 4
+    roulette = True
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent = ctx.agent("guesser")
+        await agent.act(agentrl.user("first"))
+        agent.reward(1.0, 0)
+        if await ctx.roulette(0.05):
+            return
+        match ctx.task.data["then"]:
+            case "act()":
+                await agent.act(agentrl.user("second"))
+            case "reward()":
+                agent.reward(1.0, name="late")
+            case "ctx.score()":
+                await ctx.score("noted", agent)
+            case "ctx.spawn()":
+                ctx.spawn(Guess, {"digit": "1"})
+            case "ctx.branch()":
+                await ctx.branch(2)
+            case "ctx.resample()":
+                await ctx.resample(2, at=0)
+            case "ctx.roulette()":
+                await ctx.roulette(0.5)
+            case "ctx.endpoint()":
+                async with ctx.endpoint():
+                    pass
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        *("act()", "reward()", "ctx.score()", "ctx.spawn()"),
+        *("ctx.branch()", "ctx.resample()", "ctx.roulette()", "ctx.endpoint()"),
+    ],
+)
+def test_a_stopped_episode_is_over(simulated_loop: SeededSimulation, call: str) -> None:
+    async def main() -> None:
+        run = retry_run(StopsAndGoesOn, steps=1, tasks=[agentrl.Task(id="t", data={"then": call})])
+        message = rf"{re.escape(call)} in .* ctx\.roulette returned False before, which stopped the episode"
+        with pytest.raises(EnvironmentDefinitionError, match=message):
+            await run.run()
+
+    simulated_loop.run(main, seeds=1)
+
+
+class Undeclared(Stopped):
+    """Calls what it does not declare."""
+
+    roulette = False
+
+
+class InGather(Stopped):
+    """Calls it beside another coroutine."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("guesser").act(agentrl.user("first"))
+        await ctx.gather(ctx.roulette(0.5))
+
+
+class SpawnsAfter(Stopped):
+    """Starts a child after it survived."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("guesser").act(agentrl.user("first"))
+        if await ctx.roulette(0.9):
+            ctx.spawn(Guess, {"digit": "1"})
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (Undeclared, "Undeclared calls ctx.roulette and does not declare it: set roulette = True"),
+        (InGather, "inside ctx.gather"),
+        (SpawnsAfter, "ctx.spawn.* after ctx.roulette, whose survivors count for more"),
+    ],
+)
+def test_roulette_where_it_would_be_biased_ends_the_run(
+    simulated_loop: SeededSimulation, environment: type[agentrl.Environment], message: str
+) -> None:
+    async def main() -> None:
+        with pytest.raises(EnvironmentDefinitionError, match=message):
+            await retry_run(environment, steps=1).run()
+
+    simulated_loop.run(main, seeds=1)
+
+
+def test_the_environment_check_finds_an_undeclared_roulette() -> None:
+    report = check_environment(Undeclared, tasks=[*TASKS])
+    assert any("Undeclared calls ctx.roulette and does not declare it" in finding for finding in report.findings)
+
+
+class StopsAndBranches(agentrl.Environment):
+    """Roulette before and behind a branch point, and a cleanup after it."""
+
+    seats = ("guesser",)
+    branches = 2
+    roulette = True
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent = ctx.agent("guesser")
+        for number in range(3):
+            turn = await agent.act(agentrl.user(f"turn {number}"))
+            agent.reward(float(len(turn.text) % 3), number)
+            if not await ctx.roulette(0.6):
+                await ctx.sleep(0.1)
+                return
+            if number == 0:
+                await ctx.branch(2)
+        agent.reward(1.0)
+
+
+def test_a_program_with_roulette_runs_again_from_every_entry(always_replay: Callable[..., None]) -> None:
+    always_replay(StopsAndBranches, tasks=TASKS[:3], episodes=3)
+    always_replay(Stopped, tasks=TASKS[:3], episodes=3)
+
+
+def stopping_run(directory: FilePath, **changes: Any) -> SmallRun:
+    mine = directory / "mine.py"
+    mine.write_text("import agentrl\n\n@agentrl.scorer\ndef one(scored):\n    return 1.0\n", encoding="utf-8")
+    return retry_run(StopsAndBranches, scorers={"whole": {"function": f"{mine}:one", "per": "episode"}}, **changes)
+
+
+def check_stopped(run: SmallRun) -> Counter[float]:
+    """Check the rewards of a run's episodes against their entries; returns how often each weight was met."""
+    weights = Counter[float]()
+    for end in run.journal.of_kind(EpisodeEnd):
+        spec, header = end.spec, end.header
+        if not header.committed:
+            continue
+        entries = bodies(run, header)
+        if spec.fork is not None:
+            entries = [entry.decode() for entry in run.journal.turn_log("0").prefix(spec.fork)] + entries
+        weight, expected = 1.0, 0.0
+        for body in entries:
+            match body:
+                case TurnEntry():
+                    expected += weight * (len(body.text.removesuffix("<|stop|>")) % 3)
+                case NondeterministicValueEntry(kind="roulette", value=factor):
+                    weight *= factor
+        expected += 2.0 * weight  # the last reward, and the score of the whole conversation
+        assert header.reward == pytest.approx(expected)
+        counted = {name: value for name, value in end.metrics.items() if name.startswith("roulette/")}
+        assert counted == ({"roulette/weight": pytest.approx(weight)} if weight else {"roulette/stopped": 1.0})
+        weights[weight] += 1
+    return weights
+
+
+def test_a_stopped_conversation_has_no_whole_score_through_branches(
+    simulated_loop: SeededSimulation, tmp_path: FilePath
+) -> None:
+    async def main() -> Counter[float]:
+        run = stopping_run(tmp_path, steps=2)
+        await run.run()
+        return check_stopped(run)
+
+    weights = sum(simulated_loop.run(main, seeds=2), Counter[float]())
+    assert weights[0.0] > 4
+    assert sum(count for weight, count in weights.items() if weight > 2) > 4
+
+
+def test_stopped_episodes_stay_stopped_after_a_crash(simulated_loop: SeededSimulation, tmp_path: FilePath) -> None:
+    moments = itertools.count(0.9, 0.5)
+
+    async def main() -> Counter[float]:
+        first = stopping_run(
+            tmp_path,
+        )
+        journal = await first.cut_after(next(moments))
+        version = PolicyVersion("guesser", 0, len(journal.of_kind(StepRow)))
+        state = read_resume_state(journal, {"guesser": version}, group_size=4)
+        second = stopping_run(tmp_path, journal=journal, resume_state=state, resumed_at={"guesser": version})
+        await second.run()
+        return check_stopped(second)
+
+    assert min(found[0.0] for found in simulated_loop.run(main, seeds=4)) > 4

@@ -188,7 +188,7 @@ async def prm(scored: agentrl.Scored) -> float:
 
 class Prove(agentrl.Environment):
     seats = ("prover",)
-    branches = 6                                           # at most, per root episode; admission reserves them
+    branches, roulette = 6, True                           # at most, per root episode; admission reserves them
 
     async def run(self, ctx):
         prover = ctx.agent("prover")

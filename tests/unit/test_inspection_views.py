@@ -274,6 +274,22 @@ def test_the_figures_of_a_run_add_up(reader: RunReader) -> None:
     assert "policies" in shown(statistics_page(figures))
 
 
+@pytest.mark.damages_journal
+def test_the_figures_of_a_run_name_roulette(damaged: Path) -> None:
+    trained = "SELECT episode FROM episodes WHERE purpose = 'train' AND drop_reason IS NULL ORDER BY episode"
+    for metric, value, place in (("stopped", 1.0, 0), ("weight", 4.0, 1), ("weight", 2.0, 2)):
+        statement = (
+            f"UPDATE episodes SET metrics = json_set(metrics, ?, ?) WHERE episode = ({trained} LIMIT 1 OFFSET ?)"
+        )
+        change(damaged, statement, f'$."roulette/{metric}"', value, place)
+    reader = RunReader(damaged)
+    figures = run_statistics(reader)
+    reader.close()
+    assert figures.roulette == {0.0: 1, 2.0: 1, 4.0: 1}
+    line = "roulette: 1 episode stopped; survived: 1 with weight 2, 1 with weight 4"
+    assert line in shown(statistics_page(figures))
+
+
 def test_the_timeline_of_a_run_counts_every_episode_once(reader: RunReader) -> None:
     found = run_timeline(reader, parts=40)
     assert sum(found.committed) + sum(found.dropped) == reader.count("committed_at != null")
