@@ -150,7 +150,12 @@ class JournaledSandbox(EpisodeSandbox):
         if self._lease is None:
             lease = await open_lease(self._limits)
             try:
-                await lease.restore(*self._state.to_restore())
+                await lease.restore(*self._state.to_restore(self._limits.disk_mb))
+            except OSError as error:
+                _close_later(lease)
+                raise EpisodeError(
+                    f"{self.name}: the recorded files cannot be restored: {error}", reason="environment_error"
+                ) from error
             except BaseException:
                 _close_later(lease)
                 raise

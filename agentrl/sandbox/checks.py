@@ -150,4 +150,4 @@ def _remedy(name: DriverName) -> str:
             return fix
     if Path("/.dockerenv").exists() or Path("/run/.containerenv").exists():
         return "this is a container: start it with a seccomp profile that allows namespaces and mounts"
-    return "agentrl needs bubblewrap >= 0.8 and a kernel that lets this user make user namespaces"
+    return "agentrl needs a bubblewrap with --bind-fd (0.10 or newer) and a kernel that lets users make user namespaces"

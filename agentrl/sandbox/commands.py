@@ -9,19 +9,23 @@ from typing import TYPE_CHECKING
 
 from agentrl.core.errors import InputError
 from agentrl.sandbox import keeper
-from agentrl.sandbox.driver import CommandResult, check_variables
+from agentrl.sandbox.driver import CommandResult, SandboxError, check_variables
+from agentrl.sandbox.keeper import SEARCH_PATH
+from agentrl.sandbox.state import is_below
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from agentrl.sandbox.driver import SandboxLease
+    from agentrl.sandbox.driver import SandboxLease, SandboxLimits
 
 LONGEST_ARGUMENT = (128 << 10) - 1
 """Bytes of one argument; the kernel's limit."""
 LONGEST_COMMAND = 1 << 20
 """Bytes of all arguments; the kernel allows a quarter of the stack for them and the environment."""
-CANNOT_START = 126
-"""Exit status of a command that cannot be started, as shells use it."""
+CANNOT_START, NO_PROGRAM = 126, 127
+"""Exit status of a command that cannot be started, and of one whose program does not exist, as shells use them."""
+_VISIBLE = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
+"""Directories of this machine that a sandbox without a root sees."""
 _CHUNK = 1 << 16
 
 
@@ -78,6 +82,39 @@ def not_started(why: str) -> CommandResult:
         seconds=0.0,
         cpu_seconds=0.0,
     )
+
+
+def exec_status(stderr: bytes) -> int:
+    """Return the exit status of a command that bubblewrap could not start; it wrote the reason."""
+    return NO_PROGRAM if b"execvp" in stderr and b"No such file" in stderr else CANNOT_START
+
+
+def check_program(program: str, limits: SandboxLimits, variables: Mapping[str, str]) -> None:
+    """Refuse a program that could not start if it is missing here and no command can have removed it.
+
+    Raises:
+        SandboxError: this machine, or the root, lacks the program.
+    """
+    path = variables.get("PATH", SEARCH_PATH)
+    places = [f"{directory}/{program}" for directory in path.split(":")]
+    if "/" in program:
+        if limits.root is not None:  # commands may be asked to make it
+            return
+        places = [os.path.join(limits.directory, program)]
+    places = [os.path.normpath(place).lstrip("/") for place in places]
+    if any(is_below(place, ("/box", "/tmp", *limits.writable)) for place in places):
+        return
+    visible = [f"/{place}" for place in places if is_below(place, limits.read)]
+    if limits.root is not None:
+        visible += [f"{limits.root}/{place}" for place in places]
+    else:
+        visible += [f"/{place}" for place in places if is_below(place, _VISIBLE)]
+    if not any(map(os.path.lexists, visible)):
+        where = f"in {path} " if "/" not in program else ""
+        raise SandboxError(
+            f"sandbox: there is no program {program!r} {where}of {limits.root or 'this machine'}; install it, or name "
+            "its directory in `read`"
+        )
 
 
 class Capture:

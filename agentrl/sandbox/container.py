@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import InputError
 from agentrl.sandbox import keeper
-from agentrl.sandbox.commands import Capture, memory_file, prepare
+from agentrl.sandbox.commands import NO_PROGRAM, Capture, check_program, memory_file, prepare
 from agentrl.sandbox.driver import CommandResult, SandboxError, SandboxLimits
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 T = TypeVar("T")
 _clock = SystemClock()
@@ -231,12 +231,16 @@ class ContainerLease:
             return refused
         name = f"{self._driver.directory.name}-{self._name}-{next(self._numbers)}"
         limit, started = min(seconds or self.limits.seconds, self.limits.seconds), _clock.monotonic()
-        variables = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/box", "LANG": "C.UTF-8", **variables}
+        variables = {"PATH": keeper.SEARCH_PATH, "HOME": "/box", "LANG": "C.UTF-8", **variables}
         options = ["--name", name, *(["--interactive"] if stdin else [])]
         if self._driver.program == "podman":
             options += ["--timeout", str(int(limit) + 2)]  # if this process is killed
         streams = [Capture(self.limits.output_bytes) for _ in range(2)]
-        with memory_file(stdin) as source, tempfile.TemporaryDirectory(dir=self._files.path) as own:
+        with (
+            memory_file(stdin) as source,
+            tempfile.TemporaryDirectory(dir=self._files.path) as own,
+            self._mounts(),
+        ):
             options += ["--cidfile", f"{own}/id", "--env-file", _variables_file(f"{own}/env", variables)]
             if self._is_closed:
                 raise SandboxError("sandbox: the sandbox is closed")
@@ -258,6 +262,8 @@ class ContainerLease:
         if process.returncode == _OWN_FAILURE and not has_container and not killed:
             message = outputs[1].decode("utf-8", "replace").strip()
             raise SandboxError(f"sandbox: {self._driver.program} made no container: {message[-300:]}")
+        if process.returncode == NO_PROGRAM and not killed:
+            check_program(argv[0], self.limits, variables)
         return CommandResult(
             status=process.returncode or 0,
             stdout=outputs[0],
@@ -267,6 +273,15 @@ class ContainerLease:
             seconds=_clock.monotonic() - started,
             cpu_seconds=0.0,
         )
+
+    @contextlib.contextmanager
+    def _mounts(self) -> Iterator[None]:
+        """Hold the mounted directories open: the container program follows links, and they are none."""
+        try:
+            with self._files.mounts():
+                yield
+        except keeper.FileError as error:
+            raise SandboxError(f"sandbox: a mounted directory was exchanged: {error}") from error
 
     async def _watch(
         self, ended: asyncio.Task[int], name: str, deadline: float

@@ -183,7 +183,7 @@ class SandboxLease(Protocol):
             listener: receives the socket that listens at 127.0.0.1:8080 of the sandbox, with `network = "gateway"`.
 
         Raises:
-            SandboxError: the sandbox is gone, or the command could not be started.
+            SandboxError: the sandbox is gone, the command could not be isolated, or the machine lacks its program.
         """
         ...
 

@@ -48,8 +48,10 @@ _OPENAT2 = 437
 _BENEATH = 1 | 2 | 4 | 8  # RESOLVE_NO_XDEV, NO_MAGICLINKS, NO_SYMLINKS, BENEATH
 FIRST_UID, _UIDS = 2_000_000_000, 512
 """As root, each lease has its own user id: limits on processes bind every user but the real root."""
-_NAMES_BYTES = 48 << 20
-"""Maximum size of names and holes of files that are read at once, in addition to that of the disk."""
+_NAMES_BYTES = 8 << 20
+"""Maximum size of the names of all files of a sandbox."""
+_HOLES_BYTES = 48 << 20
+"""Maximum size of holes in files that are read at once."""
 _TICK_NS = 50_000_000
 """Upper bound of the resolution of file times."""
 _FARTHEST_NS = 1 << 62
@@ -62,6 +64,8 @@ _SIZE = re.compile(rb"^(\w+):\s+(\d+) kB$", re.MULTILINE)
 _PRIVATE_SIZES = (b"RssAnon", b"VmSwap", b"VmPTE", b"HugetlbPages")
 _START_S = 10.0
 """Seconds within which bubblewrap has to set up a sandbox."""
+SEARCH_PATH = "/usr/local/bin:/usr/bin:/bin"
+"""PATH of commands, unless they are given another."""
 HOST_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ssl/certs", "/etc/localtime")
 """Files of the host's /etc that a sandbox sees, read-only."""
 ETC = {
@@ -86,6 +90,8 @@ def in_file(path: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise FileError(error.errno, error.strerror, path) from error
+    except ValueError as error:  # NUL or a lone surrogate in a name
+        raise FileError(errno.EINVAL, str(error), path) from error
 
 
 def memory_file(content: bytes) -> int:
@@ -160,6 +166,11 @@ def _parts(path: str) -> list[str]:
     return parts
 
 
+def contents_limit(disk_mb: int) -> int:
+    """Return the maximum size of a sandbox's plain files: more than its disk holds, since files may have holes."""
+    return (disk_mb << 20) + _HOLES_BYTES
+
+
 class FileRecord(NamedTuple):
     """A file of a sandbox, without its content."""
 
@@ -184,12 +195,19 @@ class FileChanges:
     Args:
         earlier: signatures of the earlier walk, by path.
         settled: time before which a change was seen by the earlier walk.
-        room: maximum size of contents and names, in bytes.
+        contents_room: maximum size of the contents, in bytes.
+        names_room: maximum size of the names of all files, in bytes.
         is_overlay: whether the files are the upper directory of an overlay.
     """
 
     def __init__(
-        self, earlier: dict[str, tuple[int, ...]], settled: int, room: int, *, is_overlay: bool = False
+        self,
+        earlier: dict[str, tuple[int, ...]],
+        settled: int,
+        contents_room: int,
+        names_room: int = _NAMES_BYTES,
+        *,
+        is_overlay: bool = False,
     ) -> None:
         self.signatures: dict[str, tuple[int, ...]] = {}
         self.records: list[FileRecord] = []
@@ -197,7 +215,8 @@ class FileChanges:
         self.contents = os.memfd_create("agentrl", os.MFD_CLOEXEC)
         """Contents of the plain files among them, one after another."""
         self._earlier, self._settled, self._is_overlay = earlier, settled, is_overlay
-        self._room = self._limit = room
+        self._room = {"files": contents_room, "names of files": names_room}
+        self._taken = dict.fromkeys(self._room, 0)
         self._first: dict[int, str] = {}
         """First path of each file with several names, by inode."""
 
@@ -225,44 +244,42 @@ class FileChanges:
         kind = _KINDS.get(stat.S_IFMT(found.st_mode))
         if kind is None:  # a socket: nothing listens behind it any more
             return False
+        self._take("names of files", len(os.fsencode(path)))
         record = FileRecord(path, kind, stat.S_IMODE(found.st_mode), 0, 0, "")
         if kind == "directory":
             if self._is_overlay and _is_opaque(directory, name):
                 record = record._replace(target="opaque")
             self.signatures[path] = (found.st_mode, len(record.target))
             if self._earlier.get(path) != self.signatures[path]:
-                self._add(record)
+                self.records.append(record)
             return True
         signature = self.signatures[path] = (found.st_mode, found.st_ino, found.st_size, found.st_ctime_ns)
         if found.st_nlink > 1 and (first := self._first.setdefault(found.st_ino, path)) != path:
-            self._add(record._replace(kind="same", target=first))
+            self._take("names of files", len(os.fsencode(first)))
+            self.records.append(record._replace(kind="same", target=first))
         elif self._earlier.get(path) != signature or found.st_ctime_ns >= self._settled:
             if kind == "file":
-                self._take(found.st_size)
+                self._take("files", found.st_size)
                 _append(self.contents, directory, name, found.st_size)
                 modified = max(-_FARTHEST_NS, min(found.st_mtime_ns, _FARTHEST_NS))
                 record = record._replace(modified=modified, size=found.st_size)
             elif kind == "link":
                 record = record._replace(target=os.readlink(name, dir_fd=directory))
-            self._add(record)
+                self._take("names of files", len(os.fsencode(record.target)))
+            self.records.append(record)
         return False
 
     def gone(self) -> list[str]:
         """Return the paths of the earlier walk that are gone."""
-        gone = [path for path in self._earlier if path not in self.signatures]
-        self._take(sum(len(os.fsencode(path)) for path in gone))
-        return gone
+        return [path for path in self._earlier if path not in self.signatures]
 
-    def _add(self, record: FileRecord) -> None:
-        self._take(len(os.fsencode(record.path)) + len(os.fsencode(record.target)))
-        self.records.append(record)
-
-    def _take(self, size: int) -> None:
-        self._room -= size
-        if self._room < 0:
-            raise OSError(errno.EFBIG, f"files and names of more than {self._limit >> 20} MiB")
+    def _take(self, what: str, size: int) -> None:
+        self._taken[what] += size
+        if self._taken[what] > self._room[what]:
+            raise OSError(errno.EFBIG, f"{what} of more than {self._room[what] >> 20} MiB")
 
 
+_RESTORED = ("file", "directory", "link", "pipe", "same", "none")
 _OPAQUE = {"trusted.overlay.opaque", "user.overlay.opaque"}
 """Marks of an overlay; those that a command sets itself, in an overlay, get a longer name."""
 _KINDS = {
@@ -282,6 +299,16 @@ def _append(contents: int, directory: int, name: str, size: int) -> None:
             size -= copied
     finally:
         os.close(file)
+
+
+def _keep_open(files: set[int]) -> None:
+    """Close all other files, and let the next program inherit these."""
+    for file in [int(name) for name in os.listdir("/proc/self/fd")]:
+        if file not in files:
+            with contextlib.suppress(OSError):
+                os.close(file)
+    for file in files:
+        os.set_inheritable(file, True)
 
 
 def _release(block: int) -> None:
@@ -411,8 +438,7 @@ class SandboxFiles:
         No command may run meanwhile. With `everything`, all files are returned.
         """
         started = time.time_ns()
-        # More than the disk holds, since sparse files and names are larger than what they take of it.
-        room = (self.limits["disk_mb"] << 20) + _NAMES_BYTES
+        room = contents_limit(self.limits["disk_mb"])
         earlier = {} if everything else self.signatures
         changes = FileChanges(earlier, self.scanned - _TICK_NS, room, is_overlay=self.root is not None)
         gone: list[str] = []
@@ -430,11 +456,15 @@ class SandboxFiles:
         return changes.records, gone, changes.contents
 
     def restore(self, records: Sequence[FileRecord], contents: int) -> None:
-        """Make files as `changed` returned them, parents first, in a sandbox that has run nothing yet."""
-        offset = 0
+        """Make files as `changed` returned them, parents first, in a sandbox that has run nothing yet.
+
+        The records are data of a run directory, which may come from others: nothing outside the sandbox's own
+        directories is made, changed or linked to.
+        """
+        offset, end = 0, os.fstat(contents).st_size
         for record in records:
             with in_file(record.path):
-                *parents, name = _parts(f"/{record.path}")
+                *parents, name = self._restorable(record, end - offset)
                 directory = self.open_directory(parents, make=True)
                 try:
                     if record.kind != "directory" or record.target == "opaque":
@@ -449,10 +479,51 @@ class SandboxFiles:
                     os.close(directory)
         for record in reversed(records):  # last, since a directory may be closed to its owner
             if record.kind == "directory":
-                directory = self.open_directory(_parts(f"/{record.path}"), make=False)
-                os.fchmod(directory, record.mode)
-                os.close(directory)
+                with in_file(record.path):
+                    directory = self.open_directory(_parts(f"/{record.path}"), make=False)
+                    os.fchmod(directory, record.mode)
+                    os.close(directory)
         self.signatures = {record.path: () for record in records}
+
+    def _restorable(self, record: FileRecord, content_bytes: int) -> list[str]:
+        """Return the parts of a record's path, if `changed` can have returned the record."""
+        parts = self._inner_parts(record.path)
+        if record.kind not in _RESTORED or (record.kind == "none" and not self.root):
+            raise OSError(errno.EINVAL, f"no kind of file: {record.kind!r}")
+        if record.kind == "same":
+            self._inner_parts(record.target)
+        if record.mode != stat.S_IMODE(record.mode) or abs(record.modified) > _FARTHEST_NS:
+            raise OSError(errno.EINVAL, f"no mode or time of a file: {record.mode}, {record.modified}")
+        if not 0 <= record.size <= (content_bytes if record.kind == "file" else 0):
+            raise OSError(errno.EINVAL, f"no size of a file: {record.size}")
+        return parts
+
+    def _inner_parts(self, path: str) -> list[str]:
+        """Return the parts of a recorded path, which must be below a directory that commands may write to."""
+        parts = _parts(f"/{path}")
+        if "/".join(parts) != path:
+            raise OSError(errno.EINVAL, "not the path of a file")
+        if not self.root and (len(parts) == 1 or parts[0] not in self.writable):
+            raise OSError(errno.EROFS, "outside the directories that the sandbox can write to")
+        return parts
+
+    @contextlib.contextmanager
+    def mounts(self) -> Iterator[dict[str, int]]:
+        """Open the sandbox's own files that commands see, without following links, by path in the sandbox."""
+        with contextlib.ExitStack() as opened:
+            top = os.open(self.top, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            opened.callback(os.close, top)
+            descriptors = {"/": top} if self.root else {}
+            for name in self._mounted_names():
+                with in_file(f"/{name}"):
+                    descriptors[f"/{name}"] = file = _open_beneath(top, name, os.O_PATH)
+                    opened.callback(os.close, file)
+                    if stat.S_ISLNK(os.fstat(file).st_mode):
+                        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+            yield descriptors
+
+    def _mounted_names(self) -> list[str]:
+        return self.writable
 
     def _make(self, record: FileRecord, directory: int, name: str) -> None:
         if record.kind == "directory":
@@ -539,6 +610,9 @@ class Lease(SandboxFiles):
         _check(_libc.umount2(self.path.encode(), _DETACH))
         os.rmdir(self.path)
 
+    def _mounted_names(self) -> list[str]:
+        return [] if self.root else [*(f"etc/{name}" for name in ETC), *self.writable]
+
     def make_mount_points(self) -> None:
         """Make what bubblewrap mounts on, in a sandbox with its own root. It would follow links of earlier commands."""
         if not self.root:
@@ -559,8 +633,10 @@ class Lease(SandboxFiles):
 class RunningCommand:
     """One command that runs in a lease."""
 
-    def __init__(self, lease: Lease, process: int, init: int, deadline: float, memory: int) -> None:
+    def __init__(self, lease: Lease, process: int, init: int, status_file: int, deadline: float, memory: int) -> None:
         self.lease, self.process, self.init, self.deadline, self.memory = lease, process, init, deadline, memory
+        self.status_file = status_file
+        """Receives bubblewrap's report of the exit status, if the program could be started."""
         self.started = time.monotonic()
         self.killed = ""
         self.peak = 0
@@ -724,9 +800,10 @@ class Keeper:
     def do_run(self, number: int, files: list[int], lease: str, **options: Any) -> Answer:
         sandbox = self.lease(lease)
         sandbox.make_mount_points()
-        process, init, listener = self.start(sandbox, files, options)
+        with sandbox.mounts() as mounts:
+            process, init, status_file, listener = self.start(sandbox, files, options, mounts)
         deadline = time.monotonic() + options["seconds"]
-        command = RunningCommand(sandbox, process, init, deadline, options["memory_mb"] << 20)
+        command = RunningCommand(sandbox, process, init, status_file, deadline, options["memory_mb"] << 20)
         self.commands[number] = command
         self.poller.register(command.pidfd, select.POLLIN)
         if listener is not None:
@@ -744,11 +821,14 @@ class Keeper:
         os.close(command.pidfd)
         os.close(command.init_pidfd)
         _, status, usage = os.wait4(command.process, 0)
+        has_started = bool(os.read(command.status_file, 4096)) or bool(command.killed)
+        os.close(command.status_file)
         self.reap_orphans()
         self.reply(
             number,
             {
                 "status": os.waitstatus_to_exitcode(status),
+                "has_started": has_started,
                 "killed": command.killed,
                 "peak_bytes": command.peak,
                 "seconds": time.monotonic() - command.started,
@@ -765,8 +845,11 @@ class Keeper:
                     return  # the kernel names it first each time; its own end is near
                 os.waitpid(ended.si_pid, 0)
 
-    def arguments(self, lease: Lease, options: Fields) -> list[str]:
-        """Return bubblewrap's arguments for a command."""
+    def arguments(self, lease: Lease, options: Fields, mounts: dict[str, int]) -> list[str]:
+        """Return bubblewrap's arguments for a command.
+
+        What the sandbox owns is bound by descriptor: bubblewrap fails if the path leads elsewhere by then.
+        """
         arguments = [
             "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try",
             "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv", "--hostname", "sandbox",
@@ -775,7 +858,7 @@ class Keeper:
             arguments += ["--unshare-net"]
         if lease.root:
             user = "1000" if self.is_root else "0"
-            arguments += ["--uid", user, "--gid", user, "--bind", lease.top, "/"]
+            arguments += ["--uid", user, "--gid", user, "--bind-fd", str(mounts["/"]), "/"]
         else:
             arguments += ["--uid", "1000", "--gid", "1000", "--ro-bind", "/usr", "/usr"]
             for name in ("bin", "sbin", "lib", "lib64", "lib32"):
@@ -785,10 +868,8 @@ class Keeper:
                     arguments += ["--ro-bind", f"/{name}", f"/{name}"]
             for path in HOST_FILES:
                 arguments += ["--ro-bind-try", path, path]
-            for name in ETC:
-                arguments += ["--ro-bind", f"{lease.path}/etc/{name}", f"/etc/{name}"]
-            for name in lease.writable:
-                arguments += ["--bind", f"{lease.path}/{name}", f"/{name}"]
+            for path, descriptor in mounts.items():
+                arguments += ["--ro-bind-fd" if path.startswith("/etc/") else "--bind-fd", str(descriptor), path]
         for path in lease.limits["read"]:
             arguments += ["--ro-bind", path, path]
         arguments += [
@@ -809,7 +890,7 @@ class Keeper:
         if not lease.root:
             arguments += ["--remount-ro", "/"]
         environment = {
-            "PATH": "/usr/local/bin:/usr/bin:/bin",
+            "PATH": SEARCH_PATH,
             "HOME": "/box",
             "LANG": "C.UTF-8",
             **options["environment"],
@@ -818,17 +899,24 @@ class Keeper:
             arguments += ["--setenv", key, value]
         return [*arguments, "--chdir", options["directory"]]
 
-    def start(self, lease: Lease, files: list[int], options: Fields) -> tuple[int, int, int | None]:
-        """Start a command. Return bubblewrap's process, the sandbox's process 1, and the listening socket, if any."""
+    def start(
+        self, lease: Lease, files: list[int], options: Fields, mounts: dict[str, int]
+    ) -> tuple[int, int, int, int | None]:
+        """Start a command.
+
+        Return bubblewrap's process, the sandbox's process 1, the file with bubblewrap's report of the exit status, and
+        the listening socket, if any.
+        """
         listener = namespace = None
         if options["network"] == "gateway":
             listener, namespace = self.listen(options["port"])
         info_read, info_write = os.pipe()
         block_read, block_write = os.pipe()
         filter_file = os.open(f"/proc/self/fd/{self.filter_file}", os.O_RDONLY)
-        extra = ["--seccomp", str(filter_file), "--info-fd", str(info_write), "--block-fd", str(block_read)]
+        extra = ["--seccomp", str(filter_file), "--json-status-fd", str(info_write), "--block-fd", str(block_read)]
         # In a file, since other users of the machine can read a process's arguments, and these hold the environment.
-        arguments = memory_file(b"".join(os.fsencode(text) + b"\0" for text in self.arguments(lease, options) + extra))
+        text = [*self.arguments(lease, options, mounts), *extra]
+        arguments = memory_file(b"".join(os.fsencode(argument) + b"\0" for argument in text))
         argv = [self.bwrap, "--args", str(arguments), "--", *options["argv"]]
         keeper = os.getpid()
         process = os.fork()
@@ -841,13 +929,7 @@ class Keeper:
                 for target, file in enumerate(files[:3]):
                     os.dup2(file, target)
                 self.limit(lease, options)
-                keep = {0, 1, 2, info_write, block_read, filter_file, arguments}
-                for file in [int(name) for name in os.listdir("/proc/self/fd")]:
-                    if file not in keep:
-                        with contextlib.suppress(OSError):
-                            os.close(file)
-                for file in keep:
-                    os.set_inheritable(file, True)
+                _keep_open({0, 1, 2, info_write, block_read, filter_file, arguments, *mounts.values()})
                 os.execv(self.bwrap, argv)
             except BaseException as error:
                 os.write(info_write, f"{type(error).__name__}: {error}".encode())
@@ -862,13 +944,13 @@ class Keeper:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
             os.waitpid(process, 0)
+            os.close(info_read)
             if listener is not None:
                 os.close(listener)
             raise
         finally:
-            os.close(info_read)
             os.close(block_write)
-        return process, init, listener
+        return process, init, info_read, listener
 
     def sandbox_init(self, info: int) -> int:
         """Return the id of the sandbox's process 1, once bubblewrap has made it."""

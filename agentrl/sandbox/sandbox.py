@@ -45,7 +45,7 @@ class Sandbox(SandboxLimits):
             seconds: a shorter time limit than the sandbox's.
 
         Raises:
-            SandboxError: this machine cannot isolate the command.
+            SandboxError: this machine cannot isolate the command, or lacks its program.
             InputError: the command or a path cannot be used.
         """
         lease = await open_lease(self)

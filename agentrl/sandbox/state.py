@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from agentrl.sandbox.keeper import FileRecord
+from agentrl.core.errors import EntriesError
+from agentrl.sandbox.keeper import FileRecord, contents_limit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -42,6 +43,15 @@ def hashed_files(records: Sequence[FileRecord], contents: bytes) -> list[HashedF
         offset += record.size
         files.append(HashedFile(record, content_digest(content) if record.kind == "file" else "", content))
     return files
+
+
+class _Change(msgspec.Struct):
+    """What a command changed, as the journal holds it."""
+
+    digest: str
+    changed: list[tuple[bytes, str, int, int, int, bytes, str]]
+    gone: list[bytes]
+    contents: dict[str, bytes]
 
 
 class FileState:
@@ -97,21 +107,37 @@ class FileState:
         return {"digest": self.digest, "changed": rows, "gone": removed_names, "contents": fresh}
 
     def apply(self, change: dict[str, Any]) -> None:
-        """Take in a change from the journal."""
-        for path, kind, mode, modified, size, target, digest in change["changed"]:
+        """Take in a change from the journal.
+
+        Raises:
+            EntriesError: it is not what `update` returned.
+        """
+        try:
+            recorded = msgspec.convert(change, _Change)
+        except msgspec.ValidationError as error:
+            raise EntriesError(f"the files that a sandbox's command changed cannot be read: {error}") from error
+        for path, kind, mode, modified, size, target, digest in recorded.changed:
             record = FileRecord(os.fsdecode(path), kind, mode, modified, size, os.fsdecode(target))
             self._files[record.path] = (record, digest)
-        for path in change["gone"]:
-            del self._files[os.fsdecode(path)]
-        self._known_digests.update(change["contents"])
-        self._contents.update(change["contents"])
+        for path in recorded.gone:
+            self._files.pop(os.fsdecode(path), None)
+        self._known_digests.update(recorded.contents)
+        self._contents.update(recorded.contents)
 
-    def to_restore(self) -> tuple[list[FileRecord], bytes]:
-        """Return all files and their contents, while no lease holds them."""
+    def to_restore(self, disk_mb: int) -> tuple[list[FileRecord], bytes]:
+        """Return all files and their contents, while no lease holds them.
+
+        Raises:
+            EntriesError: the journal lacks a content, or they have more bytes than a sandbox with `disk_mb` can hold.
+        """
         # Further names come last: the file itself must exist by then.
         files = sorted(self._files.values(), key=lambda file: (file[0].kind == "same", file[0].path))
-        contents = b"".join(self._contents[digest] for record, digest in files if record.kind == "file")
-        return [record for record, _ in files], contents
+        plain = [(record, self._contents.get(digest)) for record, digest in files if record.kind == "file"]
+        if wrong := [record.path for record, content in plain if content is None or len(content) != record.size]:
+            raise EntriesError(f"the journal lacks the content of {wrong[0]!r}, a file of a sandbox")
+        if sum(record.size for record, _ in plain) > (limit := contents_limit(disk_mb)):
+            raise EntriesError(f"the files of a sandbox have more than {limit >> 20} MiB")
+        return [record for record, _ in files], b"".join(content for _, content in plain if content is not None)
 
     def forget_contents(self) -> None:
         """Forget the contents, since a lease holds the files."""
@@ -121,10 +147,10 @@ class FileState:
         """Return the files at or below the absolute paths `only`, or all, but for those at or below `without`."""
         part = FileState()
         for path, (record, digest) in self._files.items():
-            if (only and not _is_below(path, only)) or _is_below(path, without):
+            if (only and not is_below(path, only)) or is_below(path, without):
                 continue
             if record.kind == "same":  # its first name may be left out
-                first, digest = self._files[record.target]
+                first, digest = self._files.get(record.target, (record, digest))
                 record = first._replace(path=path)
             part._files[path] = (record, digest)
         part._known_digests, part._contents = set(self._known_digests), dict(self._contents)
@@ -145,7 +171,7 @@ def change_size(change: dict[str, Any]) -> int:
     return names + sum(map(len, change["gone"])) + sum(map(len, change["contents"].values()))
 
 
-def _is_below(path: str, tops: Sequence[str]) -> bool:
+def is_below(path: str, tops: Sequence[str]) -> bool:
     """Whether a file is at or below one of some absolute paths."""
     return any(f"{path}/".startswith(f"{top.strip('/')}/") for top in tops)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,13 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 
 import agentrl
-from agentrl.core.errors import EffectError
+from agentrl.core.errors import EffectError, EntriesError, EpisodeError
 from agentrl.core.records import EpisodeSpec, ForkPoint, PolicyVersion, SeatBinding, Task
 from agentrl.engines.scripted import ScriptedEngine
-from agentrl.journal.entries import JournalEntry, ResourceCallEntry
+from agentrl.journal.entries import JournalEntry, ResourceCallEntry, encode_body
 from agentrl.journal.memory import MemoryJournal
 from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.rollout.sandbox import changed_files
@@ -92,27 +94,56 @@ def test_the_first_new_command_finds_the_recorded_files() -> None:
         assert all(later.startswith(text) for text in recorded for later in Counting.seen[len(recorded) :])
 
 
+async def fork(entries: Sequence[JournalEntry]) -> Any:
+    """Fork an episode of `Counting` before its second command; return the reward."""
+    second = [entry.call_id for entry in entries if isinstance(entry.decode(), ResourceCallEntry)][1]
+    journal = MemoryJournal()
+    engine = ScriptedEngine(lambda *_: [*b"ok", STOP_TOKEN], versions={POLICY: PolicyVersion(POLICY, 0, 0)})
+    runner: Any
+    _, runner = wire_dispatcher(Counting, engine, journal, plain_rollout_settings(), [])
+    log = journal.turn_log(PARTITION)
+    for entry in entries:
+        log.append(entry)
+    await log.flush()
+    point = ForkPoint(journal=".", partition=log.name, episode_id="e0", attempt=0, call_id=second)
+    forked = replace(spec(Counting), episode_id="f0", fork=point)
+    return (await asyncio.get_running_loop().create_task(runner.run(forked, Counting))).reward
+
+
 def test_a_fork_finds_the_files_of_its_prefix() -> None:
     whole = execute(Counting)
-    second = [entry.call_id for entry in whole.entries if isinstance(entry.decode(), ResourceCallEntry)][1]
-
-    async def fork() -> float | None:
-        journal = MemoryJournal()
-        engine = ScriptedEngine(lambda *_: [*b"ok", STOP_TOKEN], versions={POLICY: PolicyVersion(POLICY, 0, 0)})
-        _, runner = wire_dispatcher(Counting, engine, journal, plain_rollout_settings(), [])
-        log = journal.turn_log(PARTITION)
-        for entry in whole.entries:
-            log.append(entry)
-        await log.flush()
-        point = ForkPoint(journal=".", partition=log.name, episode_id="e0", attempt=0, call_id=second)
-        forked = replace(spec(Counting), episode_id="f0", fork=point)
-        return (await asyncio.get_running_loop().create_task(runner.run(forked, Counting))).reward
-
     first, _, third = Counting.seen
-    assert asyncio.run(fork()) == 3.0
+    assert asyncio.run(fork(whole.entries)) == 3.0
     assert Counting.seen[0] == first
     assert Counting.seen[2].startswith(first)
     assert Counting.seen[2] != third
+
+
+@pytest.mark.parametrize(
+    ("state", "problem"),
+    [
+        ({"changed": [(b"box", "link", 0o777, 0, 0, b"VICTIM", "")]}, "outside the directories"),
+        ({"changed": [(b"etc/passwd", "link", 0o777, 0, 0, b"VICTIM/secret", "")]}, "outside the directories"),
+        ({"changed": [(b"box/times", "file", 0o644, 0, 1 << 40, b"", "00")]}, "lacks the content of 'box/times'"),
+        ({"changed": [(b"box/times", "file", "0644", 0, 1, b"", "00")]}, "cannot be read"),
+        ({"gone": 5}, "cannot be read"),
+    ],
+)
+def test_a_fork_of_a_foreign_run_reaches_no_files_of_this_machine(
+    state: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    (tmp_path / "secret").write_text("secret")
+    tmp_path.chmod(0o777)
+    recorded = list(execute(Counting).entries)
+    number = next(at for at, entry in enumerate(recorded) if isinstance(entry.decode(), ResourceCallEntry))
+    body = recorded[number].decode()
+    assert isinstance(body, ResourceCallEntry)
+    changed = [(*row[:5], row[5].replace(b"VICTIM", os.fsencode(tmp_path)), row[6]) for row in state.get("changed", ())]
+    hostile = msgspec.structs.replace(body, state={**body.state, **state, "changed": changed})
+    recorded[number] = msgspec.structs.replace(recorded[number], body=encode_body(hostile))
+    with pytest.raises((EpisodeError, EntriesError), match=problem):
+        asyncio.run(fork(recorded))
+    assert os.listdir(tmp_path) == ["secret"]
 
 
 def test_entries_hold_what_changed_and_inputs_only_by_digest() -> None:

@@ -24,6 +24,7 @@ from agentrl.sandbox.container import ContainerDriver
 from agentrl.sandbox.driver import DriverName, SandboxDriver, SandboxError, SandboxLease
 from agentrl.sandbox.sandbox import choose_driver, make_driver
 from benchmarks.sandboxes_leaks import marked
+from tests.hostile_records import faults
 
 
 @cache
@@ -84,7 +85,12 @@ def test_commands_read_and_write_the_files_of_their_sandbox(
             for path in ("/box/none", "/etc/shadow", "/box/../x"):
                 with pytest.raises(OSError, match=path):
                     await lease.read(path)
-            assert (await lease.run(["no-such-program"])).status in (1, 127)
+            await lease.write({"/box/text": b"no program"})
+            for argv, status in ((["./none"], 127), (["./text"], 126), (["sh", "-c", "exit 127"], 127)):
+                assert (await lease.run(argv)).status == status
+            for program in ("no-such-program", "/opt/no-such-program"):
+                with pytest.raises(SandboxError, match=f"no program '{program}'"):
+                    await lease.run([program])
 
     asyncio.run(run())
 
@@ -109,6 +115,10 @@ def test_the_files_of_one_sandbox_are_restored_in_another(driver: DriverName) ->
             assert await lease.read("/box/d/f") == b"1\n"
 
     asyncio.run(run())
+
+
+def test_a_recorded_state_restores_nothing_outside(driver: DriverName) -> None:
+    assert not faults(driver)
 
 
 def test_limits_on_time_and_output_end_all_processes_and_leave_nothing(driver: DriverName) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ from agentrl.sandbox.driver import CommandResult, SandboxError
 from agentrl.sandbox.state import FileState, hashed_files
 from benchmarks.sandboxes_leaks import leaks, marked
 from benchmarks.sandboxes_limits import BOMBS, below
+from benchmarks.sandboxes_users import as_users
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 
@@ -78,7 +80,8 @@ def test_files_stay_from_command_to_command_of_a_lease() -> None:
 def test_failures_of_the_command_are_its_result() -> None:
     assert shell("exit 3").status == 3
     assert shell("kill -9 $$").status in (-9, 137)
-    assert not in_lease(lambda lease: lease.run(["no-such-program"])).ok
+    assert shell("no-such-program").status == 127
+    assert shell("echo bwrap: execvp: No such file or directory >&2; exit 1").status == 1
 
 
 @pytest.mark.parametrize(
@@ -358,15 +361,63 @@ def test_the_names_of_changed_and_removed_files_count_as_changes(tmp_path: Path)
     (tmp_path / "top").mkdir()
     for number in range(10):
         (tmp_path / "top" / f"{number}{'x' * 99}").symlink_to("y" * 100)
-    whole, cut = keeper.FileChanges({}, 0, room=3000), keeper.FileChanges({}, 0, room=1000)
+    whole, cut = keeper.FileChanges({}, 0, 0, names_room=3000), keeper.FileChanges({}, 0, 0, names_room=1000)
     whole.walk(str(tmp_path), "top")
     with pytest.raises(keeper.FileError, match="names"):
         cut.walk(str(tmp_path), "top")
-    later = keeper.FileChanges(whole.signatures, 0, room=1000)
-    with pytest.raises(OSError, match="names"):
-        later.gone()
+    later = keeper.FileChanges(whole.signatures, time.time_ns(), 0, names_room=1000)
+    with pytest.raises(keeper.FileError, match="names"):  # also those of files that have not changed
+        later.walk(str(tmp_path), "top")
     for changes in (whole, cut, later):
         os.close(changes.contents)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")
+def test_a_recorded_state_restores_nothing_outside_for_a_plain_user() -> None:
+    assert as_users("tests.hostile_records:faults")["nobody"] == []
+
+
+def test_a_recorded_link_where_a_root_is_mounted_on_leads_nowhere(tmp_path: Path) -> None:
+    for name in ("usr", "proc", "dev", "tmp", "box"):
+        (tmp_path / "root" / name).mkdir(parents=True)
+    (tmp_path / "root" / "bin").symlink_to("usr/bin")
+    victim = tmp_path / "victim"
+    victim.mkdir(mode=0o777)
+
+    async def run() -> None:
+        for name in ("proc", "dev", "usr", "box", "tmp"):
+            async with leased(root=str(tmp_path / "root"), read=("/usr",)) as (_, lease):
+                await lease.restore([keeper.FileRecord(name, "link", 0o777, 0, 0, f"/oldroot{victim}")], b"")
+                ran = await lease.run(["sh", "-c", f"echo owned > /{name}/owned"])
+                assert not ran.ok
+                assert not list(victim.iterdir())
+
+    asyncio.run(run())
+
+
+def test_a_program_that_cannot_start_has_a_status_of_its_own_or_is_missing_here(tmp_path: Path) -> None:
+    """A missing interpreter is a failure of the infrastructure, never a reward; a missing build is the policy's."""
+    for name in ("usr", "proc", "dev", "tmp"):
+        (tmp_path / name).mkdir()
+    for name in ("bin", "lib", "lib64"):
+        (tmp_path / name).symlink_to(f"usr/{name}")
+
+    async def run() -> None:
+        async with leased() as (driver, lease):
+            await lease.write({"/box/bad": b"#!/no/interpreter\n", "/box/text": b"text"})
+            for argv, status in ((["/box/none"], 127), (["./bad"], 127), (["./text"], 126), (["/usr"], 126)):
+                ran = await lease.run(argv)
+                assert (ran.status, b"execvp" in ran.stderr) == (status, True), argv
+            with pytest.raises(SandboxError, match="no program 'nonesuch' in /usr/local/bin"):
+                await lease.run(["nonesuch"])
+            searched = await lease.run(["nonesuch"], environment={"PATH": "/box/bin:/usr/bin"})
+            assert searched.status == 127  # a command may have been asked to make it
+            rooted = await driver.create(Sandbox(root=str(tmp_path), read=("/usr",)))
+            assert (await rooted.run(["/app/build"])).status == 127
+            with pytest.raises(SandboxError, match=f"no program 'nonesuch' .* of {tmp_path}"):
+                await rooted.run(["nonesuch"])
+
+    asyncio.run(run())
 
 
 ODD_FILES = """
@@ -392,13 +443,24 @@ def test_odd_files_are_restored_equal() -> None:
             records, _, contents = await lease.changes()
             state = FileState.of(hashed_files(records, contents))
             again = await driver.create(Sandbox())
-            await again.restore(*state.to_restore())
+            await again.restore(*state.to_restore(disk_mb=64))
             records, _, contents = await again.changes(everything=True)
             assert FileState.of(hashed_files(records, contents)).digest == state.digest
             modes = {record.path: record.mode for record in records}
             assert (modes["box/setuid"], modes["box/pipe"]) == (0o4755, 0o1666)
 
     asyncio.run(run())
+
+
+def test_a_bubblewrap_that_cannot_isolate_is_an_error_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
+        os.chmod(directory, 0o755)
+        program = Path(directory) / "bwrap"
+        program.write_text("#!/bin/sh\necho 'bwrap: Unknown option --bind-fd' >&2\nexit 1\n")
+        program.chmod(0o755)
+        monkeypatch.setattr("agentrl.sandbox.bubblewrap.find_bwrap", lambda: str(program))
+        with pytest.raises(SandboxError, match="did not start the command: bwrap: Unknown option --bind-fd"):
+            shell("true")
 
 
 def test_a_link_where_a_directory_is_mounted_leads_nowhere(tmp_path: Path) -> None:
