@@ -117,6 +117,7 @@ CHANGED: dict[str, Any] = {
     "scorers.scorer.judge": "frozen",
     "scorers.scorer.rubric": "Is it short?",
     "scorers.scorer.answer": {str(digit): digit / 10 for digit in range(10)},
+    "scorers.scorer.scale": (0, 100),
     "scorers.scorer.limit.requests": 100_000,
     "scorers.scorer.limit.tokens": 100_000,
     "scorers.scorer.on_failure": "other",
@@ -134,7 +135,7 @@ JUDGED: dict[str, Any] = {
         "judge": "frozen",
         "rubric": "Write a number.",
         "unscorable": 0.0,
-        "answer": {},
+        "scale": (0, 10),
         "on_failure": "drop",
     }
 }
@@ -143,7 +144,8 @@ OPTIONAL = ("environment.start_from",)
 STARTS: dict[str, Any] = {"environment.start_from": {"run": "runs/recorded", "at": 0}}
 BESIDE: dict[str, dict[str, Any]] = {
     **{f"environment.start_from.{name}": STARTS for name in ("run", "where", "at", "share")},
-    **{f"scorers.scorer.{name}": JUDGED for name in ("judge", "rubric", "answer", "votes")},
+    **{f"scorers.scorer.{name}": JUDGED for name in ("judge", "rubric", "scale", "votes")},
+    "scorers.scorer.answer": {"scorers.scorer": {**JUDGED["scorers.scorer"], "scale": None}},
     "scorers.scorer.on_failure": {"scorers.other": {"function": f"{FUNCTIONS}:length", "per": "request"}},
     "policies.guesser.kind": {"policies.past.of": "second"},
     "best.window": {"best.metric": "reward/mean"},
@@ -246,7 +248,8 @@ class Reading(RecordingTrainer):
 
 def say(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
     """A few letters that depend on the request alone."""
-    return [*b"0123456789"[request.seed % 10 :][:1], *b"....."[: request.seed % 5], STOP_TOKEN]
+    is_judge = b"last line of your reply" in bytes(token for token in request.token_ids.tolist() if token < 256)
+    return [*b"0123456789"[request.seed % 10 :][:1], *b"....."[: 0 if is_judge else request.seed % 5], STOP_TOKEN]
 
 
 async def make_engine(

@@ -11,6 +11,9 @@
 * `failures`: the bundled model is trained with a judge behind an HTTP endpoint that fails in 20 % of the requests,
   hangs in 1 %, and answers nonsense in 5 %. It never says 0. `zeros_from_failures` are committed episodes without a
   positive score. The negative control gives failed scores the value 0: `zeros_without_the_rule`.
+* `replies`: the suite of judges' replies (`tests/judge_cases.py`). `judge_wrong_scores` are forms of replies that are
+  read as another score than they state, and wrong scores of judges behind an endpoint that fails in 30 % of its answers
+  in the ways of `FAILURES`. The negative control reads the last number: `judge_wrong_scores_of_the_last_number`.
 * `agreement`: the bundled model is trained with two judges, of which one computes the sum, and the other answers by the
   length of the conversation: `good_judge_agreement` and `judge_agreement`, that of the planted bad judge, are the means
   over the steps of the metric `reward_agreement/NAME`, of which ½ is chance.
@@ -68,6 +71,7 @@ from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
 from agentrl.testing.recording_trainer import RecordingTrainer
 from benchmarks.report import Report
 from tests.journal_oracle import judge
+from tests.judge_cases import FORMS, remote_verdicts
 from tests.processes import descendants
 from tests.support.chat_endpoint import ChatEndpoint, error, said, serving
 from tests.support.reward_models import recomputed_scores, save_reward_model
@@ -79,6 +83,8 @@ if TYPE_CHECKING:
 NAMES = (
     *("pipelined_over_none", "inline_over_none", "exposed_latency_error", "exposed_latency_error_of_a_lockstep"),
     *("zeros_from_failures", "zeros_without_the_rule", "scorer_failures", "scorer_drops"),
+    *("judge_wrong_scores", "judge_wrong_scores_of_the_last_number", "judge_reply_forms", "judge_remote_verdicts"),
+    *("judge_remote_failures", "judge_remote_drops"),
     *("judge_agreement", "good_judge_agreement"),
     *("scorer_tokens_ratio", "scorer_tokens_ratio_without_cache", "reward_model_errors"),
     *("score_kills", "scorer_process_kills", "scores_lost", "scores_twice", "wrong_scores", "ledger_errors"),
@@ -354,6 +360,23 @@ def failures(root: Path, *, quick: bool, pairs: int) -> dict[str, float | None]:
     }
 
 
+def replies(root: Path, *, quick: bool, pairs: int) -> dict[str, float | None]:
+    """Read every form of replies, and ask judges behind an endpoint that fails."""
+    verdicts = remote_verdicts(300)
+    wrong = [form for form in FORMS if form.read() != form.values]
+    print(*wrong, verdicts, sep="\n", flush=True)
+    return {
+        "judge_wrong_scores": float(len(wrong) + verdicts.wrong),
+        "judge_wrong_scores_of_the_last_number": float(
+            sum(form.read_as_the_last_number() not in (None, form.values) for form in FORMS)
+        ),
+        "judge_reply_forms": float(len(FORMS)),
+        "judge_remote_verdicts": float(verdicts.scores),
+        "judge_remote_failures": float(verdicts.failures.total()),
+        "judge_remote_drops": float(verdicts.dropped),
+    }
+
+
 JUDGE = """
 [policies.{name}]
 kind = "remote"
@@ -606,7 +629,14 @@ def _steps(run: Path) -> int:
     return int(steps)
 
 
-PARTS = {"overlap": overlap, "failures": failures, "agreement": agreement, "tokens": tokens, "kills": kills}
+PARTS = {
+    "overlap": overlap,
+    "failures": failures,
+    "replies": replies,
+    "agreement": agreement,
+    "tokens": tokens,
+    "kills": kills,
+}
 
 
 def main() -> None:

@@ -109,6 +109,7 @@ def make_scorers(
                 max_context=policy.limits.max_context,
                 rubric=section.rubric,
                 answer=section.answer,
+                scale=section.scale or (0.0, 0.0),
                 votes=section.votes,
                 learns=isinstance(config.policies[section.judge], PolicyConfig | OpponentPoolPolicy),
                 **limits,
@@ -149,7 +150,8 @@ def _identity(config: RunConfig, section: ScorerConfig, code: FunctionCode | Non
     """Return all settings on which a scorer's answer depends: a resumed run may have changed them."""
     policy = config.policies.get(section.judge)
     judge = None if policy is None else [policy.model_dump(), config.sampling_of(section.judge).model_dump()]
-    decides = {"per", "options", "judge", "rubric", "answer", "votes", "reward_model", "steps", "combine", "unscorable"}
+    asked = {"judge", "rubric", "answer", "scale", "votes"}
+    decides = asked | {"per", "options", "reward_model", "steps", "combine", "unscorable"}
     code_digest = "" if code is None else code.digest
     return json.dumps([section.model_dump(include=decides), judge, code_digest], sort_keys=True, default=str)
 

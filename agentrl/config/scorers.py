@@ -19,6 +19,8 @@ from agentrl.config.fields import (
 )
 from agentrl.core.ports import ScoreCredit, ScoreOf
 
+Score = Annotated[float, Field(ge=-1e6, le=1e6)]
+
 
 def is_rubric_file(rubric: str) -> bool:
     """Whether a rubric is a file name."""
@@ -60,9 +62,12 @@ class ScorerConfig(Section):
     need not."""
     rubric: WaveFixed[str] = ""
     """Instructions for the judge: text, or the path of a `.md` or `.txt` file. The run records the text."""
-    answer: WaveFixed[dict[str, Annotated[float, Field(ge=-1e6, le=1e6)]]] = {}
-    """Score of each possible answer, such as `{ yes = 1.0, no = 0.0 }`; the last answer in the judge's reply counts.
-    Empty: the last number in the reply is the score."""
+    answer: WaveFixed[dict[str, Score]] = {}
+    """Score of each possible answer, such as `{ yes = 1.0, no = 0.0 }`. The judge's reply must end with the line
+    `Answer: yes`; any other reply is refused, and the judge asked again."""
+    scale: WaveFixed[tuple[Score, Score] | None] = None
+    """Lowest and highest score of a judge without `answer`, such as `[0, 10]`. Its reply must end with the line
+    `Score: 8`; any other reply, or a number outside of the scale, is refused, and the judge asked again."""
     reward_model: WaveFixed[str] = ""
     """Hugging Face model that scores in place of a function, as a directory or hub name: sequence or token
     classification, with a causal backbone and one or two outputs. It runs in its own process."""
@@ -105,7 +110,7 @@ class ScorerConfig(Section):
     on_failure: WaveFixed[str] = "drop"
     """What happens when all attempts have failed: `drop` drops the episode (`scorer_failed`); a scorer's name calls
     that scorer."""
-    unscorable: WaveFixed[Annotated[float, Field(ge=-1e6, le=1e6), NumberUnit("reward")] | None] = None
+    unscorable: WaveFixed[Annotated[Score, NumberUnit("reward")] | None] = None
     """Score of content that cannot be judged: a function raises `agentrl.Unscorable`, an endpoint refuses it, or it
     exceeds the model's context. Null stops the run instead. Required for judges and reward models."""
 
@@ -115,27 +120,43 @@ class ScorerConfig(Section):
                 "name who scores, and only one: function = 'mine.py:short', judge = a policy of the run, or "
                 "reward_model = a directory"
             )
-        if not self.judge and (self.rubric or self.answer or self.votes != 1):
-            raise ValueError("rubric, answer and votes are for judges: remove them, or name a judge")
         if self.steps and not self.reward_model:
             raise ValueError("steps are scored by reward models: remove steps, or name a reward_model")
-        if self.judge and not self.votes and not self.answer:
-            raise ValueError("votes = 0 computes the probabilities of answers: set answer, or votes = 1")
-        if self.judge and not self.rubric.strip():
-            raise ValueError("a judge needs a rubric: the text of the question, or the name of a .md or .txt file")
-        if is_rubric_file(self.rubric):
-            raise ValueError(f"rubric = {self.rubric!r} names a file, which only a TOML file may do: give its text")
         if self.options and not self.function:
             raise ValueError("options are arguments of a function: remove them")
         if not self.function and self.unscorable is None:
             raise ValueError(
                 "set unscorable, the score of content that the model cannot judge (refused, or longer than its context)"
             )
-        if bad_answers := [answer for answer in self.answer if not answer.strip() or answer != answer.casefold()]:
-            raise ValueError(f"answer: {bad_answers[0]!r}: write answers as words in lower case")
+        if self.judge:
+            self._check_judge()
+        elif self.rubric or self.answer or self.scale or self.votes != 1:
+            raise ValueError("rubric, answer, scale and votes are for judges: remove them, or name a judge")
         self._check_per()
         if self.function:
             check_function_name("scorer", self.function)
+
+    def _check_judge(self) -> None:
+        if not self.rubric.strip():
+            raise ValueError("a judge needs a rubric: the text of the question, or the name of a .md or .txt file")
+        if is_rubric_file(self.rubric):
+            raise ValueError(f"rubric = {self.rubric!r} names a file, which only a TOML file may do: give its text")
+        if not self.votes and not self.answer:
+            raise ValueError("votes = 0 computes the probabilities of answers: set answer, or votes = 1")
+        if bool(self.answer) == bool(self.scale):
+            raise ValueError(
+                "a judge gives an answer or a number, and not both: set answer = { yes = 1.0, no = 0.0 }, or the scale "
+                "of the rubric, such as scale = [0, 10]"
+            )
+        if self.scale and not self.scale[0] < self.scale[1]:
+            raise ValueError("scale = [LOWEST, HIGHEST] needs a lowest score below the highest")
+        for answer in self.answer:
+            words = " ".join(answer.casefold().split()).strip("#*_`.").replace(",", "")
+            if not words or words != answer:
+                raise ValueError(
+                    f"answer: {answer!r}: write answers as words in lower case, without commas, and without . # * _ ` "
+                    "around them"
+                )
 
     def _check_per(self) -> None:
         if self.per == "group" and (self.reward_model or (self.judge and not self.votes)):

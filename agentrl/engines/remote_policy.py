@@ -39,6 +39,9 @@ ABOUT_THE_REQUEST = frozenset({400, 403, 413, 414, 422, 451})
 """Status codes that refuse a request's content (too long, filtered), as long as other requests are answered."""
 _CONTEXT = re.compile(r"context_length_exceeded|(maximum )?context (length|window)|prompt is too long", re.IGNORECASE)
 """Pattern of the error with which endpoints refuse a conversation longer than the model's context."""
+COMPLETE = ("stop", "tool_calls", "function_call", "eos_token", "end_turn", "stop_sequence")
+"""Finish reasons of complete answers. Endpoints name a limit in several ways, such as `length` and `max_tokens`, and an
+answer without a reason may have been cut."""
 REFUSED_IN_A_ROW = 8
 """Number of consecutive refusals after which the endpoint is considered to refuse everything."""
 REFUSAL_SHOWN = 300
@@ -142,7 +145,7 @@ class RemotePolicyClient:
         self._refusals_left = REFUSED_IN_A_ROW
         if reason == "content_filter":
             return _refusal(self.policy, f"{call_name}: its answer was filtered")
-        return external_completion(self.policy, line, "length" if reason == "length" else "stop")
+        return external_completion(self.policy, line, "stop" if reason in COMPLETE else "length")
 
     def _not_answered(self, status: int, content: bytes | None, where: str) -> Completion:
         """Return the turn recorded for a refusal because of the content.

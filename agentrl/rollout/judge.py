@@ -1,4 +1,9 @@
-"""A scorer that has one of the run's policies judge a conversation by a rubric."""
+"""A scorer that has one of the run's policies judge a conversation by a rubric.
+
+A score is read from the last line of a complete reply, in the form that the prompt states: `Score: N` on the declared
+scale, or `Answer: WORD`. A reply that is only the value counts too. Any other reply is refused, and the judge is asked
+again: a score guessed from prose would be wrong in silence.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +24,8 @@ from agentrl.core.errors import Unscorable
 from agentrl.core.ids import stable_hash64
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import Message
+from agentrl.core.reply_formats import THINKING, split_thinking
+from agentrl.core.text import plural
 from agentrl.environment.context import LimitReachedError
 from agentrl.environment.rewards import LARGEST_REWARD
 from agentrl.rollout.scorers import Answer, RetryingScorer, call_engine, message_content
@@ -27,14 +34,21 @@ if TYPE_CHECKING:
     from agentrl.core.ports import ChatFormat, Sampler, SamplingParams
     from agentrl.core.records import Int32Array, PolicyVersion, Scored, ScoreRequest
 
-_NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?![\w%])")
+_NUMBER = r"[-+\u2212]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+_SHARE = re.compile(rf"({_NUMBER})(?: ?/ ?| out of )({_NUMBER})", re.IGNORECASE)
+"""A score with its maximum, such as `8/10`."""
+_LABELED = r"(?:(?:final|overall) )?{}s?[*_`]*\s*[:\uff1a=]"
+_MARKUP = "#*_` \t"
+"""Markdown and spaces around a line, its label and its value."""
+_FENCED = re.compile(r"```\w*\n([^\n]*)\n```")
 
 SHOWN = 500
 """Maximum number of characters of each reply kept in the journal, as the score's note."""
 
 
 class VerdictError(Exception):
-    """A judge's reply contains no answer. The judge is asked again, with another seed."""
+    """A judge's reply does not state an answer in the form of the prompt. The judge is asked again, with another
+    seed."""
 
 
 class Reply(NamedTuple):
@@ -70,6 +84,9 @@ class JudgeScorer(RetryingScorer):
     """Maximum length of the judge's conversation, in tokens, including its reply."""
     rubric: str
     answer: Mapping[str, float] = field(default_factory=dict)
+    """Score of each answer; empty: the judge answers with a number."""
+    scale: tuple[float, float] = (-LARGEST_REWARD, LARGEST_REWARD)
+    """Lowest and highest number; unused with `answer`."""
     votes: int = 1
     """Number of replies; 0: the probabilities of the answers are computed instead."""
     learns: bool = False
@@ -142,56 +159,92 @@ class JudgeScorer(RetryingScorer):
     def question(self, conversation: Scored) -> str:
         """Return the judge's prompt. Messages are JSON, so that no content can imitate the end of a message."""
         subject = "the whole conversation" if self.per == "episode" else "the last message"
-        instruction = f"Answer with one of: {', '.join(self.answer)}." if self.answer else "Answer with a number."
+        form = self._form(1) if self.votes else f"Answer with one of: {', '.join(self.answer)}."
         lines = [json.dumps(message_content(message), ensure_ascii=False) for message in conversation.messages]
-        return "\n".join([self.rubric.strip(), "", *lines, "", f"Judge {subject}. {instruction}"])
+        return "\n".join([self.rubric.strip(), "", *lines, "", f"Judge {subject}. {form}"])
 
     def group_question(self, members: Sequence[Scored]) -> str:
         """Return the judge's prompt about several conversations, numbered from 1."""
-        one = f"one of {', '.join(self.answer)}" if self.answer else "one number"
         lines = [self.rubric.strip()]
         for number, member in enumerate(members, start=1):
             messages = [json.dumps(message_content(message), ensure_ascii=False) for message in member.messages]
             lines += ["", f"Conversation {number}:", *messages]
-        lines += [
-            "",
-            f"Compare the {len(members)} conversations. The last line of your reply must hold {one} for each "
-            "conversation, in this order, separated by spaces, and nothing else.",
-        ]
+        count = len(members)
+        lines += ["", f"Compare the {count} conversations, and judge each, in this order. {self._form(count)}"]
         return "\n".join(lines)
 
-    def values_of(self, reply: str, count: int) -> list[float]:
-        """Read the scores of `count` conversations from the last line of a reply.
-
-        Raises:
-            VerdictError: the line does not hold as many answers.
-        """
-        line = (reply.strip().splitlines() or [""])[-1]
+    def _form(self, count: int) -> str:
+        """State the form in which a reply must end."""
         if self.answer:
-            values = [self.answer[word] for word in self._answers_in(line)]
+            symbol, values = "X", f"one of: {', '.join(self.answer)}"
         else:
-            values = [float(number) for number in _NUMBER.findall(line)]
-        if len(values) != count or max(map(abs, values)) > LARGEST_REWARD:
-            raise VerdictError(f"the last line does not hold {count} answers: {reply[-SHOWN:]!r}")
-        return values
+            symbol, values = "N", "a number from {:g} to {:g}".format(*self.scale)
+        line = f"{self._label}{'s' * (count > 1)}: {', '.join([symbol] * count)}"
+        return f"The last line of your reply must be `{line}`, where {symbol} is {values}."
 
-    def _answers_in(self, reply: str) -> list[str]:
-        return re.findall(rf"(?<!\w)(?:{'|'.join(map(re.escape, self.answer))})(?!\w)", reply.casefold())
+    @property
+    def _label(self) -> str:
+        return "Answer" if self.answer else "Score"
 
     def value_of(self, reply: str) -> float:
-        """Read the score from a reply.
+        """Read the score from a complete reply.
 
         Raises:
-            VerdictError: the reply contains no answer.
+            VerdictError: the last line does not state it.
+        """
+        return self._value(self._stated(reply), reply)
+
+    def values_of(self, reply: str, count: int) -> list[float]:
+        """Read the scores of `count` conversations from a complete reply.
+
+        Raises:
+            VerdictError: the last line does not state as many.
+        """
+        has_spaces = any(" " in answer for answer in self.answer)
+        parts = re.split(r",\s+" if has_spaces else r",?\s+", self._stated(reply))
+        if len(parts) != count:
+            raise VerdictError(
+                f"the last line states {plural(len(parts), 'value')} for {plural(count, 'conversation')}: {_end(reply)}"
+            )
+        return [self._value(part, reply) for part in parts]
+
+    def _stated(self, reply: str) -> str:
+        """Return what the last line states: the text after its label, or a whole reply of one line.
+
+        Raises:
+            VerdictError: the last line has no label, and other lines are before it.
+        """
+        text = reply.replace("\r\n", "\n").strip()
+        for marks in THINKING:
+            if text.startswith(marks[0]):
+                text = split_thinking(text, marks)[1].strip()
+        if fenced := _FENCED.fullmatch(text):  # a fence after other lines may quote the conversation
+            text = fenced[1]
+        *before, line = text.split("\n")
+        line = line.strip(_MARKUP)
+        if label := re.match(_LABELED.format(self._label), line, re.IGNORECASE):
+            line = line[label.end() :]
+        elif before:
+            raise VerdictError(f"the last line does not begin with `{self._label}:`: {_end(reply)}")
+        return line.strip(_MARKUP).removesuffix(".").rstrip(_MARKUP)
+
+    def _value(self, stated: str, reply: str) -> float:
+        """Convert a stated value.
+
+        Raises:
+            VerdictError: it is none of the answers, or no number on the scale.
         """
         if self.answer:
-            if matches := self._answers_in(reply):
-                return self.answer[matches[-1]]
-            raise VerdictError(f"none of {', '.join(self.answer)} in {reply[:SHOWN]!r}")
-        numbers = _NUMBER.findall(reply)
-        if numbers and abs(value := float(numbers[-1])) <= LARGEST_REWARD:
-            return value
-        raise VerdictError(f"no number up to {LARGEST_REWARD:g} in {reply[:SHOWN]!r}")
+            if (value := self.answer.get(stated.casefold())) is not None:
+                return value
+            raise VerdictError(f"{stated[:SHOWN]!r} is not one of {', '.join(self.answer)}: {_end(reply)}")
+        low, high = self.scale
+        share = _SHARE.fullmatch(stated)
+        if share and _number(share[2]) == high:
+            stated = share[1]
+        if re.fullmatch(_NUMBER, stated) and low <= (number := _number(stated)) <= high:
+            return number
+        raise VerdictError(f"{stated[:SHOWN]!r} is not a number from {low:g} to {high:g}: {_end(reply)}")
 
     async def _vote(self, request: ScoreRequest, ballot: Ballot) -> Reply:
         """Sample one reply."""
@@ -206,6 +259,11 @@ class JudgeScorer(RetryingScorer):
         pin = request.pins.get(self.policy)
         policy = self.policy if pin is None else pin.policy
         completion = await call_engine(self.engine, policy, call, self.clock, pin=pin)
+        if completion.finish_reason != "stop":
+            raise VerdictError(
+                f"the reply was cut before its end: raise max_tokens of the policy {self.policy!r} "
+                f"({self.sampling.max_tokens} tokens)"
+            )
         try:
             reply = self.chat_format.parse(completion.token_ids.tolist()).content
         except LimitReachedError as refusal:
@@ -218,3 +276,12 @@ class JudgeScorer(RetryingScorer):
         values = [by_place[ballot.order.index(member)] for member in range(len(by_place))]
         places = " ".join(str(member + 1) for member in ballot.order)
         return Reply(values, f"[order {places}] {reply}", tokens, version)
+
+
+def _number(text: str) -> float:
+    return float(text.replace("\u2212", "-"))
+
+
+def _end(reply: str) -> str:
+    """Quote the end of a reply, for a message."""
+    return repr(reply[-SHOWN:])

@@ -15,8 +15,8 @@ import agentrl
 from agentrl.app import scorers as scorers_module
 from agentrl.app.recovery import read_resume_state
 from agentrl.core.errors import AgentRLError, EpisodeError, ScorerError
-from agentrl.core.ports import GenerateRequest
-from agentrl.core.records import GroupScores, Message, PolicyVersion, ScoreRequest
+from agentrl.core.ports import GenerateRequest, SamplingParams
+from agentrl.core.records import GroupScores, Message, PolicyVersion, Score, ScoreRequest
 from agentrl.credit.advantages.group_baselines import group_mean
 from agentrl.environment.context import LimitReachedError
 from agentrl.journal.memory import MemoryJournal
@@ -167,11 +167,11 @@ def ranking(request: GenerateRequest, policy: str, version: PolicyVersion) -> li
     found = re.split(r"Conversation \d+:", told(request))[1:]
     last = [json.loads(re.findall(r'\{"role": "assistant".*\}', each)[-1])["content"] for each in found]
     values = [int(said[-1]) + (0.5 if place == 0 else 0.0) for place, said in enumerate(last)]
-    return [*f"The first is good.\n{' '.join(map(str, values))}".encode(), STOP_TOKEN]
+    return [*f"The first is good.\nScores: {', '.join(map(str, values))}".encode(), STOP_TOKEN]
 
 
 def test_a_judge_ranks_a_group_by_votes_in_shuffled_orders() -> None:
-    ruler = {"judge": "critic", "rubric": RUBRIC, "unscorable": 0.0, "per": "group", "votes": 4}
+    ruler = {"judge": "critic", "rubric": RUBRIC, "unscorable": 0.0, "scale": (0, 10), "per": "group", "votes": 4}
     run = finished({"policies": CRITIC, "scorers": {"ruler": ruler}}, script=ranking)
     records = group_scores(run.journal).values()
     for record in records:
@@ -188,27 +188,37 @@ def test_a_judge_ranks_a_group_by_votes_in_shuffled_orders() -> None:
 @pytest.mark.parametrize(
     ("reply", "answer", "values"),
     [
-        ("First 1, then 2\n3 1.5", {}, [3.0, 1.5]),
-        ("3, 1.5", {}, [3.0, 1.5]),
-        ("1: 3, 2: 1.5", {}, None),
-        ("3 1.5\nThat is all", {}, None),
-        ("3", {}, None),
-        ("", {}, None),
-        ("3 10000000", {}, None),
-        ("Yes.\nno yes", {"yes": 1.0, "no": 0.0}, [0.0, 1.0]),
-        ("no", {"yes": 1.0, "no": 0.0}, None),
+        ("First 1, then 2.\nScores: 3, 1.5", {}, [3.0, 1.5]),
+        ("3 1.5", {}, [3.0, 1.5]),
+        ("Yes.\nAnswers: no, yes", {"yes": 1.0, "no": 0.0}, [0.0, 1.0]),
     ],
 )
 def test_the_last_line_of_a_reply_holds_the_scores(reply: str, answer: dict[str, float], values: Any) -> None:
-    asked = judge(lambda *_: [*reply.encode(), STOP_TOKEN], per="group", answer=answer, attempts=2)
+    found = simulate(lambda: of_two(reply, answer=answer), seed=0).values
+    assert set(found) == set(values), "in the order of the vote"
+
+
+@pytest.mark.parametrize(
+    ("reply", "max_tokens", "problem"),
+    [
+        ("Scores: 3", 32, "the last line states 1 value for 2 conversations"),
+        ("First 1, then 2.\n3 1.5", 32, "the last line does not begin with `Score:`"),
+        ("Scores: 3, 11", 32, "'11' is not a number from 0 to 10"),
+        ("Scores: 3, 10", 12, "the reply was cut before its end"),
+    ],
+)
+def test_a_reply_without_the_scores_of_all_members_is_refused(reply: str, max_tokens: int, problem: str) -> None:
+    with pytest.raises(EpisodeError, match=problem):
+        simulate(lambda: of_two(reply, sampling=SamplingParams(max_tokens=max_tokens)), seed=0)
+
+
+async def of_two(reply: str, **settings: Any) -> Score:
+    """The scores of two conversations by a judge that always gives the same reply."""
+    asked = judge(lambda *_: [*reply.encode(), STOP_TOKEN], per="group", attempts=2, scale=(0, 10), **settings)
     members = (scored("ask", "one"), scored("ask", "one"))
-    request = ScoreRequest(call_id="g0?helpful", where="group g0", seed=7, scored=members[0], group=members)
-    if values is None:
-        with pytest.raises(EpisodeError, match="the last line does not hold 2 answers"):
-            simulate(lambda: asked.score(request), seed=0)
-        return
-    found = simulate(lambda: asked.score(request), seed=0).values
-    assert sorted(found) == sorted(values), "in the order of the vote"
+    return await asked.score(
+        ScoreRequest(call_id="g0?helpful", where="group g0", seed=7, scored=members[0], group=members)
+    )
 
 
 def test_content_cannot_pass_for_another_conversation() -> None:

@@ -96,6 +96,7 @@ api_key_env = "CRITIC_KEY"
 judge = "critic"
 per = "group"
 rubric = "helpful.md"
+scale = [0, 10]
 votes = 3
 unscorable = 0.0
 limit = { requests = 20000 }

@@ -356,7 +356,7 @@ def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_the_requests_at_once_are_shared_by_the_processes_of_a_run(workers: int, per: str, share: int) -> None:
     remote = {"kind": "remote", "url": "https://h/v1", "model": "m", "max_concurrent": 12}
-    ruler = {"judge": "judge", "rubric": "?", "unscorable": 0.0, "per": per}
+    ruler = {"judge": "judge", "rubric": "?", "scale": (0, 1), "unscorable": 0.0, "per": per}
     policies: Any = {"guesser": {}, "judge": remote}
     client = external_policies(config_for(policies=policies, scorers={"ruler": ruler}, workers=workers))["judge"]
     assert isinstance(client, RemotePolicyClient)

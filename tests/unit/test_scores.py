@@ -36,7 +36,7 @@ from tests.support import score_functions
 from tests.unit.test_supervisor import NoWaiting
 
 FUNCTIONS = str(Path(score_functions.__file__))
-JUDGE = {"rubric": "Is it right?", "unscorable": 0.0}
+JUDGE = {"rubric": "Is it right?", "unscorable": 0.0, "scale": [0, 10]}
 
 
 class Asks(Guess):
@@ -187,7 +187,7 @@ def test_the_part_that_scores_groups_makes_only_its_scorers_and_those_that_answe
         ("group_mean", {**JUDGE, "judge": "guesser"}, "one is judged by guesser, which learns"),
         ("group_mean", {**JUDGE, "judge": "critic"}, "one scores equal content once"),
         ("group_mean", {**JUDGE, "judge": "critic", "cache": 0}, ""),
-        ("group_mean", {**JUDGE, "judge": "critic", "votes": 0, "answer": {"yes": 1.0, "no": 0.0}}, ""),
+        ("group_mean", {**JUDGE, "judge": "critic", "votes": 0, "answer": {"yes": 1.0, "no": 0.0}, "scale": None}, ""),
         ("group_mean", {"reward_model": "prm", "combine": "min", "unscorable": 0.0}, "one takes the worst step"),
         ("leave_one_out", {"function": f"{FUNCTIONS}:short"}, ""),
     ],
@@ -302,7 +302,7 @@ def test_a_file_is_looked_up_beside_the_configuration(tmp_path: Path) -> None:
         ({"a": {"reward_model": "prm"}}, "set unscorable"),
         (
             {"a": {"reward_model": "prm", "unscorable": 0.0, "rubric": "Right?"}},
-            "rubric, answer and votes are for judges",
+            "rubric, answer, scale and votes are for judges",
         ),
         ({"a": {"function": "a.py:f", "steps": "."}}, "steps are scored by reward models"),
     ],
