@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 
 from agentrl.core.errors import InputError, JournalError
+from agentrl.core.files import refuse_links
 from agentrl.core.records import PolicyVersion
 from agentrl.inspection.reader import EpisodeLine, RunReader
 from agentrl.inspection.tokens import decode_int32
@@ -61,13 +62,19 @@ def locate_episode(reader: RunReader, name: str) -> Iterator[tuple[RunReader, st
         yield reader, name
         return
     try:
-        forks = RunReader(reader.path / FORKS)
+        forks = _open_forks(reader)
     except InputError as error:
         raise InputError(f"{reader.path}: no episode {name!r}: this run has no forks") from error
     try:
         yield forks, name.removeprefix(f"{FORKS}/")
     finally:
         forks.close()
+
+
+def _open_forks(reader: RunReader) -> RunReader:
+    """Open the forks of a run; raises as `RunReader`."""
+    refuse_links(reader.path / FORKS)
+    return RunReader(reader.path / FORKS)
 
 
 def fork_tree(reader: RunReader) -> list[ForkTreeNode]:
@@ -77,7 +84,7 @@ def fork_tree(reader: RunReader) -> list[ForkTreeNode]:
         JournalError: the forks' control log is damaged.
     """
     try:
-        forks = RunReader(reader.path / FORKS)
+        forks = _open_forks(reader)
     except InputError:
         return []
     try:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from agentrl.core.errors import EntriesError, JournalError
-from agentrl.core.files import open_regular, read_at_most
+from agentrl.core.files import open_regular, read_at_most, refuse_links
 from agentrl.core.records import PolicyVersion, reported_token_usage
 from agentrl.core.text import agent_name, plural
 from agentrl.journal.entries import BeginEntry, EntryBody, RewardEntry, TurnEntry, decode_entries, sum_by_key
@@ -454,12 +454,14 @@ def _newest_versions(log: SqliteRunLog) -> dict[str, PolicyVersion]:
 def _sealed_versions(checkpoints: Path) -> dict[PolicyVersion, str]:
     """Return the versions at which checkpoints were sealed, with the checkpoints' names; unreadable manifests are
     skipped."""
+    refuse_links(checkpoints)
     checkpoint_names = {}
     for path in sorted(checkpoints.glob("step_*/manifest.json")):
         try:
+            refuse_links(path.parent)
             with open_regular(path) as file:
                 manifest = msgspec.json.decode(read_at_most(file, MAX_MANIFEST_BYTES), type=_Manifest)
-        except (OSError, ValueError, RecursionError):
+        except (OSError, ValueError, RecursionError, JournalError):
             continue
         for policy, (lineage, step) in manifest.versions.items():
             checkpoint_names[PolicyVersion(policy, lineage, step)] = path.parent.name

@@ -203,6 +203,7 @@ def _common(lines: Sequence[Sequence[tuple[int, int, int]]]) -> list[tuple[int, 
 def _find_forked(journal: Path) -> frozenset[AttemptKey]:
     """Return the attempts of this journal to which the run's forks refer."""
     path = journal.parent / FORKS / "journal" / CONTROL_FILE
+    refuse_links(journal.parent / FORKS)
     if not path.is_file():
         return frozenset()
     columns = ", ".join([*ADMISSION_COLUMNS.split(), "checksum"])

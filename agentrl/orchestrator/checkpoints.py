@@ -28,7 +28,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from agentrl.core.errors import StorageError
-from agentrl.core.files import LOCAL, Disk, os_error_advice, rename_durably, staging_directory
+from agentrl.core.files import LOCAL, Disk, os_error_advice, refuse_links, rename_durably, staging_directory
 from agentrl.core.ports import Trainer
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.text import plural
@@ -193,7 +193,12 @@ def find_checkpoint_of(directory: Path, versions: Collection[PolicyVersion], *, 
 
 
 def _candidates(directory: Path, disk: Disk) -> list[Path]:
-    """Return the checkpoint directories, newest first: a later lineage is newer than a higher step of a dead one."""
+    """Return the checkpoint directories, newest first: a later lineage is newer than a higher step of a dead one.
+
+    Raises:
+        JournalError: the directory is a symbolic link.
+    """
+    refuse_links(directory)
     keyed_paths = []
     for name in disk.names(directory):
         match = _CHECKPOINT_NAME.fullmatch(name)
@@ -248,9 +253,10 @@ def _read(directory: Path, disk: Disk) -> tuple[Manifest, Mapping[str, str]]:
 
     Raises:
         StorageError: the manifest cannot be read, or a file is missing, has another size, or is outside the
-            checkpoint.
+            checkpoint, as behind a symbolic link.
     """
     try:
+        refuse_links(directory)
         content = json.loads(disk.read(directory / "manifest.json", limit=MAX_MANIFEST_BYTES))
         if content["format"] != FORMAT:
             raise ValueError(

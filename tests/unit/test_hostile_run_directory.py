@@ -191,6 +191,27 @@ def test_a_start_that_changed_a_setting_without_a_name_is_damaged(tmp_path: Path
     log.close()
 
 
+@pytest.mark.parametrize(
+    ("place", "command"),
+    [
+        ("forks", ("episode", "forks")),
+        ("forks", ("episode", "show", "forks/e0")),
+        ("forks", ("run", "export", "--to=html")),
+        ("checkpoints", ("run", "ledger")),
+        ("checkpoints", ("run", "prune", "--keep=0")),
+    ],
+)
+def test_no_command_reads_another_run_through_a_link(
+    tmp_path: Path, place: str, command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("run", "other"):
+        asyncio.run(write_run(tmp_path / name))
+    (tmp_path / "run" / place).symlink_to(tmp_path / "other")
+    noun, verb, *more = command
+    assert main([noun, verb, str(tmp_path / "run"), *more]) == 74
+    assert f"{place}: this is a symbolic link" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("folder", [*MIRRORED_DIRECTORIES, *LINK_DIRECTORIES])
 def test_a_mirror_refuses_a_directory_that_is_a_link(
     tmp_path: Path, folder: str, capsys: pytest.CaptureFixture[str]
