@@ -14,6 +14,7 @@ initial weights do not depend on the other policies.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -44,6 +45,7 @@ from agentrl.engines.models import (
     context_length_thresholds,
     model_dtype,
     outermost_layers,
+    quote_first_names,
     read_meta_model,
     read_model,
 )
@@ -432,7 +434,15 @@ def _load_reference(
     model = _load(directory, device, dtype, config.engine.max_context, None if is_adapter else mesh)
     if is_adapter and model.device.type != "meta":
         try:
-            adapter_model: Any = peft.PeftModel.from_pretrained(model, str(path))
+            with warnings.catch_warnings(action="ignore"):  # PEFT warns of missing names, and ignores the others
+                adapter_model: Any = peft.PeftModel.from_pretrained(model, str(path))
+                report = adapter_model.load_adapter(str(path), "default")  # a second load, which returns the names
+            for problem, names in {
+                "has no tensors for layers that it targets": report.missing_keys,
+                "has tensors of other layers than those of the model": report.unexpected_keys,
+            }.items():
+                if names:
+                    raise ValueError(f"it {problem}: {quote_first_names(names)}")
             merged_model = adapter_model.merge_and_unload()
         except (ValueError, RuntimeError, OSError, TypeError) as error:
             raise ModelError(f"{path}: is not an adapter of {base} ({error})") from error

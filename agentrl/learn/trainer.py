@@ -500,13 +500,14 @@ class PolicyTrainer:
         )
 
     def _reference(self, learner: Learner, micro_batch: MicroBatch) -> HeadOutput:
-        """Compute the outputs of the policy's reference, or of the base under its adapter."""
+        """Compute the outputs of the policy's reference, or of the base under its adapter, with the experts that the
+        reference itself chooses: the recorded ones are the policy's."""
         reference, top = self._references.get(learner.name), TOP_TOKENS if self._loss.mark.divergence else 0
         with torch.no_grad():
             if reference is not None:
                 return reference.token_logprobs(micro_batch, top=top)
             with learner.model.as_reference():
-                return learner.model.token_logprobs(micro_batch, replay=learner.model.replay, top=top)
+                return learner.model.token_logprobs(micro_batch, top=top)
 
     @staticmethod
     def _count_forward(

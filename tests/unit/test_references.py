@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from agentrl.app.policies import check_reference_models
 from agentrl.config.policies import PolicyConfig
@@ -133,17 +134,49 @@ def test_micro_batches_change_nothing(models: tuple[Path, Path], tmp_path: Path,
     assert split["reference_kl"] == pytest.approx(whole["reference_kl"], rel=1e-5)
 
 
-def test_an_adapter_of_the_base_is_a_reference(models: tuple[Path, Path], tmp_path: Path) -> None:
-    student, _ = models
+def trained_adapter(student: Path, place: Path) -> Path:
+    """The directory of an adapter after one step."""
     config = run_config(student, policies={"policy": PolicyConfig(lora=LORA, learning_rate=0.1)})
     episodes = Episodes(make_rows(0, 8))
-    trainer = PolicyTrainer(config, tmp_path / "first", read=episodes.read)
+    trainer = PolicyTrainer(config, place, read=episodes.read)
     trainer.start()
     trainer.forward_backward(episodes.batch())
     trainer.optim_step("policy", 1)
-    trained = trainer.publish("policy", PolicyVersion("policy", 0, 1))
-    found = steps(config_of(student, trained.path), tmp_path / "second", 12)
+    return Path(trainer.publish("policy", PolicyVersion("policy", 0, 1)).path)
+
+
+def test_an_adapter_of_the_base_is_a_reference(models: tuple[Path, Path], tmp_path: Path) -> None:
+    trained = trained_adapter(models[0], tmp_path / "first")
+    found = steps(config_of(models[0], trained), tmp_path / "second", 12)
     assert abs(found[-1]["reference_kl"]) < 0.5 * abs(found[0]["reference_kl"])
+
+
+@pytest.mark.parametrize(
+    ("rename", "refused"),
+    [
+        (lambda name: name.replace("model.layers", "model.language_model.layers"), "no tensors .*layers.0.*"),
+        (lambda name: name if ".layers.0." in name else None, r"no tensors for layers that it targets.*layers\.1\."),
+        (lambda name: name.replace(".layers.1.", ".layers.7."), r"no tensors .*layers\.1\."),
+    ],
+)
+def test_an_adapter_that_does_not_fit_the_base_is_no_reference(
+    models: tuple[Path, Path], tmp_path: Path, rename: Callable[[str], str | None], refused: str
+) -> None:
+    """PEFT would leave out the tensors that fit no layer, and the reference would be the base."""
+    file = trained_adapter(models[0], tmp_path / "first") / "adapter_model.safetensors"
+    tensors = {name: tensor for old, tensor in load_file(file).items() if (name := rename(old)) is not None}
+    save_file(tensors, file)
+    with pytest.raises(ModelError, match=refused):
+        steps(config_of(models[0], file.parent), tmp_path / "second")
+
+
+def test_an_adapter_with_more_layers_than_the_base_is_no_reference(models: tuple[Path, Path], tmp_path: Path) -> None:
+    file = trained_adapter(models[0], tmp_path / "first") / "adapter_model.safetensors"
+    tensors = load_file(file)
+    more = {name.replace(".layers.1.", ".layers.2."): tensor.clone() for name, tensor in tensors.items()}
+    save_file(tensors | more, file)
+    with pytest.raises(ModelError, match=r"other layers than those of the model.*layers\.2\."):
+        steps(config_of(models[0], file.parent), tmp_path / "second")
 
 
 def test_a_reference_is_counted_in_the_memory(models: tuple[Path, Path]) -> None:

@@ -23,7 +23,7 @@ from agentrl.learn.forward import RoutingReplay, token_logprobs
 from agentrl.learn.models import PolicyModel, load_models
 from agentrl.learn.packing import pack
 from agentrl.learn.trainer import PolicyTrainer
-from tests.learn_cases import Episodes, make_rows, make_samples, run_config, write_model
+from tests.learn_cases import LORA, Episodes, make_rows, make_samples, run_config, write_model
 
 KINDS = ("moe", "mixtral")
 EXPERTS, LAYERS, TOP_K = 4, 2, 2
@@ -248,3 +248,27 @@ def test_a_step_says_how_much_was_not_recorded_and_how_far_engine_and_trainer_ar
     assert with_replay["mismatch/k3"] < 1e-8
     assert with_replay["mismatch/max_difference"] < 1e-4
     assert without["mismatch/k3"] > 1e-4
+
+
+def test_the_base_under_an_adapter_chooses_its_own_experts(tmp_path: Path) -> None:
+    """The divergence from the base equals that from a separate copy of it: recorded experts are the policy's."""
+    path = write_model(tmp_path / "model", kind="moe")
+    rows = [
+        replace(row, routing=(ExpertRoutingSpan(0, length, random_routing(index, length - 1)),))
+        for index, row in enumerate(make_rows(0, 4))
+        for length in [len(row.token_ids)]
+    ]
+    divergences = []
+    for reference in ("", str(path)):
+        policy = PolicyConfig(lora=LORA, learning_rate=0.1, reference=reference)
+        config = replace_engine(run_config(path, policies={"policy": policy}, loss={"kl": 0.1}))
+        episodes = Episodes(rows)
+        trainer = PolicyTrainer(config, tmp_path / f"run{reference and 1}", read=episodes.read)
+        trainer.start()
+        for step in (1, 2):
+            trainer.forward_backward(episodes.batch(step_id=step))
+            metrics = trainer.optim_step("policy", step).metrics
+            trainer.publish("policy", PolicyVersion("policy", 0, step))
+        divergences.append(metrics["reference_kl"])
+    assert divergences[0] == pytest.approx(divergences[1], rel=1e-5)
+    assert abs(divergences[0]) > 1e-3

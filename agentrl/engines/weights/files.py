@@ -12,6 +12,7 @@ import errno
 import hashlib
 import json
 import math
+import re
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -205,6 +206,8 @@ class AdapterWeights:
     rank: int
     matrices: Mapping[str, tuple[Tensor, Tensor]]
     canary: Canary | None
+    config: Mapping[str, Any]
+    """The fields of `adapter_config.json`."""
 
 
 def read_adapter(weights: WeightsRef) -> AdapterWeights:
@@ -240,7 +243,8 @@ def read_adapter(weights: WeightsRef) -> AdapterWeights:
             raise version_refused_error(weights, f"{module} has values that are not finite when scaled by {scale:g}")
     if not matrices:
         raise version_refused_error(weights, "it contains no LoRA matrices")
-    return AdapterWeights(rank=rank, matrices=matrices, canary=read_canary(weights, file.metadata, file.tensors))
+    canary = read_canary(weights, file.metadata, file.tensors)
+    return AdapterWeights(rank=rank, matrices=matrices, canary=canary, config=json.loads(content))
 
 
 def read_adapter_tensors(weights: WeightsRef) -> Mapping[str, Tensor]:
@@ -304,7 +308,7 @@ def check_adapter(weights: WeightsRef, adapter: AdapterWeights, model: PreTraine
     """Refuse an adapter that does not fit a model, of which only the shapes matter.
 
     Raises:
-        EngineError: a rank, module or shape does not fit.
+        EngineError: a rank, module or shape does not fit, or a layer that its configuration targets has no matrices.
     """
     if adapter.rank > max_rank:
         raise version_refused_error(
@@ -319,6 +323,31 @@ def check_adapter(weights: WeightsRef, adapter: AdapterWeights, model: PreTraine
             raise version_refused_error(
                 weights, f"{name} has shapes {shapes}, but the layer is {layer.in_features} → {layer.out_features}"
             )
+    try:
+        targeted = _targeted_layers(model, adapter.config)
+    except (ValueError, TypeError, re.error) as error:
+        raise version_refused_error(weights, f"its target_modules cannot be read ({error})") from error
+    if missing := [name for name in targeted if name not in adapter.matrices]:
+        raise version_refused_error(
+            weights,
+            f"its configuration targets {len(missing)} layers for which it has no matrices: "
+            f"{quote_first_names(missing)}",
+        )
+
+
+def _targeted_layers(model: PreTrainedModel, config: Mapping[str, Any]) -> list[str]:
+    """Return the linear layers that PEFT would adapt by a configuration."""
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    rule = LoraConfig(
+        **{name: config.get(name) for name in ("exclude_modules", "layers_pattern", "layers_to_transform")},
+        target_modules=config.get("target_modules"),
+    )
+    if rule.target_modules is None or rule.target_modules == "all-linear":  # a file on its own says what is adapted
+        return []
+    wrapped = [name.removesuffix(".base") for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return [name for name in wrapped if check_target_module_exists(rule, name)]
 
 
 def adaptable_layers(model: PreTrainedModel) -> list[str]:
