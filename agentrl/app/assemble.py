@@ -351,15 +351,18 @@ def _roles(config: RunConfig, means: Mapping[SeatRole, Sequence[MeanAtStep]]) ->
 def _best_checkpoint_tracker(config: RunConfig, running_mean: BestRunningMean) -> BestCheckpointTracker:
     best = config.best
     policy, metric = best.measured(config.trained)
+    is_of_steps = bool(metric) and not metric.startswith("evaluation/")
     return BestCheckpointTracker(
         metric=metric,
         policy=policy,
-        over=_held_out_of(config) if metric.startswith("evaluation/") else "",
+        over=_held_out_of(config) if metric and not is_of_steps else "",
         smallest=best.metric.startswith("-"),
         window=best.window,
         stop_at=best.stop_at,
         stop_fall=best.stop_fall,
         checkpoints=KEPT_CHECKPOINTS,
+        # a policy may have stepped once more on the episodes that the metric's policy trains on next
+        lags={name: config.trained[name].max_staleness + 1 for name in config.trained} if is_of_steps else {},
         measured=running_mean,
     )
 

@@ -504,6 +504,12 @@ class EpisodeHeader:
         return self.drop_reason is None
 
     @property
+    def sampled_by(self) -> tuple[PolicyVersion, ...]:
+        """Oldest versions that sampled the episode, for each agent, and the children it waited for."""
+        own = (PolicyVersion(agent.policy, agent.lineage, agent.oldest_step) for agent in self.trajectories)
+        return (*self.measured_against, *own)
+
+    @property
     def reward(self) -> float | None:
         """Sum of the rewards over agents; None if no agent was rewarded."""
         rewards = [t.reward for t in self.trajectories if t.reward is not None]

@@ -23,6 +23,7 @@ from agentrl.core.records import (
     EpisodeDataLocation,
     EpisodeHeader,
     EpisodeSpec,
+    PolicyVersion,
     TrajectoryCredit,
     TrajectoryHeader,
     Unit,
@@ -94,6 +95,8 @@ class ReadyUnit(NamedTuple):
     environment: str = ""
     is_alone: bool = False
     """Whether no other episode could be compared with this one, so that the advantage is 0."""
+    sampled_by: tuple[PolicyVersion, ...] = ()
+    """Oldest versions that sampled the episode and the children it waited for."""
 
     @property
     def tree(self) -> str:
@@ -306,7 +309,8 @@ class EpisodeBuffer:
                 location=header.location or EpisodeDataLocation("", 0),
                 credits=tuple(credits[header.episode_id, t.seat, t.index] for t in own),
             )
-            self._ready[policy].append(ReadyUnit(unit, own, environment, self._is_alone(unit, group)))
+            is_alone = self._is_alone(unit, group)
+            self._ready[policy].append(ReadyUnit(unit, own, environment, is_alone, header.sampled_by))
 
     def _is_alone(self, unit: Unit, group: OpenGroup) -> bool:
         """Whether a unit's rewards needed a comparison and no other member got a reward in the same seats."""

@@ -353,9 +353,10 @@ class Orchestrator:
         self.buffer.consume(ready_units)
         metrics = self._metrics.of_step(report, ready_units, waited_s)
         metrics |= {"run/lineage": float(version.lineage), "run/code_changes": float(self.code_changes)}
+        measured_versions = self.best.sampled_by(self.board, (ready.sampled_by for ready in ready_units))
         self.board.advance(version)
         self.store.record(MetricRow(policy, version.step, metrics))
-        self.best.record_metrics(policy, metrics, self._versions())
+        self.best.record_metrics(policy, metrics, measured_versions)
         self.observer.on_step(policy, version.step, metrics)
         await self.opponents.add_version(weights)
         await self.retention.prune(weights, self._needed_versions())
@@ -453,7 +454,7 @@ class Orchestrator:
                 self.best.measured,
                 self.opponents.drawn_from(),
             )
-            self.best.record_checkpoint()
+            self.best.record_checkpoint(self.board)
             self.opponents.record_checkpoint()
             self._checkpoint_steps = steps
         self.journal_retention.start_pruning(self.fail)
@@ -465,7 +466,7 @@ class Orchestrator:
 
     def _needed_versions(self) -> set[PolicyVersion]:
         """Return the older versions whose files must stay for now."""
-        return {*self.versions.pinned(), *self.opponents.needed(), *self.best.needed()}
+        return {*self.versions.pinned(), *self.opponents.needed(), *self.best.needed(self.board)}
 
     def _steps_left(self) -> int:
         phases = self.scheduler.phases

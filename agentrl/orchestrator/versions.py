@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -244,20 +244,41 @@ class BestRunningMean:
     """Metric, policy and window; a run resumed with different ones starts over."""
     newest: tuple[float, ...] = ()
     """Measurements within the window, oldest first; larger is better."""
+    measured_versions: tuple[Mapping[str, PolicyVersion], ...] = ()
+    """Measured version of every learning policy, for each of `newest`."""
     best: float = -math.inf
     """Largest running mean."""
     versions: Mapping[str, PolicyVersion] = field(default_factory=dict)
-    """Version of every learning policy when `best` was reached; empty before the first mean."""
+    """Versions of the largest measurement within the window of `best`; empty before the first mean."""
 
     def as_data(self) -> dict[str, Any]:
         """Return JSON data; floats round-trip exactly."""
-        versions = {policy: [version.lineage, version.step] for policy, version in self.versions.items()}
         return {
             "what": self.what,
             "newest": list(self.newest),
+            "measured_versions": list(map(_encode_versions, self.measured_versions)),
             "best": self.best if self.versions else None,
-            "versions": versions,
+            "versions": _encode_versions(self.versions),
         }
+
+    def largest(self) -> int:
+        """Return the index of the largest of the newest measurements; of equal ones, the newest."""
+        return max(range(len(self.newest)), key=lambda index: (self.newest[index], index))
+
+    def needed(self) -> Iterator[PolicyVersion]:
+        """Yield the best versions, and those that a later window may choose: no newer measurement is as large."""
+        yield from self.versions.values()
+        for index, value in enumerate(self.newest):
+            if all(value > newer for newer in self.newest[index + 1 :]):
+                yield from self.measured_versions[index].values()
+
+
+def _encode_versions(versions: Mapping[str, PolicyVersion]) -> dict[str, list[int]]:
+    return {policy: [version.lineage, version.step] for policy, version in versions.items()}
+
+
+def _decode_versions(data: Mapping[str, Any]) -> dict[str, PolicyVersion]:
+    return {policy: PolicyVersion(policy, int(lineage), int(step)) for policy, (lineage, step) in data.items()}
 
 
 NOT_MEASURED = BestRunningMean()
@@ -270,19 +291,25 @@ def decode_best_running_mean(data: Mapping[str, Any]) -> BestRunningMean:
         KeyError: a field is missing.
         ValueError: a field is not valid.
     """
-    versions = {
-        policy: PolicyVersion(policy, int(lineage), int(step)) for policy, (lineage, step) in data["versions"].items()
-    }
+    versions = _decode_versions(data["versions"])
     newest = tuple(float(value) for value in data["newest"])
+    measured_versions = tuple(map(_decode_versions, data.get("measured_versions", ())))
     best = float(data["best"]) if versions else -math.inf
     if not all(map(math.isfinite, [*newest, best] if versions else newest)):
         raise ValueError("a measurement is not finite")
-    return BestRunningMean(what=str(data["what"]), newest=newest, best=best, versions=versions)
+    if len(measured_versions) != len(newest):
+        newest = measured_versions = ()  # earlier checkpoints lack the versions: fill the window again
+    return BestRunningMean(
+        what=str(data["what"]), newest=newest, measured_versions=measured_versions, best=best, versions=versions
+    )
 
 
 @dataclass(slots=True, kw_only=True)
 class BestCheckpointTracker:
     """Tracks the versions at which the running mean of a metric was best, and decides when that ends the run.
+
+    The best versions are those of the largest measurement within the best window. A measurement is of the versions that
+    sampled it: an evaluation's, or those that sampled a step's units.
 
     The measurements are in the manifests of checkpoints, so a resumed run chooses as if it had never stopped. The files
     of the best versions stay on disk, including those of checkpoints from which a run may resume.
@@ -290,9 +317,9 @@ class BestCheckpointTracker:
     Example:
         >>> best = BestCheckpointTracker(metric="reward/mean", policy="solver", window=2, stop_fall=0.25)
         >>> for step, reward in enumerate([0.0, 1.0, 0.5, 0.0], start=1):
-        ...     best.record_metrics("solver", {"reward/mean": reward}, {"solver": PolicyVersion("solver", 0, step)})
+        ...     best.record_metrics("solver", {"reward/mean": reward}, {"solver": PolicyVersion("solver", 0, step - 1)})
         >>> best.measured.best, best.measured.versions["solver"].step
-        (0.75, 3)
+        (0.75, 1)
         >>> best.why_stop()
         'reward/mean fell to 0.25, from 0.75 at its best'
     """
@@ -313,26 +340,31 @@ class BestCheckpointTracker:
     """Distance from the best mean, in the bad direction, at which the run ends."""
     checkpoints: int = 1
     """Number of newest checkpoints that a run may resume from."""
+    lags: Mapping[str, int] = field(default_factory=dict)
+    """For each learning policy, the number of steps by which a measured version may be behind the current one; empty if
+    evaluations measure."""
     measured: BestRunningMean = NOT_MEASURED
-    _saved_means: deque[BestRunningMean] = field(init=False)
+    _saved: deque[set[PolicyVersion]] = field(init=False)
+    """Versions needed by each of the newest checkpoints."""
 
     def __post_init__(self) -> None:
         description = f"{self._sign:+.0f} {self.metric} of {self.policy}, {self.window}{self.over and f', {self.over}'}"
         if self.measured.what != description:
             self.measured = BestRunningMean(what=description)
-        self._saved_means = deque([self.measured], maxlen=self.checkpoints)
+        self._saved = deque([set(self.measured.needed())], maxlen=self.checkpoints)
 
     def record_metrics(self, policy: str, metrics: Mapping[str, float], versions: Mapping[str, PolicyVersion]) -> None:
-        """Record metrics of a policy; `versions` are the current ones of all learning policies."""
+        """Record metrics of a policy; `versions` are the measured ones of all learning policies."""
         value = metrics.get(self.metric, math.nan)
         if policy != self.policy or not math.isfinite(value):
             return
         newest = (*self.measured.newest, -value if self.smallest else value)[-self.window :]
+        measured_versions = (*self.measured.measured_versions, dict(versions))[-self.window :]
+        measured = replace(self.measured, newest=newest, measured_versions=measured_versions)
         mean = math.fsum(newest) / len(newest)
         if len(newest) == self.window and mean > self.measured.best:
-            self.measured = replace(self.measured, newest=newest, best=mean, versions=dict(versions))
-        else:
-            self.measured = replace(self.measured, newest=newest)
+            measured = replace(measured, best=mean, versions=measured_versions[measured.largest()])
+        self.measured = measured
 
     def why_stop(self) -> str | None:
         """Return the reason to end the run, for the user; None if there is none."""
@@ -358,11 +390,38 @@ class BestCheckpointTracker:
     def _sign(self) -> float:
         return -1.0 if self.smallest else 1.0
 
-    def record_checkpoint(self) -> None:
-        """Record that a checkpoint with the current measurements was written."""
-        self._saved_means.append(self.measured)
+    def sampled_by(self, board: PolicyBoard, units: Iterable[Sequence[PolicyVersion]]) -> dict[str, PolicyVersion]:
+        """Return the versions that a step measures: of each learning policy, the one with which most of its units
+        began; of several, the newest. A policy that did not act in these episodes counts with its current version.
 
-    def needed(self) -> Iterator[PolicyVersion]:
-        """Yield the versions whose files must stay."""
-        for mean in (self.measured, *self._saved_means):
-            yield from mean.versions.values()
+        Args:
+            board: the versions before the step becomes current.
+            units: for each unit, the oldest versions that sampled its episode.
+        """
+        steps: dict[str, Counter[int]] = {policy: Counter() for policy in board.trainable}
+        for versions in units:
+            for policy, step in {
+                version.policy: version.step for version in versions if version.policy in steps
+            }.items():
+                steps[policy][min(max(step, self._oldest(board, policy)), board.step(policy))] += 1
+        return {
+            policy: board.at(policy, max(counts, key=lambda step: (counts[step], step), default=board.step(policy)))
+            for policy, counts in steps.items()
+        }
+
+    def _oldest(self, board: PolicyBoard, policy: str) -> int:
+        """Return the step of the oldest version that counts as measured by the policy's next step."""
+        return max(board.step(policy) - self.lags.get(policy, 0), 0)
+
+    def record_checkpoint(self, board: PolicyBoard) -> None:
+        """Record that a checkpoint with the current measurements was written."""
+        self._saved.append({*self.measured.needed(), *self._measurable(board)})
+
+    def needed(self, board: PolicyBoard) -> set[PolicyVersion]:
+        """Return the versions whose files must stay, so that a later step or resume can choose them."""
+        return {*self.measured.needed(), *self._measurable(board)}.union(*self._saved)
+
+    def _measurable(self, board: PolicyBoard) -> Iterator[PolicyVersion]:
+        for policy in self.lags:
+            for step in range(self._oldest(board, policy), board.step(policy) + 1):
+                yield board.at(policy, step)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+import agentrl
+from agentrl.core.ports import GenerateRequest
+from agentrl.core.records import PolicyVersion
 from agentrl.orchestrator.loop import Orchestrator
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN
 from agentrl.testing.plugin import SeededSimulation
 from tests.sim.crash_cases import Talk
 from tests.sim.small_run import TASKS, SmallRun, config_for
@@ -77,7 +82,59 @@ def test_a_run_ends_when_its_metric_has_fallen(simulated_loop: SeededSimulation)
         run = SmallRun(config=config_for(steps=8, best=best))
         await run.run()
         assert len(run.trainer.batches) == 4, "the mean of steps 3 and 4 is 16 episodes above that of 1 and 2"
-        assert run.orchestrator.best.measured.versions["guesser"].step == 2
+        assert run.orchestrator.best.measured.versions["guesser"].step == 0, "which sampled step 1"
+
+    simulated_loop.run(main)
+
+
+def skilled_at(step: int) -> Callable[[GenerateRequest, str, PolicyVersion], list[int]]:
+    """A script that guesses right with the weights of one step only; all tasks have the digit 7."""
+    return lambda request, policy, version: [ord("7" if version.step == step else "0"), STOP_TOKEN]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+@pytest.mark.parametrize("window", [1, 2])
+def test_training_rewards_choose_the_version_that_earned_them(
+    simulated_loop: SeededSimulation, max_staleness: int, window: int
+) -> None:
+    async def main() -> None:
+        sections = {"best": {"metric": "reward/mean", "window": window}, "checkpoint": {"every": 3, "versions": 1}}
+        run = SmallRun(
+            config=config_for(steps=6, max_staleness=max_staleness, **sections),
+            script=skilled_at(2),
+            tasks=[TASKS[7]],
+        )
+        await run.run()
+        best = run.orchestrator.best
+        assert best.measured.best > 0.0
+        assert best.measured.versions == {"guesser": PolicyVersion("guesser", 0, 2)}
+
+    simulated_loop.run(main)
+
+
+class Pair(agentrl.Environment):
+    """Two policies answer; both are rewarded where both are right."""
+
+    seats = ("left", "right")
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        turns = [await ctx.agent(seat).act(agentrl.user("Guess a digit.")) for seat in self.seats]
+        for seat in self.seats:
+            ctx.agent(seat).reward(float(all(turn.text == "7" for turn in turns)))
+
+
+@pytest.mark.parametrize("metric", ["left/reward/mean", "right/reward/mean"])
+def test_training_rewards_choose_the_versions_that_played_together(
+    simulated_loop: SeededSimulation, metric: str
+) -> None:
+    async def main() -> None:
+        policies = {name: {"step_size": 8, "max_staleness": 0} for name in Pair.seats}
+        config = config_for(steps=5, policies=policies, best={"metric": metric, "window": 1})
+        run = SmallRun(config=config, environment=Pair, script=skilled_at(2), tasks=[TASKS[7]])
+        await run.run()
+        measured = run.orchestrator.best.measured
+        assert measured.best == 1.0
+        assert {policy: version.step for policy, version in measured.versions.items()} == {"left": 2, "right": 2}
 
     simulated_loop.run(main)
 

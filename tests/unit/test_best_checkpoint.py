@@ -16,13 +16,18 @@ from agentrl.config.run import RunConfig
 from agentrl.config.sections import BestConfig
 from agentrl.core.records import PolicyVersion
 from agentrl.environments.tiny_model.warm_up import TRAIN
-from agentrl.orchestrator.versions import BestCheckpointTracker, decode_best_running_mean
+from agentrl.orchestrator.versions import BestCheckpointTracker, PolicyBoard, decode_best_running_mean
 
 
 def hear(best: BestCheckpointTracker, values: list[float], *, first: int = 1) -> None:
     for step, value in enumerate(values, start=first):
         versions = {"solver": PolicyVersion("solver", 0, step), "other": PolicyVersion("other", 1, 2 * step)}
         best.record_metrics("solver", {"reward/mean": value}, versions)
+
+
+def board(step: int, lineage: int = 0) -> PolicyBoard:
+    parents = {("solver", each): PolicyVersion("solver", each - 1, 2 * each) for each in range(1, lineage + 1)}
+    return PolicyBoard({"solver": PolicyVersion("solver", lineage, step)}, ["solver"], parents)
 
 
 def tracker(**changes: Any) -> BestCheckpointTracker:
@@ -34,7 +39,7 @@ def test_the_versions_of_the_largest_mean_are_kept_together() -> None:
     hear(best, [0.9])
     assert best.summary() is None, "one measurement is no mean of two"
     hear(best, [0.1, 0.7, 0.5, 0.6, 0.0], first=2)
-    assert best.summary() == {"metric": "reward/mean", "value": 0.6, "steps": {"solver": 4, "other": 8}}
+    assert best.summary() == {"metric": "reward/mean", "value": 0.6, "steps": {"solver": 3, "other": 6}}
     assert best.why_stop() is None, "nobody asked for an end"
 
 
@@ -79,7 +84,7 @@ def test_what_is_not_the_metric_of_the_policy_is_not_heard(policy: str, metrics:
 def test_nothing_is_chosen_where_nothing_is_asked_for() -> None:
     best = BestCheckpointTracker()
     best.record_metrics("solver", {"reward/mean": 1.0}, {"solver": PolicyVersion("solver", 0, 1)})
-    assert (best.summary(), best.why_stop(), list(best.needed())) == (None, None, [])
+    assert (best.summary(), best.why_stop(), best.needed(board(1))) == (None, None, set())
 
 
 @given(
@@ -122,8 +127,65 @@ def test_files_stay_that_a_checkpoint_may_still_go_back_to() -> None:
     for step, value in enumerate([1.0, 2.0, 3.0, 4.0], start=1):
         hear(best, [value], first=step)
         if step != 3:
-            best.record_checkpoint()
-    assert {version.step for version in best.needed() if version.policy == "solver"} == {2, 4}
+            best.record_checkpoint(board(step))
+    assert {version.step for version in best.needed(board(4)) if version.policy == "solver"} == {2, 4}
+
+
+@pytest.mark.parametrize(
+    ("values", "window", "step"),
+    [
+        ([0.5, 0.0, 0.0], 1, 1),
+        ([0.6, 0.1, 0.0], 2, 1),
+        ([0.1, 0.9, 0.2, 0.0], 3, 2),
+        ([0.5, 0.5, 0.1], 2, 2),
+        ([0.2, 0.1, 0.8], 3, 3),
+    ],
+)
+def test_the_best_version_has_the_largest_measurement_of_the_best_window(
+    values: list[float], window: int, step: int
+) -> None:
+    best = tracker(window=window)
+    for number in range(1, len(values) + 1):
+        hear(best, [values[number - 1]], first=number)
+        kept = best.needed(board(number))
+    assert best.measured.versions["solver"].step == step
+    assert best.measured.versions["solver"] in kept
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=20), st.integers(1, 4))
+def test_no_version_is_chosen_that_was_not_kept(values: list[float], window: int) -> None:
+    best = tracker(window=window)
+    kept = {PolicyVersion("solver", 0, 1), PolicyVersion("other", 1, 2)}
+    for number, value in enumerate(values, start=1):
+        hear(best, [value], first=number)
+        assert kept >= set(best.measured.versions.values())
+        following = {PolicyVersion("solver", 0, number + 1), PolicyVersion("other", 1, 2 * number + 2)}
+        kept = (kept & best.needed(board(number))) | following
+
+
+def test_a_step_measures_the_version_with_which_most_of_its_units_began() -> None:
+    best = tracker(lags={"solver": 2})
+    units = [[PolicyVersion("solver", 0, step), PolicyVersion("other", 0, 9)] for step in (3, 4, 4, 5, 5)]
+    assert best.sampled_by(board(5), units) == {"solver": PolicyVersion("solver", 0, 5)}, "of several the newest"
+    assert best.sampled_by(board(5), units[:3]) == {"solver": PolicyVersion("solver", 0, 4)}
+    assert best.sampled_by(board(9), units) == {"solver": PolicyVersion("solver", 0, 7)}, "the oldest one on disk"
+    assert best.sampled_by(board(5), []) == {"solver": PolicyVersion("solver", 0, 5)}
+    # lineage 1 began at step 2: step 3 of lineage 0 is lost, and its place on the surviving line counts
+    assert best.sampled_by(board(3, lineage=1), units[:1]) == {"solver": PolicyVersion("solver", 1, 3)}
+    assert best.sampled_by(board(3, lineage=1), [[PolicyVersion("solver", 0, 1)]]) == {
+        "solver": PolicyVersion("solver", 0, 1)
+    }
+    assert {version.step for version in best.needed(board(5))} == {3, 4, 5}
+
+
+def test_a_checkpoint_that_lacks_the_measured_versions_fills_its_window_again() -> None:
+    best = tracker()
+    hear(best, [0.9, 0.8])
+    data = json.loads(json.dumps(best.measured.as_data()))
+    del data["measured_versions"]
+    decoded = decode_best_running_mean(data)
+    assert decoded.newest == ()
+    assert (decoded.best, decoded.versions) == (best.measured.best, best.measured.versions)
 
 
 @pytest.mark.parametrize(

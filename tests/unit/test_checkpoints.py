@@ -70,7 +70,7 @@ def test_a_checkpoint_of_every_released_format_is_found(version: int) -> None:
         role_means={SeatRole("solver", "game", "first"): [MeanAtStep(2, DecayingMean(1.5, 2.0))]},
         measured=BestRunningMean(
             what="reward/mean of solver",
-            newest=(0.5, 0.75),
+            newest=(),  # its 0.5 and 0.75 are of unknown versions
             best=0.625,
             versions={"solver": PolicyVersion("solver", 1, 2)},
         ),
