@@ -341,8 +341,10 @@ def _targeted_layers(model: PreTrainedModel, config: Mapping[str, Any]) -> list[
     from peft.tuners.tuners_utils import check_target_module_exists
 
     rule = LoraConfig(
-        **{name: config.get(name) for name in ("exclude_modules", "layers_pattern", "layers_to_transform")},
         target_modules=config.get("target_modules"),
+        exclude_modules=config.get("exclude_modules"),
+        layers_to_transform=config.get("layers_to_transform"),
+        layers_pattern=config.get("layers_pattern"),
     )
     if rule.target_modules is None or rule.target_modules == "all-linear":  # a file on its own says what is adapted
         return []
