@@ -24,8 +24,8 @@ from agentrl.config.fields import base_model_display_name
 from agentrl.config.policies import ExternalPolicyConfig, FrozenPolicy, OpponentPoolPolicy, PolicyConfig
 from agentrl.config.run import RunConfig, adapter_settings
 from agentrl.config.scorers import ScorerConfig
-from agentrl.config.sections import ADVANTAGE_NAMES, SamplingConfig
-from agentrl.core.custom_functions import declaration_of, find_function
+from agentrl.config.sections import ADVANTAGE_NAMES, LOSSES, NORMALIZERS, LossConfig, SamplingConfig
+from agentrl.core.custom_functions import FunctionDeclaration, Grouping, declaration_of, find_function
 from agentrl.core.errors import ConfigError, EngineError, InputError
 from agentrl.core.files import WEIGHT_FILES, sha256_of
 from agentrl.core.ports import ChatFormat, EngineCapabilities, SamplingParams
@@ -182,6 +182,19 @@ def _has_tree_form(advantage: str) -> bool:
     return declaration_of(find_function("advantage", advantage, key="credit.advantage")[1]).over == "tree"
 
 
+def loss_declaration(loss: LossConfig) -> FunctionDeclaration:
+    """Return what a run's loss declares.
+
+    Raises:
+        ConfigError: there is no such loss.
+    """
+    return LOSSES.get(loss.name) or declaration_of(find_function("loss", loss.name, key="trainer.loss.name")[1])
+
+
+WITHIN_TURN: tuple[Grouping, ...] = ("token", "turn")
+"""Groupings that `ctx.branch` leaves whole; of a conversation, a branch has only the end."""
+
+
 def _check_branches(config: RunConfig, root: type[Environment], seats: Sequence[Sequence[str]]) -> None:
     """Refuse settings under which branches would be trained with a bias, or not at all.
 
@@ -215,6 +228,8 @@ def _check_branches(config: RunConfig, root: type[Environment], seats: Sequence[
         if trained_policies[name].served_adapter is None and trained_policies[name].max_staleness
     ]
     several = f"seats of the policies {' and '.join(learners)}"
+    mark = loss_declaration(loss)
+    grouping = mark.grouping(loss.options)
     reasons = {
         f"credit.advantage = {advantage!r}": (
             not _has_tree_form(advantage),
@@ -224,10 +239,17 @@ def _check_branches(config: RunConfig, root: type[Environment], seats: Sequence[
             config.credit.release != "group",
             "a tree is released whole: set 'group'",
         ),
-        "trainer.loss.name = 'dpo'": (loss.name == "dpo", "a branch is a part of a conversation: set another loss"),
-        "trainer.loss.normalizer = 'sequences'": (
-            loss.normalizer == "sequences",
-            "a branch is a part of a conversation: set it to the sampled tokens of a typical episode",
+        f"trainer.loss.name = {loss.name!r}": (
+            bool(root.branches) and (mark.divergence or grouping not in WITHIN_TURN),
+            f"it weighs a token by others of the same {grouping}, and a branch has only the end of a conversation: "
+            "set a loss that groups by token or turn (docs/algorithms.md), such as 'truncated'"
+            if grouping not in WITHIN_TURN
+            else "a branch point would multiply the weight of the tokens behind it: set a loss that learns from "
+            "advantages",
+        ),
+        f"trainer.loss.normalizer = {loss.normalizer!r}": (
+            bool(root.branches) and NORMALIZERS.get(str(loss.normalizer), "token") not in WITHIN_TURN,
+            "a branch has only the end of a conversation: set it to the sampled tokens of a typical episode",
         ),
         several: (len(learners) > 1, "a tree stays on one version: bind all its seats to one trained policy"),
         "full weights at max_staleness above 0": (

@@ -26,10 +26,10 @@ from agentrl.app.scorers import find_scorer_codes
 from agentrl.config.load import SettingDifference
 from agentrl.config.policies import BotPolicy, OpponentPoolPolicy
 from agentrl.config.run import RunConfig
-from agentrl.config.sections import ADVANTAGE_NAMES, LOSS_NAMES
+from agentrl.config.sections import ADVANTAGE_NAMES, LOSSES
 from agentrl.core import ids
 from agentrl.core.clock import Clock
-from agentrl.core.custom_functions import FunctionCode, Kind, check_options, find_function
+from agentrl.core.custom_functions import FunctionCode, Kind, check_options, declaration_of, find_function
 from agentrl.core.errors import ConfigError, EngineError, RunDirectoryError, StorageError
 from agentrl.core.files import LOCAL, Disk, remove_staging_directories
 from agentrl.core.ports import Trainer
@@ -535,10 +535,16 @@ def load_user_functions(config: RunConfig) -> UserFunctions:
     """
     codes: list[tuple[Kind, FunctionCode]] = [("scorer", code) for code in find_scorer_codes(config).values()]
     loss, credit, advantage = config.trainer.loss, config.credit, config.credit.advantage
-    if loss.name not in LOSS_NAMES:
+    if loss.name not in LOSSES:
         code, function = find_function("loss", loss.name, key="trainer.loss.name")
         codes.append(("loss", code))
         check_options(function, loss.options, "trainer.loss")
+        if credit.release != "group" and declaration_of(function).grouping(loss.options) == "group":
+            raise ConfigError(
+                f"credit.release = {credit.release!r} cannot be combined with trainer.loss.name = {loss.name!r}: it "
+                "compares the members of a group in one step, and late ones have none there. Set another loss, or "
+                "credit.release = 'group'"
+            )
     elif loss.options:
         from agentrl.learn.losses import make_loss
 

@@ -31,7 +31,7 @@ from agentrl.app.run_parts import RunFactories
 from agentrl.app.scorers import RecordedScorer
 from agentrl.config.load import recorded_config
 from agentrl.config.run import RunConfig
-from agentrl.config.sections import LOSS_NAMES
+from agentrl.config.sections import LOSSES
 from agentrl.core import ids
 from agentrl.core.custom_functions import find_function_code
 from agentrl.core.errors import (
@@ -595,7 +595,7 @@ def _check_loss(config: RunConfig, reader: RunReader, lineage: int) -> None:
         InputError: the code differs, or was not recorded.
     """
     name = config.trainer.loss.name
-    if name in LOSS_NAMES:
+    if name in LOSSES:
         return
     now = find_function_code("loss", name, key="trainer.loss.name")
     then = next((start.digests_of(now.reference) for start in reader.log.starts() if start.lineage == lineage), set())

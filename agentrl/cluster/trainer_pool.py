@@ -29,7 +29,7 @@ from agentrl.cluster.session import (
     shorten_ray_error,
 )
 from agentrl.config.run import RunConfig
-from agentrl.config.sections import LOSS_NAMES
+from agentrl.config.sections import LOSSES
 from agentrl.core.clock import SystemClock
 from agentrl.core.custom_functions import FunctionCode, find_function_code, is_monkeypatched
 from agentrl.core.errors import AgentRLError, ConfigError, TrainerError, TrainerLostError
@@ -260,7 +260,7 @@ class RayTrainerPool:
         refuse_monkeypatches()
         self._config = config
         name = config.trainer.loss.name
-        self._loss = None if name in LOSS_NAMES else find_function_code("loss", name, key="trainer.loss.name")
+        self._loss = None if name in LOSSES else find_function_code("loss", name, key="trainer.loss.name")
         """Loss function of the user, sent to every rank; None for a built-in loss."""
         self._directory = run_directory.resolve()
         self._session = session if session is not None else RaySession(config.ray_address)

@@ -37,6 +37,8 @@ from agentrl.config.policies import (
 )
 from agentrl.config.scorers import ScorerConfig
 from agentrl.config.sections import (
+    LOSSES,
+    NORMALIZERS,
     BestConfig,
     CheckpointConfig,
     ClusterConfig,
@@ -492,12 +494,16 @@ def _check_release(config: RunConfig) -> None:
 
 def _not_with_release(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield the settings that cannot be combined with groups released in parts, each with its reason and remedy."""
-    if config.trainer.loss.normalizer == "sequences":
+    loss = config.trainer.loss
+    if NORMALIZERS.get(str(loss.normalizer)) == "agent":
         why = "the divisor would depend on who ended first, and short members would weigh more"
-        yield "trainer.loss.normalizer = 'sequences'", f"{why}. Set it to the sampled tokens of a typical episode"
-    if config.trainer.loss.name == "dpo":
-        why = "a member is preferred to those in the same step, and late ones have none there"
-        yield "trainer.loss.name = 'dpo'", f"{why}. Set another loss"
+        yield (
+            f"trainer.loss.normalizer = {loss.normalizer!r}",
+            f"{why}. Set it to the sampled tokens of a typical episode",
+        )
+    if loss.name in LOSSES and LOSSES[loss.name].groups == "group":
+        why = "it compares the members of a group in one step, and late ones have none there"
+        yield f"trainer.loss.name = {loss.name!r}", f"{why}. Set another loss"
     if config.deterministic:
         yield "deterministic = true", "who ends first depends on the machine. Leave one of the two out"
     if config.credit.release == "late":

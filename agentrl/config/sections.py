@@ -27,7 +27,7 @@ from agentrl.config.fields import (
     check_function_name,
     resolve_package_directory,
 )
-from agentrl.core.custom_functions import Kind
+from agentrl.core.custom_functions import FunctionDeclaration, Grouping, Kind
 
 
 class RecordedTurnsConfig(Section):
@@ -194,11 +194,24 @@ class SamplingConfig(Section):
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
-LOSS_NAMES = (
-    *("truncated", "ppo", "reinforce", "cispo", "sapo", "gspo", "decoupled_ppo", "importance_sampling"),
-    *("geometric_mask", "off_policy_mask", "m2po", "topr", "vespo", "clip_cov", "kl_cov", "distillation", "dpo"),
-)
-"""Names of the built-in losses (`learn.losses`)."""
+_BY_TOKEN = FunctionDeclaration("loss", groups="token")
+_BY_CONVERSATION = FunctionDeclaration("loss", groups="agent")
+_BY_STEP = FunctionDeclaration("loss", groups="step")
+LOSSES: dict[str, FunctionDeclaration] = {
+    **dict.fromkeys(("truncated", "ppo", "reinforce", "cispo", "sapo", "decoupled_ppo"), _BY_TOKEN),
+    "importance_sampling": FunctionDeclaration("loss", groups="token", groups_option="level"),
+    "geometric_mask": FunctionDeclaration("loss", groups="agent", groups_option="level"),
+    **dict.fromkeys(("gspo", "off_policy_mask", "topr", "vespo"), _BY_CONVERSATION),
+    **dict.fromkeys(("m2po", "clip_cov", "kl_cov"), _BY_STEP),
+    "distillation": FunctionDeclaration("loss", groups="token", reference=True, divergence=True),
+    "dpo": FunctionDeclaration("loss", groups="group", reference=True),
+}
+"""The built-in losses (`learn.losses`), keyed by name, with what each groups by and reads. Refusals, the exchange
+between ranks and the table in docs/algorithms.md follow from it. Losses by token without a reference have no gradient
+where the advantage is 0."""
+NORMALIZERS: dict[str, Grouping] = {"tokens": "token", "sequences": "agent"}
+"""Divisors of the loss that are no number, with the tokens on which a token's weight depends, apart from a factor that
+all tokens of the step share."""
 ADVANTAGE_NAMES = (
     *("leave_one_out", "group_mean", "group_std", "role_mean", "none"),
     *("max_rl", "pass_at_k", "best_of_n", "gigpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"),
@@ -392,7 +405,7 @@ class LossConfig(FunctionConfig):
     for `ppo`, and may change on resume."""
 
     kind = "loss"
-    built_in = LOSS_NAMES
+    built_in = tuple(LOSSES)
     name: Free[str] = "truncated"
     """A built-in or installed loss, `module:function`, or `path/to/file.py:function`. The default truncates importance
     weights per token: bounded at any staleness, but not unbiased (docs/off_policy.md)."""

@@ -26,11 +26,14 @@ from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, overload
 
 from agentrl.core.errors import ConfigError
 
 Kind = Literal["loss", "advantage", "scorer"]
+Grouping = Literal["token", "turn", "row", "agent", "episode", "group", "step"]
+GROUPINGS: tuple[Grouping, ...] = get_args(Grouping)
+"""What a token's loss may depend on, from the token itself to all tokens of the step; each contains the one before."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 ENTRY_POINTS: dict[Kind, str] = {
@@ -46,8 +49,10 @@ class FunctionDeclaration(NamedTuple):
     """The declaration that a decorator leaves on a function."""
 
     kind: Kind
-    per_token: bool = False
-    """Whether a token's loss depends on the columns of that token alone. For losses only."""
+    groups: Grouping = "step"
+    """The tokens on which a token's loss depends: those with the same id, or the token alone. For losses only."""
+    groups_option: str = ""
+    """Option of the loss whose value replaces `groups`; empty: none does."""
     reference: bool = False
     """Whether the function reads `reference_logprobs`. For losses only."""
     divergence: bool = False
@@ -58,12 +63,33 @@ class FunctionDeclaration(NamedTuple):
     """Whether the expected gradient is linear in each member's rewards, as `ctx.roulette` needs. For advantages and
     scorers of groups."""
 
+    def grouping(self, options: Mapping[str, Any]) -> Grouping:
+        """Return the tokens on which a token's loss depends under these options.
+
+        Raises:
+            ConfigError: the value of `groups_option` is no grouping.
+        """
+        grouping = options.get(self.groups_option, self.groups)
+        if grouping not in GROUPINGS:
+            choices = ", ".join(GROUPINGS)
+            raise ConfigError(f"trainer.loss.{self.groups_option} = {grouping!r}: expected one of {choices}")
+        return grouping  # type: ignore[no-any-return]
+
 
 @overload
 def loss(function: F) -> F: ...
 @overload
-def loss(*, per_token: bool = False, reference: bool = False, divergence: bool = False) -> Callable[[F], F]: ...
-def loss(function: Any = None, *, per_token: bool = False, reference: bool = False, divergence: bool = False) -> Any:
+def loss(
+    *, groups: Grouping = "step", groups_option: str = "", reference: bool = False, divergence: bool = False
+) -> Callable[[F], F]: ...
+def loss(
+    function: Any = None,
+    *,
+    groups: Grouping = "step",
+    groups_option: str = "",
+    reference: bool = False,
+    divergence: bool = False,
+) -> Any:
     """Mark a function of a `LossBatch` as a loss, for `train(config, loss=…)` or `trainer.loss.name`.
 
     The function returns the loss of each token, shape [n] as `batch.logprobs`; agentrl sums it and divides by the
@@ -72,8 +98,10 @@ def loss(function: Any = None, *, per_token: bool = False, reference: bool = Fal
 
     Args:
         function: the loss.
-        per_token: promise that a token's loss depends on the columns of that token alone; the loss is then called per
-            micro-batch, which saves a forward pass.
+        groups: the tokens on which a token's loss depends: the token alone, those with the same id in the batch, or
+            all of the step. A loss that groups by "token" is called per micro-batch, which saves a forward pass; up to
+            "episode" ranks exchange nothing; only "token" and "turn" can be used with branches off policy.
+        groups_option: option of the loss whose value replaces `groups`, which is its default.
         reference: whether the loss reads `batch.reference_logprobs`, which cost a forward pass.
         divergence: whether the loss reads `batch.reference_kl`, in addition to `batch.reference_logprobs`.
 
@@ -82,8 +110,22 @@ def loss(function: Any = None, *, per_token: bool = False, reference: bool = Fal
         ... def reinforce(batch):
         ...     return -batch.advantages * batch.logprobs
     """
-    mark = FunctionDeclaration("loss", per_token=per_token, reference=reference or divergence, divergence=divergence)
-    return _mark(function, mark) if function is not None else lambda decorated: _mark(decorated, mark)
+    mark = FunctionDeclaration(
+        "loss", groups=groups, groups_option=groups_option, reference=reference or divergence, divergence=divergence
+    )
+    mark.grouping({})
+
+    def decorate(decorated: Any) -> Any:
+        if groups_option:
+            option = inspect.signature(decorated).parameters.get(groups_option)
+            if option is None or option.default != groups:
+                raise ConfigError(
+                    f"{decorated.__qualname__}: @agentrl.loss(groups={groups!r}, groups_option={groups_option!r}) "
+                    f"needs an option {groups_option} with the default {groups!r}"
+                )
+        return _mark(decorated, mark)
+
+    return decorate if function is None else decorate(function)
 
 
 @overload

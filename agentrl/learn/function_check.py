@@ -2,7 +2,8 @@
 
 A loss is called on steps of ragged conversations, one of them far off policy. It must return one finite loss per token
 with a gradient, return the same when called again, leave its input and the random state unchanged, and depend neither
-on the order of rows nor on the values of ids, which ranks and micro-batches change. An advantage is called on groups
+on the order of rows nor on the values of ids, which ranks and micro-batches change, nor on tokens outside the grouping
+that it declares. An advantage is called on groups
 like those of runs, a scorer on conversations.
 
 Owns: the batches and groups, the findings. Does not own: finding the functions (`core.custom_functions`).
@@ -23,9 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.config.sections import LOSS_NAMES, LossConfig, TrainerConfig
-from agentrl.core.custom_functions import FunctionDeclaration, find_function
-from agentrl.core.errors import AgentRLError, GroupTooSmallError, Unscorable, describe_user_code_error
+from agentrl.config.sections import LOSSES, LossConfig, TrainerConfig
+from agentrl.core.custom_functions import GROUPINGS, FunctionDeclaration, Grouping, find_function
+from agentrl.core.errors import AgentRLError, GroupTooSmallError, LossError, Unscorable, describe_user_code_error
 from agentrl.core.records import (
     AgentTurns,
     Completion,
@@ -146,7 +147,6 @@ def check_loss(reference: str, *, title: str = "") -> FunctionReport:
     """
     loss = make_loss(TrainerConfig(loss=LossConfig(name=reference)))
     report = FunctionReport(title or f"loss {reference}")
-    loose = 0
     for step in _steps():
         try:
             gradients = _evaluate(loss, step)
@@ -158,7 +158,7 @@ def check_loss(reference: str, *, title: str = "") -> FunctionReport:
             if report.findings:
                 return report
             _check_purity(loss, step, gradients, report)
-            loose += _check_order(loss, step, gradients, report)
+            _check_order(loss, step, gradients, report)
             batch = step.batch(loss.mark, torch.float32)
             _check_values(step, loss.evaluate(batch, torch.ones(len(step.columns))), report)
         except AgentRLError as error:
@@ -170,11 +170,74 @@ def check_loss(reference: str, *, title: str = "") -> FunctionReport:
         "is pure: gives the same result twice, does not change its batch, draws no random numbers",
         "the order of rows and the numbers of ids make no difference: micro-batches and ranks change nothing",
     ]
-    if not loss.mark.per_token and not loose and reference not in LOSS_NAMES:
-        report.hints.append(
-            "each token's loss depended on that token alone: @agentrl.loss(per_token=True) saves a forward pass"
-        )
+    try:
+        for variant in _groupings(loss):
+            _check_grouping(variant, report, hints=reference not in LOSSES and not loss.mark.groups_option)
+    except AgentRLError as error:
+        report.findings.append(f"a part of a step: {error}")
     return report
+
+
+def _groupings(loss: Loss) -> Iterator[Loss]:
+    """Yield the loss with every grouping that its options can select."""
+    option = loss.mark.groups_option
+    for grouping in GROUPINGS if option else ():
+        variant = replace(loss, options={**loss.options, option: grouping})
+        with contextlib.suppress(LossError):  # a grouping that the loss refuses
+            _evaluate(variant, next(_steps()))
+            yield variant
+    if not option:
+        yield loss
+
+
+def _check_grouping(loss: Loss, report: FunctionReport, *, hints: bool) -> None:
+    """Compare with steps of which only half of the tokens, turns, rows, … are present."""
+    problems = dict.fromkeys(GROUPINGS, "")
+    for step in _steps():
+        gradients = _evaluate(loss, step)
+        for grouping in GROUPINGS[:-1]:
+            problems[grouping] = problems[grouping] or _difference_of_halves(loss, step, gradients, grouping)
+    declared, finest = loss.grouping, next(grouping for grouping in GROUPINGS if not problems[grouping])
+    promise = "that token" if declared == "token" else f"the tokens of its {declared}"
+    if problems[declared]:
+        report.findings.append(
+            f'@agentrl.loss(groups="{declared}") promises that a token\'s loss depends on {promise} alone, and with '
+            f'{problems[declared]}: declare groups="{finest}"'
+        )
+        return
+    if declared != "step":
+        report.passed.append(f"a token's loss depends on {promise} alone, as declared")
+    if hints and finest != declared and finest in _GAINS:
+        tokens = "that token" if finest == "token" else f"the tokens of its {finest}"
+        report.hints.append(
+            f'each token\'s loss depended on {tokens} alone: @agentrl.loss(groups="{finest}") {_GAINS[finest]}'
+        )
+
+
+_GAINS: dict[Grouping, str] = {
+    "token": "saves a forward pass, and can be used with branches off policy",
+    "turn": "saves an exchange between ranks, and can be used with branches off policy",
+    "row": "saves an exchange between ranks",
+    "agent": "saves an exchange between ranks",
+    "episode": "saves an exchange between ranks",
+}
+"""Advantages of a finer grouping."""
+
+
+def _difference_of_halves(loss: Loss, step: _SampleStep, gradients: TokenGradients, grouping: Grouping) -> str:
+    """Describe the difference that the absence of half of the groups makes; "" if it makes none."""
+    count = len(step.columns)
+    if grouping == "token":
+        half = np.random.default_rng(2).integers(0, 2, count)
+    else:
+        half = np.unique(getattr(step.columns, grouping), return_inverse=True)[1] % 2
+    halves = [np.flatnonzero(half == part) for part in range(2)]
+    if not all(len(tokens) for tokens in halves):
+        return ""
+    parts = [_evaluate(loss, step.take(tokens)) for tokens in halves]
+    gradients_of_parts = TokenGradients(*(torch.cat(values) for values in zip(*parts, strict=True)))
+    problem = _difference(gradients, gradients_of_parts, np.concatenate(halves))
+    return problem and f"half of the {grouping}s of a step {problem}"
 
 
 def _evaluate(loss: Loss, step: _SampleStep, batch: LossBatch | None = None) -> TokenGradients:
@@ -238,8 +301,8 @@ def _check_purity(loss: Loss, step: _SampleStep, gradients: TokenGradients, repo
             report.findings.append(f"{step.name}: it changed batch.{name}, which other parts of the step read")
 
 
-def _check_order(loss: Loss, step: _SampleStep, gradients: TokenGradients, report: FunctionReport) -> bool:
-    """Compare with the step in another order and in parts; returns whether tokens of other parts changed the result."""
+def _check_order(loss: Loss, step: _SampleStep, gradients: TokenGradients, report: FunctionReport) -> None:
+    """Compare with the step in another order."""
     count = len(step.columns)
     rows = np.random.default_rng(1).permutation(int(step.columns.row.max()) + 1)
     order = np.concatenate([np.flatnonzero(step.columns.row == row) for row in rows])
@@ -251,18 +314,6 @@ def _check_order(loss: Loss, step: _SampleStep, gradients: TokenGradients, repor
         report.findings.append(
             f"{step.name}: with its rows in another order {problem}: use ids (batch.mean(…, 'agent')), not positions"
         )
-    halves = [np.flatnonzero(step.columns.row % 2 == part) for part in range(2)]
-    if count < 2 or not all(len(half) for half in halves):
-        return False
-    parts = [_evaluate(loss, step.take(half)) for half in halves]
-    gradients_of_parts = TokenGradients(*(torch.cat(values) for values in zip(*parts, strict=True)))
-    problem = _difference(gradients, gradients_of_parts, np.concatenate(halves))
-    if problem and loss.mark.per_token:
-        report.findings.append(
-            f"{step.name}: @agentrl.loss(per_token=True) promises that a token's loss depends on that token alone, and "
-            f"with half of the rows {problem}: leave per_token out"
-        )
-    return bool(problem)
 
 
 def _difference(first: TokenGradients, second: TokenGradients, order: np.ndarray[Any, Any]) -> str:

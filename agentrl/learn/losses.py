@@ -29,9 +29,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from agentrl.config.sections import LOSSES
 from agentrl.core.custom_functions import (
     FunctionCode,
     FunctionDeclaration,
+    Grouping,
     check_options,
     declaration_of,
     find_function_code,
@@ -339,27 +341,14 @@ def _check_one_of(option: str, value: str, choices: Sequence[str]) -> None:
         raise ValueError(f"{option} = {value!r}: expected {', '.join(choices)}")
 
 
-BUILT_IN: dict[str, tuple[LossFunction, FunctionDeclaration]] = {
-    "truncated": (truncated, FunctionDeclaration("loss", per_token=True)),
-    "ppo": (ppo, FunctionDeclaration("loss", per_token=True)),
-    "reinforce": (reinforce, FunctionDeclaration("loss", per_token=True)),
-    "cispo": (cispo, FunctionDeclaration("loss", per_token=True)),
-    "sapo": (sapo, FunctionDeclaration("loss", per_token=True)),
-    "gspo": (gspo, FunctionDeclaration("loss")),
-    "decoupled_ppo": (decoupled_ppo, FunctionDeclaration("loss", per_token=True)),
-    "importance_sampling": (importance_sampling, FunctionDeclaration("loss")),
-    "geometric_mask": (geometric_mask, FunctionDeclaration("loss")),
-    "off_policy_mask": (off_policy_mask, FunctionDeclaration("loss")),
-    "m2po": (m2po, FunctionDeclaration("loss")),
-    "topr": (topr, FunctionDeclaration("loss")),
-    "vespo": (vespo, FunctionDeclaration("loss")),
-    "clip_cov": (clip_cov, FunctionDeclaration("loss")),
-    "kl_cov": (kl_cov, FunctionDeclaration("loss")),
-    "distillation": (distillation, FunctionDeclaration("loss", per_token=True, reference=True, divergence=True)),
-    "dpo": (dpo, FunctionDeclaration("loss", reference=True)),
+BUILT_IN: dict[str, LossFunction] = {
+    function.__name__: function
+    for function in (
+        *(truncated, ppo, reinforce, cispo, sapo, gspo, decoupled_ppo, importance_sampling, geometric_mask),
+        *(off_policy_mask, m2po, topr, vespo, clip_cov, kl_cov, distillation, dpo),
+    )
 }
-"""Losses, keyed by the name in `trainer.loss.name`. Those marked `per_token` without a reference have no gradient where
-the advantage is 0; none reads the entropies."""
+"""Losses, keyed by the name in `trainer.loss.name`; `LOSSES` has their declarations. None reads the entropies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -373,7 +362,7 @@ class Loss:
     options: Mapping[str, Any]
     mark: FunctionDeclaration
     skips_zeros: bool
-    """Whether rows whose advantages are all 0 need not be forwarded. Decides for a `per_token` loss; for others the
+    """Whether rows whose advantages are all 0 need not be forwarded. Decides for a loss by token; for others the
     gradients do, and this only estimates the work of each rank."""
     uses_entropy: bool = True
     """Whether the entropy may carry a gradient."""
@@ -386,6 +375,11 @@ class Loss:
         """Advice for a step whose loss or gradient is not finite."""
         check = f", and run `agentrl env check --loss {shlex.quote(self.reference)}`"
         return f"inspect the episode's recorded logprobs and reward{'' if self.reference in BUILT_IN else check}"
+
+    @property
+    def grouping(self) -> Grouping:
+        """The tokens on which a token's loss depends."""
+        return self.mark.grouping(self.options)
 
     @property
     def needs_reference(self) -> bool:
@@ -464,12 +458,14 @@ def make_loss(section: TrainerConfig, code: FunctionCode | None = None) -> Loss:
         ConfigError: there is no such loss, or its options do not fit.
     """
     config = section.loss
-    function, mark = BUILT_IN.get(config.name, (None, None))
-    is_built_in = function is not None
-    if function is None or mark is None:
+    is_built_in = config.name in LOSSES
+    if is_built_in:
+        function, mark = BUILT_IN[config.name], LOSSES[config.name]
+    else:
         function = (code or find_function_code("loss", config.name, key="trainer.loss.name")).load()
         mark = declaration_of(function)
     check_options(function, config.options, "trainer.loss")
+    mark.grouping(config.options)
     return Loss(
         name=config.name.rpartition(":")[2],
         reference=config.name,

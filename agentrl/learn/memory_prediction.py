@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from agentrl.config.run import RunConfig
+from agentrl.config.sections import LOSSES
 from agentrl.core.custom_functions import FunctionDeclaration
 from agentrl.core.errors import InputError, PredictionError
 from agentrl.core.records import TrainingSample
@@ -28,7 +29,6 @@ from agentrl.engines.models import dtype_name, outermost_layers, runnable_on_met
 from agentrl.engines.weights.files import device_memory
 from agentrl.learn.forward import MAX_LOGITS, TOP_TOKENS, HeadOutput, token_logprobs
 from agentrl.learn.learner import ValueHead
-from agentrl.learn.losses import BUILT_IN
 from agentrl.learn.models import PolicyModel, load_models, load_references, native_attention
 from agentrl.learn.packing import MicroBatch, pack
 from agentrl.learn.ranks import BUCKET
@@ -259,8 +259,8 @@ def _step(config: RunConfig, policy: str, model: PolicyModel, length: int, limit
         parameter.grad = torch.zeros_like(parameter)
     loss = config.trainer.loss.name
     mark = (
-        BUILT_IN[loss][1]
-        if loss in BUILT_IN
+        LOSSES[loss]
+        if loss in LOSSES
         else FunctionDeclaration("loss", divergence=bool(config.trained[policy].reference))
     )
     value_head = None
@@ -275,7 +275,7 @@ def _step(config: RunConfig, policy: str, model: PolicyModel, length: int, limit
                 model.model,
                 batch,
                 shared=model.shared_prefixes,
-                entropy_gradient=bool(config.trainer.entropy_bonus) or loss not in BUILT_IN,
+                entropy_gradient=bool(config.trainer.entropy_bonus) or loss not in LOSSES,
                 replay=model.replay,
                 reference=reference,
                 value_head=value_head,

@@ -241,8 +241,8 @@ class PolicyTrainer:
 
     @property
     def _sees_step(self) -> bool:
-        """Whether a token's loss depends on other tokens of the step, so that the ranks must exchange columns first."""
-        return not self._loss.mark.per_token or self._config.trainer.loss.normalizer == "sequences"
+        """Whether a token's loss depends on tokens of other units, so that all units of a step are needed at once."""
+        return self._loss.grouping in ("group", "step") or self._config.trainer.loss.normalizer == "sequences"
 
     @property
     def _learns_all_values(self) -> bool:
@@ -267,7 +267,7 @@ class PolicyTrainer:
         # Covers all tokens if a token's derivative depends on the model's outputs for other tokens.
         step_gradients: TokenGradients | None = None
         by_value: Tensor | None = None
-        if not self._loss.mark.per_token or self._gae is not None:
+        if self._loss.grouping != "token" or self._gae is not None:
             step_gradients, by_value = self._evaluate_whole_step(learner, step, samples, columns, weights)
             derivatives = (*step_gradients.derivatives, *([] if by_value is None else [by_value]))
             sample_indices = [
@@ -380,7 +380,7 @@ class PolicyTrainer:
             columns, by_value = self._estimate_advantages(self._gae, step, columns, model_values[-1], weights)
             step.columns.record_advantages(len(step.columns) - len(samples), columns.starts, columns.advantages)
         all_columns, values, tokens_here = columns, model_columns | {"weights": weights}, slice(len(columns))
-        if not self._loss.mark.per_token:  # else the other ranks' tokens change nothing for these
+        if self._loss.grouping in ("group", "step"):  # else the other ranks' tokens change nothing for these
             all_columns, values = TokenColumns.merge(self._ranks.gather(columns.encode(values)))
             tokens_here = slice(*self._token_range(len(columns)))
         every = {name: torch.from_numpy(values[name]) for name in (*names, "weights")}

@@ -26,7 +26,7 @@ def sapo(batch: agentrl.LossBatch, *, scale: float = 4.0) -> Tensor:
     return -torch.sigmoid(tau * (batch.ratio - 1)) * scale / tau * batch.advantages
 
 
-@agentrl.loss(per_token=True)
+@agentrl.loss(groups="token")
 def sapo_per_token(batch: agentrl.LossBatch) -> Tensor:
     tau = side(batch.advantages)
     return -torch.sigmoid(tau * (batch.ratio - 1)) * 4.0 / tau * batch.advantages
@@ -91,9 +91,24 @@ def by_position(batch: agentrl.LossBatch) -> Tensor:
     return -batch.ratio * batch.advantages * torch.arange(len(batch))
 
 
-@agentrl.loss(per_token=True)
+@agentrl.loss(groups="token")
 def not_per_token(batch: agentrl.LossBatch) -> Tensor:
     return -batch.ratio * (batch.advantages - batch.advantages.mean())
+
+
+@agentrl.loss(groups="token")
+def by_row(batch: agentrl.LossBatch) -> Tensor:
+    return -batch.mean(batch.log_ratio, "row").exp() * batch.advantages
+
+
+@agentrl.loss(groups="turn", groups_option="level")
+def by_level(batch: agentrl.LossBatch, *, level: str = "turn") -> Tensor:
+    return -batch.sum(batch.log_ratio, level).exp() * batch.advantages  # type: ignore[arg-type]
+
+
+@agentrl.loss(groups="turn", groups_option="level")
+def by_level_of_another(batch: agentrl.LossBatch, *, level: str = "turn") -> Tensor:
+    return -batch.sum(batch.log_ratio, "agent" if level == "turn" else "turn").exp() * batch.advantages
 
 
 @agentrl.loss

@@ -319,7 +319,7 @@ def test_on_vllm_all_policies_filter_or_none_does(tmp_path: Path) -> None:
         (["credit.release=late", "credit.advantage=none"], "wait"),
         (
             ["credit.release=late", "trainer.loss.name=dpo", "trainer.loss.normalizer=8"],
-            "preferred",
+            "compares the members of a group",
         ),
         (["credit.release=late", "credit.turn_credit=to_go"], "earlier groups"),
         (["credit.release=late", "policies.policy.max_staleness=0"], "late"),

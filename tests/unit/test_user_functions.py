@@ -16,7 +16,7 @@ import torch
 from agentrl.app.recovery import load_user_functions
 from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
-from agentrl.config.sections import LOSS_NAMES
+from agentrl.config.sections import LOSSES
 from agentrl.core.custom_functions import FunctionDeclaration, capture_function_code, find_function, find_function_code
 from agentrl.core.errors import ConfigError, GroupTooSmallError, InputError, LossError, NonFiniteError
 from agentrl.core.records import TrajectoryCredit, TrajectoryRow, Unit
@@ -306,7 +306,7 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path, reference: str) -> N
         find_function_code("loss", reference.format(tmp_path), key="trainer.loss.name")
 
 
-@pytest.mark.parametrize("name", LOSS_NAMES)
+@pytest.mark.parametrize("name", LOSSES)
 def test_the_check_passes_every_built_in_loss(name: str) -> None:
     assert check_loss(name).findings == []
 
@@ -365,14 +365,14 @@ def test_the_page_has_every_option_with_its_default() -> None:
     rows = [
         line for line in (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8").splitlines() if line[:3] == "| `"
     ]
-    functions = {name: function for name, (function, _) in {**BUILT_IN, **GROUP_ESTIMATORS}.items()}
+    functions = BUILT_IN | {name: function for name, (function, _) in GROUP_ESTIMATORS.items()}
     for name, function in functions.items():
         row = next(row for row in rows if f"`{name}`" in row.split(" | ")[0])
         shown = row.split(" | ")[2] if name in BUILT_IN else row
         for option in list(inspect.signature(function).parameters.values())[1:]:
             assert f"`{option.name} = {json.dumps(option.default)}`" in shown, name
     for row in rows:
-        of_row = [BUILT_IN[name][0] for name in re.findall(r"`(\w+)`", row.split(" | ")[0]) if name in BUILT_IN]
+        of_row = [BUILT_IN[name] for name in re.findall(r"`(\w+)`", row.split(" | ")[0]) if name in BUILT_IN]
         known = {option for function in of_row for option in inspect.signature(function).parameters}
         if of_row:
             assert set(re.findall(r"`(\w+) = ", row.split(" | ")[2])) <= known, row
@@ -390,7 +390,10 @@ def test_the_page_has_every_option_with_its_default() -> None:
         ("noisy", "it draws random numbers"),
         ("writes", "it changed batch.advantages"),
         ("by_position", "with its rows in another order"),
-        ("not_per_token", "leave per_token out"),
+        ("not_per_token", 'groups="token") promises that a token\'s loss depends on that token alone'),
+        ("not_per_token", 'declare groups="step"'),
+        ("by_row", 'declare groups="row"'),
+        ("by_level_of_another", 'groups="turn") promises that a token\'s loss depends on the tokens of its turn alone'),
         ("undeclared_reference", "It reads reference_logprobs: mark it @agentrl.loss(reference=True)"),
         ("undeclared_divergence", "It reads reference_kl: mark it @agentrl.loss(divergence=True)"),
     ],
@@ -420,7 +423,7 @@ def test_the_check_names_what_an_advantage_breaks(name: str, finding: str) -> No
 def test_the_command_checks_functions_and_says_what_would_be_faster(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "check", "--loss", f"{SCRIPT}:sapo", "--advantage", "gdpo"]) == 0
     said = capsys.readouterr().out
-    assert "per_token=True" in said
+    assert 'groups="token") saves a forward pass' in said
     assert main(["env", "check", "--loss", f"{SCRIPT}:nan"]) == 1
     assert main(["env", "check", "--loss", f"{SCRIPT}:unmarked"]) == 1
     assert "put @agentrl.loss" in capsys.readouterr().out
