@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from agentrl.core.records import WeightsRef
+    from agentrl.core.records import PolicyVersion, WeightsRef
 
 
 class AgentRLError(Exception):
@@ -22,6 +22,9 @@ class AgentRLError(Exception):
 
     def __reduce__(self) -> tuple[Callable[..., AgentRLError], tuple[object, ...], dict[str, object]]:
         return _without_init, (type(self), self.args), self.__dict__
+
+
+ErrorT = TypeVar("ErrorT", bound=AgentRLError)
 
 
 class CheckFailedError(AgentRLError):
@@ -131,6 +134,14 @@ class EngineFailedError(EngineError):
 def version_refused_error(weights: WeightsRef, reason: str, kind: type[EngineError] = EngineError) -> EngineError:
     """Make the error for a version that is not served."""
     return kind(f"weights {weights.version} refused: {reason}. The version before it keeps serving")
+
+
+class VersionsRefusedError(EngineError):
+    """An engine cannot serve some of the requested versions; it serves the others."""
+
+    def __init__(self, *, refused: Mapping[PolicyVersion, EngineError]) -> None:
+        super().__init__("; ".join(map(str, refused.values())))
+        self.refused = refused
 
 
 class EngineCapabilityError(InputError):
@@ -308,7 +319,7 @@ def _without_init(kind: type[AgentRLError], arguments: tuple[object, ...]) -> Ag
     return kind.__new__(kind, *arguments)
 
 
-def rebuild_error(kind: str, message: str, *, among: tuple[type[AgentRLError], ...]) -> AgentRLError:
+def rebuild_error(kind: str, message: str, *, among: tuple[type[ErrorT], ...]) -> ErrorT:
     """Rebuild an error that another process met, by the name of its class.
 
     Args:

@@ -200,10 +200,11 @@ class Engine(Sampler, Protocol):
                 released once no session and no call needs it.
 
         Raises:
-            EngineError: the files of a version do not match their digest or the model: its policy stays at the version
-                before, or the pin is missing. All others are served. The loss of a served pin, because the engine's
-                process restarted without its files, does not raise here: sessions that ask for the pin get a
-                `VersionNotServedError`.
+            VersionsRefusedError: the files of some versions do not match their digest or the model: their policies stay
+                at the version before, or the pins are missing. All others are served. The loss of a served pin, because
+                the engine's process restarted without its files, does not raise here: sessions that ask for the pin get
+                a `VersionNotServedError`.
+            EngineError: the engine is closed or has failed.
         """
         ...
 

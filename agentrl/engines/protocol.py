@@ -161,6 +161,13 @@ class CompletionReply(rpc.Reply, frozen=True):
     values: bytes | None = None
 
 
+class VersionsServedReply(rpc.Reply, frozen=True):
+    """Answer to `ServeVersionsRequest`."""
+
+    refused: list[tuple[PolicyVersion, str, str]]
+    """Versions that are not served, each with the class of the error and its text."""
+
+
 class LogprobsReply(rpc.Reply, frozen=True):
     """Answer to `LogprobsRequest`."""
 
@@ -195,6 +202,7 @@ class WeightsRequest(rpc.WireMessage, frozen=True):
 Reply = (
     EngineLoadedReply
     | CompletionReply
+    | VersionsServedReply
     | LogprobsReply
     | rpc.Acknowledgement
     | rpc.ErrorReply

@@ -22,13 +22,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from agentrl.core.errors import EngineError, EngineFailedError, EngineLostError, EngineStorageError
+from agentrl.core.errors import (
+    EngineError,
+    EngineFailedError,
+    EngineLostError,
+    EngineStorageError,
+    VersionsRefusedError,
+    format_foreign_error,
+)
 from agentrl.core.futures import run_shielded
 from agentrl.core.ids import opening_digest
 from agentrl.core.ports import EngineCapabilities, ProcessStatusSource
 from agentrl.engines.external import ExternalPolicy, ExternalSession
 from agentrl.engines.remote.client import AddressableEngine, RoutedSession, pick_replica
-from agentrl.engines.versions import VersionRow
+from agentrl.engines.versions import VersionRow, VersionSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Coroutine, Sequence
@@ -52,7 +59,7 @@ class Replica:
     """Last request to the replica, and the versions that it serves."""
     has_request: bool = False
     """Whether the replica has received that request, and was not lost since."""
-    refusal: Exception | None = None
+    refusal: EngineError | None = None
     """Error with which the replica refused the last request."""
     follow_task: asyncio.Task[None] | None = None
     """Task that makes the replica serve the requested versions."""
@@ -86,6 +93,9 @@ class Fleet:
         self.versions = VersionRow()
         """Versions that the run wants, and versions that at least one replica serves."""
         self._replicas = [Replica(number, engine) for number, engine in enumerate(engines, first_number)]
+        self._refused: dict[PolicyVersion, EngineError] = {}
+        """Versions that were withdrawn from the request because no replica accepts them, until they are requested
+        again."""
         self._unpin_tasks: set[asyncio.Task[None]] = set()
         """Tasks that unpin versions while a replica is busy with an earlier request; see `serve`."""
         self._tell = tell or (lambda line: None)
@@ -205,13 +215,17 @@ class Fleet:
         versions at once; this method waits too.
         """
         request = self.versions.request(current, pinned)
+        versions = {weights.version for weights in (*current, *pinned)}
+        for version in versions:
+            self._refused.pop(version, None)
         for replica in self._replicas:
             replica.refusal = None
             if replica.has_request and replica.follow_task is not None and not replica.follow_task.done():
                 # The replica still works on an earlier request, which may wait for a place that only versions unpinned
                 # since then can free: unpin them now. What is new reaches it when that request has ended.
                 self._unpin(replica.engine.serve((), replica.versions.requested.pinned & request.pinned))
-        await run_shielded(self._roll_out())
+        self._changed.set()
+        await run_shielded(self._roll_out(versions))
 
     def _unpin(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a replica's `serve` that only unpins versions in the background; a failure is ignored."""
@@ -225,22 +239,40 @@ class Fleet:
 
         task.add_done_callback(end)
 
-    async def _roll_out(self) -> None:
-        """Bring the replicas to the newest request, one after another; if none accepts it, return to the last accepted
-        one."""
+    async def _roll_out(self, versions: Collection[PolicyVersion]) -> None:
+        """Bring the replicas to the newest request, one after another, without the versions that none accepts.
+
+        Raises:
+            VersionsRefusedError: for those of `versions` that this or an earlier call withdrew.
+        """
         async with self._one_at_a_time:
-            request = self.versions.requested
-            try:
-                for replica in self._live_replicas():
-                    await self._in_turn(replica)
-                while not self._is_taken():
-                    await self._change()
-            except Exception:
-                if self.versions.refuse(request):
-                    for replica in self._replicas:
-                        self._follow(replica)
-                raise
+            while True:
+                request, is_taken = self.versions.requested, False
+                try:
+                    for replica in self._live_replicas():
+                        await self._in_turn(replica)
+                    # A newer request is given to the replicas in turn, too.
+                    while not (is_taken := self._is_taken()) and self.versions.requested is request:
+                        await self._change()
+                except VersionsRefusedError as error:
+                    self._withdraw(request, error.refused)
+                except EngineError as error:
+                    self._withdraw(request, {weights.version: error for weights in self.versions.new()})
+                    raise
+                if is_taken:
+                    break
             self.versions.confirm(self.versions.requested)
+            refused = {version: self._refused[version] for version in versions if version in self._refused}
+        if refused:
+            raise VersionsRefusedError(refused=refused)
+
+    def _withdraw(self, request: VersionSet, refused: Mapping[PolicyVersion, EngineError]) -> None:
+        """Take refused versions out of a request, unless a newer one decides; further callers that wait for them get
+        the errors too."""
+        if self.versions.refuse(request, refused):
+            self._refused |= refused
+            for replica in self._replicas:
+                self._follow(replica)
 
     async def _in_turn(self, replica: Replica) -> None:
         """Wait until a replica serves the requested versions, and fence it if it does not; skip fenced ones.
@@ -263,7 +295,10 @@ class Fleet:
                 cause = f"{silent}: it waits for a free adapter slot, or hangs"
                 self._tell(f"engine replica {replica.number} has not taken {self._missing(replica)} ({cause})")
                 await self._wait_for_follow(replica, task)
-        is_refused = isinstance(replica.refusal, EngineStorageError) and len(self._live_replicas()) > 1
+        lacks_storage = isinstance(replica.refusal, VersionsRefusedError) and any(
+            isinstance(error, EngineStorageError) for error in replica.refusal.refused.values()
+        )
+        is_refused = lacks_storage and len(self._live_replicas()) > 1
         is_slow = not task.done() and len(self._live_replicas()) > 1
         if is_slow or is_refused or (self._is_behind(replica) and self._is_taken()):
             self._fence(replica, f"it is behind at {self._missing(replica)} ({replica.refusal or silent})")
@@ -333,8 +368,14 @@ class Fleet:
         except (EngineLostError, EngineFailedError):
             replica.has_request = False
             raise
-        except Exception as error:  # noqa: BLE001 - report any failure to the callers waiting for these versions
+        except VersionsRefusedError as error:
             replica.refusal = error
+            request = request.without(error.refused, replica.versions.confirmed)
+        except EngineError as error:
+            replica.refusal = error
+            return
+        except Exception as error:  # noqa: BLE001 - report any failure to the callers waiting for these versions
+            replica.refusal = EngineError(format_foreign_error(error))
             return
         replica.versions.confirmed = replica.versions.confirmed.followed_by(request.current.values(), request.pinned)
 
@@ -548,15 +589,24 @@ class EngineRouter(SamplerRouter[Fleet]):
         """Serve versions at the engines of their policies; every engine learns which are pinned no longer."""
         for weights in (*current, *pinned):
             self.of_policy(weights.version.policy)  # refuse before calling any engine
-        await _all(
-            [
-                fleet.serve(
-                    [weights for weights in current if self.of_policy(weights.version.policy) is fleet],
-                    [weights for weights in pinned if self.of_policy(weights.version.policy) is fleet],
-                )
-                for fleet in self.fleets
-            ]
-        )
+        serves = [
+            fleet.serve(
+                [weights for weights in current if self.of_policy(weights.version.policy) is fleet],
+                [weights for weights in pinned if self.of_policy(weights.version.policy) is fleet],
+            )
+            for fleet in self.fleets
+        ]
+        refused: dict[PolicyVersion, EngineError] = {}
+
+        async def collect(serve: Coroutine[Any, Any, None]) -> None:
+            try:
+                await serve
+            except VersionsRefusedError as error:
+                refused.update(error.refused)
+
+        await _all([collect(serve) for serve in serves])
+        if refused:
+            raise VersionsRefusedError(refused=refused)
 
     async def ping(self) -> None:
         await _all([fleet.ping() for fleet in self.fleets])

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from agentrl.core.errors import EngineError, EngineLostError, VersionNotServedError
+from agentrl.core.errors import (
+    EngineError,
+    EngineFailedError,
+    EngineLostError,
+    VersionNotServedError,
+    VersionsRefusedError,
+)
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import Completion, VersionSpan
 from agentrl.engines.counter_random import uniform
@@ -311,19 +317,21 @@ class ScriptedEngine:
                 )
         self._request = self._request.followed_by(current, pinned)
         self._loaded_weights &= self._request.all
-        failures = []
+        refused: dict[PolicyVersion, EngineError] = {}
         for weights in in_loading_order(current, pinned):
             try:
                 if weights not in self._loaded_weights:
                     await self.load(weights)
                     self._loaded_weights |= {weights} & self._request.all
+            except (EngineLostError, EngineFailedError):
+                raise
             except EngineError as error:
-                failures.append(error)
+                refused[weights.version] = error
             else:
                 if self._request.is_current(weights) and self._current[weights.version.policy] != weights.version:
                     self._make_current(weights.version)
-        if failures:
-            raise failures[0]
+        if refused:
+            raise VersionsRefusedError(refused=refused)
 
     async def load(self, weights: WeightsRef) -> None:
         """Load a version that is not served yet, without reading a file. Subclasses may take time, or refuse it."""

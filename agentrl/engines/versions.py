@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from agentrl.core.errors import EngineError, EngineLostError, VersionNotServedError, version_refused_error
+from agentrl.core.errors import (
+    EngineError,
+    EngineLostError,
+    VersionNotServedError,
+    VersionsRefusedError,
+    version_refused_error,
+)
 from agentrl.core.records import Completion
 
 if TYPE_CHECKING:
@@ -46,6 +52,17 @@ class VersionSet:
     def without_pins_but(self, request: VersionSet) -> VersionSet:
         """Return the same versions without pins that are not in `request`."""
         return VersionSet(self.current, self.pinned & request.pinned)
+
+    def without(self, refused: Container[PolicyVersion], before: VersionSet) -> VersionSet:
+        """Return the same versions without `refused` ones; their policies keep the current weights of `before`."""
+        current = {
+            policy: weights if weights.version not in refused else before.current.get(policy)
+            for policy, weights in self.current.items()
+        }
+        return VersionSet(
+            {policy: weights for policy, weights in current.items() if weights is not None},
+            frozenset(weights for weights in self.pinned if weights.version not in refused),
+        )
 
     @property
     def all(self) -> frozenset[WeightsRef]:
@@ -85,12 +102,16 @@ class VersionRow:
         """Record versions that are served, without pins released since the request."""
         self.confirmed = versions.without_pins_but(self.requested)
 
-    def refuse(self, request: VersionSet) -> bool:
-        """Return to the confirmed versions, unless a newer request decides. Returns whether it did."""
+    def refuse(self, request: VersionSet, refused: Collection[PolicyVersion]) -> bool:
+        """Withdraw refused versions from a request, unless a newer request decides. Returns whether it did."""
         if self.requested is not request:
             return False
-        self.requested = self.confirmed
+        self.requested = request.without(refused, self.confirmed)
         return True
+
+    def new(self) -> list[WeightsRef]:
+        """Return the requested versions that are not confirmed, in loading order."""
+        return in_loading_order(self.requested.all - self.confirmed.all, ())
 
 
 def in_loading_order(current: Iterable[WeightsRef], pinned: Iterable[WeightsRef]) -> list[WeightsRef]:
@@ -375,14 +396,14 @@ class VersionTable(ABC, Generic[LiveT]):
     # --- reconciliation -----------------------------------------------------------------------------------------------
 
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef]) -> None:
-        """Serve these versions. Of several failures, the first is raised, after the other versions are served."""
+        """Serve these versions; failures are raised together, after the other versions are served."""
         for weights in (*current, *pinned):
             self.of_policy(weights.version.policy)
         self._requested = self._requested.followed_by(current, pinned)
         for serving in list(self.live.values()):
             serving.pinned = self._requested.has_pin(serving.version)
             self.settle(serving)
-        failures = []
+        refused: dict[PolicyVersion, EngineError] = {}
         async with self._one_at_a_time:
             for weights in in_loading_order(current, pinned):
                 try:
@@ -392,9 +413,9 @@ class VersionTable(ABC, Generic[LiveT]):
                 except EngineLostError:
                     raise
                 except EngineError as error:
-                    failures.append(error)
-        if failures:
-            raise failures[0]
+                    refused[weights.version] = error
+        if refused:
+            raise VersionsRefusedError(refused=refused)
 
     async def _reconcile(self, weights: WeightsRef) -> None:
         self._check_requested(weights)

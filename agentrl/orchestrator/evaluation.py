@@ -72,21 +72,26 @@ class Evaluator:
         """
         if self._busy:
             return
-        held_versions = {version.policy: version for version in self.versions.pinned_by(_HOLDER)}
+        held_versions = self._held_versions()
         if policy in held_versions:
-            self.versions.unpin(_HOLDER, held_versions[policy])
-        elif not held_versions.keys() | {policy} >= set(training):
+            self.versions.unpin(_HOLDER, held_versions.pop(policy))
+        else:
             await self.versions.pin(_HOLDER, self.versions.current[policy])
-            return
+            held_versions = self._held_versions()
+            if self._busy or not held_versions.keys() >= set(training):
+                return
         self._busy = True
         for name in policies:
-            if name == policy or name not in held_versions:
+            if name not in held_versions:
                 await self.versions.pin(_HOLDER, self.versions.current[name])
-        pinned_versions = {version.policy: version for version in self.versions.pinned_by(_HOLDER)}
+        pinned_versions = self._held_versions()
         await self.now(pinned_versions, should_stop, pinned=True)
         if not should_stop():  # otherwise episodes may still sample from these versions while the run ends
             self.versions.unpin(_HOLDER, *pinned_versions.values())
             self._busy = False
+
+    def _held_versions(self) -> dict[str, PolicyVersion]:
+        return {version.policy: version for version in self.versions.pinned_by(_HOLDER)}
 
     async def now(
         self, versions: Mapping[str, PolicyVersion], should_stop: Callable[[], bool], *, pinned: bool = False

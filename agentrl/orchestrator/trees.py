@@ -71,30 +71,29 @@ class TreeLeases:
     changed: Changes
     _members: dict[str, set[str]] = field(default_factory=dict)
     """Ids of the running members of each tree, keyed by holder."""
-    _lease_by_tree: dict[str, PolicyVersion] = field(default_factory=dict)
-    """Version of each tree, keyed by holder."""
+    _versions: dict[str, set[PolicyVersion]] = field(default_factory=dict)
+    """Versions that each tree leases or is about to lease, keyed by holder: they count against `limits`."""
 
     async def acquire(self, main: EpisodeSpec, version: PolicyVersion) -> None:
-        """Lease a version for the tree of a main episode, once there is room for it. Idempotent.
+        """Lease a version for the tree of a main episode, once there is room for it; returns when the engine serves
+        it. Idempotent: calls in the meantime wait for the same outcome.
 
         Raises:
             EpisodeError: the engine cannot serve the version any more; the main episode starts again.
         """
         holder = tree_holder(main.episode_id, main.attempt)
         self._members.setdefault(holder, set()).add(main.episode_id)
-        if self._lease_by_tree.get(holder) == version:
-            return
         await self.changed.wait_for(lambda: holder not in self._members or self._has_room(version))
         if holder not in self._members:
             return  # the episode was superseded while it waited
-        self._lease_by_tree[holder] = version
+        self._versions.setdefault(holder, set()).add(version)
         try:
             weights = self.served.find(version) or self.published(version)
             if weights is None:
                 raise EngineError("it was never published")
             await self.served.pin(holder, weights)
         except EngineError as error:
-            self._release(holder)
+            self._release(holder, version)
             raise EpisodeError(
                 f"episode {main.episode_id} cannot branch: {version}, which sampled its newest turn, is no longer "
                 f"served ({error})",
@@ -107,7 +106,7 @@ class TreeLeases:
         holder = tree_holder(main_id, attempt)
         self._members.setdefault(holder, set()).add(member)
         if version is not None and version in self.served.pinned_by(holder):
-            self._lease_by_tree[holder] = version
+            self._versions.setdefault(holder, set()).add(version)
 
     def member_ended(self, main_id: str, attempt: int, member: str) -> None:
         """Note the end of a member; the last one returns the lease."""
@@ -116,22 +115,22 @@ class TreeLeases:
         if members is not None:
             members.discard(member)
             if not members:
-                self._release(holder)
+                del self._members[holder]
+                self._release(holder, *self._versions.get(holder, ()))
 
     @property
     def leased(self) -> Collection[PolicyVersion]:
-        """The leased versions."""
-        return set(self._lease_by_tree.values())
+        """The leased versions, which the engine serves."""
+        return {version for holder in self._versions for version in self.served.pinned_by(holder)}
 
     def _has_room(self, version: PolicyVersion) -> bool:
-        versions = {
-            leased_version for leased_version in self._lease_by_tree.values() if leased_version.policy == version.policy
-        }
+        leased = {each for versions in self._versions.values() for each in versions}
+        versions = {each for each in leased if each.policy == version.policy}
         return version in versions or len(versions) < self.limits.get(version.policy, 0)
 
-    def _release(self, holder: str) -> None:
-        self._members.pop(holder, None)
-        version = self._lease_by_tree.pop(holder, None)
-        if version is not None:
-            self.served.unpin(holder, version)
+    def _release(self, holder: str, *versions: PolicyVersion) -> None:
+        self._versions[holder] = self._versions.get(holder, set()).difference(versions)
+        if not self._versions[holder]:
+            del self._versions[holder]
+        self.served.unpin(holder, *versions)
         self.changed.notify()

@@ -19,7 +19,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentrl.core.errors import EngineError
+from agentrl.core.errors import EngineError, VersionsRefusedError
+from agentrl.core.futures import retrieve_exception
 from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.journal.port import JournalStore, StepRow, VersionPublication
@@ -154,7 +155,9 @@ class ServedVersions:
         """Newest weights of each policy that the engine has confirmed; policies that still use the weights the engine
         started with are absent."""
         self._pins: dict[str, dict[PolicyVersion, WeightsRef]] = {}
-        """Pinned versions, keyed by holder."""
+        """Pinned versions, keyed by holder; those that the engine has not confirmed yet are included."""
+        self._pinning: dict[tuple[str, PolicyVersion], asyncio.Task[None]] = {}
+        """Pins that the engine has not confirmed yet, keyed by holder and version; every caller waits for them."""
         self._weights_by_version: dict[PolicyVersion, WeightsRef] = {}
         """Weights of all versions that were served in this start of the run."""
         self._unpin_tasks: set[asyncio.Task[None]] = set()
@@ -180,7 +183,7 @@ class ServedVersions:
                 del pins[version]
             pins[weights.version] = weights
         try:
-            await self._serve(weights)
+            await self._serve(weights.version, weights)
         except EngineError:
             # Undo this call's changes only: other pins may have changed while the engine worked.
             pins.pop(weights.version, None)
@@ -189,28 +192,41 @@ class ServedVersions:
         self.current[policy] = self._weights_by_version[weights.version] = weights
 
     async def pin(self, holder: str, weights: WeightsRef) -> None:
-        """Serve a version until `holder` unpins it, independent of later updates. Idempotent.
+        """Serve a version until `holder` unpins it, independent of later updates. Idempotent: calls while the engine
+        works on it wait for the same outcome.
 
         Raises:
-            EngineError: the engine refused the version; it is pinned only if it was before.
+            EngineError: the engine refused the version, and `holder` does not pin it.
         """
-        pins = self._pins.setdefault(holder, {})
-        before = pins.get(weights.version)
-        pins[weights.version] = weights
+        key, pins = (holder, weights.version), self._pins.setdefault(holder, {})
+        if key not in self._pinning:
+            if pins.get(weights.version) == weights:
+                return
+            pins[weights.version] = weights
+            task = asyncio.get_running_loop().create_task(self._confirm_pin(holder, weights), name=f"pin for {holder}")
+            task.add_done_callback(retrieve_exception)
+            self._pinning[key] = task
+        await asyncio.shield(self._pinning[key])
+
+    async def _confirm_pin(self, holder: str, weights: WeightsRef) -> None:
+        key, task = (holder, weights.version), asyncio.current_task()
+        is_refused = True
         try:
-            await self._serve()
-        except EngineError:
-            # If the version is no longer there, it was unpinned while the engine worked, and stays so.
-            if pins.pop(weights.version, None) is not None and before is not None:
-                pins[weights.version] = before
-            raise
+            await self._serve(weights.version)
+            is_refused = False
+        finally:
+            if self._pinning.get(key) is task:  # otherwise the holder unpinned the version while the engine worked
+                del self._pinning[key]
+                if is_refused:
+                    del self._pins[holder][weights.version]
 
     def unpin(self, holder: str, *versions: PolicyVersion) -> None:
         """Stop serving versions for `holder`; a background task tells the engine. Idempotent."""
         for version in versions:
             self._pins.get(holder, {}).pop(version, None)
+            self._pinning.pop((holder, version), None)
         if versions:
-            task = asyncio.get_running_loop().create_task(self._serve(), name="unpin versions")
+            task = asyncio.get_running_loop().create_task(self._serve(None), name="unpin versions")
             self._unpin_tasks.add(task)
             task.add_done_callback(self._on_unpinned)
 
@@ -224,16 +240,21 @@ class ServedVersions:
         return self._weights_by_version.get(version)
 
     def pinned_by(self, holder: str) -> list[PolicyVersion]:
-        """Return the versions that a holder pins, in the order of pinning."""
-        return list(self._pins.get(holder, ()))
+        """Return the versions that a holder pins and the engine has confirmed, in the order of pinning."""
+        return [version for version in self._pins.get(holder, ()) if (holder, version) not in self._pinning]
 
     def pinned(self) -> set[PolicyVersion]:
-        """Return all pinned versions."""
+        """Return all pinned versions, confirmed or not."""
         return {version for pins in self._pins.values() for version in pins}
 
-    async def _serve(self, *current: WeightsRef) -> None:
+    async def _serve(self, version: PolicyVersion | None, *current: WeightsRef) -> None:
+        """Request all versions. Only a refusal of `version` is raised: others have their own callers."""
         pinned_refs = {weights for pins in self._pins.values() for weights in pins.values()}
-        await self.engine.serve(current, tuple(sorted(pinned_refs, key=lambda each: each.version)))
+        try:
+            await self.engine.serve(current, tuple(sorted(pinned_refs, key=lambda each: each.version)))
+        except VersionsRefusedError as error:
+            if version is not None and version in error.refused:
+                raise error.refused[version] from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

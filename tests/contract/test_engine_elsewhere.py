@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from agentrl.core import rpc
-from agentrl.core.errors import EngineError, EngineLostError, EngineStorageError, TrainerError
+from agentrl.core.errors import EngineError, EngineLostError, EngineStorageError, TrainerError, VersionsRefusedError
 from agentrl.core.network import SCHEME, Address
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion
@@ -176,8 +176,9 @@ def test_what_no_trainer_sends_is_asked_for_as_a_file(tmp_path: Path) -> None:
         with pytest.raises(EngineError, match="other files than were published"):
             await engine.serve([changed], ())
         refusing = refuse_versions(engine.supervisor.process_id)
-        with pytest.raises(EngineStorageError, match=r"solver@0\.5 refused: machine .*: .* make room"):
+        with pytest.raises(VersionsRefusedError, match=r"solver@0\.5 refused: machine .*: .* make room") as refusal:
             await engine.serve([written_full(tmp_path / "5", 5)], ())
+        assert [type(error) for error in refusal.value.refused.values()] == [EngineStorageError]
         refusing.unlink()
         completion = await engine.open("session", "solver").generate(REQUEST)
         assert [span.version.step for span in completion.spans] == [3]
@@ -241,7 +242,7 @@ def test_two_versions_of_the_same_weights_are_one_file(tmp_path: Path) -> None:
         for _ in range(2):
             await files.send_remainder(second.version)
             assert connection.kept == content
-        assert files.take_failures([second]) == []
+        assert files.take_failures([second]) == {}
 
     asyncio.run(main())
 
@@ -271,7 +272,7 @@ def test_a_machine_that_refuses_a_piece_is_sent_no_more(tmp_path: Path, monkeypa
         await asyncio.gather(*pieces)
         await files.send_remainder(weights.version)
         assert connection.asked == 1 + transfer.PIECES
-        (error,) = files.take_failures([weights])
+        (error,) = files.take_failures([weights]).values()
         assert isinstance(error, EngineStorageError)
 
     asyncio.run(main())
@@ -289,13 +290,30 @@ def test_files_that_are_not_those_of_the_digest_are_refused(tmp_path: Path) -> N
     asyncio.run(main())
 
 
+def test_a_version_that_cannot_be_sent_is_refused_alone(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = await made(tmp_path)
+        unreadable, kept, new = (written(tmp_path / str(step), step, 10) for step in (1, 2, 3))
+        (tmp_path / "1" / "adapter_model.safetensors").unlink()
+        with pytest.raises(VersionsRefusedError) as refusal:
+            await engine.serve([new], [unreadable, kept])
+        assert list(refusal.value.refused) == [unreadable.version]
+        engine.open("pinned", "solver", pin=kept.version).close()
+        completion = await engine.open("session", "solver").generate(REQUEST)
+        assert [span.version for span in completion.spans] == [new.version]
+        await engine.close()
+
+    asyncio.run(main())
+
+
 def test_a_machine_that_cannot_keep_a_version_is_named_and_serves_the_one_before(tmp_path: Path) -> None:
     async def main() -> None:
         engine = await made(tmp_path)
         await engine.serve([written(tmp_path / "1", 1, 10)], ())
         refusing = refuse_versions(engine.supervisor.process_id)
-        with pytest.raises(EngineStorageError, match=r"solver@0\.2 refused: machine .*: .* make room"):
+        with pytest.raises(VersionsRefusedError, match=r"solver@0\.2 refused: machine .*: .* make room") as refusal:
             await engine.serve([written(tmp_path / "2", 2, 10)], ())
+        assert [type(error) for error in refusal.value.refused.values()] == [EngineStorageError]
         completion = await engine.open("session", "solver").generate(REQUEST)
         assert [span.version.step for span in completion.spans] == [1]
         refusing.unlink()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.core.errors import EngineError, VersionNotServedError
+from agentrl.core.errors import EngineError, VersionNotServedError, VersionsRefusedError
 from agentrl.core.records import WeightsRef
 from agentrl.engines.process import ChildProgram
 from agentrl.orchestrator.versions import ServedVersions
@@ -84,6 +84,21 @@ def test_a_lost_pin_stands_in_the_way_of_no_later_version(tmp_path: Path) -> Non
         await served.pin("opponents", of(2))
         assert (await engine.score("solver", prompt(1))).tolist() == [2, 3, 4]
         engine.open("b", "solver", pin=version(2)).close()
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_version_that_kills_the_process_is_refused_alone() -> None:
+    async def main() -> None:
+        engine, _ = await made(ChildProgram("tests.contract.scripted_program:FragileEngine", {}), attempts=9)
+        for fatal in (1, 2):
+            with pytest.raises(VersionsRefusedError, match=f"solver@0.{fatal} refused: 2 processes") as refusal:
+                await engine.serve([weights_of(fatal + 3)], [weights_of(fatal), weights_of(3)])
+            assert list(refusal.value.refused) == [version(fatal)]
+            engine.open("pinned", "solver", pin=version(3)).close()
+            completion = await engine.open("a", "solver").generate(request("a", prompt(9)))
+            assert completion.spans[0].version == version(fatal + 3)
         await engine.close()
 
     asyncio.run(main())

@@ -18,7 +18,7 @@ from agentrl.app.recovery import (
 )
 from agentrl.config.run import RunConfig
 from agentrl.core.clock import LoopClock
-from agentrl.core.ports import GenerateRequest
+from agentrl.core.ports import Engine, GenerateRequest
 from agentrl.core.records import GroupStart, PolicyVersion, Task
 from agentrl.credit.estimators import REWARD_ESTIMATORS, make_advantage_estimator
 from agentrl.engines.scripted import ScriptedEngine
@@ -121,7 +121,7 @@ class SmallRun:
     config: RunConfig = field(default_factory=config_for)
     environment: type[agentrl.Environment] = Guess
     script: Callable[[GenerateRequest, str, PolicyVersion], list[int]] = guess
-    engine_class: type[ScriptedEngine] = ScriptedEngine
+    engine_class: Callable[..., Engine] = ScriptedEngine
     engine_options: dict[str, Any] = field(default_factory=lambda: {"seconds_per_token": 0.05})
     trainer_options: dict[str, Any] = field(default_factory=lambda: {"step_seconds": 0.7, "publish_seconds": 0.1})
     journal: MemoryJournal = field(default_factory=MemoryJournal)

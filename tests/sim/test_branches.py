@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 import re
@@ -23,10 +24,12 @@ from agentrl.core.errors import (
     EngineError,
     EnvironmentDefinitionError,
 )
-from agentrl.core.ports import GenerateRequest
+from agentrl.core.ports import Engine, GenerateRequest
 from agentrl.core.records import AgentTurns, EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, WeightsRef
 from agentrl.credit.baselines import SeatRole
 from agentrl.credit.release import reward_history_from_journal
+from agentrl.engines.router import EngineRouter
+from agentrl.engines.scripted import ScriptedEngine
 from agentrl.journal.entries import (
     BeginEntry,
     BranchEntry,
@@ -540,6 +543,76 @@ def test_a_version_that_is_gone_costs_the_episode(simulated_loop: SeededSimulati
         return reasons[VERSION_GONE]
 
     assert min(simulated_loop.run(main, seeds=2)) > 0
+
+
+class Hesitant(Retry):
+    """Waits before it branches, so that the version of its newest turn is often no longer the current one."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent = ctx.agent("guesser")
+        for number in range(6):
+            await agent.act(agentrl.user(f"turn {number}"))
+            if number == 2 and ctx.branches_left() == 2:
+                await ctx.sleep(ctx.rng.random() * 2)
+                agent.reward(float(await ctx.branch(2)), name="branch")
+            await ctx.sleep(ctx.rng.random() * 0.3)
+        agent.reward(float(ctx.rng.random()))
+
+
+def has_lost_files(version: PolicyVersion) -> bool:
+    return (version.lineage + version.step) % 3 == 1
+
+
+class LosesFiles(ScriptedEngine):
+    """Loads versions slowly; the files of some are gone as soon as they are not current."""
+
+    loads, refusals = 0, 0
+
+    async def load(self, weights: WeightsRef) -> None:
+        self.loads += 1
+        await asyncio.sleep(random.Random(self.loads).random() * 0.5)
+        if has_lost_files(weights.version) and not self._request.is_current(weights):
+            LosesFiles.refusals += 1
+            raise EngineError(f"weights {weights.version} refused: its files are gone")
+
+
+def router_over_slow_replicas(*arguments: Any, **options: Any) -> EngineRouter:
+    return EngineRouter([LosesFiles(*arguments, **options) for _ in range(2)])
+
+
+@pytest.mark.parametrize("engine_class", [LosesFiles, router_over_slow_replicas])
+def test_no_branch_is_dropped_for_a_version_whose_files_exist(
+    simulated_loop: SeededSimulation, engine_class: Callable[..., Engine]
+) -> None:
+    moments = itertools.count(1.4, 0.37)
+
+    def run(**parts: Any) -> SmallRun:
+        evaluated = {"evaluation": {"tasks": 2, "every": 1}}
+        run = retry_run(Hesitant, steps=4, **evaluated, **parts)
+        run.engine_class, run.held_out = engine_class, TASKS[:2]
+        return run
+
+    async def main() -> int:
+        runs = [run()]
+        for lineage in (1, 2):
+            journal = await runs[-1].cut_after(next(moments) % 5)
+            steps = [row.version for row in journal.of_kind(StepRow)]
+            version = max(steps, default=PolicyVersion("guesser", 0, 0))
+            state = read_resume_state(journal, {"guesser": version}, group_size=4)
+            parts = {"journal": journal, "resume_state": state, "resumed_at": {"guesser": version}}
+            runs.append(run(**parts, lineage=lineage))
+        await runs[-1].run()
+        ended = runs[-1].journal.of_kind(EpisodeEnd)
+        for end in ended:
+            if end.header.drop_reason == VERSION_GONE:
+                (name,) = set(re.findall(r"guesser@(\d+)\.(\d+), which", end.detail))
+                assert has_lost_files(PolicyVersion("guesser", *map(int, name))), end.detail
+                assert end.header.purpose == "train"
+        return sum(end.spec.fork is not None for end in ended)
+
+    branches = sum(simulated_loop.run(main, seeds=4))
+    assert branches > 100
+    assert LosesFiles.refusals > 20
 
 
 def test_a_late_call_of_a_superseded_attempt_leases_nothing(simulated_loop: SeededSimulation) -> None:

@@ -17,6 +17,7 @@ from agentrl.core.errors import (
     EngineLostError,
     EngineStorageError,
     VersionNotServedError,
+    VersionsRefusedError,
 )
 from agentrl.core.ids import opening_digest
 from agentrl.core.ports import GenerateRequest, Refresh, SamplingParams
@@ -485,8 +486,9 @@ def test_a_full_disk_of_one_replica_does_not_keep_a_version_from_the_others() ->
         assert told[1:] == ["engine replica 0 has caught up"]
         for each in engines:
             each.refuses.add(weights(3).version)
-        with pytest.raises(EngineStorageError, match=r"solver@0\.3 refused"):
+        with pytest.raises(VersionsRefusedError, match=r"solver@0\.3 refused") as refusal:
             await engine.serve([weights(3)])
+        assert [type(error) for error in refusal.value.refused.values()] == [EngineStorageError]
         assert await turns(engine, "b") == {2}
         await engine.close()
 

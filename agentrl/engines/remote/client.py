@@ -12,7 +12,6 @@ request waits for the next process and is repeated, an update only once.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -25,6 +24,8 @@ from agentrl.core.errors import (
     SupersededVersionError,
     TrainerLostError,
     VersionNotServedError,
+    VersionsRefusedError,
+    version_refused_error,
 )
 from agentrl.core.futures import run_shielded
 from agentrl.core.ids import opening_digest, stable_hash64
@@ -398,25 +399,46 @@ class ProcessEngine:
         pins = request.pinned.difference(request.current.values())
         self._pin_errors = {weights: error for weights, error in self._pin_errors.items() if weights in pins}
         try:
-            await run_shielded(self._serve(in_loading_order(current, pinned)))
+            await run_shielded(self._serve())
+        except VersionsRefusedError as error:
+            self._versions.refuse(request, error.refused)
+            raise
         except EngineError:
-            self._versions.refuse(request)
+            self._versions.refuse(request, {weights.version for weights in self._versions.new()})
             raise
 
-    async def _serve(self, versions: Sequence[WeightsRef]) -> None:
-        for _ in range(LOSSES_OF_AN_UPDATE):
-            connection = await self._connect()
+    async def _serve(self) -> None:
+        """Bring the process to the requested versions: all at once or, after a process died of several, one by one."""
+        refused: dict[PolicyVersion, EngineError] = {}
+        losses: Counter[WeightsRef | None] = Counter()
+        one_by_one = False
+        while True:
+            connection, before = await self._connect(), self._versions.confirmed
             request = self._versions.requested
-            version_set = VersionSet(request.current, request.pinned.difference(self._pin_errors))
-            with contextlib.suppress(EngineLostError):
+            goal = VersionSet(request.current, request.pinned.difference(self._pin_errors)).without(refused, before)
+            new = in_loading_order(goal.all - before.all, ())
+            postponed = {weights.version for weights in new[1:]} if one_by_one else set()
+            version_set = goal.without(postponed, before)
+            try:
                 await connection.serve(version_set.current.values(), version_set.pinned)
-                self._versions.confirm(version_set)
-                return
-        refused_versions = ", ".join(
-            str(weights.version) for weights in versions if weights not in self._versions.confirmed.all
-        )
-        reason = f"{LOSSES_OF_AN_UPDATE} processes of the engine died of it"
-        raise EngineError(f"weights {refused_versions} refused: {reason}. The version before it keeps serving")
+            except EngineLostError:
+                suspect = new[0] if len(new) == 1 or postponed else None
+                losses[suspect] += 1
+                one_by_one = True
+                if losses[suspect] >= LOSSES_OF_AN_UPDATE:
+                    reason = f"{LOSSES_OF_AN_UPDATE} processes of the engine died of it"
+                    if suspect is None:
+                        raise EngineError(f"the update without new versions was given up: {reason}") from None
+                    refused[suspect.version] = version_refused_error(suspect, reason)
+                continue
+            except VersionsRefusedError as error:
+                refused |= error.refused
+                version_set = version_set.without(error.refused, before)
+            self._versions.confirm(version_set)
+            if not postponed:
+                break
+        if refused:
+            raise VersionsRefusedError(refused=refused)
 
     def _current(self, policy: str) -> PolicyVersion | None:
         weights = self._versions.confirmed.current.get(policy)

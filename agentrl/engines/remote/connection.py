@@ -7,10 +7,10 @@ Invariant: when a connection ends, every unanswered call raises, after its last 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from agentrl.core import rpc
-from agentrl.core.errors import EngineError, InputError
+from agentrl.core.errors import EngineError, InputError, VersionsRefusedError, rebuild_error
 from agentrl.engines import protocol
 from agentrl.engines.versions import in_loading_order
 
@@ -81,25 +81,26 @@ class EngineConnection(rpc.Connection):
     async def serve(self, current: Collection[WeightsRef], pinned: Collection[WeightsRef]) -> None:
         versions = in_loading_order(current, pinned)
         pieces: list[asyncio.Task[None]] = []
-        try:
-            if self.files is not None:
-                await self.files.send(versions, pieces)
-        except EngineError:
-            await asyncio.gather(*pieces, return_exceptions=True)
-            raise
+        if self.files is not None:
+            await self.files.send(versions, pieces)
         call = self.next_call()
         request = protocol.ServeVersionsRequest(call=call, current=list(current), pinned=in_loading_order((), pinned))
         serving = self.ask(call, request)
         # Asked for before the pieces are acknowledged, which would take as long again. What came only in part is
-        # refused by its digest; why it came in part is raised first.
-        answers: list[object] = await asyncio.gather(*pieces, serving, return_exceptions=True)
-        if self.files is not None:
-            answers = [*self.files.take_failures(versions), *answers]
+        # refused by its digest; the failure to send it says why.
+        answers: list[Any] = await asyncio.gather(*pieces, serving, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
+        refused = {
+            version: rebuild_error(kind, message, among=(EngineError,))
+            for version, kind, message in answers[-1].refused
+        }
         if self.files is not None:
-            self.files.keep_only(versions)
+            refused |= self.files.take_failures(versions)
+            self.files.keep_only([weights for weights in versions if weights.version not in refused])
+        if refused:
+            raise VersionsRefusedError(refused=refused)
 
     def _handle(self, message: protocol.Reply) -> None:
         if isinstance(message, protocol.BusyHeartbeat):  # the owner receives the other messages by `on_message`

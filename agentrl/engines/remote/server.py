@@ -15,7 +15,7 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from agentrl.core.errors import (
     EngineError,
     EngineLostError,
     EngineStorageError,
+    VersionsRefusedError,
 )
 from agentrl.core.files import WEIGHT_FILES
 from agentrl.core.machine import rare_collections
@@ -159,16 +160,24 @@ class ConnectionHandler:
         async with self._write_lock:
             await asyncio.to_thread(self.versions.keep_chunk, chunk)
 
-    async def _serve(self, message: protocol.ServeVersionsRequest) -> None:
+    async def _serve(self, message: protocol.ServeVersionsRequest) -> protocol.VersionsServedReply:
         """Serve versions, using the copies of those whose files were sent, and remove the other copies."""
         async with self._write_lock:  # waits for the preceding chunks
             pass
-        digests = {weights.sha256 for weights in (*message.current, *message.pinned)}
         current, pinned = (
             [self.versions.local(ref) for ref in versions] for versions in (message.current, message.pinned)
         )
-        await self._engine.serve(current, pinned)
-        self.versions.keep(digests)
+        refused: Mapping[PolicyVersion, EngineError] = {}
+        try:
+            await self._engine.serve(current, pinned)
+        except VersionsRefusedError as error:
+            refused = error.refused
+        served = (each for each in (*message.current, *message.pinned) if each.version not in refused)
+        self.versions.keep({weights.sha256 for weights in served})
+        return protocol.VersionsServedReply(
+            call=message.call,
+            refused=[(version, type(error).__name__, str(error)) for version, error in refused.items()],
+        )
 
     async def _score(self, message: protocol.LogprobsRequest) -> protocol.LogprobsReply:
         scores = await self._engine.score(

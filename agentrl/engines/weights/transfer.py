@@ -653,26 +653,26 @@ class VersionFiles:
         self._digests: dict[PolicyVersion, str] = {}
         """Digests of the versions that the process may request."""
         self._failures: dict[PolicyVersion, EngineError] = {}
-        """Why the rest of a version could not be sent."""
+        """Why a version could not be sent."""
 
     async def send(self, versions: Iterable[WeightsRef], pieces: list[asyncio.Task[None]]) -> None:
         """Send what the process needs to be asked for versions; add the answers to `pieces`, of which at most `PIECES`
         are open.
 
         Files that fit into one message's size are on the way together, with the request that follows them: over Ray
-        each write is acknowledged before the next one leaves.
-
-        Raises:
-            EngineError: the files cannot be read here.
+        each write is acknowledged before the next one leaves. `take_failures` returns what could not be sent.
         """
         for weights in versions:
             self._digests[weights.version] = weights.sha256
             if weights.sha256 in self._sent:
                 continue
-            if self._only_headers and weights.kind == "full":
-                await self._send_header(weights, pieces)
-            else:
-                await self._send_files(weights, pieces)
+            try:
+                if self._only_headers and weights.kind == "full":
+                    await self._send_header(weights, pieces)
+                else:
+                    await self._send_files(weights, pieces)
+            except EngineError as error:
+                self._failures[weights.version] = error
 
     async def send_remainder(self, version: PolicyVersion) -> None:
         """Send the rest of a version's file, if only its header was sent; returns when it is there."""
@@ -688,9 +688,10 @@ class VersionFiles:
             if isinstance(answer, EngineError):
                 self._failures.setdefault(version, answer)
 
-    def take_failures(self, versions: Iterable[WeightsRef]) -> list[EngineError]:
-        """Return why the rest of these versions could not be sent, and forget it."""
-        return [self._failures.pop(weights.version) for weights in versions if weights.version in self._failures]
+    def take_failures(self, versions: Iterable[WeightsRef]) -> dict[PolicyVersion, EngineError]:
+        """Return why some of these versions could not be sent, and forget it."""
+        names = [weights.version for weights in versions]
+        return {version: self._failures.pop(version) for version in names if version in self._failures}
 
     def keep_only(self, versions: Collection[WeightsRef]) -> None:
         """Note that the process serves these versions, and has removed its copies of others."""
@@ -722,8 +723,8 @@ class VersionFiles:
                 self._send_piece(weights, pieces, name, before, data)
             if not is_last and len(pieces) >= PIECES:
                 await asyncio.wait({oldest := pieces[-PIECES]})
-                if oldest.cancelled() or oldest.exception() is not None:
-                    return  # the caller finds the refusal in `pieces`
+                if oldest.cancelled() or oldest.exception() is not None or weights.version in self._failures:
+                    return
 
     def _send_piece(
         self, weights: WeightsRef, pieces: list[asyncio.Task[None]], name: str, start: int, data: bytes
@@ -738,6 +739,5 @@ class VersionFiles:
         except EngineLostError:
             raise
         except EngineError as error:
-            raise version_refused_error(
-                weights, f"machine {self._host} cannot store them: {error}", type(error)
-            ) from error
+            reason = f"machine {self._host} cannot store them: {error}"
+            self._failures.setdefault(weights.version, version_refused_error(weights, reason, type(error)))
