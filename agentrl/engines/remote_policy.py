@@ -23,6 +23,7 @@ from urllib.parse import quote
 
 import aiohttp
 
+from agentrl.core.answers import UNCOMPRESSED, read_answer
 from agentrl.core.errors import ConfigError, EngineLostError, EpisodeError
 from agentrl.core.records import Completion, reported_token_usage
 from agentrl.engines.external import external_completion
@@ -185,31 +186,26 @@ class RemotePolicyClient:
     ) -> tuple[int, bytes | None]:
         """Return status and body of an answer; the body is None if it is too long."""
         if self._client is None:
-            # A small compressed answer may expand to a huge one, so compression is neither requested nor accepted.
             self._client = aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=self.config.timeout_s),
                 connector=aiohttp.TCPConnector(limit=0),
                 auto_decompress=False,
-                headers={"Accept-Encoding": "identity"},
+                headers=UNCOMPRESSED,
             )
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         try:
             async with self._client.request(
                 method, f"{self.config.url}{path}", json=body, headers=headers, allow_redirects=False
             ) as response:
-                encoding = response.headers.get("Content-Encoding", "identity")
-                if encoding.lower() != "identity":
-                    raise EpisodeError(
-                        f"{where}: it compresses its answers although the request forbids it "
-                        f"({self._without_key(encoding)[:REFUSAL_SHOWN]!r})",
-                        reason="remote_answer",
-                    )
-                return response.status, await _read_limited(response)
+                return response.status, await read_answer(response, MAX_ANSWER_BYTES)
         except TimeoutError:
             raise EngineLostError(f"{where}: no answer within {self.config.timeout_s:g} s") from None
         except aiohttp.ClientError as error:
             # The error's text may quote the request, which contains the key.
             raise EngineLostError(f"{where}: {type(error).__name__}") from None
+        except ValueError as error:
+            problem = self._without_key(str(error))[:REFUSAL_SHOWN]
+            raise EpisodeError(f"{where}: {problem}", reason="remote_answer") from None
 
     def _body(self, request: GenerateRequest) -> dict[str, Any]:
         text = bytes(request.token_ids.tolist()).decode()
@@ -245,16 +241,6 @@ class RemotePolicyClient:
         if isinstance(value, dict):
             return {self._without_key(key): self._strip_key(item) for key, item in value.items()}
         return value
-
-
-async def _read_limited(response: aiohttp.ClientResponse) -> bytes | None:
-    """Read the body; None if it is too long."""
-    content = bytearray()
-    async for chunk in response.content.iter_chunked(1 << 16):
-        content += chunk
-        if len(content) > MAX_ANSWER_BYTES:
-            return None
-    return bytes(content)
 
 
 def _answer(content: bytes) -> tuple[dict[str, Any], Any]:

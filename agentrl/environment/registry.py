@@ -21,12 +21,13 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, ClassVar
 
-from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError, RewardError
+from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError
 from agentrl.core.records import Message, Task
 from agentrl.environment.context import EpisodeContext, LimitReachedError, user
 from agentrl.environment.environment import Environment, Split, TaskSource
 from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.mixture import mixture
+from agentrl.environment.rewards import stated_reward
 from agentrl.environment.tools import BoundTool, ToolEnvironment, ToolEpisode, bind_tools, run_tool
 
 _FILE_MODULE = "agentrl_environment_"
@@ -441,9 +442,7 @@ class TrlEnvironment(ToolEnvironment):
                 f"{self.wrapped.__qualname__} has no get_reward(); define it, so that agentrl can ask for the reward"
             )
         value = await _await_value(self.instance.get_reward())
-        if value is None:
-            raise RewardError(f"{self.wrapped.__qualname__}.get_reward returned None; return a number")
-        agent.reward(value)
+        agent.reward(stated_reward(value, f"{self.wrapped.__qualname__}.get_reward()"))
 
     def _row(self, data: Mapping[str, Any]) -> dict[str, Any]:
         parameters = inspect.signature(self.instance.reset).parameters.values()

@@ -50,6 +50,19 @@ def finite_reward(value: object, where: str) -> float:
     return number
 
 
+def stated_reward(value: object, where: str) -> float:
+    """Convert a reward that another program or library states. Unlike in an environment's own code, true and false are
+    not numbers there: their meaning is unknown.
+
+    Raises:
+        RewardError: see `finite_reward`; or the value is a truth value.
+    """
+    numpy = sys.modules.get("numpy")
+    if isinstance(value, bool) or (numpy is not None and isinstance(value, numpy.bool_)):
+        raise RewardError(f"{where}: the reward is {value} ({type(value).__name__}); it must be a finite number")
+    return finite_reward(value, where)
+
+
 def check_reward_name(name: object, where: str) -> None:
     """Check the name of a reward.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from agentrl.core.records import Task
 from agentrl.environment.environment import Split, TaskSource
+from agentrl.environment.rewards import stated_reward
 from agentrl.environment.tasks import DrawnTasks, GameSeedTasks
 from agentrl.formats.session import Call, Session, SessionEnvironment, Start, Step
 
@@ -59,7 +60,8 @@ class _Game(Session):
     async def answer(self, text: str, calls: Sequence[Call]) -> Step:
         observation, reward, terminated, truncated, info = self._game.step(text)
         done = bool(terminated or truncated)
-        return {"messages": [_message(observation, info)], "reward": float(reward), "done": done}
+        value = stated_reward(reward, f"step() of {type(self._game).__name__}")
+        return {"messages": [_message(observation, info)], "reward": value, "done": done}
 
 
 def _message(observation: str, info: Mapping[str, Any]) -> dict[str, str]:

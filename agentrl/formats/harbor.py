@@ -37,6 +37,8 @@ DISK_MB = 256
 """Size of the files of a task, which are in memory, in MiB."""
 _VERDICT_BYTES = 65_536
 _TEXT_BYTES = 1 << 20
+_NUMBER = re.compile(rb"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
+"""A number in reward.txt; Python would also read `0_1`."""
 _NEEDS_NETWORK = re.compile(
     r"\b(?:apt-get|apt|apk|dnf|yum) +(?:-\S+ +)*(?:install|update|add)\b|\b(?:curl|wget|uvx|npx)\b"
     r"|\bpip3? +install\b|\buv +(?:pip|run|tool|sync|add)\b|\bnpm +(?:i|install|ci)\b|\bgit +clone\b"
@@ -118,19 +120,23 @@ def read_task(directory: Path, roots: Mapping[str, str], *, network: Network = "
         task.refusals.append(f"{directory / 'instruction.md'}: {error}")
     _read_tests(task, directory / "tests", network)
     environment, is_built = directory / "environment", directory.name in roots
+    dockerfile, refused = environment / "Dockerfile", len(task.refusals)
     for extra in ("docker-compose.yaml", "docker-compose.yml"):
         if (environment / extra).exists():
             task.refusals.append(f"{environment / extra}: several services are not supported")
-    if (environment / "Dockerfile").exists():
+    if dockerfile.exists():
         _Dockerfile(task, environment, is_built=is_built).read()
-    elif not task.image:
-        task.refusals.append(f"{environment / 'Dockerfile'}: there is none, and task.toml names no docker_image")
     if is_built:
         task.image = directory.name
-    if task.image and task.image not in roots:
+    if not task.image:
+        if len(task.refusals) == refused:
+            task.refusals.append(
+                f"{dockerfile}: it names no image (there is none, or no FROM), and task.toml names no docker_image"
+            )
+    elif task.image not in roots:
         task.refusals.append(
-            f"{environment / 'Dockerfile'}: needs the image {task.image}; give a directory with its files in `roots`, "
-            f"or {MACHINE!r} there for this machine's /usr"
+            f"{dockerfile}: needs the image {task.image}; give a directory with its files in `roots`, or {MACHINE!r} "
+            "there for this machine's /usr"
         )
     _check_sandbox(task, directory, roots, network)
     return task
@@ -278,12 +284,18 @@ class _Dockerfile:
             if line.rstrip().endswith("\\"):
                 instruction += " "
                 continue
-            try:
-                self._apply(*instruction.strip().partition(" ")[::2])
-            except ValueError as error:
-                self.task.refusals.append(f"{self.environment / 'Dockerfile'}, line {started}: {error}")
+            self._apply_at(started, instruction)
             instruction = ""
+        if instruction.strip():  # the last line ends in a backslash
+            self._apply_at(started, instruction)
         self.task.workdir = self.task.workdir or self.workdir
+
+    def _apply_at(self, number: int, instruction: str) -> None:
+        """Apply an instruction that begins in a line, or note why it cannot be honored."""
+        try:
+            self._apply(*instruction.strip().partition(" ")[::2])
+        except ValueError as error:
+            self.task.refusals.append(f"{self.environment / 'Dockerfile'}, line {number}: {error}")
 
     def _apply(self, word: str, rest: str) -> None:
         """Apply an instruction.
@@ -457,20 +469,31 @@ async def _verdict(judge: EpisodeSandbox) -> Any:
         ValueError: there is neither, or it cannot be read.
     """
     try:
-        return json.loads(await judge.read(f"{VERDICT}/reward.json", limit=_VERDICT_BYTES))
+        return json.loads(await _read_verdict(judge, "reward.json"))
     except EffectError:
         pass
     except RecursionError as error:
         raise ValueError("reward.json is nested too deeply") from error
     try:
-        return {"reward": float(await judge.read(f"{VERDICT}/reward.txt", limit=_VERDICT_BYTES))}
+        text = await _read_verdict(judge, "reward.txt")
     except EffectError as error:
         raise ValueError(f"there is neither reward.json nor reward.txt in {VERDICT}") from error
+    reward = float(text)
+    if math.isfinite(reward) and not _NUMBER.fullmatch(text.strip()):
+        raise ValueError(f"reward.txt holds {text[:40]!r}, which is no number")
+    return {"reward": reward}
+
+
+async def _read_verdict(judge: EpisodeSandbox, name: str) -> bytes:
+    content = await judge.read(f"{VERDICT}/{name}", limit=_VERDICT_BYTES + 1)
+    if len(content) > _VERDICT_BYTES:
+        raise ValueError(f"{name} is longer than {_VERDICT_BYTES:,} bytes")
+    return content
 
 
 def _is_finite(value: Any) -> bool:
     try:
-        return isinstance(value, int | float) and math.isfinite(value)
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # an integer beyond all floats
         return False
 

@@ -21,6 +21,7 @@ from agentrl.core.records import Task
 from agentrl.environment.context import Endpoint
 from agentrl.environment.environment import Split, TaskSource
 from agentrl.environment.harness import HarnessEnvironment, HarnessEpisode
+from agentrl.environment.rewards import stated_reward
 from agentrl.environment.tasks import split_tasks
 
 PROGRAM = Path(__file__).with_name("runner_program.py")
@@ -90,7 +91,8 @@ class RunnerEnvironment(HarnessEnvironment):
         return answer["rewards"]
 
     def reward(self, task: Task, episode: HarnessEpisode) -> Mapping[str, float]:
-        return episode.result or {}
+        rewards: dict[str, Any] = episode.result or {}
+        return {name: stated_reward(value, f"{self.package}, {name!r}") for name, value in rewards.items()}
 
 
 class Verifiers(RunnerEnvironment):

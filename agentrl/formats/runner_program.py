@@ -122,13 +122,27 @@ class Inspect:
         for name, score in scores.items():
             values = score.value if isinstance(score.value, dict) else {"": score.value}
             for part, value in values.items():
-                rewards[f"{name}_{part}" if part else name] = convert(value)
+                number = convert(value)
+                if number == 0.0 and not _is_zero(value):  # Inspect's warning that it cannot convert the value
+                    raise ValueError(f"the score {name} is {value!r}, which is no number")
+                rewards[f"{name}_{part}" if part else name] = number
         return rewards
+
+
+def _is_zero(value: Any) -> bool:
+    """Whether a score of Inspect means 0."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    return value == 0 or str(value).lower() in ("i", "n", "no", "false")
 
 
 def _answer(played: Any, request: dict[str, Any]) -> dict[str, Any]:
     try:
-        rewards = {"".join(c if c.isalnum() else "_" for c in name): v for name, v in played.play(request).items()}
+        stated = played.play(request)
+        rewards = {"".join(c if c.isalnum() else "_" for c in name): v for name, v in stated.items()}
+        if len(rewards) < len(stated):
+            raise ValueError(f"the names of rewards are equal in letters and digits: {', '.join(stated)}")
         return {"rewards": rewards, "error": ""}
     except Exception as error:  # noqa: BLE001 - foreign code: any exception is the answer
         return {"rewards": {}, "error": f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]}

@@ -14,15 +14,18 @@ from typing import Any
 
 import aiohttp
 
+from agentrl.core.answers import UNCOMPRESSED, read_answer
 from agentrl.core.errors import EnvironmentDefinitionError, InfrastructureError
 from agentrl.core.records import Task
 from agentrl.environment.environment import Split, TaskSource
+from agentrl.environment.rewards import stated_reward
 from agentrl.environment.tasks import GameSeedTasks, split_tasks
 from agentrl.formats.session import Call, Session, SessionEnvironment, Start, Step, tool_message
 
 SECONDS = 60.0
 """Time limit of a request."""
-_LARGEST_MESSAGE = 16 << 20
+LARGEST_ANSWER = 16 << 20
+"""Longest answer of a server, in bytes."""
 
 
 class _Connection(Session):
@@ -40,18 +43,30 @@ class _Connection(Session):
         """Return the client, which keeps the server's cookies."""
         if self._client is None:
             timeout = aiohttp.ClientTimeout(total=SECONDS)
-            self._client = aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True), timeout=timeout)
+            self._client = aiohttp.ClientSession(
+                cookie_jar=aiohttp.CookieJar(unsafe=True), timeout=timeout, auto_decompress=False, headers=UNCOMPRESSED
+            )
         return self._client
 
     async def post(self, path: str, body: Any) -> tuple[int, str]:
-        """Post JSON; returns the status and the text of the answer."""
+        """Post JSON; returns the status and the text of the answer.
+
+        Raises:
+            ValueError: the answer is too long, or compressed.
+        """
+        where = f"{self._url}{path}"
         try:
-            async with self.client().post(self._url + path, json=body) as answer:
-                text = await answer.text(errors="replace")
+            async with self.client().post(where, json=body) as answer:
+                content = await read_answer(answer, LARGEST_ANSWER)
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise InfrastructureError(f"{self._url}{path}: {error or type(error).__name__}") from error
+            raise InfrastructureError(f"{where}: {error or type(error).__name__}") from error
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        text = "" if content is None else content.decode("utf-8", "replace")
         if answer.status >= 500:
-            raise InfrastructureError(f"{self._url}{path}: status {answer.status}: {text[:200]}")
+            raise InfrastructureError(f"{where}: status {answer.status}: {text[:200]}")
+        if content is None:
+            raise ValueError(f"{where}: its answer has more than {LARGEST_ANSWER:,} bytes")
         return answer.status, text
 
     async def close(self) -> None:
@@ -180,7 +195,9 @@ class _NemoSession(_Connection):
             "tools": self._tools,
         }
         verdict = json.loads(await self._post_or_fail("/verify", {**self._row, "response": response}))
-        return float(verdict["reward"])
+        if not isinstance(verdict, dict):
+            raise ValueError(f"{self._url}/verify: its answer is not a JSON object")
+        return stated_reward(verdict.get("reward"), f"{self._url}/verify")
 
     async def _post_or_fail(self, path: str, body: Any) -> str:
         status, text = await self.post(path, body)
@@ -239,6 +256,10 @@ class _ServedSeeds(GameSeedTasks):
         return Task(id=task.id, data={**task.data, "url": self._url})
 
 
+class _RefusedError(Exception):
+    """The server refuses an action."""
+
+
 class _OpenEnvSession(_Connection):
     """A session of an OpenEnv server: one WebSocket."""
 
@@ -255,12 +276,15 @@ class _OpenEnvSession(_Connection):
         action = dict(self._environment.action(text))
         try:
             result = await self._ask("step", action)
-        except ValueError as error:  # the server refuses the action; the policy may try again
-            return {"messages": [{"role": "user", "content": f"error: {error}"}], "reward": 0.0, "done": False}
+        except _RefusedError as refusal:  # the policy may try again
+            return {"messages": [{"role": "user", "content": f"error: {refusal}"}], "reward": 0.0, "done": False}
+        reward, done = result.get("reward"), result.get("done")
+        if not isinstance(done, bool):
+            raise ValueError(f"{self._url}: `done` is {str(done)[:40]!r}, which is neither true nor false")
         return {
             "messages": [self._message(result)],
-            "reward": float(result.get("reward") or 0.0),
-            "done": bool(result["done"]),
+            "reward": 0.0 if reward is None else stated_reward(reward, self._url),
+            "done": done,
         }
 
     def _message(self, result: Mapping[str, Any]) -> dict[str, str]:
@@ -270,19 +294,27 @@ class _OpenEnvSession(_Connection):
         """Send a message and return the data of the answer.
 
         Raises:
-            ValueError: the server refuses it.
+            _RefusedError: the server refuses it.
+            ValueError: the answer is too long, or malformed.
         """
         try:
             if self._socket is None:
                 address = self._url.replace("http", "ws", 1) + "/ws"
-                self._socket = await self.client().ws_connect(address, max_msg_size=_LARGEST_MESSAGE)
+                self._socket = await self.client().ws_connect(address, max_msg_size=LARGEST_ANSWER)
             await self._socket.send_json({"type": kind, "data": data})
-            answer = await self._socket.receive_json(timeout=SECONDS)
-        except (aiohttp.ClientError, TypeError, ConnectionError, TimeoutError) as error:
+            message = await self._socket.receive(timeout=SECONDS)
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             raise InfrastructureError(f"{self._url}: {error or type(error).__name__}") from error
-        found: dict[str, Any] = answer["data"]
-        if answer["type"] == "error":
-            raise ValueError(str(found.get("message", "refused"))[:500])
+        if message.type is aiohttp.WSMsgType.ERROR and self._socket.close_code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG:
+            raise ValueError(f"{self._url}: its answer has more than {LARGEST_ANSWER:,} bytes")
+        if message.type is not aiohttp.WSMsgType.TEXT:
+            raise InfrastructureError(f"{self._url}: it closed the connection, or sent no text ({message.type.name})")
+        answer = json.loads(message.data)
+        found = answer.get("data") if isinstance(answer, dict) else None
+        if not isinstance(found, dict):
+            raise ValueError(f"{self._url}: its answer is not a JSON object with `data`: {message.data[:200]}")
+        if answer.get("type") == "error":
+            raise _RefusedError(str(found.get("message", "refused"))[:500])
         return found
 
     async def close(self) -> None:

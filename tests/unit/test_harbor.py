@@ -96,6 +96,11 @@ REFUSED = {
     "Dockerfile, line 2: RUN needs an image": {"environment/Dockerfile": "FROM ubuntu:24.04\nRUN apt-get update\n"},
     "Dockerfile, line 1: FROM: neither options": {"environment/Dockerfile": "FROM --platform=x ubuntu:24.04\n"},
     "line 3: FROM: builds of several stages": {"environment/Dockerfile": "FROM ubuntu:24.04\n\nFROM python:3.12\n"},
+    "needs the image img": {"environment/Dockerfile": "FROM img\\"},
+    "needs the image other": {"environment/Dockerfile": "# a comment\nFROM other \\\n"},
+    "line 2: RUN needs an image": {"environment/Dockerfile": "FROM ubuntu:24.04\nRUN install\\"},
+    "Dockerfile: it names no image": {"environment/Dockerfile": ""},
+    "it names no image (there is none, or no FROM)": {"environment/Dockerfile": "FROM ''\nWORKDIR /app\n"},
     "line 2: COPY: there is no nothing": {"environment/Dockerfile": "FROM ubuntu:24.04\nCOPY nothing /app/\n"},
     "line 2: COPY: ../secret is outside": {
         "environment/Dockerfile": "FROM ubuntu:24.04\nCOPY ../secret /app/\n",
@@ -174,6 +179,9 @@ VERDICTS = {
     "declared rewards are reward": """echo '{"reward": 1, "x": 99}' > /logs/verifier/reward.json""",
     "they wrote 3": "echo 3 > /logs/verifier/reward.json",
     "reward = True": """echo '{"reward": "True"}' > /logs/verifier/reward.json""",
+    "reward = True, which": """echo '{"reward": true}' > /logs/verifier/reward.json""",
+    "which is no number": "echo 0_1 > /logs/verifier/reward.txt",
+    "reward.txt is longer than 65,536 bytes": "printf '1%65536s9' > /logs/verifier/reward.txt",
     "nested too deeply": "head -c 60000 /dev/zero | tr '\\0' '[' > /logs/verifier/reward.json",
     "limit on time": "echo 1 > /logs/verifier/reward.txt; sleep 60",
 }
@@ -192,7 +200,14 @@ def test_a_verdict_that_does_not_fit_is_an_error_or_the_failed_reward(problem: s
 def test_rewards_have_the_declared_names_and_bounds() -> None:
     declared = {"tests": (0, 1), "style": (-1, 1)}
     assert checked_rewards({"style": -1, "tests": 0.5}, declared) == {"style": -1.0, "tests": 0.5}
-    for verdict in ({"tests": 1}, {"tests": 1, "style": 2}, {"tests": None, "style": 0}, [], None):
+    for verdict in (
+        {"tests": 1},
+        {"tests": 1, "style": 2},
+        {"tests": None, "style": 0},
+        [],
+        None,
+        {"tests": True, "style": 0},
+    ):
         with pytest.raises(ValueError, match="they wrote"):
             checked_rewards(verdict, declared)
     with pytest.raises(ValueError, match="they wrote"):

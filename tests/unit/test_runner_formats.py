@@ -40,7 +40,16 @@ def get_model(name, base_url, api_key, responses_api):
         return json.load(answer)["choices"][0]["message"]["content"]
     return ask
 
-def value_to_float(): return lambda value: {"C": 1.0, "I": 0.0}.get(value, value)
+def value_to_float():
+    known = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0, "yes": 1.0, "no": 0.0}
+    def convert(value):
+        if isinstance(value, (int, float)): return value
+        if isinstance(value, str) and value in known: return known[value]
+        try: return float(value)
+        except (TypeError, ValueError): return 0.0  # with a warning
+    return convert
+
+eval_value = eval
 
 def eval(task, model, sample_id, **more):
     reply = model(str(sample_id[0]))
@@ -53,6 +62,8 @@ def eval(task, model, sample_id, **more):
         open(task.marks, "w").write(str(waiting.pid))
         waiting.wait()
     scores = {"match": Holder(value="C" if reply == "right" else "I"), "a-b": Holder(value={"x": 0.5})}
+    if reply.startswith("value "): scores = {"match": Holder(value=eval_value(reply[6:]))}
+    if reply == "two names": scores = {"a b": Holder(value="C"), "a-b": Holder(value="I")}
     if reply == "flood": scores["f"] = Holder(value={f"{number:0100}": 0.5 for number in range(6_000)})
     return [Holder(status="success", samples=[Holder(scores=scores)])]
 """
@@ -114,6 +125,35 @@ def test_a_failure_is_an_error_or_the_failed_reward(reply: str, error: str, opti
     task = tasks_of(Inspect, **options)[0]
     assert error in played(Inspect, task, [reply]).said
     assert played(Forgiving, task, [reply]).header.reward == -1.0
+
+
+@pytest.mark.parametrize(
+    ("value", "reward"),
+    [("0", 0.0), ("'0.0'", 0.0), ("'N'", 0.0), ("'no'", 0.0), ("'P'", 0.5), ("'0.25'", 0.25), ("1", 1.0), ("1.5", 1.5)],
+)
+def test_a_score_of_inspect_is_the_packages_number(value: str, reward: float, options: dict[str, Any]) -> None:
+    assert played(Inspect, tasks_of(Inspect, **options)[0], [f"value {value}"]).header.reward == reward
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason", "problem"),
+    [
+        ("value 'excellent'", "environment_error", "the score match is 'excellent', which is no number"),
+        ("value [1.0]", "environment_error", "the score match is [1.0], which is no number"),
+        ("value None", "environment_error", "the score match is None, which is no number"),
+        ("value True", "bad_reward", "inspect, 'match': the reward is True (bool)"),
+        ("value float('nan')", "bad_reward", "inspect, 'match': the reward is nan"),
+        ("value float('inf')", "bad_reward", "inspect, 'match': the reward is inf"),
+        ("value 1e7", "bad_reward", "inspect, 'match': the reward is 1e+07"),
+        ("two names", "environment_error", "the names of rewards are equal in letters and digits: a b, a-b"),
+    ],
+)
+def test_a_score_that_is_no_number_is_refused_by_name(
+    reply: str, reason: str, problem: str, options: dict[str, Any]
+) -> None:
+    done = played(Inspect, tasks_of(Inspect, **options)[0], [reply])
+    assert (done.header.reward, done.header.drop_reason) == (None, reason)
+    assert problem in done.said
 
 
 def test_an_episode_cut_by_a_limit_gets_the_reward_of_truncated_ones(options: dict[str, Any]) -> None:

@@ -9,23 +9,27 @@ import os
 import random
 import sys
 import threading
+import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 
 import agentrl
 from agentrl.core.errors import CheckFailedError, EnvironmentDefinitionError
 from agentrl.environment.isolated import IsolatedObject, IsolatedObjectError, isolated
-from agentrl.formats import bfcl
+from agentrl.formats import bfcl, servers
 from agentrl.formats.bfcl import Bfcl, Interfaces, entries, parsed_call
 from agentrl.formats.gem import Gem
 from agentrl.formats.servers import NemoGym, OpenEnv
 from agentrl.formats.session import Call, Session, SessionEnvironment, Start, Step
 from agentrl.testing.check import check_environment
 from agentrl.testing.execution import play
+from tests.unit.episodes import Played
 from tests.unit.episodes import play as play_episode
 
 FORMATS = Path(os.environ.get("AGENTRL_FORMATS", "/nonexistent"))
@@ -230,6 +234,59 @@ def test_a_row_that_is_no_task_is_named(row: str, tmp_path: Path) -> None:
         NemoGym.tasks("train", file=str(tmp_path / "none"))
 
 
+REWARDS = ["NaN", "Infinity", "-Infinity", "1e999", "2e6", '"9"', "true", "false", '"true"', "[1]", "{}", '""']
+"""Rewards in JSON that state no finite number."""
+
+
+def verifying(verdict: str, *, tool: web.Response | None = None) -> web.Application:
+    """A resources server with one answer to `verify`, and one to the tool."""
+
+    async def verify(request: web.Request) -> web.Response:
+        return web.Response(text=verdict, content_type="application/json")
+
+    async def add(request: web.Request) -> web.Response:
+        return web.json_response({}) if tool is None else tool
+
+    async def seed(request: web.Request) -> web.Response:
+        return web.json_response({})
+
+    application = web.Application()
+    for path, handler in (("/seed_session", seed), ("/add", add), ("/verify", verify)):
+        application.router.add_post(path, handler)
+    return application
+
+
+@pytest.mark.parametrize("reward", [*REWARDS, "null"])
+def test_a_reward_of_a_nemo_gym_server_that_is_no_number_is_refused(reward: str, tmp_path: Path) -> None:
+    with served(lambda: verifying(f'{{"reward": {reward}}}')) as url:
+        done = play_episode(NemoGym, ["done"], data=dict(nemo_task(tmp_path, url).data))
+    assert (done.header.drop_reason, done.header.reward) == ("bad_reward", None)
+    assert f"{url}/verify: the reward is" in done.said
+
+
+@pytest.mark.parametrize("verdict", ["[1.0]", "1.0", "{", "<html>1.0</html>", ""])
+def test_an_answer_of_verify_that_states_no_reward_fails_the_episode(verdict: str, tmp_path: Path) -> None:
+    with served(lambda: verifying(verdict)) as url:
+        done = play_episode(NemoGym, ["done"], data=dict(nemo_task(tmp_path, url).data))
+    assert (done.header.drop_reason, done.header.reward) == ("environment_error", None)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "identity"])
+def test_an_answer_that_expands_or_is_too_long_is_refused(
+    encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "LARGEST_ANSWER", 1 << 20)
+    bomb = b"0" * (64 << 20)
+    if encoding != "identity":
+        bomb = zlib.compress(bomb, wbits=31 if encoding == "gzip" else 15)
+    tool = web.Response(body=bomb, headers={"Content-Encoding": encoding} if encoding != "identity" else {})
+    with served(lambda: verifying('{"reward": 1.0}', tool=tool)) as url:
+        call = f"<tool_call>{json.dumps(add(1))}</tool_call>"
+        done = play_episode(NemoGym, [call, "done"], data=dict(nemo_task(tmp_path, url).data))
+    assert done.header.drop_reason == "environment_error"
+    assert ("more than 1,048,576 bytes" if encoding == "identity" else "it compresses its answers") in done.said
+
+
 def test_nemo_gym_is_pinned(nemo: str, tmp_path: Path) -> None:
     task = nemo_task(tmp_path, nemo)
     report = check_environment(NemoGym, tasks=[task], episodes=1)
@@ -308,6 +365,60 @@ def test_an_openenv_episode_is_played_over_its_socket(openenv: str) -> None:
     assert by_default.observations == ('{"hint": "1 to 9"}',)
 
 
+def replying(step: str) -> web.Application:
+    """A server of OpenEnv with one answer to every step."""
+
+    async def session(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        start = {"type": "observation", "data": {"observation": {"hint": "?"}, "reward": None, "done": False}}
+        async for message in socket:
+            await socket.send_str(json.dumps(start) if message.json()["type"] == "reset" else step)
+        return socket
+
+    application = web.Application()
+    application.router.add_get("/ws", session)
+    return application
+
+
+def stepped(data: str) -> Played:
+    """An episode of one turn, whose step has this answer."""
+    with served(lambda: replying(data)) as url:
+        return play_episode(Guess, ["1"], data={"url": url, "seed": 1})
+
+
+@pytest.mark.parametrize("reward", REWARDS)
+def test_a_reward_of_an_openenv_server_that_is_no_number_is_refused(reward: str) -> None:
+    done = stepped(
+        f'{{"type": "observation", "data": {{"observation": {{"hint": ""}}, "reward": {reward}, "done": true}}}}'
+    )
+    assert (done.header.drop_reason, done.header.reward) == ("bad_reward", None)
+    assert "the reward is" in done.said
+
+
+def test_a_step_without_a_reward_gives_none() -> None:
+    done = stepped('{"type": "observation", "data": {"observation": {"hint": ""}, "reward": null, "done": true}}')
+    assert (done.header.drop_reason, done.header.reward) == (None, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        ('{"type": "observation", "data": {"observation": {"hint": ""}, "done": "false"}}', "neither true nor false"),
+        ('{"type": "observation", "data": {"observation": {"hint": ""}}}', "neither true nor false"),
+        ("no JSON", "Expecting value"),
+        ("[]", "its answer is not a JSON object with `data`"),
+        ('{"type": "observation", "data": 1}', "its answer is not a JSON object with `data`"),
+        (" " * ((16 << 20) + 1), "its answer has more than 16,777,216 bytes"),
+    ],
+)
+def test_an_answer_to_a_step_that_states_no_result_fails_the_episode(answer: str, problem: str) -> None:
+    """It is not shown to the policy as a refused action, whose reward is 0."""
+    done = stepped(answer)
+    assert (done.header.drop_reason, done.header.reward) == ("environment_error", None)
+    assert problem in done.said
+
+
 def test_openenv_is_pinned(openenv: str) -> None:
     report = check_environment(Guess, options={"url": openenv}, episodes=1)
     assert not report.findings
@@ -365,6 +476,26 @@ def test_bfcl_is_replayed() -> None:
     report = check_environment(Bfcl, episodes=2)
     assert not report.findings
     assert report.resume_class == "replay"
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [(1, 1.0), (np.float32(0.5), 0.5), (True, None), (np.True_, None), ("9", None), (float("nan"), None)],
+)
+def test_a_reward_of_gem_that_is_no_number_is_refused(
+    reward: Any, expected: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Game:
+        def reset(self, seed: int) -> tuple[str, dict[str, str]]:
+            return "Go.", {}
+
+        def step(self, text: str) -> tuple[str, Any, bool, bool, dict[str, str]]:
+            return "Done.", reward, True, False, {}
+
+    monkeypatch.setitem(sys.modules, "gem", SimpleNamespace(make=lambda id: Game()))
+    done = play_episode(Gem, ["go"], data={"id": "game", "seed": 1, "arguments": {}})
+    assert (done.header.reward, done.header.drop_reason) == (expected, None if expected is not None else "bad_reward")
+    assert expected is not None or "step() of Game: the reward is" in done.said
 
 
 @pytest.mark.parametrize("library", ["gem"], indirect=True)

@@ -79,6 +79,17 @@ def test_chat_prompts_named_parameters_and_async_rewards() -> None:
     assert played.header.reward == -1.0
 
 
+@pytest.mark.parametrize("reward", [True, None, "1.0", float("nan"), float("inf"), [1.0]])
+def test_a_reward_that_is_no_number_is_refused_by_name(reward: object) -> None:
+    class Wrong(CounterEnv):
+        def get_reward(self) -> float:
+            return reward  # type: ignore[return-value]
+
+    played = play(resolve(Wrong), ["no"], data={"prompt": "", "target": 1})
+    assert (played.header.reward, played.header.drop_reason) == (None, "bad_reward")
+    assert "Wrong.get_reward(): the reward is" in played.said
+
+
 def test_private_methods_are_no_tools() -> None:
     played = play(resolve(CounterEnv), [call("_private"), "x"], data={"prompt": "", "target": 1})
     [entry] = [entry for entry in played.entries if isinstance(entry, ToolEntry)]
