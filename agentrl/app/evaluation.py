@@ -23,6 +23,7 @@ from agentrl.app.engines import make_engine
 from agentrl.app.hub import with_downloaded_models
 from agentrl.app.memory_estimate import check_gpu_memory, with_chosen_token_limits
 from agentrl.app.policies import frozen_policy_weights, hidden_tools, serve_configured_weights, weights_from_directory
+from agentrl.app.received import remember_run, selected_by_tasks
 from agentrl.app.recovery import ResumeState
 from agentrl.app.run_parts import (
     environment_of,
@@ -183,6 +184,10 @@ def evaluate(
         run_path = Path(journal) if journal is not None else Path(scratch)
         if (run_path / "journal").exists():
             raise RunDirectoryError(f"{run_path} already contains a journal; give evaluate a new directory")
+        selected = selected_by_tasks(environment_class, [split.tasks for split in splits])
+        code = importable_environment_code(environment_class)
+        for line in () if journal is None else remember_run(run_path, config, code, selected):
+            warnings.warn(line, stacklevel=1)
         attempts = config.evaluation.attempts
         played_tasks = repeat_tasks(splits, attempts)
 

@@ -19,11 +19,10 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from agentrl.app.evaluation import play_without_training, with_frozen_policies
-from agentrl.app.policies import serve_configured_weights, weights_from_directory
-from agentrl.app.replays import environment_to_run, recorded_environment_code
+from agentrl.app.policies import frozen_policy_weights, serve_configured_weights, weights_from_directory
+from agentrl.app.received import FORK, ReceivedRun, recorded_environment_code
 from agentrl.app.run_parts import RunFactories
 from agentrl.cluster.session import gpu_reservation
-from agentrl.config.load import recorded_config
 from agentrl.config.policies import OpponentPoolPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core import ids
@@ -55,6 +54,7 @@ class ForkParent:
     """An episode to be forked at one of its turns."""
 
     begin: BeginEntry
+    task: Task
     point: ForkPoint
     """Start of the fork; its journal is an absolute path."""
     prefix: Sequence[EntryBody]
@@ -71,7 +71,7 @@ class ForkParent:
         return EpisodeSpec(
             episode_id=self.point.episode_id,
             environment=begin.environment,
-            task=Task(id=begin.task_id, data=begin.task),
+            task=self.task,
             seed=begin.seed,
             seats={seat: SeatBinding(policy) for seat, policy in begin.seats.items()},
             group_id=begin.group_id,
@@ -103,6 +103,7 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
     policy: str | Path | Sequence[str | Path] = (),
     edit: str | Sequence[Mapping[str, Any]] | None = None,
     environment: type | str | None = None,
+    overrides: Sequence[str] = (),
     factories: RunFactories | None = None,
 ) -> list[EpisodeHeader]:
     """Resample an episode from one of its turns. Nothing is trained.
@@ -123,17 +124,20 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
             policy would have written it, calls included, or one message with the role `assistant`.
         environment: a class, a name, `module:Class` or a path that replaces the environment named in the journal. A
             journal cannot choose the code that runs: its environment is used only if it is installed or already
-            imported.
+            imported, or if the user trained the run here.
+        overrides: values for what the run would choose on this machine, as `section.field=value` or `task.key=value`;
+            needed once for a run that the user did not train here.
         factories: factories of the engine and the chat format; default: as in the run's configuration.
 
     Returns:
         Results of the forks. They are in `RUN/forks`, which `agentrl episode show` reads like a run.
 
     Raises:
-        InputError: there is no such episode or turn, or the weights are gone.
+        InputError: there is no such episode or turn, the weights are gone, or only the run names what it needs.
         JournalError: the episode cannot be read.
     """
     path = Path(run)
+    command = f"agentrl episode fork {shlex.quote(str(path))} {episode_id} --at {at}"
     reader = RunReader(path)
     try:
         info, recorded_settings = reader.info(), reader.log.config()
@@ -141,19 +145,21 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
     finally:
         reader.close()
     parent = edit_fork_parent(find_parent(journal, episode_id, attempt, at), edit)
-    config = recorded_config(recorded_settings)
-    environment_class = environment_to_run(
+    received = ReceivedRun(path, overrides)
+    config = received.config(recorded_settings, FORK if factories is None else FORK.without_models(), command)
+    environment_class = received.environment(
         parent.begin.environment,
         environment,
-        run=path,
         references=recorded_environment_code(info),
         code_hash=parent.begin.code_hash,
-        command=f"agentrl episode fork {shlex.quote(str(path))} {episode_id} --at {at}",
+        command=command,
     )
+    parent = replace(parent, task=received.task(environment_class, parent.task, command))
     parent_directory = path if info.get("forks") else path / FORKS
     refuse_links(parent_directory)
     replacements = [policy] if isinstance(policy, str | Path) else policy
-    policies = fork_policies(config, parent, replacements)
+    policies = fork_policies(config, parent, replacements, received)
+    received.remember_weights(weights for weights in policies.weights if weights.version.lineage < 0)
     info_fields = {"name": f"forks of {parent_directory.parent.name}", "forks": True, "code": info.get("code", {})}
     return asyncio.run(
         _fork(
@@ -190,6 +196,7 @@ def find_parent(journal: Path, episode_id: str, attempt: int | None, at: TurnCho
     directories = {name: point_of_name.journal for name, point_of_name in points.items()}
     return ForkParent(
         begin=begin,
+        task=Task(id=begin.task_id, data=begin.task),
         point=point,
         prefix=[body for body in bodies[:place] if not isinstance(body, BeginEntry)],
         turns=[body for body in bodies[: place + 1] if isinstance(body, TurnEntry)],
@@ -241,7 +248,9 @@ def edit_fork_parent(parent: ForkParent, edit: str | Sequence[Mapping[str, Any]]
     return replace(parent, point=replace(parent.point, messages=tuple(messages)))
 
 
-def fork_policies(config: RunConfig, parent: ForkParent, requested: Sequence[str | Path] = ()) -> ForkPolicies:
+def fork_policies(
+    config: RunConfig, parent: ForkParent, requested: Sequence[str | Path], received: ReceivedRun
+) -> ForkPolicies:
     """Return the policies of a fork: its parent's, with their weights as of the turn, or those in `requested`.
 
     A policy has the same weights in all its seats, and in the children. Each item of `requested` is one of
@@ -279,6 +288,14 @@ def fork_policies(config: RunConfig, parent: ForkParent, requested: Sequence[str
     other_weights = weights_at_fork_point(
         parent, [name for name in config.trained if name not in weights_by_policy], leave_out=weights_by_policy
     )
+    for weights in other_weights:
+        policy = weights.version.policy
+        if weights.version.lineage < 0 and not received.allows_weights(policy, weights.path):
+            seat = next((seat for seat, holder in parent.begin.seats.items() if holder == policy), policy)
+            raise InputError(
+                f"only the run names the weights of {policy}, {weights.path}: if you trust them, add "
+                f"--policy {shlex.quote(f'{seat}={weights.path}')}"
+            )
     return ForkPolicies(
         seats, [*(weights for weights in weights_by_policy.values() if weights is not None), *other_weights]
     )
@@ -396,16 +413,21 @@ async def _fork(
 ) -> list[EpisodeHeader]:
     from agentrl.journal.store import SqliteJournal
 
+    # The weights are those of the turn, so the record needs no paths into the run, which may be moved.
+    recorded = with_frozen_policies(config, ())
+    chosen = {weights.version.policy for weights in policies.weights}
+    unchanged = {name: policy for name, policy in config.policies.items() if name not in chosen}
+    other_weights = frozen_policy_weights(config.model_copy(update={"policies": unchanged}))
     config = with_frozen_policies(config, policies.weights)
     chat_format = factories.chat_format(config)
     async with contextlib.AsyncExitStack() as stack:
-        store = SqliteJournal(directory / "journal", info={**info_fields, "config": config.model_dump(mode="json")})
+        store = SqliteJournal(directory / "journal", info={**info_fields, "config": recorded.model_dump(mode="json")})
         stack.push_async_callback(store.close)
         versions = {name: PolicyVersion(name, 0, 0) for name in config.policies}
         await stack.enter_async_context(gpu_reservation())
         engine = await factories.engine(config, versions, lambda death: None, directory / ENGINE_LOG)
         stack.push_async_callback(engine.close)
-        await serve_configured_weights(config, ServedVersions(engine), store, policies.weights)
+        await serve_configured_weights(config, ServedVersions(engine), store, [*policies.weights, *other_weights])
         first = store.next_number("f")
         journal = directory / "journal"
         specs = [

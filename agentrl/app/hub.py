@@ -46,7 +46,7 @@ def with_downloaded_models(config: RunConfig, before: Mapping[str, Any], *, down
     def local(key: str, path: str, began_with: object) -> str:
         if not is_hub_name(path):
             return path
-        return str(_previous_path(path, began_with) or _snapshot(key, path, download=download))
+        return str(_previous_path(path, began_with) or download_model(key, path, download=download))
 
     policies: dict[str, Any] = dict(config.policies)
     for name, policy in config.of_kind(LocalPolicy).items():
@@ -78,17 +78,19 @@ def _split(path: str) -> tuple[str, str]:
 
 
 def _previous_path(path: str, began_with: object) -> Path | None:
-    """Return the directory that the run began with, if it holds this model and, if a revision is named, this commit. A
-    branch or tag is looked up again."""
+    """Return the directory that the run began with, if it holds this model in the cache and, if a revision is named,
+    this commit. A branch or tag is looked up again."""
+    from huggingface_hub import constants
+
     name, revision = _split(path)
     directory = Path(began_with if isinstance(began_with, str) else "")
-    of_model = (
-        directory.parent.name == "snapshots" and directory.parent.parent.name == f"models--{name.replace('/', '--')}"
-    )
+    snapshots = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots"
+    of_model = directory.parent == snapshots and directory.name not in ("", "..")
     return directory if of_model and revision in ("", directory.name) and directory.is_dir() else None
 
 
-def _snapshot(key: str, path: str, *, download: bool) -> Path:
+def download_model(key: str, path: str, *, download: bool = True) -> Path:
+    """Return the directory of a model's commit in the cache, downloaded if need be; see `with_downloaded_models`."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         HFValidationError,

@@ -33,7 +33,15 @@ from agentrl.core.custom_functions import FunctionCode, Kind, check_options, dec
 from agentrl.core.errors import ConfigError, EngineError, RunDirectoryError, StorageError
 from agentrl.core.files import LOCAL, Disk, remove_staging_directories
 from agentrl.core.ports import Trainer
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, FrozenGroupBaselines, GroupScores, PolicyVersion, Proposal
+from agentrl.core.records import (
+    EpisodeHeader,
+    EpisodeSpec,
+    FrozenGroupBaselines,
+    GroupScores,
+    PolicyVersion,
+    Proposal,
+    dropped_header,
+)
 from agentrl.core.text import plural
 from agentrl.credit.baselines import MeanAtStep, RewardHistory, SeatRole
 from agentrl.credit.estimators import REWARD_ESTIMATORS, AdvantageEstimator, make_advantage_estimator
@@ -79,6 +87,7 @@ async def find_start_point(
     *,
     code: UserCodeDigests,
     changed: Sequence[SettingDifference],
+    refusal: Callable[[EpisodeSpec], str],
     clock: Clock,
     tell: Callable[[str], None],
 ) -> StartPoint:
@@ -99,8 +108,9 @@ async def find_start_point(
         store: the run's journal.
         code: code of the environments and bots that will run.
         changed: the settings changed since the previous start.
+        refusal: returns why an unfinished episode cannot be resumed, so that it is dropped; empty if it can.
         clock: gives the time label.
-        tell: receives a sentence about each rejected checkpoint.
+        tell: receives a sentence about each rejected checkpoint, and about dropped episodes.
 
     Raises:
         RunDirectoryError: the checkpoint lacks a policy.
@@ -113,12 +123,30 @@ async def find_start_point(
     await asyncio.to_thread(remove_leftover_directories, directory.checkpoints, directory.versions)
     versions = recovery.first_versions(config, store, directory.versions)
     resume_state = recovery.resume_state(config, store)
+    if await _drop_refused(store, resume_state.unfinished, refusal, tell):
+        resume_state = recovery.resume_state(config, store)
     record, sentences = describe_start(
         recovery, config, versions, resume_state, store, code=code, changed=changed, clock=clock
     )
     return StartPoint(
         recovery=recovery, versions=versions, resume_state=resume_state, record=record, sentences=sentences
     )
+
+
+async def _drop_refused(
+    store: SqliteJournal,
+    unfinished: Sequence[EpisodeSpec],
+    refusal: Callable[[EpisodeSpec], str],
+    tell: Callable[[str], None],
+) -> int:
+    """Drop the unfinished episodes that cannot be resumed; returns their number."""
+    refused = [(spec, reason) for spec in unfinished if (reason := refusal(spec))]
+    for spec, reason in refused:
+        await store.commit_episode(spec, dropped_header(spec, "code_changed"), b"", {}, reason)
+    if refused:
+        tell(f"{plural(len(refused), 'unfinished episode')} dropped as code_changed: {refused[0][1]}")
+        await store.flush()
+    return len(refused)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

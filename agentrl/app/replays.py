@@ -14,29 +14,24 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import linecache
 import math
-import os
 import shlex
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from agentrl.app.policies import MAX_EXTERNAL_CONTEXT, rollout_settings
-from agentrl.app.remembered_code import remember_environment, remembered_environment
+from agentrl.app.received import REPLAY, STEP_REPLAY, ReceivedRun, recorded_environment_code
 from agentrl.app.run_parts import RunFactories
 from agentrl.app.scorers import RecordedScorer
-from agentrl.config.load import recorded_config
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import LOSSES
 from agentrl.core import ids
 from agentrl.core.custom_functions import find_function_code
 from agentrl.core.errors import (
     AgentRLError,
-    EnvironmentDefinitionError,
     EpisodeError,
     InfrastructureError,
     InputError,
@@ -49,13 +44,12 @@ from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import EpisodeDataLocation, PolicyVersion, TrainBatch, TrajectoryCredit, Unit, WeightsRef
 from agentrl.core.text import plural
 from agentrl.credit.samples import input_digest, row_digest, trained_positions, unit_samples
-from agentrl.environment.registry import loaded_environment, registered_environments, resolve
 from agentrl.inspection.comparisons import Outcome, ReplayResult
 from agentrl.inspection.reader import RunReader, verified_control_rows
 from agentrl.inspection.steps import StepLine, step_list, step_view
 from agentrl.inspection.tokens import read_step_row_columns
 from agentrl.journal.control_rows import ADMISSION_COLUMNS, decode_admission_row
-from agentrl.journal.entries import BeginEntry, ChildResultEntry, JournalEntry, code_digest, decode_entries, encode_body
+from agentrl.journal.entries import BeginEntry, ChildResultEntry, JournalEntry, decode_entries, encode_body
 from agentrl.journal.memory import MemoryJournal
 from agentrl.journal.reader import AttemptLocation, TurnLogReader
 from agentrl.journal.rows import ForkPrefixes, assemble_trajectories
@@ -72,16 +66,12 @@ if TYPE_CHECKING:
     from agentrl.inspection.reader import EpisodeLine
     from agentrl.learn.trainer import PolicyTrainer
 
-MAX_SHOWN = 200
-"""Maximum number of characters shown of a name from a journal."""
-PACKAGE_PREFIXES = ("agentrl.", "environments.")
-"""Packages whose environments run when a journal names them, because they came with agentrl."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _ReplayRequest:
     """The arguments shared by all episodes of a call."""
 
+    received: ReceivedRun
     config: RunConfig
     chat_format: ChatFormat
     environment: type | str | None
@@ -96,6 +86,7 @@ def replay(
     until: str | None = None,
     rescoring: bool = False,
     environment: type | str | None = None,
+    overrides: Sequence[str] = (),
     factories: RunFactories | None = None,
 ) -> list[ReplayResult]:
     """Execute recorded episodes again.
@@ -107,16 +98,23 @@ def replay(
         rescoring: whether to recompute the rewards instead of comparing them.
         environment: replaces the environment named in the journal. A journal cannot choose the code that runs: its
             environment is used only if it is installed, or if the user named it for this run before.
+        overrides: values for what the run would choose on this machine, as `section.field=value` or `task.key=value`;
+            needed once for a run that the user did not train here.
         factories: factory of the chat format; default: that of the run's configuration.
 
     Raises:
-        InputError: there is no such episode or call, or its environment may not run.
+        InputError: there is no such episode or call, or only the run names what it needs.
         JournalError: the control log is damaged.
     """
     reader = RunReader(run)
     try:
-        config = recorded_config(reader.log.config())
+        received = ReceivedRun(reader.path, overrides)
+        verb = "rescore" if rescoring else "replay"
+        command = f"agentrl episode {verb} {shlex.quote(str(reader.path))} {episodes[0][0] if episodes else ''}"
+        use = REPLAY if factories is None else REPLAY.without_models()
+        config = received.config(reader.log.config(), use, command)
         request = _ReplayRequest(
+            received=received,
             config=config,
             chat_format=(factories or RunFactories()).chat_format(config),
             environment=environment,
@@ -155,15 +153,17 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, request:
         )
     spec = dataclasses.replace(_spec(reader, line), purpose="replay")
     begin = decode_entries(entries[:1])[0]
-    verb = "rescore" if request.rescoring else "replay"
-    environment = environment_to_run(
+    command = (
+        f"agentrl episode {'rescore' if request.rescoring else 'replay'} {shlex.quote(str(reader.path))} {line.episode}"
+    )
+    environment = request.received.environment(
         spec.environment,
         request.environment,
-        run=reader.path,
         references=recorded_environment_code(reader.info()),
         code_hash=begin.code_hash if isinstance(begin, BeginEntry) else "",
-        command=f"agentrl episode {verb} {shlex.quote(str(reader.path))} {line.episode}",
+        command=command,
     )
+    spec = dataclasses.replace(spec, task=request.received.task(environment, spec.task, command))
     if request.rescoring:
         entries = [await _rescored_child(reader, entry, request) for entry in entries]
     acts: list[tuple[str, str]] = []
@@ -299,108 +299,6 @@ def _spec(reader: RunReader, line: EpisodeLine) -> EpisodeSpec:
     return decode_admission_row(reader.log.rows(statement, line.episode, line.attempt)[0])
 
 
-def environment_to_run(
-    name: str, chosen: type | str | None, *, run: Path, references: Mapping[str, str], code_hash: str, command: str
-) -> type[Environment]:
-    """Choose the class to run for an episode of an environment.
-
-    Args:
-        name: name of the environment in the journal.
-        chosen: the class that the user named, or a reference to it. A reference to the file that played the episode is
-            remembered for the run.
-        run: the run's directory.
-        references: references to the code of the run's environments, by name; see `environment_code_references`.
-        code_hash: hash of the environment's module when the episode was played.
-        command: the user's command without `--environment`, for the message.
-
-    Raises:
-        InputError: only the journal names the code; the message has the command with which the user can name it.
-    """
-    if chosen is not None:
-        environment = _class_or_sibling(resolve(chosen), name)
-        if isinstance(chosen, str) and (file := _file_of(chosen)) and _source_hash(file) == code_hash:
-            remember_environment(run, name, os.path.abspath(file) + chosen.removeprefix(file))
-        return environment
-    loaded_type = loaded_environment(name)
-    if loaded_type is not None:
-        return loaded_type
-    if name not in {entry.id for entry in registered_environments()} and not name.startswith(PACKAGE_PREFIXES):
-        stored_reference = remembered_environment(run, name)
-        if stored_reference is None or _source_hash(_file_of(stored_reference)) != code_hash:
-            raise InputError(_how_to_name(name, references, code_hash, command))
-        return _class_or_sibling(resolve(stored_reference), name)
-    try:
-        return resolve(name)
-    except EnvironmentDefinitionError as error:
-        raise InputError(f"{error}; name the code to run: {command} --environment path/to/env.py:Class") from error
-
-
-def _class_or_sibling(environment: type[Environment], name: str) -> type[Environment]:
-    """Return the class, or the one of its module that the journal names: its child environment."""
-    class_name = name.rpartition(":")[2].rpartition(".")[2]
-    sibling = getattr(sys.modules.get(environment.__module__), class_name, None)
-    return sibling if isinstance(sibling, type) and class_name != environment.__name__ else environment
-
-
-def _file_of(reference: str) -> str:
-    """Return the file of a reference; empty if it names a module."""
-    file = reference if reference.endswith(".py") else reference.rpartition(":")[0]
-    return file if file.endswith(".py") else ""
-
-
-def _source_hash(file: str) -> str:
-    """Return the hash that an episode records of the file that played it; of an empty file if there is none."""
-    return code_digest("".join(linecache.getlines(file)))
-
-
-def recorded_environment_code(info: Mapping[str, Any]) -> Mapping[str, str]:
-    """Return references to the code of a run's environments, by name, from its journal's `info`; see
-    `app.run_parts.environment_code_references`."""
-    code = info.get("code")
-    return (
-        {name: location for name, location in code.items() if isinstance(location, str)}
-        if isinstance(code, dict)
-        else {}
-    )
-
-
-def _how_to_name(name: str, references: Mapping[str, str], code_hash: str, command: str) -> str:
-    """Describe the refusal of code that only a journal names, with the command that names it."""
-    name = name[:MAX_SHOWN]
-    location, _, qualname = name.rpartition(":")
-    if location == "__main__":  # undeclared child environments are in the same file
-        location = next((r.rpartition(":")[0] for n, r in references.items() if n.startswith("__main__:")), location)
-    elif name in references:
-        location, _, qualname = references[name][:MAX_SHOWN].rpartition(":")
-    because = f"the episode was played by {name!r}, and a journal may not choose the code that runs here"
-    example = f"{command} --environment path/to/env.py:Class"
-    if "<locals>" in qualname:
-        return (
-            f"{because}. Its class was defined inside a function: move it to the top level of a file, then\n  {example}"
-        )
-    if location in ("", "__main__"):
-        origin = "registered under that name by the program that trained" if not location else "typed into a notebook"
-        return f"{because}; it was {origin}. Name its file:\n  {example}"
-    if not location.endswith(".py"):
-        reference = shlex.quote(f"{location}:{qualname}")
-        return f"{because}. Where Python finds that module (here, or on PYTHONPATH), run:\n  {command} " + (
-            f"--environment {reference}"
-        )
-    if not os.path.isfile(location):
-        return (
-            f"{because}, and {location} no longer exists. Give its new location:\n  {command} "
-            f"--environment NEW/{Path(location).name}:{qualname}"
-        )
-    notes = ""
-    if _source_hash(location) != code_hash:
-        notes += "\nIt was edited since, so the episode may depart."
-    if name.startswith("__main__:") and "__name__" not in "".join(linecache.getlines(location)):
-        notes += "\nFirst guard the script's own code with `if __name__ == '__main__':`, or it runs again."
-    return f"{because}. If you trust that file, run:\n  {command} --environment " + (
-        f"{shlex.quote(f'{location}:{qualname}')}{notes}"
-    )
-
-
 class _NoEngine:
     """An engine that must not be called: a replay samples nothing."""
 
@@ -488,11 +386,17 @@ def replay_step(reader: RunReader, line: StepLine) -> StepReplayResult:
     return msgspec.structs.replace(result, identical=same, rows=len(inputs), tokens=tokens, rebuilt=rebuilt, text=text)
 
 
-def recompute_step_loss(reader: RunReader, line: StepLine) -> StepRecomputeResult:
-    """Recompute loss and gradient norm of a step; if that is impossible, `text` has the reason."""
+def recompute_step_loss(reader: RunReader, line: StepLine, overrides: Sequence[str] = ()) -> StepRecomputeResult:
+    """Recompute loss and gradient norm of a step; if that is impossible, `text` has the reason. `overrides` as for
+    `replay`.
+
+    Raises:
+        InputError: only the run names the model or the loss.
+    """
     result = StepRecomputeResult(loss=line.loss, grad_norm=line.grad_norm, text="")
+    command = f"agentrl step replay {shlex.quote(str(reader.path))} {line.step}"
+    config = ReceivedRun(reader.path, overrides).config(reader.log.config(line.lineage), STEP_REPLAY, command)
     try:
-        config = recorded_config(reader.log.config(line.lineage))
         if line.policy not in config.trained:
             raise InputError(f"the run's configuration trains no policy {line.policy}")
         base = Path(config.base_of(line.policy))
@@ -504,7 +408,7 @@ def recompute_step_loss(reader: RunReader, line: StepLine) -> StepRecomputeResul
         between: list[tuple[TrainBatch, float]] = []
         weights: WeightsRef | Path | None
         if trainer.only_in_checkpoints(line.policy):
-            weights, origin, started_from, between = _kept_checkpoint(reader, started_from, config)
+            weights, origin, started_from, between = _kept_checkpoint(reader, started_from, line.lineage)
         else:
             weights, origin = find_weights_of(reader, started_from)
         loss, grad_norm = trainer.recompute(batch, started_from, weights, between)
@@ -548,7 +452,7 @@ def _same_weights(reader: RunReader, version: PolicyVersion) -> list[PolicyVersi
 
 
 def _kept_checkpoint(
-    reader: RunReader, version: PolicyVersion, config: RunConfig
+    reader: RunReader, version: PolicyVersion, lineage: int
 ) -> tuple[Path | None, str, PolicyVersion, list[tuple[TrainBatch, float]]]:
     """Return the newest checkpoint from which steps lead to a version, its location for people, its version, and those
     steps.
@@ -557,7 +461,7 @@ def _kept_checkpoint(
     weights.
 
     Raises:
-        InputError: one of these steps was taken with another loss or other values than `config` has.
+        InputError: one of these steps was taken with another loss or other values than those of `lineage`.
         JournalError: the record of one of these steps is gone or damaged.
         StorageError: the checkpoint is damaged.
     """
@@ -572,11 +476,7 @@ def _kept_checkpoint(
         for start_point in equal_versions:
             key = (start_point.policy, start_point.lineage, start_point.step)
             if rows := verified_control_rows(reader.log, "steps", "policy = ? AND lineage = ? AND step = ?", *key):
-                taken_config = recorded_config(reader.log.config(start_point.lineage))
-                if (taken_config.trainer.loss, taken_config.credit.advantage.gae) != (
-                    config.trainer.loss,
-                    config.credit.advantage.gae,
-                ):
+                if _learning_settings(reader, start_point.lineage) != _learning_settings(reader, lineage):
                     raise InputError(
                         f"step {start_point.step}, which lies between the newest checkpoint and this step, was taken "
                         "with another trainer.loss, or other options of credit.advantage = 'gae'"
@@ -588,6 +488,13 @@ def _kept_checkpoint(
             raise JournalError(f"the record of the step that produced {version} is missing or damaged")
 
 
+def _learning_settings(reader: RunReader, lineage: int) -> list[Any]:
+    """Return the recorded settings of the loss, and of the advantage if its options belong to the loss, as data."""
+    config = reader.log.config(lineage)
+    advantage = config.get("credit", {}).get("advantage", {})
+    return [config.get("trainer", {}).get("loss"), advantage if advantage.get("name") == "gae" else None]
+
+
 def _check_loss(config: RunConfig, reader: RunReader, lineage: int) -> None:
     """Refuse to compute with another code of the user's loss than that of the step.
 
@@ -597,7 +504,7 @@ def _check_loss(config: RunConfig, reader: RunReader, lineage: int) -> None:
     name = config.trainer.loss.name
     if name in LOSSES:
         return
-    now = find_function_code("loss", name, key="trainer.loss.name")
+    now = find_function_code("loss", name, key="trainer.loss.name", runs=False)
     then = next((start.digests_of(now.reference) for start in reader.log.starts() if start.lineage == lineage), set())
     if now.digest not in then:
         raise InputError(

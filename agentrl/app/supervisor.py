@@ -29,6 +29,7 @@ import msgspec
 from agentrl.app.assemble import RunParts, assemble_orchestrator
 from agentrl.app.engines import connect_engines_to_trainer, engines_by_base
 from agentrl.app.policies import frozen_policy_weights, pinned_policy_step_lags, serve_configured_weights
+from agentrl.app.received import refusal_on_resume
 from agentrl.app.recovery import UserCodeDigests, find_start_point
 from agentrl.app.run_parts import RunFactories, make_chat_format, make_workers, watch_joining_nodes
 from agentrl.cluster.nodes import wait_for_nodes
@@ -92,6 +93,8 @@ class RunSetup:
     tasks: TaskSource
     recorded_turns: Sequence[GroupStart]
     held_out: Sequence[HeldOutSplit]
+    selected: Sequence[Mapping[str, Any]]
+    """What the tasks choose outside the run; see `app.received.selected_by_tasks`."""
     chat_format: ChatFormat
     factories: RunFactories
     directory: RunDirectory
@@ -242,7 +245,12 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
     config = setup.config.model_copy(update={"workers": record.workers})
     changes = () if setup.began else setup.changed
     point = await find_start_point(
-        config, directory, store, code=setup.code, changed=changes, clock=clock, tell=observer.phase
+        *(config, directory, store),
+        code=setup.code,
+        changed=changes,
+        refusal=partial(refusal_on_resume, setup.environment, setup.selected),
+        clock=clock,
+        tell=observer.phase,
     )
     setup.began.append(point.record)
     if point.record.lineage:

@@ -24,6 +24,7 @@ from agentrl.app.policies import (
     split_group_warnings,
     units_per_root_group,
 )
+from agentrl.app.received import remember_run, selected_by_tasks
 from agentrl.app.recipes import with_learning_rates
 from agentrl.app.recorded_turns import find_recorded_turns, keep_recorded_turns
 from agentrl.app.recovery import UserCodeDigests, load_user_functions
@@ -154,6 +155,10 @@ async def run_training(
     warnings = await unproved_sandbox_promises(config, environment)
     directory = RunDirectory.reopen(path) if resume else RunDirectory.create(path, config.model_dump_json(indent=1))
     code = importable_environment_code(environment)
+    selected = await asyncio.to_thread(
+        selected_by_tasks, environment, [source, *(split.tasks for split in held_out_splits)]
+    )
+    warnings += remember_run(path, config, code, selected, resumed=resume)
     bases = await asyncio.to_thread(base_models, config)
     info = {
         "name": config.name,
@@ -198,6 +203,7 @@ async def run_training(
             tasks=source,
             recorded_turns=recorded_turns,
             held_out=held_out_splits,
+            selected=selected,
             chat_format=chat_format,
             factories=factories,
             directory=directory,

@@ -48,6 +48,8 @@ class Command(NamedTuple):
     arguments: tuple[Argument, ...] = ()
     reads: bool = True
     """Whether the command only reads; see `_add_command`."""
+    takes_overrides: bool = False
+    """Whether `--section.field=value` names what a recorded run may use here."""
     epilog: str | None = None
 
 
@@ -80,6 +82,11 @@ _REPLAY_ARGUMENTS = (
     _argument("--where", help="every episode that matches this filter, instead of one"),
     _argument("--limit", type=_bounded_int, default=100_000, help="at most this many of them"),
     _ENVIRONMENT,
+)
+
+_RECEIVED = (
+    "--section.field=value and --task.key=value name what a run that was not trained here may use on this machine, "
+    "such as its model; the command prints those that it needs."
 )
 
 READING = (
@@ -264,6 +271,8 @@ READING = (
                     _argument("--step", action="store_true", help="print each call as it is replayed"),
                 ),
                 reads=False,
+                takes_overrides=True,
+                epilog=_RECEIVED,
             ),
             Command(
                 "rescore",
@@ -271,6 +280,8 @@ READING = (
                 "episodes:episode_rescore",
                 _REPLAY_ARGUMENTS,
                 reads=False,
+                takes_overrides=True,
+                epilog=_RECEIVED,
             ),
             Command(
                 "fork",
@@ -303,6 +314,8 @@ READING = (
                     ),
                 ),
                 reads=False,
+                takes_overrides=True,
+                epilog=_RECEIVED,
             ),
             Command("forks", "show the forks of a run as a tree", "episodes:episode_forks", (_RUN,)),
         ),
@@ -336,6 +349,8 @@ READING = (
                     _LINEAGE,
                 ),
                 reads=False,
+                takes_overrides=True,
+                epilog=_RECEIVED,
             ),
         ),
     ),
@@ -469,7 +484,9 @@ def _add_reading(commands: Subparsers[argparse.ArgumentParser], noun: CommandGro
     parser.set_defaults(**vars(silent.parse_args([])))
     verbs = parser.add_subparsers(title="commands", metavar="COMMAND")
     for verb in noun.verbs:
-        _add_arguments(_add_command(verbs, verb.name, verb.help, verb.function, reads=verb.reads), verb)
+        child = _add_command(verbs, verb.name, verb.help, verb.function, reads=verb.reads)
+        child.set_defaults(takes_overrides=verb.takes_overrides)
+        _add_arguments(child, verb)
 
 
 def _add_arguments(parser: argparse.ArgumentParser, verb: Command) -> None:

@@ -200,6 +200,7 @@ def episode_replay(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
         _episodes(reader, options),
         until=options.until,
         environment=options.environment,
+        overrides=options.overrides,
         factories=_factories(reader),
     )
     code = CheckFailedError.exit_code if any(result.outcome == "departed" for result in results) else 0
@@ -219,6 +220,7 @@ def episode_rescore(reader: RunReader, options: argparse.Namespace) -> RunAnswer
         _episodes(reader, options),
         rescoring=True,
         environment=options.environment,
+        overrides=options.overrides,
         factories=_factories(reader),
     )
     code = CheckFailedError.exit_code if any(result.outcome == "departed" for result in results) else 0
@@ -243,6 +245,7 @@ def episode_fork(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
         policy=options.policy,
         edit=None if options.edit is None else _edit(options.edit),
         environment=options.environment,
+        overrides=options.overrides,
         factories=_factories(reader),
     )
     new_ids = {header.episode_id for header in headers}
@@ -362,7 +365,8 @@ def step_replay(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
         results = replay_steps(reader, options.policy)
     else:
         line = step_view(reader, options.step, options.policy, options.lineage).line
-        results = [msgspec.structs.replace(replay_step(reader, line), computed=recompute_step_loss(reader, line))]
+        computed = recompute_step_loss(reader, line, options.overrides)
+        results = [msgspec.structs.replace(replay_step(reader, line), computed=computed)]
     departures = [
         result for result in results if not result.identical or (result.computed and result.computed.same is False)
     ]

@@ -37,6 +37,14 @@ class ResumeRule(NamedTuple):
         return self.rule != "refused" and (self.of_deterministic or not deterministic)
 
 
+class Selects(NamedTuple):
+    """What a setting chooses outside the run. `app.received` takes such values from the user alone, never from a run
+    directory that others wrote. A test refuses settings that hold text and do not declare it."""
+
+    what: Literal["code", "endpoint", "variable", "path", "machine", "nothing"]
+    """`machine`: a part or service of the machine, for which there is a default."""
+
+
 class DerivedDefault(NamedTuple):
     """The default of a setting that depends on others, in words, for the configuration page."""
 
@@ -53,6 +61,14 @@ PerEpisode = Annotated[T, ResumeRule("per episode", of_deterministic=False)]
 """May differ on resume: new episodes use the new value, running episodes keep theirs."""
 Fixed = Annotated[T, ResumeRule("refused")]
 """Identifies the run; may not differ on resume."""
+
+Code = Annotated[T, Selects("code")]
+Endpoint = Annotated[T, Selects("endpoint")]
+Variable = Annotated[T, Selects("variable")]
+Location = Annotated[T, Selects("path")]
+Machine = Annotated[T, Selects("machine")]
+Label = Annotated[T, Selects("nothing")]
+"""Text that chooses nothing outside the run: names, filters, instructions."""
 
 # Upper bounds are far above any machine's capacity; they catch slips such as bytes instead of MiB.
 NonNegative = Annotated[int, Field(ge=0, le=10**9)]
@@ -72,7 +88,7 @@ def _known_reply_format(name: str) -> str:
     return name
 
 
-ReplyFormatName = Annotated[str, AfterValidator(_known_reply_format)]
+ReplyFormatName = Annotated[str, AfterValidator(_known_reply_format), Selects("nothing")]
 
 
 def check_function_name(kind: Kind, name: str, built_in: Sequence[str] = ()) -> None:

@@ -58,10 +58,10 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, endpoint: RemotePol
     source = Path(path)
     data = read_toml(source)
     _check_plain(data, source)
-    raw = dict(map(_split, overrides))
+    raw = dict(map(split_override, overrides))
     _check_policy_names(data, raw, source)
     for keys, text in raw.items():
-        _set(data, keys, _value(text))
+        set_value(data, keys, parse_value(text))
     _check_plain(data, source)
     if endpoint is not None:
         _put_behind(endpoint, data)
@@ -252,7 +252,12 @@ def _check_read_as_written(data: Mapping[str, Any], read: BaseModel, source: Pat
         raise ConfigError(f"{source}: " + "\n  ".join(lines))
 
 
-def _split(override: str) -> tuple[tuple[str, ...], str]:
+def split_override(override: str) -> tuple[tuple[str, ...], str]:
+    """Split `section.field=value` into the keys and the text of the value.
+
+    Raises:
+        ConfigError: it has no such form.
+    """
     name, sign, text = override.lstrip("-").partition("=")
     parts = tuple(name.split("."))
     if not sign or not all(parts):
@@ -274,7 +279,8 @@ def _check_policy_names(data: Mapping[str, Any], raw: Mapping[tuple[str, ...], s
             raise ConfigError(f"{'.'.join(keys)}: {source} has no policy {keys[1]!r}; its policies: {names}")
 
 
-def _value(text: str) -> Any:
+def parse_value(text: str) -> Any:
+    """Parse the value of an override: JSON, numbers and inline tables of TOML, or else text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -286,7 +292,12 @@ def _value(text: str) -> Any:
     return text
 
 
-def _set(data: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+def set_value(data: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    """Set a value in a configuration's data.
+
+    Raises:
+        ConfigError: there is a value in the place of a section.
+    """
     for depth, key in enumerate(path[:-1]):
         data = data.setdefault(key, {})
         if not isinstance(data, dict):
@@ -303,7 +314,7 @@ def _validate(data: dict[str, Any], raw: Mapping[tuple[str, ...], str], source: 
         if not texts:
             raise config_error(error, source) from None
     for path in texts:  # `--name=12` is the text "12", not the number
-        _set(data, path, raw[path])
+        set_value(data, path, raw[path])
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:

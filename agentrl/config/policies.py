@@ -12,10 +12,14 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator
 
 from agentrl.config.fields import (
+    Code,
     DerivedDefault,
+    Endpoint,
     Episodes,
     Fixed,
     Free,
+    Label,
+    Location,
     MaybeSteps,
     NumberUnit,
     PerEpisode,
@@ -24,6 +28,7 @@ from agentrl.config.fields import (
     Seconds,
     Section,
     Steps,
+    Variable,
     WaveFixed,
     resolve_package_directory,
 )
@@ -39,7 +44,7 @@ class LoraConfig(Section):
     rank_stabilized: Fixed[bool] = False
     """Multiply by alpha / √rank instead, so that gradients do not shrink as the rank grows (rsLoRA: Kalajdzievski,
     2023, arXiv:2312.03732)."""
-    target_modules: Fixed[tuple[str, ...]] = ()
+    target_modules: Fixed[Label[tuple[str, ...]]] = ()
     """Linear layers that get an adapter, by full name or its last part. Empty: all decoder layers that can be trained
     and served. A run prints them at startup."""
     merge: Fixed[bool] = False
@@ -49,7 +54,7 @@ class LoraConfig(Section):
 
 
 class _SampledPolicy(Section):
-    sampling: PerEpisode[dict[str, int | float]] = {}
+    sampling: PerEpisode[Label[dict[str, int | float]]] = {}
     """Sampling settings of this policy, in place of those in `[sampling]`."""
 
 
@@ -65,7 +70,7 @@ def _learning_rate(policy: dict[str, Any]) -> float:
 class LocalPolicy(_SampledPolicy):
     """A policy served by an engine of the run: its weights are trained or frozen."""
 
-    model: Fixed[str] = ""
+    model: Fixed[Location[str]] = ""
     """Base model of this policy, in the form of `model.path`, which is the default. Policies with adapters on one base
     model share its weights and engine."""
 
@@ -82,7 +87,7 @@ class PolicyConfig(LocalPolicy):
     """Kind of the policy; `trained`, the default, means weights that learn."""
     lora: Fixed[LoraConfig | None] = None
     """Shape of the adapter to train; null trains full weights."""
-    reference: Fixed[str] = ""
+    reference: Fixed[Location[str]] = ""
     """Frozen weights with the same tokenizer, loaded by every trainer rank: the target of `trainer.loss.kl` and the
     teacher of `distillation`. A model, in the form of `model.path`, or an adapter of this policy's base model, such as
     another run's `policies/NAME`. Empty: the base model without the adapter."""
@@ -114,7 +119,7 @@ class FrozenPolicy(LocalPolicy):
 
     kind: Fixed[Literal["frozen"]]
     """Kind of the policy; `frozen` means weights that no step changes."""
-    path: Fixed[str] = ""
+    path: Fixed[Location[str]] = ""
     """Trained weights, such as another run's `policies/NAME`: full weights, or an adapter of the policy's base model.
     Empty: the base model."""
 
@@ -134,11 +139,11 @@ class RemotePolicy(_SampledPolicy, ExternalPolicyConfig):
 
     kind: Fixed[Literal["remote"]]
     """Kind of the policy; `remote` means a model behind an external endpoint."""
-    url: Fixed[str]
+    url: Fixed[Endpoint[str]]
     """Base URL, such as `https://api.example.com/v1`. Requests go to `/chat/completions` below it."""
-    model: Fixed[str]
+    model: Fixed[Endpoint[str]]
     """The endpoint's name for the model."""
-    api_key_env: Free[str] = ""
+    api_key_env: Free[Variable[str]] = ""
     """Environment variable that holds the API key; empty: no key is sent. Never write the key into a file."""
     timeout_s: Free[Seconds] = 60.0
     """Time limit of a request, until the complete answer has arrived. Timeouts and overload errors are retried up to
@@ -180,7 +185,7 @@ class BotPolicy(ExternalPolicyConfig):
 
     kind: Fixed[Literal["bot"]]
     """Kind of the policy; `bot` means a function instead of weights."""
-    id: Fixed[str]
+    id: Fixed[Code[str]]
     """`module:function` or `path/to/file.py:function`. The function receives the seat's conversation, a sequence of
     `agentrl.Message`, and a `random.Random` for the turn, and returns the reply."""
 
@@ -190,7 +195,7 @@ class OpponentPoolPolicy(Section):
 
     kind: Fixed[Literal["past"]]
     """Kind of the policy; `past` means earlier weights of another policy."""
-    of: Fixed[str]
+    of: Fixed[Label[str]]
     """Policy whose past versions play."""
     every: Fixed[Steps] = 10
     """Interval at which the policy's newest version joins the pool. The pool starts with the run's first version."""

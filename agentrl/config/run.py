@@ -18,6 +18,8 @@ from agentrl.config.fields import (
     Episodes,
     Fixed,
     Free,
+    Label,
+    Machine,
     NumberUnit,
     Positive,
     Seconds,
@@ -66,13 +68,13 @@ P = TypeVar("P", bound=Section)
 class RunConfig(Section):
     """The configuration of one training run."""
 
-    name: Free[str] = "run"
+    name: Free[Label[str]] = "run"
     """Name of the run, on disk and in `agentrl run list`."""
-    directory: Free[str] = "runs"
+    directory: Free[Machine[str]] = "runs"
     """Parent directory of run directories: this run is `directory/name`."""
     seed: Fixed[int] = 0
     """Seed of tasks, sampling, and every other random choice."""
-    steps: Free[Annotated[Steps | dict[str, Steps], NumberUnit("optimizer steps")]] = 40
+    steps: Free[Label[Annotated[Steps | dict[str, Steps], NumberUnit("optimizer steps")]]] = 40
     """Optimizer steps of each policy that learns: one number for all, or a table such as `{ proposer = 40, solver = 13
     }`."""
     max_in_flight: Free[Episodes] = 256
@@ -88,15 +90,15 @@ class RunConfig(Section):
     deterministic: Fixed[bool] = False
     """Produce the same weights, bit for bit, however often the run is killed and resumed. Episodes run in synchronous
     batches of fixed shape. Several times slower; for debugging and tests."""
-    sinks: Free[tuple[Literal["trackio", "wandb", "tensorboard"], ...]] = ()
+    sinks: Free[Machine[tuple[Literal["trackio", "wandb", "tensorboard"], ...]]] = ()
     """Destinations of metrics besides `metrics.jsonl` and the journal. Each needs the extra of the same name."""
     environment: EnvironmentConfig
     model: ModelConfig = ModelConfig()
     policies: dict[str, AnyPolicy] = {"policy": PolicyConfig()}
-    seats: Fixed[dict[str, str | tuple[str, ...]]] = {}
+    seats: Fixed[Label[dict[str, str | tuple[str, ...]]]] = {}
     """Policy of each seat. Default: the policy with the seat's name, or else the only policy. The policies in a list
     alternate from group to group, for example to change sides: `x = ["player", "past"]`, `o = ["past", "player"]`."""
-    freeze: Free[tuple[tuple[str | tuple[str, ...], Steps], ...]] = ()
+    freeze: Free[Label[tuple[tuple[str | tuple[str, ...], Steps], ...]]] = ()
     """Repeating phases in which policies do not learn: `[["solver", 5], ["proposer", 15]]` freezes the solver for 5
     steps of the proposer, then the proposer for 15 steps of the solver (docs/policies.md)."""
     engine: EngineConfig = EngineConfig()

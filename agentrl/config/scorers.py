@@ -7,8 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from agentrl.config.fields import (
+    Code,
     DerivedDefault,
     Free,
+    Label,
+    Location,
     NonNegative,
     NumberUnit,
     Positive,
@@ -53,25 +56,25 @@ class ScoreLimitConfig(Section):
 class ScorerConfig(Section):
     """A scorer gives turns or conversations a reward under its name while episodes run (docs/scores.md)."""
 
-    function: WaveFixed[str] = ""
+    function: WaveFixed[Code[str]] = ""
     """A function marked with `agentrl.scorer`: `module:function`, an installed name, or `path/to/file.py:function`."""
-    options: WaveFixed[dict[str, Any]] = {}
+    options: WaveFixed[Code[dict[str, Any]]] = {}
     """Arguments of the function."""
-    judge: WaveFixed[str] = ""
+    judge: WaveFixed[Label[str]] = ""
     """Policy that scores in place of a function. A policy that learns must hold a seat; a remote, frozen or past policy
     need not."""
-    rubric: WaveFixed[str] = ""
+    rubric: WaveFixed[Label[str]] = ""
     """Instructions for the judge: text, or the path of a `.md` or `.txt` file. The run records the text."""
-    answer: WaveFixed[dict[str, Score]] = {}
+    answer: WaveFixed[Label[dict[str, Score]]] = {}
     """Score of each possible answer, such as `{ yes = 1.0, no = 0.0 }`. The judge's reply must end with the line
     `Answer: yes`; any other reply is refused, and the judge asked again."""
     scale: WaveFixed[tuple[Score, Score] | None] = None
     """Lowest and highest score of a judge without `answer`, such as `[0, 10]`. Its reply must end with the line
     `Score: 8`; any other reply, or a number outside of the scale, is refused, and the judge asked again."""
-    reward_model: WaveFixed[str] = ""
+    reward_model: WaveFixed[Location[str]] = ""
     """Hugging Face model that scores in place of a function, as a directory or hub name: sequence or token
     classification, with a causal backbone and one or two outputs. It runs in its own process."""
-    steps: WaveFixed[str] = ""
+    steps: WaveFixed[Label[str]] = ""
     r"""Text that ends a step within a turn, such as `"\n\n"`, if the reward model scores steps. Empty: only the end of
     the turn is scored."""
     combine: WaveFixed[Literal["mean", "min", "last"]] = "mean"
@@ -107,7 +110,7 @@ class ScorerConfig(Section):
     content is the conversation alone. Judges that learn have no cache."""
     limit: ScoreLimitConfig = ScoreLimitConfig()
     """What the scorer may use in the whole run."""
-    on_failure: WaveFixed[str] = "drop"
+    on_failure: WaveFixed[Label[str]] = "drop"
     """What happens when all attempts have failed: `drop` drops the episode (`scorer_failed`); a scorer's name calls
     that scorer."""
     unscorable: WaveFixed[Annotated[Score, NumberUnit("reward")] | None] = None

@@ -10,9 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 from agentrl.config.fields import (
+    Code,
     Episodes,
     Fixed,
     Free,
+    Label,
+    Location,
+    Machine,
     MaybeSteps,
     NonNegative,
     NumberUnit,
@@ -33,9 +37,9 @@ from agentrl.core.custom_functions import FunctionDeclaration, Grouping, Kind
 class RecordedTurnsConfig(Section):
     """Starts some of the groups at turns that another run recorded (docs/branches.md)."""
 
-    run: Fixed[str]
+    run: Fixed[Location[str]]
     """Directory of the other run, relative to the current directory. Keep its journal until training ends."""
-    where: Fixed[str] = ""
+    where: Fixed[Label[str]] = ""
     """Filter on the other run's training episodes, in the syntax of `--where` in `agentrl episode list`; empty: all. At
     most 1,000 are used, drawn with `seed`."""
     at: Fixed[int | Literal["last tool error"]]
@@ -48,14 +52,14 @@ class RecordedTurnsConfig(Section):
 class EnvironmentConfig(Section):
     """The environment in which agents act."""
 
-    id: Fixed[str | dict[str, Rate]]
+    id: Fixed[Code[str | dict[str, Rate]]]
     """A registered name, `module:Class`, or `path/to/env.py:Class`. A table of environments and sampling rates makes a
     mixture: `{ calculator = 3, frozen_lake = 1 }` (docs/selection.md)."""
-    options: Fixed[dict[str, Any]] = {}
+    options: Fixed[Code[dict[str, Any]]] = {}
     """Arguments of the environment's task source. In a mixture: one table per class name."""
     start_from: Fixed[RecordedTurnsConfig | None] = None
     """Recorded turns at which some of the groups begin; null: every group begins at the start of a task."""
-    selection: Fixed[dict[str, float]] = {}
+    selection: Fixed[Label[dict[str, float]]] = {}
     """Choose tasks by the results of earlier groups: `{ low = 0.1, high = 0.9, replay = 0.5, retire_after = 2 }`
     (docs/selection.md). Empty: repeated passes over all tasks, in seeded random order."""
 
@@ -85,7 +89,7 @@ class EnvironmentConfig(Section):
 class ModelConfig(Section):
     """The base model that policies start from, unless they name their own (`policies.NAME.model`)."""
 
-    path: Fixed[str] = ""
+    path: Fixed[Location[str]] = ""
     """A Hugging Face causal LM with tokenizer and chat template: a directory, `package:directory` inside an installed
     package, or a hub name such as `Qwen/Qwen3-0.6B` or `Qwen/Qwen3-0.6B@main` (downloaded if not cached; safetensors
     only). A resumed run uses the same commit, and is refused if the branch or tag has moved. Required unless every
@@ -119,10 +123,10 @@ MAX_PARALLEL = 1024
 class EngineConfig(Section):
     """The inference engine."""
 
-    vllm: WaveFixed[dict[str, Any] | None] = None
+    vllm: WaveFixed[Machine[dict[str, Any] | None]] = None
     """A table, even an empty one, selects vLLM; null: the embedded engine. Keys are vLLM's engine arguments, such as
     `tensor_parallel_size = 2` (docs/engines.md)."""
-    replicas: Free[Annotated[int, Field(ge=0, le=10**6), NumberUnit("engines")]] = 0
+    replicas: Free[Machine[Annotated[int, Field(ge=0, le=10**6), NumberUnit("engines")]]] = 0
     """Number of engines, each in its own process. 0: one engine, in the run's process where possible. vLLM always has
     its own process, and so does any engine with several `workers` or with `cluster.address`."""
     slots: WaveFixed[Annotated[NonNegative, NumberUnit("conversations")]] = 0
@@ -136,7 +140,7 @@ class EngineConfig(Section):
     full weights."""
     capture_routing: WaveFixed[bool] = False
     """Record the experts chosen at each position, and reuse them in training (mixture-of-experts models)."""
-    memory_share: Free[Annotated[float, Field(ge=0, le=0.97)]] = 0.0
+    memory_share: Free[Machine[Annotated[float, Field(ge=0, le=0.97)]]] = 0.0
     """Share of a GPU's memory for the engine. 0: 0.9 of a GPU of its own, or 0.45 of a GPU shared with a trainer rank
     (docs/several_gpus.md). With vLLM on CPUs, the share of the machine's memory for weights and KV cache; 0: enough for
     `slots` contexts."""
@@ -227,7 +231,7 @@ class FunctionConfig(Section):
     """A function by its name; every further key is an argument of the function."""
 
     model_config = ConfigDict(extra="allow")
-    name: Free[str]
+    name: Free[Code[str]]
 
     @property
     def options(self) -> dict[str, Any]:
@@ -252,7 +256,7 @@ class AdvantageConfig(FunctionConfig):
 
     kind = "advantage"
     built_in = ADVANTAGE_NAMES
-    name: Free[str] = "leave_one_out"
+    name: Free[Code[str]] = "leave_one_out"
     """`leave_one_out` (RLOO), `group_mean` (Dr. GRPO) and `group_std` (GRPO) compare with the same seat in the group;
     `role_mean` compares with the policy's mean reward in that seat, for zero-sum games; `none` uses the raw reward. See
     docs/algorithms.md for others and your own."""
@@ -299,7 +303,7 @@ class CreditConfig(Section):
     group_size: Fixed[Episodes] = 8
     """Episodes sampled per task and compared with each other."""
     advantage: AdvantageConfig = AdvantageConfig()
-    reward_weights: WaveFixed[dict[str, Annotated[float, Field(allow_inf_nan=False)]]] = {}
+    reward_weights: WaveFixed[Label[dict[str, Annotated[float, Field(allow_inf_nan=False)]]]] = {}
     """Weight of each named reward (`agent.reward(x, name=…)`), such as `{ correct = 1.0, format = 0.2 }`. Empty: 1 for
     each; otherwise every name needs a weight. Rewards recorded before a resume keep their weight."""
     release: Fixed[Literal["group", "episode", "late"]] = "group"
@@ -406,7 +410,7 @@ class LossConfig(FunctionConfig):
 
     kind = "loss"
     built_in = tuple(LOSSES)
-    name: Free[str] = "truncated"
+    name: Free[Code[str]] = "truncated"
     """A built-in or installed loss, `module:function`, or `path/to/file.py:function`. The default truncates importance
     weights per token: bounded at any staleness, but not unbiased (docs/off_policy.md)."""
     normalizer: Free[Literal["tokens", "sequences"] | Positive] = "tokens"
@@ -470,11 +474,11 @@ class TrainerConfig(Section):
 class ClusterConfig(Section):
     """The Ray cluster of trainer ranks, engines and workers (docs/cluster.md)."""
 
-    address: Free[str] = ""
+    address: Free[Machine[str]] = ""
     """`auto`: the Ray instance on this machine. HOST:PORT: the head of a cluster. `local`: a Ray instance for this run
     alone. Empty: no Ray, unless there are several trainer ranks; the run then listens on loopback only. The run
     directory always stays on this machine."""
-    min_nodes: Free[Annotated[NonNegative, NumberUnit("nodes")]] = 0
+    min_nodes: Free[Machine[Annotated[NonNegative, NumberUnit("nodes")]]] = 0
     """Nodes to wait for, at startup and after a trainer rank's machine is lost. 0: continue on the remaining nodes."""
 
     def check(self) -> None:
@@ -485,7 +489,7 @@ class ClusterConfig(Section):
 class EvaluationConfig(Section):
     """Evaluation of pinned versions on held-out tasks, during training."""
 
-    tasks: Free[Annotated[NonNegative, NumberUnit("tasks")] | dict[str, Positive]] = 256
+    tasks: Free[Code[Annotated[NonNegative, NumberUnit("tasks")] | dict[str, Positive]]] = 256
     """Number of held-out tasks; if there are more, they are drawn with `seed`. 0: no evaluation. A table sets the
     number for each split, also of other environments: `{ held_out = 256, hard = 64, "calculator@held_out" = 64 }`."""
     attempts: Free[Annotated[int, Field(gt=0, le=1024), NumberUnit("episodes")]] = 1
@@ -519,7 +523,7 @@ def _split_of(name: str) -> tuple[str, str]:
 class BestConfig(Section):
     """The run's best versions by the running mean of a metric, and early stopping."""
 
-    metric: Free[str] = ""
+    metric: Free[Label[str]] = ""
     """Metric of steps or evaluations whose largest running mean is best; with `-` in front, the smallest. It belongs to
     the first policy that learns, or to a named one: `solver/reward/mean`. Empty: none."""
     window: Free[Annotated[Positive, NumberUnit("measurements")]] = 5
@@ -557,9 +561,9 @@ class CheckpointConfig(Section):
 class SandboxConfig(Section):
     """The sandboxes of the environments (docs/sandboxes.md)."""
 
-    driver: Free[Literal["bubblewrap", "podman", "docker"]] = "bubblewrap"
+    driver: Free[Machine[Literal["bubblewrap", "podman", "docker"]]] = "bubblewrap"
     """Program that isolates commands. `podman` and `docker` give weaker guarantees, and need `unproved = "accept"`."""
-    unproved: Free[Literal["refuse", "accept"]] = "refuse"
+    unproved: Free[Machine[Literal["refuse", "accept"]]] = "refuse"
     """What to do if this machine fails a check of `agentrl doctor --sandbox`: `refuse` to start, or `accept` it with a
     warning."""
 

@@ -243,8 +243,12 @@ def installed_functions(kind: Kind) -> dict[str, str]:
     return {point.name: point.value for point in importlib.metadata.entry_points(group=ENTRY_POINTS[kind])}
 
 
-def find_function_code(kind: Kind, reference: str, *, key: str) -> FunctionCode:
-    """Return the code of a function; see `find_function`."""
+def find_function_code(kind: Kind, reference: str, *, key: str, runs: bool = True) -> FunctionCode:
+    """Return the code of a function; see `find_function`. With `runs = False`, a file is only read: whether it defines
+    such a function is not known."""
+    file, _, name = reference.rpartition(":")
+    if not runs and file.endswith(".py") and "\0" not in file:
+        return _code_of_file(Path(file).resolve(), name)
     return find_function(kind, reference, key=key)[0]
 
 

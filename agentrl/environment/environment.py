@@ -66,6 +66,9 @@ class Environment(ABC):
     on_code_change: ClassVar[OnCodeChange] = "try"
     """Treatment of unfinished episodes when a resume finds this class's file edited. `try`: replay them, and restart
     only those that depart from the journal; `restart`: restart all of them; `drop`: drop them."""
+    selects: ClassVar[tuple[str, ...]] = ()
+    """Keys of a task's data that name what the environment runs, opens or connects to: programs, files, addresses.
+    Commands that act on a recorded run take them from the user alone (docs/security.md)."""
     own_random: ClassVar[bool] = False
     """Whether the code draws from `random` or `numpy.random`, so that each episode needs its own state of them. If not
     declared, a draw in the first 32 episodes of a process, or a re-executed one, is detected: that episode restarts,

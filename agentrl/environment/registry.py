@@ -13,6 +13,7 @@ import importlib.abc
 import importlib.util
 import inspect
 import math
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -125,7 +126,8 @@ def loaded_environment(name: str) -> type[Environment] | None:
     if name in _environments_by_id or name in _loaded_classes:
         return _environments_by_id.get(name) or _loaded_classes[name]
     location, _, attribute = name.rpartition(":")
-    candidate = getattr(sys.modules.get(location), attribute, None) if attribute.isidentifier() else None
+    module = _file_module_name(Path(location)) if location.endswith(".py") and "\0" not in location else location
+    candidate = getattr(sys.modules.get(module), attribute, None) if attribute.isidentifier() else None
     return candidate if isinstance(candidate, type) and issubclass(candidate, Environment) else None
 
 
@@ -285,12 +287,16 @@ def register_source_files(sources: Mapping[str, str]) -> None:
 _source_by_path: dict[str, str] = {}
 
 
+def _file_module_name(path: Path) -> str:
+    digest = hashlib.blake2b(os.path.realpath(path).encode("utf-8", "surrogateescape"), digest_size=6).hexdigest()
+    return f"{_FILE_MODULE}{path.stem}_{digest}"
+
+
 def _load_file(path: Path) -> Any:
     source = _source_by_path.get(str(path))
     if source is None and not path.is_file():
         raise EnvironmentDefinitionError(f"environment file {path} does not exist")
-    digest = hashlib.blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()
-    name = f"{_FILE_MODULE}{path.stem}_{digest}"
+    name = _file_module_name(path)
     if name in sys.modules:
         return sys.modules[name]
     loader = None if source is None else _SuppliedFile(str(path), source)

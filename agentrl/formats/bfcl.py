@@ -36,6 +36,7 @@ class Bfcl(SessionEnvironment):
     state and the results are right after every request. Calls that exceed the limits end the task with reward 0."""
 
     level = "replay"
+    selects = ("category",)
     failed_reward = 0.0
 
     def session(self, task: Task) -> IsolatedObject:

@@ -17,6 +17,7 @@ class Gem(SessionEnvironment):
 
     seats = ("player",)
     level = "replay"
+    selects = ("id", "arguments")
 
     @classmethod
     def load(cls) -> None:

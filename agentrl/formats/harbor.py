@@ -358,6 +358,7 @@ class _Dockerfile:
 class Harbor(ToolEnvironment):
     """Harbor task directories: a shell for the policy, and the tests of each task for its reward."""
 
+    selects = ("directory", "roots", "network")
     sandbox = Sandbox()  # in each episode, what its task says
     bash = bash(seconds=60)
     _harbor_task: HarborTask
@@ -397,7 +398,8 @@ class Harbor(ToolEnvironment):
             harbor_task = read_task(found, roots, network=network)
             refusals += harbor_task.refusals
             data = {
-                "directory": str(found),
+                "directory": str(top),
+                "task": str(found.relative_to(top)),
                 "roots": roots,
                 "rewards": {name: list(bounds) for name, bounds in (rewards or {"reward": (0.0, 1.0)}).items()},
                 "failed_reward": failed_reward,
@@ -414,7 +416,7 @@ class Harbor(ToolEnvironment):
     async def run(self, ctx: EpisodeContext) -> None:
         """Read the task, converse, and run its tests."""
         data = ctx.task.data
-        task = self._harbor_task = read_task(Path(data["directory"]), data["roots"], network=data["network"])
+        task = self._harbor_task = read_task(_task_directory(data), data["roots"], network=data["network"])
         if task.refusals:
             raise EnvironmentDefinitionError("; ".join(task.refusals))
         self.sandbox = task.sandbox(data["roots"][task.image], data["network"])
@@ -428,7 +430,7 @@ class Harbor(ToolEnvironment):
 
     async def reward(self, task: Task, episode: ToolEpisode) -> Mapping[str, float]:
         """Run the tests over a copy of the files, and return what they wrote."""
-        tests = read_sources({TESTS: Path(task.data["directory"]) / "tests"})
+        tests = read_sources({TESTS: _task_directory(task.data) / "tests"})
         async with self.box.copy(without=(TESTS, VERDICT)) as judge:
             ran = await judge.run(
                 ["bash", "-c", f"chmod +x {TESTS}/test.sh; {TESTS}/test.sh > {VERDICT}/test-stdout.txt 2>&1"],
@@ -444,10 +446,24 @@ class Harbor(ToolEnvironment):
                 failed: float | None = task.data["failed_reward"]
                 if failed is None:
                     raise EpisodeError(
-                        f"tests of {task.data['directory']}: {error}. Set failed_reward if the policy can cause this",
+                        f"tests of {_task_directory(task.data)}: {error}. Set failed_reward if the policy can cause "
+                        "this",
                         reason="environment_error",
                     ) from error
                 return dict.fromkeys(task.data["rewards"], failed)
+
+
+def _task_directory(data: Mapping[str, Any]) -> Path:
+    """Return the directory of a task.
+
+    Raises:
+        EnvironmentDefinitionError: it is not inside the directory of the task directories.
+    """
+    top, task = Path(data["directory"]), str(data["task"])
+    directory = top / task
+    if not _is_inside(directory, top):
+        raise EnvironmentDefinitionError(f"the task directory {task!r} is outside of {top}")
+    return directory
 
 
 def task_directories(top: Path) -> list[Path]:

@@ -35,6 +35,7 @@ class RunnerEnvironment(HarnessEnvironment):
     package: ClassVar[str]
     """Name of the package in `runner_program.py`."""
     seats = ("agent",)
+    selects = ("python", "settings")
 
     @classmethod
     def tasks(

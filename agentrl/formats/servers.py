@@ -78,6 +78,7 @@ class NemoGym(SessionEnvironment):
     """Tasks of a resources server of NeMo-Gym: tools to call, and a reward for the whole conversation."""
 
     level = "pinned"
+    selects = ("url", "file")
 
     def session(self, task: Task) -> Session:
         return _NemoSession(task.data["url"], _rows(task.data["file"])[task.data["row"]])
@@ -217,6 +218,7 @@ class OpenEnv(SessionEnvironment):
 
     seats = ("player",)
     level = "pinned"
+    selects = ("url",)
 
     def action(self, text: str) -> Mapping[str, Any]:
         """Return the action that a turn's text names: the fields of the server's action. Default: the text is a JSON

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import typing
 from collections.abc import Iterator
+from pathlib import PurePath
 
 from pydantic import BaseModel
 
+from agentrl.config.fields import Selects
 from agentrl.config.run import RunConfig
 from tests.architecture.sources import sources
 
@@ -50,6 +52,38 @@ def test_every_field_is_read_somewhere() -> None:
 def test_every_field_explains_itself_or_its_section_does() -> None:
     sections = {section for path in (RunConfig,) for section in _sections(path)}
     assert not [section.__name__ for section in sections if not section.__doc__]
+
+
+def holds_text(annotation: object) -> bool:
+    """Whether a value of a type can be text of any content."""
+    if annotation in (str, typing.Any, object) or (isinstance(annotation, type) and issubclass(annotation, PurePath)):
+        return True
+    if typing.get_origin(annotation) is typing.Literal or list(models_in(annotation)):
+        return False
+    return any(holds_text(argument) for argument in typing.get_args(annotation))
+
+
+def test_every_setting_that_holds_text_declares_what_it_selects() -> None:
+    """`app.received` takes the settings that select something from the user alone."""
+    undeclared = [
+        f"{section.__name__}.{name}"
+        for section in _sections(RunConfig)
+        for name, field in section.model_fields.items()
+        if holds_text(field.annotation) and not any(isinstance(mark, Selects) for mark in field.metadata)
+    ]
+    assert not undeclared, "write Code[…], Endpoint[…], Variable[…], Location[…], Machine[…] or Label[…]"
+    assert holds_text(dict[str, int] | None)
+    assert not holds_text(typing.Literal["x"] | None)
+
+
+def test_only_the_gate_reads_recorded_configurations() -> None:
+    readers = [
+        source.path
+        for source in sources("agentrl")
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ImportFrom) and "recorded_config" in {alias.name for alias in node.names}
+    ]
+    assert readers == ["agentrl/app/received.py"]
 
 
 def _sections(section: type[BaseModel]) -> Iterator[type[BaseModel]]:

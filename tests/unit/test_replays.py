@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from agentrl.app.forks import fork
-from agentrl.app.replays import ReplayResult, environment_to_run, replay
+from agentrl.app.received import ReceivedRun
+from agentrl.app.replays import ReplayResult, replay
 from agentrl.cli import sample_environment
 from agentrl.cli.main import main
 from agentrl.cli.sample_run import sample_run_factories
@@ -159,8 +160,8 @@ def test_code_that_only_the_journal_names_is_not_run(sample_run: Path, solved: E
         "m:f.<locals>.C",
     ):
         with pytest.raises(InputError, match="--environment"):
-            environment_to_run(
-                name, None, run=tmp_path, references={}, code_hash="", command="agentrl episode replay runs/r e1"
+            ReceivedRun(tmp_path).environment(
+                name, None, references={}, code_hash="", command="agentrl episode replay runs/r e1"
             )
     assert not (tmp_path / "ran").exists()
 
@@ -193,10 +194,9 @@ def test_a_refusal_has_the_command_that_names_the_code(
     digest = hashlib.blake2b(Path(file).read_bytes(), digest_size=8).hexdigest()
     shown = {key: re.escape(value) for key, value in places.items()}
     with pytest.raises(InputError) as refused:
-        environment_to_run(
+        ReceivedRun(tmp_path).environment(
             name.format(**places),
             None,
-            run=tmp_path,
             references={key: value.format(**places) for key, value in recorded.items()},
             code_hash=digest,
             command="agentrl episode replay runs/r e1",
