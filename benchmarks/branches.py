@@ -2,13 +2,6 @@
 
     python -m benchmarks.branches [--quick] [--part PART]
 
-* `gradient`: exact expectations on a toy, by enumeration of all trees (`tests/branch_toy.py`), with the credit of the
-  library. `tree_gradient_ratio` and `roulette_gradient_ratio` are ⟨g, ∇J⟩ / ⟨∇J, ∇J⟩, the value farthest from 1 of
-  several rules for where to branch and to stop, and `gradient_ratio_error` is that distance. Negative controls with
-  known ratios: `weight_one_ratio`, every continuation counts as an episode; `hindsight_ratio`, a failed episode is
-  averaged with its branches; `resample_ratio` and `resample_with_main_ratio`, DEEP-GRPO's rule; `stop_ratio`, stopped
-  episodes have reward 0. `resample_error` is the largest difference between the expected gradient with `ctx.resample`
-  and ∇J + Σ d(s) ∇V(s), with d(s) the probability that the turn after s is chosen.
 * `versions`: whole runs in virtual time with updates inside the trees. `mixed_version_branches` are trees of 1,000
   whose tokens behind the call are of several versions; `mixed_without_leases` those of the same runs if nothing is
   leased. `trees_cut` are trees whose units enter several steps, `trees_cut_by_units` those if a step takes exactly
@@ -63,64 +56,18 @@ from benchmarks.branches_pivot import pivot
 from benchmarks.branches_recorded import NAMES as RECORDED
 from benchmarks.branches_recorded import recorded
 from benchmarks.report import Report, completed
-from tests.branch_toy import Toy, always, by_state, first_step, on_failure
 from tests.sim.small_run import SmallRun
 from tests.sim.test_branches import bodies, ends, retry_run, versions_of
 from tests.support.branching_calculator import BranchingCalculator
 
 NAMES = (
-    *(
-        "gradient_ratio_error",
-        "tree_gradient_ratio",
-        "roulette_gradient_ratio",
-        "weight_one_ratio",
-        "hindsight_ratio",
-        "resample_ratio",
-    ),
-    *(
-        "resample_with_main_ratio",
-        "resample_error",
-        "stop_ratio",
-        "trees",
-        "mixed_version_branches",
-        "mixed_without_leases",
-    ),
-    *("trees_cut", "trees_cut_by_units", "prefix_computed_once", "prefix_trained_once", "tree_loss_error"),
-    *("tree_grad_norm_error", *RECORDED, *PIVOT),
+    *("trees", "mixed_version_branches", "mixed_without_leases", "trees_cut", "trees_cut_by_units"),
+    *("prefix_computed_once", "prefix_trained_once", "tree_loss_error", "tree_grad_norm_error", *RECORDED, *PIVOT),
 )
 
 
 STEP = 10
 """Step size in `versions`: a group gives 12 units, so steps end inside groups."""
-
-
-# --- gradient ---------------------------------------------------------------------------------------------------------
-
-
-def gradient(_: Path, *, quick: bool) -> dict[str, float | None]:
-    """Compare expected gradients."""
-    toy, short = Toy(), Toy(length=3, seed=2)
-    ratios = [
-        toy.ratio(toy.expectation(always)),
-        toy.ratio(toy.expectation(by_state)),
-        short.ratio(short.expectation(lambda path: [(1, 1), (2, 1)] if path[0] else [(2, 2)])),
-        short.ratio(short.expectation(lambda path: [(1, 1)] if path[0] else [(2, 1)], trees=2)),
-    ]
-    stops = [toy.ratio(toy.roulette(first_step, at)) for at in (1, 2, 3)]
-    errors = [abs(ratio - 1) for ratio in (*ratios, *stops)]
-    return {
-        "gradient_ratio_error": max(errors),
-        "tree_gradient_ratio": max(ratios, key=lambda ratio: abs(ratio - 1)),
-        "roulette_gradient_ratio": max(stops, key=lambda ratio: abs(ratio - 1)),
-        "weight_one_ratio": toy.ratio(toy.leaves_of_weight_one(by_state)),
-        "hindsight_ratio": toy.ratio(toy.expectation(on_failure(toy))),
-        "resample_ratio": toy.ratio(toy.resampled(on_failure(toy), with_main=False)),
-        "resample_with_main_ratio": toy.ratio(toy.resampled(on_failure(toy), with_main=True)),
-        "resample_error": float(
-            abs(toy.expectation(on_failure(toy), resample_weight=1.0) - toy.pivots(on_failure(toy))).max()
-        ),
-        "stop_ratio": toy.ratio(toy.stopped(first_step, 2, drops=False)),
-    }
 
 
 # --- versions ---------------------------------------------------------------------------------------------------------
@@ -328,7 +275,7 @@ def _unrolled(samples: list[TrainingSample], normaliser: float) -> tuple[float, 
     return total, scale, math.sqrt(norm)
 
 
-PARTS = {"gradient": gradient, "versions": versions, "training": training, "recorded": recorded, "pivot": pivot}
+PARTS = {"versions": versions, "training": training, "recorded": recorded, "pivot": pivot}
 
 
 def main() -> None:

@@ -15,7 +15,11 @@
   `role_mean_ratio`: E[g] over the true gradient in an event simulation of asynchronous training with a fixed policy,
   reward and length tied; of S = 1 and 4, 16 and 64 units per step, equal and unequal lengths, the ratio farthest
   from 1. `pass_at_k_ratio`: the same for `pass_at_k`, by enumeration, with one and two agents of a seat per episode,
-  and its distance from 1, `pass_at_k_error`.
+  and its distance from 1, `pass_at_k_error`. `enumeration_max_error`: the largest relative error of the expected
+  gradient of `enumeration_cases` programs, with every outcome forced through the whole loop
+  (`tests/sim/test_enumeration.py`); `enumeration_planted_error`: the smallest of those that go on after
+  `ctx.roulette` stopped them. `roulette_refusals`: the share of estimators and scorers that are refused with roulette
+  exactly if enumeration finds a bias.
   `sharded_over_unsharded`: how far three steps, the second without signal, move the weights of two ranks that hold
   shards over those of one rank; `moved_without_signal`: how far that second step moves any. The figures that end in
   `_control` are those of the rules that these replaced.
@@ -42,6 +46,7 @@ FIGURES = (
         "sharded_over_unsharded",
         "moved_without_signal",
     ),
+    *("enumeration_cases", "enumeration_max_error", "enumeration_planted_error", "roulette_refusals"),
     *("dpo_ties_paired_control", "role_mean_ratio_control", "pass_at_k_ratio_control"),
     *("distilled_end", "distilled_steps_ratio", "dynamic_sampling_tokens_to_reward", "plain_tokens_to_reward"),
     *("kills", "ledger_errors", "lost", "twice", "violations", "bricked"),

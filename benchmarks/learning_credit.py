@@ -21,6 +21,7 @@ from tests.learn_cases import write_model
 from tests.loss_cases import conversations
 from tests.rank_processes import on_ranks
 from tests.sharding_cases import FUNCTION, alone, case
+from tests.sim.test_enumeration import CASES, COMBINATIONS, FAST, PLANTED, error_of, is_refused_rightly
 
 LENGTHS = (20, 6000)
 """Tokens of the shortest and the longest conversation."""
@@ -32,6 +33,10 @@ def figures(quick: bool) -> dict[str, float | None]:
     attempts = worst(pass_at_k_ratios(pass_at_k))
     with tempfile.TemporaryDirectory() as place:
         ratio, silent = sharded(Path(place))
+        cases = FAST if quick else FAST | CASES
+        errors = [error_of(case, Path(place)) for case in cases.values()]
+        planted = [error_of(case, Path(place)) for case in PLANTED.values()]
+    tried = COMBINATIONS[:3] if quick else COMBINATIONS
     return {
         "dpo_ties_paired": paired,
         "dpo_ties_paired_control": rounded,
@@ -40,6 +45,10 @@ def figures(quick: bool) -> dict[str, float | None]:
         "pass_at_k_ratio": attempts,
         "pass_at_k_error": abs(attempts - 1),
         "pass_at_k_ratio_control": worst(pass_at_k_ratios(agents_as_attempts)),
+        "enumeration_cases": float(len(errors)),
+        "enumeration_max_error": max(errors),
+        "enumeration_planted_error": min(planted),
+        "roulette_refusals": statistics.fmean(is_refused_rightly(settings) for settings in tried),
         "sharded_over_unsharded": ratio,
         "moved_without_signal": silent,
     }

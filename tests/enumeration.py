@@ -170,6 +170,8 @@ class Case:
     roulette: bool = False
     credit: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the section `credit`."""
+    trainer: Mapping[str, Any] = field(default_factory=lambda: {"loss": {"normalizer": 64}})
+    """Settings of the section `trainer`."""
     scorer: Mapping[str, Any] = field(default_factory=dict)
     """Settings of a scorer; its function defaults to `by_content`."""
     seats: tuple[str, ...] = ("agent",)
@@ -414,6 +416,7 @@ def config_of(case: Case, groups: int = 1) -> RunConfig:
     return config_for(
         steps=3 if is_late else 1,  # late credit needs staleness, and so a second group beside each that is forced
         policies={POLICY: {"step_size": units, "max_staleness": int(is_late), "lora": {"rank": 1}}},
+        trainer=dict(case.trainer),
         credit={"group_size": case.group_size, **case.credit},
         scorers={"scorer": scorer} if case.scorer else {},
         sampling={"max_tokens": 4, "max_turns": 32},

@@ -286,8 +286,19 @@ def _check_roulette(config: RunConfig, root: type[Environment]) -> None:
         )
     if not root.roulette:
         return
-    advantage = config.credit.advantage
+    advantage, loss = config.credit.advantage, config.trainer.loss
     reasons = {
+        f"trainer.loss.name = {loss.name!r}": (
+            not loss_declaration(loss).linear,
+            "its gradient is not linear in the advantages: set 'truncated', or mark your function with "
+            "@agentrl.loss(linear=True) if on policy, the derivative by a log-probability is the advantage times a "
+            "constant",
+        ),
+        f"trainer.loss.normalizer = {loss.normalizer!r}": (
+            NORMALIZERS.get(str(loss.normalizer), "token") not in WITHIN_TURN,
+            "a stopped conversation is shorter, so its tokens would weigh more: set it to the sampled tokens of a "
+            "typical episode",
+        ),
         f"credit.advantage = {advantage.name!r}": (
             not advantage_declaration(advantage.name, advantage.options).linear,
             "its advantages are not linear in the rewards: set 'leave_one_out', or mark your function with "

@@ -198,15 +198,16 @@ class SamplingConfig(Section):
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
-_BY_TOKEN = FunctionDeclaration("loss", groups="token")
-_BY_CONVERSATION = FunctionDeclaration("loss", groups="agent")
+_BY_TOKEN = FunctionDeclaration("loss", groups="token", linear=True)
+_BY_CONVERSATION = FunctionDeclaration("loss", groups="agent", linear=True)
 _BY_STEP = FunctionDeclaration("loss", groups="step")
 LOSSES: dict[str, FunctionDeclaration] = {
     **dict.fromkeys(("truncated", "ppo", "reinforce", "cispo", "sapo", "decoupled_ppo"), _BY_TOKEN),
-    "importance_sampling": FunctionDeclaration("loss", groups="token", groups_option="level"),
-    "geometric_mask": FunctionDeclaration("loss", groups="agent", groups_option="level"),
+    "importance_sampling": FunctionDeclaration("loss", groups="token", groups_option="level", linear=True),
+    "geometric_mask": FunctionDeclaration("loss", groups="agent", groups_option="level", linear=True),
     **dict.fromkeys(("gspo", "off_policy_mask", "topr", "vespo"), _BY_CONVERSATION),
-    **dict.fromkeys(("m2po", "clip_cov", "kl_cov"), _BY_STEP),
+    **dict.fromkeys(("m2po", "kl_cov"), _BY_STEP._replace(linear=True)),
+    "clip_cov": _BY_STEP,
     "distillation": FunctionDeclaration("loss", groups="token", reference=True, divergence=True),
     "dpo": FunctionDeclaration("loss", groups="group", reference=True),
 }

@@ -60,8 +60,8 @@ class FunctionDeclaration(NamedTuple):
     over: Literal["group", "step", "tree"] = "group"
     """Agents that one call compares: "tree": those of a group, by their pieces. For advantages only."""
     linear: bool = False
-    """Whether the expected gradient is linear in each member's rewards, as `ctx.roulette` needs. For advantages and
-    scorers of groups."""
+    """Whether the expected gradient is linear in each member's rewards, as `ctx.roulette` needs: for advantages and
+    scorers of groups, in the rewards; for losses, on policy, in the advantages."""
 
     def grouping(self, options: Mapping[str, Any]) -> Grouping:
         """Return the tokens on which a token's loss depends under these options.
@@ -80,7 +80,12 @@ class FunctionDeclaration(NamedTuple):
 def loss(function: F) -> F: ...
 @overload
 def loss(
-    *, groups: Grouping = "step", groups_option: str = "", reference: bool = False, divergence: bool = False
+    *,
+    groups: Grouping = "step",
+    groups_option: str = "",
+    reference: bool = False,
+    divergence: bool = False,
+    linear: bool = False,
 ) -> Callable[[F], F]: ...
 def loss(
     function: Any = None,
@@ -89,6 +94,7 @@ def loss(
     groups_option: str = "",
     reference: bool = False,
     divergence: bool = False,
+    linear: bool = False,
 ) -> Any:
     """Mark a function of a `LossBatch` as a loss, for `train(config, loss=…)` or `trainer.loss.name`.
 
@@ -104,6 +110,8 @@ def loss(
         groups_option: option of the loss whose value replaces `groups`, which is its default.
         reference: whether the loss reads `batch.reference_logprobs`, which cost a forward pass.
         divergence: whether the loss reads `batch.reference_kl`, in addition to `batch.reference_logprobs`.
+        linear: promise that on policy, the derivative by a token's log-probability is its advantage times a constant.
+            Only such losses can be used with `ctx.roulette`.
 
     Example:
         >>> @loss
@@ -111,7 +119,12 @@ def loss(
         ...     return -batch.advantages * batch.logprobs
     """
     mark = FunctionDeclaration(
-        "loss", groups=groups, groups_option=groups_option, reference=reference or divergence, divergence=divergence
+        "loss",
+        groups=groups,
+        groups_option=groups_option,
+        reference=reference or divergence,
+        divergence=divergence,
+        linear=linear,
     )
     mark.grouping({})
 

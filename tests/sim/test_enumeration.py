@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import pytest
+import torch
 
-from agentrl.config.sections import ADVANTAGE_NAMES
-from agentrl.core.errors import EnvironmentDefinitionError
+import agentrl
+from agentrl.app.policies import _check_roulette
+from agentrl.config.sections import ADVANTAGE_NAMES, LOSSES
+from agentrl.core.errors import ConfigError, EnvironmentDefinitionError
 from agentrl.core.ports import ScoreCredit, ScoreOf
-from tests.enumeration import Case, Play, Program, is_refused, plain, relative_error, trained
+from tests.enumeration import Case, Play, Program, config_of, is_refused, plain, relative_error, trained, uniform
+from tests.loss_cases import batch_of, evaluated, loss_named
 from tests.markdown_pages import ROOT, python_of
 
 pytestmark = pytest.mark.sim
@@ -321,19 +325,22 @@ def is_biased(**settings: Any) -> bool:
     return relative_error(trained(combined(0.4, **settings)), trained(combined(1.0, **settings))) > EXACT
 
 
-def wrong_refusals() -> tuple[int, list[dict[str, Any]]]:
-    """Return the number of settings that were tried, and those that are refused without bias, or accepted with one."""
-    tried = [{"credit": {"advantage": advantage}} for advantage in ESTIMATORS]
-    tried += [{"scorer": scorer} for scorer in SCORER_KINDS]
-    return len(tried), [s for s in tried if is_biased(**s) != is_refused(combined(0.4, **s))]
+COMBINATIONS: list[dict[str, Any]] = [
+    *({"credit": {"advantage": advantage}} for advantage in ESTIMATORS),
+    *({"scorer": scorer} for scorer in SCORER_KINDS),
+]
+
+
+def is_refused_rightly(settings: dict[str, Any]) -> bool:
+    """Whether settings are refused with roulette exactly if it is biased with them."""
+    return is_biased(**settings) == is_refused(combined(0.4, **settings))
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(900)
-def test_exactly_what_roulette_would_bias_is_refused() -> None:
-    tried, wrong = wrong_refusals()
-    assert tried == len(ESTIMATORS) + len(SCORER_KINDS) > 30
-    assert wrong == []
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("settings", COMBINATIONS, ids=str)
+def test_exactly_what_roulette_would_bias_is_refused(settings: dict[str, Any]) -> None:
+    assert is_refused_rightly(settings)
 
 
 @pytest.mark.parametrize(
@@ -341,3 +348,64 @@ def test_exactly_what_roulette_would_bias_is_refused() -> None:
 )
 def test_an_estimator_is_refused_if_it_is_not_linear(settings: dict[str, str], *, biased: bool) -> None:
     assert is_biased(credit=settings) == is_refused(combined(0.4, credit=settings)) == biased
+
+
+COVARIANCES = {"clip_cov": {"share": 0.3, "low": 0.0}, "kl_cov": {"share": 0.3}}
+"""Options with which some of ten tokens are among those of largest covariance."""
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_is_refused_with_roulette_if_it_is_not_linear_on_policy(name: str) -> None:
+    agent = [0, 0, 0, 1, 2, 2, 3, 3, 3, 3]
+    logprobs = [-0.1 - uniform("logprob", at) for at in range(len(agent))]
+    ids = {"agent": agent, "episode": agent, "row": agent, "turn": agent, "group": [0] * 4 + [1] * 6}
+
+    def by_logprob(advantages: list[float]) -> torch.Tensor:
+        of_tokens = [advantages[number] for number in agent]
+        reference, divergence = [value / 2 for value in logprobs], [0.5] * len(agent)
+        return evaluated(
+            loss_named(name, **COVARIANCES.get(name, {})),
+            batch_of(logprobs, logprobs, of_tokens, ids=ids, reference=reference, divergence=divergence),
+        ).by_logprob
+
+    first, second = [1.0, 0.5, -0.25, 0.0], [-3.0, 0.25, 2.0, 0.5]
+    total = by_logprob([a + b for a, b in zip(first, second, strict=True)])
+    is_linear = torch.allclose(by_logprob(first) + by_logprob(second), total) and bool(total.any())
+    assert LOSSES[name].linear == is_linear
+    assert is_refused(combined(0.4, trainer={"loss": {"name": name, "normalizer": 64}})) != is_linear
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"credit": {"dynamic_sampling": True}}, "credit.dynamic_sampling = true: survivors and stopped"),
+        ({"trainer": {"loss": {"normalizer": "sequences"}}}, "normalizer = 'sequences': a stopped conversation is sho"),
+        ({"credit": {"advantage": "group_std"}}, "credit.advantage = 'group_std': its advantages are not linear"),
+        ({"trainer": {"loss": {"name": "dpo"}}}, "trainer.loss.name = 'dpo': its gradient is not linear"),
+        ({"scorer": {"per": "group", "function": "ranked"}}, "scorers.scorer.per = 'group': its scores compare"),
+    ],
+)
+def test_what_cannot_be_combined_with_roulette_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"Enumerated declares roulette, which cannot be combined with .*{message}"):
+        trained(replace(combined(0.4, **settings), is_checked=True))
+
+
+class Stopping(agentrl.Environment):
+    """A child that may be stopped."""
+
+    roulette = True
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        raise NotImplementedError
+
+
+class Parent(Stopping):
+    """Starts children that may be stopped."""
+
+    roulette = False
+    fan_out: ClassVar[dict[str, int]] = {"Stopping": 2}
+
+
+def test_children_with_roulette_are_refused() -> None:
+    with pytest.raises(ConfigError, match="Parent spawns episodes with roulette"):
+        _check_roulette(config_of(FAST["plain"]), Parent)
