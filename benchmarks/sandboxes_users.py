@@ -28,15 +28,17 @@ def _call(function: str, uid: int | None, arguments: dict[str, Any]) -> Any:
     lines = [
         "import importlib, json, os, sys",
         f"call = getattr(importlib.import_module({module!r}), {name!r})",
-        "import asyncio, agentrl.sandbox.bubblewrap as driver",
+        "import asyncio, concurrent.futures.thread, agentrl.sandbox.bubblewrap as driver",
     ]
     with tempfile.TemporaryDirectory() as scratch:
         if uid is not None:
-            copy = Path(shutil.copy(Path(__file__).parent.parent / "agentrl" / "sandbox" / "keeper.py", scratch))
-            os.chmod(scratch, 0o755)
-            copy.chmod(0o644)
+            package = Path(scratch) / "agentrl"  # the system's Python may be too old for the whole
+            shutil.copytree(Path(__file__).parent.parent / "agentrl" / "sandbox", package / "sandbox")
+            (package / "__init__.py").touch()
+            for path in (Path(scratch), package, *package.rglob("*")):
+                path.chmod(0o755)
             lines += [
-                f"driver.keeper.__file__ = {str(copy)!r}",
+                f"driver.PACKAGES = {scratch!r}",
                 "sys.executable = '/usr/bin/python3'",
                 f"os.setgroups([]); os.setresgid({uid}, {uid}, {uid}); os.setresuid({uid}, {uid}, {uid})",
                 "import ctypes; ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)",  # dumpable again, as a process of that user is

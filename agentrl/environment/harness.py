@@ -38,8 +38,9 @@ from agentrl.environment.context import Endpoint, EpisodeContext
 from agentrl.environment.environment import Environment, Split, TaskSource
 from agentrl.environment.rewards import awaited_reward
 from agentrl.sandbox.bubblewrap import GATEWAY_PORT
+from agentrl.sandbox.files import FileRecord
 from agentrl.sandbox.sandbox import Sandbox, as_bytes, open_lease, read_sources
-from agentrl.sandbox.state import HashedFile, hashed_files
+from agentrl.sandbox.state import hashed_files
 
 LONGEST_ARGUMENT = 30_000
 """Maximum length of a command's argument, in characters; Linux allows 128 KiB."""
@@ -304,7 +305,7 @@ class HarnessEnvironment(Environment):
             )
             try:
                 records, _, contents = await lease.changes(everything=True)
-                await asyncio.to_thread(_copy_out, hashed_files(records, contents), self._directory)
+                await asyncio.to_thread(_copy_out, records, contents, self._directory)
             except OSError as error:
                 raise EpisodeError(
                     f"the files that the program left cannot be copied: {error}", reason="too_large"
@@ -320,10 +321,10 @@ class HarnessEnvironment(Environment):
         return {"output": output_text, "error": failure}
 
 
-def _copy_out(files: Sequence[HashedFile], directory: Path) -> None:
+def _copy_out(records: Sequence[FileRecord], all_contents: bytes, directory: Path) -> None:
     """Write the plain files and directories of /box, without links, to an empty directory."""
     contents: dict[str, bytes] = {}
-    for record, _, content in files:
+    for record, _, content in hashed_files(records, all_contents):
         top, _, path = record.path.partition("/")
         contents[record.path] = content if record.kind == "file" else contents.get(record.target, b"")
         if top != "box" or not path:

@@ -21,7 +21,7 @@ from agentrl.rollout.journal_data import encode_arguments, to_journal_data
 from agentrl.rollout.mismatch import shortened_repr
 from agentrl.sandbox.driver import CommandResult
 from agentrl.sandbox.sandbox import as_bytes, open_lease
-from agentrl.sandbox.state import FileState, HashedFile, change_size, hashed_files
+from agentrl.sandbox.state import FileState, HashedFile, hashed_files
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -92,13 +92,14 @@ class JournaledSandbox(EpisodeSandbox):
     async def copy(self, *, only: Sequence[str] = (), without: Sequence[str] = ()) -> AsyncIterator[EpisodeSandbox]:
         self._copies += 1
         async with self._lock:
-            state = self._state
-            if self._lease is not None:
+            if self._lease is None:
+                state = self._state.part(only, without)
+            else:
                 self._is_behind = True
                 with self._lease_errors():
                     files, _ = await changed_files(self._lease, everything=True)
-                state = FileState.of(files)
-        copy = JournaledSandbox(self._episode, self._limits, f"{self.name}.{self._copies}", state.part(only, without))
+                state = await asyncio.to_thread(lambda: FileState.of(files).part(only, without))
+        copy = JournaledSandbox(self._episode, self._limits, f"{self.name}.{self._copies}", state)
         try:
             yield copy
         finally:
@@ -150,7 +151,7 @@ class JournaledSandbox(EpisodeSandbox):
         if self._lease is None:
             lease = await open_lease(self._limits)
             try:
-                await lease.restore(*self._state.to_restore(self._limits.disk_mb))
+                await lease.restore(*await asyncio.to_thread(self._state.to_restore, self._limits.disk_mb))
             except OSError as error:
                 _close_later(lease)
                 raise EpisodeError(
@@ -166,17 +167,20 @@ class JournaledSandbox(EpisodeSandbox):
     async def _changes(self, lease: SandboxLease) -> dict[str, Any] | None:
         """Return what changed since the last entry; nothing may be awaited before that is recorded.
 
+        All that takes longer with more files is done in a thread, since other episodes wait for the event loop.
+
         If an earlier call was cancelled here, or the files were copied, the lease counts changes as returned that no
         entry holds.
         """
         is_full, self._is_behind = self._is_behind, True
         with self._lease_errors():
             files, missing_paths = await changed_files(lease, everything=is_full)
+        difference = await asyncio.to_thread(self._state.difference, files, None if is_full else missing_paths)
         self._is_behind = False
-        change = self._state.update(files, None if is_full else missing_paths)
-        if change is not None and (size := change_size(change)) > MAX_CHANGED_BYTES:
+        change = self._state.take(difference)
+        if difference.size > MAX_CHANGED_BYTES:
             raise EpisodeError(
-                f"{self.name}: a command changed files and names of {size >> 20} MiB; at most "
+                f"{self.name}: a command changed files and names of {difference.size >> 20} MiB; at most "
                 f"{MAX_CHANGED_BYTES >> 20} MiB fit a journal entry",
                 reason="too_large",
             )
@@ -209,8 +213,6 @@ def _readable(output: bytes) -> str | bytes:
 async def changed_files(lease: SandboxLease, *, everything: bool) -> tuple[list[HashedFile], list[str]]:
     """Return the files that changed, and the paths that are gone; see `SandboxLease.changes`."""
     records, missing_paths, contents = await lease.changes(everything=everything)
-    if len(contents) <= 1 << 20:  # hashing them in the event loop takes about a millisecond
-        return hashed_files(records, contents), missing_paths
     return await asyncio.to_thread(hashed_files, records, contents), missing_paths
 
 

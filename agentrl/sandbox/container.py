@@ -24,13 +24,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import InputError
-from agentrl.sandbox import keeper
 from agentrl.sandbox.commands import NO_PROGRAM, Capture, check_program, memory_file, prepare
 from agentrl.sandbox.driver import CommandResult, SandboxError, SandboxLimits
+from agentrl.sandbox.files import ETC, FIRST_UID, HOST_FILES, SEARCH_PATH, FileError, SandboxFiles, empty_file, in_file
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from agentrl.sandbox.files import FileRecord
 
 T = TypeVar("T")
 _clock = SystemClock()
@@ -58,7 +60,7 @@ class ContainerDriver:
         self._starting = asyncio.Lock()
         self._numbers = itertools.count(1)
         self._images: set[str] = set()
-        self.uid = keeper.FIRST_UID if os.getuid() == 0 else None
+        self.uid = FIRST_UID if os.getuid() == 0 else None
         """User of the commands; None: the user of this process."""
 
     @property
@@ -79,7 +81,7 @@ class ContainerDriver:
         name = f"s{next(self._numbers)}"
         path = str(self.directory / name)
         fields = {"writable": limits.writable, "disk_mb": limits.disk_mb}
-        files = keeper.SandboxFiles(path, self.uid, fields)
+        files = SandboxFiles(path, self.uid, fields)
         os.mkdir(path, 0o700)
         await _in_thread(files.make_directories)
         return ContainerLease(self, name, limits, files, image, mounts)
@@ -158,14 +160,14 @@ def _root_parts(limits: SandboxLimits, directory: Path) -> tuple[bytes, list[str
                 mounts[f"/{name}"] = path
         if limits.root and os.path.isdir(f"{base}/etc"):
             tar.add(f"{base}/etc", "etc", filter=_without_times)
-        for name, text in {} if limits.root else keeper.ETC.items():
+        for name, text in {} if limits.root else ETC.items():
             entry = tarfile.TarInfo(f"etc/{name}")
             entry.size = len(text)
             tar.addfile(entry, io.BytesIO(text.encode()))
-    mounts |= {path: path for path in ([] if limits.root else filter(os.path.exists, keeper.HOST_FILES))}
+    mounts |= {path: path for path in ([] if limits.root else filter(os.path.exists, HOST_FILES))}
     mounts |= {path.rstrip("/"): path for path in limits.read}
     if limits.network == "none":  # these programs write the machine's names and addresses into them
-        for name, text in (("hosts", keeper.ETC["hosts"]), ("resolv.conf", "")):
+        for name, text in (("hosts", ETC["hosts"]), ("resolv.conf", "")):
             (directory / name).write_text(text)
             mounts[f"/etc/{name}"] = str(directory / name)
     return archive.getvalue(), [text for target, source in mounts.items() for text in _mount(source, target)]
@@ -179,7 +181,7 @@ class ContainerLease:
         driver: ContainerDriver,
         name: str,
         limits: SandboxLimits,
-        files: keeper.SandboxFiles,
+        files: SandboxFiles,
         image: str,
         mounts: Sequence[str],
     ) -> None:
@@ -231,7 +233,7 @@ class ContainerLease:
             return refused
         name = f"{self._driver.directory.name}-{self._name}-{next(self._numbers)}"
         limit, started = min(seconds or self.limits.seconds, self.limits.seconds), _clock.monotonic()
-        variables = {"PATH": keeper.SEARCH_PATH, "HOME": "/box", "LANG": "C.UTF-8", **variables}
+        variables = {"PATH": SEARCH_PATH, "HOME": "/box", "LANG": "C.UTF-8", **variables}
         options = ["--name", name, *(["--interactive"] if stdin else [])]
         if self._driver.program == "podman":
             options += ["--timeout", str(int(limit) + 2)]  # if this process is killed
@@ -280,7 +282,7 @@ class ContainerLease:
         try:
             with self._files.mounts():
                 yield
-        except keeper.FileError as error:
+        except FileError as error:
             raise SandboxError(f"sandbox: a mounted directory was exchanged: {error}") from error
 
     async def _watch(
@@ -333,26 +335,26 @@ class ContainerLease:
 
     def _write(self, files: Mapping[str, bytes]) -> None:
         for path, content in files.items():
-            with keeper.in_file(path):
+            with in_file(path):
                 self._files.write(path, content)
 
     async def read(self, path: str, *, limit: int = 1 << 20) -> bytes:
         return await _in_thread(self._read, path, limit)
 
     def _read(self, path: str, limit: int) -> bytes:
-        with keeper.in_file(path), open(self._files.open(path), "rb") as file:
+        with in_file(path), open(self._files.open(path), "rb") as file:
             return file.read(limit)
 
-    async def changes(self, *, everything: bool = False) -> tuple[list[keeper.FileRecord], list[str], bytes]:
+    async def changes(self, *, everything: bool = False) -> tuple[list[FileRecord], list[str], bytes]:
         return await _in_thread(self._changes, everything)
 
-    def _changes(self, everything: bool) -> tuple[list[keeper.FileRecord], list[str], bytes]:
-        records, gone, contents = self._files.changed(everything=everything)
-        with open(contents, "rb") as file:
+    def _changes(self, everything: bool) -> tuple[list[FileRecord], list[str], bytes]:
+        with open(empty_file(), "rb") as file:
+            records, gone = self._files.changed(file.fileno(), everything=everything)
             file.seek(0)
             return records, gone, file.read()
 
-    async def restore(self, records: Sequence[keeper.FileRecord], contents: bytes) -> None:
+    async def restore(self, records: Sequence[FileRecord], contents: bytes) -> None:
         with memory_file(contents) as source:
             await _in_thread(self._files.restore, records, source)
 
@@ -367,7 +369,7 @@ class ContainerLease:
 async def _in_thread(use: Callable[..., T], *arguments: Any) -> T:
     try:
         return await asyncio.to_thread(use, *arguments)
-    except keeper.FileError as error:
+    except FileError as error:
         raise OSError(*error.args) from error
 
 

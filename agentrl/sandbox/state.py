@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from agentrl.core.errors import EntriesError
-from agentrl.sandbox.keeper import FileRecord, contents_limit
+from agentrl.sandbox.files import FileRecord, contents_limit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -54,6 +54,18 @@ class _Change(msgspec.Struct):
     contents: dict[str, bytes]
 
 
+class Difference(NamedTuple):
+    """What a command changed."""
+
+    change: dict[str, Any] | None
+    """The change for the journal; None if there is none."""
+    size: int
+    """Size of the contents and names in it, in bytes."""
+    after: FileState
+    digests: Collection[str]
+    """Digests of its contents."""
+
+
 class FileState:
     """The files of one sandbox after its last command."""
 
@@ -84,27 +96,35 @@ class FileState:
                 self._contents[digest] = content
         return digests
 
-    def update(self, files: Sequence[HashedFile], missing_paths: Sequence[str] | None) -> dict[str, Any] | None:
-        """Take in what a command changed. Returns the change for the journal; None if there is none.
+    def difference(self, files: Sequence[HashedFile], missing_paths: Sequence[str] | None) -> Difference:
+        """Compute what a command changed. It may run in a thread: it changes nothing.
 
         Args:
             files: files that may have changed.
             missing_paths: paths that are gone; None: all that are not among `files`.
         """
+        after = FileState()
+        after._files = dict(self._files)
         if missing_paths is None:
-            missing_paths = [*self._files.keys() - {file.record.path for file in files}]
+            missing_paths = [*after._files.keys() - {file.record.path for file in files}]
         rows, fresh = [], dict[str, bytes]()
         for record, digest, content in files:
             if record.kind == "file" and digest not in self._known_digests:
-                self._known_digests.add(digest)
                 fresh[digest] = content
-            if self._files.get(record.path) != (record, digest):
-                self._files[record.path] = (record, digest)
+            if after._files.get(record.path) != (record, digest):
+                after._files[record.path] = (record, digest)
                 rows.append(_row(record, digest))
-        removed_names = [os.fsencode(path) for path in missing_paths if self._files.pop(path, None) is not None]
+        removed_names = [os.fsencode(path) for path in missing_paths if after._files.pop(path, None) is not None]
         if not rows and not removed_names:
-            return None
-        return {"digest": self.digest, "changed": rows, "gone": removed_names, "contents": fresh}
+            return Difference(None, 0, after, fresh.keys())
+        change = {"digest": after.digest, "changed": rows, "gone": removed_names, "contents": fresh}
+        return Difference(change, change_size(change), after, fresh.keys())
+
+    def take(self, difference: Difference) -> dict[str, Any] | None:
+        """Take in what a command changed. Returns the change for the journal; None if there is none."""
+        self._files = difference.after._files
+        self._known_digests.update(difference.digests)
+        return difference.change
 
     def apply(self, change: dict[str, Any]) -> None:
         """Take in a change from the journal.
@@ -160,7 +180,7 @@ class FileState:
     def of(cls, files: Sequence[HashedFile]) -> FileState:
         """Return the state that consists of these files."""
         state = cls()
-        state.update(files, ())
+        state.take(state.difference(files, ()))
         state._contents = {digest: content for _, digest, content in files}
         return state
 

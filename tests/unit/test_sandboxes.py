@@ -13,16 +13,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agentrl import Sandbox
 from agentrl.core.connections import RECEIVE_BYTES, BoundedServer
 from agentrl.core.errors import InputError
-from agentrl.sandbox import keeper, seccomp
+from agentrl.sandbox import files as sandbox_files
+from agentrl.sandbox import seccomp
 from agentrl.sandbox.bubblewrap import BubblewrapDriver, BubblewrapLease
 from agentrl.sandbox.checks import check_sandboxes
 from agentrl.sandbox.driver import CommandResult, SandboxError
@@ -361,15 +363,117 @@ def test_the_names_of_changed_and_removed_files_count_as_changes(tmp_path: Path)
     (tmp_path / "top").mkdir()
     for number in range(10):
         (tmp_path / "top" / f"{number}{'x' * 99}").symlink_to("y" * 100)
-    whole, cut = keeper.FileChanges({}, 0, 0, names_room=3000), keeper.FileChanges({}, 0, 0, names_room=1000)
+    whole = sandbox_files.FileChanges({}, 0, -1, 0, names_room=3000)
     whole.walk(str(tmp_path), "top")
-    with pytest.raises(keeper.FileError, match="names"):
-        cut.walk(str(tmp_path), "top")
-    later = keeper.FileChanges(whole.signatures, time.time_ns(), 0, names_room=1000)
-    with pytest.raises(keeper.FileError, match="names"):  # also those of files that have not changed
-        later.walk(str(tmp_path), "top")
-    for changes in (whole, cut, later):
-        os.close(changes.contents)
+    later = sandbox_files.FileChanges(whole.signatures, time.time_ns(), -1, 0, names_room=1000)
+    for changes in (sandbox_files.FileChanges({}, 0, -1, 0, names_room=1000), later):
+        with pytest.raises(sandbox_files.FileError, match="names"):  # also of files that have not changed
+            changes.walk(str(tmp_path), "top")
+
+
+def test_the_names_of_a_sandbox_are_limited() -> None:
+    deep = """
+import os
+os.chdir("/box")
+for _ in range(13):
+    os.mkdir("d" * 250)
+    os.chdir("d" * 250)
+for number in range(2500):
+    open(f"{number:0250}", "w").close()
+"""
+
+    async def use(lease: BubblewrapLease) -> CommandResult:
+        assert (await lease.run(["python3", "-c", deep])).ok
+        with pytest.raises(OSError, match="names of files of more than 8 MiB"):
+            await lease.changes()
+        return await lease.run(["true"])
+
+    assert in_lease(use).ok
+
+
+@asynccontextmanager
+async def stopped_walk(
+    driver: BubblewrapDriver, lease: BubblewrapLease
+) -> AsyncIterator[tuple[asyncio.Task[Any], int]]:
+    """Read the files of a sandbox, and stop the helper that does it until the end of the block."""
+    assert (await lease.run(["sh", "-c", "seq 15000 | xargs touch"])).ok
+    assert driver._keeper is not None
+    serving = {driver._keeper._process.pid, *below(driver._keeper._process.pid)}
+    while True:
+        walk: asyncio.Task[Any] = asyncio.create_task(lease.changes(everything=True))
+        while not walk.done():
+            await asyncio.sleep(0)
+            for helper in set(below(driver._keeper._process.pid)) - serving:
+                os.kill(helper, signal.SIGSTOP)
+                await asyncio.sleep(0.05)
+                if walk.done():  # it was about to end
+                    continue
+                try:
+                    yield walk, helper
+                finally:
+                    with suppress(ProcessLookupError):
+                        os.kill(helper, signal.SIGCONT)
+                return
+        assert len((await walk)[0]) == 15_000
+
+
+def test_the_limits_of_other_sandboxes_act_while_files_are_read() -> None:
+    async def run() -> None:
+        async with leased() as (driver, lease):
+            small = await driver.create(Sandbox(memory_mb=128))
+            async with stopped_walk(driver, lease) as (walk, _):
+                own = asyncio.create_task(lease.read("/box/1"))
+                assert (await small.run(BOMBS["memory of many processes"])).killed == "memory"
+                assert (await small.run(["sleep", "60"], seconds=0.3)).killed == "time"
+                await small.write({"/box/x": b"1"})
+                assert {record.path for record in (await small.changes())[0]} == {"box/x"}
+                assert (await (await driver.create(Sandbox())).run(["true"])).ok
+                assert not walk.done()
+                assert not own.done()  # the requests of one sandbox are served in their order
+            assert len((await walk)[0]) == 15_000
+            assert await own == b""
+
+    asyncio.run(run())
+
+
+def test_a_sandbox_can_be_closed_while_its_files_are_read() -> None:
+    async def run() -> None:
+        async with leased() as (driver, lease):
+            async with stopped_walk(driver, lease) as (walk, _):
+                own = asyncio.create_task(lease.read("/box/1"))
+                await asyncio.sleep(0)
+                await lease.close()
+                for task in (walk, own):
+                    with pytest.raises(SandboxError):
+                        await task
+            other = await driver.create(Sandbox())
+            async with stopped_walk(driver, other) as (walk, helper):
+                os.kill(helper, signal.SIGKILL)
+                with pytest.raises(SandboxError, match="helper was killed"):
+                    await walk
+            assert len((await other.changes())[0]) == 15_000
+            await other.close()
+
+    asyncio.run(run())
+
+
+def test_names_are_decoded_while_the_event_loop_serves_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    served, read_rows = threading.Event(), sandbox_files.read_rows
+
+    def read(file: int) -> Iterator[object]:
+        assert served.wait(30)
+        return read_rows(file)
+
+    async def run() -> None:
+        async with leased() as (_, lease):
+            await lease.write({"/box/x": b""})
+            monkeypatch.setattr("agentrl.sandbox.bubblewrap.read_rows", read)
+            changes = asyncio.create_task(lease.changes())
+            while not (await asyncio.wait({changes}, timeout=0.01))[0]:
+                served.set()
+            assert [record.path for record in (await changes)[0]] == ["box/x"]
+
+    asyncio.run(run())
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")
@@ -387,7 +491,7 @@ def test_a_recorded_link_where_a_root_is_mounted_on_leads_nowhere(tmp_path: Path
     async def run() -> None:
         for name in ("proc", "dev", "usr", "box", "tmp"):
             async with leased(root=str(tmp_path / "root"), read=("/usr",)) as (_, lease):
-                await lease.restore([keeper.FileRecord(name, "link", 0o777, 0, 0, f"/oldroot{victim}")], b"")
+                await lease.restore([sandbox_files.FileRecord(name, "link", 0o777, 0, 0, f"/oldroot{victim}")], b"")
                 ran = await lease.run(["sh", "-c", f"echo owned > /{name}/owned"])
                 assert not ran.ok
                 assert not list(victim.iterdir())
