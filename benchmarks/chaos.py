@@ -4,13 +4,14 @@
 
 A run lives until it is killed, in one of its processes and at a random instant, recovery included, and goes on until it
 has taken all its steps; then another begins. After each kill two oracles judge the run directory: `chaos_oracle.py` by
-what was acknowledged, and the tests' second reader of journals (`tests/journal_oracle.py`).
+what was acknowledged and by the entries with which earlier lives ended, and the tests' second reader of journals
+(`tests/journal_oracle.py`).
 Now and then the orchestrator is stopped, a second process tries to open its run, and it goes on. In a full run, a
 process of each role stands still for a minute (SIGSTOP, then SIGCONT): it goes on, or it was replaced meanwhile.
 
-Figures: `kills` and by role, `stops`, `lost`, `twice`, `ledger_errors`, `violations` (of the second reader), `runs`
-that got to their end, `pauses` and the second writers not refused, `reward_rise` of the real runs (mean of the
-last ten steps less the first five).
+Figures: `kills` and by role, `stops`, `lost`, `twice`, `ledger_errors`, `resampled`, `version_gone`, `violations` (of
+the second reader), `runs` that got to their end, `pauses` and the second writers not refused, `reward_rise` of the real
+runs (mean of the last ten steps less the first five).
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from benchmarks.chaos_oracle import Verdict, judge
+from benchmarks.chaos_oracle import Verdict, entries_on_disk, judge
+from benchmarks.chaos_run import STOPPED
 from benchmarks.report import Report
 from tests import journal_oracle
 
@@ -57,7 +60,7 @@ class Kind:
     name: str
     steps: int
     weights: dict[str, int]
-    """How often each role is killed, relative to the others."""
+    """How often each role is killed, relative to the others. `stop` asks the orchestrator to stop by SIGTERM."""
     calm_s: float
     """Mean time between two kills."""
     start_s: float
@@ -95,13 +98,17 @@ class Chaos:
 
     def __init__(self, kind: Kind, root: Path, seed: int, tally: Tally, *, stop_s: float = 0.0) -> None:
         self._stop_s = stop_s
-        self._still = [role for role in kind.weights if role != "pause"] if stop_s else []
+        self._still = [role for role in kind.weights if role not in ("pause", "stop")] if stop_s else []
         """Roles of which no process has stood still yet."""
         self._kind = kind
         self._root = root
         self._rng = random.Random(f"{kind.name} {seed}")
         self._tally = tally
         self._killed = 0
+        self._entries: dict[Path, dict[tuple[Any, ...], bytes]] = {}
+        """Digests of the journal entries with which a further life of each run began."""
+        self._stopped: tuple[int, ...] = ()
+        """Exit codes that the newest blow explains besides that of SIGKILL."""
         self._next = [role for role in kind.weights if role != "pause"]
         """Whose turn it is: each role once, then by weight."""
         self._rng.shuffle(self._next)
@@ -128,13 +135,14 @@ class Chaos:
                 process.kill()
                 process.wait()
             resume = (directory / "run" / "config.json").exists()
+            self._entries.setdefault(directory, {}).update(entries_on_disk(directory))
             self._judge(directory, ended=code == 0)
             if code == 0:
                 self._end(directory)
                 return
             if code == GIVEN_UP:
                 self._tally.given_up += 1
-            elif code != -signal.SIGKILL:
+            elif code not in (-signal.SIGKILL, *self._stopped):
                 self._tally.unexplained.append(f"{directory.name}: exit code {code}: {_tail(directory)}")
                 return
 
@@ -170,11 +178,13 @@ class Chaos:
                 self._stand_still(process, directory, self._still[0])
                 continue
             role = "orchestrator" if early else self._draw()
+            self._stopped = (STOPPED, -signal.SIGTERM) if role == "stop" else ()
             early = False
             if role == "pause":
                 self._pause(process, directory)
                 continue
-            victims = [process.pid] if role == "orchestrator" else processes_of(process.pid).get(role, [])
+            is_main = role in ("orchestrator", "stop")
+            victims = [process.pid] if is_main else processes_of(process.pid).get(role, [])
             again = not victims
             if again:  # it is being started: a moment later, then
                 self._next.append(role)
@@ -182,9 +192,9 @@ class Chaos:
             self._killed += 1
             self._tally.kills[role] += 1
             for victim in [self._rng.choice(victims)] if self._kind.one_victim else victims:
-                _kill(victim, signal.SIGKILL)
-            if role == "orchestrator":
-                return process.wait()
+                _kill(victim, signal.SIGTERM if role == "stop" else signal.SIGKILL)
+            if is_main:
+                return process.wait(timeout=HANGS_S)
             self._judge(directory, ended=False)
 
     def _progressed(self, process: subprocess.Popen[bytes], directory: Path) -> bool:
@@ -248,7 +258,7 @@ class Chaos:
     def _judge(self, directory: Path, *, ended: bool) -> None:
         violations = journal_oracle.judge(directory / "run", ended=ended)
         self._tally.violations |= {f"{directory.name}: {violation}" for violation in violations}
-        verdict = judge(directory, ended=ended)
+        verdict = judge(directory, ended=ended, before=self._entries.get(directory, {}))
         if ended and set(verdict.steps.values()) != {self._kind.steps}:
             verdict.lost.add(f"steps at the end: {verdict.steps}")
         self._tally.verdict.add(verdict, directory.name)
@@ -256,7 +266,7 @@ class Chaos:
     def _end(self, directory: Path) -> None:
         self._tally.runs += 1
         faults = self._tally.verdict
-        wrong = len(faults.lost) + len(faults.twice) + len(faults.ledger_errors) + len(self._tally.violations)
+        wrong = len(faults.faults()) + len(self._tally.violations)
         print(f"{directory.name}: at its end after {self._killed} kills in all, {wrong} faults", flush=True)
         connection = sqlite3.connect(directory / "run" / "journal" / "control.db")
         query = "SELECT step, avg(value) FROM metrics WHERE name = 'reward/mean' GROUP BY step ORDER BY step"
@@ -333,7 +343,7 @@ def main() -> int:
         tally.rises.clear()
         Chaos(replace(REAL, steps=options.real_steps), root, options.seed, tally, stop_s=stop_s).run(real)
     faults = tally.verdict
-    for fault in sorted([*faults.lost, *faults.twice, *faults.ledger_errors, *tally.violations, *tally.unexplained]):
+    for fault in sorted([*faults.faults(), *tally.violations, *tally.unexplained]):
         print(fault)
     report = Report(
         "chaos",
@@ -345,6 +355,8 @@ def main() -> int:
             "lost": len(faults.lost),
             "twice": len(faults.twice),
             "ledger_errors": len(faults.ledger_errors),
+            "resampled": len(faults.resampled),
+            "version_gone": len(faults.version_gone),
             "violations": len(tally.violations),
             "runs": tally.runs,
             "runs_unexplained": len(tally.unexplained),
@@ -358,7 +370,7 @@ def main() -> int:
         },
     )
     report.print()
-    wrong = faults.lost | faults.twice | faults.ledger_errors | tally.violations | set(tally.unexplained)
+    wrong = faults.faults() | tally.violations | set(tally.unexplained)
     return 1 if wrong or tally.second_writers else 0
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 Unit = tuple[str, int, str]
@@ -30,14 +32,22 @@ class Verdict:
     """In two steps of the surviving lineage, or journaled twice."""
     ledger_errors: set[str] = field(default_factory=set)
     """Where an equation, a count, or a version does not hold."""
+    resampled: set[str] = field(default_factory=set)
+    """Entries that are others than those with which a further life of the run began."""
+    version_gone: set[str] = field(default_factory=set)
+    """Episodes dropped for a version whose files are there."""
     steps: dict[str, int] = field(default_factory=dict)
     """Steps of the newest checkpoint, by policy."""
 
     def add(self, other: Verdict, where: str) -> None:
         """Take over another run's faults."""
-        for mine, theirs in ((self.lost, other.lost), (self.twice, other.twice)):
-            mine |= {f"{where}: {fault}" for fault in theirs}
-        self.ledger_errors |= {f"{where}: {fault}" for fault in other.ledger_errors}
+        for name in ("lost", "twice", "ledger_errors", "resampled", "version_gone"):
+            mine: set[str] = getattr(self, name)
+            mine |= {f"{where}: {fault}" for fault in getattr(other, name)}
+
+    def faults(self) -> set[str]:
+        """All faults."""
+        return self.lost | self.twice | self.ledger_errors | self.resampled | self.version_gone
 
 
 def acknowledgements(directory: Path) -> list[list[Any]]:
@@ -49,8 +59,21 @@ def acknowledgements(directory: Path) -> list[list[Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def judge(directory: Path, *, ended: bool) -> Verdict:
-    """Judge the run in `directory`/run; `ended`: it says it has taken all its steps."""
+def entries_on_disk(directory: Path) -> dict[tuple[Any, ...], bytes]:
+    """Digests of a run's journal entries, by partition, episode, attempt and call."""
+    found = {}
+    for path in (directory / "run" / "journal").glob("turns-*.db"):
+        with _open(path) as turns:
+            for *call, body in turns.execute("SELECT episode, attempt, call, body FROM entries"):
+                found[path.name, *call] = hashlib.blake2b(body, digest_size=16).digest()
+    return found
+
+
+def judge(directory: Path, *, ended: bool, before: Mapping[tuple[Any, ...], bytes] = MappingProxyType({})) -> Verdict:
+    """Judge the run in `directory`/run; `ended`: it says it has taken all its steps.
+
+    `before` are the entries with which its lives began, from `entries_on_disk`.
+    """
     promised = acknowledgements(directory)  # read first: the run may be going on
     verdict = Verdict()
     journal = directory / "run" / "journal"
@@ -63,6 +86,7 @@ def judge(directory: Path, *, ended: bool) -> Verdict:
             return verdict
         _judge_promises(promised, control, verdict)
         _judge_entries(control, sorted(journal.glob("turns-*.db")), verdict)
+        _judge_drops(control, directory / "run" / "versions", verdict)
         manifest, state = _newest_checkpoint(directory / "run" / "checkpoints", promised, verdict)
         versions = manifest["versions"] if manifest else {}
         verdict.steps = {policy: step for policy, (_, step) in versions.items()}
@@ -71,6 +95,9 @@ def judge(directory: Path, *, ended: bool) -> Verdict:
             consumed |= _judge_line(control, policy, lineage, step, state, verdict)
         _judge_units(control, consumed, set(versions), ended=ended, verdict=verdict)
         _judge_pruned(control, consumed, set(versions), verdict)
+    for call, digest in (entries_on_disk(directory) if before else {}).items():
+        if before.get(call, digest) != digest:
+            verdict.resampled.add(f"entry {call} was recorded anew")
     if manifest:
         _judge_ledger(manifest["ledger"], ended=ended, verdict=verdict)
     return verdict
@@ -121,6 +148,15 @@ def _judge_entries(control: sqlite3.Connection, partitions: list[Path], verdict:
     for key, (count, calls) in found.items():
         if count != calls:
             verdict.twice.add(f"entries of {key}")
+
+
+def _judge_drops(control: sqlite3.Connection, versions: Path, verdict: Verdict) -> None:
+    """An episode is dropped for a version only if its files are missing."""
+    query = "SELECT episode, attempt, detail FROM episodes WHERE drop_reason = 'version_gone'"
+    for episode, attempt, detail in control.execute(query):
+        named = re.search(r"(\w+)@(\d+\.\d+)", detail)
+        if named is None or any((versions / named[1] / named[2]).glob("*.safetensors")):
+            verdict.version_gone.add(f"{episode}.{attempt}: {detail}")
 
 
 def _newest_checkpoint(

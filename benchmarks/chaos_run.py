@@ -4,9 +4,9 @@ A whole run as `agentrl.train` makes it. `scripted`: the scripted engine and a t
 of its own, playing a game with child episodes and two policies. `real`: the calculator, the tiny model, the embedded
 engine in a process of its own, Ray. Small real runs that start fast and take many steps: `one` has one policy,
 `workers` two worker processes, `two` two policies and child episodes, `ray` all of its processes under Ray, `cluster`
-three workers, two engines and two ranks on the nodes of a cluster, `sandboxed` tools in sandboxes, `selected` dynamic
-sampling, selected tasks and a reference. What is acknowledged is appended to `acknowledged.jsonl` beside the run, after
-the acknowledgement, for an oracle that trusts nothing else.
+three workers, two engines and two ranks on the nodes of a cluster, `trees` branches, scores, and tools in sandboxes,
+`outside` an external agent, `selected` dynamic sampling, selected tasks and a reference. What is acknowledged is
+appended to `acknowledged.jsonl` beside the run, after the acknowledgement, for an oracle that trusts nothing else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import agentrl
 from agentrl.app.run_parts import RunFactories
@@ -30,6 +30,7 @@ from agentrl.core.records import PolicyVersion, StepReport, Task, TrainBatch, We
 from agentrl.engines.process import ChildProgram, LocalPlacement
 from agentrl.engines.remote.client import ProcessEngine
 from agentrl.engines.scripted import ScriptedEngine
+from agentrl.environments.calculator import Calculator
 from agentrl.journal.port import ControlRecord, VersionPublication
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.checkpoints import CheckpointWriter
@@ -74,6 +75,33 @@ class Ask(agentrl.Environment):
     @classmethod
     def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
         return [Task(id=f"task-{number}", data={}) for number in range(16)]
+
+
+class BoxedTree(Calculator):
+    """The calculator with two branches after its first result; its operations are commands in a sandbox that keep a
+    list of their results, which the reward counts."""
+
+    branches = 2
+    sandbox = agentrl.Sandbox(disk_mb=4, memory_mb=64, seconds=30)
+
+    async def between_turns(self, ctx: agentrl.EpisodeContext) -> None:
+        if ctx.branches_left() == self.branches:
+            await ctx.branch(self.branches)
+
+    @agentrl.tool
+    async def calculate(self, a: int, op: Literal["+", "-", "*"], b: int) -> int:
+        """One operation on two integers."""
+        ran = await self.box.run(["sh", "-c", f"echo $(({a} {op} {b})) | tee -a results"])
+        return int(ran.output)
+
+    async def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:  # type: ignore[override]
+        async with self.box.copy() as judge:
+            counted = await judge.run(["sh", "-c", "cat results 2>/dev/null | wc -l"])
+        answers = [message for message in episode.messages if message.role == "tool"]
+        right = sum(not message.content.startswith("error") for message in answers)
+        if int(counted.output) != right:
+            raise agentrl.AgentRLError(f"{counted.output.strip()} results are in the sandbox, and {right} were seen")
+        return super().reward(task, episode)
 
 
 def scripted(versions: Mapping[str, PolicyVersion]) -> ScriptedEngine:
@@ -226,6 +254,8 @@ def scripted_config(directory: str, seed: int, steps: int) -> RunConfig:
     )
 
 
+STOPPED = 130
+"""Exit code of a run that ended by a signal that asks it to stop."""
 TOOL_USE = ROOT / "examples" / "01_tool_use.toml"
 SMALL = ["credit.group_size=4", "policies.solver.step_size=8"]
 TWO_WORKERS = ["workers=2", "max_in_flight=24"]
@@ -247,7 +277,11 @@ REAL: Mapping[str, list[str]] = {
         *(*SMALL, *TWO_WORKERS, "credit.dynamic_sampling=true", "environment.selection={ retire_after = 1 }"),
         *("policies.solver.reference=agentrl.environments:calculator/model", "trainer.loss.kl=0.01"),
     ],
-    "sandboxed": [*SMALL, *TWO_WORKERS, "environment.id=benchmarks.sandboxes_kills:Sandboxed"],
+    "trees": [
+        *(*SMALL, *TWO_WORKERS, "environment.id=benchmarks.chaos_run:BoxedTree"),
+        *("policies.solver.lora={ rank = 4 }", "policies.solver.max_staleness=2", "policies.solver.step_size=16"),
+        f'scorers.slow={{ function = "{ROOT}/tests/support/score_functions.py:slow", options = {{ seconds = 0.1 }} }}',
+    ],
     "outside": [
         *(*SMALL, *TWO_WORKERS, "environment.id=benchmarks.outside_kills:Asking", "engine.max_context=256"),
         *("engine.slots=24", "sampling.max_tokens=8"),
@@ -288,11 +322,11 @@ def main() -> int:
         config = real_config(kind, directory, int(seed), int(steps))
         environment, factories = resolve(config.environment.id), RunFactories(clock=Hurried())
     try:
-        asyncio.run(run_training(config, environment, factories=factories, resume=bool(resume)))
+        run = asyncio.run(run_training(config, environment, factories=factories, resume=bool(resume)))
     except AgentRLError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return error.exit_code
-    return 0
+    return STOPPED if run.interrupted else 0
 
 
 if __name__ == "__main__":

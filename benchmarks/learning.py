@@ -1,6 +1,6 @@
-"""Losses, distillation, selection, and what kills leave of them.
+"""Losses, distillation and selection.
 
-    python -m benchmarks.learning [--quick] [--part losses|credit|selection|kills]
+    python -m benchmarks.learning [--quick] [--part losses|credit|selection]
 
 * `losses`. `oracle_pairs`: losses and advantages of TRL, verl, AReaL and prime-rl that were computed by their own code,
   in float64 over ragged masks, and recorded with version or commit (`learning_trl.json`: what
@@ -27,9 +27,6 @@
   `distilled_end`: the student's held-out reward in relation to its teacher's; `distilled_steps_ratio`: the steps that
   RL took to nine tenths of the teacher's reward, by those of distillation. `dynamic_sampling_tokens_to_reward`: tokens
   sampled until RL with dynamic sampling gets there, and `plain_tokens_to_reward` without it.
-* `kills`. `ledger_errors` over `kills` of a run with dynamic sampling, task selection and a reference (SIGKILL of the
-  run, its engine or a worker), with what else the two oracles of `benchmarks.chaos` found: `lost`, `twice`,
-  `violations`, and runs that did not go on (`bricked`).
 """
 
 from __future__ import annotations
@@ -49,7 +46,6 @@ FIGURES = (
     *("enumeration_cases", "enumeration_max_error", "enumeration_planted_error", "roulette_refusals"),
     *("dpo_ties_paired_control", "role_mean_ratio_control", "pass_at_k_ratio_control"),
     *("distilled_end", "distilled_steps_ratio", "dynamic_sampling_tokens_to_reward", "plain_tokens_to_reward"),
-    *("kills", "ledger_errors", "lost", "twice", "violations", "bricked"),
 )
 
 if __name__ == "__main__":

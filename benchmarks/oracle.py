@@ -1,10 +1,12 @@
 """What independent checks find in runs that were killed, attacked and resumed with another configuration.
 
-    python -m benchmarks.oracle [--quick] [--part PART] [--directory DIR] [--seed 0]
+    python -m benchmarks.oracle [--quick] [--part PART] [--kinds KIND ...] [--directory DIR] [--seed 0]
 
 * `kills`: small real runs (tiny models, real processes) are killed with SIGKILL in each of their processes while they
   take steps, and go on to their end: one policy in one process and an engine, two worker processes, two policies with
-  child episodes, and all of it under Ray, where a trainer's rank and the raylet die too. After every kill the second
+  child episodes, all of it under Ray, where a trainer's rank and the raylet die too, dynamic sampling with selected
+  tasks and a reference, branches with scores and sandboxes, and an external agent. The last two are also stopped with
+  SIGTERM. `--kinds` runs some of them. After every kill the second
   reader of journals (`tests/journal_oracle.py`, which imports nothing of agentrl) judges the run directory, as does
   `chaos_oracle.py`, which holds it against what had been acknowledged. A quick run kills a scripted run.
 * `fields`: every setting is changed between two starts of a run (`resume_fields.py`).
@@ -19,10 +21,12 @@
 * `inputs`: files, models, data and strangers that attack a run from outside (`hostile_inputs.py`).
 * `starts`: runs of every family of models that set no size (`default_starts.py`).
 
-Figures: `violations` of the second reader, and of them the `unknown_versions`; `lost`, `twice` and `ledger_errors` as
-of `benchmarks.chaos`; `bricked`, runs that could not go on; `kills` and by role; `runs` that got to their end; and
-those of the other parts. `replay_pairs_undetected` counts the `replay_pairs` in which a prefix with the difference was
-executed without a mismatch; the negative control are `replay_pairs_by_design`, in fields that no replay compares.
+Figures: `violations` of the second reader, and of them the `unknown_versions`; `lost`, `twice`, `ledger_errors`,
+`resampled` (journal entries that a later life recorded anew) and `version_gone` (episodes dropped for a version whose
+files exist) as of `benchmarks.chaos`; `bricked`, runs that could not go on; `kills` and by role; `runs` that got to
+their end; and those of the other parts. `replay_pairs_undetected` counts the `replay_pairs` in which a prefix with the
+difference was executed without a mismatch; the negative control are `replay_pairs_by_design`, in fields that no replay
+compares.
 """
 
 from __future__ import annotations
@@ -33,10 +37,11 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 
-from benchmarks import evaluation_stops
+from benchmarks import evaluation_stops, outside_kills
 from benchmarks.chaos import SCRIPTED, Chaos, Kind, Tally
 from benchmarks.report import Report
 from tests.replay.program_pairs import BY_DESIGN, PAIRS
@@ -56,21 +61,31 @@ KINDS = {
         one_victim=True,
         after_progress=True,
     ): 16,
+    Kind(
+        "selected", 24, {"orchestrator": 5, "engine": 2, "worker": 3}, 1.5, 10.0, one_victim=True, after_progress=True
+    ): 12,
+    Kind(
+        *("trees", 24, {"orchestrator": 3, "stop": 5, "engine": 1, "worker": 3}, 1.5, 10.0),
+        one_victim=True,
+        after_progress=True,
+    ): 40,
+    outside_kills.KIND: 20,
 }
 """Runs that are killed, and how often."""
 QUICK_KILLS = 4
-ROLES = ("orchestrator", "engine", "worker", "rank", "raylet")
+ROLES = ("orchestrator", "stop", "engine", "worker", "rank", "raylet", "harness")
 
 
-def kills(quick: bool, root: Path, seed: int) -> dict[str, float | None]:
-    """Kill runs, and judge them."""
+def kills(quick: bool, root: Path, seed: int, only: Collection[str] = ()) -> dict[str, float | None]:
+    """Kill runs, and judge them; `only`: of these kinds, or of all."""
     tally = Tally()
-    for kind, count in {SCRIPTED: QUICK_KILLS}.items() if quick else KINDS.items():
+    kinds = {kind: count for kind, count in KINDS.items() if not only or kind.name in only}
+    for kind, count in {SCRIPTED: QUICK_KILLS}.items() if quick else kinds.items():
         began, before = time.monotonic(), tally.kills.total()
         Chaos(kind, root, seed, tally).run(count)
         print(f"{kind.name}: {tally.kills.total() - before} kills in {time.monotonic() - began:.0f} s", flush=True)
     faults = tally.verdict
-    for fault in sorted([*tally.violations, *faults.lost, *faults.twice, *faults.ledger_errors, *tally.unexplained]):
+    for fault in sorted([*tally.violations, *faults.faults(), *tally.unexplained]):
         print(fault, flush=True)
     return {
         "violations": float(len(tally.violations)),
@@ -78,6 +93,8 @@ def kills(quick: bool, root: Path, seed: int) -> dict[str, float | None]:
         "lost": float(len(faults.lost)),
         "twice": float(len(faults.twice)),
         "ledger_errors": float(len(faults.ledger_errors)),
+        "resampled": float(len(faults.resampled)),
+        "version_gone": float(len(faults.version_gone)),
         "bricked": float(len(tally.unexplained)),
         "kills": float(tally.kills.total()),
         "runs": float(tally.runs),
@@ -118,7 +135,7 @@ PARTS = {
     "starts": _measured_by("default_starts", "figures"),
 }
 FIGURES = (
-    *("violations", "unknown_versions", "bricked", "lost", "twice", "ledger_errors"),
+    *("violations", "unknown_versions", "bricked", "lost", "twice", "ledger_errors", "resampled", "version_gone"),
     *("kills", *(f"kills_{role}" for role in ROLES), "runs"),
     *("config_fields_unclassified", "resumes_judged", "max_lag_exceeded"),
     *("hostile_environments", "hostile_inputs", "runs_ended", "named"),
@@ -135,7 +152,7 @@ FIGURES = (
 SUMMED = ("violations", "bricked", "runs_ended")
 """Figures of several parts."""
 NONE_OF = (
-    *("violations", "unknown_versions", "bricked", "lost", "twice", "ledger_errors"),
+    *("violations", "unknown_versions", "bricked", "lost", "twice", "ledger_errors", "resampled", "version_gone"),
     *("replay_pairs_undetected", "rewards_on_the_wrong_agent", "sorted_dropped", "hash_seed_violations"),
     *("zeros_from_failures", "failures_unnamed"),
     *("stops_without_checkpoint", "stop_violations", "runs_ended_by_evaluations", "runs_ended_by_pins"),
@@ -147,6 +164,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few kills of a scripted run, and samples of the rest")
     parser.add_argument("--part", choices=PARTS, help="this part only")
+    parser.add_argument("--kinds", nargs="*", choices=[kind.name for kind in KINDS], default=(), help="of `kills`")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=Path, default=None, help="where the killed runs are left, to be looked at")
     options = parser.parse_args()
@@ -158,7 +176,8 @@ def main() -> int:
         root.mkdir(exist_ok=True)
         for part in [options.part] if options.part else PARTS:
             print(f"{part} …", flush=True)
-            measured = PARTS[part](options.quick, root, options.seed)
+            measure = partial(kills, only=options.kinds) if part == "kills" else PARTS[part]
+            measured = measure(options.quick, root, options.seed)
             for name, value in measured.items():
                 before = report.figures.get(name) if name in SUMMED else None
                 report.figures[name] = value if before is None or value is None else before + value

@@ -37,7 +37,7 @@ KILLS = 100
 KIND = Kind(
     "outside",
     40,
-    {"orchestrator": 2, "worker": 4, "harness": 4},
+    {"orchestrator": 2, "stop": 1, "worker": 4, "harness": 4},
     calm_s=0.3,
     start_s=6.0,
     one_victim=True,
@@ -107,7 +107,7 @@ def figures(quick: bool) -> dict[str, float | None]:
         told = [*check_environment(Undeclared).findings, asyncio.run(_killed_once(Path(scratch)))]
     for said in told:
         print(f"of an undeclared id: {said}", flush=True)
-    faults = {*tally.verdict.lost, *tally.verdict.twice, *tally.verdict.ledger_errors, *tally.violations}
+    faults = tally.verdict.faults() | tally.violations
     for fault in sorted({*faults, *tally.unexplained, *dropped}):
         print(fault, flush=True)
     print(f"kills {dict(tally.kills)}, {tally.runs} runs, {len(seen)} replies seen", flush=True)

@@ -17,8 +17,6 @@ Run as root, all but the costs are measured as root and as an ordinary user.
 * `formats`: `formats` whose rewards were compared with their own code's, `format_rewards` in all, and the share that is
   equal, `format_rewards_equal`; `harness_cpu_per_episode`, CPU seconds of an episode that a standing runner plays, the
   most of the formats. Null without the formats' packages.
-* `kills`: `ledger_errors`, faults of the ledger and of what was acknowledged, after `run_kills` kills of processes of a
-  training run whose tools and rewards run in sandboxes.
 * `resume`: `resumed_equal`, share of kills of an episode, one at each entry, after which another process finds the same
   files and ends with the same.
 """
@@ -33,7 +31,6 @@ FIGURES = (
     *("leaked", "leak_kills"),
     *("lease_ms", "run_ms", "run_cpu_ms", "idle_kb_per_lease", "snapshot_ms", "at_once"),
     *("gateway_request_ms", "resumed_equal"),
-    *("run_kills", "ledger_errors"),
     *("formats", "format_rewards", "format_rewards_equal", "harness_cpu_per_episode"),
 )
 
