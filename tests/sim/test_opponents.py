@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +15,9 @@ import pytest
 import agentrl
 from agentrl.app.policies import check_engine_capabilities
 from agentrl.app.recovery import read_resume_state
-from agentrl.core.errors import ConfigError
-from agentrl.core.ports import GenerateRequest
+from agentrl.config.sections import EvaluationConfig
+from agentrl.core.errors import ConfigError, EngineError
+from agentrl.core.ports import Engine, GenerateRequest
 from agentrl.core.records import (
     EpisodeSpec,
     GameTally,
@@ -23,10 +27,13 @@ from agentrl.core.records import (
     WeightsRef,
     dropped_header,
 )
+from agentrl.engines.router import EngineRouter
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.inspection.statistics import tally_games_by_version
 from agentrl.journal.entries import TurnEntry
+from agentrl.journal.port import EpisodeEnd
 from agentrl.observe.metrics import find_registered_metric
+from agentrl.orchestrator.loop import Orchestrator
 from agentrl.orchestrator.metrics import EpisodeTotals
 from agentrl.orchestrator.opponents import OpponentPool, OpponentPools, opponent_pool_steps
 from agentrl.orchestrator.versions import ServedVersions
@@ -102,6 +109,54 @@ def test_a_group_plays_one_past_version_and_never_a_future_one(simulated_loop: S
         assert steps_of_policies(run) == {"player"}
 
     simulated_loop.run(main)
+
+
+class LacksFiles(ScriptedEngine):
+    """Loads slowly; the files of lineage 9 are gone."""
+
+    async def load(self, weights: WeightsRef) -> None:
+        await asyncio.sleep(0.3)
+        if weights.version.lineage == 9:
+            raise EngineError(f"weights {weights.version} refused: its files are gone")
+
+
+def router_that_lacks_files(*arguments: Any, **options: Any) -> EngineRouter:
+    return EngineRouter([LacksFiles(*arguments, **options) for _ in range(2)])
+
+
+@pytest.mark.parametrize("engine_class", [LacksFiles, router_that_lacks_files])
+def test_updates_opponents_and_evaluations_do_not_pay_for_versions_of_others(
+    simulated_loop: SeededSimulation, engine_class: Callable[..., Engine]
+) -> None:
+    evaluated = config(choose="uniform").model_copy(update={"evaluation": EvaluationConfig(tasks=4, every=2)})
+    refused: list[PolicyVersion] = []
+
+    async def main() -> None:
+        run = SmallRun(config=evaluated, environment=Duel, script=strength, engine_class=engine_class)
+        run.held_out = [Task(id=f"held-out-{number}", data={}) for number in range(4)]
+        pinning: list[asyncio.Task[None]] = []
+
+        async def pin_lost_versions(orchestrator: Orchestrator) -> None:
+            for step in itertools.count():
+                lost = WeightsRef(version=PolicyVersion("player", 9, step), path="", kind="adapter", sha256="")
+                with pytest.raises(EngineError, match=f"{lost.version} refused"):
+                    await orchestrator.versions.pin(f"tree of e{step}", lost)
+                refused.append(lost.version)
+                await asyncio.sleep(0.1)
+
+        run.during = lambda orchestrator: pinning.append(
+            asyncio.get_running_loop().create_task(pin_lost_versions(orchestrator))
+        )
+        await run.run()
+        pinning[0].cancel()
+        assert len(run.trainer.batches) == 9
+        assert len(run.seen.evaluations) > 2
+        assert len({pin for _, pin, _ in games(run)}) > 2
+        reasons = Counter(end.header.drop_reason for end in run.journal.of_kind(EpisodeEnd))
+        assert reasons.keys() <= {None, "run_ended"}
+
+    simulated_loop.run(main, seeds=3)
+    assert len(refused) > 20
 
 
 class Forgetful(ScriptedEngine):
