@@ -279,7 +279,7 @@ REAL: Mapping[str, list[str]] = {
     ],
     "trees": [
         *(*SMALL, *TWO_WORKERS, "environment.id=benchmarks.chaos_run:BoxedTree"),
-        *("policies.solver.lora={ rank = 4 }", "policies.solver.max_staleness=2", "policies.solver.step_size=16"),
+        *("policies.solver.lora={ rank = 4 }", "policies.solver.max_staleness=2", "policies.solver.step_size=12"),
         f'scorers.slow={{ function = "{ROOT}/tests/support/score_functions.py:slow", options = {{ seconds = 0.1 }} }}',
     ],
     "outside": [
