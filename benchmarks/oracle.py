@@ -65,7 +65,7 @@ KINDS = {
         "selected", 24, {"orchestrator": 5, "engine": 2, "worker": 3}, 1.5, 10.0, one_victim=True, after_progress=True
     ): 12,
     Kind(
-        *("trees", 24, {"orchestrator": 3, "stop": 5, "engine": 1, "worker": 3}, 1.5, 10.0),
+        *("trees", 24, {"orchestrator": 2, "stop": 4, "engine": 1, "worker": 3}, 4.0, 10.0),
         one_victim=True,
         after_progress=True,
     ): 40,
