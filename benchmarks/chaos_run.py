@@ -326,6 +326,8 @@ def main() -> int:
     except AgentRLError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return error.exit_code
+    except KeyboardInterrupt:  # the signal came before the first episode
+        return STOPPED
     return STOPPED if run.interrupted else 0
 
 
