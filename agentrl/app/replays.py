@@ -558,7 +558,12 @@ def _units(reader: RunReader, policy: str, lineage: int, step: int) -> Iterator[
         raise JournalError("; ".join(problems))
     credits: dict[tuple[str, int], list[TrajectoryCredit]] = {}
     for row in rows:
-        by_turn = tuple(map(float, json.loads(row["turn_advantages"]))) if row["turn_advantages"] else ()
+        try:
+            by_turn = tuple(map(float, json.loads(row["turn_advantages"]))) if row["turn_advantages"] else ()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise JournalError(
+                f"episode {row['episode']}: its advantages by turn cannot be read ({error}); the journal is damaged"
+            ) from error
         credits.setdefault((row["episode"], row["attempt"]), []).append(
             TrajectoryCredit(row["seat"], row["agent"], row["reward"], row["advantage"], row["baseline"], by_turn)
         )

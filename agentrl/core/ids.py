@@ -113,6 +113,12 @@ def root_episode_number(episode_id: str) -> int:
     return int(episode_id.partition("~")[0][1:])
 
 
+def is_numbered(episode_id: str) -> bool:
+    """Whether an id has a number of a root episode."""
+    number = episode_id.partition("~")[0][1:]
+    return number.isascii() and number.isdecimal()
+
+
 def episode_sort_key(episode_id: str) -> tuple[int, ...]:
     """Sort key: root number, attempt, call id, index, compared as numbers.
 

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 _TYPES = {"TEXT": "'text'", "INTEGER": "'integer'", "REAL": "'real', 'integer'", "BLOB": "'blob'"}
 MAX_DEPTH = 100
 """Maximum nesting of content that is shown, far below the limit of recursive printers."""
+MAX_SECONDS = 10**12
+"""Largest time or duration that a run can record, as in `observe.run_state.Seconds`."""
 Row = dict[str, Any]
 STATUS = (
     "CASE WHEN e.episode IS NULL AND EXISTS"
@@ -102,10 +104,11 @@ def convert_damage_errors(log: SqliteRunLog) -> Iterator[None]:
 
 
 def check_control_log_types(log: SqliteRunLog) -> None:
-    """Check the types of every row of the control log.
+    """Check the types of every row of the control log, and its times.
 
     Raises:
-        JournalError: a value is not of the type its column declares; the message names table, row and column.
+        JournalError: a value is not of the type its column declares, or is no time; the message names table, row and
+            column.
     """
     for (table,) in log.rows("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite%'"):
         columns = log.rows(f"PRAGMA table_info({table})")
@@ -113,13 +116,15 @@ def check_control_log_types(log: SqliteRunLog) -> None:
         for _, name, kind, is_required, *_ in columns:
             types = _TYPES[kind] if is_required else f"{_TYPES[kind]}, 'null'"
             odd[name] = f"typeof({name}) NOT IN ({types})"
+            if name.endswith("_at") or name == "seconds":
+                odd[name] += f" OR abs({name}) > {MAX_SECONDS}"
         cases = ", ".join(f"CASE WHEN {condition} THEN '{name}' END" for name, condition in odd.items())
         first = columns[0][1]
         rows = log.rows(f"SELECT {first}, coalesce({cases}) FROM {table} WHERE {' OR '.join(odd.values())} LIMIT 1")
         for key, name in rows:
             raise JournalError(
-                f"{log.path.name}: `{name}` of {str(key)[:100]!r} in `{table}` has the wrong type; the record was "
-                "altered or is damaged"
+                f"{log.path.name}: `{name}` of {str(key)[:100]!r} in `{table}` has the wrong type, or is an impossible "
+                "time; the record was altered or is damaged"
             )
 
 

@@ -339,11 +339,17 @@ def decode_admission_row(row: Sequence[Any]) -> EpisodeSpec:
     """
     _verify("admissions", row)
     try:
-        return _SPEC.decode(row[7])
+        spec = _SPEC.decode(row[7])
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
         raise JournalError(
             f"episode {row[0]}: its admission record cannot be read ({error}); the journal is damaged"
         ) from error
+    key = (spec.episode_id, spec.attempt, spec.purpose)
+    if (*key, spec.environment, spec.task.id, spec.parent_id, spec.group_id) != tuple(row[:7]):
+        raise JournalError(
+            f"episode {row[0]}: the columns of its admission record differ from its spec; it was altered"
+        )
+    return spec
 
 
 def task_data(spec: bytes) -> str | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from agentrl.core import ids
 from agentrl.core.errors import JournalError
 from agentrl.core.records import PolicyVersion, Proposal, WeightsRef
 from agentrl.journal.control_rows import (
@@ -223,14 +224,22 @@ class RunLog:
 
     def unfinished(self, purpose: Purpose = "train") -> Sequence[EpisodeSpec]:
         """Return the episodes of a purpose, children included, whose newest attempt has not ended, in order of
-        admission."""
+        admission.
+
+        Raises:
+            JournalError: a record was altered or is damaged.
+        """
         statement = (
             f"SELECT {_ADMISSION} FROM admissions a WHERE a.purpose = ?"
             " AND NOT EXISTS (SELECT 1 FROM episodes e WHERE e.episode = a.episode AND e.attempt = a.attempt)"
             " AND NOT EXISTS (SELECT 1 FROM admissions b WHERE b.episode = a.episode AND b.attempt > a.attempt)"
             " ORDER BY a.admitted_at, length(a.episode), a.episode"
         )
-        return [decode_admission_row(row) for row in self.rows(statement, purpose)]
+        specs = [decode_admission_row(row) for row in self.rows(statement, purpose)]
+        for spec in specs:
+            if not ids.is_numbered(spec.episode_id):
+                raise JournalError(f"{self.path}: {spec.episode_id[:100]!r} is no name of an episode; it was altered")
+        return specs
 
     def ended_children(self, parents: Collection[str]) -> dict[str, EpisodeHeader]:
         """Return the headers of the ended children of some episodes, by id; unfinished ones are left out."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -18,11 +21,13 @@ from rich.console import Console
 from agentrl.cli.main import main
 from agentrl.cli.runs import _keys
 from agentrl.cluster.mirror import LINK_DIRECTORIES, MIRRORED_DIRECTORIES
-from agentrl.core.errors import ConfigError, JournalError, StorageError
+from agentrl.core.errors import AgentRLError, ConfigError, JournalError, StorageError
 from agentrl.core.files import replace_file
 from agentrl.core.records import PolicyVersion
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.statistics import run_state
+from agentrl.inspection.viewer.queries import QUESTIONS
+from agentrl.inspection.viewer.served_runs import ServedRuns
 from agentrl.journal.port import PruneRule, VersionPublication
 from agentrl.journal.reader import TurnLogReader
 from agentrl.journal.run_log import RunStart, SettingChange, SqliteRunLog
@@ -45,6 +50,7 @@ from agentrl.observe.run_state import (
 )
 from agentrl.observe.sinks import format_prometheus_metrics, open_sinks
 from tests.journal_cases import spec, step_of, weights, write_run
+from tests.received_runs import edit_table
 
 ESCAPES = "\x1b]52;c;aGk=\x07\x9b31m\u202e[bold][/x]"
 MARKUP = "\"'><script>alert(1)</script><img src=x onerror=alert(1)></pre></style>&lt;"
@@ -267,6 +273,72 @@ def test_a_pruning_removes_nothing_through_a_link(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match="steps: this is a symbolic link"):
         asyncio.run(prune())
     assert (home / "columns").exists()
+
+
+def altered(run: Path, table: str, column: str, value: object) -> None:
+    """Change the first row of a control table, with a checksum that fits."""
+
+    def change(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{**rows[0], column: value}, *rows[1:]]
+
+    edit_table(run, table, change)
+
+
+@pytest.mark.damages_journal
+@pytest.mark.parametrize(
+    ("table", "column", "value", "command", "message"),
+    [
+        ("versions", "published_at", 1e308, ("run", "timeline"), "`published_at`.*impossible time"),
+        ("steps", "seconds", 1e308, ("run", "timeline"), "`seconds`.*impossible time"),
+        ("step_units", "turn_advantages", "[[1, 2]]", ("step", "replay"), "advantages by turn cannot be read"),
+    ],
+)
+def test_a_record_that_no_run_writes_is_named(
+    tmp_path: Path,
+    table: str,
+    column: str,
+    value: object,
+    command: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asyncio.run(write_run(tmp_path))
+    altered(tmp_path, table, column, value)
+    noun, verb, *more = command
+    code = main([noun, verb, str(tmp_path), *more])
+    printed = capsys.readouterr()
+    assert code in (1, 74)
+    assert re.search(message, printed.out + printed.err)
+
+
+@pytest.mark.damages_journal
+def test_the_viewer_refuses_a_record_of_another_type(tmp_path: Path) -> None:
+    asyncio.run(write_run(tmp_path))
+    altered(tmp_path, "admissions", "admitted_at", "yesterday")
+    with contextlib.closing(ServedRuns(tmp_path)) as runs:
+        for question in ("runs", *QUESTIONS):
+            with contextlib.suppress(AgentRLError):
+                runs.answer(question, {"episode": "e0", "step": "1", "id": "e0"})
+
+
+@pytest.mark.damages_journal
+def test_an_admission_whose_columns_differ_from_its_spec_is_not_resumed(tmp_path: Path) -> None:
+    asyncio.run(write_run(tmp_path))
+    edit_table(tmp_path, "admissions", lambda rows: [{**row, "environment": "other"} for row in rows])
+    with contextlib.closing(SqliteRunLog(tmp_path / "journal")) as log, pytest.raises(JournalError, match="altered"):
+        log.unfinished()
+
+
+@pytest.mark.damages_journal
+def test_an_episode_without_a_number_is_not_resumed(tmp_path: Path) -> None:
+    async def admit() -> None:
+        journal = SqliteJournal(tmp_path / "journal")
+        journal.admit(replace(spec(0), episode_id="other"))
+        await journal.close()
+
+    asyncio.run(admit())
+    with contextlib.closing(SqliteRunLog(tmp_path / "journal")) as log, pytest.raises(JournalError, match="no name of"):
+        log.unfinished()
 
 
 def test_a_run_directory_may_be_a_link(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from agentrl.core.errors import InputError
-from agentrl.inspection.reader import RunReader, list_runs
+from agentrl.inspection.reader import RunReader, convert_damage_errors, list_runs
 from agentrl.inspection.run_comparison import CURVES, compare_runs
 from agentrl.inspection.viewer.queries import answer_viewer_query, as_json
 from agentrl.journal.schema import CONTROL_FILE
@@ -37,15 +37,23 @@ class ServedRuns:
     def answer(self, question: str, parameters: Mapping[str, str]) -> bytes:
         """Answer a question of the page, as JSON. Raises as `answer_viewer_query`."""
         if question == "runs":
-            return as_json(list_runs(self._place) if self.is_directory else [self._reader("").line()])
+            if self.is_directory:
+                return as_json(list_runs(self._place))
+            with convert_damage_errors(self._reader("").log):
+                return as_json([self._reader("").line()])
         if question == "comparison":
             names = [name for name in parameters.get("runs", "").split("\n") if name]
             if len(names) > MAX_COMPARED:
                 raise InputError(f"{len(names)} runs are too many for one comparison: choose at most {MAX_COMPARED}")
             metrics = [name for name in parameters.get("metrics", "").split("\n") if name]
             readers = [self._reader(name) for name in names]
-            return as_json(compare_runs(readers, axis=parameters.get("by") or "step", metrics=[*CURVES, *metrics]))
-        return answer_viewer_query(self._reader(parameters.get("run", "")), question, parameters)
+            with contextlib.ExitStack() as stack:
+                for reader in readers:
+                    stack.enter_context(convert_damage_errors(reader.log))
+                return as_json(compare_runs(readers, axis=parameters.get("by") or "step", metrics=[*CURVES, *metrics]))
+        reader = self._reader(parameters.get("run", ""))
+        with convert_damage_errors(reader.log):
+            return answer_viewer_query(reader, question, parameters)
 
     def close(self) -> None:
         """Close all runs."""
