@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from agentrl.app.evaluation import play_without_training, with_frozen_policies
+from agentrl.app.given_models import check_models_unchanged
 from agentrl.app.policies import frozen_policy_weights, serve_configured_weights, weights_from_directory
 from agentrl.app.received import FORK, ReceivedRun, recorded_environment_code
 from agentrl.app.run_parts import RunFactories
@@ -146,7 +147,9 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
         reader.close()
     parent = edit_fork_parent(find_parent(journal, episode_id, attempt, at), edit)
     received = ReceivedRun(path, overrides)
-    config = received.config(recorded_settings, FORK if factories is None else FORK.without_models(), command)
+    use = FORK if factories is None else FORK.without_models()
+    config = received.config(recorded_settings, use, command)
+    check_models_unchanged(config, info.get("models"), ignored=use.ignored)
     environment_class = received.environment(
         parent.begin.environment,
         environment,

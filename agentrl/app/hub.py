@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agentrl.config.policies import LocalPolicy
+from agentrl.app.given_models import given_models, with_given_models
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ModelError
 
@@ -43,25 +43,14 @@ def with_downloaded_models(config: RunConfig, before: Mapping[str, Any], *, down
         ModelError: a model is neither in the cache nor available; the message has the download command.
     """
 
-    def local(key: str, path: str, began_with: object) -> str:
-        if not is_hub_name(path):
-            return path
-        return str(_previous_path(path, began_with) or download_model(key, path, download=download))
-
-    policies: dict[str, Any] = dict(config.policies)
-    for name, policy in config.of_kind(LocalPolicy).items():
-        for key in ("model", "reference"):
-            if reference := getattr(policy, key, ""):
-                local_path = local(f"policies.{name}.{key}", reference, _at(before, "policies", name, key))
-                policies[name] = policies[name].model_copy(update={key: local_path})
-    scorers = dict(config.scorers)
-    for name, scorer in config.reward_models.items():
-        key = f"scorers.{name}.reward_model"
-        model_path = local(key, scorer.reward_model, _at(before, "scorers", name, "reward_model"))
-        scorers[name] = scorer.model_copy(update={"reward_model": model_path})
-    config = config.model_copy(update={"scorers": scorers})
-    path = local("model.path", config.model.path, _at(before, "model", "path"))
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": path}), "policies": policies})
+    local = {
+        setting: str(
+            _previous_path(path, _at(before, *setting)) or download_model(".".join(setting), path, download=download)
+        )
+        for setting, path in given_models(config).items()
+        if is_hub_name(path) and (setting[0] == "model" or setting[-1] != "path")
+    }
+    return with_given_models(config, local)
 
 
 def _at(data: object, *keys: str) -> object:

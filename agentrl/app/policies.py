@@ -7,7 +7,6 @@ environment's own module. Their seats are bound as `Solve.solver`, else by the b
 from __future__ import annotations
 
 import difflib
-import hashlib
 import itertools
 import json
 import os
@@ -48,8 +47,6 @@ if TYPE_CHECKING:
 
 MAX_EXTERNAL_CONTEXT = 1 << 20
 """Longest conversation, in bytes, with an external policy; its endpoint bounds the tokens."""
-_IDENTITY_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-_MAX_HEADER_BYTES = 1 << 26
 SPARE = 1
 """Number of adapter slots beyond those in use: a new adapter is loaded before an old one is unloaded."""
 
@@ -542,64 +539,17 @@ class BaseModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Directory of the model."""
     policies: tuple[str, ...]
     """Policies that are served on the model: their versions are its adapters, or full weights."""
-    digest: str
-    """SHA-256 of configuration, tokenizer and template, and of the names, sizes and headers of the weights; empty if
-    there is no such directory."""
 
 
 def base_models(config: RunConfig) -> list[BaseModelRecord]:
-    """Return the base models of a run.
-
-    Raises:
-        InputError: a file of a model cannot be read.
-    """
+    """Return the base models of a run."""
     policies: dict[str, list[str]] = {}
     for base in config.bases:
         policies.setdefault(base.model.path, []).extend(base.policies)
     return [
-        BaseModelRecord(
-            name=base_model_display_name(path), path=path, policies=tuple(names), digest=_base_digest(Path(path))
-        )
+        BaseModelRecord(name=base_model_display_name(path), path=path, policies=tuple(names))
         for path, names in policies.items()
     ]
-
-
-def _base_digest(directory: Path) -> str:
-    if not directory.is_dir():
-        return ""
-    digest = hashlib.sha256()
-    try:
-        for file in sorted(entry for entry in directory.iterdir() if entry.name in _IDENTITY_FILES and entry.is_file()):
-            digest.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
-        for file in sorted(directory.glob("*.safetensors")):
-            with file.open("rb") as stream:
-                header = stream.read(min(int.from_bytes(stream.read(8), "little"), _MAX_HEADER_BYTES))
-            digest.update(f"{file.name} {file.stat().st_size} ".encode() + header)
-    except OSError as error:
-        raise InputError(f"{error.filename}: cannot be read ({error.strerror})") from error
-    return digest.hexdigest()
-
-
-def check_base_models_unchanged(config: RunConfig, before: object) -> None:
-    """Refuse to resume a run whose base models have changed.
-
-    Args:
-        config: configuration of the run.
-        before: result of `base_models` when the run began, as data; unreadable parts are not compared.
-
-    Raises:
-        ConfigError: a directory holds another model.
-    """
-    try:
-        digests = {base.path: base.digest for base in msgspec.convert(before, list[BaseModelRecord])}
-    except msgspec.ValidationError:
-        return
-    for base in base_models(config):
-        if base.digest and digests.get(base.path, "") not in ("", base.digest):
-            raise ConfigError(
-                f"{base.path} contains a different model than when the run began, and the versions and recorded tokens "
-                f"of {', '.join(base.policies)} belong to the original. Put it back, or start a new run with --name"
-            )
 
 
 def weights_from_directory(policy: str, directory: str | Path) -> WeightsRef:

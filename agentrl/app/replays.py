@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from agentrl.app.given_models import check_models_unchanged
 from agentrl.app.policies import MAX_EXTERNAL_CONTEXT, rollout_settings
 from agentrl.app.received import REPLAY, STEP_REPLAY, ReceivedRun, recorded_environment_code
 from agentrl.app.run_parts import RunFactories
@@ -402,6 +403,7 @@ def recompute_step_loss(reader: RunReader, line: StepLine, overrides: Sequence[s
         base = Path(config.base_of(line.policy))
         if not base.is_dir():
             raise InputError(f"its base model, {base}, is not on this machine")
+        check_models_unchanged(config, reader.info().get("models"), ignored=STEP_REPLAY.ignored)
         _check_loss(config, reader, line.lineage)
         trainer = _trainer(config, reader.path)
         batch, started_from = _batch(reader, line.policy, line.lineage, line.step)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from agentrl.app.engines import check_ray_installed, check_vllm_usable, device_plan, make_engine
+from agentrl.app.given_models import check_models_unchanged, keep_models, record_models, with_kept_models
 from agentrl.app.hub import with_downloaded_models
 from agentrl.app.memory_estimate import check_gpu_memory, with_chosen_token_limits
 from agentrl.app.policies import (
     base_model_chat_formats,
     base_models,
-    check_base_models_unchanged,
     check_reference_models,
     hidden_tools,
     split_group_warnings,
@@ -48,6 +48,7 @@ from agentrl.core.records import Task
 from agentrl.core.text import plural
 from agentrl.environment.environment import Environment, TaskSource
 from agentrl.journal.run_process import record_process_state
+from agentrl.journal.schema import CONTROL_FILE
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.orchestrator.loop import Orchestrator
 
@@ -122,6 +123,7 @@ def train(  # noqa: PLR0913 - a run's inputs, keyword-only except the first
     if config.engine.kind == "vllm":
         check_vllm_usable(config)
     before = RunDirectory.config(Path(config.directory) / config.name) if resume else {}
+    config = with_kept_models(config, Path(config.directory) / config.name, before)
     config = with_learning_rates(with_downloaded_models(config, before), before)
     config = with_chosen_token_limits(config, before)
     run = run_training(
@@ -153,20 +155,21 @@ async def run_training(
     held_out_splits, available = await asyncio.to_thread(held_out_source, config, environment, held_out)
     path = Path(config.directory) / config.name
     warnings = await unproved_sandbox_promises(config, environment)
-    directory = RunDirectory.reopen(path) if resume else RunDirectory.create(path, config.model_dump_json(indent=1))
+    config, directory = await asyncio.to_thread(_open_directory, config, path, resume=resume)
     code = importable_environment_code(environment)
     selected = await asyncio.to_thread(
         selected_by_tasks, environment, [source, *(split.tasks for split in held_out_splits)]
     )
     warnings += remember_run(path, config, code, selected, resumed=resume)
-    bases = await asyncio.to_thread(base_models, config)
-    info = {
-        "name": config.name,
-        "config": config.model_dump(mode="json"),
-        "code": code,
-        "bases": msgspec.to_builtins(bases),
-    }
-    run_context = _open_run(config, directory, observers, clock, info=info, quiet=quiet, resume=resume)
+    run_context = _open_run(
+        config,
+        directory,
+        observers,
+        clock,
+        info=await asyncio.to_thread(_identity, config, directory, code),
+        quiet=quiet,
+        resume=resume,
+    )
     async with run_context as (store, observer, changes), gpu_reservation():
         recorded_turns = await asyncio.to_thread(find_recorded_turns, config, environment, path)
         keep_recorded_turns(recorded_turns, path)
@@ -217,6 +220,26 @@ async def run_training(
         seconds = clock.monotonic() - start_s
         summary = _summary(config, observer.state, orchestrator, num_evaluated, seconds)
         return _report_conclusion(directory, store, observer, orchestrator, summary)
+
+
+def _open_directory(config: RunConfig, path: Path, *, resume: bool) -> tuple[RunConfig, RunDirectory]:
+    """Open the run's directory, or create it with the versions of other runs that the run starts from."""
+    if resume:
+        return config, RunDirectory.reopen(path)
+    config = keep_models(config, path)
+    return config, RunDirectory.create(path, config.model_dump_json(indent=1))
+
+
+def _identity(config: RunConfig, directory: RunDirectory, code: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a new journal records of the run; the models' files are read only then."""
+    is_new = not (directory.journal / CONTROL_FILE).exists()
+    return {
+        "name": config.name,
+        "config": config.model_dump(mode="json"),
+        "code": code,
+        "bases": msgspec.to_builtins(base_models(config)),
+        "models": msgspec.to_builtins(record_models(config)) if is_new else [],
+    }
 
 
 def _training_tasks(config: RunConfig, environment: type[Environment], tasks: TaskSource | None) -> TaskSource:
@@ -314,7 +337,8 @@ async def _open_run(
         store = SqliteJournal(directory.journal, info=info)
         stack.push_async_callback(store.close)
         changes = check_settings_unchanged(store.config(), config)
-        check_base_models_unchanged(config, store.info().get("bases"))
+        if resume:
+            await asyncio.to_thread(check_models_unchanged, config, store.info().get("models"))
         plan = display_settings_from_config(resolved_config)
         sinks = open_sinks(config.sinks, directory.path, resolved_config)
         stack.enter_context(recording_process_state(directory.path))

@@ -6,6 +6,7 @@ summary.json     written at the end                  checkpoints/   what a run r
 policies/NAME    link to a policy's last version     steps/         columns of optimizer steps
 engine.log       error streams of engine processes   process.json   which process leads the run, or how it ended
 best/NAME        link to its version when the metric was best
+models/          versions of other runs that this run starts from
 
 A run directory may be untrusted: nothing is ever written through a link, pipe or device that has the name of
 one of our files.
@@ -37,8 +38,8 @@ _FINISH = "make room or permission there, then finish the run with --resume"
 
 
 _MAX_CONFIG_BYTES = 1 << 20
-_HALF_CONFIG = ".config.json"
-"""Temporary file of `replace_file`, left by a process that was killed; it does not prevent another start."""
+_BEFORE_CONFIG = (".config.json", "models")
+"""What a process writes before `config.json`, the first with `replace_file`. If it was killed, another may start."""
 
 
 class RunDirectory:
@@ -78,7 +79,7 @@ class RunDirectory:
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
             with _alone_in(path):
-                if any(entry.name != _HALF_CONFIG for entry in path.iterdir()):
+                if any(entry.name not in _BEFORE_CONFIG for entry in path.iterdir()):
                     raise RunDirectoryError(
                         f"{path} exists; resume it with --resume, choose another --name, or remove it"
                     )
@@ -102,7 +103,7 @@ class RunDirectory:
         """
         directory = cls(path)
         paths = (directory.journal, directory.versions, directory.checkpoints, directory.steps)
-        refuse_links(*paths, *(path / name for name in ("policies", "best", "tensorboard", "wandb")))
+        refuse_links(*paths, *(path / name for name in ("policies", "best", "models", "tensorboard", "wandb")))
         for top in paths:
             for folder, folders, files in os.walk(top):
                 refuse_links(*(Path(folder, name) for name in (*folders, *files)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import agentrl
 from agentrl.app.policies import check_adapter_base, weights_from_directory
 from agentrl.cli.main import main
-from agentrl.core.errors import InputError
+from agentrl.core.errors import ConfigError, InputError
 from agentrl.core.records import PolicyVersion
 from tests.e2e.matches import Match, WatchedMatch, answering, check_critic, check_played, config_of, played, write_judge
 from tests.processes import descendants
@@ -104,6 +105,24 @@ def test_an_adapter_of_another_base_is_refused_by_name(base: Path, judge: Path, 
     (moved / "model.safetensors").write_bytes(b"\0" * (base / "model.safetensors").stat().st_size)
     with pytest.raises(InputError, match="base model"):
         check_adapter_base(weights_from_directory("judge", judge), moved)
+
+
+def test_a_run_outlives_the_version_it_starts_from_and_notices_another_base(
+    base: Path, judge: Path, tmp_path: Path
+) -> None:
+    own_base, runs = Path(shutil.copytree(base, tmp_path / "base")), tmp_path / "runs"
+    one = config_of(own_base, judge, runs, name="one", steps=2, checkpoint={"every": 1, "versions": 1})
+    agentrl.train(one, environment=Match, quiet=True)
+    two = config_of(own_base, runs / "one" / "policies" / "other", runs, name="two", steps=1)
+    agentrl.train(two, environment=Match, quiet=True)
+    agentrl.train(one.model_copy(update={"steps": 4}), environment=Match, quiet=True, resume=True)
+    assert not (runs / "one" / "versions" / "other" / "0.2").exists()
+    shutil.rmtree(runs / "one")
+    agentrl.train(two.model_copy(update={"steps": 2}), environment=Match, quiet=True, resume=True)
+    weights = load_file(own_base / "model.safetensors")
+    save_file({name: tensor * 1.01 for name, tensor in weights.items()}, own_base / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"model\.path: .*model\.safetensors"):
+        agentrl.train(two.model_copy(update={"steps": 3}), environment=Match, quiet=True, resume=True)
 
 
 @pytest.mark.parametrize("half", ["lora_A", "lora_B"])
