@@ -246,9 +246,15 @@ class ChatFormat(Protocol):
         """Return the token ids of a new conversation, up to the start of the assistant's turn."""
         ...
 
-    def extend(self, messages: Sequence[Message], *, after: FinishReason) -> list[int]:
+    def extend(self, messages: Sequence[Message], *, after: FinishReason, turn: Sequence[int] = ()) -> list[int]:
         """Return the token ids that follow a sampled turn: its closing tokens (all of them, unless `after` is `stop`),
-        the new messages, and the start of the next assistant turn."""
+        the new messages, and the start of the next assistant turn.
+
+        Args:
+            messages: the new messages.
+            after: why the turn ended.
+            turn: its tokens. If they were cut within thinking, the thinking is closed too.
+        """
         ...
 
     def rewritten(

@@ -122,6 +122,8 @@ class ReplyParts(NamedTuple):
 def split_thinking(text: str, marks: tuple[str, str], *, is_open: bool = False) -> tuple[str, str]:
     """Split a reply into the thinking at its beginning and the rest; thinking without an end mark leaves no rest.
 
+    Marks elsewhere, and an end mark of thinking that nothing began, belong to the answer.
+
     Args:
         text: text of the reply.
         marks: marks around thinking.
@@ -130,14 +132,19 @@ def split_thinking(text: str, marks: tuple[str, str], *, is_open: bool = False) 
     Example:
         >>> split_thinking("<think>Easy.</think>5", THINKING[0])
         ('Easy.', '5')
+        >>> split_thinking("</think> ends it", THINKING[0])
+        ('', '</think> ends it')
     """
     begin, end = marks
-    body = text.lstrip()
-    begins = body.startswith(begin)
-    thinking, end_marker, remainder = text.partition(end)
-    if end_marker:
-        return thinking.strip().removeprefix(begin).strip(), remainder.lstrip()
-    return (body.removeprefix(begin).strip(), "") if begins or is_open else ("", text)
+    if not is_open and not text.lstrip().startswith(begin):
+        return "", text
+    thinking, _, remainder = text.partition(end)
+    return thinking.strip().removeprefix(begin).strip(), remainder.lstrip()
+
+
+def is_thinking_open(text: str, marks: tuple[str, str], *, is_open: bool = False) -> bool:
+    """Whether a reply ends within its thinking; the arguments are those of `split_thinking`."""
+    return marks[1] not in text and (is_open or text.lstrip().startswith(marks[0]))
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------
@@ -327,12 +334,36 @@ def _split(raw: str) -> list[tuple[str, Any]]:
 
 
 def _convert_value(raw: str, schema: Any) -> Any:
-    """Parse a value written without its type: as JSON if the schema admits the type of that, else as text."""
-    value, kinds = parse_json_value(raw), _kinds(schema)
-    if isinstance(value, str) or (value is None and raw.strip() != "null"):
+    """Parse a value written without its type: as JSON if the schema admits the type of that, else as text.
+
+    Templates write the values of earlier calls with Python's `str`, so models write `True`, `None` and `{'a': 1}`.
+    These count as their JSON values if the schema admits no text, or admits this type beside it.
+    """
+    value, kinds, text = parse_json_value(raw), _kinds(schema), raw.strip()
+    if value is None and text != "null":
+        value, is_python = _python_literal(text)
+        if not is_python or not kinds:
+            return raw
+    elif isinstance(value, str):
         return raw
-    json_types = {bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, list: {"array"}, dict: {"object"}}
-    return raw if "string" in kinds and json_types.get(type(value), {"null"}).isdisjoint(kinds) else value
+    return raw if "string" in kinds and _JSON_TYPES.get(type(value), {"null"}).isdisjoint(kinds) else value
+
+
+_JSON_TYPES = {bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, list: {"array"}, dict: {"object"}}
+
+
+def _python_literal(text: str) -> tuple[Any, bool]:
+    """Return the JSON value of a constant, list or dictionary as Python writes it, and whether it is one."""
+    if text in ("True", "False", "None"):
+        return {"True": True, "False": False}.get(text), True
+    if text[:1] not in ("[", "{") or len(text) > MAX_CALL_CHARACTERS:
+        return None, False
+    try:
+        value = _python_value(ast.parse(text, mode="eval").body)
+        json_value = parse_json_value(json.dumps(value, allow_nan=False, ensure_ascii=False))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None, False
+    return json_value, json_value is not None
 
 
 def _kinds(schema: Any, levels: int = 4) -> set[str]:
@@ -682,14 +713,15 @@ def guess_reply_parts(text: str) -> ReplyParts:
     if "<|channel|>" in text and "<|message|>" in text:
         return parse_harmony(text)
     marks = next((pair for pair in THINKING if pair[1] in text or text.lstrip().startswith(pair[0])), THINKING[0])
+    is_open = marks[1] in text and marks[0] not in text.partition(marks[1])[0]  # the prompt may have begun it
     best: ReplyParts | None = None
     for reply_format in REPLY_FORMATS.values():
         if reply_format.parse not in (parse_llama, parse_pythonic) and not any(
             mark in text for mark in reply_format.markup
         ):
             continue
-        reply = reply_format.read(text, marks)
+        reply = reply_format.read(text, marks, is_open=is_open)
         if reply.tool_calls and not any(isinstance(call.arguments, str) for call in reply.tool_calls):
             return reply
         best = best or (reply if reply.tool_calls else None)
-    return best or ReplyParts(*split_thinking(text, marks), ())
+    return best or ReplyParts(*split_thinking(text, marks, is_open=is_open), ())

@@ -260,13 +260,26 @@ class AgentTokenRows:
     2. The tokens of new messages are a function of `question`: for a repeated question, they are known.
     """
 
-    __slots__ = ("_after", "_format", "_pending_messages", "_row_tokens", "_turns", "before", "opening", "row", "tools")
+    __slots__ = (
+        "_after",
+        "_format",
+        "_pending_messages",
+        "_row_tokens",
+        "_turn",
+        "_turns",
+        "before",
+        "opening",
+        "row",
+        "tools",
+    )
 
     def __init__(self, chat_format: ChatFormat, tools: Sequence[ToolSpec]) -> None:
         self._format = chat_format
         self.tools = tools
         self._row_tokens = array("i")
         self._after: FinishReason | None = None
+        self._turn: Sequence[int] = ()
+        """Tokens of the last turn, if it was cut."""
         self._pending_messages: Sequence[Message] = ()
         self._turns: tuple[SampledTurn, ...] = ()
         """Sampled turns of the conversation, if the template may rewrite its history."""
@@ -284,7 +297,7 @@ class AgentTokenRows:
         if self._after is None:
             before = encode_arguments([(tool.name, tool.description, dict(tool.parameters)) for tool in self.tools])
         else:
-            before = self._after.encode()
+            before = self._after.encode() + (b"" if self._after == "stop" else array("i", self._turn).tobytes())
         return (self._format.fingerprint, before, *map(_hashable, messages))
 
     def ask(self, messages: Sequence[Message]) -> bytes:
@@ -294,7 +307,7 @@ class AgentTokenRows:
         if self._after is None:
             context_ids = self._format.start(messages, self.tools)
         else:
-            context_ids = self._format.extend(messages, after=self._after)
+            context_ids = self._format.extend(messages, after=self._after, turn=self._turn)
             rewritten = self._format.rewritten(self._turns, messages, self.tools) if self._turns else None
             if rewritten is not None and not self._is_same([*self._row_tokens, *context_ids], rewritten):
                 context_ids, row = rewritten, row + 1
@@ -323,6 +336,7 @@ class AgentTokenRows:
         """Append the tokens the engine sampled."""
         self._row_tokens.frombytes(completion.token_ids.astype(np.intc, copy=False).tobytes())
         self._after = completion.finish_reason
+        self._turn = () if self._after == "stop" else completion.token_ids.tolist()
         if self._format.forks:
             self._turns = (*self._turns, SampledTurn(self._pending_messages, completion.token_ids.tolist()))
 

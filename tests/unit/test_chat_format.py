@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from array import array
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -13,8 +15,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from agentrl.core.errors import ModelError
-from agentrl.core.records import Message, ToolCall, ToolSpec
+from agentrl.core.records import Completion, Message, PolicyVersion, SampledTurn, ToolCall, ToolSpec, VersionSpan
+from agentrl.rollout.agent import AgentTokenRows
 from agentrl.rollout.chat.chat_format import TemplateChatFormat, TokenizedTextCache
+from agentrl.rollout.external.token_tree import TokenTree
 
 QWEN = """
 {%- if tools %}<|im_start|>system
@@ -358,6 +362,91 @@ def test_a_template_that_opens_the_thinking_itself_serves(tmp_path: Path) -> Non
     chat = TemplateChatFormat.load(write_model(tmp_path, template, QWEN_SPECIAL, QWEN_MARKUP))
     assert chat.decode(chat.extend([user("on")], after="stop")).endswith("<|im_start|>assistant\n<think>\n")
     assert chat.parse(chat.encode("I muse.\n</think>\n\nDone.<|im_end|>")).content == "Done."
+
+
+THINKS = """{%- set ns = namespace(last=-1) -%}
+{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}
+{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\\n' -}}
+{%- if m.role == 'assistant' and (loop.index0 > ns.last or keeps) -%}
+{{- '<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n' -}}{%- endif -%}
+{{- m.content + '<|im_end|>\\n' -}}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' + opening -}}{%- endif -%}"""
+"""A template that leaves out the thinking of earlier turns, unless `keeps`; the prompt has the `opening`."""
+OPENED = "{%- set opening = '<think>\\n' -%}"
+
+
+def thinker(directory: Path, *, history: Literal["keep", "fork"] = "keep", head: str) -> TemplateChatFormat:
+    path = write_model(directory, head + THINKS, QWEN_SPECIAL, QWEN_MARKUP)
+    return TemplateChatFormat.load(path, history=history)
+
+
+@pytest.mark.parametrize(("head", "begin"), [(OPENED, ""), ("{%- set opening = '' -%}", "<think>\n")])
+def test_thinking_that_was_cut_is_closed_before_the_next_message(tmp_path: Path, head: str, begin: str) -> None:
+    chat = thinker(tmp_path, head=head)
+    cut = chat.encode(f"{begin}Adding them")
+    assert (chat.parse(cut).thinking, chat.parse(cut).content) == ("Adding them", "")
+    text = chat.decode(chat.extend([user("3+3?")], after="length", turn=cut))
+    assert text.startswith("\n</think>\n\n<|im_end|>\n<|im_start|>user\n3+3?<|im_end|>\n<|im_start|>assistant\n")
+    closed = chat.extend([user("3+3?")], after="length", turn=chat.encode(f"{begin}Hm.\n</think>\n\nIt is"))
+    assert chat.decode(closed).startswith("<|im_end|>\n<|im_start|>user"), "the answer was cut"
+    stopped = chat.extend([user("3+3?")], after="stop", turn=[*cut, *chat.encode("<|im_end|>")])
+    assert chat.decode(stopped).startswith("\n<|im_start|>user"), "what was sampled stays"
+
+
+def test_an_answer_that_was_cut_without_thinking_is_not_closed(tmp_path: Path) -> None:
+    chat = thinker(tmp_path, head="{%- set opening = '' -%}")
+    for text in ("It is", "It is </think>", "It is <think>"):
+        said = chat.encode(text)
+        assert (chat.parse(said).thinking, chat.parse(said).content) == ("", text)
+        assert chat.decode(chat.extend([user("on")], after="length", turn=said)).startswith("<|im_end|>")
+
+
+@pytest.mark.parametrize(("head", "begin"), [(OPENED, ""), ("{%- set opening = '' -%}", "<think>\n")])
+def test_thinking_that_was_cut_never_returns_as_speech(tmp_path: Path, head: str, begin: str) -> None:
+    chat = thinker(tmp_path, history="fork", head=head)
+    turns = [SampledTurn([user("2+2?")], chat.encode(f"{begin}Adding them"))]
+    ids = chat.rewritten(turns, [user("3+3?")], ())
+    assert ids is not None
+    assert "<|im_start|>assistant\n<|im_end|>\n<|im_start|>user\n3+3?" in chat.decode(ids)
+    # marks within an answer are no end of a thinking that the turn did not begin
+    said = chat.encode(f"{begin}Hm.\n</think>\n\nClose it with </think> always")
+    ids = chat.rewritten([SampledTurn([user("2+2?")], said)], [user("3+3?")], ())
+    assert ids is not None
+    assert "<|im_start|>assistant\nClose it with </think> always<|im_end|>" in chat.decode(ids)
+
+
+def test_thinking_that_a_template_keeps_is_closed_where_it_was_cut(tmp_path: Path) -> None:
+    chat = thinker(tmp_path, history="fork", head=OPENED)
+    # a tool's answer leaves the last user's message, and the thinking after it, in place
+    turns = [SampledTurn([user("2+2?")], chat.encode("Adding them"))]
+    ids = chat.rewritten(turns, [tool("5")], ())
+    assert ids is not None
+    assert "assistant\n<think>\nAdding them\n</think>\n\n<|im_end|>\n<|im_start|>tool\n5" in chat.decode(ids)
+
+
+def test_an_agent_continues_behind_thinking_that_was_cut(tmp_path: Path) -> None:
+    """Also where the row is asked for the same messages again, after an answer that was cut."""
+    chat = thinker(tmp_path, head=OPENED)
+    texts, questions = [], set()
+    for said in ("Adding them", "Hm.\n</think>\n\nIt is"):
+        rows = AgentTokenRows(chat, ())
+        rows.ask([user("2+2?")])
+        ids = np.array(chat.encode(said), np.int32)
+        spans = (VersionSpan(0, len(ids), PolicyVersion("solver", 0, 0)),)
+        logprobs = np.zeros(len(ids), np.float32)
+        rows.answer(Completion(token_ids=ids, logprobs=logprobs, finish_reason="length", spans=spans))
+        questions.add(rows.question([user("3+3?")]))
+        texts.append(chat.decode(list(array("i", rows.ask([user("3+3?")])))))
+    assert len(questions) == 2
+    assert [text.count("</think>") for text in texts] == [1, 0]
+    tree = TokenTree(chat)
+    for said, count in (("Adding them", 1), ("Hm.\n</think>\n\nIt is", 0)):
+        question = [user(f"2+2? {said[:2]}")]
+        placement = tree.find_row(question, ())
+        reply = chat.parse(chat.encode(said))
+        tree.answer(placement, chat.encode(said), "length", reply)
+        new = tree.find_row([*question, reply, user("3+3?")], ())
+        assert chat.decode(list(array("i", new.context_ids))).count("</think>") == count
 
 
 def test_tokens_that_swallow_spaces_and_a_tokenizer_that_puts_one_first(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +17,7 @@ from agentrl.core.reply_formats import (
     REPLY_FORMATS,
     THINKING,
     guess_reply_parts,
+    is_thinking_open,
     parse_hermes,
     parse_llama,
     split_thinking,
@@ -158,10 +161,76 @@ def test_readers_of_a_run_tell_the_parts_without_the_model(name: str) -> None:
 def test_thinking_is_told_from_the_reply(marks: tuple[str, str]) -> None:
     begin, end = marks
     assert split_thinking(f"{begin}\nEasy.\n{end}\n\n5", marks) == ("Easy.", "5")
-    assert split_thinking(f"Easy.\n{end}\n\n5", marks) == ("Easy.", "5"), "the prompt began it"
+    assert split_thinking(f"Easy.\n{end}\n\n5", marks, is_open=True) == ("Easy.", "5"), "the prompt began it"
     assert split_thinking(f"{begin}\nEasy", marks) == ("Easy", ""), "it was not ended"
     assert split_thinking("Easy", marks, is_open=True) == ("Easy", "")
     assert split_thinking("5", marks) == ("", "5")
+
+
+@pytest.mark.parametrize("marks", THINKING)
+@pytest.mark.parametrize("name", sorted(REPLY_FORMATS.keys() - {"openai"}))
+def test_marks_within_an_answer_belong_to_it(name: str, marks: tuple[str, str]) -> None:
+    begin, end = marks
+    for text in (f"Before{begin}example{end}After", f"Close it with {end} and go on: 7", f"It begins with {begin}"):
+        assert REPLY_FORMATS[name].read(text, marks) == ("", text, ())
+        assert REPLY_FORMATS[name].read(f"{begin}Hm.{end}{text}", marks) == ("Hm.", text, ())
+        assert REPLY_FORMATS[name].read(f"Hm.{end}{text}", marks, is_open=True) == ("Hm.", text, ())
+
+
+@pytest.mark.parametrize("marks", THINKING)
+def test_thinking_is_open_until_its_end(marks: tuple[str, str]) -> None:
+    begin, end = marks
+    assert is_thinking_open(f"{begin}\nEas", marks)
+    assert is_thinking_open("Eas", marks, is_open=True)
+    assert not is_thinking_open(f"{begin}Easy.{end}5", marks)
+    assert not is_thinking_open(f"Easy.{end}5", marks, is_open=True)
+    assert not is_thinking_open("5", marks)
+    assert not is_thinking_open(f"5 {begin}", marks)
+
+
+UNTYPED = {
+    "glm45": "<tool_call>f{}</tool_call>|<arg_key>{}</arg_key><arg_value>{}</arg_value>",
+    "qwen3_coder": "<tool_call><function=f>{}</function></tool_call>|<parameter={}>\n{}\n</parameter>",
+    "seed_oss": "<seed:tool_call><function=f>{}</function></seed:tool_call>|<parameter={}>{}</parameter>",
+    "minimax_m2": '<minimax:tool_call><invoke name="f">{}</invoke></minimax:tool_call>|'
+    '<parameter name="{}">{}</parameter>',
+}
+"""Formats whose values have no types: a call, and one of its arguments."""
+
+
+@pytest.mark.parametrize("name", UNTYPED)
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "False", False),
+        ({"type": "boolean"}, "true", True),
+        ({"anyOf": [{"type": "boolean"}, {"type": "null"}]}, "None", None),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "None", None),
+        ({"type": ["integer", "null"]}, "None", None),
+        ({"type": "array"}, "[1, 'a', True]", [1, "a", True]),
+        ({"type": "object"}, "{'a': None, 'b': (1.5, -2)}", {"a": None, "b": [1.5, -2]}),
+        ({"type": "string"}, "True", "True"),
+        ({"type": "string"}, "None", "None"),
+        ({"type": "string"}, "[1, 'a']", "[1, 'a']"),
+        ({"type": "string"}, "12", "12"),
+        ({"enum": ["True", "False"]}, "True", "True"),
+        ({}, "True", "True"),
+        ({"type": "integer"}, "12", 12),
+        ({"type": "number"}, "1e3", 1000.0),
+        ({"type": "array"}, "[f(1)]", "[f(1)]"),
+        ({"type": "array"}, "[1, 2", "[1, 2"),
+        ({"type": "object"}, "{'a': 1, 'a': 2}", "{'a': 1, 'a': 2}"),
+        ({"type": "array"}, "[" * 70 + "'a'" + "]" * 70, "[" * 70 + "'a'" + "]" * 70),
+    ],
+)
+def test_values_are_read_as_python_writes_them(name: str, schema: Mapping[str, Any], written: str, value: Any) -> None:
+    call, argument = UNTYPED[name].split("|")
+    tool = ToolSpec(name="f", description="", parameters={"type": "object", "properties": {"x": schema}})
+    (parsed,) = REPLY_FORMATS[name].read(call.format(argument.format("x", written)), None, [tool]).tool_calls
+    assert parsed.arguments == {"x": value}
+    assert isinstance(parsed.arguments, Mapping)
+    assert type(parsed.arguments["x"]) is type(value)
 
 
 def test_values_without_types_are_read_as_the_tool_s_schema_says() -> None:

@@ -12,6 +12,7 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -27,7 +28,7 @@ from tokenizers import Tokenizer
 
 from agentrl.core.errors import ModelError
 from agentrl.core.records import FinishReason, Message, Role, SampledTurn, ToolSpec
-from agentrl.core.reply_formats import HARMONY_THINKING, REPLY_FORMATS, THINKING, ReplyFormat
+from agentrl.core.reply_formats import HARMONY_THINKING, REPLY_FORMATS, THINKING, ReplyFormat, is_thinking_open
 from agentrl.core.text import common_prefix_length, valid_unicode
 from agentrl.rollout.chat import tools_in_system
 from agentrl.rollout.chat.chat_template import (
@@ -230,11 +231,12 @@ class TemplateChatFormat:
             return self._encode_pieces(self._opening_pieces(messages, tools))
         return self._fill(opening[0], last.content)
 
-    def extend(self, messages: Sequence[Message], *, after: FinishReason) -> list[int]:
+    def extend(self, messages: Sequence[Message], *, after: FinishReason, turn: Sequence[int] = ()) -> list[int]:
         """Return the token ids that follow a sampled turn: its closing tokens, the new messages, the start of the next
         turn.
 
-        After `stop` the closing token is the completion's last one and is not repeated.
+        After `stop` the closing token is the completion's last one and is not repeated. Otherwise the turn was cut, and
+        thinking that it left open is closed as the template closes it.
 
         Raises:
             ModelError: the template refuses the messages.
@@ -245,7 +247,15 @@ class TemplateChatFormat:
             ids = self._encode_pieces(self._reply_pieces(messages))
         if after == "stop":
             return ids
-        return [self._call_closing if messages and messages[0].role == "tool" else self._closing_id, *ids]
+        closing = self._call_closing if messages and messages[0].role == "tool" else self._closing_id
+        return [*self._thinking_end(turn), closing, *ids]
+
+    def _thinking_end(self, turn: Sequence[int]) -> list[int]:
+        """Return the token ids that close the thinking of a turn that was cut; none if it is not open."""
+        marks = self._thinking
+        if marks is None or not is_thinking_open(self.decode(turn), marks, is_open=self._opens_thinking):
+            return []
+        return self._encode_pieces(self._control.split(self._thinking_closing))
 
     def transcript(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids of a whole conversation, which nobody continues.
@@ -279,6 +289,8 @@ class TemplateChatFormat:
             frame, thought, _ = frame.partition(_mark("t", n))
             if thought and self._history_marks is not None:
                 frame = frame.rpartition(self._history_marks[0])[0] + self._thinking_opening
+            elif not reply.reply_ids:
+                pass  # cut within its thinking, which the template leaves out: its reply is empty
             elif (has_call := _mark("c", n) in rendered) or self.reply_format.ends:
                 if has_call:
                     frame = frame.removesuffix(self._written_call(*_names(requests[n + 1])).partition(PROBE)[0])
@@ -290,6 +302,7 @@ class TemplateChatFormat:
             ids += [
                 *self._encode_pieces(pieces),
                 *(reply.all_ids if thought or not reply.thinking else reply.reply_ids),
+                *(self._thinking_end(reply.all_ids) if thought else ()),
             ]
         pieces = self._from_closing(rendered)
         return [*ids, *self._encode_pieces(pieces)] if pieces else None
@@ -339,9 +352,11 @@ class TemplateChatFormat:
         def text(start: int, stop: int) -> str:
             return str(self._tokenizer.decode(ids[start:stop], skip_special_tokens=False))
 
-        end = self._history_marks[1] if self._history_marks is not None else ""
-        if not end or end not in text(0, len(ids)):
+        marks, whole = self._history_marks, text(0, len(ids))
+        if marks is None or not (self._opens_thinking or whole.lstrip().startswith(marks[0])):
             return _ReplyParts("", ids, ids)
+        if (end := marks[1]) not in whole:
+            return _ReplyParts(whole, ids, [])
         after = bisect_left(range(len(ids)), True, key=lambda n: end in text(0, n + 1)) + 1
         thinking = text(0, after)
         while after < len(ids) and not text(after, after + 1).strip():
@@ -583,6 +598,7 @@ class TemplateChatFormat:
         self.forks = forks and not {"thinking", "tools", "prompt", "history"}.isdisjoint(self.rewrites)
         self._history_marks = (marks[0], "<|end|><|start|>assistant") if marks == HARMONY_THINKING else marks
         self._thinking_form = detect_thinking_message_form(self._template, call, marks)
+        self._thinking_closing = self._find_thinking_closing()
         self._needs_calls = self._takes_results_of_calls_only()
         question = [Message(role="user", content="one")]
         if self.forks and self.rewritten([SampledTurn(question, self.encode("two"))], question, ()) is None:
@@ -590,6 +606,19 @@ class TemplateChatFormat:
                 f"{self._directory}: model.history = 'fork': the chat template omits the content of assistant "
                 "messages; set 'keep'"
             )
+
+    def _find_thinking_closing(self) -> str:
+        """Return the text between thinking and answer, as the template writes it."""
+        if self._thinking is None:
+            return ""
+        thought, speech = _mark("t", 0), _mark("s", 0)
+        value = list(thinking_message_forms(self._thinking, thought, speech))[self._thinking_form]
+        with contextlib.suppress(ModelError):
+            text = self._template.render([_value("user", "."), value], [], prompt=False)
+            between = text.partition(thought)[2].partition(speech)[0]
+            if self._thinking[1] in between:
+                return between
+        return f"\n{self._thinking[1]}\n\n"
 
     def _renders_tools(self) -> bool:
         """Whether the template writes the tools that it is given into a prompt."""

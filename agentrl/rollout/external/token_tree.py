@@ -62,8 +62,9 @@ class TurnEndPosition:
     """A turn of a row."""
 
     row: TreeRow
+    start: int
     end: int
-    """Number of tokens of the row up to the end of the turn."""
+    """Numbers of tokens of the row up to the first sampled one, and up to the end of the turn."""
     after: FinishReason
 
     @property
@@ -74,6 +75,10 @@ class TurnEndPosition:
     def history(self) -> array[int]:
         """Tokens of the row up to the end of the turn."""
         return self.row.tokens[: self.end]
+
+    def sampled(self) -> array[int]:
+        """Tokens of the turn."""
+        return self.row.tokens[self.start : self.end]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -147,7 +152,7 @@ class TokenTree:
             row = TreeRow(len(self.rows), array("i", self._format.start(messages, tools)))
             before = 0
         else:
-            new = self._format.extend(messages[at:], after=turn.after)
+            new = self._format.extend(messages[at:], after=turn.after, turn=turn.sampled())
             row, before = turn.row, turn.end
             if turn.is_open:
                 cause = None
@@ -186,7 +191,7 @@ class TokenTree:
         )
         if turn is None:
             return len(self._format.start(messages, tools))
-        return len(turn.history()) + len(self._format.extend(messages[at:], after=turn.after))
+        return len(turn.history()) + len(self._format.extend(messages[at:], after=turn.after, turn=turn.sampled()))
 
     def answer(
         self, placement: RequestPlacement, token_ids: Sequence[int], finish_reason: FinishReason, reply: Message
@@ -194,8 +199,9 @@ class TokenTree:
         """Append the tokens of a sampled turn; `reply` is the message as the client gets it."""
         row = placement.row
         row.begun = row.begun or len(row.tokens)
+        start = len(row.tokens)
         row.tokens.extend(token_ids)
-        turn = row.last = TurnEndPosition(row, len(row.tokens), finish_reason)
+        turn = row.last = TurnEndPosition(row, start, len(row.tokens), finish_reason)
         row.is_busy = False
         digests = self._message_digest(reply)
         self._replies.add(digests)
