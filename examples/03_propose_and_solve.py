@@ -9,6 +9,7 @@ one step per two of the proposer, and stops when the proposer has a third of its
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -75,11 +76,16 @@ def main() -> None:
     """Evaluate the solver, train both policies, evaluate the solver again."""
     before = examined()
     print("step" + "".join(f"{name:>15}" for name in SHOWN))
-    run = agentrl.train(CONFIG, observers=[Frontier()], quiet=True)
+    run = agentrl.train(CONFIG, observers=[Frontier()], quiet=True, resume="--resume" in sys.argv)
+    if run.interrupted:
+        raise SystemExit("stopped before its last step; --resume continues the run")
     after = examined({"solver": run.policies["solver"]})
     print(f"\nsolver accuracy on sums of 2 to 6 terms: {before:.3f} before, {after:.3f} after")
     print(f"best share at the frontier: {run.summary['best']['value']:.2f}, kept in {run.path / 'best'}")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (agentrl.AgentRLError, KeyboardInterrupt) as error:
+        raise SystemExit(str(error) or "interrupted") from None

@@ -79,7 +79,9 @@ def score(opponent: dict[str, Any], weights: Path, games: int) -> float:
 
 def main() -> None:
     """Train the player, then play its versions against the first one and against random moves."""
-    run = agentrl.train(CONFIG)
+    run = agentrl.train(CONFIG, resume="--resume" in sys.argv)
+    if run.interrupted:
+        raise SystemExit("stopped before its last step; --resume continues the run")
     subprocess.run([sys.executable, "-m", "agentrl.cli", "run", "winrates", run.path], check=True)
     steps = range(0, STEPS + 1, EVERY)
     for name, opponent in OPPONENTS.items():
@@ -88,4 +90,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (agentrl.AgentRLError, KeyboardInterrupt) as error:
+        raise SystemExit(str(error) or "interrupted") from None

@@ -10,6 +10,7 @@ The model in training samples every request as a turn, and is trained on its own
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,17 @@ class Solver(agentrl.HarnessEnvironment):
         return held_out_tasks(256) if split == "held_out" else training_tasks(seed, held_out=512)
 
 
-if __name__ == "__main__":
-    run = agentrl.train(CONFIG)
+def main() -> None:
+    """Train, and print how the accuracy improved."""
+    run = agentrl.train(CONFIG, resume="--resume" in sys.argv)
+    if run.interrupted:
+        raise SystemExit("stopped before its last step; --resume continues the run")
     start, end = run.summary["reward_start"], run.summary["reward_end"]
     print(f"accuracy on 256 held-out questions: {start:.2f} before, {end:.2f} after")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (agentrl.AgentRLError, KeyboardInterrupt) as error:
+        raise SystemExit(str(error) or "interrupted") from None

@@ -138,6 +138,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         build_model(Path(directory))
         run = agentrl.train(config(Path(directory)))
+    if run.interrupted:
+        raise SystemExit("stopped before its last step")
     for step in run.metrics:
         episodes, tokens = f"{step['step/units']:.0f} episodes", f"{step['step/tokens']:.0f} sampled tokens"
         print(f"step {step['step']:.0f}: {episodes}, {tokens}, mean reward {step['reward/mean']:.2f}")
@@ -145,4 +147,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (agentrl.AgentRLError, KeyboardInterrupt) as error:
+        raise SystemExit(str(error) or "interrupted") from None

@@ -10,6 +10,7 @@ and those before it.
 from __future__ import annotations
 
 import re
+import sys
 
 import agentrl
 
@@ -45,7 +46,9 @@ def next_step(scored: agentrl.Scored) -> float | None:
 
 def main() -> None:
     """Train, and print how the answers and the steps improved."""
-    run = agentrl.train(CONFIG, scorers=[next_step])
+    run = agentrl.train(CONFIG, scorers=[next_step], resume="--resume" in sys.argv)
+    if run.interrupted:
+        raise SystemExit("stopped before its last step; --resume continues the run")
     first, last = run.metrics[:4], run.metrics[-4:]
     for name in ("named_reward/reward", "named_reward/next_step"):
         before, after = (sum(step[name] for step in steps) / len(steps) for steps in (first, last))
@@ -54,4 +57,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (agentrl.AgentRLError, KeyboardInterrupt) as error:
+        raise SystemExit(str(error) or "interrupted") from None

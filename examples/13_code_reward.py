@@ -119,10 +119,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         build_model(Path(directory))
         run = agentrl.train(config(Path(directory)))
+    if run.interrupted:
+        raise SystemExit("stopped before its last step")
     start, end = run.summary["reward_start"], run.summary["reward_end"]
     print(f"share of 128 held-out functions that pass: {start:.2f} before, {end:.2f} after")
     print(f"look at them: agentrl episode list {run.path}")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (agentrl.AgentRLError, KeyboardInterrupt) as error:
+        raise SystemExit(str(error) or "interrupted") from None

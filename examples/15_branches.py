@@ -9,6 +9,8 @@ that of episodes without branches, with less noise.
 
 from __future__ import annotations
 
+import sys
+
 import agentrl
 from agentrl.environments.calculator.env import Calculator
 
@@ -40,7 +42,9 @@ class Branching(Calculator):
 
 def main() -> None:
     """Train, and print how much of the work was shared."""
-    run = agentrl.train(CONFIG, environment=Branching)
+    run = agentrl.train(CONFIG, environment=Branching, resume="--resume" in sys.argv)
+    if run.interrupted:
+        raise SystemExit("stopped before its last step; --resume continues the run")
     first, last = run.metrics[:4], run.metrics[-4:]
     before, after = (sum(step["reward/mean"] for step in steps) / len(steps) for steps in (first, last))
     print(f"reward: {before:.2f} in the first four steps, {after:.2f} in the last four")
@@ -48,4 +52,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (agentrl.AgentRLError, KeyboardInterrupt) as error:
+        raise SystemExit(str(error) or "interrupted") from None
