@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -464,6 +465,11 @@ def check_advantage(reference: str, *, title: str = "") -> FunctionReport:
             for a, b in zip(advantages[at], reordered_value, strict=False)
         ):
             report.findings.append(f"{name}: an agent's advantage depends on its place in the group")
+        if estimator.mark.linear and not _is_linear(estimator, group):
+            report.findings.append(
+                f"{name}: @agentrl.advantage(linear=True) promises that a member's advantage is its reward times a "
+                "constant, minus something that its own reward does not change, and it is not: leave linear out"
+            )
         if report.findings:
             return report
     unit = "piece" if over_trees else "agent"
@@ -478,6 +484,27 @@ def _values(estimator: AdvantageEstimator, group: Group) -> list[tuple[float, ..
     if estimator.mark.over == "tree":
         return [tuple(values) for values in estimator.of_trees(group)]
     return [credit.by_turn or (credit.value,) for credit in estimator(group)]
+
+
+def _is_linear(estimator: AdvantageEstimator, group: Group) -> bool:
+    """Whether the first agent's advantage is its reward times one constant, plus a number that others determine."""
+    slopes = []
+    for others in (group.rewards[1:], tuple(reward + 0.5 * at for at, reward in enumerate(group.rewards[1:]))):
+        values = []
+        for own in (0.125, 0.75, 4.25):
+            rewards = (own, *others)
+            named = tuple((("reward", reward),) for reward in rewards)
+            changed = replace(group, rewards=rewards, named_rewards=named, turn_rewards=())
+            changed = _with_trees(changed) if estimator.mark.over == "tree" else changed
+            values.append([(own, advantage) for advantage in _values(estimator, changed)[0]])
+        slopes += [
+            [(b - a) / (y - x) for (x, a), (y, b) in zip(*pair, strict=True)] for pair in itertools.pairwise(values)
+        ]
+    return all(
+        math.isclose(a, b, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+        for slope in slopes
+        for a, b in zip(slope, slopes[0], strict=True)
+    )
 
 
 def _groups(over_step: bool) -> Iterator[tuple[str, Group]]:

@@ -35,6 +35,7 @@ from agentrl.journal.entries import (
     BranchEntry,
     JournalEntry,
     NondeterministicValueEntry,
+    ScoreEntry,
     TurnEntry,
     encode_body,
 )
@@ -1045,6 +1046,7 @@ def check_stopped(run: SmallRun) -> Counter[float]:
                     weight *= factor
         expected += 2.0 * weight  # the last reward, and the score of the whole conversation
         assert header.reward == pytest.approx(expected)
+        assert sum(isinstance(body, ScoreEntry) for body in entries) == bool(weight), "a stopped one is not scored"
         counted = {name: value for name, value in end.metrics.items() if name.startswith("roulette/")}
         assert counted == ({"roulette/weight": pytest.approx(weight)} if weight else {"roulette/stopped": 1.0})
         weights[weight] += 1

@@ -487,3 +487,36 @@ def test_a_function_of_an_installed_package_goes_by_its_entry_point(
         find_function_code("advantage", "wrong", key="credit.advantage")
     with pytest.raises(ValueError, match="of_mine"):
         run_config(tmp_path, loss={"name": "of_nobody"})
+
+
+LINEAR = """
+import agentrl
+
+@agentrl.advantage(linear=True)
+def right(group):
+    return [reward - group.mean for reward in group.rewards]
+
+@agentrl.advantage(linear=True)
+def ranked(group):
+    return [sum(other < reward for other in group.rewards) / len(group.rewards) for reward in group.rewards]
+
+@agentrl.advantage(linear=True)
+def by_mean(group):
+    return [(reward - group.mean) / group.mean if group.mean else 0.0 for reward in group.rewards]
+
+@agentrl.advantage(linear=True)
+def by_others(group):
+    return [reward * (sum(group.rewards) - reward) for reward in group.rewards]
+
+@agentrl.advantage(over="tree", linear=True)
+def high(group):
+    return [[float(piece.value > 0.5) for piece in own] for own in group.pieces]
+"""
+
+
+@pytest.mark.parametrize("name", ["right", "ranked", "by_mean", "by_others", "high"])
+def test_a_wrong_promise_of_linearity_is_found(name: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(LINEAR, encoding="utf-8")
+    findings = check_advantage(f"{tmp_path / 'mine.py'}:{name}").findings
+    assert [finding for finding in findings if "leave linear out" in finding] == findings
+    assert bool(findings) == (name != "right")
