@@ -12,7 +12,10 @@ Run as root, all but the costs are measured as root and as an ordinary user.
 * `latency`: `lease_ms`, median time to make a sandbox; `run_ms`, median time of a command over a bare process's;
   `run_cpu_ms`, CPU time of a command in all processes but the keeper; `idle_kb_per_lease`, the keeper's memory per
   sandbox; `snapshot_ms`, median time to read what a command changed: 5 files of 200, with 1.4 MB in all; `at_once`,
-  commands that succeed in as many sandboxes at once.
+  commands that succeed in as many sandboxes at once. `keeper_held_ms`: how much longer than usual a request of another
+  sandbox takes, at most, while one's 20,000 long names are read, median of repeats; `loop_held_ms`, the same of the
+  worker's event loop, while it takes them in. Control: `walk_ms`, the time of that, for which both would be held if
+  they did it themselves.
 * `gateway`: `gateway_request_ms`, median time of a sandboxed program's request to its gateway that samples nothing.
 * `formats`: `formats` whose rewards were compared with their own code's, `format_rewards` in all, and the share that is
   equal, `format_rewards_equal`; `harness_cpu_per_episode`, CPU seconds of an episode that a standing runner plays, the
@@ -30,6 +33,7 @@ FIGURES = (
     *("limits_held", "limits"),
     *("leaked", "leak_kills"),
     *("lease_ms", "run_ms", "run_cpu_ms", "idle_kb_per_lease", "snapshot_ms", "at_once"),
+    *("keeper_held_ms", "loop_held_ms", "walk_ms"),
     *("gateway_request_ms", "resumed_equal"),
     *("formats", "format_rewards", "format_rewards_equal", "harness_cpu_per_episode"),
 )

@@ -7,9 +7,11 @@ import os
 import resource
 import statistics
 import time
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
-from agentrl.sandbox.bubblewrap import BubblewrapDriver
+from agentrl.sandbox.bubblewrap import BubblewrapDriver, BubblewrapLease
 from agentrl.sandbox.sandbox import Sandbox
 from agentrl.sandbox.state import FileState, hashed_files
 from benchmarks.sandboxes_limits import below
@@ -92,6 +94,67 @@ async def _measure(repeats: int, sandboxes: int) -> dict[str, float | None]:
         await driver.close()
 
 
+NAMES = 19_900
+_LONG_NAMES = f"""
+for number in range({NAMES}):
+    open(f"/box/{{number:0240}}", "w").close()
+"""
+
+
+async def _longest(work: Coroutine[Any, Any, object], request: Callable[[], Awaitable[object]]) -> float:
+    """Longest time of a request while something else is worked on."""
+    longest, task = 0.0, asyncio.create_task(work)
+    while not task.done():
+        started = time.perf_counter()
+        await request()
+        longest = max(longest, time.perf_counter() - started)
+        await asyncio.sleep(0)
+    await task
+    return longest
+
+
+async def _held(repeats: int) -> dict[str, float | None]:
+    """What the names of one sandbox cost the others of its worker."""
+    driver = BubblewrapDriver()
+    try:
+        full, other = await driver.create(Sandbox()), await driver.create(Sandbox())
+        assert (await full.run(["/usr/bin/python3", "-c", _LONG_NAMES])).ok
+        await other.write({"/box/file": b"content"})
+        held, loop_held, walks = [], [], []
+
+        async def read() -> object:
+            return await other.read("/box/file")
+
+        async def pause() -> None:
+            await asyncio.sleep(0.001)
+
+        for _ in range(repeats):
+            received: list[int] = []
+            usual = [await _longest(asyncio.sleep(0.3), request) for request in (read, pause)]
+            started = time.perf_counter()
+            walk = full._client.ask("changed", on_files=received.extend, lease=full._name, everything=True)
+            held.append(await _longest(walk, read) - usual[0])
+            walks.append(time.perf_counter() - started)
+            for file in received:
+                os.close(file)
+            loop_held.append(await _longest(_whole_state(full), pause) - usual[1])
+        return {
+            "keeper_held_ms": max(0.0, statistics.median(held)) * 1e3,
+            "loop_held_ms": max(0.0, statistics.median(loop_held)) * 1e3,
+            "walk_ms": statistics.median(walks) * 1e3,
+        }
+    finally:
+        await driver.close()
+
+
+async def _whole_state(lease: BubblewrapLease) -> None:
+    records, gone, contents = await lease.changes(everything=True)
+    assert len(records) == NAMES
+    files = await asyncio.to_thread(hashed_files, records, contents)
+    await asyncio.to_thread(FileState().difference, files, gone)
+
+
 def figures(quick: bool) -> dict[str, float | None]:
-    """Medians of the cost of a lease and of a command."""
-    return asyncio.run(_measure(15 if quick else 100, 20 if quick else 200))
+    """Medians of the cost of a lease and of a command, and of what one sandbox costs the others."""
+    measured = asyncio.run(_measure(15 if quick else 100, 20 if quick else 200))
+    return measured | asyncio.run(_held(3 if quick else 11))

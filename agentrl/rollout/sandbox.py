@@ -19,6 +19,7 @@ from agentrl.rollout.call_journal import CallExecution
 from agentrl.rollout.effects import error_text, raise_resource_lost
 from agentrl.rollout.journal_data import encode_arguments, to_journal_data
 from agentrl.rollout.mismatch import shortened_repr
+from agentrl.sandbox.commands import NAME_BYTES, work_on
 from agentrl.sandbox.driver import CommandResult
 from agentrl.sandbox.sandbox import as_bytes, open_lease
 from agentrl.sandbox.state import FileState, HashedFile, hashed_files
@@ -48,7 +49,7 @@ class JournaledSandbox(EpisodeSandbox):
         self.name = name
         self._episode = episode
         self._limits = limits
-        self._state = state or FileState()
+        self._state = FileState() if state is None else state
         self._lease: SandboxLease | None = None
         self._lock = asyncio.Lock()
         """Held by the command that runs: what it changed is read before the next begins."""
@@ -175,7 +176,8 @@ class JournaledSandbox(EpisodeSandbox):
         is_full, self._is_behind = self._is_behind, True
         with self._lease_errors():
             files, missing_paths = await changed_files(lease, everything=is_full)
-        difference = await asyncio.to_thread(self._state.difference, files, None if is_full else missing_paths)
+        size = NAME_BYTES * (len(self._state) + len(files))
+        difference = await work_on(size, self._state.difference, files, None if is_full else missing_paths)
         self._is_behind = False
         change = self._state.take(difference)
         if difference.size > MAX_CHANGED_BYTES:
@@ -213,7 +215,8 @@ def _readable(output: bytes) -> str | bytes:
 async def changed_files(lease: SandboxLease, *, everything: bool) -> tuple[list[HashedFile], list[str]]:
     """Return the files that changed, and the paths that are gone; see `SandboxLease.changes`."""
     records, missing_paths, contents = await lease.changes(everything=everything)
-    return await asyncio.to_thread(hashed_files, records, contents), missing_paths
+    size = NAME_BYTES * len(records) + len(contents)
+    return await work_on(size, hashed_files, records, contents), missing_paths
 
 
 def _close_later(lease: SandboxLease) -> None:

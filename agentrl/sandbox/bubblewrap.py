@@ -23,12 +23,21 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import InputError
 from agentrl.sandbox import keeper, seccomp
-from agentrl.sandbox.commands import Capture, check_program, exec_status, memory_file, not_started, prepare
+from agentrl.sandbox.commands import (
+    NAME_BYTES,
+    Capture,
+    check_program,
+    exec_status,
+    memory_file,
+    not_started,
+    prepare,
+    work_on,
+)
 from agentrl.sandbox.driver import CommandResult, SandboxError, SandboxLimits
 from agentrl.sandbox.files import SEARCH_PATH, FileRecord, empty_file, read_rows, write_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 GATEWAY_PORT = 8080
 PACKAGES = str(Path(keeper.__file__).parents[2])
@@ -166,14 +175,16 @@ class BubblewrapLease:
     async def changes(self, *, everything: bool = False) -> tuple[list[FileRecord], list[str], bytes]:
         received: list[int] = []
         await self._client.ask("changed", on_files=received.extend, lease=self._name, everything=everything)
-        return await asyncio.to_thread(_read_changes, *received)
+        size = sum(os.fstat(file).st_size for file in received)
+        return await work_on(size, _read_changes, *received)
 
     async def restore(self, records: Sequence[FileRecord], contents: bytes) -> None:
         await self._ask_with_files("restore", records, [contents])
 
-    async def _ask_with_files(self, operation: str, rows: Sequence[Any], contents: Iterable[bytes]) -> None:
+    async def _ask_with_files(self, operation: str, rows: Sequence[Any], contents: Collection[bytes]) -> None:
         """Send a request with a file of rows, and a file of contents one after another."""
-        files = await asyncio.to_thread(_memory_files, rows, contents)
+        size = NAME_BYTES * len(rows) + sum(map(len, contents))
+        files = await work_on(size, _memory_files, rows, contents)
         try:
             await self._client.ask(operation, files, lease=self._name)
         finally:

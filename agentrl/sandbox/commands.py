@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.core.errors import InputError
 from agentrl.sandbox.driver import CommandResult, SandboxError, check_variables
@@ -14,7 +14,7 @@ from agentrl.sandbox.files import memory_file as open_memory_file
 from agentrl.sandbox.state import is_below
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from agentrl.sandbox.driver import SandboxLease, SandboxLimits
 
@@ -27,6 +27,11 @@ CANNOT_START, NO_PROGRAM = 126, 127
 _VISIBLE = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 """Directories of this machine that a sandbox without a root sees."""
 _CHUNK = 1 << 16
+_SMALL = 1 << 19
+"""Bytes that are worked on within a few milliseconds."""
+NAME_BYTES = 1 << 10
+"""A file's name takes as long as so many bytes of content."""
+T = TypeVar("T")
 
 
 async def prepare(
@@ -115,6 +120,11 @@ def check_program(program: str, limits: SandboxLimits, variables: Mapping[str, s
             f"sandbox: there is no program {program!r} {where}of {limits.root or 'this machine'}; install it, or name "
             "its directory in `read`"
         )
+
+
+async def work_on(size: int, work: Callable[..., T], *arguments: Any) -> T:
+    """Do work on `size` bytes, in a thread if it would hold the event loop: a thread takes longer on a busy machine."""
+    return work(*arguments) if size <= _SMALL else await asyncio.to_thread(work, *arguments)
 
 
 class Capture:

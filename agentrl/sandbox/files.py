@@ -371,15 +371,17 @@ class SandboxFiles:
         finally:
             os.close(directory)
 
-    def changed(self, contents: int, *, everything: bool) -> tuple[list[FileRecord], list[str]]:
+    def changed(
+        self, contents: int, *, everything: bool, room: int | None = None
+    ) -> tuple[list[FileRecord], list[str]]:
         """Return the files that changed since the last call and the paths that are gone; write contents to a file.
 
-        No command may run meanwhile. With `everything`, all files are returned.
+        No command may run meanwhile. With `everything`, all files are returned. `room` limits names and contents.
         """
         started = time.time_ns()
-        room = contents_limit(self.limits["disk_mb"])
+        rooms = (contents_limit(self.limits["disk_mb"]), _NAMES_BYTES) if room is None else (room, room)
         earlier = {} if everything else self.signatures
-        changes = FileChanges(earlier, self.scanned - _TICK_NS, contents, room, is_overlay=self.root is not None)
+        changes = FileChanges(earlier, self.scanned - _TICK_NS, contents, *rooms, is_overlay=self.root is not None)
         if self.root:
             changes.walk(f"{self.path}/upper", "")
         else:

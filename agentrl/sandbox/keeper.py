@@ -6,7 +6,8 @@ neither processes nor files behind. It and what it imports use the standard libr
 
 Requests arrive as JSON over a SOCK_SEQPACKET pair, with attached file descriptors; replies carry the request's
 number. The keeper never waits for one sandbox: limits of all others must act meanwhile. What reads or writes many files
-is done by a helper, a forked child that fills files in memory, and the keeper sends them.
+is done by a helper, a forked child that fills files in memory, and the keeper sends them. A fork and its end take
+longer than to read a few files, so the keeper does that itself.
 
     python -I -S -c 'import sys; sys.path.append(...); from agentrl.sandbox.keeper import main; main()' \\
         SOCKET OWNER FILTER BWRAP
@@ -15,6 +16,7 @@ is done by a helper, a forked child that fills files in memory, and the keeper s
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import select
@@ -38,7 +40,7 @@ from agentrl.sandbox.files import (
     read_rows,
     write_rows,
 )
-from agentrl.sandbox.lease import NODEV, NOEXEC, NOSUID, PRIVATE, REC, KeeperError, Lease, mount
+from agentrl.sandbox.lease import NODEV, NOEXEC, NOSUID, PRIVATE, REC, SMALL_ROOM, KeeperError, Lease, mount
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -287,18 +289,36 @@ class Keeper:
                     lease.write(path, os.pread(contents, size, offset))
                 offset += size
 
-        self.help(request, lease, write)
+        if lease.is_small() and max(os.fstat(file).st_size for file in request.files) <= SMALL_ROOM >> 5:
+            write()
+            self.reply(request.number, {})
+        else:
+            self.help(request, lease, write)
 
     def do_changed(self, request: Request, lease: Lease, everything: bool) -> None:
         """Reply with a file of rows, which are records and paths that are gone, and a file of contents."""
         rows, contents, signatures = empty_file(), empty_file(), empty_file()
 
-        def walk() -> None:
+        def walk(room: int | None = None) -> None:
             lease.load_signatures()
-            records, gone = lease.changed(contents, everything=everything)
+            records, gone = lease.changed(contents, everything=everything, room=room)
             write_rows(rows, [*records, *gone])
             lease.store_signatures(signatures)
 
+        if lease.is_small():
+            try:
+                walk(SMALL_ROOM)
+            except FileError as error:
+                if error.args[0] != errno.EFBIG:
+                    for file in (rows, contents, signatures):
+                        os.close(file)
+                    raise
+                os.ftruncate(contents, 0)
+                os.lseek(contents, 0, os.SEEK_SET)
+            else:
+                lease.replace_signatures(signatures)
+                self.reply(request.number, {}, (rows, contents))
+                return
         self.help(request, lease, walk, (rows, contents), signatures)
 
     def do_restore(self, request: Request, lease: Lease) -> None:

@@ -20,6 +20,9 @@ from agentrl.sandbox.files import (
 
 NOSUID, NODEV, NOEXEC, REC, PRIVATE, DETACH = 2, 4, 8, 16384, 1 << 18, 2
 """Flags of mounts."""
+SMALL_ROOM = 1 << 18
+"""Names or contents that the keeper reads or writes itself, in bytes."""
+_SMALL_BYTES, _SMALL_COUNT = 16 << 20, 256
 _ZERO_BYTES = 1 << 62
 """Size of the empty file that replaces /dev/zero: shared mappings of the device are memory that no limit counts."""
 
@@ -80,6 +83,12 @@ class Lease(SandboxFiles):
                 raise KeeperError(f"root {root!r}: the kernel refuses the overlay: {error.strerror}") from error
             mount("agentrl", f"{self.path}/top", "overlay", NOSUID | NODEV, options)
 
+    def is_small(self) -> bool:
+        """Whether all its files can be read within milliseconds, whatever commands made of them."""
+        used = os.statvfs(self.path)
+        is_little = (used.f_blocks - used.f_bfree) * used.f_frsize <= _SMALL_BYTES
+        return is_little and used.f_files - used.f_ffree <= _SMALL_COUNT
+
     def load_signatures(self) -> None:
         if self.signatures_file is not None:
             rows = read_rows(self.signatures_file)
@@ -88,6 +97,7 @@ class Lease(SandboxFiles):
 
     def store_signatures(self, signatures_file: int) -> None:
         write_rows(signatures_file, [self.scanned, *((path, *values) for path, values in self.signatures.items())])
+        self.signatures = {}  # the keeper keeps the file alone
 
     def replace_signatures(self, signatures_file: int) -> None:
         if self.signatures_file is not None:

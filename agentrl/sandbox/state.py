@@ -77,6 +77,9 @@ class FileState:
         self._contents: dict[str, bytes] = {}
         """Contents from which the files can be made again, by digest; empty once a lease holds the files."""
 
+    def __len__(self) -> int:
+        return len(self._files)
+
     @property
     def digest(self) -> str:
         """Digest of all files."""
