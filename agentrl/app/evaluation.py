@@ -22,7 +22,13 @@ from agentrl.app.assemble import attach_local_worker, make_dispatcher
 from agentrl.app.engines import make_engine
 from agentrl.app.hub import with_downloaded_models
 from agentrl.app.memory_estimate import check_gpu_memory, with_chosen_token_limits
-from agentrl.app.policies import frozen_policy_weights, hidden_tools, serve_configured_weights, weights_from_directory
+from agentrl.app.policies import (
+    check_tokenizers,
+    frozen_policy_weights,
+    hidden_tools,
+    serve_configured_weights,
+    weights_from_directory,
+)
 from agentrl.app.received import remember_run, selected_by_tasks
 from agentrl.app.recovery import ResumeState
 from agentrl.app.run_parts import (
@@ -338,6 +344,7 @@ def prepare_evaluation(
         config, [weights_from_directory(name, path) for name, path in _by_policy(config, policy).items()]
     )
     config = with_chosen_token_limits(with_downloaded_models(config, {}), {})
+    check_tokenizers(config)
     return config, frozen_policy_weights(config)
 
 

@@ -20,7 +20,12 @@ from typing import Any, Literal, NamedTuple
 
 from agentrl.app.evaluation import play_without_training, with_frozen_policies
 from agentrl.app.given_models import check_models_unchanged
-from agentrl.app.policies import frozen_policy_weights, serve_configured_weights, weights_from_directory
+from agentrl.app.policies import (
+    check_tokenizers,
+    frozen_policy_weights,
+    serve_configured_weights,
+    weights_from_directory,
+)
 from agentrl.app.received import FORK, ReceivedRun, recorded_environment_code
 from agentrl.app.run_parts import RunFactories
 from agentrl.cluster.session import gpu_reservation
@@ -422,6 +427,7 @@ async def _fork(
     unchanged = {name: policy for name, policy in config.policies.items() if name not in chosen}
     other_weights = frozen_policy_weights(config.model_copy(update={"policies": unchanged}))
     config = with_frozen_policies(config, policies.weights)
+    check_tokenizers(config)
     chat_format = factories.chat_format(config)
     async with contextlib.AsyncExitStack() as stack:
         store = SqliteJournal(directory / "journal", info={**info_fields, "config": recorded.model_dump(mode="json")})

@@ -463,41 +463,51 @@ def hidden_tools(config: RunConfig, environment: type[Environment], chat_format:
     )
 
 
-def check_reference_models(config: RunConfig) -> None:
-    """Refuse references whose tokenizer differs from the policy's, before weights are loaded.
+def check_tokenizers(config: RunConfig) -> None:
+    """Refuse models that get a policy's token ids and have another tokenizer, before weights are loaded: references,
+    weights of frozen policies, and draft models.
 
     Raises:
-        ConfigError: the two tokenizers differ; the message has the first token with different ids.
-        InputError: there is no such directory, it has no weights, or its tokenizer cannot be read.
+        ConfigError: two tokenizers differ; the message has the first token with different ids.
+        InputError: a reference has no directory, no weights or another base model, or a tokenizer cannot be read.
     """
     for name, policy in config.trained.items():
-        file = Path(policy.reference) / "tokenizer.json"
-        if policy.reference and not Path(policy.reference).is_dir():
-            raise InputError(f"policies.{name}.reference: there is no directory {policy.reference}")
-        if policy.reference and not any(Path(policy.reference).glob("*.safetensors")):
+        reference, base = Path(policy.reference), config.base_of(name)
+        if not policy.reference:
+            continue
+        if not reference.is_dir():
+            raise InputError(f"policies.{name}.reference: there is no directory {reference}")
+        if not any(reference.glob("*.safetensors")):
             raise InputError(
-                f"policies.{name}.reference: {policy.reference} has no weights (no *.safetensors); give the directory "
+                f"policies.{name}.reference: {reference} has no weights (no *.safetensors); give the directory "
                 "of a model, or of an adapter such as another run's policies/NAME"
             )
-        if not policy.reference or not file.is_file():
-            continue  # weights that a run published use the tokenizer of their base model
-        reference_tokens, base_tokens = (
-            _numbered_tokens(file),
-            _numbered_tokens(Path(config.base_of(name)) / "tokenizer.json"),
+        _check_tokenizer(f"policies.{name}.reference", reference, base, "a reference scores the policy's own tokens")
+    for name, frozen in config.of_kind(FrozenPolicy).items():
+        if frozen.path:
+            why = "the policy's conversations are written with the tokenizer of its base model"
+            _check_tokenizer(f"policies.{name}.path", Path(frozen.path), config.base_of(name), why)
+    draft = (config.engine.vllm or {}).get("speculative_config")
+    if isinstance(draft, Mapping) and isinstance(path := draft.get("model"), str):
+        for base_config in config.bases:
+            why = "a draft model proposes the policy's tokens"
+            _check_tokenizer("engine.vllm.speculative_config.model", Path(path), base_config.model.path, why)
+
+
+def _check_tokenizer(setting: str, directory: Path, base: str, why: str) -> None:
+    """Refuse a directory with another tokenizer than a base model; published weights have none of their own."""
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        return
+    tokens, base_tokens = _numbered_tokens(file), _numbered_tokens(Path(base) / "tokenizer.json")
+    unequal = [token for token in {**tokens, **base_tokens} if base_tokens.get(token) != tokens.get(token)]
+    different = min(unequal, key=lambda token: base_tokens.get(token, len(base_tokens)), default=None)
+    if different is not None:
+        raise ConfigError(
+            f"{setting}: {directory} has another tokenizer than {base} (token {different!r} is "
+            f"{tokens.get(different, 'missing')} there and {base_tokens.get(different, 'missing')} here), and {why}: "
+            "choose a model of the same family"
         )
-        unequal = [
-            token
-            for token in {**reference_tokens, **base_tokens}
-            if base_tokens.get(token) != reference_tokens.get(token)
-        ]
-        different = min(unequal, key=lambda token: base_tokens.get(token, len(base_tokens)), default=None)
-        if different is not None:
-            raise ConfigError(
-                f"policies.{name}.reference: {policy.reference} has another tokenizer than {config.base_of(name)} "
-                f"(token {different!r} is {reference_tokens.get(different, 'missing')} there and "
-                f"{base_tokens.get(different, 'missing')} here), and a reference scores the policy's own tokens: "
-                "choose a reference of the same model family"
-            )
 
 
 def _numbered_tokens(file: Path) -> Mapping[str, int]:

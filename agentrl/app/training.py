@@ -19,7 +19,7 @@ from agentrl.app.memory_estimate import check_gpu_memory, with_chosen_token_limi
 from agentrl.app.policies import (
     base_model_chat_formats,
     base_models,
-    check_reference_models,
+    check_tokenizers,
     hidden_tools,
     split_group_warnings,
     units_per_root_group,
@@ -150,7 +150,7 @@ async def run_training(
     start_s = clock.monotonic()
     chat_format = factories.chat_format(config)
     base_model_chat_formats(config)  # refuse unusable tokenizers before weights are loaded
-    check_reference_models(config)
+    check_tokenizers(config)
     source = await asyncio.to_thread(_training_tasks, config, environment, tasks)
     held_out_splits, available = await asyncio.to_thread(held_out_source, config, environment, held_out)
     path = Path(config.directory) / config.name

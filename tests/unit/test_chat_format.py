@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from pathlib import Path
 from typing import Literal
@@ -349,9 +350,25 @@ def test_a_tokenizer_of_another_model_is_refused_with_both_sizes(tmp_path: Path)
         (tmp_path / "config.json").write_text(json.dumps({"vocab_size": rows}))
         with pytest.raises(ModelError, match=complaint):
             TemplateChatFormat.load(tmp_path)
-    write_model(tmp_path, QWEN, QWEN_SPECIAL)
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": tokens - len(QWEN_MARKUP) - 1}))
+    write_model(tmp_path, QWEN, (*QWEN_SPECIAL, "<|image|>"))  # which no template of texts writes
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": tokens - len(QWEN_MARKUP)}))
     TemplateChatFormat.load(tmp_path)
+
+
+@pytest.mark.parametrize("literal", [*QWEN_SPECIAL, *QWEN_MARKUP])
+def test_a_template_that_writes_a_token_without_an_embedding_is_refused_by_its_name(
+    tmp_path: Path, literal: str
+) -> None:
+    """Markup only in calls and thinking too; tokens that no template writes, as those of images, may lack a row."""
+    special = [*(other for other in (*QWEN_SPECIAL, *QWEN_MARKUP) if other != literal), literal]
+    write_model(tmp_path, QWEN, special)
+    tokens = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).get_vocab_size()
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": tokens - 1}))
+    if literal == "<|endoftext|>":
+        TemplateChatFormat.load(tmp_path)
+    else:
+        with pytest.raises(ModelError, match=rf"{re.escape(repr(literal))}, whose id {tokens - 1} has no row"):
+            TemplateChatFormat.load(tmp_path)
 
 
 def test_a_template_that_opens_the_thinking_itself_serves(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from agentrl.app.policies import check_reference_models
+from agentrl.app.policies import check_tokenizers
 from agentrl.config.policies import PolicyConfig
 from agentrl.core.errors import ModelError
 from agentrl.engines.embedded.forward import check_slots_match_forward
@@ -85,4 +85,4 @@ def test_an_absurdly_long_token_is_named_before_it_is_compiled(model: Path) -> N
         TemplateChatFormat.load(model)
     policy = PolicyConfig(learning_rate=1e-2, reference=str(model))
     with pytest.raises(ModelError, match="60,000"):
-        check_reference_models(run_config(model, policies={"policy": policy}))
+        check_tokenizers(run_config(model, policies={"policy": policy}))

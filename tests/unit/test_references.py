@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from agentrl.app.policies import check_reference_models
-from agentrl.config.policies import PolicyConfig
+from agentrl.app.policies import check_tokenizers
+from agentrl.config.policies import FrozenPolicy, PolicyConfig
 from agentrl.config.run import RunConfig
+from agentrl.config.sections import EngineConfig
 from agentrl.core.errors import ConfigError, InputError, ModelError
 from agentrl.core.records import PolicyVersion
 from agentrl.credit.advantages.group_baselines import leave_one_out
@@ -201,19 +202,30 @@ def test_a_teacher_with_another_tokenizer_is_refused(models: tuple[Path, Path], 
     teacher = shutil.copytree(models[1], tmp_path / "teacher")
     write_tokenizer(student)
     write_tokenizer(teacher)
-    check_reference_models(config_of(student, teacher))
+    frozen = {"kind": "frozen", "path": str(teacher)}
+    settings = ("policies.policy.reference", "policies.judge.path", "engine.vllm.speculative_config.model")
+    configs = (
+        config_of(student, teacher),
+        run_config(student, policies={"policy": PolicyConfig(), "judge": FrozenPolicy.model_validate(frozen)}),
+        run_config(student).model_copy(
+            update={"engine": EngineConfig(vllm={"speculative_config": {"model": str(teacher)}})}
+        ),
+    )
+    for config in configs:
+        check_tokenizers(config)
     file = teacher / "tokenizer.json"
     content = json.loads(file.read_text())
     vocabulary = content["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     file.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match="'a'"):
-        check_reference_models(config_of(student, teacher))
+    for setting, config in zip(settings, configs, strict=True):
+        with pytest.raises(ConfigError, match=rf"^{setting}: .*'a'"):
+            check_tokenizers(config)
     with pytest.raises(InputError, match="directory"):
-        check_reference_models(config_of(student, tmp_path / "absent"))
+        check_tokenizers(config_of(student, tmp_path / "absent"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="weights"):
-        check_reference_models(config_of(student, tmp_path / "empty"))
+        check_tokenizers(config_of(student, tmp_path / "empty"))
 
 
 def test_a_reference_of_fewer_tokens_is_refused(models: tuple[Path, Path], tmp_path: Path) -> None:

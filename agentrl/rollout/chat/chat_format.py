@@ -112,8 +112,7 @@ class TemplateChatFormat:
         forks: bool,
         tools_in: ToolsIn,
     ) -> None:
-        self._directory = directory
-        self._tokenizer = tokenizer
+        self._directory, self._tokenizer = directory, tokenizer
         self._template = template
         self._tools_in_system = tools_in == "system"
         made_with = [(directory / "tokenizer.json").read_bytes(), template.fingerprint]
@@ -121,6 +120,7 @@ class TemplateChatFormat:
             made_with.append(b"tools in system")
         self.fingerprint = hashlib.blake2b(b"".join(made_with), digest_size=8).digest()
         tokens = _added_tokens(tokenizer)
+        self._rowless = _rowless_tokens(tokens, _embedding_rows(directory))
         self._arguments_as_text = False
         """Whether the template takes a call's arguments as text."""
         self.reply_format = self._find_reply_format(reply_format, [t.literal for t in tokens if t.special])
@@ -201,11 +201,13 @@ class TemplateChatFormat:
                 "with `AutoTokenizer.from_pretrained(DIR, use_fast=True).save_pretrained(DIR)`"
             )
         tokenizer = read_tokenizer(path)
-        _check_vocabulary(directory, tokenizer)
+        _check_vocabulary(directory, tokenizer, _embedding_rows(directory))
         tokenizer.no_truncation()
         tokenizer.no_padding()
         template = ChatTemplate(directory)
-        return cls(directory, tokenizer, template, reply_format, forks=history == "fork", tools_in=tools_in)
+        chat_format = cls(directory, tokenizer, template, reply_format, forks=history == "fork", tools_in=tools_in)
+        chat_format._check_rows()
+        return chat_format
 
     def start(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         """Return the token ids of a new conversation, up to the start of the assistant's turn.
@@ -475,10 +477,43 @@ class TemplateChatFormat:
         ids: list[int] = []
         for piece in pieces:
             if isinstance(piece, int):
+                if piece in self._rowless:
+                    raise ModelError(
+                        f"{self._directory}: the chat template writes the token {self._rowless[piece]!r}, whose id "
+                        f"{piece} has no row in the model's embeddings. Copy tokenizer.json, the template and "
+                        "config.json from one model again, or add the row with model.resize_token_embeddings and train "
+                        "it first"
+                    )
                 ids.append(piece)
             else:
                 ids.extend(self._encode_plain(piece))
         return ids
+
+    def _check_rows(self) -> None:
+        """Refuse a template that writes a token without a row into a conversation with all kinds of messages.
+
+        Raises:
+            ModelError: it does; the message has the token.
+        """
+        if not self._rowless:
+            return
+        question, call = _value("user", "."), self._standin_call("probe")
+        answer = {**_value("tool", "."), "name": "probe", "tool_call_id": "call00000"}
+        tool = tool_for_template(ToolSpec(name="probe", description=".", parameters={"type": "object"}), self._control)
+        forms = thinking_message_forms(self._thinking, ".", ".") if self._thinking is not None else ()
+        self._encode_pieces([self._closing_id, self._call_closing])
+        for messages, tools in (
+            ([question, _value("assistant", "."), question], []),
+            ([_value("system", "."), question], []),
+            ([question], [tool]),
+            ([question, call, answer], [tool]),
+            *(([question, form], []) for form in forms),
+        ):
+            try:
+                text = self._template.render(messages, tools, prompt=True)
+            except ModelError:
+                continue  # the template has no such messages
+            self._encode_pieces(self._control.split(text))
 
     def _fill(self, frame: _Frame, content: str) -> list[int]:
         text = frame.before + frame.transform(valid_unicode(content)) + frame.behind
@@ -735,16 +770,26 @@ def read_tokenizer(path: Path) -> Tokenizer:
 _ADDED_TOKENS = msgspec.json.Decoder(_AddedTokens)
 
 
-def _check_vocabulary(directory: Path, tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer with tokens beyond the embedding's rows, or one that leaves much of the embedding unused.
-
-    Special tokens beyond the embedding are allowed, such as those of images in text models (Gemma 3): no text is
-    encoded to them, and a template that writes one fails in the engine.
-    """
+def _embedding_rows(directory: Path) -> int | None:
+    """Return the number of rows of a model's embeddings; None if its configuration does not say."""
     config = read_json(directory / "config.json")
     text = config.get("text_config")
     rows = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
-    if type(rows) is not int:
+    return rows if type(rows) is int else None
+
+
+def _rowless_tokens(tokens: Collection[AddedToken], rows: int | None) -> dict[int, str]:
+    """Return the tokens without a row in the model's embeddings, by id."""
+    return {token.token_id: token.literal for token in tokens if rows is not None and token.token_id >= rows}
+
+
+def _check_vocabulary(directory: Path, tokenizer: Tokenizer, rows: int | None) -> None:
+    """Refuse a tokenizer with tokens beyond the embedding's rows, or one that leaves much of the embedding unused.
+
+    Special tokens beyond the embedding are allowed, such as those of images in text models (Gemma 3): no text is
+    encoded to them, and a template that writes one is refused.
+    """
+    if rows is None:
         return
     special = {token for token, added_token in tokenizer.get_added_tokens_decoder().items() if added_token.special}
     tokens = set(tokenizer.get_vocab(with_added_tokens=True).values())
