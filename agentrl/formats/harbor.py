@@ -10,6 +10,7 @@ import errno
 import glob
 import json
 import math
+import os
 import re
 import shlex
 import tomllib
@@ -77,7 +78,8 @@ class HarborTask:
     """What cannot be honored, each with its file and line."""
 
     def sandbox(self, root: str, network: Network) -> Sandbox:
-        """Return the sandbox of the task over a root directory."""
+        """Return the sandbox of the task over a root directory. No spelling of `/` is the whole disk."""
+        root = MACHINE if os.path.realpath(root) == "/" else root
         directory = self.workdir or "/box"
         copied = {path if source.is_dir() else str(Path(path).parent) for path, source in self.copies.items()}
         made = {directory, TESTS, VERDICT} - {"/"} | (copied if root == MACHINE else copied - {"/"})

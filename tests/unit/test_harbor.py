@@ -15,7 +15,7 @@ import pytest
 import agentrl
 from agentrl.cli.main import main
 from agentrl.core.errors import CheckFailedError, EnvironmentDefinitionError
-from agentrl.formats.harbor import Harbor, checked_rewards, read_task
+from agentrl.formats.harbor import Harbor, HarborTask, checked_rewards, read_task
 from agentrl.testing.check import check_environment
 from agentrl.testing.execution import play
 from tests.support.harbor_suite import ANSWERS, MEDIAN, ROOTS, WORD, write_suite, write_task
@@ -302,3 +302,15 @@ def test_a_configuration_is_checked_with_its_options(tmp_path: Path, capsys: pyt
     )
     assert main(["env", "check", str(tmp_path / "run.toml")]) == 0
     assert "class `snapshot`" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("root", ["/", "/.", "//", "/usr/.."])
+def test_no_spelling_of_the_root_is_the_whole_disk(root: str) -> None:
+    assert HarborTask().sandbox(root, "none").root is None
+
+
+def test_a_task_is_played_in_its_directory_alone(tmp_path: Path) -> None:
+    task = tasks_of(write_suite(tmp_path / "suite"))["median"]
+    away = agentrl.Task(id="away", data={**task.data, "task": "../other"})
+    with pytest.raises(Exception, match="is outside of"):
+        play(Harbor, away, ["done"])
