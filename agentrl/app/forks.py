@@ -41,7 +41,7 @@ from agentrl.environment.registry import name_of
 from agentrl.inspection.comparisons import FORKS
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, ToolEntry, TurnEntry, decode_entries
-from agentrl.journal.reader import TurnLogReader, load_fork_prefix
+from agentrl.journal.reader import TurnLogReader, load_fork_prefix, referred_journal
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.observe.run_directory import ENGINE_LOG
 from agentrl.orchestrator.versions import ServedVersions
@@ -150,11 +150,11 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
         journal = reader.journal
     finally:
         reader.close()
-    parent = edit_fork_parent(find_parent(journal, episode_id, attempt, at), edit)
     received = ReceivedRun(path, overrides)
     use = FORK if factories is None else FORK.without_models()
     config = received.config(recorded_settings, use, command)
     check_models_unchanged(config, info.get("models"), ignored=use.ignored)
+    parent = edit_fork_parent(find_parent(journal, episode_id, attempt, at), edit)
     environment_class = received.environment(
         parent.begin.environment,
         environment,
@@ -373,7 +373,7 @@ def _weights(parent: ForkParent, version: PolicyVersion) -> WeightsRef | None:
     for directory in parent.ancestors.values():
         log = SqliteRunLog(Path(directory))
         try:
-            weights = log.published(version)
+            weights = log.published(version, outside=True)
         finally:
             log.close()
         if weights is not None and Path(weights.path).is_dir():
@@ -483,7 +483,7 @@ def _points(journal: Path, partition: str, first: JournalEntry, begin: BeginEntr
     while begin.fork is not None:
         if begin.fork.episode_id in points:
             raise JournalError(f"{journal}: the forks of {first.episode_id} refer to each other in a circle")
-        directory = os.path.normpath(os.path.join(directory, begin.fork.journal))
+        directory = str(referred_journal(Path(directory), begin.fork.journal))
         points[begin.fork.episode_id] = replace(begin.fork, journal=directory)
         _, entries = _entries(Path(directory), begin.fork.episode_id, begin.fork.attempt)
         begin_entry = decode_entries(entries[:1])[0]

@@ -6,6 +6,7 @@ environment's own module. Their seats are bound as `Solve.solver`, else by the b
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import itertools
 import json
@@ -628,13 +629,18 @@ async def serve_configured_weights(
     """Load weights into an engine in place of the base model's, and record their location in the journal.
 
     Raises:
-        InputError: the weights do not fit the base model.
+        InputError: the weights do not fit the base model, or are gone.
     """
     for weights in frozen_weights:
         await record_published_version(store, weights)
         try:
             await served_versions.make_current(weights)
         except EngineError as error:
+            if not await asyncio.to_thread(Path(weights.path).is_dir):
+                raise InputError(
+                    f"the weights of {weights.version}, {weights.path}, are gone: they were pruned meanwhile. "
+                    "checkpoint.versions = 0 keeps all versions"
+                ) from error
             base = config.base_of(weights.version.policy)
             raise InputError(f"{weights.path} does not fit {base}: {error}") from error
 

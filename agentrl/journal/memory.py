@@ -301,7 +301,7 @@ class MemoryJournal(RunJournal):
         numbers = [name.removeprefix(prefix) for name in episodes if name.startswith(prefix)]
         return max([highest, *(int(number) for number in numbers if number.isdecimal())])
 
-    def published(self, version: PolicyVersion) -> WeightsRef | None:
+    def published(self, version: PolicyVersion, *, outside: bool = False) -> WeightsRef | None:
         """Return a version's weights at their recorded path: there is no run directory to search."""
         publications = (record for record in self.on_disk() if isinstance(record, VersionPublication))
         return next((record.weights for record in publications if record.weights.version == version), None)

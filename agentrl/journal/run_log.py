@@ -199,9 +199,10 @@ class RunLog:
         numbers = {int(name.removeprefix(prefix)) for (name,) in rows}
         return [number for number in range(stop) if number not in numbers]
 
-    def published(self, version: PolicyVersion) -> WeightsRef | None:
-        """Return the location of a version's weights: in the run, even after it was moved, or at the user's path
-        (lineages below 0); None if the version was never published.
+    def published(self, version: PolicyVersion, *, outside: bool = False) -> WeightsRef | None:
+        """Return the location of a version's weights in the run, even after it was moved; None if the version was never
+        published. With `outside`, also the recorded path of weights that a user gave (lineages below 0), which a run
+        from others cannot choose.
 
         Raises:
             JournalError: the record was altered, or its path leads out of the run.
@@ -213,6 +214,8 @@ class RunLog:
             if kind not in ("full", "adapter") or not isinstance(path, str) or not isinstance(sha256, str):
                 raise JournalError(f"{self.path}: the record of {version} was altered or is damaged")
             if version.lineage < 0:
+                if not outside:
+                    return None
                 return WeightsRef(version=version, path=path, kind=kind, sha256=sha256)
             if not directory.resolve().is_relative_to(root.resolve()):
                 raise JournalError(

@@ -133,17 +133,23 @@ def test_only_units_of_surviving_steps_are_consumed(tmp_path: Path) -> None:
 
 
 def test_published_weights_are_those_that_lie_in_the_run(tmp_path: Path) -> None:
-    published, stray = weights("policy", 0, 3), weights("../../elsewhere", 0, 3)
+    published, stray, users = (
+        weights("policy", 0, 3),
+        weights("../../elsewhere", 0, 3),
+        weights("policy", -1, 3),
+    )
     versions = tmp_path / "run" / "versions"
 
     async def main() -> None:
         journal = SqliteJournal(tmp_path / "run" / "journal")
-        for each in (published, stray):
+        for each in (published, stray, users):
             journal.record(VersionPublication(each, None))
         await journal.flush()
         here = replace(published, path=str(versions / "policy" / "0.3"))
         assert journal.published(published.version) == here, "wherever it was written"
         assert journal.published(PolicyVersion("policy", 0, 4)) is None
+        assert journal.published(users.version) is None, "a resumed run takes no path from its journal"
+        assert journal.published(users.version, outside=True) == users
         (versions / "policy").mkdir(parents=True)
         (versions / "policy" / "0.3").symlink_to(tmp_path)
         for outside in (published, stray):
