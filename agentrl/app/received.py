@@ -13,7 +13,6 @@ variables, files or parts of the machine. Those come from
 from __future__ import annotations
 
 import copy
-import hashlib
 import importlib.util
 import json
 import linecache
@@ -21,7 +20,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -41,9 +40,9 @@ from agentrl.config.load import (
 )
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import FunctionConfig
-from agentrl.core.errors import EnvironmentDefinitionError, InputError
-from agentrl.core.files import os_error_advice, replace_file
-from agentrl.core.records import EpisodeSpec, Task, WeightsRef
+from agentrl.core.choices import Choices, run_root
+from agentrl.core.errors import EnvironmentDefinitionError, InputError, JournalError
+from agentrl.core.records import EpisodeSpec, GroupStart, Task, WeightsRef
 from agentrl.environment.environment import Environment, TaskSource
 from agentrl.environment.mixture import MixedTasks, all_environment_classes, root_environment_of_task, root_environments
 from agentrl.environment.registry import (
@@ -55,6 +54,7 @@ from agentrl.environment.registry import (
     resolve,
 )
 from agentrl.journal.entries import code_digest
+from agentrl.journal.reader import referred_journal
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -157,70 +157,6 @@ def _member(members: Sequence[type[BaseModel]], table: Any) -> type[BaseModel] |
     return next((member for member in members if kind in get_args(member.model_fields["kind"].annotation)), None)
 
 
-# --- the user's choices -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """What this user chose for a run, from the user's own state directory, which maps the run's resolved path to it."""
-
-    run: Path
-    settings: Mapping[str, Sequence[Any]]
-    """Values that the user's own commands recorded in the run, by setting."""
-    named: Mapping[str, Any]
-    """Values that the user named for recorded ones, by setting."""
-    environments: Mapping[str, str]
-    """References to environments, by their names in the journal."""
-    tasks: Sequence[Mapping[str, Any]]
-    """What the data of the run's tasks choose; see `Environment.selects`."""
-
-    @classmethod
-    def of(cls, run: Path) -> Choices:
-        """Read the choices for a run, or for the run that a directory of forks belongs to.
-
-        Raises:
-            InputError: the file cannot be read.
-        """
-        root = run.resolve()
-        root = root.parent if root.name == "forks" and (root.parent / "journal").is_dir() else root
-        path = _file(root)
-        try:
-            data = json.loads(path.read_bytes())
-            return cls(root, data["settings"], data["named"], data["environments"], data["tasks"])
-        except FileNotFoundError:
-            return cls(root, {}, {}, {}, ())
-        except (OSError, ValueError, TypeError, LookupError) as error:
-            raise InputError(f"{path}: cannot be read ({error}); remove it to forget what it allows") from error
-
-    def save(self) -> None:
-        """Write the choices.
-
-        Raises:
-            InputError: the file cannot be written.
-        """
-        path = _file(self.run)
-        content = {
-            "run": str(self.run),
-            "settings": dict(self.settings),
-            "named": dict(self.named),
-            "environments": dict(self.environments),
-            "tasks": list(self.tasks),
-        }
-        encoded = json.dumps(content, indent=1).encode()
-        try:
-            if not path.is_file() or path.read_bytes() != encoded:
-                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                replace_file(path, encoded)
-        except OSError as error:
-            raise InputError(f"{path}: cannot be written ({error.strerror}); {os_error_advice(error)}") from error
-
-
-def _file(run: Path) -> Path:
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    digest = hashlib.blake2b(str(run).encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-    return Path(state) / "agentrl" / "runs" / f"{digest}.json"
-
-
 def remember_run(
     run: Path,
     config: RunConfig,
@@ -241,16 +177,54 @@ def remember_run(
     try:
         before = Choices.of(run)
         if not resumed:
-            before = Choices(before.run, {}, {}, {}, ())
+            before = Choices.nothing(before.run)
         settings = {key: list(values) for key, values in before.settings.items()}
         for selection in selections(config.model_dump(mode="json")):
             if not selection.is_harmless and selection.value not in (values := settings.setdefault(selection.key, [])):
                 values.append(selection.value)
         all_tasks = [*before.tasks, *(task for task in tasks if task not in before.tasks)]
-        Choices(before.run, settings, before.named, {**before.environments, **environments}, all_tasks).save()
+        known = {**before.environments, **environments}
+        start_from = config.environment.start_from
+        began_from = [] if start_from is None else [str(run_root(Path(start_from.run)))]
+        all_runs = [*before.runs, *(other for other in began_from if other not in before.runs)]
+        Choices(before.run, settings, before.named, known, all_tasks, all_runs).save()
     except InputError as error:
         return [f"replays and forks of this run will ask for what it uses: {error}"]
     return []
+
+
+def remember_recorded_turns(run: Path, environment: type[Environment], starts: Iterable[GroupStart]) -> None:
+    """Remember the runs and tasks of the recorded turns that this user's run begins from.
+
+    Raises:
+        InputError: the user's state directory cannot be read or written.
+    """
+    choices = Choices.of(run)
+    tasks, runs = list(choices.tasks), list(choices.runs)
+    for start in starts:
+        selected = selected_by_task(root_environment_of_task(environment, start.task), start.task)
+        other = "" if start.point is None else str(run_root((run / "journal" / start.point.journal).parent))
+        tasks += [selected] if selected and selected not in tasks else []
+        runs += [other] if other and other not in runs else []
+    replace(choices, tasks=tasks, runs=runs).save()
+
+
+def check_recorded_turns(run: Path, environment: type[Environment], starts: Iterable[GroupStart]) -> None:
+    """Check that recorded turns in a run's directory are those that this user's run began from.
+
+    Raises:
+        InputError: only the run's directory names them.
+    """
+    choices = Choices.of(run)
+    for start in starts:
+        selected = selected_by_task(root_environment_of_task(environment, start.task), start.task)
+        try:
+            if start.point is not None:
+                referred_journal(run / "journal", start.point.journal)
+        except JournalError as error:
+            raise InputError(f"recorded turns of {run}: {error}") from error
+        if selected not in ({}, *choices.tasks):
+            raise InputError(f"recorded turns of {run}: only the run names {format_short(selected)}")
 
 
 def selected_by_task(environment: type[Environment], task: Task) -> dict[str, Any]:
@@ -436,11 +410,14 @@ class ReceivedRun:
         return _class_or_sibling(resolve(reference), name)
 
 
-def refusal_on_resume(environment: type[Environment], tasks: Sequence[Mapping[str, Any]], spec: EpisodeSpec) -> str:
+def refusal_on_resume(
+    journal: Path, environment: type[Environment], tasks: Sequence[Mapping[str, Any]], spec: EpisodeSpec
+) -> str:
     """Return why an episode that a run left unfinished cannot be resumed: only the journal names what it needs. Empty
     if it can.
 
     Args:
+        journal: directory of the run's journal.
         environment: class of root episodes of the user's configuration, or a mixture of classes. A child may also have
             any environment that their code has loaded.
         tasks: what the configuration's tasks choose; see `selected_by_tasks`.
@@ -455,6 +432,11 @@ def refusal_on_resume(environment: type[Environment], tasks: Sequence[Mapping[st
             f"the journal names the environment {spec.environment[:MAX_SHOWN]!r}, which the configuration does not; "
             "if a configured environment spawns it, name it in fan_out"
         )
+    if spec.fork is not None:
+        try:
+            referred_journal(journal, spec.fork.journal)
+        except JournalError as error:
+            return str(error)
     if (selected := selected_by_task(played_by, spec.task)) and selected not in tasks:
         return f"the journal's task names {format_short(selected)}, which no task of the configuration does"
     return ""

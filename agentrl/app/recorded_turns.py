@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from agentrl.app.forks import ForkParent, find_parent
+from agentrl.app.received import check_recorded_turns, remember_recorded_turns
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import RecordedTurnsConfig
 from agentrl.core import ids
@@ -51,7 +52,9 @@ def find_recorded_turns(config: RunConfig, environment: type[Environment], run: 
     if settings is None:
         return ()
     if (run / FILE).is_file():
-        return msgspec.json.decode((run / FILE).read_bytes(), type=list[GroupStart])
+        kept = msgspec.json.decode((run / FILE).read_bytes(), type=list[GroupStart])
+        check_recorded_turns(run, environment, kept)
+        return kept
     roots = {name_of(root): root for root in trained_root_environments(environment)}
     parents = _parents(settings, config.seed)
     starts = []
@@ -62,9 +65,10 @@ def find_recorded_turns(config: RunConfig, environment: type[Environment], run: 
     return starts
 
 
-def keep_recorded_turns(starts: Sequence[GroupStart], run: Path) -> None:
-    """Keep the chosen turns in the run's directory."""
+def keep_recorded_turns(starts: Sequence[GroupStart], environment: type[Environment], run: Path) -> None:
+    """Keep the chosen turns in the run's directory, and remember that the user chose them."""
     if starts and not (run / FILE).is_file():
+        remember_recorded_turns(run, environment, starts)
         replace_file(run / FILE, msgspec.json.encode(starts))
 
 

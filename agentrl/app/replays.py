@@ -389,15 +389,11 @@ def replay_step(reader: RunReader, line: StepLine) -> StepReplayResult:
 
 def recompute_step_loss(reader: RunReader, line: StepLine, overrides: Sequence[str] = ()) -> StepRecomputeResult:
     """Recompute loss and gradient norm of a step; if that is impossible, `text` has the reason. `overrides` as for
-    `replay`.
-
-    Raises:
-        InputError: only the run names the model or the loss.
-    """
+    `replay`."""
     result = StepRecomputeResult(loss=line.loss, grad_norm=line.grad_norm, text="")
-    command = f"agentrl step replay {shlex.quote(str(reader.path))} {line.step}"
-    config = ReceivedRun(reader.path, overrides).config(reader.log.config(line.lineage), STEP_REPLAY, command)
     try:
+        command = f"agentrl step replay {shlex.quote(str(reader.path))} {line.step}"
+        config = ReceivedRun(reader.path, overrides).config(reader.log.config(line.lineage), STEP_REPLAY, command)
         if line.policy not in config.trained:
             raise InputError(f"the run's configuration trains no policy {line.policy}")
         base = Path(config.base_of(line.policy))
@@ -415,7 +411,7 @@ def recompute_step_loss(reader: RunReader, line: StepLine, overrides: Sequence[s
             weights, origin = find_weights_of(reader, started_from)
         loss, grad_norm = trainer.recompute(batch, started_from, weights, between)
     except AgentRLError as error:
-        return msgspec.structs.replace(result, text=f"not recomputed: {error}")
+        return msgspec.structs.replace(result, text=f"not recomputed: {' '.join(str(error).split())}")
     is_same = _close(line.loss, loss) and _close(line.grad_norm, grad_norm)
     return msgspec.structs.replace(result, loss_again=loss, grad_norm_again=grad_norm, same=is_same, text=origin)
 

@@ -248,7 +248,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
         *(config, directory, store),
         code=setup.code,
         changed=changes,
-        refusal=partial(refusal_on_resume, setup.environment, setup.selected),
+        refusal=partial(refusal_on_resume, directory.journal, setup.environment, setup.selected),
         clock=clock,
         tell=observer.phase,
     )

@@ -172,7 +172,7 @@ async def run_training(
     )
     async with run_context as (store, observer, changes), gpu_reservation():
         recorded_turns = await asyncio.to_thread(find_recorded_turns, config, environment, path)
-        keep_recorded_turns(recorded_turns, path)
+        keep_recorded_turns(recorded_turns, environment, path)
         for line in split_group_warnings(config, units_per_root_group(config, environment)):
             observer.warn(line)
         if config.trained:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
@@ -17,6 +15,7 @@ from agentrl.inspection.reader import EpisodeLine, RunReader
 from agentrl.inspection.tokens import decode_int32
 from agentrl.journal.control_rows import ADMISSION_COLUMNS, decode_admission_row
 from agentrl.journal.entries import BeginEntry, EntryBody, RewardEntry, TurnEntry
+from agentrl.journal.reader import referred_journal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -330,7 +329,7 @@ def compare_episodes(reader: RunReader, a: str | None, b: str | None) -> Episode
         begin = next((body for _, body in left.episode(left_id).entries if isinstance(body, BeginEntry)), None)
         if begin is None or begin.fork is None:
             raise InputError(f"{a} is not a fork: name the episode to compare it with")
-        parent = RunReader(Path(os.path.normpath(left.journal / begin.fork.journal)))
+        parent = RunReader(referred_journal(left.journal, begin.fork.journal))
         try:
             return compare_episodes_across_runs(
                 left, left_id, parent, begin.fork.episode_id, b_attempt=begin.fork.attempt

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from agentrl.core import ids
+from agentrl.core.choices import START_FROM, Choices, run_root
 from agentrl.core.errors import EntriesError, JournalError, PrunedDataError
 from agentrl.core.ids import is_safe_name
 from agentrl.core.records import Score
@@ -291,10 +292,33 @@ def recorded_score(entry: JournalEntry) -> Score:
     return Score(value, cached=True, content=entry.request_hash)
 
 
+def referred_journal(journal: Path, reference: str) -> Path:
+    """Return the journal directory to which a fork point in `journal` refers.
+
+    Raises:
+        JournalError: it is outside of the run, and not in a run that this user's training began from.
+    """
+    path = Path(os.path.normpath(journal / reference))
+    if path.resolve() == journal.resolve():
+        return path
+    run, other = run_root(journal.parent), run_root(path.parent)
+    if other != run and not Choices.of(run).allow_run(other):
+        raise JournalError(
+            f"{journal}: an episode begins with turns of another run, {other}, which only the journal names. If you "
+            f"trust it: agentrl episode replay {run} EPISODE --{START_FROM}={other}"
+        )
+    if path.resolve() not in (other / "journal", other / "forks" / "journal"):
+        raise JournalError(f"{journal}: an episode begins with turns in {path}, which is no journal of a run")
+    return path
+
+
 def load_fork_prefix(journal: str | Path, point: ForkPoint) -> list[JournalEntry]:
     """Read `read_fork_prefix` from the databases on disk; `journal` is the fork's own directory."""
+    directory = Path(os.path.abspath(journal))
 
     def read(journal_path: str, at: ForkPoint) -> list[JournalEntry]:
+        nonlocal directory
+        directory = referred_journal(directory, journal_path)
         reader = TurnLogReader(journal_path)
         try:
             entries = reader.read(at.partition, at.episode_id, at.attempt)
@@ -304,7 +328,7 @@ def load_fork_prefix(journal: str | Path, point: ForkPoint) -> list[JournalEntry
         finally:
             reader.close()
 
-    return read_fork_prefix(str(journal), point, read)
+    return read_fork_prefix(str(directory), point, read)
 
 
 def _check_committed(key: AttemptLocation, rows: Sequence[JournalEntry]) -> None:

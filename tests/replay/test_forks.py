@@ -7,7 +7,7 @@ import random
 import shutil
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -16,7 +16,8 @@ import pytest
 import agentrl
 from agentrl.app.forks import ForkParent, ended_child_episodes, find_parent, fork_episode_spec, weights_at_fork_point
 from agentrl.app.policies import serve_configured_weights, weights_from_directory
-from agentrl.core.errors import InputError, JournalError
+from agentrl.core.choices import Choices
+from agentrl.core.errors import EngineError, InputError, JournalError
 from agentrl.core.ports import GenerateRequest
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, SeatBinding, Task, WeightsRef
 from agentrl.engines.scripted import ScriptedEngine
@@ -24,6 +25,7 @@ from agentrl.environment.registry import name_of
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import SpawnEntry, TurnEntry
 from agentrl.journal.port import VersionPublication
+from agentrl.journal.reader import load_fork_prefix
 from agentrl.journal.store import SqliteJournal
 from agentrl.orchestrator.dispatch import Dispatcher
 from agentrl.orchestrator.versions import ServedVersions
@@ -182,11 +184,11 @@ def test_a_fork_shares_what_came_before_and_goes_its_own_way(tmp_path: Path, at:
     within(tmp_path / "run", lambda world: world.play(Walk))
     parent = find_parent(tmp_path / "run" / "journal", "e0", None, at)
     performed = Walk.outside
-    first, second = within(tmp_path / "forks", lambda world: world.fork(parent, Walk, 2))
+    first, second = within(tmp_path / "run" / "forks", lambda world: world.fork(parent, Walk, 2))
     number = at % 4
     assert Walk.outside == performed + 2 * (3 - number), "effects before the turn are remembered"
     whole = conversation(tmp_path / "run", "e0")
-    forks = [conversation(tmp_path / "forks", header.episode_id) for header in (first, second)]
+    forks = [conversation(tmp_path / "run" / "forks", header.episode_id) for header in (first, second)]
     for turns in forks:
         assert len(turns) == 4
         assert turns[:number] == whole[:number]
@@ -295,6 +297,45 @@ def test_weights_given_by_hand_are_found_again_and_never_taken_for_the_runs(tmp_
         weights_at_fork_point(find_parent(tmp_path / "moved" / "forks" / "journal", "f0", None, 3))
 
 
+def test_weights_that_are_pruned_meanwhile_are_gone_and_fit_no_worse(tmp_path: Path) -> None:
+    weights = WeightsRef(version=PolicyVersion("policy", 0, 1), path=str(tmp_path / "0.1"), kind="adapter", sha256="00")
+
+    class Pruned(ServedVersions):
+        async def make_current(self, weights: WeightsRef) -> None:
+            await asyncio.to_thread(shutil.rmtree, weights.path)
+            raise EngineError("adapter_model.safetensors does not exist")
+
+    async def serve(world: World) -> None:
+        (tmp_path / "0.1").mkdir()
+        await serve_configured_weights(config_for(), Pruned(world.engine), world.store, [weights])
+
+    with pytest.raises(InputError, match=r"policy@0\.1, .* are gone"):
+        within(tmp_path / "run", serve)
+
+
+def test_a_received_fork_reads_no_other_run(tmp_path: Path) -> None:
+    """Its prefix is in another run of the user, whose path only the received journal names."""
+    Walk.level = "snapshot"
+    own, received = tmp_path / "own", tmp_path / "received"
+    within(own, lambda world: world.play(Walk))
+    choices = replace(Choices.of(received), runs=[str(own)])
+    choices.save()  # as if the user had trained the run from the other one's recorded turns
+    within(received, lambda world: world.fork(find_parent(own / "journal", "e0", None, 1), Walk))
+    assert len(conversation(received, "f0")) == 4
+    Choices.nothing(received).save()
+    with pytest.raises(JournalError, match=r"another run, .*/own, which only the journal names"):
+        find_parent(received / "journal", "f0", None, 3)
+    reader = RunReader(received)
+    view = reader.episode("f0")
+    reader.close()
+    assert [problem for problem in view.problems if "which only the journal names" in problem]
+    assert not [body for _, body in view.entries if isinstance(body, TurnEntry) and body.turn == 0]
+    with pytest.raises(JournalError, match="which only the journal names"):
+        load_fork_prefix(
+            received / "journal", find_parent(own / "journal", "e0", None, 1).point_for(received / "journal")
+        )
+
+
 def test_what_cannot_be_forked_is_said(tmp_path: Path) -> None:
     Walk.level = "snapshot"
     run = tmp_path / "run"
@@ -304,14 +345,15 @@ def test_what_cannot_be_forked_is_said(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no episode e9"):
         find_parent(run / "journal", "e9", None, 0)
     parent = find_parent(run / "journal", "e0", None, 1)
-    within(tmp_path / "forks", lambda world: world.fork(parent, Walk))
-    shutil.rmtree(run)
-    reader = RunReader(tmp_path / "forks")
+    within(tmp_path / "run" / "forks", lambda world: world.fork(parent, Walk))
+    shutil.rmtree(run / "journal")
+    (run / "journal").mkdir()
+    reader = RunReader(tmp_path / "run" / "forks")
     view = reader.episode("f0")
     assert any("there is no such file" in problem for problem in view.problems), view.problems
     reader.close()
     with pytest.raises(JournalError):
-        find_parent(tmp_path / "forks" / "journal", "f0", None, 1)
+        find_parent(tmp_path / "run" / "forks" / "journal", "f0", None, 1)
 
 
 def test_a_fork_over_a_pinned_resource_is_dropped_by_name(tmp_path: Path) -> None:
