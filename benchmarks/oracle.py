@@ -19,6 +19,8 @@
 * `evaluations`: runs that are stopped inside their evaluations, evaluations that fail, and pinned versions that are
   lost (`evaluation_stops.py`).
 * `inputs`: files, models, data and strangers that attack a run from outside (`hostile_inputs.py`).
+* `received`: run directories from other people, with every recorded field set to hostile values
+  (`tests/received_runs.py`).
 * `starts`: runs of every family of models that set no size (`default_starts.py`).
 
 Figures: `violations` of the second reader, and of them the `unknown_versions`; `lost`, `twice`, `ledger_errors`,
@@ -27,6 +29,8 @@ files exist) as of `benchmarks.chaos`; `bricked`, runs that could not go on; `ki
 their end; and those of the other parts. `replay_pairs_undetected` counts the `replay_pairs` in which a prefix with the
 difference was executed without a mismatch; the negative control are `replay_pairs_by_design`, in fields that no replay
 compares.
+`received_run_fields` counts pairs of a field and a command; `received_planted_found`, the kinds of harm that are found
+while the gate is off.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
@@ -44,6 +49,7 @@ from pathlib import Path
 from benchmarks import evaluation_stops, outside_kills
 from benchmarks.chaos import SCRIPTED, Chaos, Kind, Tally
 from benchmarks.report import Report
+from tests import received_runs
 from tests.replay.program_pairs import BY_DESIGN, PAIRS
 
 KINDS = {
@@ -114,6 +120,29 @@ def pairs(quick: bool, root: Path, seed: int) -> dict[str, float | None]:
     }
 
 
+def received(quick: bool, root: Path, seed: int) -> dict[str, float | None]:
+    """Try every command on changed run directories, and planted changes without the gate."""
+    pairs: set[tuple[str, str]] = set()
+    counts: Counter[str] = Counter()
+    memory = Path("/dev/shm")  # commands sync what they write
+    with tempfile.TemporaryDirectory(prefix="received-", dir=memory if memory.is_dir() else root) as scratch:
+        for record in (received_runs.record_scripted_run, received_runs.record_model_run):
+            place = Path(scratch, record.__name__)
+            with received_runs.watched(record, place) as (run, watch):
+                for case in received_runs.chosen_cases(run, watch, shards=200 if quick else 1):
+                    verdict = received_runs.attack(run, case, watch, place / "copy")
+                    pairs |= {(case.field, command) for command in verdict.commands}
+                    counts.update(verdict.harm)
+                    counts["received_run_faults"] += len(verdict.faults)
+                    for fault in verdict.faults:
+                        print(fault, flush=True)
+                if run.has_model:
+                    found = received_runs.planted(run, watch, place / "copy", gate=False)
+                    counts["received_planted_found"] = sum(found.values())
+    names = (*received_runs.HARMS, "received_run_faults", "received_planted_found")
+    return {"received_run_fields": float(len(pairs)), **{name: float(counts[name]) for name in names}}
+
+
 def _measured_by(module: str, function: str) -> Callable[[bool, Path, int], dict[str, float | None]]:
     def measure(quick: bool, root: Path, seed: int) -> dict[str, float | None]:
         figures: dict[str, float | None] = getattr(importlib.import_module(f"benchmarks.{module}"), function)(quick)
@@ -132,6 +161,7 @@ PARTS = {
     "failures": _measured_by("oracle_failures", "measure"),
     "evaluations": evaluation_stops.measure,
     "inputs": _measured_by("hostile_inputs", "measure"),
+    "received": received,
     "starts": _measured_by("default_starts", "figures"),
 }
 FIGURES = (
@@ -147,7 +177,8 @@ FIGURES = (
     *("stops", "stops_without_checkpoint", "stop_violations", "runs_ended_by_evaluations"),
     *("runs_ended_by_pins", "episodes_of_lost_versions"),
     *("default_starts", "default_starts_refused", "starts_failed", "predictions_failed", "prediction_errors_that_stop"),
-    "start_s",
+    *("received_run_fields", "code_run", "bytes_sent", "files_opened_outside", "connections", "received_run_faults"),
+    *("received_planted_found", "start_s"),
 )
 SUMMED = ("violations", "bricked", "runs_ended")
 """Figures of several parts."""
@@ -157,6 +188,7 @@ NONE_OF = (
     *("zeros_from_failures", "failures_unnamed"),
     *("stops_without_checkpoint", "stop_violations", "runs_ended_by_evaluations", "runs_ended_by_pins"),
     *("starts_failed", "prediction_errors_that_stop"),
+    *("code_run", "bytes_sent", "files_opened_outside", "connections", "received_run_faults"),
 )
 
 

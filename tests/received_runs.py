@@ -419,6 +419,7 @@ def _config_places() -> Iterator[tuple[Place, str, Any]]:
                 yield (section, *place), f"{label}{name}", kind
 
 
+_JUDGE = {"judge": "evil", "rubric": "Good?", "scale": [0.0, 1.0], "unscorable": 0.0}
 _NEEDED: Mapping[str, Mapping[str, Any]] = {
     "PolicyConfig": {"kind": "trained"},
     "FrozenPolicy": {"kind": "frozen"},
@@ -439,10 +440,9 @@ def _set_config(place: Place, value: Callable[[Path], Any], url: str, run: Path)
             if section is RemotePolicy:
                 new["url"] = url
             if place[1] in ("judge", "reward_model"):
-                new = {"rubric": "Good?", "unscorable": 0.0} if place[1] == "judge" else {"unscorable": 0.0}
+                new = dict(_JUDGE) if place[1] == "judge" else {"unscorable": 0.0}
             if section in (RemotePolicy, FrozenPolicy):
-                judge = {"judge": "evil", "rubric": "Good?", "unscorable": 0.0}
-                config["scorers"] = {**config["scorers"], "evil": judge}
+                config["scorers"] = {**config["scorers"], "evil": _JUDGE}
             config[table] = {**config[table], "evil": put(new, place[1:], value(run), model)}
         else:
             info["config"] = put(config, place, value(run), example(RunConfig))
@@ -794,7 +794,7 @@ def commands(run: ReceivedRun, directory: Path) -> Iterator[tuple[str, Callable[
         "run prune": [[path, "--keep=0"]],
         "run serve": [],
         "episode list": [[path], [path, "--match", "text"]],
-        "episode diff": [[path, run.episode, run.other], [path, "forks/f0"]],
+        "episode diff": [[path, run.episode, run.other], *([] if run.has_model else [[path, "forks/f0"]])],
         "episode replay": [[path, run.episode], [path, run.unfinished]],
         "episode fork": [[path, run.episode, "--at", "0"]],
         "step list": [[path]],
@@ -862,7 +862,7 @@ def attack(
         case: the change; None: none.
         watch: the observer.
         place: new directory for the copy.
-        only: names of the commands to try; None: all.
+        only: names of the commands to try; None: all, of a changed run of a model those that are `ACTING`.
         strict: whether a command that refuses the run is a fault.
     """
     directory = place / NAME
@@ -875,6 +875,7 @@ def attack(
         case.apply(directory)
     watch.take()
     verdict = Verdict([], Counter(), [])
+    only = ACTING if only is None and case is not None and run.has_model else only
     label = "unchanged" if case is None else f"{case.field} = {case.name}"
     modules, paths = set(sys.modules), list(sys.path)
     with contextlib.chdir(place):
@@ -1034,7 +1035,7 @@ PLANTED = {
     "code_run": ("config.policies.BotPolicy.id", "file of the run", "episode fork"),
     "bytes_sent": ("config.policies.RemotePolicy.url", "url", "episode fork"),
     "connections": ("config.policies.RemotePolicy.url", "url", "episode fork"),
-    "files_opened_outside": ("forks", "link", "episode forks"),
+    "files_opened_outside": ("checkpoints", "link", "run ledger"),
 }
 """Changes of a run of a model that do harm without the gate: field, value and command."""
 
@@ -1087,6 +1088,6 @@ def _gate_off() -> Iterator[None]:
     }
     with (
         patch.multiple("agentrl.app.received.ReceivedRun", **obey),
-        patch("agentrl.inspection.comparisons.refuse_links"),
+        patch("agentrl.inspection.ledger.refuse_links"),
     ):
         yield

@@ -123,7 +123,12 @@ async def find_start_point(
     await asyncio.to_thread(remove_leftover_directories, directory.checkpoints, directory.versions)
     versions = recovery.first_versions(config, store, directory.versions)
     resume_state = recovery.resume_state(config, store)
-    if await _drop_refused(store, resume_state.unfinished, refusal, tell):
+
+    def refusal_of(spec: EpisodeSpec) -> str:
+        unknown = {*(binding.policy for binding in spec.seats.values()), *spec.pins} - config.policies.keys()
+        return refusal(spec) or (f"the configuration has no policy {min(unknown)!r}" if unknown else "")
+
+    if await _drop_refused(store, resume_state.unfinished, refusal_of, tell):
         resume_state = recovery.resume_state(config, store)
     record, sentences = describe_start(
         recovery, config, versions, resume_state, store, code=code, changed=changed, clock=clock
