@@ -20,6 +20,11 @@
   (`tests/sim/test_enumeration.py`); `enumeration_planted_error`: the smallest of those that go on after
   `ctx.roulette` stopped them. `roulette_refusals`: the share of estimators and scorers that are refused with roulette
   exactly if enumeration finds a bias.
+  `role_mean_variance_ratio`: in the same simulation, the variance of score times advantage over that with the mean
+  reward as the baseline, the largest. `sequence_losses_off_policy_error`: by enumeration off policy, the largest change
+  that branches make in the expected gradient of a loss that a run with branches accepts, over all built-in losses and
+  the groupings that their options select (`tests.branch_losses`); the others are refused (`sequence_losses_refused`),
+  and `_control` is the smallest change among those.
   `sharded_over_unsharded`: how far three steps, the second without signal, move the weights of two ranks that hold
   shards over those of one rank; `moved_without_signal`: how far that second step moves any. The figures that end in
   `_control` are those of the rules that these replaced.
@@ -38,13 +43,21 @@ FIGURES = (
     *(
         "dpo_ties_paired",
         "role_mean_ratio",
+        "role_mean_variance_ratio",
+        *("sequence_losses_off_policy_error", "sequence_losses_accepted", "sequence_losses_refused"),
         "pass_at_k_ratio",
         "pass_at_k_error",
         "sharded_over_unsharded",
         "moved_without_signal",
     ),
     *("enumeration_cases", "enumeration_max_error", "enumeration_planted_error", "roulette_refusals"),
-    *("dpo_ties_paired_control", "role_mean_ratio_control", "pass_at_k_ratio_control"),
+    *(
+        "dpo_ties_paired_control",
+        "role_mean_ratio_control",
+        "role_mean_variance_ratio_control",
+        "sequence_losses_off_policy_error_control",
+        "pass_at_k_ratio_control",
+    ),
     *("distilled_end", "distilled_steps_ratio", "dynamic_sampling_tokens_to_reward", "plain_tokens_to_reward"),
 )
 

@@ -7,7 +7,7 @@ import random
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from itertools import combinations
+from itertools import combinations as pairs_of
 from pathlib import Path
 
 import torch
@@ -16,7 +16,17 @@ from agentrl.credit.advantages.group_baselines import leave_one_out
 from agentrl.credit.advantages.pass_at_k import pass_at_k
 from agentrl.credit.group import Group
 from agentrl.learn.losses import dpo
-from tests.credit_oracles import RoleCredit, asynchronous_ratio, newest_mean, pass_at_k_ratio, role_mean
+from tests.branch_losses import combinations
+from tests.credit_oracles import (
+    Estimates,
+    RoleCredit,
+    asynchronous_estimates,
+    decay_per_reward,
+    newest_mean,
+    pass_at_k_ratio,
+    role_mean,
+    true_mean,
+)
 from tests.learn_cases import write_model
 from tests.loss_cases import conversations
 from tests.rank_processes import on_ranks
@@ -30,6 +40,10 @@ LENGTHS = (20, 6000)
 def figures(quick: bool) -> dict[str, float | None]:
     paired, rounded = tied_pairs(groups=10 if quick else 100)
     seeds = 1 if quick else 4
+    roles, best, before = (role_mean_estimates(rule, seeds) for rule in (role_mean, true_mean, decay_per_reward))
+    changes = {str(combination): (combination.change(), bool(combination.refusal())) for combination in combinations()}
+    for name, (change, is_refused) in changes.items():
+        print(f"  {name}: branches change its gradient by {change:.1e}{', refused' if is_refused else ''}", flush=True)
     attempts = worst(pass_at_k_ratios(pass_at_k))
     with tempfile.TemporaryDirectory() as place:
         ratio, silent = sharded(Path(place))
@@ -40,8 +54,16 @@ def figures(quick: bool) -> dict[str, float | None]:
     return {
         "dpo_ties_paired": paired,
         "dpo_ties_paired_control": rounded,
-        "role_mean_ratio": worst(role_mean_ratios(role_mean, seeds)),
-        "role_mean_ratio_control": worst(role_mean_ratios(newest_mean, 1)),
+        "role_mean_ratio": worst(each.ratio for each in roles),
+        "role_mean_ratio_control": worst(each.ratio for each in role_mean_estimates(newest_mean, 1)),
+        "role_mean_variance_ratio": max(variances_over(roles, best)),
+        "role_mean_variance_ratio_control": max(variances_over(before, best)),
+        "sequence_losses_off_policy_error": max(change for change, is_refused in changes.values() if not is_refused),
+        "sequence_losses_off_policy_error_control": min(
+            change for change, is_refused in changes.values() if is_refused
+        ),
+        "sequence_losses_accepted": sum(not is_refused for _, is_refused in changes.values()),
+        "sequence_losses_refused": sum(is_refused for _, is_refused in changes.values()),
         "pass_at_k_ratio": attempts,
         "pass_at_k_error": abs(attempts - 1),
         "pass_at_k_ratio_control": worst(pass_at_k_ratios(agents_as_attempts)),
@@ -69,7 +91,7 @@ def tied_pairs(groups: int) -> tuple[int, int]:
         rewards = [float(draw.random() < 0.5) for _ in range(8)]
         lengths = [round(math.exp(draw.uniform(*map(math.log, LENGTHS)))) for _ in rewards]
         advantages = [each.value for each in leave_one_out(rewards)]
-        for one, other in combinations(range(8), 2):
+        for one, other in pairs_of(range(8), 2):
             if rewards[one] == rewards[other]:
                 ties += 1
                 both = [(lengths[at], advantages[at]) for at in (one, other)]
@@ -87,29 +109,29 @@ def float_mean(length: int, advantage: float) -> float:
     return float(total / length)
 
 
-def role_mean_ratios(rule: Callable[[], RoleCredit], seeds: int) -> list[float]:
-    """The gradient over the true one at S = 1 and 4, 16 and 64 units per step, long episodes five times as long or as
+def role_mean_estimates(rule: Callable[[], RoleCredit], seeds: int) -> list[Estimates]:
+    """The gradient and its variance at S = 1 and 4, 16 and 64 units per step, long episodes five times as long or as
     long as the others.
     """
     found = []
     for staleness in (1, 4):
         for step_size in (16, 64):
             for longer in (1.0, 5.0):
-                ratio = statistics.mean(
-                    asynchronous_ratio(
-                        rule(),
-                        staleness=staleness,
-                        step_size=step_size,
-                        episodes=100_000,
-                        longer=longer,
-                        seed=seed,
+                by_seed = [
+                    asynchronous_estimates(
+                        rule(), staleness=staleness, step_size=step_size, episodes=100_000, longer=longer, seed=seed
                     )
                     for seed in range(seeds)
-                )
+                ]
+                found.append(Estimates(*(statistics.mean(values) for values in zip(*by_seed, strict=True))))
                 where = f"S = {staleness}, {step_size} units, {longer:.0f} times as long"
-                print(f"  {rule.__name__}, {where}: {ratio:.4f}", flush=True)
-                found.append(ratio)
+                print(f"  {rule.__name__}, {where}: {found[-1].ratio:.4f} ± {found[-1].variance:.4f}", flush=True)
     return found
+
+
+def variances_over(estimates: Sequence[Estimates], best: Sequence[Estimates]) -> list[float]:
+    """The variances of a rule over those with the mean reward as the baseline, case by case."""
+    return [own.variance / other.variance for own, other in zip(estimates, best, strict=True)]
 
 
 def agents_as_attempts(group: Group, *, k: int) -> list[float]:

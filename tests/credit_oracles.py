@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentrl.core.records import EpisodeDataLocation, TrajectoryCredit, TrajectoryHeader, Unit
-from agentrl.credit.baselines import ROLE_DECAY, DecayingMean, RoleMeans
+from agentrl.credit.baselines import DecayingMean, MeanAtStep, RoleMeans, SeatRole
 from agentrl.credit.group import Group
 
 CHANCE = 0.3
 """Probability of action 1."""
+REWARD_DECAY = 0.95
+"""Share of a mean that the rules of before kept per reward."""
 
 
 def pass_at_k_ratio(
@@ -37,15 +40,23 @@ def pass_at_k_ratio(
     return expected / (episodes * k * fails ** (k - 1) * by_logit)
 
 
+class Estimates(NamedTuple):
+    """Moments of score · advantage over the episodes of a policy whose gradient is known."""
+
+    ratio: float
+    """Mean, over the true gradient."""
+    variance: float
+
+
 RoleCredit = Callable[[int, Sequence[tuple[int, float, int]]], list[float]]
 """From a step's number and its units in the order of release, as (number of the episode, reward, step of the weights it
 began with), to their advantages."""
 
 
-def asynchronous_ratio(
+def asynchronous_estimates(
     credit: RoleCredit, *, staleness: int, step_size: int, episodes: int, longer: float = 5.0, seed: int = 0
-) -> float:
-    """The mean of score · advantage over the true gradient, where a fixed policy is trained asynchronously.
+) -> Estimates:
+    """The estimates of the gradient where a fixed policy is trained asynchronously.
 
     An event simulation: at most (1 + S) · step_size episodes are outstanding, and each step takes the first step_size
     that have ended, until all are trained. Action 1 makes an episode `longer` times as long and is paid 1, so reward
@@ -56,7 +67,8 @@ def asynchronous_ratio(
     ready: list[int] = []
     long: list[bool] = []
     began: list[int] = []
-    now, step, total = 0.0, 0, 0.0
+    now, step = 0.0, 0
+    found: list[float] = []
     while running or len(long) < episodes:
         while len(running) + len(ready) < (1 + staleness) * step_size and len(long) < episodes:
             long.append(draw.random() < CHANCE)
@@ -67,14 +79,37 @@ def asynchronous_ratio(
         if len(ready) == step_size or not running:
             step += 1
             advantages = credit(step, [(at, float(long[at]), began[at]) for at in ready])
-            total += sum((long[at] - CHANCE) * value for at, value in zip(ready, advantages, strict=True))
+            found += ((long[at] - CHANCE) * value for at, value in zip(ready, advantages, strict=True))
             ready.clear()
-    return total / episodes / (CHANCE * (1 - CHANCE))
+    return Estimates(statistics.fmean(found) / (CHANCE * (1 - CHANCE)), statistics.pvariance(found))
 
 
-def role_mean() -> RoleCredit:
+def true_mean() -> RoleCredit:
+    """The mean reward itself as the baseline."""
+    return lambda _, units: [reward - CHANCE for _, reward, _ in units]
+
+
+class DecayPerReward(RoleMeans):
+    """The rule that one decay per step replaced: rewards enter one after another, in order of admission."""
+
+    def _after(self, role: SeatRole, step: int, rewards: Mapping[str, list[float]]) -> list[MeanAtStep]:
+        first, *last = super()._after(role, step, rewards)
+        means = self.means.get(role)
+        mean = means[-1].mean if means else DecayingMean()
+        for name in sorted(rewards, key=lambda name: int(name[1:])):
+            for reward in rewards[name]:
+                mean = mean.with_reward(reward, REWARD_DECAY)
+        return [first, MeanAtStep(step, mean)] if last else [MeanAtStep(step, mean)]
+
+
+def decay_per_reward() -> RoleCredit:
+    """`DecayPerReward`, as the loop used it."""
+    return role_mean(DecayPerReward())
+
+
+def role_mean(means: RoleMeans | None = None) -> RoleCredit:
     """`RoleMeans`, as the loop uses it."""
-    means = RoleMeans()
+    means = means or RoleMeans()
 
     def advantages(step: int, units: Sequence[tuple[int, float, int]]) -> list[float]:
         given = []
@@ -106,7 +141,7 @@ def newest_mean() -> RoleCredit:
         found = {}
         for number, reward, _ in sorted(units):
             found[number] = reward - mean.total / mean.weight if mean.weight else 0.0
-            mean = mean.with_reward(reward, ROLE_DECAY)
+            mean = mean.with_reward(reward, REWARD_DECAY)
         return [found[number] for number, *_ in units]
 
     return advantages

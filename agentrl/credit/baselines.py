@@ -18,7 +18,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from agentrl.core import ids
 from agentrl.core.records import TrajectoryHeader, Unit
 
 
@@ -41,8 +40,8 @@ class DecayingMean(NamedTuple):
         return DecayingMean(decay * self.total + reward, decay * self.weight + 1.0)
 
 
-ROLE_DECAY = 0.95
-"""Share of a running mean that is kept per reward; the mean covers about twenty rewards."""
+ROLE_DECAY = 0.8
+"""Share of a role's running mean that is kept per step; the mean covers about five steps."""
 
 
 class MeanAtStep(NamedTuple):
@@ -53,7 +52,7 @@ class MeanAtStep(NamedTuple):
 
 
 class RoleMeans:
-    """Role-conditioned advantage estimation (SPIRAL, arXiv:2506.24119): A = R - b_role, b_role ← d·b_role + (1 - d)·R.
+    """Role-conditioned advantage estimation (SPIRAL, arXiv:2506.24119): A = R - b_role, b_role a mean of earlier R.
 
     A reward is compared with the role's mean when the agent sampled its first token: the mean over the steps that made
     those weights. The agent's behavior and duration do not affect this baseline, so E[score · baseline] = 0 in any
@@ -64,12 +63,16 @@ class RoleMeans:
     other episodes of that step, all later ones with that step's episodes but for the last released. These are the first
     n - 1 finishers among the others for each of them, as in `GroupReleaseRule`.
 
-    Two more differences from the paper: it enters a reward into the mean before it compares the two, which multiplies
-    every advantage by d; and it starts the mean at 0, where this one is divided by its accumulated weight.
+    All rewards of a step enter with the same weight, and one decay separates steps. Decay per reward would favor the
+    last rewards of a step: in order of admission these belong to its shortest episodes, so that the baseline would be
+    far from the mean reward wherever length and reward are tied.
+
+    More differences from the paper, which decays per reward: it enters a reward into the mean before it compares the
+    two, which multiplies every advantage by d; and it starts the mean at 0, where this one is divided by its weight.
 
     Args:
         means: means of a previous attempt of the run, as `means` returns them.
-        decay: d, the share of a mean that is kept per reward.
+        decay: d, the share of a mean that is kept per step.
     """
 
     def __init__(
@@ -128,12 +131,10 @@ class RoleMeans:
         return means[max(bisect_right(means, step, key=lambda entry: entry.step) - 1, 0)].mean
 
     def _after(self, role: SeatRole, step: int, rewards: Mapping[str, list[float]]) -> list[MeanAtStep]:
-        """Return the means that a step adds; rewards enter in the order of admission."""
+        """Return the means that a step adds; the order of its episodes makes no difference."""
         means = self._means.get(role)
-        mean = means[-1].mean if means else DecayingMean()
-        for name in sorted(rewards, key=ids.episode_sort_key):
-            for reward in rewards[name]:
-                mean = mean.with_reward(reward, self._decay)
+        before, of_step = means[-1].mean if means else DecayingMean(), _mean_of(rewards.values())
+        mean = DecayingMean(self._decay * before.total + of_step.total, self._decay * before.weight + of_step.weight)
         start = [] if means else [MeanAtStep(0, _mean_of(list(rewards.values())[:-1]))]
         return [*start, MeanAtStep(step, mean)]
 

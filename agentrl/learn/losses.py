@@ -120,7 +120,8 @@ def gspo(batch: LossBatch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -
     The unit of the ratio is that of the reward. Use it with `normalizer = "sequences"`, as in the paper; with
     `normalizer = 1` instead, long conversations weigh by their length (LUSPO, arXiv:2602.05261).
     """
-    s = batch.mean(batch.log_ratio, "agent").exp()
+    log_s = batch.mean(batch.logprobs - batch.behavior_logprobs, "agent")
+    s = log_s.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return _clipped_objective(s, batch.advantages, clip_low, clip_high, torch.inf)
 
 
@@ -262,7 +263,8 @@ def kl_cov(batch: LossBatch, *, share: float = 2e-4, coefficient: float = 1.0) -
     Covariance as in `clip_cov`: KL-Cov penalizes those tokens instead of leaving them out.
     """
     mask = _largest(_covariance(batch), share)
-    return -batch.ratio * batch.advantages + coefficient * batch.log_ratio.abs() * mask
+    log_w = batch.logprobs - batch.behavior_logprobs  # without the bound of `log_ratio`, which ends the penalty
+    return -batch.ratio * batch.advantages + coefficient * log_w.abs() * mask
 
 
 def distillation(batch: LossBatch, *, max_ratio: float = 5.0, reward: float = 0.0) -> Tensor:
@@ -485,16 +487,18 @@ def kl_divergence(logprobs: Tensor, reference: Tensor, *, estimator: KLEstimator
 
     With d = log pi - log ref: k1 = d, unbiased; k2 = d²/2, biased and of low variance; k3 = exp(-d) - 1 + d, unbiased
     and never negative. Their derivatives by log pi are 1, d and 1 - exp(-d): the expectation of k2's derivative is the
-    gradient of the divergence; that of k1's is 0, so k1 alone does not pull pi toward the reference.
+    gradient of the divergence; that of k1's is 0, so k1 alone does not pull pi toward the reference. The exponential
+    continues as its tangent beyond exp(20): a bound on d would end the pull where pi is farthest from the reference.
     """
-    d = (logprobs - reference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    d = logprobs - reference
     match estimator:
         case "k1":
             return d
         case "k2":
             return d * d / 2
         case "k3":
-            return torch.exp(-d) - 1 + d
+            over = torch.relu(-d - LOG_RATIO_LIMIT)
+            return torch.exp(-d - over) * (1 + over) - 1 + d
 
 
 def token_metric_sums(batch: LossBatch, gradients: TokenGradients, weights: Tensor) -> Tensor:

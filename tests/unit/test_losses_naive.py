@@ -242,6 +242,38 @@ def test_entropy_and_divergence_are_added_with_their_weights() -> None:
     torch.testing.assert_close(ours.by_entropy, torch.full_like(away, -0.5))
 
 
+@pytest.mark.parametrize(
+    ("estimator", "derivative"),
+    [("k1", lambda d: 1.0), ("k2", lambda d: d), ("k3", lambda d: 1 - math.exp(min(20.0, -d)))],
+)
+def test_the_divergence_pulls_hardest_where_the_policy_is_farthest_away(
+    estimator: Any, derivative: Callable[[float], float]
+) -> None:
+    """Also beyond 20 nats, where a bound on the difference would leave no gradient."""
+    for d in (-45.0, -22.0, -19.0, -1.0, 1.0, 19.0, 22.0, 45.0):
+        pi = torch.tensor([-50.0 + max(0.0, d)], dtype=torch.float64, requires_grad=True)
+        value = kl_divergence(pi, pi.detach() - d, estimator=estimator)
+        (found,) = torch.autograd.grad(value.sum(), pi)
+        assert float(found) == pytest.approx(derivative(d), rel=1e-12)
+        single = kl_divergence(pi.detach().float(), (pi.detach() - d).float(), estimator=estimator)
+        assert single.isfinite().all()
+        assert estimator == "k1" or number(value) >= 0
+
+
+@pytest.mark.parametrize("far", [-25.0, 25.0])
+def test_a_token_far_from_mu_keeps_its_share_of_a_mean_and_its_penalty(far: float) -> None:
+    """The ratio of a conversation moves with each of its tokens, and the penalty of KL-Cov with the token."""
+    pi = [-1.0 + far if far < 0 else -1.0, -1.0, -1.0]
+    mu = [-1.0 if far < 0 else -1.0 - far, -1.2, -0.9]
+    wide = loss_named("gspo", clip_low=1.0, clip_high=1e9)
+    by_logprob = evaluated(wide, batch_of(pi, mu, [1.0] * 3)).by_logprob
+    s = math.exp(sum(a - b for a, b in zip(pi, mu, strict=True)) / 3)
+    assert by_logprob.tolist() == pytest.approx([-s] * 3)
+    penalty = loss_named("kl_cov", share=1.0, coefficient=0.5)
+    by_logprob = evaluated(penalty, batch_of(pi, mu, [0.0] * 3)).by_logprob
+    assert by_logprob.tolist() == pytest.approx([0.5 * math.copysign(1.0, far), 0.5, -0.5])
+
+
 def test_the_names_of_the_configuration_are_the_functions() -> None:
     assert (
         set(LOSSES)
