@@ -252,6 +252,8 @@ FURTHER_FAMILIES: dict[str, tuple[str, Mapping[str, Any]]] = {
             **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads"), _LEFT_OUT),
         },
     ),
+    "BART": ("BartConfig", {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}),
+    "XLM": ("XLMConfig", {"emb_dim": 32, "n_layers": 2, "n_heads": 4, "causal": True}),
     "OPT": ("OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
     "RecurrentGemma": (
         "RecurrentGemmaConfig",

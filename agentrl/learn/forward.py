@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -90,19 +91,26 @@ class _BodyOutput:
         return (self.last_hidden_state,)[index]
 
 
+def guesses_lengths(model: PreTrainedModel) -> bool:
+    """Whether the model, without a mask, takes tokens with the number of its padding token for padding (XLM)."""
+    return "lengths" in signature(model.forward).parameters
+
+
 def _model_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """Compute the logits [n, V] from the last hidden states [n, H], by the model's own forward pass."""
-    body = _body(model)
-    before = vars(body).get("forward")
-    body.forward = lambda *_, **__: _BodyOutput(hidden[None])
+    replaced = {_body(model): None, _decoder(model): None}  # some models call the decoder inside their body directly
+    before = {part: vars(part).get("forward") for part in replaced}
     try:
+        for part in replaced:
+            part.forward = lambda *_, **__: _BodyOutput(hidden[None])
         unread = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
         logits: Tensor = model(input_ids=unread, use_cache=False).logits
     finally:
-        if before is None:
-            del body.forward
-        else:
-            body.forward = before
+        for part, forward in before.items():
+            if forward is None:
+                del part.forward
+            else:
+                part.forward = forward
     return logits[0]
 
 
@@ -163,7 +171,7 @@ def _padded_hidden(
         with _routing_context(replay, inputs, token_rows):
             output = _decoder(model)(
                 input_ids=inputs["token_ids"][token_rows],
-                attention_mask=None if valid.all() else device_arrays[f"valid {index}"],
+                attention_mask=None if valid.all() and not guesses_lengths(model) else device_arrays[f"valid {index}"],
                 use_cache=False,
             )
         hidden.append(output.last_hidden_state.flatten(0, 1))

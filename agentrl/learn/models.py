@@ -50,7 +50,7 @@ from agentrl.engines.models import (
     read_model,
 )
 from agentrl.engines.weights.files import adaptable_layers, map_weights_to_state, read_adapter_tensors, read_weights
-from agentrl.learn.forward import ATTENTION, HeadOutput, RoutingReplay, token_logprobs
+from agentrl.learn.forward import ATTENTION, HeadOutput, RoutingReplay, guesses_lengths, token_logprobs
 from agentrl.learn.packing import MicroBatch, pack
 from agentrl.learn.ranks import ShardedForward, gather_tensor, shard_tensor
 
@@ -816,7 +816,11 @@ def _reference_logprobs(model: PreTrainedModel, row: TrainingSample) -> dict[int
     """Return the model's own log-probabilities of a row's trained tokens, keyed by position: the row alone, with its
     own attention."""
     ids = torch.from_numpy(row.token_ids.astype(np.int64)).to(model.device)
-    few = {"logits_to_keep": _CHECK_LENGTH + 1} if "logits_to_keep" in signature(model.forward).parameters else {}
+    few: dict[str, Any] = (
+        {"logits_to_keep": _CHECK_LENGTH + 1} if "logits_to_keep" in signature(model.forward).parameters else {}
+    )
+    if guesses_lengths(model):
+        few["attention_mask"] = torch.ones_like(ids)[None]
     logits = (
         model(input_ids=ids[None], use_cache=False, **few).logits[0, -_CHECK_LENGTH - 1 : -1].float().log_softmax(-1)
     )

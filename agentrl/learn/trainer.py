@@ -775,6 +775,8 @@ def _metrics(total: Mapping[str, float], loss: Loss, *, learning_rate: float, ro
         "sharing": total["row_tokens"] / total["forwarded_tokens"] if total["forwarded_tokens"] else 1.0,
         **loss_metrics(total, loss),
     }
+    if total["tokens"]:
+        metrics["measured_share"] = total["measured_tokens"] / total["tokens"]
     if num_tokens := total["measured_tokens"]:
         metrics |= {"entropy": total["entropy"] / num_tokens, "kept_mass": total["kept_mass"] / num_tokens}
     if routed and total["forwarded_tokens"]:

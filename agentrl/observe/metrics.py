@@ -274,6 +274,12 @@ METRICS: tuple[Metric, ...] = (
         "1 if the gradient was exactly 0, which leaves weights and optimizer state unchanged; else 0",
     ),
     Metric("learning_rate", "1", "learning rate"),
+    Metric(
+        "measured_share",
+        "fraction",
+        "share of the trained tokens that are measured; a loss by token without a reference forwards no rows whose "
+        "advantages are all 0, so the metrics of measured tokens leave these out",
+    ),
     Metric("entropy", "nats", "mean entropy per measured token, after temperature and filters"),
     Metric(
         "value/loss",
@@ -286,7 +292,11 @@ METRICS: tuple[Metric, ...] = (
         "1 - Var(return - value) / Var(return) over the trained tokens: 1 if values predict the returns, 0 if no "
         "better than a constant; absent if all returns are equal",
     ),
-    Metric("kept_mass", "fraction", "mean probability of the kept set under the trainer's full distribution"),
+    Metric(
+        "kept_mass",
+        "fraction",
+        "mean probability of the kept set under the trainer's full distribution, over the measured tokens",
+    ),
     Metric(
         "k3",
         "nats",
@@ -295,15 +305,15 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "mismatch/k3",
         "nats",
-        "k3 over rows sampled entirely by the trained weights: the mismatch of engine and trainer alone",
+        "k3 over measured rows sampled entirely by the trained weights: the mismatch of engine and trainer alone",
     ),
     Metric("mismatch/difference", "nats", "mean |trainer logprob - behavior logprob| over the rows of `mismatch/k3`"),
     Metric(
         "mismatch/max_difference", "nats", "largest |trainer logprob - behavior logprob| over the rows of `mismatch/k3`"
     ),
     Metric("mismatch/tokens", "tokens", "trained tokens of the rows of `mismatch/k3`"),
-    Metric("seat_k3/<seat>", "nats", "k3 over one seat's tokens, if the policy holds several seats"),
-    Metric("lag_k3/<lag>", "nats", "k3 over the tokens with this lag in steps (0, 1, 2, 3, 4+)"),
+    Metric("seat_k3/<seat>", "nats", "k3 over one seat's measured tokens, if the policy holds several seats"),
+    Metric("lag_k3/<lag>", "nats", "k3 over the measured tokens with this lag in steps (0, 1, 2, 3, 4+)"),
     Metric(
         "lag_difference/<lag>", "nats", "mean |trainer logprob - behavior logprob| over the tokens of `lag_k3/<lag>`"
     ),
@@ -318,16 +328,20 @@ METRICS: tuple[Metric, ...] = (
         "number of tokens of `lag_k3/<lag>`; tokens of an earlier lineage have lag 1 or more",
     ),
     Metric("unrouted_share", "fraction", "share of forwarded tokens without recorded experts, if routing is replayed"),
-    Metric("abs_logprob_difference", "nats", "mean |trainer logprob - behavior logprob|"),
-    Metric("mean_ratio", "1", "mean importance ratio, trainer / behavior"),
+    Metric("abs_logprob_difference", "nats", "mean |trainer logprob - behavior logprob| over the measured tokens"),
+    Metric("mean_ratio", "1", "mean importance ratio, trainer / behavior, over the measured tokens"),
     Metric(
         "masked_fraction",
         "fraction",
-        "share of trained tokens without gradient, because of the trust region or clipping",
+        "share of measured tokens with an advantage but without gradient, because of the trust region or clipping",
     ),
-    Metric("truncated_fraction", "fraction", "share of trained tokens with a weight below their importance ratio"),
-    Metric("effective_sample_fraction", "fraction", "(sum of ratios)^2 / (n * sum of squared ratios)"),
-    Metric("reference_kl", "nats", "mean of log pi - log ref over the trained tokens"),
+    Metric("truncated_fraction", "fraction", "share of measured tokens with a weight below their importance ratio"),
+    Metric(
+        "effective_sample_fraction",
+        "fraction",
+        "(sum of ratios)^2 / (n * sum of squared ratios) over the n measured tokens",
+    ),
+    Metric("reference_kl", "nats", "mean of log pi - log ref over the trained tokens, all of which are measured"),
     Metric("skipped_samples", "rows", "rows consumed without a gradient, because their advantages are all 0"),
     Metric("forwarded_tokens", "tokens", "tokens passed through the model by the trainer"),
     Metric("sharing", "1", "row tokens per forwarded token: what shared prefixes save"),

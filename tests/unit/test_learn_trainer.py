@@ -182,11 +182,13 @@ def test_rows_without_advantage_are_consumed_but_not_forwarded(model: Path, tmp_
     everything.forward_backward(episodes.batch())
     report = everything.optim_step("policy", 1)
     assert (report.samples, report.metrics["skipped_samples"]) == (8, 4)
+    lengths = [int(trajectory.rows[0].loss_mask.sum()) for trajectory in episodes.trajectories]
+    assert report.metrics["measured_share"] == pytest.approx(1 - sum(lengths[2:6]) / sum(lengths))
     # A bonus too small to matter makes every row count again.
     with_bonus = started(run_config(model, entropy_bonus=1e-30), tmp_path / "bonus", episodes)
     with_bonus.forward_backward(episodes.batch())
     other = with_bonus.optim_step("policy", 1)
-    assert other.metrics["skipped_samples"] == 0
+    assert (other.metrics["skipped_samples"], other.metrics["measured_share"]) == (0, 1)
     assert other.grad_norm == pytest.approx(report.grad_norm, rel=1e-5)
 
 

@@ -35,7 +35,7 @@ from tests.model_families import (
 from tests.planted_errors import PlantedErrors, missed
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "Gemma 2", "Phi-3, LongRoPE", "OLMoE", "Llama 4", "gpt-oss"])
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma 2", "Phi-3, LongRoPE", "OLMoE", "Llama 4", "gpt-oss", "BART", "XLM"])
 def test_what_is_trained_is_what_transformers_gives_each_row_alone(tmp_path: Path, name: str) -> None:
     path, rows = write_family(name, tmp_path), family_rows()
     policy = load_models(long_run(path), torch.device("cpu"))["policy"]
