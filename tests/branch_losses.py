@@ -144,6 +144,7 @@ BOTH_MOVED = Decisions(MU | {(): 0.3, (0,): 0.7}, MU | {(1,): 0.45}, REWARDS)
 PENALTIES = Decisions(BOTH_MOVED.mu, BOTH_MOVED.pi, {path: -1 - reward for path, reward in REWARDS.items()})
 
 WIDE: dict[str, dict[str, float]] = {
+    "geometric_mask": {"low": 0.7, "high": 1.5},
     "off_policy_mask": {"threshold": 0.1, "clip_low": 1.0, "clip_high": 99.0, "dual_clip": 99.0},
     "m2po": {"threshold": 1.0, "clip_low": 1.0, "clip_high": 99.0, "dual_clip": 99.0},
     "clip_cov": {"low": -99.0},

@@ -42,7 +42,15 @@ from agentrl.core.errors import (
 )
 from agentrl.core.machine import install_command
 from agentrl.core.ports import EngineCapabilities
-from agentrl.core.records import EpisodeDataLocation, PolicyVersion, TrainBatch, TrajectoryCredit, Unit, WeightsRef
+from agentrl.core.records import (
+    LIMIT_STOPS,
+    EpisodeDataLocation,
+    PolicyVersion,
+    TrainBatch,
+    TrajectoryCredit,
+    Unit,
+    WeightsRef,
+)
 from agentrl.core.text import plural
 from agentrl.credit.samples import input_digest, row_digest, trained_positions, unit_samples
 from agentrl.inspection.comparisons import Outcome, ReplayResult
@@ -570,7 +578,14 @@ def _units(reader: RunReader, policy: str, lineage: int, step: int) -> Iterator[
         if not episode_rows or episode_rows[0]["partition"] is None:
             raise JournalError(f"episode {episode}, attempt {attempt}: its record is missing or damaged")
         location = EpisodeDataLocation(episode_rows[0]["partition"], episode_rows[0]["entries"])
-        yield Unit(episode_id=episode, attempt=attempt, policy=policy, location=location, credits=tuple(agent_credits))
+        yield Unit(
+            episode_id=episode,
+            attempt=attempt,
+            policy=policy,
+            location=location,
+            credits=tuple(agent_credits),
+            is_cut=episode_rows[0]["stop_reason"] in LIMIT_STOPS,
+        )
 
 
 def _in_order(reader: RunReader, columns: str | None, samples: Iterator[TrainingSample]) -> list[TrainingSample]:

@@ -290,6 +290,9 @@ class GaeConfig(Section):
     value_trace_decay: Annotated[float, Field(ge=0, le=1)] | None = None
     """λ of the returns that the values learn. Null: that of the advantages. With 1, values learn whole returns also
     where `trace_decay` is smaller."""
+    bootstrap: bool = False
+    """Whether an episode that a limit cut is worth the value of its last state besides its rewards. Set it where the
+    limits belong to training and not to the task, and set `truncated_reward` to 0 there."""
     value_learning_rate: Rate = 0.03
     """Learning rate of the value head, the same in all steps: about how far a value can move in an update, in the unit
     of the reward."""

@@ -37,6 +37,8 @@ FinishReason = Literal["stop", "length", "abort"]
 
 StopReason = Literal["completed", "max_turns", "context_length", "time_limit", "refused"]
 """Reason why a committed episode ended; a dropped episode has a drop reason instead."""
+LIMIT_STOPS: tuple[StopReason, ...] = ("max_turns", "context_length", "time_limit")
+"""Reasons that are limits: the episode could have continued."""
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -715,6 +717,8 @@ class Unit:
     policy: str
     location: EpisodeDataLocation
     credits: tuple[TrajectoryCredit, ...]
+    is_cut: bool = False
+    """Whether a limit ended the episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -748,6 +752,8 @@ class TrainingSample:
     agent: int = 0
     """Number of the agent within its seat."""
     turn_index: Int32Array | None = None  # [T], the turn that sampled the token, -1 elsewhere; None: all are of turn 0
+    is_cut: bool = False
+    """Whether a limit ended the agent's conversation at the end of this row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

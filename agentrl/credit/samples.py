@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,6 +44,7 @@ def unit_samples(unit: Unit, trajectories: Sequence[Trajectory]) -> list[Trainin
     Raises:
         EntriesError: the journal lacks a trajectory the unit has a credit for.
     """
+    first = 0
     by_agent = {(item.seat, item.index): item for item in trajectories if item.policy == unit.policy}
     result: list[TrainingSample] = []
     row_index = 0
@@ -58,6 +60,9 @@ def unit_samples(unit: Unit, trajectories: Sequence[Trajectory]) -> list[Trainin
             parts = _samples(row, credit, episode_id=unit.episode_id, row_index=row_index)
             result += (sample for sample in parts if sample.loss_mask.any())
             row_index += 1
+        if unit.is_cut and len(result) > first:
+            result[-1] = replace(result[-1], is_cut=True)
+        first = len(result)
     return result
 
 

@@ -118,6 +118,8 @@ def _model_inputs(batch: MicroBatch, device: torch.device) -> dict[str, Tensor]:
     """Copy the columns of a micro-batch that the forward pass reads, by name."""
     names = ("token_ids", "position_ids", "visible_until", "hidden_index", "targets", "temperature")
     arrays: dict[str, NDArray[Any]] = {name: getattr(batch, name) for name in names}
+    if batch.end_index is not None:
+        arrays["end_index"] = batch.end_index
     if batch.expert_routing is not None:
         arrays["expert_routing"] = batch.expert_routing
     if batch.kept_counts is not None and batch.kept_ids is not None:
@@ -194,6 +196,8 @@ class HeadOutput(NamedTuple):
     reference_kl: Tensor | None = None
     values: Tensor | None = None
     """Values of the head; None without one."""
+    end_values: Tensor | None = None
+    """[m], values at `MicroBatch.end_index`; None without any."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> HeadOutput:
         """Apply a function to every column that is not None."""
@@ -417,7 +421,10 @@ def token_logprobs(
         top=top,
         reference=reference,
     )
-    return output if value_head is None else output._replace(values=value_head(prediction_hidden))
+    if value_head is None:
+        return output
+    end_values = value_head(hidden[inputs["end_index"]]) if "end_index" in inputs else None
+    return output._replace(values=value_head(prediction_hidden), end_values=end_values)
 
 
 # --- attention along the prefix tree ----------------------------------------------------------------------------------

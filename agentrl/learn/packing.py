@@ -45,6 +45,8 @@ class MicroBatch:
     temperature: Float32Array  # [n]
     sample: Int64Array  # [n], index of the sample in the list that was packed
     position: Int64Array  # [n], position of the trained token in its row
+    end_index: Int64Array | None = None  # [m], the hidden states at the ends of conversations that a limit cut
+    end_sample: Int64Array | None = None  # [m], their samples
     kept_counts: Int64Array | None = None  # [n], 0: the full vocabulary
     kept_ids: Int64Array | None = None  # [sum of kept_counts]
     expert_routing: NDArray[np.int16] | None = None  # [N, layers, top_k], -1: not recorded
@@ -57,16 +59,22 @@ class MicroBatch:
         return int((self.expert_routing < 0).any(axis=(1, 2)).sum())
 
 
-def pack(samples: Sequence[TrainingSample], *, max_tokens: int, share: bool = True) -> Iterator[MicroBatch]:
+def pack(
+    samples: Sequence[TrainingSample], *, max_tokens: int, share: bool = True, ends: bool = False
+) -> Iterator[MicroBatch]:
     """Pack samples into micro-batches of at most `max_tokens` tokens (a longer row stands alone).
 
     Args:
         samples: rows in any order; a row without trained tokens is left out.
         max_tokens: bound on the tokens forwarded at once.
         share: forward common prefixes once; otherwise forward every row whole.
+        ends: forward rows that a limit cut to their last token, for `MicroBatch.end_index`.
     """
     samples_with_positions = zip(samples, trained_positions(samples), strict=True)
-    rows = [_PackedRow(index, sample, positions) for index, (sample, positions) in enumerate(samples_with_positions)]
+    rows = [
+        _PackedRow(index, sample, positions, has_end=ends and sample.is_cut)
+        for index, (sample, positions) in enumerate(samples_with_positions)
+    ]
     rows = sorted((row for row in rows if row.length), key=lambda row: row.order)
     at = 0
     while at < len(rows):
@@ -78,18 +86,20 @@ def pack(samples: Sequence[TrainingSample], *, max_tokens: int, share: bool = Tr
 class _PackedRow:
     """A sample, cut after the last token that matters, with the bytes that determine the prefix it can share."""
 
-    __slots__ = ("index", "length", "order", "positions", "sample", "signature")
+    __slots__ = ("has_end", "index", "length", "order", "positions", "routing", "sample", "signature")
 
-    def __init__(self, index: int, sample: TrainingSample, positions: Int64Array) -> None:
+    def __init__(self, index: int, sample: TrainingSample, positions: Int64Array, *, has_end: bool) -> None:
         self.index = index
         self.sample = sample
         self.positions = positions
-        # The last trained token is only a target; nothing is predicted from it.
-        self.length = int(self.positions[-1]) if len(self.positions) else 0
+        self.has_end = has_end and len(positions) > 0
+        # Otherwise the last trained token is only a target; nothing is predicted from it.
+        self.length = len(sample.token_ids) if self.has_end else int(positions[-1]) if len(positions) else 0
+        self.routing = None if sample.expert_routing is None else _whole_routing(sample.expert_routing, self.length)
         signature = sample.token_ids[: self.length].astype(">i4").view(np.uint8).reshape(self.length, 4)
-        if sample.expert_routing is not None:
+        if self.routing is not None:
             # Prefixes with different recorded experts cannot be shared.
-            routing = np.ascontiguousarray(sample.expert_routing[: self.length], np.int16).view(np.uint8)
+            routing = np.ascontiguousarray(self.routing, np.int16).view(np.uint8)
             signature = np.concatenate([signature, routing.reshape(self.length, -1)], axis=1)
         self.signature = signature  # [length, width], uint8
         self.order = signature.tobytes()
@@ -136,6 +146,7 @@ def _micro_batch(members: Sequence[_PackedRow], prefix_lengths: Sequence[int]) -
     positions = [row.positions for row in members]
     counts = [len(at) for at in positions]
     kept_counts, kept_ids = _kept_sets(samples, positions)
+    cut = [(row.index, path[-1]) for row, path in zip(members, paths, strict=True) if row.has_end]
 
     def gather_trained(columns: Sequence[NDArray[Any]], kind: type[Number]) -> NDArray[Number]:
         values = np.concatenate([column[at] for column, at in zip(columns, positions, strict=True)])
@@ -154,22 +165,30 @@ def _micro_batch(members: Sequence[_PackedRow], prefix_lengths: Sequence[int]) -
         temperature=np.repeat(np.array([sample.temperature for sample in samples], np.float32), counts),
         sample=np.repeat(np.array([row.index for row in members], np.int64), counts),
         position=np.concatenate(positions),
+        end_index=np.array([at for _, at in cut], np.int64) if cut else None,
+        end_sample=np.array([index for index, _ in cut], np.int64) if cut else None,
         kept_counts=kept_counts,
         kept_ids=kept_ids,
         expert_routing=_routing(rows),
     )
 
 
+def _whole_routing(routing: NDArray[Any], length: int) -> NDArray[Any]:
+    """Return the experts of the first `length` tokens, -1 where they were not recorded."""
+    missing = np.full((max(0, length - len(routing)), *routing.shape[1:]), -1, routing.dtype)
+    return np.concatenate([routing[:length], missing]) if len(missing) else routing[:length]
+
+
 def _routing(rows: Sequence[tuple[_PackedRow, int]]) -> NDArray[np.int16] | None:
     """Return the recorded experts of the tokens that each row owns, -1 for rows without; None if no row has any."""
-    routings = [row.sample.expert_routing for row, _ in rows if row.sample.expert_routing is not None]
+    routings = [row.routing for row, _ in rows if row.routing is not None]
     if not routings:
         return None
     parts = []
     for row, common in rows:
         part = np.full((row.length - common, *routings[0].shape[1:]), -1, np.int16)
-        if row.sample.expert_routing is not None:
-            part[:] = row.sample.expert_routing[common : row.length]
+        if row.routing is not None:
+            part[:] = row.routing[common:]
         parts.append(part)
     return np.concatenate(parts)
 

@@ -357,6 +357,7 @@ class PolicyTrainer:
         needs_reference, diverges = self._loss.needs_reference, self._loss.mark.divergence
         names = ("logprobs", "entropies", *["reference_logprobs"] * needs_reference, *["reference_kl"] * diverges)
         sample_indices, outputs = list(range(len(samples))), _StepOutputs(len(columns))
+        end_values: dict[int, float] = {}
         for micro_batch in self._micro_batches(
             learner, samples, sample_indices, backward=False, reference=needs_reference
         ):
@@ -367,6 +368,9 @@ class PolicyTrainer:
             reference_logprob = None if reference is None else reference.logprob
             parts = (head.kept_mass, head.logprob, head.entropy, reference_logprob, head.reference_kl, head.values)
             outputs.add(tokens, [column for column in parts if column is not None])
+            if head.end_values is not None and micro_batch.end_sample is not None:
+                agents = columns.agent[columns.starts[micro_batch.end_sample]]
+                end_values |= dict(zip(agents.tolist(), head.end_values.tolist(), strict=True))
             self._count_forward(step, micro_batch, samples, sample_indices)
         kept_mass, *model_values = outputs.gather(1 + len(names) + (self._gae is not None))
         model_columns = dict(zip(names, model_values, strict=False))
@@ -377,7 +381,9 @@ class PolicyTrainer:
         )
         by_value = None
         if self._gae is not None:
-            columns, by_value = self._estimate_advantages(self._gae, step, columns, model_values[-1], weights)
+            columns, by_value = self._estimate_advantages(
+                self._gae, step, columns, model_values[-1], weights, end_values
+            )
             step.columns.record_advantages(len(step.columns) - len(samples), columns.starts, columns.advantages)
         all_columns, values, tokens_here = columns, model_columns | {"weights": weights}, slice(len(columns))
         if self._loss.grouping in ("group", "step"):  # else the other ranks' tokens change nothing for these
@@ -416,6 +422,7 @@ class PolicyTrainer:
         columns: TokenColumns,
         values: NDArray[np.float32],
         weights: NDArray[np.float32],
+        end_values: Mapping[int, float],
     ) -> tuple[TokenColumns, Tensor]:
         """Replace the returns in the column `advantages` by the advantages of `generalized_advantages`.
 
@@ -429,6 +436,7 @@ class PolicyTrainer:
                 values.tolist(),
                 columns.agent.tolist(),
                 columns.turn.tolist(),
+                end_values=end_values,
                 discount=gae.discount,
                 trace_decay=trace_decay,
             )
@@ -472,7 +480,8 @@ class PolicyTrainer:
             reference: whether the reference is computed for each, first.
         """
         limit, share_prefixes = self._config.trainer.micro_batch_tokens, learner.model.shared_prefixes
-        batches = pack([samples[index] for index in sample_indices], max_tokens=limit, share=share_prefixes)
+        ends = not backward and self._gae is not None and self._gae.bootstrap
+        batches = pack([samples[index] for index in sample_indices], max_tokens=limit, share=share_prefixes, ends=ends)
         if not learner.model.sharded:
             yield from batches
             return

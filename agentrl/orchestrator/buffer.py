@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from agentrl.core import ids
 from agentrl.core.errors import AgentRLError
 from agentrl.core.records import (
+    LIMIT_STOPS,
     EpisodeDataLocation,
     EpisodeHeader,
     EpisodeSpec,
@@ -308,6 +309,7 @@ class EpisodeBuffer:
                 policy=policy,
                 location=header.location or EpisodeDataLocation("", 0),
                 credits=tuple(credits[header.episode_id, t.seat, t.index] for t in own),
+                is_cut=header.stop_reason in LIMIT_STOPS,
             )
             is_alone = self._is_alone(unit, group)
             self._ready[policy].append(ReadyUnit(unit, own, environment, is_alone, header.sampled_by))

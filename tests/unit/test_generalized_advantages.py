@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from agentrl.core.records import (
     Unit,
 )
 from agentrl.credit.advantages.gae import generalized_advantages
+from agentrl.learn.packing import pack
 from agentrl.learn.step_columns import read_step_columns
 from agentrl.learn.trainer import PolicyTrainer
 from tests.learn_cases import make_rows, run_config, write_model
@@ -183,10 +184,13 @@ def gradients(trainer: PolicyTrainer) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([each.flatten() for each in own]), torch.cat([each.flatten() for each in head])
 
 
-def by_hand(model: Path) -> tuple[dict[tuple[str, int, int], tuple[float, float, float]], torch.Tensor]:
-    """Advantage, return and value of each trained token, from one row at a time; and the gradient of the value head."""
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    weight, found, total = torch.linspace(-3, 4, 32), {}, torch.zeros(33)
+def by_hand(
+    model: Path, *, cut: Collection[int] = ()
+) -> tuple[dict[tuple[str, int, int], tuple[float, float, float]], torch.Tensor]:
+    """Advantage, return and value of each trained token, from one row at a time in float64; and the gradient of the
+    value head. Episodes that are `cut` go on with the value behind their last token."""
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    weight, found, total = torch.linspace(-3, 4, 32, dtype=torch.float64), {}, torch.zeros(33, dtype=torch.float64)
     for number, trajectories in enumerate(CONVERSATIONS.trajectories):
         row_index = 0
         for trajectory, to_go in zip(trajectories, CONVERSATIONS.returns[number], strict=True):
@@ -199,7 +203,10 @@ def by_hand(model: Path) -> tuple[dict[tuple[str, int, int], tuple[float, float,
                     value = float(before @ weight) / 32 + 0.3
                     tokens.append(((f"e{number}", row_index, at), int(row.turn_index[at]), value, before))
                 row_index += 1
-            later, advantage, earned = 0.0, 0.0, 0.0
+            later, advantage = 0.0, 0.0
+            if number in cut:
+                later = float(hidden[-1] @ weight) / 32 + 0.3
+            earned = later
             for place in reversed(range(len(tokens))):
                 key, turn, value, before = tokens[place]
                 reward = 0.0
@@ -211,8 +218,8 @@ def by_hand(model: Path) -> tuple[dict[tuple[str, int, int], tuple[float, float,
                 earned = reward + 0.97 * earned
                 later = value
                 found[key] = (advantage, earned, value)
-                total -= advantage / 40.0 * torch.cat([before / 32, torch.ones(1)])
-    return found, total
+                total -= advantage / 40.0 * torch.cat([before / 32, torch.ones(1, dtype=torch.float64)])
+    return found, total.float()
 
 
 @pytest.mark.parametrize(
@@ -247,6 +254,30 @@ def test_the_policy_gets_the_gradient_of_its_own_loss(model: Path, tmp_path: Pat
     keys = [(*row, int(columns["position"][at])) for row, a, b in _ranges(rows, columns) for at in range(a, b)]
     assert sorted(keys) == sorted(expected)
     assert columns["advantages"].tolist() == pytest.approx([expected[key][0] for key in keys], abs=1e-5)
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [8192, 24])
+@pytest.mark.parametrize("bootstrap", [True, False])
+def test_an_episode_that_a_limit_cut_goes_on_with_the_value_of_its_last_state(
+    model: Path, tmp_path: Path, bootstrap: bool, micro_batch_tokens: int
+) -> None:
+    """If the option says so; the other episodes end with their last token."""
+    cut = (1, 3)
+    batch = CONVERSATIONS.batch()
+    units = [replace(unit, is_cut=number in cut) for number, unit in enumerate(batch.units)]
+    trainer = started(
+        config_of(model, {**GAE, "bootstrap": bootstrap}, micro_batch_tokens=micro_batch_tokens), tmp_path
+    )
+    trainer.forward_backward(replace(batch, units=tuple(units)))
+    expected, of_head = by_hand(model, cut=cut if bootstrap else ())
+    _, head = gradients(trainer)
+    assert float((head - of_head).norm()) < 1e-5 * float(of_head.norm())
+    rows, columns = read_step_columns(tmp_path / str(trainer.optim_step("policy", 1).columns))
+    keys = [(*row, int(columns["position"][at])) for row, a, b in _ranges(rows, columns) for at in range(a, b)]
+    assert columns["advantages"].tolist() == pytest.approx([expected[key][0] for key in keys], abs=1e-5)
+    uncut, _ = by_hand(model)
+    moved = {key[0] for key in keys if abs(expected[key][0] - uncut[key][0]) > 1e-3}
+    assert moved == ({f"e{number}" for number in cut} if bootstrap else set())
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [8192, 24])
@@ -465,3 +496,25 @@ def test_a_dry_run_refuses_what_a_start_refuses(tmp_path: Path, capsys: pytest.C
     )
     assert main(["train", str(file), "--dry-run"]) == ConfigError.exit_code
     assert "discount" in capsys.readouterr().err
+
+
+def test_the_last_token_of_a_cut_row_has_no_recorded_experts() -> None:
+    """The engine never computed it: nothing was predicted from it."""
+    row = make_rows(0, 1)[0]
+    routing = np.zeros((len(row.token_ids) - 1, 2, 1), np.int16)
+    sample = TrainingSample(
+        token_ids=row.token_ids,
+        loss_mask=row.loss_mask,
+        behavior_logprobs=row.behavior_logprobs,
+        advantages=np.zeros(len(row.token_ids), np.float32),
+        expert_routing=routing,
+        is_cut=True,
+    )
+    (plain,) = pack([sample], max_tokens=64)
+    (whole,) = pack([sample, replace(sample, is_cut=False)], max_tokens=128, ends=True)
+    assert plain.end_index is None
+    assert whole.end_index is not None
+    assert whole.end_index.tolist() == [len(row.token_ids) - 1]
+    assert whole.expert_routing is not None
+    assert whole.unrouted_tokens == 1
+    assert len(whole.token_ids) == len(row.token_ids), "the prefix is shared"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 
@@ -11,7 +12,7 @@ class AdvantagesAndReturns(NamedTuple):
 
     advantages: list[float]
     returns: list[float]
-    """Discounted rewards from the token on."""
+    """Discounted rewards from the token on, and the discounted end value."""
 
 
 def generalized_advantages(
@@ -20,13 +21,14 @@ def generalized_advantages(
     agents: Sequence[int],
     turns: Sequence[int],
     *,
+    end_values: Mapping[int, float] = MappingProxyType({}),
     discount: float,
     trace_decay: float,
 ) -> AdvantagesAndReturns:
     """A_t = δ_t + γλ A_{t+1}, δ_t = r_t + γ V_{t+1} - V_t (generalized advantage estimation, arXiv:1506.02438).
 
     t counts the trained tokens of an agent in order; those of prompts, tools and other agents do not count, as in verl.
-    The reward of a turn is that of its last token, and V = 0 after the agent's last token. With λ = 1, A
+    The reward of a turn is that of its last token. After the agent's last token V = 0, or its end value. With λ = 1, A
     is the discounted return minus V.
 
     Args:
@@ -35,6 +37,7 @@ def generalized_advantages(
         values: V of each token.
         agents: id of each token's agent.
         turns: number of each token's turn, ascending in time. The tokens of a turn are given in order.
+        end_values: V after the last token of agents that a limit cut, by id.
         discount: γ.
         trace_decay: λ.
 
@@ -47,8 +50,8 @@ def generalized_advantages(
     next_index: int | None = None
     for at in reversed(order):
         if next_index is None or agents[next_index] != agents[at]:
-            result.returns[at] = returns[at]
-            result.advantages[at] = returns[at] - values[at]
+            result.returns[at] = returns[at] + discount * end_values.get(agents[at], 0.0)
+            result.advantages[at] = result.returns[at] - values[at]
         else:
             reward = returns[at] - returns[next_index]
             result.returns[at] = reward + discount * result.returns[next_index]
