@@ -77,6 +77,7 @@ def estimated(**options: Any) -> tuple[Any, Any, float]:
         columns_of(of_turn[MASK], agent),
         VALUES[MASK],
         weights,  # type: ignore[arg-type]
+        {},
     )
     return changed.advantages, by_value.numpy(), step.totals["value_loss"]
 
