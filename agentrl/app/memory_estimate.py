@@ -4,6 +4,7 @@ the micro-batches to fit."""
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from agentrl.core.machine import GIB, Gpu, machine_memory, process_anonymous_mem
 if TYPE_CHECKING:
     from agentrl.config.devices import DevicePlan
     from agentrl.engines.weights.files import EngineMemoryEstimate
+    from agentrl.learn.memory_prediction import TrainerMemoryPredictor
 
 USED_SHARE = 0.8
 """Share of the free memory that contexts and micro-batches may fill: allocators keep some, and other programs need
@@ -149,6 +151,15 @@ def estimate_memory(config: RunConfig) -> MemoryEstimate:
         of_rank = tuple(part for part in trainer if not part.offloaded)
         return MemoryEstimate(parts=gpu_parts, free=free, offloaded=host_estimate, of_rank=of_rank)
     return MemoryEstimate(parts=(*parts, *_programs(parts)), free=machine_memory().free)
+
+
+def memory_line(config: RunConfig) -> str:
+    """Describe the memory that a run will take, for its start."""
+    try:
+        plan = estimate_memory(config)
+    except Exception as error:  # noqa: BLE001 - no failed prediction may stop a run
+        return f"memory: cannot be predicted ({error})"
+    return f"memory: about {plan.total / GIB:.1f} GiB of the {plan.free / GIB:.1f} GiB that are free"
 
 
 def gpu_memory_needs(config: RunConfig, plan: MemoryEstimate) -> list[GpuMemoryNeed]:
@@ -286,7 +297,7 @@ def with_chosen_token_limits(config: RunConfig, before: Mapping[str, Any]) -> Ru
     context = config.engine.max_context or _chosen_before(before, "engine", "max_context")
     tokens = config.trainer.micro_batch_tokens or _chosen_before(before, "trainer", "micro_batch_tokens")
     if not config.bases or (context and (tokens or not config.trained)):
-        return _with_sizes(config, context, tokens)
+        return config.with_token_limits(context, tokens)
     try:
         return _fitting_sizes(config, context, tokens)
     except InputError:
@@ -302,7 +313,7 @@ def with_chosen_token_limits(config: RunConfig, before: Mapping[str, Any]) -> Ru
             "may be too much or too little; set them to choose",
             stacklevel=2,
         )
-        return _with_sizes(config, context, tokens)
+        return config.with_token_limits(context, tokens)
 
 
 def _chosen_before(before: Mapping[str, Any], section: str, name: str) -> int:
@@ -310,12 +321,6 @@ def _chosen_before(before: Mapping[str, Any], section: str, name: str) -> int:
     value = values.get(name) if isinstance(values, Mapping) else None
     # larger numbers in a run's files do not come from this module
     return value if type(value) is int and 0 < value <= 10**8 else 0
-
-
-def _with_sizes(config: RunConfig, context: int, tokens: int) -> RunConfig:
-    engine = config.engine.model_copy(update={"max_context": context})
-    trainer = config.trainer.model_copy(update={"micro_batch_tokens": tokens})
-    return config.model_copy(update={"engine": engine, "trainer": trainer})
 
 
 def _longest_context(config: RunConfig) -> int:
@@ -336,12 +341,12 @@ def _fitting_sizes(config: RunConfig, context: int, tokens: int) -> RunConfig:
     """
     shortest = context or min(MIN_CONTEXT, _longest_context(config))
     length = context or _longest_context(config)
-    plan = estimate_memory(_with_sizes(config, length, length))
+    plan = estimate_memory(config.with_token_limits(length, length))
     while length > shortest and _needed_bytes(plan) > _limit(plan):
         # No part grows faster than the square of the context, so no context between the two fits.
         max_length = int(length * math.sqrt(_limit(plan) / _needed_bytes(plan)))
         length = max(shortest, 1 << (max(max_length, 1).bit_length() - 1))
-        plan = estimate_memory(_with_sizes(config, length, length))
+        plan = estimate_memory(config.with_token_limits(length, length))
     if not context and _needed_bytes(plan) > _limit(plan):
         raise ConfigError(
             f"not enough memory: with contexts of {length} tokens the run would need "
@@ -351,7 +356,23 @@ def _fitting_sizes(config: RunConfig, context: int, tokens: int) -> RunConfig:
         )
     if not tokens and config.trained:
         tokens = _fitting_tokens(plan, length)
-    return _with_sizes(config, length, tokens)
+    return config.with_token_limits(length, tokens)
+
+
+_predictors: dict[tuple[object, ...], TrainerMemoryPredictor] = {}
+"""The newest predictor, keyed by what it depends on: a start asks several times."""
+
+
+def _predictor(config: RunConfig) -> TrainerMemoryPredictor:
+    from agentrl.learn.memory_prediction import TrainerMemoryPredictor
+
+    files = (Path(base.model.path, "config.json") for base in config.bases)
+    key = (config.with_token_limits(0, 0).model_dump_json(), *(os.stat(file).st_mtime_ns for file in files))
+    if key not in _predictors:
+        predictor = TrainerMemoryPredictor(config)
+        _predictors.clear()
+        _predictors[key] = predictor
+    return _predictors[key]
 
 
 def _fitting_tokens(plan: MemoryEstimate, context: int) -> int:
@@ -381,9 +402,7 @@ def _limit(plan: MemoryEstimate) -> int:
 def _trainer(config: RunConfig, *, on_gpu: bool) -> list[MemoryPart]:
     if not config.trained:
         return []
-    from agentrl.learn.memory_prediction import predict_trainer_memory
-
-    prediction = predict_trainer_memory(config)
+    prediction = _predictor(config).predict(config.engine.max_context, config.trainer.micro_batch_tokens)
     if config.trains_in_process:
         part = partial(MemoryPart, process=_THIS)
     else:

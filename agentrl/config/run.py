@@ -237,6 +237,12 @@ class RunConfig(Section):
             for (base, _), policies in policies_by_base.items()
         ]
 
+    def with_token_limits(self, max_context: int, micro_batch_tokens: int) -> RunConfig:
+        """Return the configuration with other values of `engine.max_context` and `trainer.micro_batch_tokens`."""
+        engine = self.engine.model_copy(update={"max_context": max_context})
+        trainer = self.trainer.model_copy(update={"micro_batch_tokens": micro_batch_tokens})
+        return self.model_copy(update={"engine": engine, "trainer": trainer})
+
     @property
     def base_name(self) -> str:
         """Name of the base model of one of `bases`, with the policy that trains all of its weights under vLLM."""

@@ -1,17 +1,20 @@
 """Predicts the memory of training without loading weights: reads shapes, and computes a step without data.
 
 A forward and backward pass over the longest rows runs on tensors that have shapes and no data, and every allocation and
-release is counted. A test holds the result equal to that of a real step.
+release is counted. Only one or two layers of each kind are computed, because each further one adds the same. Tests hold
+the result equal to that of all layers, and to that of a real step.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,6 +35,9 @@ from agentrl.learn.learner import ValueHead
 from agentrl.learn.models import PolicyModel, load_models, load_references, native_attention
 from agentrl.learn.packing import MicroBatch, pack
 from agentrl.learn.ranks import BUCKET
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _SHORT = 16
 """Length of the first rows that are measured, in tokens."""
@@ -64,32 +70,84 @@ class TrainerMemory:
     """Number of tokens of the micro-batch at this peak."""
 
 
-def predict_trainer_memory(config: RunConfig) -> TrainerMemory:
-    """Predict the peak memory of a trainer process, for a run with at least one policy that learns.
+class TrainerMemoryPredictor:
+    """Predicts the memory of a run's trainer for any context and micro-batch.
+
+    Layers of one kind need the same memory, so one layer of each kind is measured, and then a second one of each kind;
+    the difference counts for every other layer of that kind.
+
+    Args:
+        config: configuration of the run, with at least one policy that learns.
 
     Raises:
         ModelError: the directory holds no model that can be trained.
         ConfigError: an adapter targets a layer that cannot be both trained and served.
-        PredictionError: a step cannot be computed without data.
     """
-    models = load_models(config, torch.device("meta"))
-    shards = shard_count(config, config.trainer.ranks)
-    weights, trained_bytes = _weight_sizes(config, models)
-    if shards > 1:  # if all weights are trained, the float32 shards are the masters
-        weights -= sum(_bytes(model.model.parameters()) for model in models.values() if model.has_masters)
-    return TrainerMemory(
-        shards=shards,
-        gathered=max(map(_gathered_bytes, models.values())) if shards > 1 else 0,
-        dtype=" and ".join(dict.fromkeys(dtype_name(model.model.dtype) for model in models.values())),
-        weights=weights // shards,
-        trained=trained_bytes // shards,
-        copies=_copies(config, models),
-        activations=max(_activations(config, name, model) for name, model in models.items()),
-        tokens=_micro_batch_tokens(config),
-    )
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._samples = [_LayerSamples(base) for base in config.bases if base.trained]
+        models = {name: model for samples in self._samples for name, model in samples.first.items()}
+        self.models = {name: models[name] for name in config.trained}
+        """Models with one layer of each kind, keyed by policy."""
+        references = load_references(config, self.models, torch.device("meta"))
+        self._predictions: dict[tuple[int, int], TrainerMemory] = {}
+        self._reference_bytes = _bytes({p for reference in references.values() for p in reference.model.parameters()})
+
+    def weight_sizes(self) -> tuple[int, int]:
+        """Return the bytes of `TrainerMemory.weights` and `TrainerMemory.trained`, on a rank that holds all."""
+        sizes = [samples.extrapolate(_sizes) for samples in self._samples]
+        return self._reference_bytes + sum(each["frozen"] for each in sizes), sum(each["trained"] for each in sizes)
+
+    def predict(self, max_context: int, micro_batch_tokens: int) -> TrainerMemory:
+        """Predict the peak memory of a trainer process, or return an earlier prediction.
+
+        Args:
+            max_context: `engine.max_context`.
+            micro_batch_tokens: `trainer.micro_batch_tokens`.
+
+        Raises:
+            PredictionError: a step cannot be computed without data.
+        """
+        if (max_context, micro_batch_tokens) not in self._predictions:
+            config = self._config.with_token_limits(max_context, micro_batch_tokens)
+            self._predictions[max_context, micro_batch_tokens] = self._predict(config)
+        return self._predictions[max_context, micro_batch_tokens]
+
+    def _predict(self, config: RunConfig) -> TrainerMemory:
+        shards = shard_count(config, config.trainer.ranks, self.weight_sizes)
+        weights, trained_bytes = self.weight_sizes()
+        sizes = [samples.extrapolate(_sizes) for samples in self._samples]
+        if shards > 1:  # if all weights are trained, the float32 shards are the masters
+            weights -= sum(each["rounded"] for each in sizes)
+        return TrainerMemory(
+            shards=shards,
+            gathered=max(map(_gathered_bytes, self.models.values())) if shards > 1 else 0,
+            dtype=" and ".join(dict.fromkeys(dtype_name(model.model.dtype) for model in self.models.values())),
+            weights=weights // shards,
+            trained=trained_bytes // shards,
+            copies=self._copies(sizes),
+            activations=max(samples.activations(config, name) for samples in self._samples for name in samples.first),
+            tokens=max(config.trainer.micro_batch_tokens, config.engine.max_context),
+        )
+
+    def _copies(self, sizes: Sequence[Mapping[str, int]]) -> int:
+        """Return `TrainerMemory.copies`."""
+        largest_gradient = max(4 * parameter.numel() for parameter in _trained_parameters(self.models))
+        gradients = sum(each["gradients"] for each in sizes) if self._config.trainer.ranks > 1 else 0
+        published = sum(each["published"] for each in sizes)
+        largest_published = max(
+            (p.nbytes for model in self.models.values() for p in _published_parameters(model)), default=0
+        )
+        return max(min(gradients, max(BUCKET, largest_gradient)), min(published, max(BUCKET, largest_published)))
 
 
-def shard_count(config: RunConfig, ranks: int) -> int:
+def predict_trainer_memory(config: RunConfig) -> TrainerMemory:
+    """Predict the peak memory of a trainer process, once; see `TrainerMemoryPredictor`."""
+    return TrainerMemoryPredictor(config).predict(config.engine.max_context, config.trainer.micro_batch_tokens)
+
+
+def shard_count(config: RunConfig, ranks: int, weight_sizes: Callable[[], tuple[int, int]] | None = None) -> int:
     """Return the number of ranks that hold one copy of the weights together; 1: each rank holds all of them.
 
     With `trainer.sharding` "auto", each rank holds all if weights, gradients and optimizer states take at most half of
@@ -102,7 +160,7 @@ def shard_count(config: RunConfig, ranks: int) -> int:
         return sharding
     if sharding == "auto":
         try:
-            sizes = _weight_sizes(config, load_models(config, torch.device("meta")))
+            sizes = (weight_sizes or TrainerMemoryPredictor(config).weight_sizes)()
         except InputError:
             raise
         except Exception as error:  # noqa: BLE001 - no failed prediction may stop a run
@@ -118,20 +176,163 @@ def shard_count(config: RunConfig, ranks: int) -> int:
     return ranks
 
 
-def _copies(config: RunConfig, models: Mapping[str, PolicyModel]) -> int:
-    """Return `TrainerMemory.copies`."""
-    gradients = (
-        [parameter.numel() * torch.float32.itemsize for parameter in _trained_parameters(models)]
-        if config.trainer.ranks > 1
-        else []
+class _LayerSamples:
+    """The models of the policies on one base, with one layer of each kind, and with a second one of each kind in turn.
+
+    Models whose layers cannot be told apart or stand alone are kept whole.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        names_layers = any(
+            part.isdecimal()
+            for policy in config.trained.values()
+            if policy.lora is not None
+            for target in policy.lora.target_modules
+            for part in target.split(".")
+        )
+        self._load(whole=names_layers)
+
+    def _load(self, *, whole: bool) -> None:
+        def models(repeated: int | None = None) -> dict[str, PolicyModel]:
+            trim = None if whole else partial(kinds.trim, repeated=repeated)
+            return load_models(self._config, torch.device("meta"), trim=trim)
+
+        kinds = _LayerKinds()
+        self._shortest: dict[str, _Pass] = {}
+        self.whole = whole
+        self.first = models()
+        """Models with one layer of each kind, keyed by policy."""
+        self._second = [(count - 1, models(kind)) for kind, count in enumerate(kinds.counts) if count > 1]
+        """The number of further layers of a kind, and the models with one of them."""
+
+    def extrapolate(self, measure: Callable[[Mapping[str, PolicyModel]], dict[str, int]]) -> dict[str, int]:
+        """Return numbers of the whole models, from those of the models with few layers."""
+        first = measure(self.first)
+        seconds = [(count, measure(models)) for count, models in self._second]
+        return {
+            name: number + sum(count * (second[name] - number) for count, second in seconds)
+            for name, number in first.items()
+        }
+
+    def activations(self, config: RunConfig, policy: str) -> int:
+        """Return the peak bytes that a step of a policy allocates beyond weights and gradients.
+
+        A pass whose number of operations grows with the tokens, such as a scan over a state space in Python, would take
+        minutes over the longest rows. It is measured over ever longer rows instead, and extrapolated.
+
+        Raises:
+            PredictionError: the step needs data.
+        """
+        kind = type(self.first[policy].model).__name__
+        try:
+            try:
+                return self._activations(config, policy)
+            except Exception:
+                if self.whole:
+                    raise
+                self._load(whole=True)  # its layers depend on each other
+                return self._activations(config, policy)
+        except Exception as error:
+            raise PredictionError(
+                f"the memory of a step of {kind} cannot be predicted ({type(error).__name__}: {error})"
+            ) from error
+
+    def _activations(self, config: RunConfig, policy: str) -> int:
+        first = self.first[policy]
+        with runnable_on_meta(first.model):
+            if policy not in self._shortest:
+                self._shortest[policy] = _shortest_pass(config, policy, first)
+            passes = _passes(config, policy, first, self._shortest[policy])
+        sizes = [each.bytes for each in passes]
+        for count, models in self._second:
+            model = models[policy]
+            if first.unshared and not model.unshared:
+                _compute_padded(model, first.unshared)
+            with runnable_on_meta(model.model):
+                for at, each in enumerate(passes):
+                    sizes[at] += count * (_step(config, policy, model, each.length).bytes - each.bytes)
+        if len(passes) == 1:
+            return sizes[0]
+        lengths = [each.length for each in passes]
+        return sizes[1] + (sizes[1] - sizes[0]) * (config.engine.max_context - lengths[1]) // (lengths[1] - lengths[0])
+
+
+class _LayerKinds:
+    """The kinds of layers of a model: those of one kind have equal modules, settings and shapes."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        """Number of layers of each kind; empty for a model that is kept whole."""
+
+    def trim(self, model: PreTrainedModel, repeated: int | None) -> None:
+        """Remove all layers but the first of each kind, and the second of kind `repeated`.
+
+        A model is left whole if its layers are not in one list or share parameters, or no two are of one kind.
+        """
+        layers = outermost_layers(model)
+        owner = next((m for m in model.modules() if layers and layers[0] in m._modules.values()), None)
+        parent = next((m for m in model.modules() if owner is not None and owner in m._modules.values()), None)
+        parameters = [parameter for layer in layers for parameter in layer.parameters()]
+        if (
+            not isinstance(owner, nn.ModuleList)
+            or list(owner) != layers
+            or len(set(map(id, parameters))) < len(parameters)
+            or (config := getattr(parent, "config", None)) is None
+        ):
+            return
+        settings = vars(config)
+        lists = [name for name, value in settings.items() if isinstance(value, list) and len(value) == len(layers)]
+        places: dict[object, list[int]] = {}
+        for place, layer in enumerate(layers):
+            kind = (_structure(layer), *(str(settings[name][place]) for name in lists))
+            places.setdefault(kind, []).append(place)
+        if len(places) == len(layers):
+            return
+        self.counts = [len(of_kind) for of_kind in places.values()]
+        kept = sorted(
+            place for kind, of_kind in enumerate(places.values()) for place in of_kind[: 1 + (kind == repeated)]
+        )
+        parent_modules = parent._modules  # type: ignore[union-attr]
+        name = next(name for name, module in parent_modules.items() if module is owner)
+        parent_modules[name] = nn.ModuleList(layers[place] for place in kept)
+        for name in lists:
+            settings[name] = [settings[name][place] for place in kept]
+        settings[config.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(kept)
+
+
+def _structure(layer: nn.Module) -> tuple[object, ...]:
+    """Return what layers of one kind have in common: classes, settings and shapes of their modules."""
+    return tuple(
+        (
+            name,
+            type(module),
+            tuple(
+                (key, value)
+                for key, value in vars(module).items()
+                if isinstance(value, int | float | str | None) and not re.search(r"layer_?(idx|id|index|number)", key)
+            ),
+            tuple((key, tensor.shape) for key, tensor in module.named_parameters(recurse=False)),
+        )
+        for name, module in layer.named_modules()
     )
-    state_tensors = [
-        parameter.nbytes
-        for model in models.values()
-        if model.published_kind == "full"
-        for parameter in model.model.parameters()
-    ]
-    return max((min(sum(sizes), max(BUCKET, *sizes)) for sizes in (gradients, state_tensors) if sizes), default=0)
+
+
+def _sizes(models: Mapping[str, PolicyModel]) -> dict[str, int]:
+    """Return bytes of the parameters of models on one base."""
+    trained_parameters = _trained_parameters(models)
+    parameters = {parameter for model in models.values() for parameter in model.model.parameters()}
+    return {
+        "frozen": _bytes(parameters - trained_parameters),
+        "trained": _bytes(trained_parameters) * 4,  # parameters, gradients and AdamW's two moments, all of one type
+        "rounded": sum(_bytes(model.model.parameters()) for model in models.values() if model.has_masters),
+        "gradients": sum(4 * parameter.numel() for parameter in trained_parameters),
+        "published": sum(_bytes(_published_parameters(model)) for model in models.values()),
+    }
+
+
+def _published_parameters(model: PolicyModel) -> Iterable[Tensor]:
+    return model.model.parameters() if model.published_kind == "full" else ()
 
 
 def _trained_parameters(models: Mapping[str, PolicyModel]) -> set[nn.Parameter]:
@@ -148,49 +349,6 @@ def _gathered_bytes(model: PolicyModel) -> int:
     if model.kind == "adapter":
         return outside + 2 * largest
     return 2 * outside + 3 * largest + largest * torch.float32.itemsize // model.model.dtype.itemsize
-
-
-def _weight_sizes(config: RunConfig, models: Mapping[str, PolicyModel]) -> tuple[int, int]:
-    """Return the bytes of `TrainerMemory.weights` and `TrainerMemory.trained`, on one rank."""
-    references = load_references(config, models, torch.device("meta"))
-    trained_parameters = _trained_parameters(models)
-    all_models = (*models.values(), *references.values())
-    parameters = {parameter for model in all_models for parameter in model.model.parameters()}
-    # parameters, gradients and AdamW's two moments, all of one type
-    return _bytes(parameters - trained_parameters), _bytes(trained_parameters) * 4
-
-
-def _micro_batch_tokens(config: RunConfig) -> int:
-    """Return the tokens of the largest micro-batch: a full one, or a longer row alone."""
-    return max(config.trainer.micro_batch_tokens, config.engine.max_context)
-
-
-def _activations(config: RunConfig, policy: str, model: PolicyModel) -> int:
-    """Return the peak bytes that a step of a policy allocates beyond weights and gradients.
-
-    A pass whose number of operations grows with the tokens, such as a scan over a state space in Python, would take
-    minutes over the longest rows. It is measured over ever longer rows instead, and extrapolated.
-
-    Raises:
-        PredictionError: the step needs data.
-    """
-    context = config.engine.max_context
-    try:
-        with runnable_on_meta(model.model):
-            passes = [_shortest_step(config, policy, model)]
-            try:
-                limit = _LOOP * passes[0].operations
-                return _step(config, policy, model, context, limit).bytes
-            except _TooManyOperationsError:
-                while passes[-1].operations < _LOOP * passes[0].operations:
-                    passes.append(_step(config, policy, model, 4 * passes[-1].length))
-    except Exception as error:
-        kind = type(model.model).__name__
-        raise PredictionError(
-            f"the memory of a step of {kind} cannot be predicted ({type(error).__name__}: {error})"
-        ) from error
-    before, last = passes[-2:]
-    return last.bytes + (last.bytes - before.bytes) * (context - last.length) // (last.length - before.length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,19 +386,35 @@ class _Limit(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def _shortest_step(config: RunConfig, policy: str, model: PolicyModel) -> _Pass:
+def _shortest_pass(config: RunConfig, policy: str, model: PolicyModel) -> _Pass:
     """Measure a step over short rows, as a prefix tree; as padded rows if the model cannot compute that.
 
-    Without weights `why_unshared` cannot tell whether the tree is exact. A model that computes the
-    tree but is trained on padded rows takes about the same memory in both.
+    Without weights `why_unshared` cannot tell whether the tree is exact. A model that computes the tree but is trained
+    on padded rows takes about the same memory in both.
     """
     length = min(_SHORT, config.engine.max_context)
     try:
         return _step(config, policy, model, length)
     except Exception as error:  # noqa: BLE001 - any error means that the model is trained on padded rows
-        model.unshared = str(error) or type(error).__name__
-        model.model.set_attn_implementation(native_attention(model.model))
+        _compute_padded(model, str(error) or type(error).__name__)
         return _step(config, policy, model, length)
+
+
+def _passes(config: RunConfig, policy: str, model: PolicyModel, shortest: _Pass) -> list[_Pass]:
+    """Measure a step over the longest rows; or, if the pass loops over its tokens, over two lengths to extrapolate."""
+    limit = _LOOP * shortest.operations
+    try:
+        return [_step(config, policy, model, config.engine.max_context, limit)]
+    except _TooManyOperationsError:
+        passes = [shortest]
+        while passes[-1].operations < limit:
+            passes.append(_step(config, policy, model, 4 * passes[-1].length))
+        return passes[-2:]
+
+
+def _compute_padded(model: PolicyModel, reason: str) -> None:
+    model.unshared = reason
+    model.model.set_attn_implementation(native_attention(model.model))
 
 
 def _step(config: RunConfig, policy: str, model: PolicyModel, length: int, limit: float = math.inf) -> _Pass:

@@ -354,7 +354,13 @@ def _layer(name: str) -> str:
     return match[0] if match else ""
 
 
-def load_models(config: RunConfig, device: torch.device, mesh: DeviceMesh | None = None) -> dict[str, PolicyModel]:
+def load_models(
+    config: RunConfig,
+    device: torch.device,
+    mesh: DeviceMesh | None = None,
+    *,
+    trim: Callable[[PreTrainedModel], None] | None = None,
+) -> dict[str, PolicyModel]:
     """Load a model for every policy of the run that learns, in the order of the configuration.
 
     Policies with adapters on one base model share it; every other policy has a copy of its base.
@@ -364,6 +370,7 @@ def load_models(config: RunConfig, device: torch.device, mesh: DeviceMesh | None
         device: device of the models. On `meta` they have shapes and no weights, and are assumed to share prefixes.
         mesh: ranks over which the models are sharded, on that kind of device; each rank reads only its shards. None:
             each rank holds all weights.
+        trim: removes layers of each base model before it gets adapters.
 
     Raises:
         ModelError: the directory is not a causal LM that can be trained, or routing is recorded and the model's routers
@@ -374,7 +381,7 @@ def load_models(config: RunConfig, device: torch.device, mesh: DeviceMesh | None
         _check_compilable(sharded=mesh is not None)
     models: dict[str, PolicyModel] = {}
     for base in config.bases:
-        models |= _load_on_base(base, device, mesh)
+        models |= _load_on_base(base, device, mesh, trim)
     if config.trainer.compile and device.type != "meta":
         for model in {id(policy_model.model): policy_model.model for policy_model in models.values()}.values():
             _compile_layers(model)
@@ -455,7 +462,12 @@ def _load_reference(
     return reference
 
 
-def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | None) -> dict[str, PolicyModel]:
+def _load_on_base(
+    config: RunConfig,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    trim: Callable[[PreTrainedModel], None] | None,
+) -> dict[str, PolicyModel]:
     """Load the models of the policies on one base, by a configuration of `RunConfig.bases`; see `load_models`."""
     path = Path(config.model.path)
     dtype = model_dtype(path, config.model.dtype, device)
@@ -465,7 +477,7 @@ def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | No
     adapter_configs = {name: policy.lora for name, policy in config.trained.items() if policy.lora is not None}
     result: dict[str, PolicyModel] = {}
     if adapter_configs:
-        base = _load(path, device, dtype, config.engine.max_context, mesh)
+        base = _load(path, device, dtype, config.engine.max_context, mesh, trim)
         replay = _replay(base, config)
         matrices = _matrices(base)
         can = _adaptable(base)
@@ -498,7 +510,7 @@ def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | No
             )
     for name in config.trained:
         if name not in result:
-            model = _load(path, device, dtype, config.engine.max_context, mesh)
+            model = _load(path, device, dtype, config.engine.max_context, mesh, trim)
             replay = _replay(model, config)
             unshared_reason = why_unshared(model, config.engine.max_context)
             result[name] = PolicyModel(
@@ -519,7 +531,12 @@ def _load_on_base(config: RunConfig, device: torch.device, mesh: DeviceMesh | No
 
 
 def _load(
-    path: Path, device: torch.device, dtype: torch.dtype, max_context: int, mesh: DeviceMesh | None = None
+    path: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_context: int,
+    mesh: DeviceMesh | None = None,
+    trim: Callable[[PreTrainedModel], None] | None = None,
 ) -> PreTrainedModel:
     """Load the model of a directory; with a mesh, this rank's shards of it."""
     if device.type == "meta":
@@ -528,6 +545,8 @@ def _load(
     else:
         keep = None if mesh is None else partial(_shard_of, mesh=mesh, device=device)
         model = read_model(path, dtype=dtype, max_context=max_context, to_sample=False, keep=keep)
+    if trim is not None:
+        trim(model)
     module: nn.Module = model
     # No dropout: the ratio to the recorded log-probabilities must not be noise.
     module.train(False)

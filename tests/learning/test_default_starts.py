@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,19 @@ from agentrl.config.fields import shipped_example
 from agentrl.config.load import load
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import PredictionError
+from agentrl.engines.models import outermost_layers
 from agentrl.learn.forward import token_logprobs
 from agentrl.learn.memory_prediction import (
     AllocationCounter,
+    TrainerMemoryPredictor,
+    _LayerKinds,
     make_worst_case_samples,
     predict_trainer_memory,
     shard_count,
 )
 from agentrl.learn.models import load_models
 from agentrl.learn.packing import pack
-from tests.default_starts import CASES, default_config, start, write_model
+from tests.default_starts import CASES, POSITIONS, default_config, start, write_model
 from tests.model_families import FAMILIES, FURTHER_FAMILIES, family_config
 
 pytestmark = [pytest.mark.learning, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -118,6 +122,34 @@ def test_what_is_predicted_is_what_a_real_step_allocates(name: str, adapter: boo
     config = in_contexts_of(320, default_config(path, adapter=adapter, dtype="float32"))
     found, real = predict_trainer_memory(config).activations, allocated(config)
     assert 0.95 * real <= found <= 1.2 * real
+
+
+@pytest.mark.parametrize(
+    ("name", "sections"),
+    [
+        pytest.param("Llama 3", {}, id="one kind"),
+        pytest.param("Gemma 2", {}, id="two kinds"),
+        pytest.param("Qwen3-MoE", {"trainer": {"recompute": True}}, id="experts, recomputed"),
+        pytest.param("Mamba", {}, id="loops over tokens", marks=pytest.mark.exhaustive),
+        pytest.param("DeepSeek-V3", {}, id="dense and sparse layers", marks=pytest.mark.exhaustive),
+        pytest.param("Jamba", {}, id="several kinds", marks=pytest.mark.exhaustive),
+    ],
+)
+@pytest.mark.parametrize("adapter", [True, False], ids=["adapter", "all weights"])
+def test_one_layer_of_each_kind_predicts_the_memory_of_all(
+    name: str, sections: dict[str, Any], adapter: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = family_config(name, num_hidden_layers=8, max_position_embeddings=POSITIONS)
+    shape.save_pretrained(tmp_path)
+    config = default_config(tmp_path, adapter=adapter, dtype="bfloat16", **sections)
+    predictor = TrainerMemoryPredictor(config.with_token_limits(320, 640))
+    kept = {len(outermost_layers(model.model)) for model in predictor.models.values()}
+    predicted = predictor.predict(320, 640)
+    monkeypatch.setattr(_LayerKinds, "trim", lambda self, model, repeated: None)
+    whole = predict_trainer_memory(config.with_token_limits(320, 640))
+    assert max(kept) < 8
+    assert predicted.activations == pytest.approx(whole.activations, rel=1e-3)
+    assert replace(predicted, activations=0) == replace(whole, activations=0)
 
 
 def test_a_prediction_that_fails_is_a_warning_and_doctor_never_says_ready(
