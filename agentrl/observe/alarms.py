@@ -48,6 +48,8 @@ WINDOW = 5
 
 BROKEN_SHARE = 0.3
 """Share of turns that break the format at which the policy's output counts as illegal."""
+EARLY_BROKEN_SHARE = 0.5
+"""The same before `WINDOW` steps."""
 TOOL_ERROR_SHARE = 0.1
 """Share of tool calls that raise at which an alarm is raised."""
 ZERO_SHARE = 0.9
@@ -67,12 +69,14 @@ MISMATCH_TOKENS = 200
 """Minimum number of such tokens for a meaningful mean."""
 MISMATCH_STEPS = (3, 20)
 """Minimum and maximum number of newest steps that provide these tokens, which are rare among stale ones."""
-DROPPED_SHARE = 0.25
+DROPPED_SHARE = 0.15
 """Share of ended episodes dropped for one reason above which an alarm is raised."""
 TIME_SHARE, TIME_EPISODES = 0.01, 3
 """Share and number of ended episodes lost to timeouts above which the trained episodes are biased toward fast ones."""
 MIN_EPISODES = 16
 """Minimum number of episodes for a meaningful share."""
+MIN_DROPPED = 8
+"""Minimum number of dropped episodes for an alarm."""
 FORMAT_EPISODES = 64
 """Minimum number of episodes that break the format, and of those that keep it, for comparing their rewards."""
 FORMAT_ERRORS = 4.0
@@ -115,7 +119,7 @@ _SEES_TOOLS = "if there are tools, model.tools_in = 'system' where `agentrl epis
 """First remedy for a reward that never changes: the chat template may hide the tools."""
 MEANINGS = {
     "illegal_output": f"in each step, {BROKEN_SHARE:.0%} or more of the turns break the format, and the share is not "
-    "falling",
+    f"falling; in the first {WINDOW - 1} steps, {EARLY_BROKEN_SHARE:.0%} or more",
     "format_pays": "over the whole run, episodes that break the format earn more than others, by "
     f"{FORMAT_ERRORS:g} standard errors and {FORMAT_MARGIN:.0%} of the rewards' spread (at least {FORMAT_EPISODES} of "
     "each kind)",
@@ -125,9 +129,9 @@ MEANINGS = {
     "to compare them with",
     "collapse": f"{ZERO_SHARE:.0%} of the units have zero advantage, the reward is below its best, and the entropy "
     f"below {LOW_ENTROPY:g} nats",
-    "no_signal": f"{ZERO_SHARE:.0%} of the units have zero advantage, and the reward has never changed; earlier, if "
-    f"at least {MIN_EPISODES} held-out episodes before training all got the same reward, and no step has taught "
-    "anything",
+    "no_signal": f"{ZERO_SHARE:.0%} of the units have zero advantage, and the reward has never changed; in the first "
+    f"{WINDOW - 1} steps, if none of at least {MIN_EPISODES} units has an advantage, or at least {MIN_EPISODES} "
+    "held-out episodes before training all got the same reward",
     "nothing_to_learn": f"{ZERO_SHARE:.0%} of the units have zero advantage, at the best reward so far",
     "staleness": "the mean staleness exceeds `max_staleness` by more than a quarter of it and more than 0.25 steps; "
     "not if a step trained on episodes begun before the last resume",
@@ -142,7 +146,7 @@ MEANINGS = {
     f"or {SELECTION_BIAS_BOUND:.0%} of the units wait too long",
     "dropped_by_time": f"{TIME_SHARE:.0%} of all ended episodes, at least {TIME_EPISODES}, were dropped because their "
     "program hung (`episode_timeout`)",
-    "dropped": f"{DROPPED_SHARE:.0%} of all ended episodes, at least {MIN_EPISODES}, were dropped for one reason",
+    "dropped": f"{DROPPED_SHARE:.0%} of all ended episodes, at least {MIN_DROPPED}, were dropped for one reason",
     "off_frontier": f"less than {FRONTIER_SHARE:.0%} of at least {MIN_PROPOSALS} proposals (`agent.gate`, "
     "`ctx.remember`) got a mean reward between 0.2 and 0.8 from their attempts",
     "proposals_repeat": f"{REPEATED_SHARE:.0%} of the proposals, at least {MIN_PROPOSALS}, are repeated",
@@ -185,8 +189,10 @@ ADVICE_ON_DROPS = {
 
 
 def find_alarms(state: RunState) -> list[Alarm]:
-    """Return the alarms of a run, the most severe first."""
+    """Return the alarms of a run, the most severe and likeliest causes of others first."""
     alarms: list[Alarm] = []
+    if state.status is not None:
+        alarms += _drops(state.status.dropped, state.status.trained + state.status.ready)
     for policy in state.policies.values():
         window = newest_step_metrics(policy)
         # Metrics of episodes are missing at a step before which none ended, as in asynchronous training.
@@ -196,7 +202,7 @@ def find_alarms(state: RunState) -> list[Alarm]:
         alarms += _tool_errors(policy, with_episodes[-WINDOW:])
         alarms += _max_lag(policy, window)
         if len(window) < WINDOW:
-            alarms += _no_signal_before_training(policy)
+            alarms += _nothing_taught_yet(policy, window)
         else:
             if not about_format:
                 alarms += _nothing_taught(policy, window)
@@ -205,7 +211,6 @@ def find_alarms(state: RunState) -> list[Alarm]:
         alarms += _selection_bias(policy)
     alarms += _coevolution_alarms(state)
     if state.status is not None:
-        alarms += _drops(state.status.dropped, state.status.trained + state.status.ready)
         alarms += _mirrors_behind(state.status)
     return alarms
 
@@ -252,7 +257,8 @@ def _pool_means(steps: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 def _illegal_output(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
     shares = window_metric_values(window, "format/broken_turns")
-    if len(shares) < WINDOW or min(shares) < BROKEN_SHARE or shares[-1] < 0.8 * shares[0]:
+    smallest = BROKEN_SHARE if len(shares) == WINDOW else EARLY_BROKEN_SHARE
+    if not shares or min(shares) < smallest or shares[-1] < 0.8 * shares[0]:
         return
     kinds = sorted(((mean_of(window_metric_values(window, name)), name) for name in BROKEN_FORMAT), reverse=True)
     per_episode = max(mean_of(window_metric_values(window, "episodes/turns")), 1e-9)
@@ -260,7 +266,7 @@ def _illegal_output(policy: PolicyMetricHistory, window: Sequence[Values]) -> It
     yield Alarm(
         "illegal_output",
         policy.name,
-        f"{mean_of(shares):.0%} of the turns of the last {len(window)} steps break the format"
+        f"{mean_of(shares):.0%} of the turns of the last {plural(len(shares), 'step')} break the format"
         + (f" (of all turns: {kinds_text})" if kinds_text else ""),
         "look at one with `agentrl episode show`; resume from an earlier checkpoint with a lower learning rate and "
         "trainer.entropy_bonus = 0.02; if it has been so from the start, a base model that knows the format, or a "
@@ -289,14 +295,8 @@ def _nothing_taught(policy: PolicyMetricHistory, window: Sequence[Values]) -> It
     zero, rewards = window_metric_values(window, "advantage/zero_share"), window_metric_values(window, "reward/mean")
     if len(zero) < len(window) or len(rewards) < len(window) or mean_of(zero) < ZERO_SHARE:
         return
-    if (lone_share := mean_of(window_metric_values(window, "advantage/alone_share"))) >= ALONE_SHARE:
-        yield Alarm(
-            "alone",
-            policy.name,
-            f"{lone_share:.0%} of the units of the last {len(window)} steps have no other episode to compare them with",
-            "`ctx.spawn` with n = 2 or more: children of one call are compared with each other; or "
-            "credit.advantage = 'role_mean', which compares with what the policy used to get in that seat",
-        )
+    if lone := list(_alone(policy, window)):
+        yield from lone
         return
     _, history = policy.series("reward/mean")
     best = max(mean_of(history[at : at + WINDOW]) for at in range(len(history) - WINDOW + 1))
@@ -335,20 +335,49 @@ def _nothing_taught(policy: PolicyMetricHistory, window: Sequence[Values]) -> It
         )
 
 
-def _no_signal_before_training(policy: PolicyMetricHistory) -> Iterator[Alarm]:
-    """Raise `no_signal` if the evaluation before training showed no signal and no step has taught anything since."""
-    first = policy.evaluations.get(0, {})
-    episodes = first.get("evaluation/episodes", 0.0)
-    taught = [values for values in policy.steps.values() if values.get("advantage/zero_share", 0.0) < 1.0]
-    if episodes >= MIN_EPISODES and first.get("evaluation/reward_deviation") == 0.0 and not taught:
+def _alone(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
+    lone_share = mean_of(window_metric_values(window, "advantage/alone_share"))
+    if lone_share >= ALONE_SHARE:
         yield Alarm(
-            "no_signal",
+            "alone",
             policy.name,
-            f"all {episodes:.0f} held-out episodes before training got reward {first['evaluation/reward']:.3f}: groups "
-            "whose rewards are all equal teach nothing",
-            f"{_SEES_TOOLS}, easier tasks, a base model that can do some of them, a larger credit.group_size, a higher "
-            "sampling.temperature, or a reward for partial success",
+            f"{lone_share:.0%} of the units of the last {plural(len(window), 'step')} have no other episode to compare "
+            "them with",
+            "`ctx.spawn` with n = 2 or more: children of one call are compared with each other; or "
+            "credit.advantage = 'role_mean', which compares with what the policy used to get in that seat",
         )
+
+
+def _nothing_taught_yet(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
+    """Raise `no_signal` or `alone` before `WINDOW` steps if no unit had an advantage; before the first step, if the
+    evaluation before training showed no signal."""
+    first = policy.evaluations.get(0, {})
+    zero, rewards = window_metric_values(window, "advantage/zero_share"), window_metric_values(window, "reward/mean")
+    units = window_metric_sum(window, "step/units")
+    if min(zero, default=1.0) < 1.0:
+        return
+    if lone := list(_alone(policy, window)):
+        yield from lone
+        return
+    if units >= MIN_EPISODES and rewards:
+        text = (
+            f"none of the {units:.0f} units of {plural(len(window), 'step')} has an advantage, since the rewards "
+            f"within each group are equal (mean {mean_of(rewards):.3f})"
+        )
+    elif first.get("evaluation/episodes", 0.0) >= MIN_EPISODES and first.get("evaluation/reward_deviation") == 0.0:
+        text = (
+            f"all {first['evaluation/episodes']:.0f} held-out episodes before training got reward "
+            f"{first['evaluation/reward']:.3f}: groups whose rewards are all equal teach nothing"
+        )
+    else:
+        return
+    yield Alarm(
+        "no_signal",
+        policy.name,
+        text,
+        f"`agentrl episode show` to see what the policy said; {_SEES_TOOLS}, easier tasks, a base model that can do "
+        "some of them, a larger credit.group_size, a higher sampling.temperature, or a reward for partial success",
+    )
 
 
 def _staleness(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
@@ -450,7 +479,7 @@ def _selection_bias(policy: PolicyMetricHistory) -> Iterator[Alarm]:
 def _drops(reasons: Mapping[str, int], other_drops: int) -> Iterator[Alarm]:
     num_ended = sum(reasons.values()) + other_drops
     by_time = reasons.get("episode_timeout", 0)
-    if by_time >= TIME_EPISODES and TIME_SHARE * num_ended <= by_time < max(DROPPED_SHARE * num_ended, MIN_EPISODES):
+    if by_time >= TIME_EPISODES and TIME_SHARE * num_ended <= by_time < max(DROPPED_SHARE * num_ended, MIN_DROPPED):
         yield Alarm(
             "dropped_by_time",
             "",
@@ -459,7 +488,7 @@ def _drops(reasons: Mapping[str, int], other_drops: int) -> Iterator[Alarm]:
             ADVICE_ON_DROPS["episode_timeout"],
         )
     for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
-        if reason in EXPECTED_DROPS or count < MIN_EPISODES or count < DROPPED_SHARE * num_ended:
+        if reason in EXPECTED_DROPS or count < MIN_DROPPED or count < DROPPED_SHARE * num_ended:
             continue
         yield Alarm(
             "dropped",

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.core.text import escape_line, format_rate, plural
-from agentrl.observe.alarms import Alarm, find_alarms
+from agentrl.observe.alarms import WINDOW, Alarm, find_alarms
 from agentrl.observe.metrics import find_registered_metric
 from agentrl.observe.run_state import SILENT_S
 
@@ -71,7 +71,9 @@ def render_run_screen(state: RunState, *, width: int = WIDTH, age_s: float | Non
     if state.status is not None:
         parts.append(_status(state.status))
     if not alarms:
-        parts.append(Text("no alarms", "dim"))
+        steps = max((len(policy.steps) for policy in state.policies.values()), default=0)
+        early = f": too early to say, after {plural(steps, 'step')}" if steps < WINDOW and state.plan.steps else ""
+        parts.append(Text(f"no alarms{early}", "dim"))
     if state.problem:
         parts.append(Text(terminal_safe_line(f"not readable: {state.problem}"), "bold red"))
     return Group(*parts)

@@ -124,6 +124,36 @@ def test_a_tool_that_always_raises_is_reported_after_the_first_step(calls: float
     assert names(a_run(1, tool__error=calls)) == expected
 
 
+@pytest.mark.parametrize(
+    ("expected", "changes", "words"),
+    [
+        ("no_signal", {"advantage__zero_share": 1.0, "reward__mean": 0.0}, "each group are equal (mean 0.000)"),
+        ("alone", {"advantage__zero_share": 1.0, "advantage__alone_share": 1.0}, "last 1 step have no other episode"),
+        ("illegal_output", {"format__broken_turns": 0.85, "turns__length": 2.6}, "turns/length 87%"),
+        (
+            "illegal_output",
+            {"format__broken_turns": 0.85, "tool__unknown_tool": 1.5, "advantage__zero_share": 1.0},
+            "tool/unknown_tool 50%",
+        ),
+    ],
+)
+def test_one_step_is_enough_for_what_nothing_can_be_learned_from(
+    expected: str, changes: dict[str, float], words: str
+) -> None:
+    first, *_ = find_alarms(a_run(1, step__units=64.0, **changes))
+    assert first.name == expected
+    assert words in first.text
+    assert "agentrl" in first.advice or expected == "alone"
+
+
+def test_drops_come_before_what_they_cause_and_few_units_prove_nothing() -> None:
+    status = RunSnapshot(phase="training", trained=36, dropped={"environment_error": 8})
+    nothing = {"advantage__zero_share": 1.0, "reward__mean": 0.0}
+    assert names(a_run(1, status=status, step__units=36.0, **nothing)) == ["dropped", "no_signal"]
+    assert names(a_run(1, step__units=8.0, **nothing)) == []
+    assert names(a_run(1, before=1, step__units=64.0, **nothing)) == [], "a step that taught something came before"
+
+
 def test_rewards_that_depend_on_the_task_alone_are_not_taken_for_success() -> None:
     state = a_run(0, before=10)
     for step, reward in enumerate((0.65, 0.5, 0.6, 0.7, 0.8), 11):
