@@ -31,7 +31,7 @@ from agentrl.observe.progress import spinner
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from agentrl.app.memory_estimate import MemoryEstimate
     from agentrl.config.run import RunConfig
@@ -77,8 +77,12 @@ def doctor(options: argparse.Namespace) -> int:
     if options.sandbox:
         config = load(options.file or shipped_example("01_tool_use"), options.overrides)
         sections = {**sections, "sandboxes": (partial(sandbox_checks, config),)}
-    with spinner("looking at this machine", sys.stderr):  # importing torch takes seconds
-        report = {title: [check for probe in section for check in _run(probe)] for title, section in sections.items()}
+    report: dict[str, list[Check]] = {}
+    for title, section in sections.items():
+        with spinner(title, sys.stderr):  # importing torch takes seconds
+            report[title] = [check for probe in section for check in _run(probe)]
+        if not options.json:
+            _print_section(title, report[title])
     missing, unknown = (
         sum(check.level == level for checks in report.values() for check in checks) for level in ("missing", "unknown")
     )
@@ -87,12 +91,6 @@ def doctor(options: argparse.Namespace) -> int:
         section_checks = {title: [asdict(check) for check in checks] for title, checks in report.items()}
         print_json({"ready": ready, "sections": section_checks})
         return 0 if ready else 1
-    for title, checks in report.items():
-        sys.stdout.write(f"{title}\n")
-        for check in checks:
-            sys.stdout.write(f"  {_MARKS[check.level]} {check.name:<25} {escape_line(check.result)}\n")
-            if check.fix:
-                sys.stdout.write(f"    {'':<25} → {escape_line(check.fix)}\n")
     command = "agentrl demo" if options.file is None else f"agentrl train {options.file}"
     if missing:
         verdict = f"not ready: {missing} problem(s) marked ✗ to fix"
@@ -102,6 +100,15 @@ def doctor(options: argparse.Namespace) -> int:
         verdict = f"ready: try `{escape_line(command)}`"
     sys.stdout.write(f"{verdict}\n")
     return 0 if ready else 1
+
+
+def _print_section(title: str, checks: Sequence[Check]) -> None:
+    sys.stdout.write(f"{title}\n")
+    for check in checks:
+        sys.stdout.write(f"  {_MARKS[check.level]} {check.name:<25} {escape_line(check.result)}\n")
+        if check.fix:
+            sys.stdout.write(f"    {'':<25} → {escape_line(check.fix)}\n")
+    sys.stdout.flush()
 
 
 def _run(probe: Callable[[], list[Check]]) -> list[Check]:
