@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.app.given_models import given_models, with_given_models
+from agentrl.config.policies import LocalPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ModelError
+from agentrl.core.files import check_model_directory
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}"
 _NAME = re.compile(rf"({_PART}/{_PART})(?:@([A-Za-z0-9][A-Za-z0-9_./-]{{0,95}}))?")
@@ -51,6 +53,20 @@ def with_downloaded_models(config: RunConfig, before: Mapping[str, Any], *, down
         if is_hub_name(path) and (setting[0] == "model" or setting[-1] != "path")
     }
     return with_given_models(config, local)
+
+
+def check_local_models(config: RunConfig) -> None:
+    """Check that the models of a configuration that are not on the hub are directories of models.
+
+    Raises:
+        ModelError: one is not.
+    """
+    paths = [config.model.path] if config.model.path else []
+    for policy in config.of_kind(LocalPolicy).values():
+        paths += filter(None, (policy.model,))
+    for path in (*paths, *(scorer.reward_model for scorer in config.reward_models.values())):
+        if not is_hub_name(path):
+            check_model_directory(path)
 
 
 def _at(data: object, *keys: str) -> object:
@@ -114,7 +130,8 @@ def download_model(key: str, path: str, *, download: bool = True) -> Path:
         ) from error
     except LocalEntryNotFoundError as error:
         raise ModelError(
-            f"{key}: {description} is missing from huggingface_hub's cache, or incomplete there; {fetch}"
+            f"{key}: there is no directory {Path(path).absolute()}, and the model {description} is missing from "
+            f"huggingface_hub's cache, or incomplete there; {fetch}"
         ) from error
     except (OSError, HFValidationError) as error:
         reason = " ".join(str(error).split())[:300]

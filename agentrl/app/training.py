@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import difflib
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from agentrl.app.engines import check_ray_installed, check_vllm_usable, device_plan, make_engine
 from agentrl.app.given_models import check_models_unchanged, keep_models, record_models, with_kept_models
-from agentrl.app.hub import with_downloaded_models
-from agentrl.app.memory_estimate import check_gpu_memory, with_chosen_token_limits
+from agentrl.app.hub import check_local_models, with_downloaded_models
+from agentrl.app.memory_estimate import check_gpu_memory, memory_line, with_chosen_token_limits
 from agentrl.app.policies import (
     base_model_chat_formats,
     base_models,
@@ -43,16 +43,17 @@ from agentrl.config.load import SettingDifference, check_settings_unchanged
 from agentrl.config.run import RunConfig
 from agentrl.core.custom_functions import capture_function_code
 from agentrl.core.errors import InputError
-from agentrl.core.ports import Observer
+from agentrl.core.ports import ChatFormat, Observer
 from agentrl.core.records import Task
 from agentrl.core.text import plural
 from agentrl.environment.environment import Environment, TaskSource
 from agentrl.journal.run_process import record_process_state
-from agentrl.journal.schema import CONTROL_FILE
 from agentrl.observe.run_directory import RunDirectory
+from agentrl.observe.sinks import check_sinks_installed, open_sinks
 from agentrl.orchestrator.loop import Orchestrator
 
 if TYPE_CHECKING:
+    from agentrl.app.recovery import UserFunctions
     from agentrl.core.clock import Clock
     from agentrl.journal.store import SqliteJournal
     from agentrl.observe.run_observer import RunObserver
@@ -122,10 +123,6 @@ def train(  # noqa: PLR0913 - a run's inputs, keyword-only except the first
     units_per_root_group(config, environment_class)  # refuse impossible settings before anything is loaded
     if config.engine.kind == "vllm":
         check_vllm_usable(config)
-    before = RunDirectory.config(Path(config.directory) / config.name) if resume else {}
-    config = with_kept_models(config, Path(config.directory) / config.name, before)
-    config = with_learning_rates(with_downloaded_models(config, before), before)
-    config = with_chosen_token_limits(config, before)
     run = run_training(
         config, environment_class, tasks=tasks, held_out=held_out, observers=observers, resume=resume, quiet=quiet
     )
@@ -143,63 +140,56 @@ async def run_training(
     quiet: bool = False,
     factories: RunFactories | None = None,
 ) -> Run:
-    """Run `train` in a running event loop, with factories of the caller's choice."""
+    """Run `train` in a running event loop, with factories of the caller's choice.
+
+    What can be refused without a model is refused before the run directory exists; everything slow comes after, with
+    its phase on the screen and in the directory.
+    """
     factories = factories or RunFactories()
-    functions = load_user_functions(config)  # refuse unusable functions
     clock = factories.clock
     start_s = clock.monotonic()
-    chat_format = factories.chat_format(config)
-    base_model_chat_formats(config)  # refuse unusable tokenizers before weights are loaded
-    check_tokenizers(config)
+    check_sinks_installed(config.sinks)
+    path = Path(config.directory) / config.name
+    before: Mapping[str, Any] = {}
+    if resume:
+        RunDirectory.reopen(path)
+        before = RunDirectory.config(path)
+        config = with_kept_models(config, path, before)
+    else:
+        RunDirectory.check_free(path)
+    if factories.engine is make_engine:
+        check_local_models(config)
     source = await asyncio.to_thread(_training_tasks, config, environment, tasks)
     held_out_splits, available = await asyncio.to_thread(held_out_source, config, environment, held_out)
-    path = Path(config.directory) / config.name
     warnings = await unproved_sandbox_promises(config, environment)
-    config, directory = await asyncio.to_thread(_open_directory, config, path, resume=resume)
     code = importable_environment_code(environment)
     selected = await asyncio.to_thread(
         selected_by_tasks, environment, [source, *(split.tasks for split in held_out_splits)]
     )
-    warnings += remember_run(path, config, code, selected, resumed=resume)
-    run_context = _open_run(
-        config,
-        directory,
-        observers,
-        clock,
-        info=await asyncio.to_thread(_identity, config, directory, code),
-        quiet=quiet,
-        resume=resume,
-    )
-    async with run_context as (store, observer, changes), gpu_reservation():
+    if not resume:
+        config = await asyncio.to_thread(keep_models, config, path)
+        RunDirectory.create(path, config.model_dump_json(indent=1))
+    directory = RunDirectory(path)
+    info = {"name": config.name, "config": config.model_dump(mode="json"), "code": code}
+    run_context = _open_run(config, directory, observers, clock, info=info, quiet=quiet, resume=resume)
+    async with run_context as (store, observer), gpu_reservation():
+        config, functions, chat_format, changes = await _resolve(config, factories, directory, store, observer, before)
+        warnings += remember_run(path, config, code, selected, resumed=resume)
         recorded_turns = await asyncio.to_thread(find_recorded_turns, config, environment, path)
         keep_recorded_turns(recorded_turns, environment, path)
-        for line in split_group_warnings(config, units_per_root_group(config, environment)):
+        for line in (*warnings, *split_group_warnings(config, units_per_root_group(config, environment))):
             observer.warn(line)
-        if config.trained:
-            rates = ", ".join(f"{name} {policy.learning_rate:g}" for name, policy in config.trained.items())
-            observer.say(f"learning rate: {rates}")
         if hidden := hidden_tools(config, environment, chat_format):
             observer.warn(hidden)
-        for line in warnings:
-            observer.warn(line)
         if factories.engine is make_engine:
             for line in await _device_lines(config, code, clock, observer.phase):
                 observer.say(line)
             for line in (*device_plan(config).mixed_gpus(), *await asyncio.to_thread(check_gpu_memory, config)):
                 observer.warn(line)
-        if chat_format.rewrites:
-            treatment = "each rewrite starts a new token row" if chat_format.forks else "the sampled text is kept"
-            observer.say(f"the chat template rewrites earlier turns ({', '.join(chat_format.rewrites)}): {treatment}")
+            observer.say(await asyncio.to_thread(memory_line, config))
         num_evaluated = sum(len(split.tasks) for split in held_out_splits)
-        if config.evaluation.splits and (num_evaluated < available or not available):
-            observer.say(
-                f"evaluating on {num_evaluated:,} of {available:,} held-out tasks, drawn with seed {config.seed}"
-                if available
-                else "nothing is evaluated: there are no held-out tasks"
-            )
-        if recorded_turns:
-            share, count = config.environment.recorded_share, plural(len(recorded_turns), "recorded turn")
-            observer.say(f"{share:.0%} of the groups begin at one of {count}")
+        for line in _plan_lines(config, chat_format, num_evaluated, available, len(recorded_turns)):
+            observer.say(line)
         setup = RunSetup(
             config=config,
             environment=environment,
@@ -222,24 +212,87 @@ async def run_training(
         return _report_conclusion(directory, store, observer, orchestrator, summary)
 
 
-def _open_directory(config: RunConfig, path: Path, *, resume: bool) -> tuple[RunConfig, RunDirectory]:
-    """Open the run's directory, or create it with the versions of other runs that the run starts from."""
-    if resume:
-        return config, RunDirectory.reopen(path)
-    config = keep_models(config, path)
-    return config, RunDirectory.create(path, config.model_dump_json(indent=1))
+class _ResolvedRun(NamedTuple):
+    config: RunConfig
+    functions: UserFunctions
+    chat_format: ChatFormat
+    changes: list[SettingDifference]
+    """Settings that differ from the previous process's."""
 
 
-def _identity(config: RunConfig, directory: RunDirectory, code: Mapping[str, str]) -> dict[str, Any]:
-    """Return what a new journal records of the run; the models' files are read only then."""
-    is_new = not (directory.journal / CONTROL_FILE).exists()
-    return {
-        "name": config.name,
-        "config": config.model_dump(mode="json"),
-        "code": code,
-        "bases": msgspec.to_builtins(base_models(config)),
-        "models": msgspec.to_builtins(record_models(config)) if is_new else [],
-    }
+async def _resolve(
+    config: RunConfig,
+    factories: RunFactories,
+    directory: RunDirectory,
+    store: SqliteJournal,
+    observer: RunObserver,
+    before: Mapping[str, Any],
+) -> _ResolvedRun:
+    """Import what learning needs, choose the settings that depend on the models, and refuse what does not fit them or,
+    on resume, the run.
+
+    Raises:
+        InputError: a model, a function or a changed setting cannot be used.
+    """
+    if factories.engine is make_engine:
+        if config.bases:
+            observer.phase("loading torch and transformers")
+            await asyncio.to_thread(_import_learning_stack)
+            observer.phase("reading the model's shapes, and predicting memory")
+        config = await asyncio.to_thread(_with_chosen_settings, config, before)
+    functions = await asyncio.to_thread(load_user_functions, config)
+    chat_format = await asyncio.to_thread(factories.chat_format, config)
+    await asyncio.to_thread(base_model_chat_formats, config)
+    await asyncio.to_thread(check_tokenizers, config)
+    bases = await asyncio.to_thread(base_models, config)
+    changes: list[SettingDifference] = []
+    if "bases" in store.info():
+        changes = check_settings_unchanged(store.config(), config)
+        await asyncio.to_thread(check_models_unchanged, config, store.info().get("models"))
+    else:  # the run is new, or was ended while it started
+        models = await asyncio.to_thread(record_models, config)
+        directory.write_config(config.model_dump_json(indent=1))
+        resolved = {"config": config.model_dump(mode="json"), "bases": bases, "models": models}
+        await store.describe(**msgspec.to_builtins(resolved))
+    observer.add_sinks(open_sinks(config.sinks, directory.path, config.model_dump(mode="json")))
+    changes = [change for change in changes if change.path not in (("name",), ("directory",))]
+    return _ResolvedRun(config, functions, chat_format, changes)
+
+
+def _import_learning_stack() -> None:
+    """Import the slowest libraries, so that their import has a phase of its own."""
+    import agentrl.learn.models  # noqa: F401
+
+
+def _with_chosen_settings(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration with models from the hub as directories, and with learning rates and sizes chosen where
+    they are open.
+
+    Args:
+        config: configuration of the run.
+        before: the configuration with which the run was started, as data, whose choices are kept; empty for a new run.
+    """
+    config = with_learning_rates(with_downloaded_models(config, before), before)
+    return with_chosen_token_limits(config, before)
+
+
+def _plan_lines(
+    config: RunConfig, chat_format: ChatFormat, num_evaluated: int, num_held_out: int, num_recorded_turns: int
+) -> Iterator[str]:
+    """Yield lines about choices that the user may not know of."""
+    if config.trained:
+        rates = ", ".join(f"{name} {policy.learning_rate:g}" for name, policy in config.trained.items())
+        yield f"learning rate: {rates}"
+    if chat_format.rewrites:
+        treatment = "each rewrite starts a new token row" if chat_format.forks else "the sampled text is kept"
+        yield f"the chat template rewrites earlier turns ({', '.join(chat_format.rewrites)}): {treatment}"
+    if config.evaluation.splits and not num_held_out:
+        yield "nothing is evaluated: there are no held-out tasks"
+    elif config.evaluation.splits and num_evaluated < num_held_out:
+        yield f"evaluating on {num_evaluated:,} of {num_held_out:,} held-out tasks, drawn with seed {config.seed}"
+    if num_recorded_turns:
+        share, count = config.environment.recorded_share, plural(num_recorded_turns, "recorded turn")
+        yield f"{share:.0%} of the groups begin at one of {count}"
 
 
 def _training_tasks(config: RunConfig, environment: type[Environment], tasks: TaskSource | None) -> TaskSource:
@@ -321,32 +374,25 @@ async def _open_run(
     info: Mapping[str, Any],
     quiet: bool,
     resume: bool,
-) -> AsyncIterator[tuple[SqliteJournal, RunObserver, Sequence[SettingDifference]]]:
-    """Open journal and observer, which outlive restarts, and close them at the end. Yields them, and the settings that
-    differ from the previous process's."""
+) -> AsyncIterator[tuple[SqliteJournal, RunObserver]]:
+    """Open journal and observer, which outlive restarts, and close them at the end."""
     from agentrl.journal.run_process import check_partitions_unlocked, recording_process_state, retry_until_writer_exits
     from agentrl.journal.store import SqliteJournal
     from agentrl.observe.run_observer import RunObserver
     from agentrl.observe.run_state import display_settings_from_config
-    from agentrl.observe.sinks import open_sinks
 
     async with contextlib.AsyncExitStack() as stack:
         if not resume:
             stack.push(directory.forget_if_refused)
-        resolved_config = info["config"]
         store = SqliteJournal(directory.journal, info=info)
         stack.push_async_callback(store.close)
-        changes = check_settings_unchanged(store.config(), config)
-        if resume:
-            await asyncio.to_thread(check_models_unchanged, config, store.info().get("models"))
-        plan = display_settings_from_config(resolved_config)
-        sinks = open_sinks(config.sinks, directory.path, resolved_config)
+        plan = display_settings_from_config(info["config"])
         stack.enter_context(recording_process_state(directory.path))
-        observer = stack.enter_context(RunObserver(directory, plan=plan, observers=observers, sinks=sinks, quiet=quiet))
+        observer = stack.enter_context(RunObserver(directory, plan=plan, observers=observers, quiet=quiet))
         observer.watch()
         stack.enter_context(cancel_run_on_ctrl_c(directory.path))
         await retry_until_writer_exits(lambda: check_partitions_unlocked(directory.journal), observer.warn, clock)
-        yield store, observer, [change for change in changes if change.path not in (("name",), ("directory",))]
+        yield store, observer
 
 
 def _summary(

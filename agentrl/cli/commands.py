@@ -369,7 +369,7 @@ def make_parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--version", action="store_const", dest="command", const="doctor:print_version", help="print the version"
     )
-    top.set_defaults(command=None, parser=top, takes_overrides=False, reads=True)
+    top.set_defaults(command=None, parser=top, takes_overrides=False, reads=True, opening="")
     commands = top.add_subparsers(title="commands", metavar="COMMAND")
     _add_train(commands)
     _add_evaluate(commands)
@@ -389,7 +389,7 @@ def _add_doctor(commands: Subparsers[argparse.ArgumentParser]) -> None:
         "--sandbox", action="store_true", help="also check what this machine can isolate, with the driver of FILE"
     )
     parser.add_argument("--suggest", action="store_true", help="also show settings that suit the models' sizes")
-    parser.set_defaults(takes_overrides=True)
+    parser.set_defaults(takes_overrides=True, opening="examining this machine")
 
 
 def _add_command(
@@ -407,7 +407,7 @@ def _add_command(
     """
     parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(command=command, reads=reads)
+    parser.set_defaults(command=command, reads=reads, opening="")
     return parser
 
 
@@ -417,7 +417,7 @@ def _add_train(commands: Subparsers[argparse.ArgumentParser]) -> None:
     parser.add_argument("--model", help="directory of the base model, instead of model.path")
     parser.add_argument("--resume", action="store_true", help="continue from the run's newest checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
-    parser.set_defaults(takes_overrides=True)
+    parser.set_defaults(takes_overrides=True, opening="reading {file}")
 
 
 def _add_evaluate(commands: Subparsers[argparse.ArgumentParser]) -> None:
@@ -461,7 +461,7 @@ def _add_endpoint_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="new directory for the episodes; default: one in runs/",
     )
-    parser.set_defaults(takes_overrides=True)
+    parser.set_defaults(takes_overrides=True, opening="reading {file}")
 
 
 def _add_demo(commands: Subparsers[argparse.ArgumentParser]) -> None:
@@ -472,7 +472,7 @@ def _add_demo(commands: Subparsers[argparse.ArgumentParser]) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
     sample = "write the sample run runs/sample instead, in seconds and without a model"
     parser.add_argument("--journal-only", action="store_true", help=sample)
-    parser.set_defaults(takes_overrides=True)
+    parser.set_defaults(takes_overrides=True, opening="reading example {example}")
 
 
 def _add_reading(commands: Subparsers[argparse.ArgumentParser], noun: CommandGroup) -> None:
@@ -485,7 +485,7 @@ def _add_reading(commands: Subparsers[argparse.ArgumentParser], noun: CommandGro
     verbs = parser.add_subparsers(title="commands", metavar="COMMAND")
     for verb in noun.verbs:
         child = _add_command(verbs, verb.name, verb.help, verb.function, reads=verb.reads)
-        child.set_defaults(takes_overrides=verb.takes_overrides)
+        child.set_defaults(takes_overrides=verb.takes_overrides, opening="" if verb.reads else "reading the run")
         _add_arguments(child, verb)
 
 
@@ -503,6 +503,7 @@ def _add_env(commands: Subparsers[argparse.ArgumentParser]) -> None:
     _add_command(verbs, "list", "list the installed environments", "environments:env_list", reads=True)
     text = "check that an environment, or your own loss, advantage or scorer, can be used for training"
     parser = _add_command(verbs, "check", text, "environments:env_check")
+    parser.set_defaults(opening="loading the checks")
     parser.add_argument(
         "id", nargs="?", help="registered name, module:Class, path/to/env.py:Class, or a run's FILE.toml"
     )

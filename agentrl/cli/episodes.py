@@ -60,6 +60,8 @@ def episode_list(reader: RunReader, options: argparse.Namespace) -> RunAnswer | 
     def page() -> TerminalPage:
         table = episode_table(lines, reader.count(options.where, among=among), columns)
         if not lines:
+            if phase := reader.start_phase():
+                table.line(f"the run is starting: {phase}")
             for prefix, names in reader.field_names().items():
                 if f"{prefix}." in options.where:
                     table.line(f"the episodes have {', '.join(names) or f'no {prefix}.NAME'}")

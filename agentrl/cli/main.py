@@ -114,6 +114,8 @@ def _call(options: argparse.Namespace) -> int:
     if options.command is None:
         options.parser.print_help()
         return 0
+    if options.opening:  # an answer at once: the imports that follow take seconds
+        _say(f"{escape_line(options.opening.format_map(vars(options)))} …\n")
     module, _, function = options.command.partition(":")
     code: int = getattr(import_module(f"agentrl.cli.{module}"), function)(options)
     return code

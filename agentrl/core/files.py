@@ -22,7 +22,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from agentrl.core.errors import JournalError
+from agentrl.core.errors import JournalError, ModelError
 
 T = TypeVar("T")
 
@@ -346,3 +346,17 @@ def _make_durable(directory: Path, disk: Disk, depth: int) -> None:
         _make_durable(directory.parent, disk, depth - 1)
         disk.make_directory(directory)
     disk.sync(directory.parent)
+
+
+def check_model_directory(path: str | Path) -> None:
+    """Check that a path is the directory of a model, without reading it.
+
+    Raises:
+        ModelError: it is not.
+    """
+    if not (Path(path) / "config.json").is_file():
+        problem = "contains no model (config.json is missing)" if Path(path).is_dir() else "there is no such directory"
+        raise ModelError(
+            f"{Path(path).absolute()}: {problem}. Give the local directory of a Hugging Face causal LM, such as DIR "
+            "after `hf download ORGANIZATION/NAME --local-dir DIR`"
+        )

@@ -33,7 +33,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from agentrl.core.errors import ModelError
-from agentrl.core.files import SAFETENSORS_LENGTH_BYTES, WEIGHT_FILES, read_safetensors_header
+from agentrl.core.files import SAFETENSORS_LENGTH_BYTES, WEIGHT_FILES, check_model_directory, read_safetensors_header
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -477,12 +477,7 @@ def check_sparse_attention(config: PretrainedConfig, max_context: int, path: str
 
 
 def _check_directory(path: str | Path) -> None:
-    if not (Path(path) / "config.json").is_file():
-        problem = "contains no model (config.json is missing)" if Path(path).is_dir() else "there is no such directory"
-        raise ModelError(
-            f"{path}: {problem}. Give the local directory of a Hugging Face causal "
-            "LM, such as DIR after `hf download ORGANIZATION/NAME --local-dir DIR`"
-        )
+    check_model_directory(path)
     # Transformers would load the adapter too, and unpickle adapter_model.bin.
     if (Path(path) / "adapter_config.json").exists():
         raise ModelError(f"{path}: contains an adapter (adapter_config.json). Merge it into the model, or move it away")

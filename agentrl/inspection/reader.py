@@ -266,7 +266,7 @@ class RunLine(msgspec.Struct, frozen=True):
     rewards: dict[str, float]
     """Mean reward of each policy over its last five steps; if nothing was trained, over all episodes it acted in."""
     state: str = ""
-    """State of the run, as `RunReader.standing` returns it."""
+    """State of the run, as `RunReader.standing` returns it, or `starting: ` and the phase of its start."""
     problem: str | None = None
 
 
@@ -604,8 +604,15 @@ class RunReader:
             in_flight=self.log.rows(in_flight)[0][0],
             steps={point.policy: point.step for point in points},
             rewards=_last_rewards(points) if purpose == "train" else self._played_rewards(purpose),
-            state=self.standing(),
+            state=f"starting: {phase}" if (phase := self.start_phase()) else self.standing(),
         )
+
+    def start_phase(self) -> str:
+        """Return what a run does before its first episode, such as loading the model; empty if it has started."""
+        if self.purpose() != "train" or self.log.starts() or self.standing() != "running":
+            return ""
+        status = read_run_snapshot(self.path)
+        return "" if status is None else status.phase
 
     def _played_rewards(self, purpose: str) -> dict[str, float]:
         """Return the mean reward of each policy over the committed episodes in which it acted."""

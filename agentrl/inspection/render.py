@@ -198,7 +198,7 @@ def episode_table(lines: Sequence[EpisodeLine], total: int, columns: Sequence[st
     """Make a page with episodes, one per line, and their total; every heading is a column of `--where` and `--sort`."""
     page = TerminalPage()
     if not lines:
-        page.line("no episodes pass")
+        page.line("no episodes")
         return page
     column_names = list(columns or EPISODE_COLUMNS)
     if not columns:

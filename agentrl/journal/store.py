@@ -327,6 +327,12 @@ class SqliteJournal(RunJournal):
         self.record(EpisodeEnd(spec=spec, header=header, digest=digest, metrics=metrics, detail=detail))
         await self._writer.wait(urgent=False)
 
+    async def describe(self, **values: Any) -> None:
+        """Add to the data that the journal was created with, or replace it, and wait until it is on disk."""
+        info = {name: value for name, value in {**self.info(), **values}.items() if name not in ("format", "run")}
+        self._writer.put(self._database, ("meta", ("info", msgspec.json.encode(info).decode())))
+        await self._writer.wait()
+
     def record_start(self, start: RunStart) -> None:
         """Record a start of the run."""
         row = (f"{START_KEY}{start.lineage}", msgspec.json.encode(start).decode())
@@ -599,12 +605,13 @@ class GroupCommitWriter:
 
 
 def write_control_rows(connection: sqlite3.Connection, table: str, items: list[Sequence[Any]]) -> None:
-    """Insert rows into a table of the control log. A row is written once: of two with the same key the first stays."""
+    """Insert rows into a table of the control log. A row is written once: of two with the same key the first stays.
+    The run's own data may be replaced."""
     names = control_rows.COLUMNS[table].split()
     if table in control_rows.CHECKED_TABLES:
         names = [*names, "checksum"]
         items = [control_rows.with_checksum(table, item) for item in items]
-    verb = "INSERT" if table == "metrics" else "INSERT OR IGNORE"
+    verb = {"metrics": "INSERT", "meta": "REPLACE"}.get(table, "INSERT OR IGNORE")
     insert_rows(connection, f"{verb} INTO {table} ({', '.join(names)}) VALUES ", len(names), items)
 
 

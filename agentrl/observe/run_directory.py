@@ -79,10 +79,7 @@ class RunDirectory:
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
             with _alone_in(path):
-                if any(entry.name not in _BEFORE_CONFIG for entry in path.iterdir()):
-                    raise RunDirectoryError(
-                        f"{path} exists; resume it with --resume, choose another --name, or remove it"
-                    )
+                cls.check_free(path)
                 replace_file(path / "config.json", config_json.encode())
             for new_path in (path / "config.json", path, path.parent):
                 LOCAL.sync(new_path)
@@ -92,6 +89,31 @@ class RunDirectory:
                 "permissions there, or choose another place with --directory=DIR"
             ) from error
         return cls(path)
+
+    @staticmethod
+    def check_free(path: Path) -> None:
+        """Check that a run can be created at a path.
+
+        Raises:
+            RunDirectoryError: something exists there.
+        """
+        if path.is_dir() and all(entry.name in _BEFORE_CONFIG for entry in path.iterdir()):
+            return
+        if path.exists():
+            raise RunDirectoryError(f"{path} exists; resume it with --resume, choose another --name, or remove it")
+
+    def write_config(self, config_json: str) -> None:
+        """Replace `config.json` atomically.
+
+        Raises:
+            StorageError: the disk failed.
+        """
+        try:
+            replace_file(self.path / "config.json", config_json.encode())
+        except OSError as error:
+            raise StorageError(
+                f"{self.path / 'config.json'}: cannot be written ({error.strerror}); {_FINISH}"
+            ) from error
 
     @classmethod
     def reopen(cls, path: Path) -> RunDirectory:

@@ -51,7 +51,6 @@ class RunObserver:
         directory: the run's directory; existing metrics in it belong to previous attempts.
         plan: plan of the run.
         others: observers of the caller, which receive the same calls.
-        sinks: sinks of the metrics, besides `metrics.jsonl`.
         quiet: write nothing to the terminal.
         stream: stream of the terminal; None: the error stream.
         clock: clock of the run; None: the system clock.
@@ -63,7 +62,6 @@ class RunObserver:
         *,
         plan: RunDisplaySettings,
         observers: Sequence[Observer] = (),
-        sinks: Sequence[Sink] = (),
         quiet: bool = False,
         stream: TextIO | None = None,
         clock: Clock | None = None,
@@ -80,7 +78,9 @@ class RunObserver:
         self._start_s = self._clock.monotonic()
         self._display: Display | None = None
         self._metrics_file = MetricsFile(directory.metrics)
-        self._sinks = list(sinks)
+        self._sinks: list[Sink] = []
+        self._phase: tuple[str, float] | None = None
+        """The current phase of the start, and when it began."""
         self._probe: Callable[[], RunSnapshot] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._busy = (self._start_s, 0.0)
@@ -107,17 +107,29 @@ class RunObserver:
         Args:
             probe: returns the status of the training loop; None before the loop exists.
         """
+        self._end_phase()
         self._probe = probe
         if self._timer is not None:
             self._timer.cancel()
         self._look()
 
+    def add_sinks(self, sinks: Sequence[Sink]) -> None:
+        """Send the metrics to sinks too, besides `metrics.jsonl`."""
+        self._sinks += sinks
+
     def phase(self, text: str) -> None:
-        """Show the current phase."""
+        """Show the current phase, and the seconds that the one before took."""
+        self._end_phase()
         if self._probe is None:
+            self._phase = text, self._clock.monotonic()
             self._set_status(RunSnapshot(phase=text))
         if not self._quiet:
             self._display_of_run().phase(text)
+
+    def _end_phase(self) -> None:
+        if self._phase is not None:
+            (text, began), self._phase = self._phase, None
+            self.say(f"{text}: {self._clock.monotonic() - began:.1f} s")
 
     def say(self, text: str) -> None:
         """Show a permanent line."""

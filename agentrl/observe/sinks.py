@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import math
 import re
 import sys
@@ -48,6 +49,20 @@ def open_sinks(names: Sequence[SinkName], directory: Path, config: Mapping[str, 
         ConfigError: a sink's package is not installed; the message contains the command that installs it.
     """
     return [_MAKERS[name](directory, config) for name in names]
+
+
+def check_sinks_installed(names: Sequence[SinkName]) -> None:
+    """Check that the packages of sinks are installed, without importing them.
+
+    Raises:
+        ConfigError: one is not; the message contains the command that installs it.
+    """
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"sinks: {name!r} needs a package that is not installed; install it with `{install_command(name)}`, or "
+                "remove it from `sinks`"
+            )
 
 
 class _PolicyPrefix:

@@ -130,9 +130,9 @@ def test_bad_input_is_one_line_and_its_exit_code(
     directory: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
 ) -> None:
     assert main(arguments) == code
-    error = capsys.readouterr().err
+    opening = ["reading", "loading", "examining"]  # what a slow command does is its first line
+    (error,) = (line for line in capsys.readouterr().err.splitlines() if line.split()[0] not in opening)
     assert message in error
-    assert len(error.splitlines()) == 1
 
 
 def test_a_directory_with_a_configuration_is_a_suggestion(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -167,7 +167,8 @@ def test_a_sink_that_fails_is_dropped_by_name_and_the_run_goes_on(tmp_path: Path
             self.calls += 1
 
     sink, stream = Failing(), io.StringIO()
-    with RunObserver(RunDirectory.create(tmp_path / "run", "{}"), plan=PLAN, sinks=[sink], stream=stream) as observer:
+    with RunObserver(RunDirectory.create(tmp_path / "run", "{}"), plan=PLAN, stream=stream) as observer:
+        observer.add_sinks([sink])
         observer.on_step("policy", 1, STEP)
         observer.on_step("policy", 2, STEP)
     assert sink.calls == 1

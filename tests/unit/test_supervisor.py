@@ -278,12 +278,15 @@ def test_the_summary_is_of_the_whole_run_and_counts_steps_taken_again_once(tmp_p
 
 
 def test_a_run_gives_out_its_best_versions_whichever_life_made_them(tmp_path: Path) -> None:
-    best = {"metric": "-episodes/dropped", "window": 1}  # always 0: the first step is as good as the last
+    best = {
+        "metric": "-episodes/dropped",
+        "window": 1,
+    }  # always 0: the first step, sampled by 0.0, is as good as the last
     lost = Lives([4])
     run = lost.run(tmp_path, best=best)
     assert len(lost.trainers) == 2
-    assert run.summary["best"] == {"metric": "episodes/dropped", "value": 0.0, "steps": {"guesser": 1}}
-    assert {name: path.resolve().name for name, path in run.best.items()} == {"guesser": "0.1"}
+    assert run.summary["best"] == {"metric": "episodes/dropped", "value": 0.0, "steps": {"guesser": 0}}
+    assert {name: path.resolve().name for name, path in run.best.items()} == {"guesser": "0.0"}
     assert run.policies["guesser"].resolve().name == "1.6"
     assert run.best["guesser"] == tmp_path / "run" / "best" / "guesser"
     assert run.summary["ended_early"] is None

@@ -1,0 +1,136 @@
+"""The first seconds of `agentrl train`: what it says, what exists, and what is refused before torch is loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from agentrl.app.run_parts import RunFactories
+from agentrl.app.training import run_training
+from agentrl.cli.sample_environment import Propose
+from agentrl.cli.sample_run import sample_run_config, sample_run_factories
+from agentrl.config.run import RunConfig
+from agentrl.core.ports import Engine
+from agentrl.core.records import PolicyVersion
+from agentrl.inspection.reader import RunReader, list_runs
+
+ENVIRONMENT = """
+import agentrl
+class Coin(agentrl.Environment):
+    seats = ("solver",)
+    async def run(self, ctx):
+        await ctx.agent("solver").act(agentrl.user("Say"))
+        ctx.agent("solver").reward(0.0)
+    @classmethod
+    def tasks(cls, split, *, seed=0):
+        return [] if seed == 1 else [agentrl.Task(id=f"{split}{n}", data={}) for n in range(4)]
+"""
+RUN = """
+name = "x"
+directory = "runs"
+environment.id = "env.py:Coin"
+model.path = "model"
+[policies.solver]
+"""
+HEAVY = ("torch", "transformers", "peft", "ray", "vllm")
+PROGRAM = f"""
+import contextlib, io, json, sys
+from agentrl.cli.main import main
+answers = []
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as error:
+        code = main(arguments)
+    answers.append([code, error.getvalue(), [name for name in {HEAVY} if name in sys.modules]])
+print(json.dumps(answers))
+"""
+MISTAKES = {
+    ("run.toml", "--name=taken"): "exists; resume it with --resume",
+    ("run.toml", "--polices.solver.step_size=4"): "unknown key polices",
+    ("run.toml", "--policies.solver.step_sise=4"): "did you mean policies.solver.step_size",
+    ("run.toml", "--policies.solver.step_size=abc"): "whole number",
+    ("run.toml", "--credit.group_size=1"): "group_size",
+    ("run.toml", '--sinks=["wandb"]'): "needs a package that is not installed",
+    ("run.toml", "--environment.id=nope.py:Coin"): "nope.py",
+    ("run.toml", "--environment.id=env.py:Com"): "has no 'Com'",
+    ("run.toml", "--policies.other.step_size=4"): "other",
+    ("run.toml", "--seed=1"): "is empty",
+    ("run.toml", "--model.path=./nope"): "there is no such directory",
+    ("run.toml", "--model.path=empty"): "contains no model",
+    ("run.toml", "--model", "empty"): "contains no model",
+    ("run.toml", "--resume"): "nothing to resume",
+    ("run.toml", "--model=http://127.0.0.1:1/v1"): "cannot be trained",
+    ("broken.toml",): "not TOML",
+    ("absent.toml",): "no such file",
+}
+"""Arguments of `agentrl train`, and words of the answer."""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("project")
+    (directory / "env.py").write_text(ENVIRONMENT)
+    (directory / "run.toml").write_text(RUN)
+    (directory / "broken.toml").write_text("name = \n")
+    (directory / "empty").mkdir()
+    (directory / "model").mkdir()
+    (directory / "model" / "config.json").write_text("{}")
+    (directory / "runs" / "taken").mkdir(parents=True)
+    (directory / "runs" / "taken" / "notes.txt").write_text("mine")
+    return directory
+
+
+def test_a_mistake_is_refused_before_torch_is_loaded_and_leaves_nothing(project: Path) -> None:
+    def files() -> list[Path]:
+        return sorted(path for path in project.rglob("*") if "__pycache__" not in path.parts)
+
+    before = files()
+    arguments = json.dumps([["train", *mistake] for mistake in MISTAKES])
+    done = subprocess.run([sys.executable, "-c", PROGRAM, arguments], cwd=project, capture_output=True, text=True)
+    for (mistake, words), (code, error, heavy) in zip(MISTAKES.items(), json.loads(done.stdout), strict=True):
+        assert words in error, mistake
+        assert (code, heavy) == (2, []), mistake
+    assert files() == before
+
+
+def test_the_first_line_comes_before_the_slow_imports(project: Path) -> None:
+    program = (
+        "import sys\nfrom agentrl.cli import main\n"
+        "def say(text):\n"
+        "    sys.stderr.write(repr((text, [name for name in ('pydantic', 'numpy', 'torch') if name in sys.modules])))\n"
+        "main._say = say\nmain.main(sys.argv[1:])\n"
+    )
+    command = [sys.executable, "-c", program, "train", "absent.toml"]
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True)
+    assert done.stderr.startswith("('reading absent.toml …\\n', [])")
+
+
+def test_a_starting_run_is_listed_with_its_phase_and_resumes_if_it_is_killed_there(tmp_path: Path) -> None:
+    factories, seen = sample_run_factories(), list[str]()
+
+    class KilledError(BaseException):
+        pass
+
+    async def engine(
+        config: RunConfig, versions: Mapping[str, PolicyVersion], tell: Callable[[str], None], log: Path
+    ) -> Engine:
+        (line,) = list_runs(tmp_path)
+        reader = RunReader(tmp_path / "x")
+        seen.extend((line.state, reader.start_phase()))
+        assert reader.episodes() == []
+        reader.close()
+        raise KilledError
+
+    config = sample_run_config(tmp_path, "x")
+    killed = RunFactories(engine=engine, trainer=factories.trainer, chat_format=factories.chat_format)
+    with pytest.raises(KilledError):
+        asyncio.run(run_training(config, Propose, held_out=[], quiet=True, factories=killed))
+    assert seen == ["starting: loading the engine", "loading the engine"]
+    run = asyncio.run(run_training(config, Propose, held_out=[], quiet=True, resume=True, factories=factories))
+    assert run.metrics
+    assert list_runs(tmp_path)[0].state == "finished"
