@@ -25,10 +25,10 @@
 
 Figures: `violations` of the second reader, and of them the `unknown_versions`; `lost`, `twice`, `ledger_errors`,
 `resampled` (journal entries that a later life recorded anew) and `version_gone` (episodes dropped for a version whose
-files exist) as of `benchmarks.chaos`; `bricked`, runs that could not go on; `kills` and by role; `runs` that got to
-their end; and those of the other parts. `replay_pairs_undetected` counts the `replay_pairs` in which a prefix with the
-difference was executed without a mismatch; the negative control are `replay_pairs_by_design`, in fields that no replay
-compares.
+files exist) as of `benchmarks.chaos`; `bricked`, runs that could not go on; `kills` and by role, such as `kills_stop`
+(SIGTERM and `--resume`); `runs` that got to their end; and those of the other parts. `replay_pairs_undetected` counts
+the `replay_pairs` in which a prefix with the difference was executed without a mismatch; the negative control are
+`replay_pairs_by_design`, in fields that no replay compares.
 `received_run_fields` counts pairs of a field and a command; `received_planted_found`, the kinds of harm that are found
 while the gate is off.
 """
