@@ -23,7 +23,7 @@ import msgspec
 from agentrl.config.policies import LocalPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, InputError, StorageError
-from agentrl.core.files import refuse_links, replace_file, sha256_of
+from agentrl.core.files import open_regular, read_at_most, refuse_links, replace_file, sha256_of
 
 Setting = tuple[str, ...]
 """Path of a setting, such as `("policies", "solver", "reference")`."""
@@ -72,7 +72,8 @@ def with_kept_models(config: RunConfig, run: Path, before: Mapping[str, Any]) ->
         JournalError: a kept model, or a file of it, is a symbolic link.
     """
     try:
-        sources = json.loads((run / "models" / _SOURCES).read_bytes()[:_MAX_SOURCES_BYTES])
+        with open_regular(run / "models" / _SOURCES) as file:
+            sources = json.loads(read_at_most(file, _MAX_SOURCES_BYTES))
     except (OSError, ValueError, RecursionError):
         return config
     kept = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +17,7 @@ from agentrl.core.errors import ModelError
 from agentrl.core.files import SAFETENSORS_LENGTH_BYTES, read_safetensors_header
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from agentrl.config.run import RunConfig
 
@@ -88,9 +89,8 @@ def with_learning_rates(config: RunConfig, before: Mapping[str, Any]) -> RunConf
     Raises:
         ModelError: a model's weights cannot be read.
     """
-    started_policies = before.get("policies", {})
     rates = {
-        name: started_policies.get(name, {}).get("learning_rate") or _learning_rate(config, name)
+        name: _rate_before(before, name) or _learning_rate(config, name)
         for name, policy in config.trained.items()
         if "learning_rate" not in policy.model_fields_set
     }
@@ -98,6 +98,14 @@ def with_learning_rates(config: RunConfig, before: Mapping[str, Any]) -> RunConf
         name: config.trained[name].model_copy(update={"learning_rate": rate}) for name, rate in rates.items()
     }
     return config.model_copy(update={"policies": {**config.policies, **new_policies}}) if new_policies else config
+
+
+def _rate_before(before: Mapping[str, Any], policy: str) -> float:
+    """Return the rate with which a policy was started; 0 if there is none, or the run's files hold something else."""
+    value: Any = before
+    for key in ("policies", policy, "learning_rate"):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value if isinstance(value, float) and 0 < value < math.inf else 0.0
 
 
 def suggestions(config: RunConfig) -> Iterator[Suggestion]:

@@ -7,6 +7,7 @@ run's directory, so that a resumed run makes the same one even if the other run 
 
 from __future__ import annotations
 
+import os
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,8 +20,8 @@ from agentrl.app.received import check_recorded_turns, remember_recorded_turns
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import RecordedTurnsConfig
 from agentrl.core import ids
-from agentrl.core.errors import InputError, PrunedDataError
-from agentrl.core.files import replace_file
+from agentrl.core.errors import InputError, JournalError, PrunedDataError
+from agentrl.core.files import open_regular, read_at_most, replace_file
 from agentrl.core.records import GroupStart
 from agentrl.core.text import plural
 from agentrl.environment.environment import Environment
@@ -33,6 +34,7 @@ MAX_EPISODES = 1000
 """Maximum number of episodes whose turns are used."""
 FILE = "recorded_turns.json"
 """File in the run's directory that holds the chosen turns."""
+MAX_FILE_BYTES = 1 << 30
 
 
 def find_recorded_turns(config: RunConfig, environment: type[Environment], run: Path) -> Sequence[GroupStart]:
@@ -46,13 +48,13 @@ def find_recorded_turns(config: RunConfig, environment: type[Environment], run: 
     Raises:
         InputError: the other run does not exist, none of its episodes fits, or an episode's beginning cannot be
             recalled here.
-        JournalError: its journal is damaged.
+        JournalError: its journal, or the file of the choice, is damaged.
     """
     settings = config.environment.start_from
     if settings is None:
         return ()
-    if (run / FILE).is_file():
-        kept = msgspec.json.decode((run / FILE).read_bytes(), type=list[GroupStart])
+    if os.path.lexists(run / FILE):
+        kept = _kept_turns(run / FILE)
         check_recorded_turns(run, environment, kept)
         return kept
     roots = {name_of(root): root for root in trained_root_environments(environment)}
@@ -65,9 +67,17 @@ def find_recorded_turns(config: RunConfig, environment: type[Environment], run: 
     return starts
 
 
+def _kept_turns(path: Path) -> list[GroupStart]:
+    try:
+        with open_regular(path) as file:
+            return msgspec.json.decode(read_at_most(file, MAX_FILE_BYTES), type=list[GroupStart])
+    except (OSError, ValueError, RecursionError) as error:
+        raise JournalError(f"{path}: the turns at which groups begin cannot be read ({error})") from error
+
+
 def keep_recorded_turns(starts: Sequence[GroupStart], environment: type[Environment], run: Path) -> None:
     """Keep the chosen turns in the run's directory, and remember that the user chose them."""
-    if starts and not (run / FILE).is_file():
+    if starts and not os.path.lexists(run / FILE):
         remember_recorded_turns(run, environment, starts)
         replace_file(run / FILE, msgspec.json.encode(starts))
 

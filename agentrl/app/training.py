@@ -150,11 +150,9 @@ async def run_training(
     start_s = clock.monotonic()
     check_sinks_installed(config.sinks)
     path = Path(config.directory) / config.name
-    before: Mapping[str, Any] = {}
     if resume:
         RunDirectory.reopen(path)
-        before = RunDirectory.config(path)
-        config = with_kept_models(config, path, before)
+        config = with_kept_models(config, path, RunDirectory.config(path))
     else:
         RunDirectory.check_free(path)
     if factories.engine is make_engine:
@@ -173,7 +171,7 @@ async def run_training(
     info = {"name": config.name, "config": config.model_dump(mode="json"), "code": code}
     run_context = _open_run(config, directory, observers, clock, info=info, quiet=quiet, resume=resume)
     async with run_context as (store, observer), gpu_reservation():
-        config, functions, chat_format, changes = await _resolve(config, factories, directory, store, observer, before)
+        config, functions, chat_format, changes = await _resolve(config, factories, directory, store, observer)
         warnings += remember_run(path, config, code, selected, resumed=resume)
         recorded_turns = await asyncio.to_thread(find_recorded_turns, config, environment, path)
         keep_recorded_turns(recorded_turns, environment, path)
@@ -226,7 +224,6 @@ async def _resolve(
     directory: RunDirectory,
     store: SqliteJournal,
     observer: RunObserver,
-    before: Mapping[str, Any],
 ) -> _ResolvedRun:
     """Import what learning needs, choose the settings that depend on the models, and refuse what does not fit them or,
     on resume, the run.
@@ -234,22 +231,26 @@ async def _resolve(
     Raises:
         InputError: a model, a function or a changed setting cannot be used.
     """
+    info = store.info()
+    is_resolved = "bases" in info
+    # A process that ended while it started has chosen nothing: what it recorded are the defaults of open settings.
+    before = info.get("config") if is_resolved else {}
     if factories.engine is make_engine:
         if config.bases:
             observer.phase("loading torch and transformers")
             await asyncio.to_thread(_import_learning_stack)
             observer.phase("reading the model's shapes, and predicting memory")
-        config = await asyncio.to_thread(_with_chosen_settings, config, before)
+        config = await asyncio.to_thread(_with_chosen_settings, config, before if isinstance(before, dict) else {})
     functions = await asyncio.to_thread(load_user_functions, config)
     chat_format = await asyncio.to_thread(factories.chat_format, config)
     await asyncio.to_thread(base_model_chat_formats, config)
     await asyncio.to_thread(check_tokenizers, config)
     bases = await asyncio.to_thread(base_models, config)
     changes: list[SettingDifference] = []
-    if "bases" in store.info():
+    if is_resolved:
         changes = check_settings_unchanged(store.config(), config)
-        await asyncio.to_thread(check_models_unchanged, config, store.info().get("models"))
-    else:  # the run is new, or was ended while it started
+        await asyncio.to_thread(check_models_unchanged, config, info.get("models"))
+    else:
         models = await asyncio.to_thread(record_models, config)
         directory.write_config(config.model_dump_json(indent=1))
         resolved = {"config": config.model_dump(mode="json"), "bases": bases, "models": models}

@@ -61,6 +61,10 @@ class Choices:
         except (OSError, ValueError, TypeError, LookupError) as error:
             raise InputError(f"{path}: cannot be read ({error}); remove it to forget what it allows") from error
 
+    def value_for(self, setting: str, recorded: Any) -> Any:
+        """Return a recorded value that is the user's choice, or the one that the user named instead; else None."""
+        return recorded if recorded in self.settings.get(setting, ()) else self.named.get(setting)
+
     def allow_run(self, root: Path) -> bool:
         """Whether episodes of the run may begin with turns of another run."""
         named = self.named.get(START_FROM)

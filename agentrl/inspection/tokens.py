@@ -1,14 +1,16 @@
 """The tokens of an episode, one by one: text, version, probability, and training.
 
 Token columns are read without numpy, from journal entries and from a step's file. A run's file counts as hostile: its
-header is bounded, and its stated sizes are compared with the file's. Texts come from the model's `tokenizer.json`, if
-the model is on this machine, without a library.
+header is bounded, and its stated sizes are compared with the file's. Texts come from the model's `tokenizer.json`,
+without a library, if the model is on this machine and the user chose it for this run: a run directory names no file to
+open.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
 import sys
 from array import array
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from agentrl.core.choices import Choices
 from agentrl.core.errors import JournalError
 from agentrl.core.files import open_regular, read_at_most
 from agentrl.inspection.reader import verified_control_rows
@@ -38,6 +41,8 @@ MAX_TOKENIZER_BYTES = 128 << 20
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _CONTROL = ("<|start|>", "<|stop|>")
 """Names of the ids above the bytes, in formats with bytes as tokens."""
+_OWN_PACKAGES = tuple(Path(__file__).resolve().parents[2] / name for name in ("agentrl", "environments"))
+"""Directories whose models came with agentrl."""
 
 
 class _Tensor(msgspec.Struct):
@@ -213,7 +218,7 @@ class EpisodeToken(msgspec.Struct, frozen=True, kw_only=True):
     """Number of the agent's turn to which the token belongs, as context or as a sampled token."""
     id: int
     text: str
-    """Text of the token; empty if the run's tokenizer is not on this machine."""
+    """Text of the token; empty if the run's tokenizer is not on this machine, or only the run names it."""
     loss_mask: bool
     """Whether the policy sampled the token, in this episode."""
     logprob: float | None = None
@@ -282,7 +287,7 @@ def episode_tokens(reader: RunReader, episode_id: str, attempt: int | None = Non
     config = reader.info().get("config")
     rows = []
     for token_row in assemble_token_rows(view):
-        words = load_vocabulary(base_model_directory(config, token_row.policy))
+        words = load_vocabulary(base_model_directory(reader.path, config, token_row.policy))
         step_values = newest_step_token_values(reader, view, token_row, problems)
         tokens = list(_tokens(token_row, words, step_values))
         step = None if step_values is None else step_values.step
@@ -299,22 +304,33 @@ def episode_tokens(reader: RunReader, episode_id: str, attempt: int | None = Non
     return EpisodeTokens(episode=view.summary.episode, attempt=view.summary.attempt, rows=rows, problems=problems)
 
 
-def base_model_directory(config: object, policy: str) -> str | None:
-    """Return the directory of a policy's base model in a recorded configuration; None if it has none."""
+def base_model_directory(run: Path, config: object, policy: str) -> str | None:
+    """Return the directory of a policy's base model in a recorded configuration, or the one that the user named for it.
+
+    None if there is none, or only the run's directory names it.
+
+    Raises:
+        InputError: the user's choices for the run cannot be read.
+    """
     if not isinstance(config, dict):
         return None
     policies, model = config.get("policies"), config.get("model")
     settings = policies if isinstance(policies, dict) else {}
     policy_settings = settings.get(policy)
     if isinstance(policy_settings, dict) and policy_settings.get("kind") == "past":
-        policy_settings = settings.get(str(policy_settings.get("of")))
-    path = (
-        policy_settings.get("model")
-        if isinstance(policy_settings, dict) and policy_settings.get("kind") != "remote"
-        else None
-    )
-    path = path or (model.get("path") if isinstance(model, dict) else None)
-    return path if isinstance(path, str) else None
+        policy = str(policy_settings.get("of"))
+        policy_settings = settings.get(policy)
+    key, path = f"policies.{policy}.model", None
+    if isinstance(policy_settings, dict) and policy_settings.get("kind") != "remote":
+        path = policy_settings.get("model")
+    if not path:
+        key, path = "model.path", model.get("path") if isinstance(model, dict) else None
+    if not isinstance(path, str):
+        return None
+    if any(Path(os.path.normpath(path)).is_relative_to(package) for package in _OWN_PACKAGES):
+        return os.path.normpath(path)
+    chosen: str | None = Choices.of(run).value_for(key, path)
+    return chosen
 
 
 def assemble_token_rows(view: EpisodeView) -> list[AssembledTokenRow]:

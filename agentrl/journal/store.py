@@ -331,6 +331,7 @@ class SqliteJournal(RunJournal):
         """Add to the data that the journal was created with, or replace it, and wait until it is on disk."""
         info = {name: value for name, value in {**self.info(), **values}.items() if name not in ("format", "run")}
         self._writer.put(self._database, ("meta", ("info", msgspec.json.encode(info).decode())))
+        self._learners = control_rows.learning_policies(info)
         await self._writer.wait()
 
     def record_start(self, start: RunStart) -> None:

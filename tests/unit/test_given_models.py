@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,17 @@ def test_a_kept_model_that_leads_out_of_the_run_is_refused(tmp_path: Path, one: 
     file.symlink_to("/etc/passwd")
     with pytest.raises(JournalError, match=r"config\.json"):
         with_kept_models(config, run, before)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "endless"])
+def test_the_list_of_kept_models_is_read_only_where_it_lies(
+    tmp_path: Path, one: Path, make: Callable[[Path], None]
+) -> None:
+    run, config = tmp_path / "runs" / "two", config_of(tmp_path, base=one / "policies/solver")
+    before = json.loads(keep_models(config, run).model_dump_json())
+    (run / "models" / "sources.json").unlink()
+    make(run / "models" / "sources.json")
+    assert with_kept_models(config, run, before) == config
 
 
 def test_models_that_a_command_does_not_use_are_not_read(tmp_path: Path) -> None:

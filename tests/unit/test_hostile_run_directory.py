@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from agentrl.app.recorded_turns import find_recorded_turns
 from agentrl.cli.main import main
 from agentrl.cli.runs import _keys
+from agentrl.cli.sample_environment import Propose
+from agentrl.cli.sample_run import sample_run_config
 from agentrl.cluster.mirror import LINK_DIRECTORIES, MIRRORED_DIRECTORIES
+from agentrl.config.sections import EnvironmentConfig
 from agentrl.core.errors import AgentRLError, ConfigError, JournalError, StorageError
 from agentrl.core.files import replace_file
 from agentrl.core.records import PolicyVersion
@@ -181,6 +186,19 @@ def test_a_rule_that_a_journal_records_and_that_is_none_prunes_nothing(
     asyncio.run(write())
     assert main(["run", "prune", str(tmp_path / "run")]) == 2
     assert "how much to keep" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "make",
+    [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.write_text('[{"task": 5}]')],
+    ids=["pipe", "endless", "damaged"],
+)
+def test_recorded_turns_are_read_only_where_they_lie(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    environment = {"id": "calculator", "start_from": {"run": str(tmp_path), "at": 0}}
+    config = sample_run_config(tmp_path, "x").model_copy(update={"environment": EnvironmentConfig(**environment)})
+    make(tmp_path / "recorded_turns.json")
+    with pytest.raises(JournalError, match=r"recorded_turns\.json: .*cannot be read"):
+        find_recorded_turns(config, Propose, tmp_path)
 
 
 @pytest.mark.damages_journal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import io
 import math
 import re
@@ -17,6 +18,8 @@ import pytest
 from rich.console import Console
 
 from agentrl.cli.main import main
+from agentrl.config.fields import resolve_package_directory
+from agentrl.core.choices import Choices
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.text import escape_text
 from agentrl.inspection.comparisons import compare_episodes, compare_episodes_across_runs, fork_tree
@@ -52,7 +55,7 @@ from agentrl.inspection.timelines import (
     run_timeline,
     span_occupancy,
 )
-from agentrl.inspection.tokens import Vocabulary, episode_tokens, read_step_row_columns
+from agentrl.inspection.tokens import Vocabulary, base_model_directory, episode_tokens, read_step_row_columns
 from agentrl.journal.run_log import RunStart
 from tests.journal_cases import HOSTILE, write_run
 
@@ -522,6 +525,25 @@ def test_ids_become_text_where_the_tokenizer_is_here(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("[" * 100_000)
     assert not Vocabulary(str(tmp_path)).is_known
     assert not Vocabulary(None).is_known
+
+
+def test_only_the_user_names_a_runs_tokenizer(tmp_path: Path) -> None:
+    run, model, other = (str(tmp_path / name) for name in ("run", "model", "other"))
+    own = resolve_package_directory("agentrl.environments.calculator:model")
+    policies = {"solver": {"model": ""}, "judge": {"model": other}, "past": {"kind": "past", "of": "judge"}}
+
+    def found(model: str, *names: str) -> list[str | None]:
+        config = {"model": {"path": model}, "policies": policies}
+        return [base_model_directory(Path(run), config, name) for name in names]
+
+    assert found(model, "solver", "judge", "past") == [None, None, None]
+    assert found(own, "solver") == [own]
+    assert found(f"{own}/../../../..{model}", "solver") == [None]
+    settings = {"model.path": [model], "policies.judge.model": ["another"]}
+    dataclasses.replace(Choices.of(Path(run)), settings=settings).save()
+    assert found(model, "solver", "judge", "past") == [model, None, None]
+    dataclasses.replace(Choices.of(Path(run)), named={"policies.judge.model": model}).save()
+    assert found(model, "solver", "judge", "past") == [model, model, model]
 
 
 def test_times_beyond_all_floats_are_drawn_at_the_edge() -> None:

@@ -373,11 +373,14 @@ def test_a_step_that_was_fed_nothing_is_whole_and_one_that_lacks_its_last_record
 
 
 def test_frozen_weights_do_not_age_an_episode(tmp_path: Path) -> None:
-    def oldest(directory: Path, *kinds: str) -> Any:
+    def oldest(directory: Path, *kinds: str, described: bool = False) -> Any:
         policies = {name: {"kind": kind} for name, kind in zip(("solver", "judge"), kinds, strict=True)}
 
         async def main() -> None:
-            journal, each = SqliteJournal(directory, info={"config": {"policies": policies}}), spec(0)
+            info = {"config": {"policies": policies}}
+            journal, each = SqliteJournal(directory, info={} if described else info), spec(0)
+            if described:
+                await journal.describe(**info)
             parts = [TrajectoryHeader(name, 0, name, 1.0, 4, step, 0) for name, step in (("solver", 7), ("judge", 0))]
             journal.admit(each)
             await journal.commit_episode(each, replace(header(each, 0), trajectories=tuple(parts)), b"", {})
@@ -390,6 +393,7 @@ def test_frozen_weights_do_not_age_an_episode(tmp_path: Path) -> None:
         return found
 
     assert oldest(tmp_path / "one", "trained", "frozen") == 7
+    assert oldest(tmp_path / "described", "trained", "frozen", described=True) == 7
     assert oldest(tmp_path / "two", "trained", "trained") == 0
     assert oldest(tmp_path / "none", "remote", "frozen") is None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,15 @@ def test_a_resumed_run_keeps_its_rate(tmp_path: Path) -> None:
     assert with_learning_rates(_config(tmp_path, ""), before).trained["solver"].learning_rate == 5e-4
     set_now = with_learning_rates(_config(tmp_path, "learning_rate = 1e-4"), before)
     assert set_now.trained["solver"].learning_rate == 1e-4
+
+
+@pytest.mark.parametrize(
+    "policies",
+    [[], {"solver": 3}, *({"solver": {"learning_rate": rate}} for rate in ("fast", -1.0, math.inf, 10**400))],
+)
+def test_a_rate_that_a_damaged_run_records_is_chosen_anew(tmp_path: Path, policies: object) -> None:
+    config = with_learning_rates(_config(tmp_path, ""), {"policies": policies})
+    assert config.trained["solver"].learning_rate == RECIPES[0].full_learning_rate
 
 
 def test_suggestions_name_setting_value_and_source(tmp_path: Path) -> None:

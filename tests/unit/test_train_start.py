@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.app.recipes import RECIPES
 from agentrl.app.run_parts import RunFactories
 from agentrl.app.training import run_training
 from agentrl.cli.sample_environment import Propose
 from agentrl.cli.sample_run import sample_run_config, sample_run_factories
 from agentrl.config.run import RunConfig
-from agentrl.core.ports import Engine
+from agentrl.core.ports import ChatFormat, Engine
 from agentrl.core.records import PolicyVersion
 from agentrl.inspection.reader import RunReader, list_runs
 
@@ -134,3 +135,24 @@ def test_a_starting_run_is_listed_with_its_phase_and_resumes_if_it_is_killed_the
     run = asyncio.run(run_training(config, Propose, held_out=[], quiet=True, resume=True, factories=factories))
     assert run.metrics
     assert list_runs(tmp_path)[0].state == "finished"
+
+
+def test_a_run_that_was_killed_before_it_chose_its_settings_chooses_them_on_resume(tmp_path: Path) -> None:
+    rates: list[float] = []
+
+    class KilledError(BaseException):
+        pass
+
+    def chat_format(config: RunConfig) -> ChatFormat:
+        rates.append(config.trained["solver"].learning_rate)
+        raise KilledError
+
+    factories = RunFactories(chat_format=chat_format)
+    data = sample_run_config(tmp_path, "x").model_dump(exclude_unset=True)
+    data["model"] = {"path": "agentrl.environments.propose_and_solve:model"}
+    config = RunConfig(**data, trainer={"micro_batch_tokens": 1024})
+    for resume in (False, True, True):
+        run = run_training(config, Propose, held_out=[], quiet=True, resume=resume, factories=factories)
+        with pytest.raises(KilledError):
+            asyncio.run(run)
+    assert rates == [RECIPES[0].full_learning_rate] * 3
