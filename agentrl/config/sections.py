@@ -205,7 +205,8 @@ LOSSES: dict[str, FunctionDeclaration] = {
     **dict.fromkeys(("truncated", "ppo", "reinforce", "cispo", "sapo", "decoupled_ppo"), _BY_TOKEN),
     "importance_sampling": FunctionDeclaration("loss", groups="token", groups_option="level", linear=True),
     "geometric_mask": FunctionDeclaration("loss", groups="agent", groups_option="level", linear=True),
-    **dict.fromkeys(("gspo", "off_policy_mask", "topr", "vespo"), _BY_CONVERSATION),
+    **dict.fromkeys(("off_policy_mask", "topr", "vespo"), _BY_CONVERSATION),
+    "gspo": _BY_CONVERSATION._replace(linear=False),  # gives a token the mean advantage of its conversation
     **dict.fromkeys(("m2po", "kl_cov"), _BY_STEP._replace(linear=True)),
     "clip_cov": _BY_STEP,
     "distillation": FunctionDeclaration("loss", groups="token", reference=True, divergence=True),

@@ -135,8 +135,9 @@ def advantage_declaration(name: str, options: Mapping[str, Any]) -> FunctionDecl
     if name not in REWARD_ESTIMATORS:
         return make_advantage_estimator(name, options).mark
     declaration = declaration_of(REWARD_ESTIMATORS[name])
-    # `gae` with a smaller trace decay replaces later rewards by values, which do not weigh more after a roulette.
-    return declaration._replace(linear=declaration.linear and options.get("trace_decay", 1.0) == 1.0)
+    # `gae` can replace later rewards by values, which do not weigh more after `ctx.roulette`.
+    reads_values = options.get("trace_decay", 1.0) != 1.0 or options.get("bootstrap", False)
+    return declaration._replace(linear=declaration.linear and not reads_values)
 
 
 def make_advantage_estimator(

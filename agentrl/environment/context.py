@@ -157,7 +157,8 @@ class EpisodeContext(ABC):
         After True, every later reward weighs 1/`survival`, so that the expected reward stays that of whole episodes
         (Russian roulette; Kahn 1955). After False, return from `run`: every agent that acted has got a reward of 0, and
         turns, rewards, scores, branches and child episodes are refused. The probability may depend on the past alone.
-        Outside training it returns True, with weight 1.
+        A seat that learns must have acted before the call if it acts after it. Outside training it returns True, with
+        weight 1.
 
         Raises:
             EnvironmentDefinitionError: the environment does not declare `roulette`, `survival` is not above 0 and at

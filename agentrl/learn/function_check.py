@@ -3,8 +3,8 @@
 A loss is called on steps of ragged conversations, one of them far off policy. It must return one finite loss per token
 with a gradient, return the same when called again, leave its input and the random state unchanged, and depend neither
 on the order of rows nor on the values of ids, which ranks and micro-batches change, nor on tokens outside the grouping
-that it declares. An advantage is called on groups
-like those of runs, a scorer on conversations.
+that it declares. An advantage is called on groups like those of runs, a scorer on conversations. Promises of linearity
+are tested.
 
 Owns: the batches and groups, the findings. Does not own: finding the functions (`core.custom_functions`).
 """
@@ -174,6 +174,8 @@ def check_loss(reference: str, *, title: str = "") -> FunctionReport:
     try:
         for variant in _groupings(loss):
             _check_grouping(variant, report, hints=reference not in LOSSES and not loss.mark.groups_option)
+        if loss.mark.linear:
+            _check_linear(loss, report)
     except AgentRLError as error:
         report.findings.append(f"a part of a step: {error}")
     return report
@@ -212,6 +214,22 @@ def _check_grouping(loss: Loss, report: FunctionReport, *, hints: bool) -> None:
         tokens = "that token" if finest == "token" else f"the tokens of its {finest}"
         report.hints.append(
             f'each token\'s loss depended on {tokens} alone: @agentrl.loss(groups="{finest}") {_GAINS[finest]}'
+        )
+
+
+def _check_linear(loss: Loss, report: FunctionReport) -> None:
+    """Compare the derivatives on policy with the advantages, which differ within a conversation."""
+    step = next(_steps())
+    advantages: Any = np.random.default_rng(3).normal(size=len(step.columns))
+    columns = replace(step.columns, behavior_logprobs=step.logprobs.numpy(), advantages=advantages)
+    derivatives = _evaluate(loss, replace(step, columns=columns)).by_logprob.numpy()
+    constant = derivatives @ advantages / (advantages @ advantages)
+    if np.allclose(derivatives, constant * advantages, rtol=TOLERANCE, atol=TOLERANCE):
+        report.passed.append("on policy, its gradient is linear in the advantages, as declared")
+    else:
+        report.findings.append(
+            "@agentrl.loss(linear=True) promises that on policy, the derivative by a token's log-probability is its "
+            "advantage times a constant, and it is not: leave linear out"
         )
 
 

@@ -74,6 +74,7 @@ class LiveAgent(TurnRecorder):
     ) -> Turn:
         """Take one turn: render its context, open its call, recall or generate the completion, record and parse it."""
         self._episode.check_not_stopped("act()")
+        self._episode.check_seat_acted(self)
         journal = self._episode.journal
         request = self._request(messages, max_tokens, reply, state)
         digest = self._digest(request)

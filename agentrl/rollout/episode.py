@@ -245,6 +245,21 @@ class LiveEpisode:
                 "reward of 0; return from run() then"
             )
 
+    def check_seat_acted(self, agent: EpisodeAgent) -> None:
+        """Refuse a seat's first turn after `ctx.roulette`, if its policy learns. Stopped episodes lack that seat, so it
+        would often be alone in its group and get an advantage of 0.
+
+        Raises:
+            EnvironmentDefinitionError: it is such a turn.
+        """
+        if self.roulette_weight == 1.0 or agent.policy not in self.services.settings.scored:
+            return
+        if not any(other.turns for other in self.agents if other.seat == agent.seat):
+            raise EnvironmentDefinitionError(
+                f"{self.location}: seat {agent.seat!r} acts for the first time after ctx.roulette, so stopped episodes "
+                "have no such agent to compare it with; call ctx.roulette after its first turn"
+            )
+
     def policy_settings(self, seat: str) -> PolicySettings:
         """Return the settings of the policy that holds a seat."""
         return self.began_under.get(seat) or self.services.policy_settings(self.spec.seats[seat].policy)

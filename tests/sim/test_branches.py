@@ -973,12 +973,22 @@ class SpawnsAfter(Stopped):
             ctx.spawn(Guess, {"digit": "1"})
 
 
+class ServesAfter(Stopped):
+    """Serves an external agent after it survived."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        if await ctx.roulette(0.9):
+            async with ctx.endpoint():
+                pass
+
+
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
         (Undeclared, "Undeclared calls ctx.roulette and does not declare it: set roulette = True"),
         (InGather, "inside ctx.gather"),
         (SpawnsAfter, "ctx.spawn.* after ctx.roulette, whose survivors count for more"),
+        (ServesAfter, "seat 'guesser' acts for the first time after ctx.roulette"),
     ],
 )
 def test_roulette_where_it_would_be_biased_ends_the_run(

@@ -282,6 +282,34 @@ def test_a_reward_after_false_is_refused_in_the_loop() -> None:
         trained(replace(PLANTED["a reward after False"], goes_on=False))
 
 
+def second_seat(*, after: bool) -> Program:
+    """A second seat acts on both sides of a roulette, or only after it."""
+
+    async def run(play: Play) -> None:
+        await play.act()
+        if not after:
+            await play.act(("other", 0))
+        if not await play.roulette(0.4):
+            return
+        await play.act(("other", 0))
+        play.reward(play.value)
+        play.reward(play.value, agent=("other", 0))
+
+    return run
+
+
+TWO_SEATS: dict[str, Any] = {"roulette": True, "seats": ("agent", "other")}
+
+
+def test_a_seat_that_acts_before_roulette_keeps_its_gradient(tmp_path: Path) -> None:
+    assert error_of(Case(program=second_seat(after=False), **TWO_SEATS), tmp_path) < EXACT
+
+
+def test_a_seat_that_acts_only_after_roulette_is_refused() -> None:
+    with pytest.raises(EnvironmentDefinitionError, match=r"seat 'other' acts for the first time after ctx\.roulette"):
+        trained(Case(program=second_seat(after=True), **TWO_SEATS))
+
+
 # --- what cannot be combined with roulette ----------------------------------------------------------------------------
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
@@ -360,17 +388,14 @@ def test_a_loss_is_refused_with_roulette_if_it_is_not_linear_on_policy(name: str
     logprobs = [-0.1 - uniform("logprob", at) for at in range(len(agent))]
     ids = {"agent": agent, "episode": agent, "row": agent, "turn": agent, "group": [0] * 4 + [1] * 6}
 
-    def by_logprob(advantages: list[float]) -> torch.Tensor:
-        of_tokens = [advantages[number] for number in agent]
-        reference, divergence = [value / 2 for value in logprobs], [0.5] * len(agent)
-        return evaluated(
-            loss_named(name, **COVARIANCES.get(name, {})),
-            batch_of(logprobs, logprobs, of_tokens, ids=ids, reference=reference, divergence=divergence),
-        ).by_logprob
-
-    first, second = [1.0, 0.5, -0.25, 0.0], [-3.0, 0.25, 2.0, 0.5]
-    total = by_logprob([a + b for a, b in zip(first, second, strict=True)])
-    is_linear = torch.allclose(by_logprob(first) + by_logprob(second), total) and bool(total.any())
+    advantages = [1.0, 0.5, -0.25, 0.75, 0.5, -3.0, 0.25, 2.0, -0.5, 1.5]  # those of a conversation's turns differ
+    reference, divergence = [value / 2 for value in logprobs], [0.5] * len(agent)
+    by_logprob = evaluated(
+        loss_named(name, **COVARIANCES.get(name, {})),
+        batch_of(logprobs, logprobs, advantages, ids=ids, reference=reference, divergence=divergence),
+    ).by_logprob
+    factors = by_logprob / torch.tensor(advantages, dtype=torch.float64)
+    is_linear = torch.allclose(factors, factors[0]) and bool(by_logprob.any())
     assert LOSSES[name].linear == is_linear
     assert is_refused(combined(0.4, trainer={"loss": {"name": name, "normalizer": 64}})) != is_linear
 
@@ -381,6 +406,10 @@ def test_a_loss_is_refused_with_roulette_if_it_is_not_linear_on_policy(name: str
         ({"credit": {"dynamic_sampling": True}}, "credit.dynamic_sampling = true: survivors and stopped"),
         ({"trainer": {"loss": {"normalizer": "sequences"}}}, "normalizer = 'sequences': a stopped conversation is sho"),
         ({"credit": {"advantage": "group_std"}}, "credit.advantage = 'group_std': its advantages are not linear"),
+        (
+            {"credit": {"advantage": {"name": "gae", "bootstrap": True}}},
+            "credit.advantage = 'gae': its advantages are not linear",
+        ),
         ({"trainer": {"loss": {"name": "dpo"}}}, "trainer.loss.name = 'dpo': its gradient is not linear"),
         ({"scorer": {"per": "group", "function": "ranked"}}, "scorers.scorer.per = 'group': its scores compare"),
     ],

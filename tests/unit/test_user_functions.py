@@ -514,6 +514,35 @@ def high(group):
 """
 
 
+LINEAR_LOSSES = """
+import agentrl
+
+@agentrl.loss(groups="token", linear=True)
+def right(batch):
+    return -2 * batch.advantages * batch.logprobs
+
+@agentrl.loss(groups="token", linear=True)
+def squared(batch):
+    return -(batch.advantages ** 2) * batch.logprobs
+
+@agentrl.loss(groups="token", linear=True)
+def of_good_ones(batch):
+    return -batch.advantages.clamp(min=0) * batch.logprobs
+
+@agentrl.loss(groups="agent", linear=True)
+def by_mean(batch):
+    return -batch.mean(batch.advantages, "agent") * batch.logprobs
+"""
+
+
+@pytest.mark.parametrize("name", ["right", "squared", "of_good_ones", "by_mean"])
+def test_a_wrong_promise_of_a_linear_loss_is_found(name: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(LINEAR_LOSSES, encoding="utf-8")
+    findings = check_loss(f"{tmp_path / 'mine.py'}:{name}").findings
+    assert [finding for finding in findings if "leave linear out" in finding] == findings
+    assert bool(findings) == (name != "right")
+
+
 @pytest.mark.parametrize("name", ["right", "ranked", "by_mean", "by_others", "high"])
 def test_a_wrong_promise_of_linearity_is_found(name: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(LINEAR, encoding="utf-8")

@@ -533,6 +533,8 @@ async def open_endpoint(
     if not recall:
         journal.forget_answers()
     seats = {seat: ExternalAgent(episode, seat, patterns, ignored_fields) for seat in spec.seats}
+    for agent in seats.values():
+        episode.check_seat_acted(agent)
     agents.extend(seats.values())
     async with episode.services.gateway.open(seats, aliases) as endpoint:
         perform = partial(perform_effect, episode, again=is_replay)
