@@ -63,8 +63,8 @@ MAX_SHOWN = 200
 """Maximum number of characters shown of a name or value from a journal."""
 PACKAGES = ("agentrl", "environments")
 """Packages that came with agentrl: their environments run when a journal names them."""
-MAX_TASKS = 1000
-"""Maximum number of tasks of a source that are looked at for what they choose."""
+MAX_TASKS = 50_000
+"""Maximum number of tasks of a source that are read for what they choose: some sources have a task for every seed."""
 TASK = "task"
 """Prefix of options that name values of a task's data."""
 _INSTALLATION = Path(__file__).resolve().parents[2]
@@ -182,7 +182,7 @@ def remember_run(
         for selection in selections(config.model_dump(mode="json")):
             if not selection.is_harmless and selection.value not in (values := settings.setdefault(selection.key, [])):
                 values.append(selection.value)
-        all_tasks = [*before.tasks, *(task for task in tasks if task not in before.tasks)]
+        all_tasks = _distinct((*before.tasks, *tasks))
         known = {**before.environments, **environments}
         start_from = config.environment.start_from
         began_from = [] if start_from is None else [str(run_root(Path(start_from.run)))]
@@ -232,19 +232,17 @@ def selected_by_task(environment: type[Environment], task: Task) -> dict[str, An
     return {key: to_jsonable_python(task.data.get(key)) for key in environment.selects}
 
 
-def selected_by_tasks(environment: type[Environment], sources: Iterable[TaskSource]) -> list[dict[str, Any]]:
-    """Return what the tasks of a run choose: of each source, as many as are looked at."""
-    found: list[dict[str, Any]] = []
+def selected_by_tasks(environment: type[Environment], sources: Iterable[TaskSource]) -> list[Mapping[str, Any]]:
+    """Return what the tasks of a run choose, from the first `MAX_TASKS` tasks of each source."""
     if not any(root.selects for root in root_environments(environment)):
-        return found
+        return []
     members = [m for source in sources for m in (source.members if isinstance(source, MixedTasks) else [source])]
-    for member in members:
-        for index in range(min(len(member), MAX_TASKS)):
-            task = member[index]
-            selected = selected_by_task(root_environment_of_task(environment, task), task)
-            if selected not in found:
-                found.append(selected)
-    return found
+    tasks = (member[index] for member in members for index in range(min(len(member), MAX_TASKS)))
+    return _distinct(selected_by_task(root_environment_of_task(environment, task), task) for task in tasks)
+
+
+def _distinct(choices: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return list({json.dumps(choice, sort_keys=True): choice for choice in choices}.values())
 
 
 # --- the gate ---------------------------------------------------------------------------------------------------------

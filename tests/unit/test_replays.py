@@ -11,13 +11,16 @@ from pathlib import Path
 
 import pytest
 
+import agentrl
 from agentrl.app.forks import fork
-from agentrl.app.received import ReceivedRun
+from agentrl.app.received import ReceivedRun, refusal_on_resume, selected_by_tasks
 from agentrl.app.replays import ReplayResult, replay
 from agentrl.cli import sample_environment
 from agentrl.cli.main import main
 from agentrl.cli.sample_run import sample_run_factories
 from agentrl.core.errors import InputError
+from agentrl.core.records import EpisodeSpec, Task
+from agentrl.environment.registry import name_of
 from agentrl.inspection.comparisons import fork_tree
 from agentrl.inspection.conversation import PolicyTurn, RewardAct, read_conversation
 from agentrl.inspection.reader import EpisodeLine, RunReader
@@ -387,3 +390,25 @@ def test_a_step_whose_records_changed_is_told_apart(
     assert main(["step", "replay", str(copied), "3", "--policy", "solver", "--json"]) == 1
     (found,) = json.loads(capsys.readouterr().out)
     assert (found["identical"], told in found["text"]) == (False, True)
+
+
+class Opens(agentrl.Environment):
+    """Opens a file that the task names."""
+
+    selects = ("file",)
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        raise NotImplementedError
+
+
+def test_a_resume_knows_the_tasks_at_the_end_of_a_large_source(tmp_path: Path) -> None:
+    tasks = [Task(id=str(number), data={"file": f"/data/{number // 2}"}) for number in range(4000)]
+    selected = selected_by_tasks(Opens, [tasks])
+
+    def refusal(task: Task) -> str:
+        spec = EpisodeSpec(episode_id="e0", environment=name_of(Opens), task=task, seed=0, seats={}, group_id="g0")
+        return refusal_on_resume(tmp_path, Opens, selected, spec)
+
+    assert len(selected) == 2000
+    assert refusal(tasks[-1]) == ""
+    assert "which no task of the configuration does" in refusal(Task(id="x", data={"file": "/data/2000"}))
