@@ -35,7 +35,7 @@ from agentrl.core import ids
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.files import refuse_links
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, SeatBinding, Task, WeightsRef
-from agentrl.core.text import plural
+from agentrl.core.text import escape_line, plural
 from agentrl.environment.environment import Environment
 from agentrl.environment.registry import name_of
 from agentrl.inspection.comparisons import FORKS
@@ -143,7 +143,7 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
         JournalError: the episode cannot be read.
     """
     path = Path(run)
-    command = f"agentrl episode fork {shlex.quote(str(path))} {episode_id} --at {at}"
+    command = f"agentrl episode fork {shlex.quote(str(path))} {shlex.quote(episode_id)} --at {at}"
     reader = RunReader(path)
     try:
         info, recorded_settings = reader.info(), reader.log.config()
@@ -301,8 +301,8 @@ def fork_policies(
         if weights.version.lineage < 0 and not received.allows_weights(policy, weights.path):
             seat = next((seat for seat, holder in parent.begin.seats.items() if holder == policy), policy)
             raise InputError(
-                f"only the run names the weights of {policy}, {weights.path}: if you trust them, add "
-                f"--policy {shlex.quote(f'{seat}={weights.path}')}"
+                f"only the run names the weights of {policy}, {escape_line(weights.path)}: if you trust them, add "
+                f"--policy {shlex.quote(escape_line(f'{seat}={weights.path}'))}"
             )
     return ForkPolicies(
         seats, [*(weights for weights in weights_by_policy.values() if weights is not None), *other_weights]

@@ -43,6 +43,7 @@ from agentrl.config.sections import FunctionConfig
 from agentrl.core.choices import Choices, run_root
 from agentrl.core.errors import EnvironmentDefinitionError, InputError, JournalError
 from agentrl.core.records import EpisodeSpec, GroupStart, Task, WeightsRef
+from agentrl.core.text import escape_line
 from agentrl.environment.environment import Environment, TaskSource
 from agentrl.environment.mixture import MixedTasks, all_environment_classes, root_environment_of_task, root_environments
 from agentrl.environment.registry import (
@@ -489,8 +490,10 @@ def _text(value: Any) -> str:
 
 
 def _how_to_allow(run: Path, requested: Sequence[Selection], command: str) -> str:
-    lines = [f"  {selection.key} = {format_short(selection.value)}" for selection in requested]
-    options = [f"--{selection.key}={shlex.quote(_text(selection.value)[:MAX_SHOWN])}" for selection in requested]
+    keys = [escape_line(selection.key) for selection in requested]  # of a section that others may have named
+    values = [escape_line(_text(selection.value)[:MAX_SHOWN]) for selection in requested]
+    lines = [f"  {key} = {format_short(selection.value)}" for key, selection in zip(keys, requested, strict=True)]
+    options = [f"--{shlex.quote(key)}={shlex.quote(value)}" for key, value in zip(keys, values, strict=True)]
     return (
         f"{run} is not a run that you trained here, or was changed since, and would choose what is used on this "
         "machine:\n" + "\n".join(lines) + "\nIf you trust these values, or have others, name them once:\n  "
@@ -569,14 +572,15 @@ def _how_to_name(name: str, references: Mapping[str, str], code_hash: str, comma
         origin = "registered under that name by the program that trained" if not location else "typed into a notebook"
         return f"{because}; it was {origin}. Name its file:\n  {example}"
     if not location.endswith(".py"):
-        reference = shlex.quote(f"{location}:{qualname}")
+        reference = shlex.quote(escape_line(f"{location}:{qualname}"))
         return f"{because}. Where Python finds that module (here, or on PYTHONPATH), run:\n  {command} " + (
             f"--environment {reference}"
         )
     if not os.path.isfile(location):
+        new_location = shlex.quote(escape_line(f"NEW/{Path(location).name}:{qualname}"))
         return (
-            f"{because}, and {location} no longer exists. Give its new location:\n  {command} "
-            f"--environment NEW/{Path(location).name}:{qualname}"
+            f"{because}, and {escape_line(location)} no longer exists. Give its new location:\n  {command} "
+            f"--environment {new_location}"
         )
     notes = ""
     if _source_hash(location) != code_hash:
@@ -584,5 +588,5 @@ def _how_to_name(name: str, references: Mapping[str, str], code_hash: str, comma
     if name.startswith("__main__:") and "__name__" not in "".join(linecache.getlines(location)):
         notes += "\nFirst guard the script's own code with `if __name__ == '__main__':`, or it runs again."
     return f"{because}. If you trust that file, run:\n  {command} --environment " + (
-        f"{shlex.quote(f'{location}:{qualname}')}{notes}"
+        f"{shlex.quote(escape_line(f'{location}:{qualname}'))}{notes}"
     )

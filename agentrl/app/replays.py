@@ -119,7 +119,8 @@ def replay(
     try:
         received = ReceivedRun(reader.path, overrides)
         verb = "rescore" if rescoring else "replay"
-        command = f"agentrl episode {verb} {shlex.quote(str(reader.path))} {episodes[0][0] if episodes else ''}"
+        episode = shlex.quote(episodes[0][0]) if episodes else ""
+        command = f"agentrl episode {verb} {shlex.quote(str(reader.path))} {episode}"
         use = REPLAY if factories is None else REPLAY.without_models()
         config = received.config(reader.log.config(), use, command)
         request = _ReplayRequest(
@@ -162,9 +163,8 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, request:
         )
     spec = dataclasses.replace(_spec(reader, line), purpose="replay")
     begin = decode_entries(entries[:1])[0]
-    command = (
-        f"agentrl episode {'rescore' if request.rescoring else 'replay'} {shlex.quote(str(reader.path))} {line.episode}"
-    )
+    verb = "rescore" if request.rescoring else "replay"
+    command = f"agentrl episode {verb} {shlex.quote(str(reader.path))} {shlex.quote(line.episode)}"
     environment = request.received.environment(
         spec.environment,
         request.environment,

@@ -8,6 +8,7 @@ moved together.
 from __future__ import annotations
 
 import os
+import shlex
 import sqlite3
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from agentrl.core.choices import START_FROM, Choices, run_root
 from agentrl.core.errors import EntriesError, JournalError, PrunedDataError
 from agentrl.core.ids import is_safe_name
 from agentrl.core.records import Score
-from agentrl.core.text import plural
+from agentrl.core.text import escape_line, plural
 from agentrl.journal.entries import (
     BeginEntry,
     BranchEntry,
@@ -304,8 +305,9 @@ def referred_journal(journal: Path, reference: str) -> Path:
     run, other = run_root(journal.parent), run_root(path.parent)
     if other != run and not Choices.of(run).allow_run(other):
         raise JournalError(
-            f"{journal}: an episode begins with turns of another run, {other}, which only the journal names. If you "
-            f"trust it: agentrl episode replay {run} EPISODE --{START_FROM}={other}"
+            f"{journal}: an episode begins with turns of another run, {escape_line(str(other))}, which only the "
+            f"journal names. If you trust it: agentrl episode replay {shlex.quote(str(run))} EPISODE "
+            f"--{START_FROM}={shlex.quote(escape_line(str(other)))}"
         )
     if path.resolve() not in (other / "journal", other / "forks" / "journal"):
         raise JournalError(f"{journal}: an episode begins with turns in {path}, which is no journal of a run")

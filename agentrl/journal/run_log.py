@@ -217,7 +217,7 @@ class RunLog:
                 if not outside:
                     return None
                 return WeightsRef(version=version, path=path, kind=kind, sha256=sha256)
-            if not directory.resolve().is_relative_to(root.resolve()):
+            if not directory.resolve().is_relative_to(root.parent.resolve() / root.name):
                 raise JournalError(
                     f"{self.path}: the weights of {version} are outside the run, in {directory.resolve()}; the record "
                     "was altered"

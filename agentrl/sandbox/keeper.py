@@ -228,6 +228,12 @@ class Keeper:
         for file in files:
             os.close(file)
 
+    def refuse(self, request: Request, why: str) -> None:
+        """Reply to a request that waited, and will not be served."""
+        self.reply(request.number, {"error": why})
+        for file in request.files:
+            os.close(file)
+
     def lease(self, name: str) -> Lease:
         try:
             return self.leases[name]
@@ -256,9 +262,7 @@ class Keeper:
         del self.leases[request.fields["lease"]]
         self.closing[lease] = request
         for waiting in self.waiting.pop(lease, ()):
-            self.reply(waiting.number, {"error": "the sandbox is closed"})
-            for file in waiting.files:
-                os.close(file)
+            self.refuse(waiting, "the sandbox is closed")
         if lease in self.helpers:
             self.helpers[lease].kill()
         for command in self.commands.values():
@@ -369,6 +373,10 @@ class Keeper:
     def do_kill(self, request: Request, command: int) -> None:
         if command in self.commands:
             self.commands[command].kill("cancelled")
+        for waiting in self.waiting.values():
+            for run in [each for each in waiting if each.number == command]:
+                waiting.remove(run)
+                self.refuse(run, "the command was cancelled")
 
     def on_report(self, number: int) -> None:
         """Bubblewrap reports that it has made a sandbox, or has failed to."""

@@ -8,6 +8,8 @@ import io
 import json
 import os
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +21,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from agentrl.app.received import FORK, STEP_REPLAY, ReceivedRun
 from agentrl.app.recorded_turns import find_recorded_turns
 from agentrl.cli.main import main
 from agentrl.cli.runs import _keys
@@ -26,7 +29,7 @@ from agentrl.cli.sample_environment import Propose
 from agentrl.cli.sample_run import sample_run_config
 from agentrl.cluster.mirror import LINK_DIRECTORIES, MIRRORED_DIRECTORIES
 from agentrl.config.sections import EnvironmentConfig
-from agentrl.core.errors import AgentRLError, ConfigError, JournalError, StorageError
+from agentrl.core.errors import AgentRLError, ConfigError, InputError, JournalError, StorageError
 from agentrl.core.files import replace_file
 from agentrl.core.records import PolicyVersion
 from agentrl.inspection.reader import RunReader
@@ -34,7 +37,7 @@ from agentrl.inspection.statistics import run_state
 from agentrl.inspection.viewer.queries import QUESTIONS
 from agentrl.inspection.viewer.served_runs import ServedRuns
 from agentrl.journal.port import PruneRule, VersionPublication
-from agentrl.journal.reader import TurnLogReader
+from agentrl.journal.reader import TurnLogReader, referred_journal
 from agentrl.journal.run_log import RunStart, SettingChange, SqliteRunLog
 from agentrl.journal.run_process import RunProcessRecord, read_process_state, record_process_state
 from agentrl.journal.store import SqliteJournal
@@ -199,6 +202,52 @@ def test_recorded_turns_are_read_only_where_they_lie(tmp_path: Path, make: Calla
     make(tmp_path / "recorded_turns.json")
     with pytest.raises(JournalError, match=r"recorded_turns\.json: .*cannot be read"):
         find_recorded_turns(config, Propose, tmp_path)
+
+
+INJECTIONS = ("$(touch ran)", "`touch ran`", "x; touch ran #", "'; touch ran; '", "x\n  touch ran")
+
+
+@pytest.mark.parametrize("text", INJECTIONS)
+def test_a_command_that_a_refusal_suggests_can_be_pasted(tmp_path: Path, text: str) -> None:
+    """Whatever names and values a run recorded, the shell reads each as a word."""
+    received, command = ReceivedRun(tmp_path / "run"), "agentrl episode fork run e1"
+    remote = {"kind": "remote", "url": text, "model": "m"}
+
+    def environment(references: dict[str, str]) -> None:
+        received.environment("__main__:Env", None, references=references, code_hash="", command=command)
+
+    attempts: list[Callable[[], object]] = [
+        lambda: received.config({"policies": {text: remote}}, FORK, command),
+        lambda: received.config({"trainer": {"loss": {"name": "a.py:b", text: text}}}, STEP_REPLAY, command),
+        lambda: environment({"__main__:Env": f"/gone/{text}.py:Env"}),
+        lambda: environment({"__main__:Env": f"{text}:Env"}),
+        lambda: referred_journal(tmp_path / "run" / "journal", f"../../{text}/journal"),
+    ]
+    for attempt in attempts:
+        with pytest.raises((InputError, JournalError)) as refusal:
+            attempt()
+        lines = [line for line in str(refusal.value).splitlines() if "agentrl episode" in line or "touch" in line]
+        suggested = [line[line.index("agentrl episode") :] for line in lines if "agentrl episode" in line]
+        assert suggested
+        assert not [line for line in lines if line.strip() == "touch ran"]
+        for line in suggested:
+            subprocess.run(["sh", "-c", f"agentrl() {{ :; }}; {line}"], cwd=tmp_path, check=True)
+            assert not (tmp_path / "ran").exists(), line
+
+
+def test_weights_behind_a_linked_directory_are_not_the_runs(tmp_path: Path) -> None:
+    for name in ("mine", "other"):
+        asyncio.run(write_run(tmp_path / name))
+        (tmp_path / name / "versions" / "policy" / "0.1").mkdir(parents=True)
+    version, log = PolicyVersion("policy", 0, 1), SqliteRunLog(tmp_path / "mine" / "journal")
+    found = log.published(version)
+    assert found is not None
+    assert found.path == str(tmp_path / "mine" / "versions" / "policy" / "0.1")
+    shutil.rmtree(tmp_path / "mine" / "versions")
+    (tmp_path / "mine" / "versions").symlink_to(tmp_path / "other" / "versions")
+    with pytest.raises(JournalError, match="outside the run"):
+        log.published(version)
+    log.close()
 
 
 @pytest.mark.damages_journal

@@ -457,6 +457,24 @@ def test_a_sandbox_can_be_closed_while_its_files_are_read() -> None:
     asyncio.run(run())
 
 
+def test_a_command_that_is_cancelled_before_its_turn_does_nothing() -> None:
+    async def use(lease: BubblewrapLease) -> CommandResult:
+        await lease.run(["sh", "-c", "for i in $(seq 5000); do : > $i; done"])
+        reading = asyncio.create_task(lease.changes())
+        await asyncio.sleep(0)
+        before = len(lease._client._requests)
+        command = asyncio.create_task(lease.run(["touch", "ran"]))
+        while len(lease._client._requests) == before:
+            await asyncio.sleep(0)
+        command.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await command
+        await reading
+        return await lease.run(["ls", "ran"])
+
+    assert in_lease(use).output == ""
+
+
 def test_names_are_decoded_while_the_event_loop_serves_others(monkeypatch: pytest.MonkeyPatch) -> None:
     served, read_rows = threading.Event(), sandbox_files.read_rows
 
