@@ -312,7 +312,7 @@ class ReceivedRun:
         return {usable[path].key: _absolute(usable[path]) for path in overrides}
 
     def _settle(self, data: dict[str, Any], selection: Selection, use: Use) -> bool:
-        """Keep a recorded value that is the user's choice, or replace it; returns whether the command may go on."""
+        """Keep a recorded value that is the user's choice, or replace it; returns whether the command may continue."""
         if selection.is_harmless or selection.value in self.choices.settings.get(selection.key, ()):
             return True
         if selection.key in self.choices.named:

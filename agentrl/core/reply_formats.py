@@ -122,7 +122,7 @@ class ReplyParts(NamedTuple):
 def split_thinking(text: str, marks: tuple[str, str], *, is_open: bool = False) -> tuple[str, str]:
     """Split a reply into the thinking at its beginning and the rest; thinking without an end mark leaves no rest.
 
-    Marks elsewhere, and an end mark of thinking that nothing began, belong to the answer.
+    Later marks, and an end mark without a beginning, belong to the answer.
 
     Args:
         text: text of the reply.

@@ -346,7 +346,7 @@ def _targeted_layers(model: PreTrainedModel, config: Mapping[str, Any]) -> list[
         layers_to_transform=config.get("layers_to_transform"),
         layers_pattern=config.get("layers_pattern"),
     )
-    if rule.target_modules is None or rule.target_modules == "all-linear":  # a file on its own says what is adapted
+    if rule.target_modules is None or rule.target_modules == "all-linear":  # the tensors alone say what is adapted
         return []
     wrapped = [name.removesuffix(".base") for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     return [name for name in wrapped if check_target_module_exists(rule, name)]
