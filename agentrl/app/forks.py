@@ -143,7 +143,6 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
         JournalError: the episode cannot be read.
     """
     path = Path(run)
-    command = f"agentrl episode fork {shlex.quote(str(path))} {shlex.quote(episode_id)} --at {at}"
     reader = RunReader(path)
     try:
         info, recorded_settings = reader.info(), reader.log.config()
@@ -151,6 +150,13 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
     finally:
         reader.close()
     received = ReceivedRun(path, overrides)
+    replacements = [policy] if isinstance(policy, str | Path) else policy
+    options: list[object] = ["--at", at]
+    options += ["-n", n] if n != 1 else []
+    options += ["--attempt", attempt] if attempt is not None else []
+    options += [option for replacement in replacements for option in ("--policy", replacement)]
+    options += ["--edit", "FILE"] if edit is not None else []
+    command = received.command("episode fork", episode_id, *options, environment=environment)
     use = FORK if factories is None else FORK.without_models()
     config = received.config(recorded_settings, use, command)
     check_models_unchanged(config, info.get("models"), ignored=use.ignored)
@@ -165,7 +171,6 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
     parent = replace(parent, task=received.task(environment_class, parent.task, command))
     parent_directory = path if info.get("forks") else path / FORKS
     refuse_links(parent_directory)
-    replacements = [policy] if isinstance(policy, str | Path) else policy
     policies = fork_policies(config, parent, replacements, received)
     received.remember_weights(weights for weights in policies.weights if weights.version.lineage < 0)
     info_fields = {"name": f"forks of {parent_directory.parent.name}", "forks": True, "code": info.get("code", {})}

@@ -262,6 +262,13 @@ class ReceivedRun:
         self.choices = Choices.of(run)
         self.overrides = dict(map(split_override, overrides))
 
+    def command(self, name: str, *arguments: object, environment: type | str | None = None) -> str:
+        """Return a command on this run, with everything that the user named, for a message that adds options to it."""
+        words = ["agentrl", *name.split(), str(self.run), *map(str, arguments)]
+        words += ["--environment", environment] if isinstance(environment, str) else []
+        words += [f"--{'.'.join(path)}={text}" for path, text in self.overrides.items()]
+        return shlex.join(words)
+
     def config(self, recorded: Mapping[str, Any], use: Use, command: str) -> RunConfig:
         """Return a recorded configuration with what the user chose.
 
@@ -364,8 +371,7 @@ class ReceivedRun:
             return task
         if missing := [key for key in environment.selects if key not in overrides]:
             names = [Selection((TASK, key), "task", selected[key], None) for key in missing]
-            given = [f"--{TASK}.{key}={shlex.quote(_text(value))}" for key, value in overrides.items()]
-            raise InputError(_how_to_allow(self.run, names, " ".join([command, *given])))
+            raise InputError(_how_to_allow(self.run, names, command))
         if selected not in self.choices.tasks:
             self.choices = replace(self.choices, tasks=[*self.choices.tasks, selected])
             self.choices.save()

@@ -15,7 +15,6 @@ import asyncio
 import dataclasses
 import json
 import math
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,8 +118,8 @@ def replay(
     try:
         received = ReceivedRun(reader.path, overrides)
         verb = "rescore" if rescoring else "replay"
-        episode = shlex.quote(episodes[0][0]) if episodes else ""
-        command = f"agentrl episode {verb} {shlex.quote(str(reader.path))} {episode}"
+        first = [*[name for name, _ in episodes[:1]], *_until_option(until)]
+        command = received.command(f"episode {verb}", *first, environment=environment)
         use = REPLAY if factories is None else REPLAY.without_models()
         config = received.config(reader.log.config(), use, command)
         request = _ReplayRequest(
@@ -134,6 +133,10 @@ def replay(
         return asyncio.run(_all(reader, episodes, request))
     finally:
         reader.close()
+
+
+def _until_option(until: str | None) -> list[str]:
+    return [] if until is None else ["--until", until]
 
 
 async def _all(
@@ -164,7 +167,9 @@ async def _one(reader: RunReader, episode_id: str, attempt: int | None, request:
     spec = dataclasses.replace(_spec(reader, line), purpose="replay")
     begin = decode_entries(entries[:1])[0]
     verb = "rescore" if request.rescoring else "replay"
-    command = f"agentrl episode {verb} {shlex.quote(str(reader.path))} {shlex.quote(line.episode)}"
+    command = request.received.command(
+        f"episode {verb}", line.episode, *_until_option(request.until), environment=request.environment
+    )
     environment = request.received.environment(
         spec.environment,
         request.environment,
@@ -400,8 +405,9 @@ def recompute_step_loss(reader: RunReader, line: StepLine, overrides: Sequence[s
     `replay`."""
     result = StepRecomputeResult(loss=line.loss, grad_norm=line.grad_norm, text="")
     try:
-        command = f"agentrl step replay {shlex.quote(str(reader.path))} {line.step}"
-        config = ReceivedRun(reader.path, overrides).config(reader.log.config(line.lineage), STEP_REPLAY, command)
+        received = ReceivedRun(reader.path, overrides)
+        command = received.command("step replay", line.step)
+        config = received.config(reader.log.config(line.lineage), STEP_REPLAY, command)
         if line.policy not in config.trained:
             raise InputError(f"the run's configuration trains no policy {line.policy}")
         base = Path(config.base_of(line.policy))

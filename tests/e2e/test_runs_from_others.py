@@ -421,6 +421,20 @@ def test_a_fork_stays_on_this_machine(received: Received, listener: Listener) ->
     assert config["sandbox"] == {"driver": "bubblewrap", "unproved": "refuse"}
 
 
+def test_a_refusal_keeps_what_the_user_named(received: Received) -> None:
+    """So its command works as printed, however many refusals there are."""
+    received.configure(lambda config: config["scorers"].update(also=config["scorers"]["short"]))
+    command = [*received.commands()["fork"], "-n", "2"]
+    options = [word for word in allowed(received.command(*command)) if "=" in word]
+    assert len(options) > 1
+    code = own_code(received)
+    again = allowed(received.command(*command, options[0], "--environment", code))
+    assert again == [*command, "--environment", code, *options]
+    finished = received.command(*again)
+    assert finished.returncode == 0, finished.stderr
+    assert "f1" in finished.stdout
+
+
 def own_code(received: Received) -> str:
     """The user's own environment: of the configuration that was received with it."""
     ((text,),) = received.rows("SELECT environment FROM admissions LIMIT 1")
