@@ -467,7 +467,7 @@ def format_short(value: Any) -> str:
 
 def _explain(detail: ErrorDetails, top: type[BaseModel]) -> tuple[str, str]:
     """Return the problem, and the accepted value if the given one has another type."""
-    place = _locate(detail["loc"], top)
+    place = _locate(detail["loc"], top, detail["input"])
     dotted_key, kind, value = ".".join(place.path), detail["type"], detail["input"]
     if place.unnamed is not None:
         before, key = place.path[: place.unnamed], place.path[place.unnamed]
@@ -496,13 +496,13 @@ def _explain(detail: ErrorDetails, top: type[BaseModel]) -> tuple[str, str]:
     return problem, f"{message[:1].lower()}{message[1:]}"
 
 
-def _locate(location: Sequence[str | int], top: type[BaseModel]) -> _Location:
+def _locate(location: Sequence[str | int], top: type[BaseModel], value: Any = None) -> _Location:
     path: list[str] = []
     section: type[BaseModel] | None = None
     kinds: list[type[BaseModel]] = []
     unnamed: int | None = None
     annotation: Any = top
-    for part in map(str, location):
+    for depth, part in enumerate(map(str, location), 1):
         annotation = _bare(annotation)
         members, is_table = sections_in_annotation(annotation)
         if len(_union_members(annotation)) > 1:  # pydantic adds the union member that it tried to the path
@@ -517,8 +517,12 @@ def _locate(location: Sequence[str | int], top: type[BaseModel]) -> _Location:
             field = section.model_fields.get(part)
             annotation = None if field is None else field.annotation
         else:
-            if unnamed is None and any(part in member.model_fields for member in members):
-                unnamed = len(path) - 1
+            fields = [member.model_fields[part] for member in members if part in member.model_fields]
+            holds_table = depth < len(location) or isinstance(value, Mapping)
+            if unnamed is None and fields and (not holds_table or any(_is_table(field.annotation) for field in fields)):
+                unnamed = (
+                    len(path) - 1
+                )  # a table in place of a plain setting is named like the setting: `scorers.judge`
             section, kinds, annotation = None, [], _item(annotation, part)
     return _Location(path, section, kinds, _bare(annotation), unnamed)
 
@@ -529,6 +533,12 @@ def _bare(annotation: Any) -> Any:
         annotation = get_args(annotation)[0]
     choices = _union_members(annotation)
     return _bare(choices[0]) if len(choices) == 1 else annotation
+
+
+def _is_table(annotation: Any) -> bool:
+    """Whether a setting can be a table."""
+    choices = [annotation, *_union_members(annotation)]
+    return any(sections_in_annotation(choice)[0] or get_origin(_bare(choice)) is dict for choice in choices)
 
 
 def _union_members(annotation: Any) -> list[Any]:

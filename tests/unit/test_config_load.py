@@ -208,6 +208,11 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
         ('policies.a.sampling.temperature = "0.5"', "policies.a.sampling.temperature"),
         ("freeze = [[7, 5]]", "freeze.0.0 = 7: expected text or a list"),
         ("policies = { step_size = 8 }", "policies.step_size: a name is missing: policies.NAME.step_size"),
+        ("policies.kind.step_siz = 8", "unknown key policies.kind.step_siz; did you mean policies.kind.step_size?"),
+        ("scorers.judge.policy = 'a'", "unknown key scorers.judge.policy"),
+        ("scorers.judge.judge = 'a'", "scorers.judge: "),
+        ("scorers.judge = 'a'", "scorers.judge: a name is missing: scorers.NAME.judge"),
+        ("scorers.limit.requests = 8", "scorers.limit: a name is missing: scorers.NAME.limit"),
         ("policies.a = 8", "policies.a = 8: expected a table { sampling = ..., model = ..."),
     ],
 )
