@@ -355,7 +355,8 @@ def test_an_edit_that_is_no_message_is_refused(
     (tmp_path / "told.json").write_text(text)
     edit = ["--at", "0", "--edit", str(tmp_path / "told.json")]
     assert main(["episode", "fork", str(sample_run), solved.episode, *edit]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    _, *errors = capsys.readouterr().err.splitlines()  # the first line is the phase
+    assert len(errors) == 1
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------
