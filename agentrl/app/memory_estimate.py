@@ -19,6 +19,7 @@ from agentrl.config.run import RunConfig
 from agentrl.config.scorers import reward_model_name
 from agentrl.core.errors import ConfigError, InputError, PredictionError
 from agentrl.core.machine import GIB, Gpu, machine_memory, process_anonymous_memory_bytes
+from agentrl.core.text import plural
 
 if TYPE_CHECKING:
     from agentrl.config.devices import DevicePlan
@@ -472,10 +473,10 @@ def _engine(config: RunConfig, devices: DevicePlan, first: int) -> list[MemoryPa
         part(name="logits", bytes=memory.logits, setting=_CONTEXTS),
     ]
     if adapters:
-        name = f"{adapters} adapters"
+        name = plural(adapters, "adapter")
         parts.append(part(name=name, bytes=memory.adapters, setting="a smaller policies.NAME.lora.rank"))
     if copies := sum(policy.served_adapter is None for policy in config.trained.values()):
-        name = f"{copies} more of the weights, for the next version of a policy that publishes full weights"
+        name = f"{plural(copies, 'copy', 'copies')} of the weights, for the next version of a fully trained policy"
         parts.append(part(name=name, bytes=copies * memory.weights, setting="a policies.NAME.lora, without merge"))
     return parts
 

@@ -26,7 +26,7 @@ from agentrl.config.load import load
 from agentrl.core.errors import AgentRLError, InputError, ModelError
 from agentrl.core.machine import DISTRIBUTION, GIB, finds_compiler, gpus, install_command, mismatched_torch_builds
 from agentrl.core.machine import machine_memory as memory_here
-from agentrl.core.text import escape_line
+from agentrl.core.text import escape_line, plural
 from agentrl.observe.progress import spinner
 
 if TYPE_CHECKING:
@@ -93,9 +93,9 @@ def doctor(options: argparse.Namespace) -> int:
         return 0 if ready else 1
     command = "agentrl demo" if options.file is None else f"agentrl train {options.file}"
     if missing:
-        verdict = f"not ready: {missing} problem(s) marked ✗ to fix"
+        verdict = f"not ready: {plural(missing, 'problem')} marked ✗"
     elif unknown:
-        verdict = f"unknown: {unknown} check(s) marked ? could not be made; `{escape_line(command)}` may work"
+        verdict = f"unknown: {plural(unknown, 'check')} marked ? failed to run; `{escape_line(command)}` may work"
     else:
         verdict = f"ready: try `{escape_line(command)}`"
     sys.stdout.write(f"{verdict}\n")
@@ -235,7 +235,7 @@ def vllm_checks() -> list[Check]:
 
 def torch_import_checks() -> list[Check]:
     """Check that torch can be imported, and which devices it sees."""
-    code = "import torch; print(torch.get_num_threads(), 'threads,', torch.cuda.device_count() or 'no', 'GPU')"
+    code = "import torch; print(f'threads: {torch.get_num_threads()},', torch.cuda.device_count() or 'no', 'GPU')"
     return _works("torch", code, extra="train", instead="")
 
 
@@ -303,7 +303,7 @@ def placement_checks(config: RunConfig | None = None) -> list[Check]:
             return [Check(name="engine", result=str(error), level="missing")]
     has_gpu = _version("torch") is not None and _torch_probe().stdout.split()[1:] not in ([], ["0"])
     device = "GPU" if has_gpu else "CPU"
-    engine = f"{config.engine.kind}, {_engine_process(config)}, {config.threads} thread(s), on the {device}"
+    engine = f"{config.engine.kind}, {_engine_process(config)}, {plural(config.threads, 'thread')}, on the {device}"
     checks = [Check(name="engine", result=engine)]
     if config.trains_in_process or _version("ray") is None:
         checks.append(Check(name="trainer", result=f"in this process, on the {device}"))

@@ -263,13 +263,14 @@ def _illegal_output(policy: PolicyMetricHistory, window: Sequence[Values]) -> It
     kinds = sorted(((mean_of(window_metric_values(window, name)), name) for name in BROKEN_FORMAT), reverse=True)
     per_episode = max(mean_of(window_metric_values(window, "episodes/turns")), 1e-9)
     kinds_text = ", ".join(f"{name} {mean / per_episode:.0%}" for mean, name in kinds if mean > 0)
+    steps = plural(len(shares), "step").removeprefix("1 ")
     yield Alarm(
         "illegal_output",
         policy.name,
-        f"{mean_of(shares):.0%} of the turns of the last {plural(len(shares), 'step')} break the format"
+        f"{mean_of(shares):.0%} of the turns in the last {steps} break the format"
         + (f" (of all turns: {kinds_text})" if kinds_text else ""),
         "look at one with `agentrl episode show`; resume from an earlier checkpoint with a lower learning rate and "
-        "trainer.entropy_bonus = 0.02; if it has been so from the start, a base model that knows the format, or a "
+        "trainer.entropy_bonus = 0.02; if it started like this, a base model that knows the format, or a "
         "larger sampling.max_tokens if turns end by length",
     )
 

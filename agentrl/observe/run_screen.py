@@ -72,7 +72,7 @@ def render_run_screen(state: RunState, *, width: int = WIDTH, age_s: float | Non
         parts.append(_status(state.status))
     if not alarms:
         steps = max((len(policy.steps) for policy in state.policies.values()), default=0)
-        early = f": too early to say, after {plural(steps, 'step')}" if steps < WINDOW and state.plan.steps else ""
+        early = f": too early to tell after {plural(steps, 'step')}" if steps < WINDOW and state.plan.steps else ""
         parts.append(Text(f"no alarms{early}", "dim"))
     if state.problem:
         parts.append(Text(terminal_safe_line(f"not readable: {state.problem}"), "bold red"))

@@ -147,7 +147,7 @@ class EnvironmentReport:
     def _verdict(self) -> str:
         if self.findings:
             return "\n".join(
-                [f"{self.environment}: {len(self.findings)} finding(s)", *(f"- {f}" for f in self.findings)]
+                [f"{self.environment}: {plural(len(self.findings), 'finding')}", *(f"- {f}" for f in self.findings)]
             )
         mean = sum(self.rewards) / len(self.rewards) if self.rewards else 0.0
         requests = f"{plural(self.requests.total(), 'request')}, no tool call, " if self.requests else ""

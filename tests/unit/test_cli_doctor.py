@@ -48,10 +48,10 @@ def test_a_probe_that_fails_hides_no_other_and_what_is_missing_is_exit_code_1(
     assert "/proc/meminfo is hidden" in said
     assert "→ pip install '.[train]'" in said
     assert "Python" in said
-    assert "not ready: 1 problem(s)" in said
+    assert "not ready: 1 problem marked" in said
     monkeypatch.setattr(doctor, "SECTIONS", {"here": (failing, doctor.python_checks)})
     assert main(["doctor"]) == 1, "what could not be checked may be missing"
-    assert capsys.readouterr().out.splitlines()[-1].startswith("unknown: 1 check(s)")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("unknown: 1 check marked ? failed to run")
     assert main(["doctor", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["ready"] is False
 
