@@ -164,38 +164,61 @@ class BubblewrapLease:
         await self._ask_with_files("write", entries, files.values())
 
     async def read(self, path: str, *, limit: int = 1 << 20) -> bytes:
-        received: list[int] = []
-        await self._client.ask("open", on_files=received.extend, lease=self._name, path=path)
-        [file] = received
+        [file] = await self._ask_for_files("open", path=path)
         try:
             return os.pread(file, limit, 0)
         finally:
             os.close(file)
 
     async def changes(self, *, everything: bool = False) -> tuple[list[FileRecord], list[str], bytes]:
-        received: list[int] = []
-        await self._client.ask("changed", on_files=received.extend, lease=self._name, everything=everything)
+        received = await self._ask_for_files("changed", everything=everything)
         size = sum(os.fstat(file).st_size for file in received)
-        return await work_on(size, _read_changes, *received)
+        # Shielded, so that it begins, and closes the files, although the caller is cancelled.
+        return await asyncio.shield(asyncio.get_running_loop().create_task(work_on(size, _read_changes, *received)))
 
     async def restore(self, records: Sequence[FileRecord], contents: bytes) -> None:
         await self._ask_with_files("restore", records, [contents])
 
+    async def _ask_for_files(self, operation: str, **fields: Any) -> list[int]:
+        """Send a request; returns the files of its answer, which the caller closes."""
+        received: list[int] = []
+        try:
+            await self._client.ask(operation, on_files=received.extend, lease=self._name, **fields)
+        except BaseException:  # cancelled, perhaps just after the answer
+            _close(received)
+            raise
+        return received
+
     async def _ask_with_files(self, operation: str, rows: Sequence[Any], contents: Collection[bytes]) -> None:
         """Send a request with a file of rows, and a file of contents one after another."""
         size = NAME_BYTES * len(rows) + sum(map(len, contents))
-        files = await work_on(size, _memory_files, rows, contents)
+        making = asyncio.get_running_loop().create_task(work_on(size, _memory_files, rows, contents))
+        try:
+            files = await asyncio.shield(making)
+        except asyncio.CancelledError:
+            making.add_done_callback(_close_made)
+            raise
         try:
             await self._client.ask(operation, files, lease=self._name)
         finally:
-            for file in files:
-                os.close(file)
+            _close(files)
 
     async def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
             if self._client.lost is None:
                 await self._client.ask("destroy", lease=self._name)
+
+
+def _close(files: Iterable[int]) -> None:
+    for file in files:
+        os.close(file)
+
+
+def _close_made(making: asyncio.Task[list[int]]) -> None:
+    """Close files that nobody waits for any more."""
+    if not making.cancelled() and making.exception() is None:
+        _close(making.result())
 
 
 def _memory_files(rows: Sequence[Any], contents: Iterable[bytes]) -> list[int]:

@@ -475,6 +475,40 @@ def test_a_command_that_is_cancelled_before_its_turn_does_nothing() -> None:
     assert in_lease(use).output == ""
 
 
+@pytest.mark.parametrize("method", ["write", "changes"])
+def test_a_call_that_is_cancelled_at_any_moment_leaves_no_file_open(method: str) -> None:
+    def memory_files() -> int:
+        found = 0
+        for file in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):
+                found += os.readlink(file).startswith("/memfd:")
+        return found
+
+    async def use(lease: BubblewrapLease) -> CommandResult:
+        files = {"/box/a": bytes(8 << 20)}
+        await lease.write(files)
+        before = memory_files()
+        for moment in range(60):
+            call: asyncio.Task[Any]
+            if method == "write":
+                call = asyncio.create_task(lease.write(files))
+            else:
+                call = asyncio.create_task(lease.changes(everything=True))
+            until = time.monotonic() + moment / 3000
+            while time.monotonic() < until and not call.done():
+                await asyncio.sleep(0)
+            call.cancel()
+            with suppress(asyncio.CancelledError):
+                await call
+        for _ in range(200):
+            if memory_files() > before:
+                await asyncio.sleep(0.05)
+        assert memory_files() == before
+        return await lease.run(["true"])
+
+    assert in_lease(use).ok
+
+
 def test_names_are_decoded_while_the_event_loop_serves_others(monkeypatch: pytest.MonkeyPatch) -> None:
     served, read_rows = threading.Event(), sandbox_files.read_rows
 
