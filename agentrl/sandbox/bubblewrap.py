@@ -79,15 +79,20 @@ class BubblewrapDriver:
                 self._keeper = await _KeeperClient.start()
         client = self._keeper
         name = f"s{next(self._names)}"
-        await client.ask(
-            "create",
-            lease=name,
-            disk_mb=limits.disk_mb,
-            inodes=limits.inodes,
-            root=limits.root,
-            read=list(limits.read),
-            writable=list(limits.writable),
-        )
+        try:
+            await client.ask(
+                "create",
+                lease=name,
+                disk_mb=limits.disk_mb,
+                inodes=limits.inodes,
+                root=limits.root,
+                read=list(limits.read),
+                writable=list(limits.writable),
+            )
+        except asyncio.CancelledError:
+            with contextlib.suppress(SandboxError):  # nobody would close it
+                await client._send({"number": 0, "operation": "destroy", "lease": name}, ())
+            raise
         return BubblewrapLease(client, name, limits)
 
     async def close(self) -> None:

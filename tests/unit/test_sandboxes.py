@@ -509,6 +509,30 @@ def test_a_call_that_is_cancelled_at_any_moment_leaves_no_file_open(method: str)
     assert in_lease(use).ok
 
 
+def test_a_sandbox_whose_caller_is_cancelled_is_removed() -> None:
+    async def run() -> None:
+        async with leased() as (driver, lease):
+            for _ in range(5):
+                made = asyncio.create_task(driver.create(Sandbox()))
+                await asyncio.sleep(0)
+                made.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await made
+            (keeper,) = below(lease._client._process.pid)[:1]
+
+            def mounted() -> int:
+                return Path(f"/proc/{keeper}/mounts").read_text().count("agentrl ")
+
+            for _ in range(200):
+                await lease.read("/etc/hosts")  # answered after what was asked before
+                if mounted() <= 2:
+                    break
+                await asyncio.sleep(0.05)
+            assert mounted() == 2, "the keeper's own files, and the open lease"
+
+    asyncio.run(run())
+
+
 def test_names_are_decoded_while_the_event_loop_serves_others(monkeypatch: pytest.MonkeyPatch) -> None:
     served, read_rows = threading.Event(), sandbox_files.read_rows
 
