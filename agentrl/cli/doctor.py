@@ -364,10 +364,11 @@ def _engine_process(config: RunConfig) -> str:
 
 def memory_fit_checks(config: RunConfig) -> list[Check]:
     """Predict the peak memory of each process of a run, and compare it with the free memory."""
-    from agentrl.app.hub import with_downloaded_models
+    from agentrl.app.hub import check_local_models, with_downloaded_models
     from agentrl.app.memory_estimate import estimate_memory, with_chosen_token_limits
 
     try:
+        check_local_models(config)
         sized_config = with_chosen_token_limits(with_downloaded_models(config, {}, download=False), {})
         estimate = estimate_memory(sized_config)
         checks = _gpu_checks(sized_config, estimate) + (prefix_checks() if config.trained else [])

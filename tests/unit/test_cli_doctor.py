@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from agentrl.cli import doctor
 from agentrl.cli.doctor import Check
 from agentrl.cli.main import main
+from agentrl.config.fields import shipped_example
+from agentrl.config.load import load
 from agentrl.core.machine import Gpu, Memory, install_command
 
 if TYPE_CHECKING:
@@ -54,6 +56,13 @@ def test_a_probe_that_fails_hides_no_other_and_what_is_missing_is_exit_code_1(
     assert capsys.readouterr().out.splitlines()[-1].startswith("unknown: 1 check marked ? failed to run")
     assert main(["doctor", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["ready"] is False
+
+
+def test_a_wrong_model_path_is_what_train_says(tmp_path: Path) -> None:
+    config = load(shipped_example("01_tool_use"), [f"model.path={tmp_path}/none"])
+    (check,) = doctor.memory_fit_checks(config)
+    assert check.level == "missing"
+    assert f"{tmp_path}/none: there is no such directory" in check.result
 
 
 def test_a_file_that_hides_a_library_is_named(
