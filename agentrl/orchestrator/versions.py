@@ -421,8 +421,11 @@ class BestCheckpointTracker:
         """
         steps: dict[str, Counter[int]] = {policy: Counter() for policy in board.trainable}
         for versions in units:
+            # of two agents of a policy, the one that began with the older version counts
             for policy, step in {
-                version.policy: version.step for version in versions if version.policy in steps
+                version.policy: version.step
+                for version in sorted(versions, key=lambda version: version.step, reverse=True)
+                if version.policy in steps
             }.items():
                 steps[policy][min(max(step, self._oldest(board, policy)), board.step(policy))] += 1
         return {

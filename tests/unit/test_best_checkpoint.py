@@ -170,6 +170,9 @@ def test_a_step_measures_the_version_with_which_most_of_its_units_began() -> Non
     assert best.sampled_by(board(5), units[:3]) == {"solver": PolicyVersion("solver", 0, 4)}
     assert best.sampled_by(board(9), units) == {"solver": PolicyVersion("solver", 0, 7)}, "the oldest one on disk"
     assert best.sampled_by(board(5), []) == {"solver": PolicyVersion("solver", 0, 5)}
+    for pair in ([4, 5], [5, 4]):
+        two_agents = [[PolicyVersion("solver", 0, step) for step in pair]]
+        assert best.sampled_by(board(5), two_agents) == {"solver": PolicyVersion("solver", 0, 4)}, "the older of both"
     # lineage 1 began at step 2: step 3 of lineage 0 is lost, and its place on the surviving line counts
     assert best.sampled_by(board(3, lineage=1), units[:1]) == {"solver": PolicyVersion("solver", 1, 3)}
     assert best.sampled_by(board(3, lineage=1), [[PolicyVersion("solver", 0, 1)]]) == {
