@@ -244,7 +244,7 @@ SPOILT_ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
         {"change": lambda t: [t.update({k.replace("model.layers", "model.text.layers"): t.pop(k)}) for k in list(t)]},
         "no linear layer model.text.layers",
     ),
-    "targets": ({"config": {"target_modules": "("}}, "target_modules cannot be read"),
+    "targets": ({"config": {"target_modules": [["q_proj"]]}}, "target_modules cannot be read"),
     "not lora": ({"config": {"peft_type": "IA3"}}, "IA3"),
     "dora": ({"config": {"use_dora": True}}, "use_dora"),
     "key": ({"change": lambda t: t.update({"model.norm.weight": torch.ones(64)})}, "not a LoRA matrix"),

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from agentrl.core.errors import EngineError
 from agentrl.core.files import sha256_of
 from agentrl.core.records import PolicyVersion, WeightsRef
-from agentrl.engines.weights.files import copy_weight_files, read_adapter
+from agentrl.engines.weights.files import check_adapter, copy_weight_files, read_adapter
 
 A, B = (f"base_model.model.layer.lora_{half}.weight" for half in "AB")
 MATRICES = {A: torch.ones(4, 6), B: torch.ones(6, 4)}
@@ -88,6 +88,17 @@ def test_what_peft_writes_by_itself_is_plain_lora(tmp_path: Path) -> None:
     config: dict[str, Any] = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["layer"], lora_dropout=0.1).to_dict()
     written = json.dumps({**config, "target_modules": ["layer"]}, default=list)
     assert read_adapter(published(tmp_path, written.encode())).rank == 4
+
+
+@pytest.mark.parametrize("key", ["target_modules", "exclude_modules", "layers_pattern"])
+def test_an_expression_that_never_ends_is_not_evaluated(tmp_path: Path, key: str) -> None:
+    """It would hold the engine for hours: a name of this length takes 2**60 attempts."""
+    model: Any = torch.nn.Sequential()
+    model.add_module("layer", torch.nn.Linear(6, 6))
+    model.add_module("l" * 60, torch.nn.Linear(6, 6))
+    config = {**PLAIN, "target_modules": ["layer"], key: r"(\w+)+!"}
+    weights = published(tmp_path, json.dumps(config).encode())
+    check_adapter(weights, read_adapter(weights), model, max_rank=4)
 
 
 def test_where_there_is_no_room_for_a_copy_is_told_with_what_to_do(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import errno
 import hashlib
 import json
 import math
-import re
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -325,7 +324,7 @@ def check_adapter(weights: WeightsRef, adapter: AdapterWeights, model: PreTraine
             )
     try:
         targeted = _targeted_layers(model, adapter.config)
-    except (ValueError, TypeError, re.error) as error:
+    except (ValueError, TypeError) as error:
         raise version_refused_error(weights, f"its target_modules cannot be read ({error})") from error
     if missing := [name for name in targeted if name not in adapter.matrices]:
         raise version_refused_error(
@@ -336,18 +335,19 @@ def check_adapter(weights: WeightsRef, adapter: AdapterWeights, model: PreTraine
 
 
 def _targeted_layers(model: PreTrainedModel, config: Mapping[str, Any]) -> list[str]:
-    """Return the linear layers that PEFT would adapt by a configuration."""
+    """Return the linear layers that PEFT would adapt by a configuration; none if it names them by a regular expression,
+    which a file from other people may make endless: the tensors alone then say what is adapted."""
     from peft import LoraConfig
     from peft.tuners.tuners_utils import check_target_module_exists
 
-    rule = LoraConfig(
-        target_modules=config.get("target_modules"),
-        exclude_modules=config.get("exclude_modules"),
-        layers_to_transform=config.get("layers_to_transform"),
-        layers_pattern=config.get("layers_pattern"),
-    )
-    if rule.target_modules is None or rule.target_modules == "all-linear":  # the tensors alone say what is adapted
+    targets, excluded = config.get("target_modules"), config.get("exclude_modules")
+    if not isinstance(targets, list) or isinstance(excluded, str) or config.get("layers_pattern"):
         return []
+    rule = LoraConfig(
+        target_modules=targets,
+        exclude_modules=excluded,
+        layers_to_transform=config.get("layers_to_transform"),
+    )
     wrapped = [name.removesuffix(".base") for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     return [name for name in wrapped if check_target_module_exists(rule, name)]
 
