@@ -84,10 +84,12 @@ class Lease(SandboxFiles):
             mount("agentrl", f"{self.path}/top", "overlay", NOSUID | NODEV, options)
 
     def is_small(self) -> bool:
-        """Whether all its files can be read within milliseconds, whatever commands made of them."""
+        """Whether all its files can be read within milliseconds, and compared with those seen before, whatever commands
+        made of them."""
         used = os.statvfs(self.path)
         is_little = (used.f_blocks - used.f_bfree) * used.f_frsize <= _SMALL_BYTES
-        return is_little and used.f_files - used.f_ffree <= _SMALL_COUNT
+        saw_little = self.signatures_file is None or os.fstat(self.signatures_file).st_size <= SMALL_ROOM
+        return is_little and saw_little and used.f_files - used.f_ffree <= _SMALL_COUNT
 
     def load_signatures(self) -> None:
         if self.signatures_file is not None:
