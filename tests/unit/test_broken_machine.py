@@ -47,7 +47,7 @@ def test_code_that_ends_the_program_is_told_and_no_success(
 ) -> None:
     monkeypatch.setattr("agentrl.cli.training.demo", _fails(SystemExit(0)))
     assert main(["demo"]) == 1
-    assert capsys.readouterr().err.startswith("agentrl: the program was ended")
+    assert "\nagentrl: the program was ended" in capsys.readouterr().err
 
 
 def test_an_unexpected_error_is_told_where_no_traceback_can_be_kept(
@@ -154,7 +154,7 @@ def test_a_descriptor_that_was_closed_under_us_is_no_bug_of_ours(
 ) -> None:
     monkeypatch.setattr("agentrl.cli.training.demo", _fails(OSError(errno.EBADF, os.strerror(errno.EBADF))))
     assert main(["demo"]) == 1
-    assert capsys.readouterr().err.startswith("agentrl: an environment")
+    assert "\nagentrl: an environment" in capsys.readouterr().err
 
 
 def test_a_vllm_that_is_too_old_is_refused_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
