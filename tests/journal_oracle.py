@@ -725,7 +725,7 @@ class _Judge:
         if estimator not in ("leave_one_out", "group_mean", "group_std", "role_mean", "none", "gigpo", "gae"):
             return None
         if estimator == "role_mean":
-            return self.role_means(committed, 0.95, has_means)
+            return self.role_means(committed, 0.8, has_means)
         if estimator == "gigpo":
             compared = [by_state(members, **options) for members in self.compared(committed).values()]
             by_agent = {agent: own for group in compared for agent, own in group.items()}
@@ -879,11 +879,8 @@ class _Judge:
                     total, weight = 0.0, 0.0
                 else:
                     _, total, weight = means[role][-1]
-                for each in sorted(
-                    rows, key=lambda row: [int(number) for number in re.findall(r"\d+", row["episode"])]
-                ):
-                    total, weight = decay * total + each["reward"], decay * weight + 1.0
-                means[role].append((step, total, weight))
+                total = decay * total + math.fsum(each["reward"] for each in rows)
+                means[role].append((step, total, decay * weight + len(rows)))
             after[version] = means
         return _Expected(lambda row: found.get((*_version(row), *agent_of(row))))
 

@@ -155,8 +155,9 @@ async def run_training(
         config = with_kept_models(config, path, RunDirectory.config(path))
     else:
         RunDirectory.check_free(path)
-    if factories.engine is make_engine:
-        check_local_models(config)
+    functions = (config.trainer.loss, config.credit.advantage)
+    if any(":" in function.name or function.model_extra for function in functions):
+        load_user_functions(config)  # refuse unusable functions before anything else
     source = await asyncio.to_thread(_training_tasks, config, environment, tasks)
     held_out_splits, available = await asyncio.to_thread(held_out_source, config, environment, held_out)
     warnings = await unproved_sandbox_promises(config, environment)
@@ -164,6 +165,8 @@ async def run_training(
     selected = await asyncio.to_thread(
         selected_by_tasks, environment, [source, *(split.tasks for split in held_out_splits)]
     )
+    if factories.engine is make_engine:
+        check_local_models(config)
     if not resume:
         config = await asyncio.to_thread(keep_models, config, path)
         RunDirectory.create(path, config.model_dump_json(indent=1))
@@ -171,7 +174,7 @@ async def run_training(
     info = {"name": config.name, "config": config.model_dump(mode="json"), "code": code}
     run_context = _open_run(config, directory, observers, clock, info=info, quiet=quiet, resume=resume)
     async with run_context as (store, observer), gpu_reservation():
-        config, functions, chat_format, changes = await _resolve(config, factories, directory, store, observer)
+        config, user_functions, chat_format, changes = await _resolve(config, factories, directory, store, observer)
         warnings += remember_run(path, config, code, selected, resumed=resume)
         recorded_turns = await asyncio.to_thread(find_recorded_turns, config, environment, path)
         keep_recorded_turns(recorded_turns, environment, path)
@@ -200,8 +203,8 @@ async def run_training(
             directory=directory,
             store=store,
             observer=observer,
-            code=UserCodeDigests.of(config, environment, functions),
-            estimator=functions.estimator,
+            code=UserCodeDigests.of(config, environment, user_functions),
+            estimator=user_functions.estimator,
             changed=changes,
         )
         orchestrator = await supervise(setup)
