@@ -53,8 +53,9 @@ on the root's task, or else in the environment. It cannot be recomputed from the
 order in which groups ended.
 
 `role_mean`: each (policy, environment, seat) has a mean t/w after each step with rows of it. t and w begin at 0; the n
-rewards of the step's rows enter together: t ← d t + ΣR, w ← d w + n with d = 0.8. Each agent is compared with the mean after the newest step not above its
-`trajectories.oldest_step`. Two cases use a plain mean instead (b = R and advantage 0 over no rewards). In the role's
+rewards of the step's rows enter together: t ← d t + ΣR, w ← d w + n with d = 0.8. Each agent is
+compared with the mean after the newest step not above its `trajectories.oldest_step`.
+Two cases use a plain mean instead (b = R and advantage 0 over no rewards). In the role's
 first step, it covers the step's rows of other episodes. In later steps with `oldest_step` below that first step, it
 covers the rows of the first step except its last episode (by `position`). A lineage begins with the means of its parent
 if that used `role_mean`, otherwise with none.
