@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from agentrl.app.evaluation import play_without_training, with_frozen_policies
-from agentrl.app.given_models import check_models_unchanged
+from agentrl.app.model_files import check_models_unchanged
 from agentrl.app.policies import (
     check_tokenizers,
     frozen_policy_weights,

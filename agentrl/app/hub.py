@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agentrl.app.given_models import given_models, with_given_models
-from agentrl.config.policies import LocalPolicy
+from agentrl.app.model_files import model_paths, with_model_paths
+from agentrl.config.load import value_at
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ModelError
 from agentrl.core.files import check_model_directory
@@ -47,12 +47,13 @@ def with_downloaded_models(config: RunConfig, before: Mapping[str, Any], *, down
 
     local = {
         setting: str(
-            _previous_path(path, _at(before, *setting)) or download_model(".".join(setting), path, download=download)
+            _previous_path(path, value_at(before, *setting))
+            or download_model(".".join(setting), path, download=download)
         )
-        for setting, path in given_models(config).items()
+        for setting, path in model_paths(config).items()
         if is_hub_name(path) and (setting[0] == "model" or setting[-1] != "path")
     }
-    return with_given_models(config, local)
+    return with_model_paths(config, local)
 
 
 def check_local_models(config: RunConfig) -> None:
@@ -61,19 +62,10 @@ def check_local_models(config: RunConfig) -> None:
     Raises:
         ModelError: one is not.
     """
-    paths = [config.model.path] if config.model.path else []
-    for policy in config.of_kind(LocalPolicy).values():
-        paths += filter(None, (policy.model,))
-    for path in (*paths, *(scorer.reward_model for scorer in config.reward_models.values())):
-        if not is_hub_name(path):
+    for setting, path in model_paths(config).items():
+        may_be_adapter = setting[-1] in ("reference", "path") and setting[0] != "model"
+        if not may_be_adapter and not is_hub_name(path):
             check_model_directory(path)
-
-
-def _at(data: object, *keys: str) -> object:
-    """Return the value at a path of keys; None if there is none."""
-    for key in keys:
-        data = data.get(key) if isinstance(data, Mapping) else None
-    return data
 
 
 def _split(path: str) -> tuple[str, str]:

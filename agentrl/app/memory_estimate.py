@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.app.engines import device_plan, slots, weight_file_bytes
 from agentrl.app.policies import adapter_slots_needed, largest_lora_rank
+from agentrl.config.load import value_at
 from agentrl.config.run import RunConfig
 from agentrl.config.scorers import reward_model_name
 from agentrl.core.errors import ConfigError, InputError, PredictionError
@@ -318,8 +319,7 @@ def with_chosen_token_limits(config: RunConfig, before: Mapping[str, Any]) -> Ru
 
 
 def _chosen_before(before: Mapping[str, Any], section: str, name: str) -> int:
-    values = before.get(section)
-    value = values.get(name) if isinstance(values, Mapping) else None
+    value = value_at(before, section, name)
     # larger numbers in a run's files do not come from this module
     return value if type(value) is int and 0 < value <= 10**8 else 0
 

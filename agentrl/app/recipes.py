@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentrl.app.engines import slots
+from agentrl.config.load import value_at
 from agentrl.core.errors import ModelError
 from agentrl.core.files import SAFETENSORS_LENGTH_BYTES, read_safetensors_header
 
@@ -102,9 +103,7 @@ def with_learning_rates(config: RunConfig, before: Mapping[str, Any]) -> RunConf
 
 def _rate_before(before: Mapping[str, Any], policy: str) -> float:
     """Return the rate with which a policy was started; 0 if there is none, or the run's files hold something else."""
-    value: Any = before
-    for key in ("policies", policy, "learning_rate"):
-        value = value.get(key) if isinstance(value, Mapping) else None
+    value = value_at(before, "policies", policy, "learning_rate")
     return value if isinstance(value, float) and 0 < value < math.inf else 0.0
 
 

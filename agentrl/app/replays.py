@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from agentrl.app.given_models import check_models_unchanged
+from agentrl.app.model_files import check_models_unchanged
 from agentrl.app.policies import MAX_EXTERNAL_CONTEXT, rollout_settings
 from agentrl.app.received import REPLAY, STEP_REPLAY, ReceivedRun, recorded_environment_code
 from agentrl.app.run_parts import RunFactories

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from agentrl.app.engines import check_ray_installed, check_vllm_usable, device_plan, make_engine
-from agentrl.app.given_models import check_models_unchanged, keep_models, record_models, with_kept_models
 from agentrl.app.hub import check_local_models, with_downloaded_models
 from agentrl.app.memory_estimate import check_gpu_memory, memory_line, with_chosen_token_limits
+from agentrl.app.model_files import check_models_unchanged, keep_models, record_models, with_kept_models
 from agentrl.app.policies import (
     base_model_chat_formats,
     base_models,

@@ -292,6 +292,13 @@ def parse_value(text: str) -> Any:
     return text
 
 
+def value_at(data: object, *path: str) -> Any:
+    """Return the value at a path of keys in a configuration's data, which need not be valid; None if there is none."""
+    for key in path:
+        data = data.get(key) if isinstance(data, Mapping) else None
+    return data
+
+
 def set_value(data: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     """Set a value in a configuration's data.
 
@@ -520,9 +527,8 @@ def _locate(location: Sequence[str | int], top: type[BaseModel], value: Any = No
             fields = [member.model_fields[part] for member in members if part in member.model_fields]
             holds_table = depth < len(location) or isinstance(value, Mapping)
             if unnamed is None and fields and (not holds_table or any(_is_table(field.annotation) for field in fields)):
-                unnamed = (
-                    len(path) - 1
-                )  # a table in place of a plain setting is named like the setting: `scorers.judge`
+                # a table in place of a plain setting is named like the setting: `scorers.judge`
+                unnamed = len(path) - 1
             section, kinds, annotation = None, [], _item(annotation, part)
     return _Location(path, section, kinds, _bare(annotation), unnamed)
 

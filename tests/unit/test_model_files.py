@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from agentrl.app.given_models import (
+from agentrl.app.model_files import (
     check_models_unchanged,
-    given_models,
     keep_models,
+    model_paths,
     record_models,
-    with_given_models,
     with_kept_models,
+    with_model_paths,
 )
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, JournalError, RunDirectoryError, StorageError
@@ -61,8 +61,8 @@ def config_of(directory: Path, **paths: Path) -> RunConfig:
 
 def written(directory: Path) -> RunConfig:
     config = config_of(directory)
-    assert set(given_models(config)) == set(SETTINGS)
-    for path in given_models(config).values():
+    assert set(model_paths(config)) == set(SETTINGS)
+    for path in model_paths(config).values():
         write_model(Path(path))
     return config
 
@@ -88,7 +88,7 @@ def test_a_model_that_changed_in_place_is_refused_by_its_setting(
     config = written(tmp_path)
     before = recorded(config)
     check_models_unchanged(config, before)
-    change(Path(given_models(config)[setting]))
+    change(Path(model_paths(config)[setting]))
     with pytest.raises(ConfigError, match=rf"^{'.'.join(setting)}: .*(now|missing).*then.*--name"):
         check_models_unchanged(config, before)
 
@@ -118,7 +118,7 @@ def test_the_same_content_in_other_files_is_the_same_model(tmp_path: Path) -> No
     check_models_unchanged(config, [])  # begun by a version that recorded nothing
     check_models_unchanged(config, {"damaged": True})
     # another directory is a change of the setting, which has its own rule
-    check_models_unchanged(with_given_models(config, {SETTINGS[0]: str(tmp_path / "path")}), before)
+    check_models_unchanged(with_model_paths(config, {SETTINGS[0]: str(tmp_path / "path")}), before)
 
 
 def test_a_file_with_the_recorded_inode_and_times_is_not_read_again(tmp_path: Path) -> None:
@@ -153,10 +153,10 @@ def test_a_version_of_another_run_outlives_it(
     if not can_link:
         monkeypatch.setattr(os, "link", refuse)
     run = tmp_path / "runs" / "two"
-    asked = with_given_models(written(tmp_path), {setting: str(one / "policies" / "solver")})
+    asked = with_model_paths(written(tmp_path), {setting: str(one / "policies" / "solver")})
     config = keep_models(asked, run)
-    kept = Path(given_models(config)[setting])
-    assert {key for key, path in given_models(config).items() if path != given_models(asked)[key]} == {setting}
+    kept = Path(model_paths(config)[setting])
+    assert {key for key, path in model_paths(config).items() if path != model_paths(asked)[key]} == {setting}
     assert kept == run / "models" / "one-solver-0.2"
     assert (kept / "model-1.safetensors").samefile(one / "versions/solver/0.2/model-1.safetensors") == can_link
     before = json.loads(RunDirectory.create(run, config.model_dump_json()).path.joinpath("config.json").read_text())
@@ -165,12 +165,12 @@ def test_a_version_of_another_run_outlives_it(
     (one / "policies" / "solver").symlink_to("../versions/solver/0.1")
     shutil.rmtree(one / "versions" / "solver" / "0.2")
     for path in (one / "policies" / "solver", one / "versions" / "solver" / "0.2", kept):
-        again = with_kept_models(with_given_models(asked, {setting: str(path)}), run, before)
-        assert given_models(again) == given_models(config)
+        again = with_kept_models(with_model_paths(asked, {setting: str(path)}), run, before)
+        assert model_paths(again) == model_paths(config)
     shutil.rmtree(one)
-    assert given_models(with_kept_models(asked, run, before)) == given_models(config)
+    assert model_paths(with_kept_models(asked, run, before)) == model_paths(config)
     assert (kept / "model-1.safetensors").read_text() == "2"
-    other = with_given_models(asked, {setting: str(tmp_path / "another")})
+    other = with_model_paths(asked, {setting: str(tmp_path / "another")})
     assert with_kept_models(other, run, before) == other, "which the check of the settings refuses"
 
 
@@ -208,7 +208,7 @@ def test_versions_of_runs_with_one_name_are_kept_apart(tmp_path: Path, one: Path
     namesake = Path(shutil.copytree(one, tmp_path / "elsewhere" / "one", symlinks=True))
     (namesake / "versions/solver/0.2/model-1.safetensors").write_text("namesake")
     config = config_of(tmp_path, base=one / "policies/solver", reference=namesake / "policies/solver")
-    kept = given_models(keep_models(config, tmp_path / "runs" / "two"))
+    kept = model_paths(keep_models(config, tmp_path / "runs" / "two"))
     contents = [Path(kept[setting], "model-1.safetensors").read_text() for setting in (SETTINGS[0], SETTINGS[2])]
     assert contents == ["2", "namesake"]
 

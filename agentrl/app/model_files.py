@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from agentrl.config.load import value_at
 from agentrl.config.policies import LocalPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, InputError, StorageError
@@ -33,7 +34,7 @@ _SOURCES = "sources.json"
 _MAX_SOURCES_BYTES = 1 << 20
 
 
-def given_models(config: RunConfig) -> dict[Setting, str]:
+def model_paths(config: RunConfig) -> dict[Setting, str]:
     """Return the directories (or names on the hub) of models and adapters that the configuration names."""
     paths: dict[Setting, str] = {("model", "path"): config.model.path}
     for name, policy in config.of_kind(LocalPolicy).items():
@@ -44,7 +45,7 @@ def given_models(config: RunConfig) -> dict[Setting, str]:
     return {setting: path for setting, path in paths.items() if path}
 
 
-def with_given_models(config: RunConfig, paths: Mapping[Setting, str]) -> RunConfig:
+def with_model_paths(config: RunConfig, paths: Mapping[Setting, str]) -> RunConfig:
     """Return the configuration with other directories of models."""
     sections: dict[str, dict[str, Any]] = {"policies": dict(config.policies), "scorers": dict(config.scorers)}
     model = config.model
@@ -77,10 +78,8 @@ def with_kept_models(config: RunConfig, run: Path, before: Mapping[str, Any]) ->
     except (OSError, ValueError, RecursionError):
         return config
     kept = {}
-    for setting, path in given_models(config).items():
-        value: Any = before
-        for key in setting:
-            value = value.get(key) if isinstance(value, Mapping) else None
+    for setting, path in model_paths(config).items():
+        value = value_at(before, *setting)
         name = Path(value).name if isinstance(value, str) else ""
         source = sources.get(name) if isinstance(sources, dict) else None
         directory = run / "models" / name
@@ -88,7 +87,7 @@ def with_kept_models(config: RunConfig, run: Path, before: Mapping[str, Any]) ->
         refuse_links(run / "models", *([directory, *directory.iterdir()] if is_kept else ()))
         if is_kept and {path, os.path.realpath(path)} & {*map(str, source or ()), str(directory)}:
             kept[setting] = str(directory)
-    return with_given_models(config, kept)
+    return with_model_paths(config, kept)
 
 
 def keep_models(config: RunConfig, run: Path) -> RunConfig:
@@ -100,7 +99,7 @@ def keep_models(config: RunConfig, run: Path) -> RunConfig:
     """
     kept: dict[Setting, str] = {}
     sources: dict[str, list[str]] = {}
-    for setting, path in given_models(config).items():
+    for setting, path in model_paths(config).items():
         source = Path(os.path.realpath(path))
         if _is_version(source) and not source.is_relative_to(os.path.realpath(run)):
             name = "-".join((source.parents[2].name, source.parent.name, source.name))
@@ -123,7 +122,7 @@ def keep_models(config: RunConfig, run: Path) -> RunConfig:
             f"{directory}: cannot keep a copy of another run's version ({error.strerror or error}). Copy the version "
             "to a directory of your own, and start from there"
         ) from error
-    return with_given_models(config, kept)
+    return with_model_paths(config, kept)
 
 
 def _is_version(path: Path) -> bool:
@@ -154,7 +153,7 @@ class ModelFile(msgspec.Struct, frozen=True, array_like=True):
     sha256: str
 
 
-class GivenModel(msgspec.Struct, frozen=True, kw_only=True):
+class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A model that a run's configuration names, in the form of the run's journal."""
 
     setting: str
@@ -162,10 +161,14 @@ class GivenModel(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, ModelFile]
 
 
-def record_models(config: RunConfig, before: object = (), *, ignored: Collection[str] = ()) -> list[GivenModel]:
-    """Return the models of a run with the digests of their files. Files are read at the speed of SHA-256, several at
-    once; those that `before`, the result of an earlier call as data, has with the same inode are not read. Settings
-    that match a pattern in `ignored` are left out.
+def record_models(config: RunConfig, before: object = (), *, ignored: Collection[str] = ()) -> list[ModelRecord]:
+    """Return the models of a run with the digests of their files. Reading takes as long as SHA-256, over several files
+    at once.
+
+    Args:
+        config: configuration of the run.
+        before: result of an earlier call, as data. A file with the same size, modification time and inode is not read.
+        ignored: patterns of settings to leave out.
 
     Raises:
         InputError: a file cannot be read.
@@ -175,7 +178,7 @@ def record_models(config: RunConfig, before: object = (), *, ignored: Collection
         for model in _decode(before)
         for name, file in model.files.items()
     }
-    paths = {".".join(setting): path for setting, path in given_models(config).items()}
+    paths = {".".join(setting): path for setting, path in model_paths(config).items()}
     paths = {setting: path for setting, path in paths.items() if not any(fnmatchcase(setting, p) for p in ignored)}
     directories = {path: Path(path) for path in paths.values() if Path(path).is_dir()}
     files = {path: sorted(_files_of(directory)) for path, directory in directories.items()}
@@ -192,7 +195,7 @@ def record_models(config: RunConfig, before: object = (), *, ignored: Collection
     except OSError as error:
         raise InputError(f"{error.filename}: cannot be read ({error.strerror})") from error
     return [
-        GivenModel(setting=setting, path=path, files={file.name: records[str(file)] for file in files[path]})
+        ModelRecord(setting=setting, path=path, files={file.name: records[str(file)] for file in files[path]})
         for setting, path in paths.items()
         if path in files
     ]
@@ -203,9 +206,9 @@ def _files_of(directory: Path) -> Iterator[Path]:
         yield from (file for file in directory.glob(pattern) if file.is_file())
 
 
-def _decode(data: object) -> list[GivenModel]:
+def _decode(data: object) -> list[ModelRecord]:
     try:
-        return msgspec.convert(data, list[GivenModel])
+        return msgspec.convert(data, list[ModelRecord])
     except msgspec.ValidationError:
         return []
 
