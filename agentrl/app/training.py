@@ -53,7 +53,6 @@ from agentrl.observe.sinks import check_sinks_installed, open_sinks
 from agentrl.orchestrator.loop import Orchestrator
 
 if TYPE_CHECKING:
-    from agentrl.app.recovery import UserFunctions
     from agentrl.core.clock import Clock
     from agentrl.journal.store import SqliteJournal
     from agentrl.observe.run_observer import RunObserver
@@ -155,9 +154,7 @@ async def run_training(
         config = with_kept_models(config, path, RunDirectory.config(path))
     else:
         RunDirectory.check_free(path)
-    functions = (config.trainer.loss, config.credit.advantage)
-    if any(":" in function.name or function.model_extra for function in functions):
-        load_user_functions(config)  # refuse unusable functions before anything else
+    functions = load_user_functions(config)  # imports torch only to check the options of a built-in loss
     source = await asyncio.to_thread(_training_tasks, config, environment, tasks)
     held_out_splits, available = await asyncio.to_thread(held_out_source, config, environment, held_out)
     warnings = await unproved_sandbox_promises(config, environment)
@@ -174,7 +171,7 @@ async def run_training(
     info = {"name": config.name, "config": config.model_dump(mode="json"), "code": code}
     run_context = _open_run(config, directory, observers, clock, info=info, quiet=quiet, resume=resume)
     async with run_context as (store, observer), gpu_reservation():
-        config, user_functions, chat_format, changes = await _resolve(config, factories, directory, store, observer)
+        config, chat_format, changes = await _resolve(config, factories, directory, store, observer)
         warnings += remember_run(path, config, code, selected, resumed=resume)
         recorded_turns = await asyncio.to_thread(find_recorded_turns, config, environment, path)
         keep_recorded_turns(recorded_turns, environment, path)
@@ -203,8 +200,8 @@ async def run_training(
             directory=directory,
             store=store,
             observer=observer,
-            code=UserCodeDigests.of(config, environment, user_functions),
-            estimator=user_functions.estimator,
+            code=UserCodeDigests.of(config, environment, functions),
+            estimator=functions.estimator,
             changed=changes,
         )
         orchestrator = await supervise(setup)
@@ -215,7 +212,6 @@ async def run_training(
 
 class _ResolvedRun(NamedTuple):
     config: RunConfig
-    functions: UserFunctions
     chat_format: ChatFormat
     changes: list[SettingDifference]
     """Settings that differ from the previous process's."""
@@ -232,7 +228,7 @@ async def _resolve(
     on resume, the run.
 
     Raises:
-        InputError: a model, a function or a changed setting cannot be used.
+        InputError: a model or a changed setting cannot be used.
     """
     info = store.info()
     is_resolved = "bases" in info
@@ -244,7 +240,6 @@ async def _resolve(
             await asyncio.to_thread(_import_learning_stack)
             observer.phase("reading the model's shapes, and predicting memory")
         config = await asyncio.to_thread(_with_chosen_settings, config, before if isinstance(before, dict) else {})
-    functions = await asyncio.to_thread(load_user_functions, config)
     chat_format = await asyncio.to_thread(factories.chat_format, config)
     await asyncio.to_thread(base_model_chat_formats, config)
     await asyncio.to_thread(check_tokenizers, config)
@@ -260,11 +255,11 @@ async def _resolve(
         await store.describe(**msgspec.to_builtins(resolved))
     observer.add_sinks(open_sinks(config.sinks, directory.path, config.model_dump(mode="json")))
     changes = [change for change in changes if change.path not in (("name",), ("directory",))]
-    return _ResolvedRun(config, functions, chat_format, changes)
+    return _ResolvedRun(config, chat_format, changes)
 
 
 def _import_learning_stack() -> None:
-    """Import the slowest libraries, so that their import has a phase of its own."""
+    """Import the slowest libraries, to show their import as a separate phase."""
     import agentrl.learn.models  # noqa: F401
 
 
