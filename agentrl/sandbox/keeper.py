@@ -275,7 +275,7 @@ class Keeper:
         if lease in self.helpers or lease not in self.closing:
             return
         if not any(command.lease is lease for command in self.commands.values()):
-            self.help(self.closing[lease], lease, lease.close)
+            self.await_helper(Helper(self.closing[lease], lease, lease.close))
 
     def do_open(self, request: Request, lease: Lease, path: str) -> None:
         with in_file(path):
@@ -297,7 +297,7 @@ class Keeper:
             write()
             self.reply(request.number, {})
         else:
-            self.help(request, lease, write)
+            self.await_helper(Helper(request, lease, write))
 
     def do_changed(self, request: Request, lease: Lease, everything: bool) -> None:
         """Reply with a file of rows, which are records and paths that are gone, and a file of contents."""
@@ -323,7 +323,7 @@ class Keeper:
                 lease.replace_signatures(signatures)
                 self.reply(request.number, {}, (rows, contents))
                 return
-        self.help(request, lease, walk, (rows, contents), signatures)
+        self.await_helper(Helper(request, lease, walk, (rows, contents), signatures))
 
     def do_restore(self, request: Request, lease: Lease) -> None:
         rows, contents = request.files
@@ -333,18 +333,11 @@ class Keeper:
             lease.restore([FileRecord(*row) for row in read_rows(rows)], contents)
             lease.store_signatures(signatures)
 
-        self.help(request, lease, restore, (), signatures)
+        self.await_helper(Helper(request, lease, restore, (), signatures))
 
-    def help(
-        self,
-        request: Request,
-        lease: Lease,
-        work: Callable[[], object],
-        outputs: Sequence[int] = (),
-        signatures: int | None = None,
-    ) -> None:
-        """Let a helper do what a request needs, and reply when it has ended."""
-        helper = self.helpers[lease] = Helper(request, lease, work, outputs, signatures)
+    def await_helper(self, helper: Helper) -> None:
+        """Let a helper work, and reply when it has ended."""
+        self.helpers[helper.lease] = helper
         self.watch(helper.pidfd, lambda: self.on_helper_end(helper))
 
     def on_helper_end(self, helper: Helper) -> None:
