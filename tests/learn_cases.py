@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from agentrl.core.records import (
 from agentrl.credit.samples import ReadUnits
 from agentrl.journal.entries import BeginEntry, JournalEntry, TurnEntry, TurnVersionSpan, encode_body
 from agentrl.journal.store import SqliteJournal
+
+if TYPE_CHECKING:
+    from agentrl.learn.memory_prediction import TrainerMemory
 
 VOCABULARY = 48
 LORA = LoraConfig(rank=4, alpha=8.0)
@@ -219,3 +222,10 @@ def _entries(episode_id: str, trajectory: Trajectory) -> list[JournalEntry]:
         entries.append(JournalEntry(episode_id, 0, f"r#{number}", b"", encode_body(turn)))
         end = stop
     return entries
+
+
+def predict_trainer_memory(config: RunConfig) -> TrainerMemory:
+    """The memory of a run's trainer with the sizes of its configuration."""
+    from agentrl.learn.memory_prediction import TrainerMemoryPredictor  # imports torch
+
+    return TrainerMemoryPredictor(config).predict(config.engine.max_context, config.trainer.micro_batch_tokens)

@@ -11,6 +11,7 @@ import math
 import re
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -92,12 +93,14 @@ class TrainerMemoryPredictor:
         """Models with one layer of each kind, keyed by policy."""
         references = load_references(config, self.models, torch.device("meta"))
         self._predictions: dict[tuple[int, int], TrainerMemory] = {}
-        self._reference_bytes = _bytes({p for reference in references.values() for p in reference.model.parameters()})
+        self._sizes = Counter(frozen=_bytes({p for each in references.values() for p in each.model.parameters()}))
+        """Bytes by the names of `_sizes_of`, on a rank that holds all; those of references are frozen."""
+        for samples in self._samples:
+            self._sizes.update(samples.extrapolate(_sizes_of))
 
     def weight_sizes(self) -> tuple[int, int]:
         """Return the bytes of `TrainerMemory.weights` and `TrainerMemory.trained`, on a rank that holds all."""
-        sizes = [samples.extrapolate(_sizes) for samples in self._samples]
-        return self._reference_bytes + sum(each["frozen"] for each in sizes), sum(each["trained"] for each in sizes)
+        return self._sizes["frozen"], self._sizes["trained"]
 
     def predict(self, max_context: int, micro_batch_tokens: int) -> TrainerMemory:
         """Predict the peak memory of a trainer process, or return an earlier prediction.
@@ -117,34 +120,28 @@ class TrainerMemoryPredictor:
     def _predict(self, config: RunConfig) -> TrainerMemory:
         shards = shard_count(config, config.trainer.ranks, self.weight_sizes)
         weights, trained_bytes = self.weight_sizes()
-        sizes = [samples.extrapolate(_sizes) for samples in self._samples]
         if shards > 1:  # if all weights are trained, the float32 shards are the masters
-            weights -= sum(each["rounded"] for each in sizes)
+            weights -= self._sizes["rounded"]
         return TrainerMemory(
             shards=shards,
             gathered=max(map(_gathered_bytes, self.models.values())) if shards > 1 else 0,
             dtype=" and ".join(dict.fromkeys(dtype_name(model.model.dtype) for model in self.models.values())),
             weights=weights // shards,
             trained=trained_bytes // shards,
-            copies=self._copies(sizes),
+            copies=self._copies(),
             activations=max(samples.activations(config, name) for samples in self._samples for name in samples.first),
             tokens=max(config.trainer.micro_batch_tokens, config.engine.max_context),
         )
 
-    def _copies(self, sizes: Sequence[Mapping[str, int]]) -> int:
+    def _copies(self) -> int:
         """Return `TrainerMemory.copies`."""
         largest_gradient = max(4 * parameter.numel() for parameter in _trained_parameters(self.models))
-        gradients = sum(each["gradients"] for each in sizes) if self._config.trainer.ranks > 1 else 0
-        published = sum(each["published"] for each in sizes)
+        gradients = self._sizes["gradients"] if self._config.trainer.ranks > 1 else 0
+        published = self._sizes["published"]
         largest_published = max(
             (p.nbytes for model in self.models.values() for p in _published_parameters(model)), default=0
         )
         return max(min(gradients, max(BUCKET, largest_gradient)), min(published, max(BUCKET, largest_published)))
-
-
-def predict_trainer_memory(config: RunConfig) -> TrainerMemory:
-    """Predict the peak memory of a trainer process, once; see `TrainerMemoryPredictor`."""
-    return TrainerMemoryPredictor(config).predict(config.engine.max_context, config.trainer.micro_batch_tokens)
 
 
 def shard_count(config: RunConfig, ranks: int, weight_sizes: Callable[[], tuple[int, int]] | None = None) -> int:
@@ -207,7 +204,7 @@ class _LayerSamples:
         """The number of further layers of a kind, and the models with one of them."""
 
     def extrapolate(self, measure: Callable[[Mapping[str, PolicyModel]], dict[str, int]]) -> dict[str, int]:
-        """Return numbers of the whole models, from those of the models with few layers."""
+        """Measure the models with few layers, and return the numbers of the whole models."""
         first = measure(self.first)
         seconds = [(count, measure(models)) for count, models in self._second]
         return {
@@ -259,7 +256,7 @@ class _LayerSamples:
 
 
 class _LayerKinds:
-    """The kinds of layers of a model: those of one kind have equal modules, settings and shapes."""
+    """The kinds of layers of a model. Layers of one kind have equal modules, settings and shapes."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
@@ -318,7 +315,7 @@ def _structure(layer: nn.Module) -> tuple[object, ...]:
     )
 
 
-def _sizes(models: Mapping[str, PolicyModel]) -> dict[str, int]:
+def _sizes_of(models: Mapping[str, PolicyModel]) -> dict[str, int]:
     """Return bytes of the parameters of models on one base."""
     trained_parameters = _trained_parameters(models)
     parameters = {parameter for model in models.values() for parameter in model.model.parameters()}

@@ -25,12 +25,12 @@ from agentrl.learn.memory_prediction import (
     TrainerMemoryPredictor,
     _LayerKinds,
     make_worst_case_samples,
-    predict_trainer_memory,
     shard_count,
 )
 from agentrl.learn.models import load_models
 from agentrl.learn.packing import pack
 from tests.default_starts import CASES, POSITIONS, default_config, start, write_model
+from tests.learn_cases import predict_trainer_memory
 from tests.model_families import FAMILIES, FURTHER_FAMILIES, family_config
 
 pytestmark = [pytest.mark.learning, pytest.mark.slow, pytest.mark.timeout(300)]

@@ -32,9 +32,10 @@ from agentrl.core.machine import GIB, Gpu, Memory
 from agentrl.engines.models import read_meta_model
 from agentrl.learn import memory_prediction
 from agentrl.learn.forward import TOP_TOKENS, token_logprobs
-from agentrl.learn.memory_prediction import AllocationCounter, make_worst_case_samples, predict_trainer_memory
+from agentrl.learn.memory_prediction import AllocationCounter, make_worst_case_samples
 from agentrl.learn.models import load_models
 from agentrl.learn.packing import pack
+from tests.learn_cases import predict_trainer_memory
 from tests.support.reward_models import save_reward_model
 
 OVERRIDES = ("--trainer.micro_batch_tokens=600", "--policies.solver.step_size=8")

@@ -12,10 +12,9 @@ from agentrl.config.policies import PolicyConfig
 from agentrl.config.sections import EngineConfig
 from agentrl.core.records import TrainingSample
 from agentrl.learn.forward import token_logprobs
-from agentrl.learn.memory_prediction import predict_trainer_memory
 from agentrl.learn.models import load_models
 from agentrl.learn.packing import pack
-from tests.learn_cases import LORA, make_samples, run_config, write_model
+from tests.learn_cases import LORA, make_samples, predict_trainer_memory, run_config, write_model
 from tests.model_families import family_config, sharp_model
 
 

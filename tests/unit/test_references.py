@@ -20,9 +20,16 @@ from agentrl.core.errors import ConfigError, InputError, ModelError
 from agentrl.core.records import PolicyVersion
 from agentrl.credit.advantages.group_baselines import leave_one_out
 from agentrl.learn.losses import dpo
-from agentrl.learn.memory_prediction import predict_trainer_memory
 from agentrl.learn.trainer import PolicyTrainer
-from tests.learn_cases import LORA, Episodes, make_rows, run_config, write_model, write_tokenizer
+from tests.learn_cases import (
+    LORA,
+    Episodes,
+    make_rows,
+    predict_trainer_memory,
+    run_config,
+    write_model,
+    write_tokenizer,
+)
 from tests.loss_cases import batch_of, conversations, evaluated, loss_named
 
 
