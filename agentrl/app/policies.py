@@ -24,7 +24,7 @@ from agentrl.config.fields import base_model_display_name
 from agentrl.config.policies import ExternalPolicyConfig, FrozenPolicy, OpponentPoolPolicy, PolicyConfig
 from agentrl.config.run import RunConfig, adapter_settings
 from agentrl.config.scorers import ScorerConfig
-from agentrl.config.sections import ADVANTAGE_NAMES, LOSSES, NORMALIZERS, LossConfig, SamplingConfig
+from agentrl.config.sections import ADVANTAGE_NAMES, LOSSES, LossConfig, SamplingConfig
 from agentrl.core.custom_functions import FunctionDeclaration, Grouping, declaration_of, find_function
 from agentrl.core.errors import ConfigError, EngineError, InputError
 from agentrl.core.files import WEIGHT_FILES, sha256_of
@@ -246,7 +246,7 @@ def _check_branches(config: RunConfig, root: type[Environment], seats: Sequence[
             "advantages",
         ),
         f"trainer.loss.normalizer = {loss.normalizer!r}": (
-            bool(root.branches) and NORMALIZERS.get(str(loss.normalizer), "token") not in WITHIN_TURN,
+            bool(root.branches) and loss.normalizer_grouping not in WITHIN_TURN,
             "a branch has only the end of a conversation: set it to the sampled tokens of a typical episode",
         ),
         several: (len(learners) > 1, "a tree stays on one version: bind all its seats to one trained policy"),
@@ -293,7 +293,7 @@ def _check_roulette(config: RunConfig, root: type[Environment]) -> None:
             "constant",
         ),
         f"trainer.loss.normalizer = {loss.normalizer!r}": (
-            NORMALIZERS.get(str(loss.normalizer), "token") not in WITHIN_TURN,
+            loss.normalizer_grouping not in WITHIN_TURN,
             "a stopped conversation is shorter, so its tokens would weigh more: set it to the sampled tokens of a "
             "typical episode",
         ),

@@ -40,7 +40,6 @@ from agentrl.config.policies import (
 from agentrl.config.scorers import ScorerConfig
 from agentrl.config.sections import (
     LOSSES,
-    NORMALIZERS,
     BestConfig,
     CheckpointConfig,
     ClusterConfig,
@@ -503,7 +502,7 @@ def _check_release(config: RunConfig) -> None:
 def _not_with_release(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield the settings that cannot be combined with groups released in parts, each with its reason and remedy."""
     loss = config.trainer.loss
-    if NORMALIZERS.get(str(loss.normalizer)) == "agent":
+    if loss.normalizer_grouping == "agent":
         why = "the divisor would depend on who ended first, and short members would weigh more"
         yield (
             f"trainer.loss.normalizer = {loss.normalizer!r}",

@@ -428,6 +428,11 @@ class LossConfig(FunctionConfig):
     """Estimator of a token's KL divergence (Schulman 2020; docs/algorithms.md)."""
 
     @property
+    def normalizer_grouping(self) -> Grouping:
+        """The tokens on which a token's weight depends, apart from a factor that all tokens of the step share."""
+        return "token" if isinstance(self.normalizer, int) else NORMALIZERS[self.normalizer]
+
+    @property
     def tokens_per_unit(self) -> int:
         """`normalizer` if it is a number of tokens, else 0."""
         return self.normalizer if isinstance(self.normalizer, int) else 0
