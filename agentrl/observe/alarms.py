@@ -1,7 +1,7 @@
 """Alarms: problems in a run that do not end it, each with advice. Pure functions of `RunState`.
 
 An alarm looks at a window of the newest steps, so that a single odd step raises none, and stays silent if its inputs
-were not measured. The name of an alarm is stable; its text contains the measured values. `find_alarms.jsonl` has a line
+were not measured. The name of an alarm is stable; its text contains the measured values. `alarms.jsonl` has a line
 for each alarm that a run raised.
 """
 
@@ -296,8 +296,8 @@ def _nothing_taught(policy: PolicyMetricHistory, window: Sequence[Values]) -> It
     zero, rewards = window_metric_values(window, "advantage/zero_share"), window_metric_values(window, "reward/mean")
     if len(zero) < len(window) or len(rewards) < len(window) or mean_of(zero) < ZERO_SHARE:
         return
-    if lone := list(_alone(policy, window)):
-        yield from lone
+    if (alone := _alone(policy, window)) is not None:
+        yield alone
         return
     _, history = policy.series("reward/mean")
     best = max(mean_of(history[at : at + WINDOW]) for at in range(len(history) - WINDOW + 1))
@@ -336,17 +336,18 @@ def _nothing_taught(policy: PolicyMetricHistory, window: Sequence[Values]) -> It
         )
 
 
-def _alone(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
+def _alone(policy: PolicyMetricHistory, window: Sequence[Values]) -> Alarm | None:
     lone_share = mean_of(window_metric_values(window, "advantage/alone_share"))
-    if lone_share >= ALONE_SHARE:
-        yield Alarm(
-            "alone",
-            policy.name,
-            f"{lone_share:.0%} of the units of the last {plural(len(window), 'step')} have no other episode to compare "
-            "them with",
-            "`ctx.spawn` with n = 2 or more: children of one call are compared with each other; or "
-            "credit.advantage = 'role_mean', which compares with what the policy used to get in that seat",
-        )
+    if lone_share < ALONE_SHARE:
+        return None
+    return Alarm(
+        "alone",
+        policy.name,
+        f"{lone_share:.0%} of the units of the last {plural(len(window), 'step')} have no other episode to compare "
+        "them with",
+        "`ctx.spawn` with n = 2 or more: children of one call are compared with each other; or "
+        "credit.advantage = 'role_mean', which compares with what the policy used to get in that seat",
+    )
 
 
 def _nothing_taught_yet(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
@@ -357,8 +358,8 @@ def _nothing_taught_yet(policy: PolicyMetricHistory, window: Sequence[Values]) -
     units = window_metric_sum(window, "step/units")
     if min(zero, default=1.0) < 1.0:
         return
-    if lone := list(_alone(policy, window)):
-        yield from lone
+    if (alone := _alone(policy, window)) is not None:
+        yield alone
         return
     if units >= MIN_EPISODES and rewards:
         text = (
@@ -668,7 +669,7 @@ def window_weighted_mean(window: Sequence[Values], name: str, weight: str) -> fl
 
 
 def write_alarm(directory: Path, alarm: Alarm, step: int) -> None:
-    """Append a newly raised alarm and its step to `find_alarms.jsonl`; disk errors are ignored."""
+    """Append a newly raised alarm and its step to `alarms.jsonl`; disk errors are ignored."""
     try:
         with open_jsonl_to_append(directory / FILE) as file:
             append_jsonl_line(file, {"step": step, **alarm._asdict()})

@@ -421,12 +421,11 @@ class BestCheckpointTracker:
         """
         steps: dict[str, Counter[int]] = {policy: Counter() for policy in board.trainable}
         for versions in units:
-            # of two agents of a policy, the one that began with the older version counts
-            for policy, step in {
-                version.policy: version.step
-                for version in sorted(versions, key=lambda version: version.step, reverse=True)
-                if version.policy in steps
-            }.items():
+            oldest: dict[str, int] = {}
+            for version in versions:
+                if version.policy in steps:
+                    oldest[version.policy] = min(version.step, oldest.get(version.policy, version.step))
+            for policy, step in oldest.items():
                 steps[policy][min(max(step, self._oldest(board, policy)), board.step(policy))] += 1
         return {
             policy: board.at(policy, max(counts, key=lambda step: (counts[step], step), default=board.step(policy)))
