@@ -22,13 +22,11 @@ import shutil
 import sqlite3
 import struct
 import sys
-import threading
 import types
 import typing
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 from unittest.mock import patch
@@ -59,6 +57,7 @@ from agentrl.inspection.viewer.served_runs import ServedRuns
 from agentrl.journal.control_rows import row_checksum
 from agentrl.journal.entries import EntryBody, entry_checksum
 from agentrl.journal.run_log import RunStart
+from tests.support.counting_listener import CountingListener
 
 NAME = "agentrl.received"
 """Name of the received directory: it begins as the name of an installed package does."""
@@ -89,38 +88,8 @@ class Watch:
     def __init__(self, root: Path) -> None:
         self.secret = root / "secret"
         self._ran = root / "code-ran"
-        watch = self
-        self._seen: Counter[str] = Counter()
-
-        class Listener(ThreadingHTTPServer):
-            def get_request(self) -> Any:
-                watch._seen["connections"] += 1
-                return super().get_request()
-
-            def handle_error(self, request: object, client_address: object) -> None:
-                pass
-
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *arguments: object) -> None:
-                pass
-
-            def parse_request(self) -> bool:
-                watch._seen["bytes_sent"] += len(vars(self)["raw_requestline"])
-                return super().parse_request()
-
-            def do_POST(self) -> None:
-                self.rfile.read(int(self.headers.get("content-length", 0)))
-                message = {"role": "assistant", "content": "Score: 0.5"}
-                body = json.dumps({"choices": [{"index": 0, "finish_reason": "stop", "message": message}]}).encode()
-                self.send_response(200)
-                self.send_header("content-type", "application/json")
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-        self._listener = Listener(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self._listener.serve_forever, daemon=True).start()
-        self.port = self._listener.server_address[1]
+        self._listener = CountingListener()
+        self.port = self._listener.port
         self.url = f"http://127.0.0.1:{self.port}/v1"
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._events = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -136,11 +105,11 @@ class Watch:
         """Return the harm since the last call."""
         with contextlib.suppress(BlockingIOError):
             while events := os.read(self._events, 1 << 16):
-                self._seen["files_opened_outside"] += _count_events(events)
+                self._listener.seen["files_opened_outside"] += _count_events(events)
         if self._ran.exists():
             self._ran.unlink()
-            self._seen["code_run"] += 1
-        seen, self._seen = self._seen, Counter()
+            self._listener.seen["code_run"] += 1
+        seen, self._listener.seen = self._listener.seen, Counter()
         return seen
 
     def code(self) -> str:
@@ -155,8 +124,7 @@ class Watch:
     def close(self) -> None:
         """Stop watching."""
         os.close(self._events)
-        self._listener.shutdown()
-        self._listener.server_close()
+        self._listener.close()
 
 
 def _count_events(events: bytes) -> int:

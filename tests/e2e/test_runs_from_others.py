@@ -10,10 +10,8 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-import threading
 import zlib
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ import msgspec
 import pytest
 
 from tests.support import warm
+from tests.support.counting_listener import CountingListener
 
 pytestmark = [pytest.mark.e2e, pytest.mark.damages_journal, pytest.mark.timeout(300)]
 
@@ -184,45 +183,11 @@ def received(own: Path, tmp_path: Path) -> Received:
     return Received(own, tmp_path)
 
 
-class Listener:
-    """Counts connections, and keeps the requests' authorization."""
-
-    def __init__(self) -> None:
-        self.connections, self.tokens = 0, list[str | None]()
-        listener = self
-
-        class Server(ThreadingHTTPServer):
-            def get_request(self) -> Any:
-                listener.connections += 1
-                return super().get_request()
-
-            def handle_error(self, request: object, client_address: object) -> None: ...
-
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *arguments: object) -> None: ...
-
-            def do_POST(self) -> None:
-                listener.tokens.append(self.headers.get("Authorization"))
-                self.rfile.read(int(self.headers.get("content-length", 0)))
-                message = {"role": "assistant", "content": "Score: 0.5"}
-                body = json.dumps({"choices": [{"index": 0, "finish_reason": "stop", "message": message}]}).encode()
-                self.send_response(200)
-                self.send_header("content-type", "application/json")
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-        self.server = Server(("127.0.0.1", 0), Handler)
-        self.address = f"127.0.0.1:{self.server.server_address[1]}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-
 @pytest.fixture
-def listener() -> Iterator[Listener]:
-    listener = Listener()
+def listener() -> Iterator[CountingListener]:
+    listener = CountingListener()
     yield listener
-    listener.server.shutdown()
-    listener.server.server_close()
+    listener.close()
 
 
 def allowed(refused: subprocess.CompletedProcess[str]) -> list[str]:
@@ -355,7 +320,9 @@ SHIPPED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_received_task_chooses_no_program_and_no_address(received: Received, listener: Listener, name: str) -> None:
+def test_a_received_task_chooses_no_program_and_no_address(
+    received: Received, listener: CountingListener, name: str
+) -> None:
     program = received.path / "program"
     program.write_text(f"#!/bin/sh\ntouch {received.mark}\n")
     program.chmod(0o755)
@@ -375,7 +342,7 @@ def test_a_received_task_chooses_no_program_and_no_address(received: Received, l
         assert finished.returncode == 2, verb
         assert "--task." in finished.stderr, verb
     assert not received.mark.exists()
-    assert not listener.connections
+    assert not listener.seen["connections"]
 
 
 def test_a_resumed_run_plays_only_environments_of_the_configuration(own: Path, tmp_path: Path) -> None:
@@ -402,7 +369,7 @@ def test_a_resumed_run_plays_only_environments_of_the_configuration(own: Path, t
     assert [(reason, f"{received.code}:Mine" in detail) for reason, detail in rows] == [("code_changed", True)]
 
 
-def test_a_fork_stays_on_this_machine(received: Received, listener: Listener) -> None:
+def test_a_fork_stays_on_this_machine(received: Received, listener: CountingListener) -> None:
     received.configure(lambda config: config["cluster"].update(address=listener.address))
     received.configure(lambda config: config["sandbox"].update(driver="podman", unproved="accept"))
     received.configure(lambda config: config.update(sinks=["wandb"]))
@@ -412,7 +379,7 @@ def test_a_fork_stays_on_this_machine(received: Received, listener: Listener) ->
     assert "cluster" not in refused.stderr
     finished = received.command(*allowed(refused), f"--environment={own_code(received)}")
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert not listener.connections
+    assert not listener.seen["connections"]
     forks = Received.__new__(Received)
     forks.path = received.path / "forks"
     ((text,),) = forks.rows("SELECT value FROM meta WHERE value LIKE '%\"config\"%' ORDER BY key DESC LIMIT 1")
@@ -442,7 +409,7 @@ def own_code(received: Received) -> str:
 
 
 def test_a_received_run_sends_nothing_and_reads_no_variable(
-    received: Received, listener: Listener, monkeypatch: pytest.MonkeyPatch
+    received: Received, listener: CountingListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("THE_USERS_KEY", "the-users-secret")
     endpoint = {"kind": "remote", "url": f"http://{listener.address}/v1", "model": "m", "api_key_env": "THE_USERS_KEY"}
@@ -453,7 +420,7 @@ def test_a_received_run_sends_nothing_and_reads_no_variable(
 
     received.configure(change)
     said = {name: received.command(*command) for name, command in received.commands().items()}
-    assert not listener.connections
+    assert not listener.seen["connections"]
     for key in ("url", "model", "api_key_env"):
         assert f"policies.evil.{key}" in said["fork"].stderr
     options = [part for part in allowed(said["fork"]) if "api_key_env" not in part]
