@@ -426,7 +426,7 @@ async def _fork(
 ) -> list[EpisodeHeader]:
     from agentrl.journal.store import SqliteJournal
 
-    # The weights are those of the turn, so the record needs no paths into the run, which may be moved.
+    # The turn determines the weights. Paths into the run would be wrong once it is moved.
     recorded = with_frozen_policies(config, ())
     chosen = {weights.version.policy for weights in policies.weights}
     unchanged = {name: policy for name, policy in config.policies.items() if name not in chosen}

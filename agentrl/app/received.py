@@ -211,7 +211,7 @@ def remember_recorded_turns(run: Path, environment: type[Environment], starts: I
 
 
 def check_recorded_turns(run: Path, environment: type[Environment], starts: Iterable[GroupStart]) -> None:
-    """Check that recorded turns in a run's directory are those that this user's run began from.
+    """Check that this user's run began from the recorded turns in its directory.
 
     Raises:
         InputError: only the run's directory names them.

@@ -473,7 +473,7 @@ def _kept_checkpoint(
     weights.
 
     Raises:
-        InputError: one of these steps was taken with another loss or other values than those of `lineage`.
+        InputError: one of these steps was taken with another loss than `lineage` has, or other values.
         JournalError: the record of one of these steps is gone or damaged.
         StorageError: the checkpoint is damaged.
     """

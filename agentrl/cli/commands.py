@@ -86,7 +86,7 @@ _REPLAY_ARGUMENTS = (
 
 _RECEIVED = (
     "--section.field=value and --task.key=value name what a run that was not trained here may use on this machine, "
-    "such as its model; the command prints those that it needs."
+    "such as its model; the command prints the ones it needs."
 )
 
 READING = (

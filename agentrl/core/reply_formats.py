@@ -143,7 +143,7 @@ def split_thinking(text: str, marks: tuple[str, str], *, is_open: bool = False) 
 
 
 def is_thinking_open(text: str, marks: tuple[str, str], *, is_open: bool = False) -> bool:
-    """Whether a reply ends within its thinking; the arguments are those of `split_thinking`."""
+    """Whether a reply ends within its thinking. Takes the arguments of `split_thinking`."""
     return marks[1] not in text and (is_open or text.lstrip().startswith(marks[0]))
 
 

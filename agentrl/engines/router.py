@@ -243,7 +243,7 @@ class Fleet:
         """Bring the replicas to the newest request, one after another, without the versions that none accepts.
 
         Raises:
-            VersionsRefusedError: for those of `versions` that this or an earlier call withdrew.
+            VersionsRefusedError: this or an earlier call withdrew some of `versions`.
         """
         async with self._one_at_a_time:
             while True:

@@ -3,8 +3,8 @@
 A loss is called on steps of ragged conversations, one of them far off policy. It must return one finite loss per token
 with a gradient, return the same when called again, leave its input and the random state unchanged, and depend neither
 on the order of rows nor on the values of ids, which ranks and micro-batches change, nor on tokens outside the grouping
-that it declares. An advantage is called on groups like those of runs, a scorer on conversations. Promises of linearity
-are tested.
+that it declares. An advantage is called on groups like a run's, a scorer on conversations. Promises of linearity are
+tested.
 
 Owns: the batches and groups, the findings. Does not own: finding the functions (`core.custom_functions`).
 """
