@@ -175,7 +175,7 @@ def _micro_batch(members: Sequence[_PackedRow], prefix_lengths: Sequence[int]) -
 
 def _whole_routing(routing: NDArray[Any], length: int) -> NDArray[Any]:
     """Return the experts of the first `length` tokens, -1 where they were not recorded."""
-    missing = np.full((max(0, length - len(routing)), *routing.shape[1:]), -1, routing.dtype)
+    missing = np.full((max(0, length - len(routing)), *routing.shape[1:]), -1, np.int16)
     return np.concatenate([routing[:length], missing]) if len(missing) else routing[:length]
 
 

@@ -143,7 +143,7 @@ class LengthChatFormat:
         length, turn = map(int, messages[-1].content.split())
         return [0] * (length - 1) + [turn]
 
-    def extend(self, messages: Sequence[Message], *, after: FinishReason) -> list[int]:
+    def extend(self, messages: Sequence[Message], *, after: FinishReason, turn: Sequence[int] = ()) -> list[int]:
         return self.start(messages, ())
 
     def rewritten(

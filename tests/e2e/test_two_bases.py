@@ -182,7 +182,7 @@ def test_a_run_is_not_resumed_on_another_model_in_the_same_place(repository: Pat
     agentrl.train(config, environment=Ask, quiet=True)
     shutil.rmtree(own)
     shutil.copytree(repository / "environments" / "tictactoe/model", own)
-    with pytest.raises(ConfigError, match=rf"{own} .*solver"):
+    with pytest.raises(ConfigError, match=rf"policies.solver.model: {own}/config.json is not what the run began with"):
         agentrl.train(config, environment=Ask, quiet=True, resume=True)
 
 

@@ -26,9 +26,9 @@ class Changing(PlainChatFormat):
         Changing.tokenised += 1
         return [*self.prefix, *super().start(messages, tools)]
 
-    def extend(self, messages: Sequence[Message], *, after: FinishReason) -> list[int]:
+    def extend(self, messages: Sequence[Message], *, after: FinishReason, turn: Sequence[int] = ()) -> list[int]:
         Changing.tokenised += 1
-        return super().extend(messages, after=after)
+        return super().extend(messages, after=after, turn=turn)
 
 
 class Talk(agentrl.Environment):

@@ -149,7 +149,7 @@ def test_an_export_that_finds_no_room_says_so_and_leaves_nothing(sample_run: Pat
     full = limited("export", sample_run, "--to", format, "--where", "turns > 5", "--out", out, size=4_000)
     assert full.returncode == 74
     why = "the export cannot be written (File too large); raise the limit on the size of files (ulimit -f)"
-    assert full.stderr == f"agentrl: {out}: {why}\n"
+    assert full.stderr == f"reading the run …\nagentrl: {out}: {why}\n"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -182,4 +182,4 @@ def test_the_command_prints_an_address_on_loopback_and_ends_with_ctrl_c(sample_r
         os.kill(process.pid, signal.SIGINT)
         assert process.wait(60) == 0
         assert process.stderr is not None
-        assert process.stderr.read() == ""
+        assert process.stderr.read() == "reading the run …\n"
