@@ -5,10 +5,16 @@ from __future__ import annotations
 import argparse
 import importlib
 import pkgutil
-from collections.abc import Collection, Sequence
+import re
+import subprocess
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 import benchmarks
 from benchmarks.report import Report
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def parts(benchmark: str, apart: Collection[str] = ()) -> list[str]:
@@ -50,3 +56,28 @@ def run_parts(
             raise SystemExit(f"{part} measures {', '.join(sorted(unknown))}, which is no figure of this benchmark")
         report.figures |= measured
     report.print()
+
+
+def outcomes(*arguments: str) -> Mapping[str, bool]:
+    """Run tests in a process of their own.
+
+    Args:
+        arguments: of pytest: files, `-k` and what else chooses them.
+
+    Returns:
+        Whether each test passed, by its name behind the file; what was skipped is absent.
+
+    Raises:
+        SystemExit: no test ran.
+    """
+    command = [sys.executable, "-m", "pytest", "-rA", "-q", *arguments]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    lines = re.findall(r"^(PASSED|FAILED|ERROR) \S+?::(\S+)", printed, re.MULTILINE)
+    if not lines:
+        raise SystemExit(f"{' '.join(command)}: no test ran\n{printed}")
+    found: dict[str, bool] = {}
+    for outcome, name in lines:
+        found[name] = outcome == "PASSED" and found.get(name, True)
+        if outcome != "PASSED":
+            print(f"  {outcome}: {name}", flush=True)
+    return found

@@ -1,13 +1,36 @@
-"""CPU seconds of a process and all its descendants, finished children included, from /proc."""
+"""Commands in processes of their own, and CPU seconds of a process and all its descendants."""
 
 from __future__ import annotations
 
 import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 
+def command(*arguments: str, directory: Path) -> str:
+    """The output of an `agentrl` command that must succeed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "agentrl.cli", *arguments], cwd=directory, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"agentrl {' '.join(arguments)}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def command_cpu_seconds(*arguments: str, directory: Path) -> float:
+    """CPU seconds of an `agentrl` command that must succeed, its processes included."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command(*arguments, directory=directory)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 class ProcessTree:
-    """CPU seconds of this process, or of `root`, and everything it started, Ray's daemons included; never goes back.
+    """CPU seconds of this process, or of `root`, and everything it started, from /proc; never goes back.
+
+    Ray's daemons and finished children are included.
 
     A process that ends between two readings keeps the CPU seconds it was last seen with.
     """

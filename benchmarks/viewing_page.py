@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,6 +23,7 @@ from agentrl.inspection.viewer.server import serve_viewer
 from agentrl.journal.port import MetricRow, VersionPublication
 from agentrl.journal.store import SqliteJournal
 from benchmarks.inspection_reading import write_large_run
+from benchmarks.parts import outcomes
 from tests.browser import HOW_TO_INSTALL, Browser, find_chromium
 from tests.journal_cases import step_of, weights
 from tests.viewer_cases import READY, VIEWS, faint_texts, lost_keys, show
@@ -33,7 +32,6 @@ EPISODES, STEPS, REPEATS = 100_000, 1_000, 5
 QUICK_EPISODES, QUICK_STEPS, QUICK_REPEATS = 1_000, 100, 1
 METRICS = ("reward/mean", "episodes/tokens", "entropy", "k3", "tokens/sampled_per_s", "engine/busy_share")
 CHARTED = f"{READY} && document.querySelectorAll('.card path.curve').length >= {len(METRICS)}"
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def figures(quick: bool) -> dict[str, float | None]:
@@ -84,14 +82,11 @@ async def _first_screen(run: Path, chromium: str) -> float:
 
 
 def _defects_fixed() -> int:
-    command = [sys.executable, "-m", "pytest", "-rA", "-q", "tests/e2e/test_viewer_defects.py"]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    passed, failed = (
-        set(re.findall(rf"^{outcome} \S+::test_(\d+)_", printed, re.MULTILINE))
-        for outcome in ("PASSED", "(?:FAILED|ERROR)")
-    )
-    print(f"  defects with a failing test: {sorted(failed) or 'none'}", flush=True)
-    return len(passed - failed)
+    passed: dict[str, bool] = {}
+    for name, has_passed in outcomes("tests/e2e/test_viewer_defects.py").items():
+        if defect := re.match(r"test_(\d+)_", name):
+            passed[defect[1]] = passed.get(defect[1], True) and has_passed
+    return sum(passed.values())
 
 
 def _contrast_and_keyboard(directory: Path, chromium: str) -> float:

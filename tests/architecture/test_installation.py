@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.newcomer import core_packages
+from benchmarks.first_hour_examples import core_packages
 
 MAX_CORE_PACKAGES = 25
 

@@ -72,9 +72,9 @@ MISTAKES = {
 """Arguments of `agentrl train`, and words of the answer."""
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("project")
+def write_project(directory: Path) -> None:
+    """The files that `MISTAKES` are made with."""
+    directory.mkdir(exist_ok=True)
     (directory / "env.py").write_text(ENVIRONMENT)
     (directory / "run.toml").write_text(RUN)
     (directory / "broken.toml").write_text("name = \n")
@@ -83,6 +83,12 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "model" / "config.json").write_text("{}")
     (directory / "runs" / "taken").mkdir(parents=True)
     (directory / "runs" / "taken" / "notes.txt").write_text("mine")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("project")
+    write_project(directory)
     return directory
 
 

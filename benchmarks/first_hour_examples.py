@@ -1,27 +1,10 @@
-"""A newcomer's first ten minutes: what is learned on FrozenLake, and what it costs to look around.
-
-    python -m benchmarks.newcomer [--quick]
-
-`frozenlake_start`, `frozenlake_end`, `frozenlake_end_median`: held-out reward before and after
-`examples/02_gymnasium.toml`: the largest start, the worst and the median end of three seeds; `frozenlake_s` is the
-longest run in seconds.
-`scaffold_start`, `scaffold_end`, `scaffold_s`: the same for what `agentrl env new` writes, one seed, from the first
-command to the end of training.
-`help_cpu_s`, `list_cpu_s`: CPU seconds of `agentrl --help` and of `agentrl episode list` over 200 episodes;
-medians of 7.
-`core_packages`: what `pip install agentrl` installs besides agentrl. `config_fields`, `public_names`: how much there is
-to know.
-"""
+"""What the examples for newcomers learn, and how much there is to install and to know; see `first_hour.py`."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import resource
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import tomllib
@@ -34,7 +17,7 @@ from packaging.utils import canonicalize_name
 
 import agentrl
 from agentrl.journal.store import SqliteJournal
-from benchmarks.report import Report
+from benchmarks.processes import command, command_cpu_seconds
 from docs.generators.configuration import documented_keys
 from tests.support.builders import make_episode_header, make_spec
 
@@ -43,16 +26,6 @@ EXAMPLE = ROOT / "examples" / "02_gymnasium.toml"
 SEEDS = 3
 READINGS = 7
 EPISODES = 200
-
-
-def command(*arguments: str, directory: Path) -> str:
-    """The output of an `agentrl` command that must succeed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "agentrl.cli", *arguments], cwd=directory, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise SystemExit(f"agentrl {' '.join(arguments)}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
-    return done.stdout
 
 
 def trained(*arguments: str, directory: Path) -> dict[str, Any]:
@@ -64,13 +37,7 @@ def trained(*arguments: str, directory: Path) -> dict[str, Any]:
 
 def cpu_seconds(*arguments: str, directory: Path) -> float:
     """CPU seconds of a command, the median of several readings."""
-    readings = []
-    for _ in range(READINGS):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        command(*arguments, directory=directory)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        readings.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    return statistics.median(readings)
+    return statistics.median(command_cpu_seconds(*arguments, directory=directory) for _ in range(READINGS))
 
 
 async def write_run(directory: Path) -> None:
@@ -126,26 +93,18 @@ def scaffold(directory: Path) -> dict[str, float | None]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="nothing is trained")
-    quick = parser.parse_args().quick
-    report = Report("newcomer", quick=quick, repeats=1 if quick else SEEDS, compared_with="nothing")
-    lake = ("frozenlake_start", "frozenlake_end", "frozenlake_end_median", "frozenlake_s")
-    report.figures.update(dict.fromkeys((*lake, "scaffold_start", "scaffold_end", "scaffold_s")))
+def figures(quick: bool) -> dict[str, float | None]:
+    """Measure this part; nothing is trained if `quick`."""
+    found: dict[str, float | None] = {}
     with tempfile.TemporaryDirectory(prefix="agentrl-newcomer-") as name:
         directory = Path(name)
         asyncio.run(write_run(directory / "runs" / "listed"))
-        report.figures["help_cpu_s"] = cpu_seconds("--help", directory=directory)
-        report.figures["list_cpu_s"] = cpu_seconds("episode", "list", "listed", directory=directory)
+        found["help_cpu_s"] = cpu_seconds("--help", directory=directory)
+        found["list_cpu_s"] = cpu_seconds("episode", "list", "listed", directory=directory)
         if not quick:
-            report.figures.update(scaffold(directory))
-            report.figures.update(frozen_lake(directory))
-    report.figures["core_packages"] = len(core_packages())
-    report.figures["config_fields"] = sum(1 for _ in documented_keys())
-    report.figures["public_names"] = len(agentrl.__all__)
-    report.print()
-
-
-if __name__ == "__main__":
-    main()
+            found |= scaffold(directory)
+            found |= frozen_lake(directory)
+    found["core_packages"] = len(core_packages())
+    found["config_fields"] = sum(1 for _ in documented_keys())
+    found["public_names"] = len(agentrl.__all__)
+    return found

@@ -1,0 +1,46 @@
+"""What a newcomer waits for and is told in the first hour.
+
+    python -m benchmarks.first_hour [--quick] [--part start|check|export|alarms|messages|agents|examples]
+
+Seconds are CPU seconds of real processes unless said otherwise, so that they mean the same on a busy machine.
+
+* `start`. `first_byte_s` and `first_byte_cpu_s`: wall and CPU seconds before the first byte of output, the largest of
+  `first_byte_commands`. `refusal_cpu_s`: the whole command for a mistake that needs no torch, the largest of
+  `refusals`. `prediction_cpu_s`: what predicting a trainer's memory takes beyond imports, the largest of
+  `prediction_families`; `predictions_per_run`: how often a start predicts. `first_turn_cpu_s` and
+  `first_turn_cpu_s_smollm2`: from the command to the first finished turn.
+* `check`. `env_check_cpu_s` of the README's class; `doctor_cpu_s` and `doctor_suggest_cpu_s` of SmolLM2-135M.
+* `export`. `export_ms_per_episode`: an HTML export, beyond imports.
+* `alarms`. `early_alarms_found`: the share of planted failures (`early_alarms_planted`) whose alarm comes after one
+  step with the cause first; `false_alarms`: those of runs without a failure. `bottleneck_right`: the share of
+  `bottleneck_runs` with a known bottleneck that is shown at every refresh after the third turn.
+* `messages`: mistakes that are answered with place, cause and remedy, of `messages_tried`.
+* `agents` (on request, it installs packages). `agents_trained`: agents written for other libraries that train
+  unmodified and go on after a kill; `agents_tokens_resampled`: tokens that the resumed runs sampled again.
+* `examples`. `frozenlake_start`, `frozenlake_end`, `frozenlake_end_median`: held-out reward before and after
+  `examples/02_gymnasium.toml`: the largest start, the worst and the median end of three seeds; `frozenlake_s`, the
+  longest run, and `scaffold_s` in seconds of wall time. `scaffold_start`, `scaffold_end`: the same for what
+  `agentrl env new` writes. `help_cpu_s`, `list_cpu_s`: `agentrl --help`, and `agentrl episode list` over 200 episodes.
+  `core_packages`: what `pip install agentrl` installs besides agentrl. `config_fields`, `public_names`: how much there
+  is to know.
+"""
+
+from __future__ import annotations
+
+from benchmarks.parts import run_parts
+
+FIGURES = (
+    *("first_byte_s", "first_byte_cpu_s", "first_byte_commands", "refusal_cpu_s", "refusals"),
+    *("prediction_cpu_s", "prediction_families", "predictions_per_run", "first_turn_cpu_s", "first_turn_cpu_s_smollm2"),
+    *("env_check_cpu_s", "doctor_cpu_s", "doctor_suggest_cpu_s"),
+    "export_ms_per_episode",
+    *("early_alarms_found", "early_alarms_planted", "false_alarms", "bottleneck_right", "bottleneck_runs"),
+    *("messages", "messages_tried"),
+    *("agents_trained", "agents_tokens_resampled"),
+    *("frozenlake_start", "frozenlake_end", "frozenlake_end_median", "frozenlake_s"),
+    *("scaffold_start", "scaffold_end", "scaffold_s", "help_cpu_s", "list_cpu_s"),
+    *("core_packages", "config_fields", "public_names"),
+)
+
+if __name__ == "__main__":
+    run_parts("first_hour", FIGURES, description=__doc__, on_request={"agents"})
