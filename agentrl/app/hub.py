@@ -65,7 +65,10 @@ def check_local_models(config: RunConfig) -> None:
     for setting, path in model_paths(config).items():
         may_be_adapter = setting[-1] in ("reference", "path") and setting[0] != "model"
         if not may_be_adapter and not is_hub_name(path):
-            check_model_directory(path)
+            try:
+                check_model_directory(path)
+            except ModelError as error:
+                raise ModelError(f"{'.'.join(setting)}: {error}") from None
 
 
 def _split(path: str) -> tuple[str, str]:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from agentrl.app.engines import check_ray_installed, check_vllm_usable, device_plan, make_engine
-from agentrl.app.hub import check_local_models, with_downloaded_models
+from agentrl.app.hub import check_local_models, is_hub_name, with_downloaded_models
 from agentrl.app.memory_estimate import check_gpu_memory, memory_line, with_chosen_token_limits
-from agentrl.app.model_files import check_models_unchanged, keep_models, record_models, with_kept_models
+from agentrl.app.model_files import check_models_unchanged, keep_models, model_paths, record_models, with_kept_models
 from agentrl.app.policies import (
     base_model_chat_formats,
     base_models,
@@ -235,11 +235,15 @@ async def _resolve(
     # A process that ended while it started has chosen nothing: what it recorded are the defaults of open settings.
     before = info.get("config") if is_resolved else {}
     if factories.engine is make_engine:
+        before = before if isinstance(before, dict) else {}
+        if names := [path for path in model_paths(config).values() if is_hub_name(path)]:
+            observer.phase(f"finding {', '.join(names)} on the Hugging Face hub, or in its cache")
+            config = await asyncio.to_thread(with_downloaded_models, config, before)
         if config.bases:
             observer.phase("loading torch and transformers")
             await asyncio.to_thread(_import_learning_stack)
             observer.phase("reading the model's shapes, and predicting memory")
-        config = await asyncio.to_thread(_with_chosen_settings, config, before if isinstance(before, dict) else {})
+        config = await asyncio.to_thread(_with_chosen_settings, config, before)
     chat_format = await asyncio.to_thread(factories.chat_format, config)
     await asyncio.to_thread(base_model_chat_formats, config)
     await asyncio.to_thread(check_tokenizers, config)
@@ -264,14 +268,13 @@ def _import_learning_stack() -> None:
 
 
 def _with_chosen_settings(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration with models from the hub as directories, and with learning rates and sizes chosen where
-    they are open.
+    """Return the configuration with learning rates and sizes chosen where they are open.
 
     Args:
         config: configuration of the run.
         before: the configuration with which the run was started, as data, whose choices are kept; empty for a new run.
     """
-    config = with_learning_rates(with_downloaded_models(config, before), before)
+    config = with_learning_rates(config, before)
     return with_chosen_token_limits(config, before)
 
 

@@ -116,7 +116,9 @@ def find_run(name: str | None) -> Path:
     if name is None:
         runs = [path for path in RUNS.iterdir() if _is_run(path)] if RUNS.is_dir() else []
         if not runs:
-            raise InputError("there are no runs in runs/; name a run's directory, or make one with `agentrl train`")
+            raise InputError(
+                f"there are no runs in {RUNS.absolute()}; name a run's directory, or make one with `agentrl train`"
+            )
         return max(runs, key=lambda path: (path / "journal").stat().st_mtime)
     path = Path(name)
     return path if path.exists() or not (RUNS / name).exists() else RUNS / name

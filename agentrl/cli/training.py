@@ -200,6 +200,8 @@ def _config(options: argparse.Namespace) -> RunConfig:
 
         return load(options.file, overrides, endpoint=find_remote_policy(options.model, options.api_key_env))
     if options.model is not None:
-        local_path = Path(options.model)
-        overrides.append(f"model.path={local_path.resolve() if local_path.exists() else local_path}")
+        from agentrl.app.hub import is_hub_name
+
+        path = options.model if is_hub_name(options.model) else Path(options.model).resolve()
+        overrides.append(f"model.path={path}")
     return load(options.file, overrides)

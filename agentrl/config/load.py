@@ -6,9 +6,11 @@ exists.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import math
+import os
 import re
 import tomllib
 import types
@@ -57,17 +59,15 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, endpoint: RemotePol
     """
     source = Path(path)
     data = read_toml(source)
-    _check_plain(data, source)
     raw = dict(map(split_override, overrides))
     _check_policy_names(data, raw, source)
-    for keys, text in raw.items():
-        set_value(data, keys, parse_value(text))
-    _check_plain(data, source)
-    if endpoint is not None:
-        _put_behind(endpoint, data)
-    _read_rubrics(source, data)
-    config = _validate(data, raw, str(source))
-    _check_read_as_written(data, config, source)
+    config = _with_overrides(data, raw, source, endpoint)
+    if isinstance(config, list):
+        in_file = _with_overrides(data, {}, source, endpoint) if raw else config
+        in_file = [line for line in config if isinstance(in_file, list) and line in in_file]
+        elsewhere = [line for line in config if line not in in_file]
+        by_place = {str(source): in_file, "on the command line": elsewhere}
+        raise ConfigError("\n".join(f"{place}: {_listed(lines)}" for place, lines in by_place.items() if lines))
     path = _resolve_path(source, config.model.path, key="model.path") if config.model.path else ""
     model = config.model.model_copy(update={"path": path})
     environment = config.environment.model_copy(update={"id": _resolve_environment(source, config.environment.id)})
@@ -89,6 +89,27 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, endpoint: RemotePol
     }
     config = config.model_copy(update={**update, "scorers": {**config.scorers, **models}})
     return config.with_functions(loss=loss, advantage=advantage, scorers=scorers)
+
+
+def _with_overrides(
+    data: Mapping[str, Any], raw: Mapping[tuple[str, ...], str], source: Path, endpoint: RemotePolicy | None
+) -> RunConfig | list[str]:
+    """Return the configuration of a file's data and overrides, or its mistakes."""
+    changed: dict[str, Any] = copy.deepcopy(dict(data))
+    try:
+        for keys, text in raw.items():
+            set_value(changed, keys, parse_value(text))
+        _check_plain(changed)
+    except ConfigError as error:
+        return [str(error)]
+    if endpoint is not None:
+        _put_behind(endpoint, changed)
+    _read_rubrics(source, changed)
+    try:
+        config = _validate(changed, raw)
+    except ValidationError as error:
+        return _problems(error, RunConfig)
+    return list(converted_values(changed, config.model_dump())) or config
 
 
 def _read_rubrics(source: Path, data: dict[str, Any]) -> None:
@@ -125,12 +146,16 @@ def _put_behind(endpoint: RemotePolicy, data: dict[str, Any]) -> None:
 
 def validate_section(data: Mapping[str, Any], source: str | Path, model: type[S]) -> S:
     """Validate data as a section other than `RunConfig`; errors name it `source`. Raises as `load` does."""
-    _check_plain(data, Path(source))
+    try:
+        _check_plain(data)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
     try:
         read = model.model_validate(data)
     except ValidationError as error:
         raise config_error(error, str(source), model) from None
-    _check_read_as_written(data, read, Path(source))
+    if lines := list(converted_values(data, read.model_dump())):
+        raise ConfigError(f"{source}: {_listed(lines)}")
     return read
 
 
@@ -145,18 +170,32 @@ def dump_toml(config: BaseModel) -> str:
 
 
 def _resolve_path(source: Path, path: str, *, key: str) -> str:
-    """Resolve a path against the file that names it, if something exists there."""
+    """Resolve a path against the file that names it, if something exists there, or at least its directory does, and
+    nothing in the working directory."""
     try:
         relative_path = source.parent / path
-        return str(relative_path.resolve()) if relative_path.exists() else path
+        if relative_path.exists():
+            return str(relative_path.resolve())
+        is_missing_there = relative_path.parent.is_dir() and relative_path.parent.resolve() != source.parent.resolve()
+        return os.path.abspath(relative_path) if is_missing_there and not Path(path).exists() else path
     except OSError as error:
         raise ConfigError(f"{source}: {key} = {format_short(path)}: cannot be read ({error.strerror})") from error
 
 
 def _resolve_code(source: Path, reference: str, *, key: str) -> str:
     """Resolve `path/to/file.py:Name` against the file that names it; leave `module:Name` as it is."""
-    file, colon, name = reference.partition(".py")
-    return f"{_resolve_path(source, file + colon, key=key)}{name}" if colon else reference
+    file, extension, name = reference.partition(".py")
+    if not extension:
+        return reference
+    path = _resolve_path(source, file + extension, key=key)
+    if not Path(path).exists() and name[:1] in ("", ":"):
+        folders = dict.fromkeys(str((folder / path).parent.resolve()) for folder in (source.parent, Path()))
+        names = [str(each.name) for folder in folders for each in Path(folder).glob("*.py")]
+        close = difflib.get_close_matches(Path(path).name, names, n=1)
+        hint = f"; did you mean {Path(file).with_name(close[0])}{name}?" if close else ""
+        where = " or ".join(folders)
+        raise ConfigError(f"{key} = {format_short(reference)}: there is no file {Path(path).name} in {where}{hint}")
+    return f"{path}{name}"
 
 
 def _resolve_environment(source: Path, setting: str | Mapping[str, float]) -> str | dict[str, float]:
@@ -194,10 +233,12 @@ def read_toml(path: str | Path) -> dict[str, Any]:
             content = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             raise ConfigError(f"{source}: longer than {MAX_BYTES:,} bytes, which is too much for a configuration")
-        return tomllib.loads(content.decode("utf-8-sig"))  # some editors write a byte order mark
+        data = tomllib.loads(content.decode("utf-8-sig"))  # some editors write a byte order mark
     except FileNotFoundError as error:
-        hint = f"; give a TOML file, and --environment.id={source}" if ".py:" in source.name else ""
-        raise ConfigError(f"{source}: there is no such file{hint}") from error
+        close = difflib.get_close_matches(source.name, [path.name for path in source.parent.glob("*.toml")], n=1)
+        hint = f"; did you mean {source.with_name(close[0])}?" if close else ""
+        hint = f"; give a TOML file, and --environment.id={source}" if ".py:" in source.name else hint
+        raise ConfigError(f"{source}: there is no such file in {source.parent.absolute()}{hint}") from error
     except IsADirectoryError as error:
         config_file = source / "train.toml"
         hint = f"; did you mean {config_file}?" if config_file.is_file() else "; give a TOML file, such as train.toml"
@@ -218,9 +259,14 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{source}: nested deeper than {MAX_DEPTH}, which is too much for a configuration") from error
     except ValueError as error:  # `int` refuses more than some thousand digits
         raise ConfigError(f"{source}: contains a number with too many digits") from error
+    try:
+        _check_plain(data)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    return data
 
 
-def _check_plain(data: Mapping[str, Any], source: Path) -> None:
+def _check_plain(data: Mapping[str, Any]) -> None:
     """Refuse values that JSON or TOML cannot hold: the configuration is stored as JSON, compared, and printed as
     TOML."""
     level: list[tuple[tuple[str, ...], Any]] = [((), data)]
@@ -239,17 +285,10 @@ def _check_plain(data: Mapping[str, Any], source: Path) -> None:
             elif isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
                 problem = "text with a character that is not allowed in files or paths"
             if problem:
-                raise ConfigError(f"{source}: {'.'.join(path)}: {problem}")
+                raise ConfigError(f"{'.'.join(path)}: {problem}")
         level = below
     if level:
-        raise ConfigError(f"{source}: {'.'.join(level[0][0])[:80]}…: nested deeper than {MAX_DEPTH}")
-
-
-def _check_read_as_written(data: Mapping[str, Any], read: BaseModel, source: Path) -> None:
-    """Refuse text and `true` where a number is expected: TOML has its own syntax for numbers."""
-    lines = list(converted_values(data, read.model_dump()))
-    if lines:
-        raise ConfigError(f"{source}: " + "\n  ".join(lines))
+        raise ConfigError(f"{'.'.join(level[0][0])[:80]}…: nested deeper than {MAX_DEPTH}")
 
 
 def split_override(override: str) -> tuple[tuple[str, ...], str]:
@@ -313,19 +352,16 @@ def set_value(data: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     data[path[-1]] = value
 
 
-def _validate(data: dict[str, Any], raw: Mapping[tuple[str, ...], str], source: str) -> RunConfig:
+def _validate(data: dict[str, Any], raw: Mapping[tuple[str, ...], str]) -> RunConfig:
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
         texts = [path for path in _text_keys(error) if path in raw]
         if not texts:
-            raise config_error(error, source) from None
+            raise
     for path in texts:  # `--name=12` is the text "12", not the number
         set_value(data, path, raw[path])
-    try:
-        return RunConfig.model_validate(data)
-    except ValidationError as error:
-        raise config_error(error, source) from None
+    return RunConfig.model_validate(data)
 
 
 def _text_keys(error: ValidationError) -> Iterator[tuple[str, ...]]:
@@ -403,6 +439,14 @@ def config_error(error: ValidationError, source: str, model: type[BaseModel] = R
 
 def describe_validation_error(error: ValidationError, model: type[BaseModel] = RunConfig) -> str:
     """Describe the problems in a pydantic error about a section, one line each."""
+    return _listed(_problems(error, model))
+
+
+def _listed(lines: Sequence[str]) -> str:
+    return "\n  ".join([*lines[:SHOWN], *([f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else [])])
+
+
+def _problems(error: ValidationError, model: type[BaseModel]) -> list[str]:
     expectations: dict[str, list[str]] = {}
     """Accepted values by problem: each member of a union adds its own."""
     for detail in error.errors(include_url=False):
@@ -410,17 +454,15 @@ def describe_validation_error(error: ValidationError, model: type[BaseModel] = R
             continue
         problem, expected = _explain(detail, model)
         expectations[problem] = expectations.get(problem, []) + ([expected] if expected else [])
-    lines = [
+    return [
         f"{problem}: expected {' or '.join(dict.fromkeys(expected))}" if expected else problem
         for problem, expected in expectations.items()
     ]
-    if len(lines) > SHOWN:
-        lines[SHOWN:] = [f"and {len(lines) - SHOWN} more"]
-    return "\n  ".join(lines)
 
 
 def converted_values(data: Any, read: Any, path: str = "") -> Iterator[str]:
-    """Report values that pydantic converted to another type, such as the text "8" to the number 8."""
+    """Report values that pydantic converted to another type, such as the text "8" to the number 8: TOML has its own
+    syntax for numbers."""
     if isinstance(data, Mapping) and isinstance(read, Mapping):
         by_key = {str(key): value for key, value in read.items()}
         for key, value in data.items():

@@ -12,6 +12,7 @@ complete, even after a power cut. The half-built directories of dead processes h
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import hashlib
 import os
@@ -355,8 +356,12 @@ def check_model_directory(path: str | Path) -> None:
         ModelError: it is not.
     """
     if not (Path(path) / "config.json").is_file():
-        problem = "contains no model (config.json is missing)" if Path(path).is_dir() else "there is no such directory"
+        directory = Path(path).absolute()
+        names = [config.parent.name for config in directory.parent.glob("*/config.json")]
+        close = difflib.get_close_matches(directory.name, names, n=1)
+        hint = f"; did you mean {directory.with_name(close[0])}?" if close else ""
+        problem = "contains no model (config.json is missing)" if directory.is_dir() else "there is no such directory"
         raise ModelError(
-            f"{Path(path).absolute()}: {problem}. Give the local directory of a Hugging Face causal LM, such as DIR "
+            f"{directory}: {problem}{hint}. Give the local directory of a Hugging Face causal LM, such as DIR "
             "after `hf download ORGANIZATION/NAME --local-dir DIR`"
         )

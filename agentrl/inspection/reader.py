@@ -31,6 +31,7 @@ from agentrl.journal.reader import TurnLogReader, load_fork_prefix
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.run_process import is_writer_dead, read_process_state
 from agentrl.journal.schema import CONTROL_FILE, all_rows
+from agentrl.observe.run_directory import describe_missing_run
 from agentrl.observe.run_state import SILENT_S, read_run_snapshot
 
 if TYPE_CHECKING:
@@ -337,9 +338,7 @@ class RunReader:
         self.path = Path(path)
         self.journal = self.path / "journal" if (self.path / "journal").is_dir() else self.path
         if not (self.journal / CONTROL_FILE).is_file():
-            raise InputError(
-                f"{self.path}: there is no run here (no journal/{CONTROL_FILE}); `agentrl run list` shows runs"
-            )
+            raise InputError(describe_missing_run(self.path))
         self.log = SqliteRunLog(self.journal)
         self._turns = TurnLogReader(self.journal)
 
@@ -701,7 +700,7 @@ def list_runs(directory: str | Path) -> list[RunLine]:
     """
     root = Path(directory)
     if not root.is_dir():
-        raise InputError(f"{root}: there is no such directory; runs are made by `agentrl train`")
+        raise InputError(f"{root.absolute()}: there is no such directory; runs are made by `agentrl train`")
     lines = []
     for path in sorted(root.iterdir()):
         try:

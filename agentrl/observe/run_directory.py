@@ -15,6 +15,7 @@ one of our files.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import fcntl
 import json
 import os
@@ -40,6 +41,31 @@ _FINISH = "make room or permission there, then finish the run with --resume"
 _MAX_CONFIG_BYTES = 1 << 20
 _BEFORE_CONFIG = (".config.json", "models")
 """What a process writes before `config.json`, the first with `replace_file`. If it was killed, another may start."""
+
+
+def describe_missing_run(path: Path) -> str:
+    """Say that a path is no run, where it was searched, and which run was probably meant."""
+    inside = _runs_in(path)
+    if inside:
+        return f"{path.absolute()} is a directory of runs, not a run; name one: {', '.join(inside[:5])}"
+    if path.exists():
+        return f"{path.absolute()} contains no run (no journal/control.db in it)"
+    is_name = path.parent == Path()
+    folder = Path("runs") if is_name else path.parent
+    names = _runs_in(folder)
+    close = difflib.get_close_matches(path.name, names, n=1)
+    hint = f"did you mean {close[0] if is_name else folder / close[0]}?" if close else ""
+    hint = hint or (f"the runs there: {', '.join(names[:5])}{', …' * (len(names) > 5)}" if names else "")
+    where = f"no run {path.name} in {folder.absolute()}" + (f", and no directory {path.absolute()}" if is_name else "")
+    return f"{where}; {hint or f'there is no run in {folder.absolute()}'}"
+
+
+def _runs_in(folder: Path) -> list[str]:
+    """Return the names of the runs in a directory, the newest first; none if it cannot be read."""
+    with contextlib.suppress(OSError):
+        runs = [path for path in folder.iterdir() if (path / "journal").is_dir()]
+        return [path.name for path in sorted(runs, key=lambda path: -path.stat().st_mtime)]
+    return []
 
 
 class RunDirectory:
@@ -130,7 +156,7 @@ class RunDirectory:
             for folder, folders, files in os.walk(top):
                 refuse_links(*(Path(folder, name) for name in (*folders, *files)))
         if not (directory.journal.is_dir() or (path / "config.json").is_file()):
-            raise RunDirectoryError(f"nothing to resume: {path} contains no run; start without --resume")
+            raise RunDirectoryError(f"nothing to resume: {describe_missing_run(path)}; or start without --resume")
         return directory
 
     @staticmethod

@@ -104,12 +104,12 @@ def test_headings_are_columns_that_can_be_filtered_by(directory: Path, capsys: p
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["episode", "list", "nowhere"], 2, "no run here"),
+        (["episode", "list", "nowhere"], 2, "no run nowhere in"),
         (["episode", "list", "demo", "--where", "rewrad < 0"], 2, "did you mean reward"),
         (["episode", "list", "demo", "--limit", "-1"], 2, "--limit and --offset"),
         (["episode", "show", "demo", "e77"], 2, "no episode 'e77'"),
         (["episode", "show", "e77"], 2, "no episode 'e77'"),
-        (["episode", "show", "demo2"], 2, "demo2: there is no run here"),
+        (["episode", "show", "demo2"], 2, "did you mean demo?"),
         (["episode", "show", "demo", "forks/f0"], 2, "no episode 'forks/f0'"),
         (["episode", "show", "n" * 300], 2, "File name too long; choose a shorter name"),
         (["step", "list", "demo", "--policy", "bogus"], 2, "policy 'bogus'; there are: policy"),

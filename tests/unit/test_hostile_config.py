@@ -22,7 +22,7 @@ def refused(tmp_path: Path, text: str, *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         load(file, overrides)
     message = str(caught.value)
-    assert message.startswith(f"{file}")
+    assert message.startswith("on the command line: " if overrides else f"{file}")
     assert len(message) < 1000
     return message
 

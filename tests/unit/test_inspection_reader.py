@@ -137,7 +137,7 @@ def test_runs_are_listed_and_a_damaged_one_is_named(tmp_path: Path) -> None:
 
 
 def test_no_run_no_column_no_directory_are_told(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no run"):
+    with pytest.raises(InputError, match="is a directory of runs, not a run; name one: demo"):
         RunReader(tmp_path)
     with pytest.raises(InputError, match="nowhere"):
         list_runs(tmp_path / "nowhere")

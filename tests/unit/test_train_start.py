@@ -62,6 +62,7 @@ MISTAKES = {
     ("run.toml", "--policies.other.step_size=4"): "other",
     ("run.toml", "--seed=1"): "is empty",
     ("run.toml", "--model.path=./nope"): "there is no such directory",
+    ("run.toml", "--model.path=org/nope"): "there is no directory",
     ("run.toml", "--model.path=empty"): "contains no model",
     ("run.toml", "--model", "empty"): "contains no model",
     ("run.toml", "--resume"): "nothing to resume",
