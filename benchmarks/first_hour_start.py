@@ -51,6 +51,7 @@ ENVIRONMENT = """
 from pathlib import Path
 import agentrl
 class First(agentrl.Environment):
+    seats = ("solver",)
     async def run(self, ctx):
         agent = ctx.agent("solver")
         await agent.act(agentrl.user("Say one word."), max_tokens=4)
