@@ -18,6 +18,7 @@ import json
 import linecache
 import os
 import shlex
+import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -255,10 +256,14 @@ class ReceivedRun:
     Args:
         run: the run's directory, or that of its forks.
         overrides: values that the user names, as `section.field=value` or `task.key=value`; see `config.load.load`.
+
+    Raises:
+        InputError: a file of its weights is a link, a pipe or a device, or an override is malformed.
     """
 
     def __init__(self, run: Path, overrides: Sequence[str] = ()) -> None:
         self.run = run
+        check_weight_files(run)
         self.choices = Choices.of(run)
         self.overrides = dict(map(split_override, overrides))
 
@@ -413,6 +418,24 @@ class ReceivedRun:
         if not file or _source_hash(file) != code_hash or not _is_guarded(name, file):
             raise InputError(_how_to_name(name, references, code_hash, command))
         return _class_or_sibling(resolve(reference), name)
+
+
+def check_weight_files(run: Path) -> None:
+    """Check that what the loaders of weights will open is in the run, because they follow links and wait for pipes.
+
+    Raises:
+        InputError: something among the weights is a link, a pipe or a device.
+    """
+    for name in ("versions", "checkpoints"):
+        for folder, folders, files in os.walk(run / name):
+            for entry in (*folders, *files):
+                path = os.path.join(folder, entry)
+                mode = os.lstat(path).st_mode
+                if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                    raise InputError(
+                        f"{escape_line(path)} is neither a file nor a directory, as weights of a run are; replace it "
+                        "by what it leads to if you trust that, or remove it"
+                    )
 
 
 def refusal_on_resume(

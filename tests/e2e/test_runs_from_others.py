@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shlex
 import shutil
@@ -386,6 +387,25 @@ def test_a_fork_stays_on_this_machine(received: Received, listener: CountingList
     config = json.loads(text)["config"]
     assert (config["cluster"]["address"], config["engine"]["vllm"], config["engine"]["replicas"]) == ("", None, 0)
     assert config["sandbox"] == {"driver": "bubblewrap", "unproved": "refuse"}
+
+
+@pytest.mark.parametrize("kind", ["link", "linked directory", "pipe"])
+def test_weights_that_lead_out_of_the_run_are_refused_by_name(own: Path, tmp_path: Path, kind: str) -> None:
+    received = Received(own, tmp_path / "runs", "demo")
+    for name in ("mine.py", "mine.toml"):
+        shutil.copy(own.parent.parent / name, tmp_path)
+    weights = max((received.path / "versions").rglob("*.safetensors"))
+    if kind == "linked directory":
+        weights = weights.parent
+        weights.rename(tmp_path / "elsewhere")
+        weights.symlink_to(tmp_path / "elsewhere")
+    else:
+        weights.unlink()
+        os.mkfifo(weights) if kind == "pipe" else weights.symlink_to("/etc/passwd")
+    for name, command in {**received.commands(), "resume": ["train", "mine.toml", "--resume"]}.items():
+        refused = received.command(*command, directory=tmp_path)
+        assert f"{weights.name} is neither a file nor a directory" in refused.stderr + refused.stdout, name
+        assert refused.returncode == (0 if name == "step replay" else 2), name  # its data needs no weights
 
 
 def test_a_refusal_keeps_what_the_user_named(received: Received) -> None:
