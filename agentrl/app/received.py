@@ -18,7 +18,6 @@ import json
 import linecache
 import os
 import shlex
-import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -43,6 +42,7 @@ from agentrl.config.run import RunConfig
 from agentrl.config.sections import FunctionConfig
 from agentrl.core.choices import Choices, run_root
 from agentrl.core.errors import EnvironmentDefinitionError, InputError, JournalError
+from agentrl.core.files import refuse_links_below
 from agentrl.core.records import EpisodeSpec, GroupStart, Task, WeightsRef
 from agentrl.core.text import escape_line
 from agentrl.environment.environment import Environment, TaskSource
@@ -258,12 +258,13 @@ class ReceivedRun:
         overrides: values that the user names, as `section.field=value` or `task.key=value`; see `config.load.load`.
 
     Raises:
-        InputError: a file of its weights is a link, a pipe or a device, or an override is malformed.
+        InputError: an override is malformed.
+        JournalError: a file of its weights is a link, a pipe or a device.
     """
 
     def __init__(self, run: Path, overrides: Sequence[str] = ()) -> None:
         self.run = run
-        check_weight_files(run)
+        refuse_links_below(run / "versions", run / "checkpoints")
         self.choices = Choices.of(run)
         self.overrides = dict(map(split_override, overrides))
 
@@ -418,24 +419,6 @@ class ReceivedRun:
         if not file or _source_hash(file) != code_hash or not _is_guarded(name, file):
             raise InputError(_how_to_name(name, references, code_hash, command))
         return _class_or_sibling(resolve(reference), name)
-
-
-def check_weight_files(run: Path) -> None:
-    """Check that what the loaders of weights will open is in the run, because they follow links and wait for pipes.
-
-    Raises:
-        InputError: something among the weights is a link, a pipe or a device.
-    """
-    for name in ("versions", "checkpoints"):
-        for folder, folders, files in os.walk(run / name):
-            for entry in (*folders, *files):
-                path = os.path.join(folder, entry)
-                mode = os.lstat(path).st_mode
-                if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-                    raise InputError(
-                        f"{escape_line(path)} is neither a file nor a directory, as weights of a run are; replace it "
-                        "by what it leads to if you trust that, or remove it"
-                    )
 
 
 def refusal_on_resume(

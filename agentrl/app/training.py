@@ -24,7 +24,7 @@ from agentrl.app.policies import (
     split_group_warnings,
     units_per_root_group,
 )
-from agentrl.app.received import check_weight_files, remember_run, selected_by_tasks
+from agentrl.app.received import remember_run, selected_by_tasks
 from agentrl.app.recipes import with_learning_rates
 from agentrl.app.recorded_turns import find_recorded_turns, keep_recorded_turns
 from agentrl.app.recovery import UserCodeDigests, load_user_functions
@@ -151,7 +151,6 @@ async def run_training(
     path = Path(config.directory) / config.name
     if resume:
         RunDirectory.reopen(path)
-        check_weight_files(path)
         config = with_kept_models(config, path, RunDirectory.config(path))
     else:
         RunDirectory.check_free(path)

@@ -100,17 +100,34 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def refuse_links(*places: Path) -> None:
-    """Refuse symbolic links: one in a run directory could lead to another run's files.
+    """Refuse symbolic links, which could lead from a run directory to another run's files, and pipes and devices, which
+    libraries that load weights would wait for.
 
     Raises:
-        JournalError: a place is a symbolic link.
+        JournalError: a place is none of: a file, a directory, missing.
     """
     for place in places:
-        if place.is_symlink():
-            raise JournalError(
-                f"{place}: this is a symbolic link, which may lead to another run's files. Put the directory or file "
-                "itself there; only the run's directory as a whole may be a link"
-            )
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            mode = place.lstat().st_mode
+            if stat.S_ISLNK(mode):
+                raise JournalError(
+                    f"{place}: this is a symbolic link, which may lead to another run's files. Put the directory or "
+                    "file itself there; only the run's directory as a whole may be a link"
+                )
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise JournalError(f"{place}: this is neither a file nor a directory. No run wrote it; remove it")
+
+
+def refuse_links_below(*directories: Path) -> None:
+    """Do the same for directories and everything in them.
+
+    Raises:
+        JournalError: see `refuse_links`.
+    """
+    refuse_links(*directories)
+    for top in directories:
+        for folder, folders, files in os.walk(top):
+            refuse_links(*(Path(folder, name) for name in (*folders, *files)))
 
 
 def was_closed_by_foreign_code(error: BaseException | None) -> bool:

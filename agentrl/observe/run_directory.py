@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import InputError, RunDirectoryError, StorageError
-from agentrl.core.files import LOCAL, open_regular, read_at_most, refuse_links, replace_file
+from agentrl.core.files import LOCAL, open_regular, read_at_most, refuse_links, refuse_links_below, replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -147,14 +147,12 @@ class RunDirectory:
 
         Raises:
             RunDirectoryError: the directory contains no run.
-            JournalError: something in it that a run writes or deletes through is a symbolic link.
+            JournalError: something in it that a run reads, writes or deletes is a symbolic link, a pipe or a device.
         """
         directory = cls(path)
         paths = (directory.journal, directory.versions, directory.checkpoints, directory.steps)
-        refuse_links(*paths, *(path / name for name in ("policies", "best", "models", "tensorboard", "wandb")))
-        for top in paths:
-            for folder, folders, files in os.walk(top):
-                refuse_links(*(Path(folder, name) for name in (*folders, *files)))
+        refuse_links(*(path / name for name in ("policies", "best", "models", "tensorboard", "wandb")))
+        refuse_links_below(*paths)
         if not (directory.journal.is_dir() or (path / "config.json").is_file()):
             raise RunDirectoryError(f"nothing to resume: {describe_missing_run(path)}; or start without --resume")
         return directory
