@@ -10,7 +10,8 @@ Seconds are CPU seconds of real processes unless said otherwise, so that they me
   `prediction_families`; `predictions_per_run`: how often a start predicts. `first_turn_cpu_s` and
   `first_turn_cpu_s_smollm2`: from the command to the first finished turn.
 * `check`. `env_check_cpu_s` of the README's class; `doctor_cpu_s` and `doctor_suggest_cpu_s` of SmolLM2-135M.
-* `export`. `export_ms_per_episode`: an HTML export, beyond imports.
+* `export`. `export_ms_per_episode`: an HTML export of the README's demo, with the default number of episodes, beyond
+  imports.
 * `alarms`. `early_alarms_found`: the share of planted failures (`early_alarms_planted`) whose alarm comes after one
   step with the cause first; `false_alarms`: those of runs without a failure. `bottleneck_right`: the share of
   `bottleneck_runs` with a known bottleneck that is shown at every refresh after the third turn.

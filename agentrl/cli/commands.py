@@ -149,6 +149,12 @@ READING = (
                     _argument("--out", type=Path, metavar="PATH", help="output path; default: in the run's directory"),
                     _argument("--where", default="", help="only episodes that match this filter"),
                     _argument("--match", default="", help="only episodes that contain all these words"),
+                    _argument(
+                        "--limit",
+                        type=_bounded_int,
+                        metavar="N",
+                        help="only the newest N of them; default: 1000 for html, all for other formats",
+                    ),
                     _argument("--force", action="store_true", help="replace an existing file"),
                 ),
                 reads=False,

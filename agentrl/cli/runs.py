@@ -370,7 +370,7 @@ def run_prune(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """`agentrl run export [RUN] --to FORMAT [--out PATH] [--where …] [--match …] [--force]`."""
+    """`agentrl run export [RUN] --to FORMAT [--out PATH] [--where …] [--match …] [--limit N] [--force]`."""
     from agentrl.inspection.export.exporting import export
     from agentrl.observe.progress import ProgressLine
 
@@ -381,6 +381,7 @@ def run_export(options: argparse.Namespace) -> int:
             options.out,
             where=options.where,
             match=options.match,
+            limit=options.limit,
             force=options.force,
             on_progress=progress,
         )
@@ -388,6 +389,9 @@ def run_export(options: argparse.Namespace) -> int:
         print_json(export_result)
         return 0
     _say(f"{export_result.path}: {plural(export_result.episodes, 'episode')}")
+    if export_result.left_out:
+        count = export_result.episodes + export_result.left_out
+        _say(f"  the newest of {count:,}: write all of them with --limit {count}")
     for problem in export_result.problems[:PROBLEMS_SHOWN]:
         _say(f"  not readable: {problem}")
     if len(export_result.problems) > PROBLEMS_SHOWN:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, decode_
 from agentrl.journal.reader import TurnLogReader, load_fork_prefix
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.run_process import is_writer_dead, read_process_state
-from agentrl.journal.schema import CONTROL_FILE, all_rows
+from agentrl.journal.schema import CONTROL_FILE, control_columns
 from agentrl.observe.run_directory import describe_missing_run
 from agentrl.observe.run_state import SILENT_S, read_run_snapshot
 
@@ -38,8 +39,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
 _TYPES = {"TEXT": "'text'", "INTEGER": "'integer'", "REAL": "'real', 'integer'", "BLOB": "'blob'"}
+_PLAIN_TYPES = {str, int, float, bool, bytes, type(None)}
 MAX_DEPTH = 100
 """Maximum nesting of content that is shown, far below the limit of recursive printers."""
+MAX_RELATIVES = 1000
+"""Maximum number of children or group members of an episode that are shown."""
 MAX_SECONDS = 10**12
 """Largest time or duration that a run can record, as in `observe.run_state.Seconds`."""
 Row = dict[str, Any]
@@ -153,9 +157,9 @@ def check_json_encodable(body: EntryBody, location: str) -> None:
                 below += value
             elif not isinstance(value, str | int | float | bytes | datetime | None):
                 raise JournalError(f"{location}: a value of type {type(value).__name__}, which cannot be shown")
-        if not below:
+        level = [value for value in below if type(value) not in _PLAIN_TYPES]
+        if not level:
             return
-        level = below
     raise JournalError(f"{location}: nested deeper than {MAX_DEPTH}, which cannot be shown")
 
 
@@ -174,7 +178,7 @@ def verified_control_rows(
     Raises:
         JournalError: the database cannot be read.
     """
-    names = [row[1] for row in all_rows(log.connection, log.path, f"PRAGMA table_info({table})")]
+    names = control_columns(table)
     row_values = []
     for row in log.rows(f"SELECT * FROM {table} WHERE {condition}", *parameters):
         if row_checksum(table, row[:-1]) == row[-1]:
@@ -325,6 +329,16 @@ def parse_json_object(text: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+@dataclass
+class _Memory:
+    """What a reader keeps in `RunReader.remembering`."""
+
+    info: dict[str, Any] = field(default_factory=dict)
+    lines: dict[tuple[Any, Any], EpisodeLine] = field(default_factory=dict)
+    relatives: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
+    """Rows of the newest attempts by column and its value: id, attempt, value."""
+
+
 class RunReader:
     """Reads one run; `path` is its directory or its journal's."""
 
@@ -341,15 +355,30 @@ class RunReader:
             raise InputError(describe_missing_run(self.path))
         self.log = SqliteRunLog(self.journal)
         self._turns = TurnLogReader(self.journal)
+        self._memory: _Memory | None = None
 
     def close(self) -> None:
         """Close all open files. Idempotent."""
         self.log.close()
         self._turns.close()
 
+    @contextmanager
+    def remembering(self) -> Iterator[None]:
+        """Keep the run's identity, the lines of episodes and their relations in memory: many questions about many
+        episodes then read them once. Records that the run writes meanwhile may be missing.
+        """
+        self._memory = _Memory()
+        try:
+            yield
+        finally:
+            self._memory = None
+
     def info(self) -> dict[str, Any]:
         """The run's identity: format, id, name, resolved configuration."""
-        return dict(self.log.info())
+        if self._memory is None:
+            return dict(self.log.info())
+        self._memory.info = self._memory.info or dict(self.log.info())
+        return self._memory.info
 
     def config(self) -> dict[str, Any]:
         """Return the resolved configuration with the changes of all resumes; empty if the journal has none."""
@@ -423,15 +452,23 @@ class RunReader:
 
     def children(self, episode_id: str) -> list[EpisodeLine]:
         """Return the newest attempts of an episode's children, sorted by id."""
-        return self._newest("a.parent = ?", episode_id)
+        return self._newest("parent", episode_id)
 
     def group(self, group_id: str) -> list[EpisodeLine]:
         """Return the newest attempts of the members of a group."""
-        return self._newest("a.group_id = ?", group_id)
+        return self._newest("group_id", group_id)
 
-    def _newest(self, condition: str, value: str) -> list[EpisodeLine]:
-        statement = f"SELECT a.episode, a.attempt FROM admissions a WHERE {condition} AND {NEWEST} LIMIT 1000"
-        newest = [(str(episode), attempt) for episode, attempt in self.log.rows(statement, value)]
+    def _newest(self, column: str, value: str) -> list[EpisodeLine]:
+        statement = f"SELECT a.episode, a.attempt, a.{column} FROM admissions a WHERE a.{column}"
+        if self._memory is None:
+            rows = self.log.rows(f"{statement} = ? AND {NEWEST} LIMIT {MAX_RELATIVES}", value)
+        else:  # no index leads to them: one pass over all admissions is cheaper than one for each question
+            if column not in self._memory.relatives:
+                relatives = self._memory.relatives[column] = {}
+                for row in self.log.rows(f"{statement} IS NOT NULL AND {NEWEST}"):
+                    relatives.setdefault(row[2], []).append(row)
+            rows = self._memory.relatives[column].get(value, [])[:MAX_RELATIVES]
+        newest = [(str(episode), attempt) for episode, attempt, _ in rows]
         return self.lines(sorted(newest, key=lambda key: (len(key[0]), key)))
 
     def lines(self, keys: Sequence[tuple[Any, Any]], fields: Collection[str] = ()) -> list[EpisodeLine]:
@@ -439,12 +476,16 @@ class RunReader:
 
         The columns of a page are read separately, so that sorting reads only the columns it needs.
         """
+        remembered = self._memory.lines if self._memory is not None and not fields else {}
         chosen = [find_column("--columns", name, {}, OBJECTS) for name in fields]
         columns = ", ".join(column.sql for column in (*COLUMNS.values(), *chosen))
         values = [value for column in chosen for value in column.values]
         statement = f"SELECT {columns}{EPISODES} WHERE a.episode = ? AND a.attempt = ?"
         lines = []
         for key in keys:
+            if key in remembered:
+                lines.append(remembered[key])
+                continue
             for row in self.log.rows(statement, *values, *key):
                 read = dict(zip((*COLUMNS, *fields), row, strict=True))
                 read["fields"] = {name: read.pop(name) for name in fields}
@@ -452,6 +493,7 @@ class RunReader:
                 read["policies"] = [policy for policy in str(read["policies"] or "").split(",") if policy]
                 read["problem"] = self._damage(*key)
                 lines.append(struct_from_row(EpisodeLine, read))
+                remembered[key] = lines[-1]
         return lines
 
     def _damage(self, episode: Any, attempt: Any) -> str | None:
@@ -512,20 +554,25 @@ class RunReader:
             problems=problems,
         )
 
+    def surviving(self) -> dict[str, list[tuple[int, int, int]]]:
+        """Return the line of steps that led to each policy's newest version, oldest first; see `RunLog.surviving`."""
+        newest = "SELECT policy, lineage, max(step) FROM steps WHERE (policy, lineage) IN"
+        newest += " (SELECT policy, max(lineage) FROM steps GROUP BY policy) GROUP BY policy ORDER BY policy"
+        versions = [PolicyVersion(*row) for row in self.log.rows(newest)]
+        return {version.policy: self.log.surviving(version)[::-1] for version in versions}
+
     def curve(self) -> list[RewardCurvePoint]:
         """Return the reward of each step along each policy's surviving line, in order."""
         points = []
         start_words = {start.lineage: start.words for start in self.log.starts()}
-        newest = "SELECT policy, lineage, max(step) FROM steps WHERE (policy, lineage) IN"
-        newest += " (SELECT policy, max(lineage) FROM steps GROUP BY policy) GROUP BY policy ORDER BY policy"
-        for policy, lineage, step in self.log.rows(newest):
-            statement = (
-                "SELECT policy, lineage, step, avg(reward), count(*) FROM"
-                " (SELECT policy, lineage, step, sum(reward) AS reward FROM step_units"
-                " WHERE policy = ? AND lineage = ? AND step > ? AND step <= ?"
-                " GROUP BY policy, lineage, step, episode, attempt) GROUP BY step ORDER BY step"
-            )
-            for line in reversed(self.log.surviving(PolicyVersion(policy, lineage, step))):
+        statement = (
+            "SELECT policy, lineage, step, avg(reward), count(*) FROM"
+            " (SELECT policy, lineage, step, sum(reward) AS reward FROM step_units"
+            " WHERE policy = ? AND lineage = ? AND step > ? AND step <= ?"
+            " GROUP BY policy, lineage, step, episode, attempt) GROUP BY step ORDER BY step"
+        )
+        for policy, lines in self.surviving().items():
+            for line in lines:
                 # Marks the first step of the lineage.
                 marks = {line[0]: start_words.get(line[0], "resumed")} if line[0] else {}
                 rows = self.log.rows(statement, policy, *line)

@@ -47,8 +47,7 @@ def explain_conversation(reader: RunReader, view: ConversationView) -> list[Reas
     """Return the reasons of an episode that was read; see `explain_episode`."""
     problems: list[str] = []
     reasons = [
-        *_admission(reader, view.summary, problems),
-        *_attempts(reader, view.summary, view.detail, problems),
+        *_admissions(reader, view, problems),
         *_time(view),
         *_end(view),
         *_reward(view),
@@ -60,7 +59,17 @@ def explain_conversation(reader: RunReader, view: ConversationView) -> list[Reas
     return reasons + [Reason("problem", text) for text in [*view.problems, *problems]]
 
 
-def _admission(reader: RunReader, line: EpisodeLine, problems: list[str]) -> list[Reason]:
+def _admissions(reader: RunReader, view: ConversationView, problems: list[str]) -> list[Reason]:
+    """Explain the admission of the attempt, and the number of attempts."""
+    line = view.summary
+    rows = verified_control_rows(
+        reader.log, "admissions", "episode = ? ORDER BY attempt", line.episode, problems=problems
+    )
+    own_rows = [row for row in rows if row["attempt"] == line.attempt]
+    return [*_admission(line, own_rows, problems), *_attempts(line, rows, view.detail)]
+
+
+def _admission(line: EpisodeLine, rows: list[Row], problems: list[str]) -> list[Reason]:
     if ids.main_episode_id(line.episode) != line.episode:
         text = f"as branch {line.episode.rpartition('.b')[2]} of {line.parent}, in group {line.group}"
         reasons = [Reason("admitted", f"{text}; branches are always admitted")]
@@ -75,9 +84,6 @@ def _admission(reader: RunReader, line: EpisodeLine, problems: list[str]) -> lis
             "fork": "forked from a turn of another episode; never trained on",
         }
         reasons = [Reason("admitted", f"{purpose_text.get(line.purpose, line.purpose)}, in group {line.group}")]
-    rows = verified_control_rows(
-        reader.log, "admissions", "episode = ? AND attempt = ?", line.episode, line.attempt, problems=problems
-    )
     for row in rows:
         try:
             spec = decode_admission_row(tuple(row.values()))
@@ -110,10 +116,7 @@ def _admission(reader: RunReader, line: EpisodeLine, problems: list[str]) -> lis
     return reasons
 
 
-def _attempts(reader: RunReader, line: EpisodeLine, detail: str, problems: list[str]) -> list[Reason]:
-    rows = verified_control_rows(
-        reader.log, "admissions", "episode = ? ORDER BY attempt", line.episode, problems=problems
-    )
+def _attempts(line: EpisodeLine, rows: list[Row], detail: str) -> list[Reason]:
     if len(rows) < 2:
         return []
     other_attempts = ", ".join(str(row["attempt"]) for row in rows if row["attempt"] != line.attempt)
@@ -294,7 +297,6 @@ def _units(reader: RunReader, view: ConversationView, problems: list[str]) -> li
     key = (line.episode, line.attempt)
     unit_rows = verified_control_rows(reader.log, "step_units", "episode = ? AND attempt = ?", *key, problems=problems)
     drops = verified_control_rows(reader.log, "unit_drops", "episode = ? AND attempt = ?", *key, problems=problems)
-    learns = {policy for (policy,) in reader.log.rows("SELECT DISTINCT policy FROM versions")}
     reasons = []
     for policy in dict.fromkeys(agent.policy for agent in view.agents):
         policy_rows = [row for row in unit_rows if row["policy"] == policy]
@@ -304,7 +306,7 @@ def _units(reader: RunReader, view: ConversationView, problems: list[str]) -> li
             reasons.append(
                 Reason("unit", f"the unit of {policy} was dropped: {reason}", ADVICE_ON_DROPS.get(reason, ""))
             )
-        elif not policy_rows and policy not in learns:
+        elif not policy_rows and not reader.log.rows("SELECT 1 FROM versions WHERE policy = ? LIMIT 1", policy):
             reasons.append(Reason("unit", f"{policy} does not learn: nothing of it is trained"))
         elif not policy_rows:
             reasons.append(Reason("unit", f"the unit of {policy} is ready, and waits for its group and for a step"))

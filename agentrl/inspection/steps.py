@@ -97,11 +97,17 @@ def step_list(reader: RunReader, policy: str | None = None) -> list[StepLine]:
         InputError: there is no such policy, or it does not learn.
         JournalError: the journal is damaged.
     """
-    condition, values = ("policy = ?", (policy,)) if policy is not None else ("1", ())
+    return _lines(reader, policy=policy)
+
+
+def _lines(reader: RunReader, **key: str | int | None) -> list[StepLine]:
+    """Return the steps whose columns have the given values; None: any."""
+    columns = [name for name, value in key.items() if value is not None]
+    condition, values = " AND ".join(["1", *(f"{name} = ?" for name in columns)]), [key[name] for name in columns]
     rows = verified_control_rows(
         reader.log, "steps", f"{condition} ORDER BY stepped_at, policy, lineage, step", *values
     )
-    if policy is not None and not rows:
+    if (policy := key["policy"]) is not None and not rows:
         learners = [name for (name,) in reader.log.rows("SELECT DISTINCT policy FROM versions ORDER BY policy")]
         if learners and policy not in learners:
             raise InputError(f"{reader.path}: no trained policy {policy!r}; there are: {', '.join(map(str, learners))}")
@@ -109,12 +115,13 @@ def step_list(reader: RunReader, policy: str | None = None) -> list[StepLine]:
         (name, lineage, step): (reward, units)
         for name, lineage, step, reward, units in reader.log.rows(
             "SELECT policy, lineage, step, avg(reward), count(*) FROM"
-            " (SELECT policy, lineage, step, sum(reward) AS reward FROM step_units"
-            " GROUP BY policy, lineage, step, episode, attempt) GROUP BY policy, lineage, step"
+            f" (SELECT policy, lineage, step, sum(reward) AS reward FROM step_units WHERE {condition}"
+            " GROUP BY policy, lineage, step, episode, attempt) GROUP BY policy, lineage, step",
+            *values,
         )
     }
-    survivors = _survivors(reader)
-    return [_line(row, rewards, survivors) for row in rows]
+    surviving = reader.surviving()
+    return [_line(row, rewards, surviving.get(row["policy"], [])) for row in rows]
 
 
 def step_view(reader: RunReader, step: int, policy: str | None = None, lineage: int | None = None) -> StepView:
@@ -125,7 +132,7 @@ def step_view(reader: RunReader, step: int, policy: str | None = None, lineage: 
         InputError: there is no such step, or several policies took a step of this number.
         JournalError: the journal is damaged.
     """
-    lines = [line for line in step_list(reader, policy) if line.step == step and lineage in (None, line.lineage)]
+    lines = _lines(reader, policy=policy, lineage=lineage, step=step)
     policies = sorted({line.policy for line in lines})
     if len(policies) > 1:
         raise InputError(f"{' and '.join(policies)} both have a step {step}; name one with --policy")
@@ -156,7 +163,7 @@ def step_view(reader: RunReader, step: int, policy: str | None = None, lineage: 
 
 
 def _line(
-    row: Row, rewards: dict[tuple[str, int, int], tuple[float | None, int]], survivors: set[PolicyVersion]
+    row: Row, rewards: dict[tuple[str, int, int], tuple[float | None, int]], surviving: list[tuple[int, int, int]]
 ) -> StepLine:
     version = PolicyVersion(row["policy"], row["lineage"], row["step"])
     reward, units = rewards.get((version.policy, version.lineage, version.step), (None, 0))
@@ -164,7 +171,7 @@ def _line(
         policy=version.policy,
         lineage=version.lineage,
         step=version.step,
-        survives=version in survivors,
+        survives=any(lineage == version.lineage and first < version.step <= last for lineage, first, last in surviving),
         loss=row["loss"],
         grad_norm=row["grad_norm"],
         reward=reward,
@@ -174,11 +181,6 @@ def _line(
         seconds=row["seconds"],
         stepped_at=row["stepped_at"],
     )
-
-
-def _survivors(reader: RunReader) -> set[PolicyVersion]:
-    """Return the versions along the line that led to each policy's newest one."""
-    return {PolicyVersion(point.policy, point.lineage, point.step) for point in reader.curve()}
 
 
 def _columns(reader: RunReader, row: Row, problems: list[str]) -> dict[str, list[StepRowColumns]]:

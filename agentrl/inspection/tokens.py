@@ -282,13 +282,17 @@ class StepTokenValues(NamedTuple):
 
 def episode_tokens(reader: RunReader, episode_id: str, attempt: int | None = None) -> EpisodeTokens:
     """Return the tokens of an episode, agent by agent, row by row. Raises as `RunReader.episode`."""
-    view = reader.episode(episode_id, attempt)
+    return tokens_from_view(reader, reader.episode(episode_id, attempt))
+
+
+def tokens_from_view(reader: RunReader, view: EpisodeView, read: ReadStep = read_step_row_columns) -> EpisodeTokens:
+    """Return the tokens of an episode that was read; `read` reads a step's file."""
     problems = list(view.problems)
     config = reader.info().get("config")
     rows = []
     for token_row in assemble_token_rows(view):
         words = load_vocabulary(base_model_directory(reader.path, config, token_row.policy))
-        step_values = newest_step_token_values(reader, view, token_row, problems)
+        step_values = newest_step_token_values(reader, view, token_row, problems, read)
         tokens = list(_tokens(token_row, words, step_values))
         step = None if step_values is None else step_values.step
         rows.append(
@@ -327,10 +331,15 @@ def base_model_directory(run: Path, config: object, policy: str) -> str | None:
         key, path = "model.path", model.get("path") if isinstance(model, dict) else None
     if not isinstance(path, str):
         return None
-    if any(Path(os.path.normpath(path)).is_relative_to(package) for package in _OWN_PACKAGES):
+    if _is_own_model(path):
         return os.path.normpath(path)
     chosen: str | None = Choices.of(run).value_for(key, path)
     return chosen
+
+
+@lru_cache(maxsize=64)
+def _is_own_model(path: str) -> bool:
+    return any(Path(os.path.normpath(path)).is_relative_to(package) for package in _OWN_PACKAGES)
 
 
 def assemble_token_rows(view: EpisodeView) -> list[AssembledTokenRow]:

@@ -197,6 +197,13 @@ def open_database_in_memory(kind: Kind) -> sqlite3.Connection:
 
 
 @functools.cache
+def control_columns(table: str) -> tuple[str, ...]:
+    """Return the names of the columns of a table of the control log."""
+    with closing(open_database_in_memory("control")) as connection:
+        return tuple(name for _, name, *_ in connection.execute(f"PRAGMA table_info({table})"))
+
+
+@functools.cache
 def _empty_database(kind: Kind) -> bytes:
     """Return the file of an empty database: copying it takes a twentieth of the time of creating its tables."""
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 
 SEAT_REWARD = "evaluation/reward/"
+BAR_WIDTH = 24
+"""Width of a bar of `ProgressLine`, in characters."""
 LINE_INTERVAL_S = 10.0
 """Seconds between two lines of `ProgressLine` without a terminal; the first line is written at once."""
 
@@ -194,8 +196,8 @@ class ProgressLine:
         self._clock = clock or SystemClock()
         self._shown_at = -LINE_INTERVAL_S
 
-    def __call__(self, part: str) -> None:
-        """Show the part that begins."""
+    def __call__(self, part: str, share: float | None = None) -> None:
+        """Show the part that begins, with a bar if the share that is done is known."""
         on_terminal = self._stream.isatty()
         now = self._clock.monotonic()
         if not on_terminal and now - self._shown_at < LINE_INTERVAL_S:
@@ -203,6 +205,9 @@ class ProgressLine:
         self._shown_at = now
         line = terminal_safe_line(f"{self._title}: {part}")
         if on_terminal:
+            if share is not None:
+                done = round(BAR_WIDTH * share)
+                line = f"{line} {'█' * done}{'░' * (BAR_WIDTH - done)} {share:.0%}"
             line = f"\r\x1b[2K{line[: max(shutil.get_terminal_size().columns - 1, 20)]}"
         self._write(line if on_terminal else f"{line} …\n")
 

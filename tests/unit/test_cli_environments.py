@@ -138,6 +138,8 @@ def test_a_long_check_shows_its_parts_in_place_or_now_and_then() -> None:
         clock.now += LINE_INTERVAL_S / 4
     assert file.getvalue().splitlines() == [rf"checking x: part {number}\n\x1b[31m …" for number in range(0, 50, 4)]
     assert terminal.getvalue().count("\r\x1b[2Kchecking x: part ") == 50
+    parts[terminal]("half", 0.5)
+    assert terminal.getvalue().endswith("checking x: half ████████████░░░░░░░░░░░░ 50%")
     assert "\n" not in terminal.getvalue()
     parts[terminal].close()
     assert terminal.getvalue().endswith("\r\x1b[2K")

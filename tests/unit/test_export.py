@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -12,10 +13,13 @@ import numpy as np
 import pytest
 
 from agentrl.cli.main import main
+from agentrl.core.errors import InputError
 from agentrl.inspection.export.atif import file_name
 from agentrl.inspection.export.exporting import export
+from agentrl.inspection.export.formats import EXPORTS
 from agentrl.inspection.reader import RunReader
 from agentrl.inspection.tokens import episode_tokens
+from agentrl.inspection.viewer.queries import answer_episode_queries, as_json
 from agentrl.journal.rows import assemble_trajectories
 from tests.atif_rules import check_trajectory
 
@@ -63,6 +67,44 @@ def test_json_lines_say_what_training_made_of_a_row(sample_run: Path, tmp_path: 
     assert agent["credits"][-1]["advantage"] == pytest.approx(agent["reward"] - agent["credits"][-1]["baseline"])
     assert sum(part["value"] for part in agent["reward_parts"]) == pytest.approx(agent["reward"])
     assert [message["role"] for message in row["messages"]].count("assistant") == max(row["turn_index"]) + 1
+    reader.close()
+
+
+def test_a_page_has_the_newest_thousand_episodes_and_other_formats_have_all(
+    sample_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = RunReader(sample_run)
+    keys = reader.keys()
+    assert EXPORTS["html"].limit == 1000
+    assert all(format.limit is None for name, format in EXPORTS.items() if name != "html")
+    out = tmp_path / "episodes.jsonl"
+    assert main(["run", "export", str(sample_run), "--to", "jsonl", "--out", str(out), "--limit", "3"]) == 0
+    assert [(line["episode"], line["attempt"]) for line in lines_of(out)] == keys[-3:]
+    assert f"the newest of {len(keys):,}: write all of them with --limit {len(keys)}" in capsys.readouterr().out
+    monkeypatch.setitem(EXPORTS, "html", EXPORTS["html"]._replace(limit=5))  # type: ignore[arg-type]
+    whole = export(reader, "html", tmp_path / "page.html")
+    assert (whole.episodes, whole.left_out) == (5, len(keys) - 5)
+    whole = export(reader, "html", tmp_path / "whole.html", limit=len(keys))
+    assert (whole.episodes, whole.left_out) == (len(keys), 0)
+    with pytest.raises(InputError, match="--limit must be 1 or more"):
+        export(reader, "html", tmp_path / "none.html", limit=0)
+    reader.close()
+
+
+def test_episodes_read_together_are_what_they_are_one_by_one_at_a_cost_that_does_not_grow(sample_run: Path) -> None:
+    reader = RunReader(sample_run)
+    keys = reader.keys()
+    alone = [as_json(answer_episode_queries(reader, {"episode": name, "attempt": str(no)})) for name, no in keys]
+    statements: list[str] = []
+    reader.log.connection.set_trace_callback(statements.append)
+    with reader.remembering():
+        lines = reader.lines(keys)
+        assert len(statements) <= 3 * len(lines)
+        together = [as_json(answer_episode_queries(reader, {"episode": name, "attempt": str(no)})) for name, no in keys]
+    assert together == alone
+    passes = [statement for statement in statements if re.search(r"FROM admissions a WHERE a\.\w+ (?!= )", statement)]
+    assert len(passes) == 2  # over groups, and over parents, for all episodes
+    assert len(statements) <= 18 * len(keys)
     reader.close()
 
 

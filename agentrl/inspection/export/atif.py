@@ -48,7 +48,7 @@ def write(selection: ExportSelection, path: Path) -> None:
     """Write the trajectories of a selection as a directory."""
     path.mkdir()
     run = str(selection.reader.info().get("run", ""))
-    for episode, attempt in selection.keys:
+    for episode, attempt in selection.reported(selection.keys):
         try:
             view = selection.reader.episode(episode, attempt)
             trajectory = atif_trajectory(run, view, build_conversation(selection.reader, view))

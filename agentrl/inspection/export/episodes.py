@@ -146,7 +146,7 @@ def exported_episodes(selection: ExportSelection) -> Iterator[ExportedEpisode]:
     run = str(reader.info().get("run", ""))
     # Neighboring episodes were mostly trained in neighboring steps, so a few steps' columns are cached.
     read = lru_cache(4)(read_step_row_columns)
-    for episode, attempt in selection.keys:
+    for episode, attempt in selection.reported(selection.keys):
         try:
             episode_record = _export_episode(reader, run, reader.episode(episode, attempt), read)
         except JournalError as error:

@@ -12,19 +12,22 @@ from __future__ import annotations
 import gzip
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
 from agentrl.core.errors import AgentRLError, InputError, StorageError
 from agentrl.core.files import LOCAL, os_error_advice, rename_durably
+from agentrl.core.text import plural
 from agentrl.inspection.comparisons import FORKS, fork_tree
 from agentrl.inspection.export.files import staging_path
 from agentrl.inspection.export.formats import EXPORTS
 from agentrl.inspection.search import episodes_with_words
+from agentrl.inspection.tokens import read_step_row_columns
 from agentrl.inspection.viewer.page import self_contained_page
 from agentrl.inspection.viewer.queries import QUESTIONS, Parameters, answer_episode_queries, as_json, run_summary
 
@@ -32,6 +35,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agentrl.inspection.reader import RunReader
+
+
+T = TypeVar("T")
+PROGRESS_EPISODES = 100
+"""Number of episodes between two reports of progress."""
 
 
 class ExportSelection(NamedTuple):
@@ -42,8 +50,15 @@ class ExportSelection(NamedTuple):
     """Ids and attempts, in order of admission."""
     problems: list[str]
     """Unreadable data with its episode; filled by the writer."""
-    on_progress: Callable[[str], None]
-    """Receives the current part of a long export."""
+    on_progress: Callable[[str, float], None]
+    """Receives the current part of a long export, and the share that is done."""
+
+    def reported(self, episodes: Sequence[T]) -> Iterator[T]:
+        """Iterate over episodes to write, and report the progress."""
+        for number, episode in enumerate(episodes):
+            if number and number % PROGRESS_EPISODES == 0:
+                self.on_progress(f"{number:,} of {plural(len(episodes), 'episode')}", number / len(episodes))
+            yield episode
 
 
 class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +67,8 @@ class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
     format: str
     path: str
     episodes: int
+    left_out: int
+    """Number of older episodes that the limit left out."""
     problems: list[str]
     """Problems of episodes that could be read only in part."""
 
@@ -63,10 +80,11 @@ def export(
     *,
     where: str = "",
     match: str = "",
+    limit: int | None = None,
     force: bool = False,
-    on_progress: Callable[[str], None] = lambda part: None,
+    on_progress: Callable[[str, float], None] = lambda part, share: None,
 ) -> ExportResult:
-    """Write the episodes that pass a filter and a search.
+    """Write the newest episodes that pass a filter and a search.
 
     Args:
         reader: reader of the run.
@@ -74,8 +92,9 @@ def export(
         out: file or directory to create; by default in the run's directory.
         where: filter, as in `RunReader.episodes`.
         match: search term, as in `search.episodes_with_words`.
+        limit: maximum number of episodes; by default that of the format.
         force: replace an existing file.
-        on_progress: receives the current part of a long export.
+        on_progress: receives the current part of a long export, and the share that is done.
 
     Raises:
         InputError: no episode passes, the target exists, or the package that writes the format is not installed.
@@ -83,21 +102,29 @@ def export(
     """
     target = out or reader.path / EXPORTS[format].file
     _check(target, format, force=force)
-    selection = ExportSelection(
-        reader, reader.keys(where, among=episodes_with_words(reader, match) if match else None), [], on_progress
-    )
+    limit = EXPORTS[format].limit if limit is None else limit
+    if limit is not None and limit < 1:
+        raise InputError("--limit must be 1 or more")
+    keys = reader.keys(where, among=episodes_with_words(reader, match) if match else None)
+    selection = ExportSelection(reader, keys[-limit:] if limit is not None else keys, [], on_progress)
     if not selection.keys:
         raise InputError(f"{reader.path}: no episode matches the filter; `agentrl episode list` shows what there is")
     module, _, function = EXPORTS[format].write.partition(":")
     write = getattr(import_module(module), function)
     try:
-        with staging_path(target) as built:
+        with staging_path(target) as built, reader.remembering():
             write(selection, built)
             _settle(built, target, format, force=force)
     except OSError as error:
         problem = os.strerror(error.errno) if error.errno else str(error)
         raise StorageError(f"{target}: the export cannot be written ({problem}); {os_error_advice(error)}") from error
-    return ExportResult(format=format, path=str(target), episodes=len(selection.keys), problems=selection.problems)
+    return ExportResult(
+        format=format,
+        path=str(target),
+        episodes=len(selection.keys),
+        left_out=len(keys) - len(selection.keys),
+        problems=selection.problems,
+    )
 
 
 def _settle(built: Path, target: Path, format: str, *, force: bool) -> None:
@@ -135,8 +162,6 @@ def _check(target: Path, format: str, *, force: bool = False) -> None:
 
 MAX_EPISODES = 10_000
 """Maximum number of episodes in a page; use `agentrl run serve` for more."""
-PROGRESS_EPISODES = 100
-"""Number of episodes between two reports of progress."""
 
 
 def write_html_page(selection: ExportSelection, path: Path) -> None:
@@ -148,7 +173,7 @@ def write_html_page(selection: ExportSelection, path: Path) -> None:
     if len(selection.keys) > MAX_EPISODES:
         raise InputError(
             f"{len(selection.keys):,} episodes are too many for one page, which holds {MAX_EPISODES:,}: choose some"
-            " with --where, or browse all of them with `agentrl run serve`"
+            " with --where or --limit, or browse all of them with `agentrl run serve`"
         )
     index: dict[str, int] = {}
     blocks = [b""]  # the first block is the index, which is filled in last
@@ -162,6 +187,12 @@ def write_html_page(selection: ExportSelection, path: Path) -> None:
 def _answers(selection: ExportSelection) -> Iterator[tuple[str, Any]]:
     """Yield the answers that the page requests, by name."""
     reader, problems = selection.reader, selection.problems
+    # Neighboring episodes were mostly trained in neighboring steps, so a few steps' columns are kept.
+    read = lru_cache(4)(read_step_row_columns)
+
+    def answer_episode(reader: RunReader, parameters: Parameters) -> Any:
+        return answer_episode_queries(reader, parameters, read)
+
     lines = reader.lines(selection.keys)
     yield "run", run_summary(reader, len(lines))
     yield "statuses", Counter(line.status for line in lines)
@@ -176,11 +207,9 @@ def _answers(selection: ExportSelection) -> Iterator[tuple[str, Any]]:
         parameters = {"policy": step.policy, "lineage": str(step.lineage), "step": str(step.step)}
         yield f"step {step.policy} {step.lineage} {step.step}", _answer(QUESTIONS["step"], reader, parameters, problems)
     fork_lines = [(f"{FORKS}/{fork.line.episode}", fork.line) for fork in fork_tree(reader) if fork.depth]
-    for number, (name, line) in enumerate([*((line.episode, line) for line in lines), *fork_lines], 1):
-        if number % PROGRESS_EPISODES == 0:
-            selection.on_progress(f"{number:,} of {len(lines) + len(fork_lines):,} episodes")
+    for name, line in selection.reported([*((line.episode, line) for line in lines), *fork_lines]):
         parameters = {"episode": name, "attempt": str(line.attempt)}
-        yield f"episode {name} {line.attempt}", _answer(answer_episode_queries, reader, parameters, problems)
+        yield f"episode {name} {line.attempt}", _answer(answer_episode, reader, parameters, problems)
 
 
 def _answer(

@@ -17,13 +17,18 @@ class ExportFormat(NamedTuple):
     """Default file name of the export in the run's directory."""
     write: str
     """Reference `module:function`; called with a `ExportSelection` and the path of the file or directory to create."""
+    limit: int | None = None
+    """Maximum number of episodes unless the user gives one; None: all."""
     is_directory: bool = False
     """Whether the export is a directory; a directory never replaces an existing path."""
 
 
 EXPORTS: Mapping[str, ExportFormat] = {
     "html": ExportFormat(
-        "one page to look at, without a server", "episodes.html", "agentrl.inspection.export.exporting:write_html_page"
+        "one page to look at, without a server",
+        "episodes.html",
+        "agentrl.inspection.export.exporting:write_html_page",
+        limit=1_000,
     ),
     "jsonl": ExportFormat(
         "a line of JSON per episode", "episodes.jsonl", "agentrl.inspection.export.episodes:write_json_lines"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,14 +17,22 @@ import msgspec
 from agentrl.core.errors import InputError
 from agentrl.core.records import ProcessStatus
 from agentrl.inspection.comparisons import fork_tree, locate_episode
-from agentrl.inspection.conversation import read_conversation
+from agentrl.inspection.conversation import build_conversation, read_conversation
 from agentrl.inspection.overview import metric_entry, metric_series, run_overview
 from agentrl.inspection.reader import COLUMNS, EPISODES, STATUS, EpisodeLine, RunReader
 from agentrl.inspection.reasons import explain_conversation, explain_episode
 from agentrl.inspection.search import episodes_with_words
 from agentrl.inspection.steps import evaluation_list, step_list, step_view
 from agentrl.inspection.timelines import episode_timeline, run_timeline, timeline_from_conversation
-from agentrl.inspection.tokens import TokenRow, episode_tokens
+from agentrl.inspection.tokens import (
+    EpisodeToken,
+    EpisodeTokens,
+    ReadStep,
+    TokenRow,
+    episode_tokens,
+    read_step_row_columns,
+    tokens_from_view,
+)
 from agentrl.observe.run_state import read_run_snapshot
 
 Parameters = Mapping[str, str]
@@ -33,6 +41,9 @@ PARTS = 120
 """Number of parts of a run's timeline."""
 EXACT = 2**53
 """Smallest integer that is inexact in JavaScript; integers from here on are sent as text."""
+_UNCHANGED = {str, bool, type(None)}
+"""Types whose values JavaScript reads exactly."""
+_NUMBERS = {int, float, bool, type(None)}
 _FLOAT_COLUMNS = ("logprob", "trainer_logprob", "advantage", "ratio", "entropy")
 
 
@@ -109,28 +120,29 @@ def run_summary(reader: RunReader, episodes: int) -> RunSummary:
 
 def tokens_in_columns(row: TokenRow) -> dict[str, Any]:
     """Convert a row of tokens to a list per field, without fields that are unknown throughout."""
-    columns: dict[str, list[Any]] = {}
-    for name in row.tokens[0].__struct_fields__ if row.tokens else ():
-        values = [getattr(token, name) for token in row.tokens]
-        if name in _FLOAT_COLUMNS:
-            values = [None if value is None else round(value, 6) for value in values]
-        if name != "position" and any(value is not None for value in values):
-            columns[name] = values
+    columns: dict[str, Sequence[Any]] = {}
+    values_by_field = zip(*map(msgspec.structs.astuple, row.tokens), strict=True)
+    for name, values in zip(EpisodeToken.__struct_fields__, values_by_field, strict=bool(row.tokens)):
+        if name != "position" and values.count(None) < len(values):
+            is_float = name in _FLOAT_COLUMNS
+            columns[name] = [value and round(value, 6) for value in values] if is_float else values
     row_fields = {name: getattr(row, name) for name in row.__struct_fields__ if name != "tokens"}
     return {**row_fields, "count": len(row.tokens), "columns": columns}
 
 
-def answer_episode_queries(reader: RunReader, parameters: Parameters) -> dict[str, Any]:
-    """Answer all questions about one episode, which is read once."""
+def answer_episode_queries(
+    reader: RunReader, parameters: Parameters, read: ReadStep = read_step_row_columns
+) -> dict[str, Any]:
+    """Answer all questions about one episode, which is read once; `read` reads a step's file."""
     with _open_episode(reader, parameters) as (where, episode, attempt):
-        view = read_conversation(where, episode, attempt)
-        why = explain_conversation(where, view)
-    return {
-        "conversation": view,
-        "tokens": _tokens(reader, parameters),
-        "reasons": why,
-        "timeline": timeline_from_conversation(view),
-    }
+        view = where.episode(episode, attempt)
+        conversation = build_conversation(where, view)
+        return {
+            "conversation": conversation,
+            "tokens": _token_columns(tokens_from_view(where, view, read)),
+            "reasons": explain_conversation(where, conversation),
+            "timeline": timeline_from_conversation(conversation),
+        }
 
 
 # --- the questions ----------------------------------------------------------------------------------------------------
@@ -173,7 +185,10 @@ def _conversation(reader: RunReader, parameters: Parameters) -> Any:
 
 def _tokens(reader: RunReader, parameters: Parameters) -> Any:
     with _open_episode(reader, parameters) as (where, episode, attempt):
-        tokens = episode_tokens(where, episode, attempt)
+        return _token_columns(episode_tokens(where, episode, attempt))
+
+
+def _token_columns(tokens: EpisodeTokens) -> dict[str, Any]:
     return {"rows": [tokens_in_columns(row) for row in tokens.rows], "problems": tokens.problems}
 
 
@@ -237,15 +252,21 @@ def _number(parameters: Parameters, name: str, otherwise: int | None = None) -> 
 
 
 def _exact(value: Any) -> Any:
-    match value:
-        case dict():
-            return {key if isinstance(key, str) else str(key): _exact(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_exact(item) for item in value]
-        case bytes():
-            return value.hex()
-        case int() if not -EXACT < value < EXACT:
-            return str(value)
-        case float() if not math.isfinite(value):
-            return None
-    return value
+    kind = type(value)
+    if kind is dict:
+        return {
+            key if type(key) is str else str(key): item if type(item) in _UNCHANGED else _exact(item)
+            for key, item in value.items()
+        }
+    if kind is list or kind is tuple:
+        kinds = set(map(type, value))
+        if kinds <= _UNCHANGED:
+            return value
+        if kinds <= _NUMBERS and sum(map(abs, filter(None, value))) < EXACT:
+            return value  # such as a column of tokens: no number is above the sum
+        return [_exact(item) for item in value]
+    if kind is bytes:
+        return value.hex()
+    if kind is int:
+        return value if -EXACT < value < EXACT else str(value)
+    return None if kind is float and not math.isfinite(value) else value
