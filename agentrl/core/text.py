@@ -51,6 +51,39 @@ def plural(count: float, one: str, several: str = "") -> str:
     return f"{count:,.12g} {one if count == 1 else several or f'{one}s'}"
 
 
+def shorten_lines(text: str, max_length: int) -> str:
+    """Shorten a text to its first line and as many of its last lines as fit; a line `…` marks the gap.
+
+    A message begins with its subject, and a traceback ends with its exception.
+
+    Example:
+        >>> shorten_lines("it failed\\nframe 1\\nframe 2\\nOSError: full", 30)
+        'it failed\\n…\\nOSError: full'
+    """
+    if len(text) <= max_length:
+        return text
+    head, newline, rest = text.partition("\n")
+    head = _cut_line(head, max_length // 2 if newline else max_length)
+    if not newline:
+        return head
+    lines = rest.split("\n")
+    room = max_length - len(head) - 3  # the newlines, and the line of the mark
+    shown = [_cut_line(lines.pop(), room)]
+    room -= len(shown[0])
+    while lines and len(lines[-1]) < room:
+        shown.append(lines.pop())
+        room -= len(shown[-1]) + 1
+    return "\n".join([head, *["…"] * bool(lines), *reversed(shown)])
+
+
+def _cut_line(line: str, max_length: int) -> str:
+    """Cut the end off a line, between two words if it has spaces."""
+    if len(line) <= max_length:
+        return line
+    start = line[: max(max_length - 2, 0)]
+    return f"{start.rpartition(' ')[0] or start} …"
+
+
 def format_rate(value: float) -> str:
     """Format a rate as a whole number, or with two digits below 10, so that a slow one is not shown as 0.
 

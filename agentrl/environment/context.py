@@ -7,13 +7,12 @@ through `ctx`, which journals it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from agentrl.core.errors import AgentRLError
+from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError
 from agentrl.core.records import REWARD, Message, PolicyVersion, ProposalNovelty, StopReason, Task, Turn
 
 if TYPE_CHECKING:
@@ -33,6 +32,9 @@ Guarantee = Literal["read", "idempotent", "once"]
 Reconcile = Callable[[], "tuple[bool, T | None] | Awaitable[tuple[bool, T | None]]"]
 
 ResourceLevel = Literal["replay", "snapshot", "pinned"]
+
+Aliases = Mapping[str, str | Collection[str]] | Collection[str]
+"""Model names of external agents: see `HarnessEnvironment.aliases`."""
 
 
 def system(content: str) -> Message:
@@ -281,7 +283,7 @@ class EpisodeContext(ABC):
     def endpoint(
         self,
         *,
-        aliases: Mapping[str, str] = MappingProxyType({}),
+        aliases: Aliases = (),
         volatile: Sequence[str] = (),
         ignored_fields: Sequence[str] = (),
         recall: bool = True,
@@ -292,7 +294,7 @@ class EpisodeContext(ABC):
         again, and gives the same replies to the same requests.
 
         Args:
-            aliases: additional model names, each mapped to a seat.
+            aliases: additional model names; see `HarnessEnvironment.aliases`.
             volatile: regular expressions of text that is ignored when requests are compared.
             ignored_fields: request fields that are ignored, instead of refused, if the run cannot honor them.
             recall: whether a restarted attempt gets the replies of earlier attempts.
@@ -528,6 +530,11 @@ class Endpoint(ABC):
     def serve(self, listening: socket.socket) -> None:
         """Serve the seats at a listening socket too, such as that of a sandbox's network. The endpoint closes it."""
 
+    @property
+    @abstractmethod
+    def refusal(self) -> str:
+        """Why the newest request was refused; "" if it was not, or a limit of the run did it."""
+
     @abstractmethod
     def limit_reached(self) -> LimitReachedError | None:
         """First limit that refused a request; None if none did."""
@@ -541,6 +548,38 @@ class Endpoint(ABC):
             EffectError: the program failed.
             AgentRLError: the episode cannot continue.
         """
+
+
+def read_aliases(aliases: Aliases, seats: Sequence[str]) -> dict[str, str]:
+    """Return the seat of each additional model name.
+
+    Raises:
+        EnvironmentDefinitionError: it has another form, names an unknown seat, or gives two seats to a name.
+    """
+    found: dict[str, str] = {}
+
+    def add(name: object, seat: object) -> None:
+        if seat not in seats:
+            known = f"; the seats are {', '.join(map(repr, seats))}"
+            raise EnvironmentDefinitionError(f"aliases = {aliases!r}: {seat!r} is no seat{known}. {forms}")
+        if not isinstance(name, str) or found.get(name, seat) != seat or (name in seats and name != seat):
+            raise EnvironmentDefinitionError(f"aliases = {aliases!r}: {name!r} is not one name of one model. {forms}")
+        found[name] = str(seat)
+
+    forms = f'Write `aliases = {{"gpt-4o-mini": "{seats[0]}"}}`, or `aliases = {{"{seats[0]}": ["gpt-4o-mini"]}}`'
+    if isinstance(aliases, Mapping):
+        for key, value in aliases.items():
+            if isinstance(value, list | tuple | set | frozenset):
+                for name in value:
+                    add(name, key)
+            else:
+                add(key, value)
+    elif isinstance(aliases, list | tuple | set | frozenset) and (len(seats) == 1 or not aliases):
+        for name in aliases:
+            add(name, seats[0])
+    else:
+        raise EnvironmentDefinitionError(f"aliases = {aliases!r} gives no seat. {forms}")
+    return found
 
 
 class LimitReachedError(AgentRLError):

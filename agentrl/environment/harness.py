@@ -25,6 +25,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import traceback
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,9 +33,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from agentrl.core.clock import SystemClock
-from agentrl.core.errors import EffectError, EnvironmentDefinitionError, EpisodeError, RewardError
+from agentrl.core.errors import AgentRLError, EffectError, EnvironmentDefinitionError, EpisodeError, RewardError
 from agentrl.core.records import Task, Turn
-from agentrl.environment.context import Endpoint, EpisodeContext
+from agentrl.core.text import shorten_lines
+from agentrl.environment.context import Aliases, Endpoint, EpisodeContext
 from agentrl.environment.environment import Environment, Split, TaskSource
 from agentrl.environment.rewards import awaited_reward
 from agentrl.sandbox.bubblewrap import GATEWAY_PORT
@@ -65,6 +67,7 @@ VOLATILE = (
 )
 """Patterns of dates, UUIDs, temporary paths, and text that single clients add."""
 HarnessReward = float | Mapping[str, float] | Mapping[str, Mapping[str, float]]
+_TERMINAL_CODE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 _FIELD = re.compile(r"\{(task|endpoint)\.(\w+)\}")
 _PR_SET_PDEATHSIG = 1
 
@@ -106,9 +109,10 @@ class HarnessEnvironment(Environment):
     task_file: ClassVar[str] = ""
     """Path of a JSON Lines file, relative to the module, with one task per line: an object with its data, optionally an
     `id` and a `split` (`train` or `held_out`; default `train`)."""
-    aliases: ClassVar[Mapping[str, str]] = {}
-    """Additional model names, each mapped to a seat. A seat's own name always works, also after a provider, as in
-    `openai/main`."""
+    aliases: ClassVar[Aliases] = {}
+    """Model names of the program for the seats, by name, `{"gpt-4o-mini": "main"}`, or by seat,
+    `{"main": ["gpt-4o", "gpt-4o-mini"]}`. A seat's own name always works, also after a provider, as in `openai/main`.
+    With a single seat any name is that seat."""
     volatile: ClassVar[Sequence[str]] = VOLATILE
     """Regular expressions of text that differs between requests by nature; it is ignored when requests are compared
     with earlier ones."""
@@ -167,6 +171,7 @@ class HarnessEnvironment(Environment):
         """Start the program, answer its requests, and reward it when it has ended."""
         result: Any = None
         error: str | None = None
+        output = ""
         try:
             async with ctx.endpoint(
                 aliases=self.aliases,
@@ -174,24 +179,25 @@ class HarnessEnvironment(Environment):
                 ignored_fields=self.ignored_fields,
                 recall=self.replay_stable,
             ) as endpoint:
+                tracebacks: list[str] = []
                 try:
-                    result = await endpoint.run_program("harness", lambda: self.play(ctx.task, endpoint))
+                    result = await endpoint.run_program("harness", lambda: self._play(ctx.task, endpoint, tracebacks))
                 except EffectError as failure:
-                    error = failure.error
+                    error, output = failure.error, "".join(tracebacks)
                 limit = endpoint.limit_reached()
+                refusal = f" The gateway refused a request: {endpoint.refusal}." if endpoint.refusal else ""
             if limit is not None:
                 ctx.truncate(limit)
             if error is None and self._directory is not None:
-                result, error = result["output"], result["error"]
+                result, error = output, _ = result["output"], result["error"]
             turns = {seat: ctx.agent(seat).turns for seat in self.seats}
-            if error is not None and limit is None:
-                if not any(turns.values()):  # a wrong address, model name or request field, say: no policy's doing
-                    raise EpisodeError(f"the program failed before it got a reply: {error}", reason="environment_error")
-                if self.failed_reward is None:
-                    raise EpisodeError(
-                        f"the program failed: {error}. Set failed_reward if the policy can cause this",
-                        reason="environment_error",
-                    )
+            if limit is None and (error is not None or refusal) and not any(turns.values()):
+                # A wrong address, model name or request field, say: no policy's doing.
+                how = "ended" if error is None else "failed"
+                raise _failure(f"the program {how} before it got a reply", error, refusal, output)
+            if limit is None and error is not None and self.failed_reward is None:
+                cure = f" If the policy can cause this, write `failed_reward = 0.0` in class {type(self).__name__}."
+                raise _failure("the program failed", error, refusal + cure, output)
             value: Any = self.failed_reward
             if error is None or limit is not None or value is None:
                 value = self.reward(
@@ -208,6 +214,16 @@ class HarnessEnvironment(Environment):
             if self._directory is not None:
                 await asyncio.to_thread(_remove_tree, self._directory)
                 os.close(self._lock)
+
+    async def _play(self, task: Task, endpoint: Endpoint, tracebacks: list[str]) -> Any:
+        """Await `play`; add the traceback of its error to `tracebacks`, since an effect keeps only the message."""
+        try:
+            return await self.play(task, endpoint)
+        except AgentRLError:
+            raise
+        except Exception:
+            tracebacks.append(traceback.format_exc())
+            raise
 
     def _rewards_by_seat(self, value: float | Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the value of `reward` by seat.
@@ -286,7 +302,7 @@ class HarnessEnvironment(Environment):
             )
         await asyncio.to_thread(_remove_specials, self._directory)
         output_text = output.tail.decode("utf-8", "replace")
-        failure = None if status == 0 else f"exit status {status}: {output_text[-500:].strip()}"
+        failure = None if status == 0 else f"exit status {status}"
         return {"output": output_text, "error": failure}
 
     async def _run_in_sandbox(
@@ -317,8 +333,15 @@ class HarnessEnvironment(Environment):
         if ran.killed:
             failure = f"ended by the sandbox's limit on {ran.killed}"
         elif ran.status:
-            failure = f"exit status {ran.status}: {output_text[-500:].strip()}"
+            failure = f"exit status {ran.status}"
         return {"output": output_text, "error": failure}
+
+
+def _failure(what: str, error: str | None, advice: str, output: str) -> EpisodeError:
+    """Make the error of a program that failed, with the end of its output below."""
+    reason = "" if error is None else ": " + error.partition("\n")[0].rstrip(".")
+    text = _TERMINAL_CODE.sub("", f"{what}{reason}.{advice}\n{output}").strip()
+    return EpisodeError(shorten_lines(text, 3500), reason="environment_error")  # with its place it fits the journal
 
 
 def _copy_out(records: Sequence[FileRecord], all_contents: bytes, directory: Path) -> None:

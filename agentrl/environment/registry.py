@@ -12,6 +12,7 @@ import importlib
 import importlib.abc
 import importlib.util
 import inspect
+import json
 import math
 import os
 import sys
@@ -24,7 +25,7 @@ from typing import Any, ClassVar
 
 from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError
 from agentrl.core.records import Message, Task
-from agentrl.environment.context import EpisodeContext, LimitReachedError, user
+from agentrl.environment.context import EpisodeContext, LimitReachedError, read_aliases, user
 from agentrl.environment.environment import Environment, Split, TaskSource
 from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.mixture import mixture
@@ -364,6 +365,15 @@ def _definition_problem(candidate: type[Environment]) -> str:
         and candidate.sandbox.network == "none"
     ):
         return '.sandbox has no network, so its program cannot ask the model: write agentrl.Sandbox(network="gateway")'
+    if issubclass(candidate, HarnessEnvironment):
+        for name in ("command", "volatile", "ignored_fields"):
+            if isinstance(value := getattr(candidate, name), str):
+                parts = value.split() if name == "command" else [value]
+                return f".{name} is one text; write `{name} = {json.dumps(parts, ensure_ascii=False)}`"
+        try:
+            read_aliases(candidate.aliases, candidate.seats)
+        except EnvironmentDefinitionError as error:
+            return f".{error}"
     worst = getattr(candidate, "illegal_reward", 0.0)  # for games: comparisons with NaN would always be false
     if not (isinstance(worst, int | float) and math.isfinite(worst)):
         return f".illegal_reward is {worst!r}; it must be a finite number, below the reward of every legal end"

@@ -38,6 +38,8 @@ _STOP_REASONS = {
     "tool_calls": "tool_use",
     "stop_text": "stop_sequence",
 }
+THREAD = "thread"
+"""Field that asks the server to hold the conversation, so that later requests have only its new messages."""
 MALFORMED = "malformed_arguments"
 """Only key of a call's input whose arguments are not a JSON object; its value is their text."""
 
@@ -47,6 +49,18 @@ class AnthropicMessagesProtocol:
     keepalive = b'event: ping\ndata: {"type": "ping"}\n\n'
 
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
+        if body.get(THREAD):
+            raise RequestRefusedError(
+                "thread is not supported, because nothing is stored between requests; send the whole conversation in "
+                "`messages`",
+                "invalid",
+                THREAD,
+            )
+        demands = {name: body[name] for name in _DEMANDS if body.get(name) is not None}
+        output = body.get("output_config")
+        form = (output.get("format") if isinstance(output, dict) else None) or body.get("output_format")
+        if form is not None:
+            demands["response_format"] = form
         return ChatRequest(
             model=require_text(body.get("model"), "model"),
             messages=_messages(body),
@@ -54,7 +68,7 @@ class AnthropicMessagesProtocol:
             max_tokens=read_integer(body, "max_tokens"),
             stop=stop_texts(body.get("stop_sequences"), "stop_sequences"),
             stream=body.get("stream") is True,
-            demands={name: body[name] for name in _DEMANDS if body.get(name) is not None},
+            demands=demands,
         )
 
     def whole(self, request: ChatRequest, replies: Sequence[ChatReply]) -> dict[str, Any]:
@@ -94,7 +108,10 @@ class AnthropicMessagesProtocol:
 
     def refusal(self, error: RequestRefusedError) -> dict[str, Any]:
         kind = _ERRORS.get(error.kind, "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": str(error)}}
+        described: dict[str, Any] = {"type": kind, "message": str(error)}
+        if error.parameter == THREAD:  # clients that know this code send whole conversations from then on
+            described["details"] = {"error_code": "thread_unsupported_request"}
+        return {"type": "error", "error": described}
 
 
 def _messages(body: Mapping[str, Any]) -> list[Message]:

@@ -107,6 +107,8 @@ class AttemptEndpoint:
     budget: RequestMemoryBudget = field(default_factory=RequestMemoryBudget)
     is_closed: bool = False
     """Whether the attempt has ended: a request that was sent before and is read only now samples nothing."""
+    refusal: str = ""
+    """Why the newest request was refused; empty if it was not, or a limit of the run did it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -242,6 +244,7 @@ class Gateway:
         if key_match := _KEY.fullmatch(path):
             in_address, path = key_match.groups()
         protocol = _PROTOCOLS.get(path)
+        attempt_endpoint: AttemptEndpoint | None = None
         try:
             self._forget_key(request)
             self._check_origin(request)
@@ -262,8 +265,12 @@ class Gateway:
                 if path == COUNT_TOKENS:
                     num_tokens = seat_for_model(attempt_endpoint.seats, chat.model, limited_to).count_tokens(chat)
                     return _json(200, {"input_tokens": num_tokens})
-                return await self._chat(request, protocol, chat, attempt_endpoint, limited_to, digest)
+                response = await self._chat(request, protocol, chat, attempt_endpoint, limited_to, digest)
+                attempt_endpoint.refusal = ""
+                return response
         except RequestRefusedError as refusal:
+            if attempt_endpoint is not None and protocol is not None and refusal.kind in ("invalid", "model"):
+                attempt_endpoint.refusal = str(refusal)
             return _json(refusal.status, (protocol.refusal if protocol else openai_refusal)(refusal))
         except ConnectionResetError:
             return _json(499, {})  # the client disconnected, so the answer is not read
@@ -406,18 +413,25 @@ def _abort_all(clients: Iterable[asyncio.BaseTransport]) -> None:
 
 
 def seat_for_model(seats: Mapping[str, GatewaySeat], model: str, limited_to: str | None = None) -> GatewaySeat:
-    """Return the seat of a model's name.
+    """Return the seat of a model's name; for a key of a single seat, any name of no seat is that seat.
 
     Raises:
         RequestRefusedError: there is no such seat, or the key does not admit to it.
     """
     seat = seats.get(model) or seats.get(model.rpartition("/")[2])
     if seat is None:
-        raise RequestRefusedError(
-            f"there is no model {bounded_repr(model)}; the models are the episode's seats: {', '.join(seats)}",
-            "model",
-            "model",
-        )
+        names = {seat.seat for seat in seats.values()} if limited_to is None else {limited_to}
+        if len(names) > 1:
+            aliases = {alias: seat.seat for alias, seat in seats.items() if alias != seat.seat}
+            aliases[model[:80]] = next(iter(seats))
+            raise RequestRefusedError(
+                f"there is no model {bounded_repr(model)}; the models are the episode's seats: {', '.join(seats)}. "
+                f"To make it one of them, write `aliases = {json.dumps(aliases, ensure_ascii=False)}` in the "
+                "environment's class",
+                "model",
+                "model",
+            )
+        seat = seats[names.pop()]
     if limited_to not in (None, seat.seat):
         raise RequestRefusedError(
             f"the key is valid only for {limited_to!r}, but the request names {bounded_repr(model)}", "forbidden"

@@ -14,7 +14,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from agentrl.core.text import escape_line, escape_text, format_rate, plural
+from agentrl.core.text import escape_line, escape_text, format_rate, plural, shorten_lines
 from agentrl.inspection.statistics import win_rate_matrix
 from agentrl.observe.metrics import find_registered_metric
 from agentrl.observe.run_screen import plot_curve
@@ -90,7 +90,8 @@ class TerminalPage:
     def facts(self, facts: Iterable[tuple[str, str]]) -> None:
         """Add names with their values, one per line."""
         for name, fact in facts:
-            self._parts.append(Text(f"  {escape_line(name):<12} ", "dim") + Text(_short(fact, 4 * MAX_CELL)))
+            lines = escape_text(shorten_lines(fact, 8 * MAX_CELL)).replace("\t", "    ").split("\n")
+            self._parts.append(Text(f"  {escape_line(name):<12} ", "dim") + Text(f"\n{'':15}".join(lines)))
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[Part]], *, caption: str = "") -> None:
         """Add a table; the heading of a column of numbers ends with `>`."""

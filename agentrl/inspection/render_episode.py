@@ -6,7 +6,9 @@ import json
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from agentrl.core.text import plural
+import msgspec
+
+from agentrl.core.text import plural, shorten_lines
 from agentrl.inspection.conversation import (
     ChildEpisodeResultAct,
     EffectAct,
@@ -18,7 +20,7 @@ from agentrl.inspection.conversation import (
     acts_with_weight_updates,
     reward_components,
 )
-from agentrl.inspection.render import Part, TerminalPage, episode_table, format_number
+from agentrl.inspection.render import MAX_BLOCK, Part, TerminalPage, episode_table, format_number
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -78,6 +80,13 @@ def events_page(events: Sequence[Act | WeightUpdate], *, selected_event: Act | N
             text = f"tool {event.name}({_json(event.arguments)}) [{event.ending}, {event.seconds:.3f} s]"
             page.line((f"  {event.call:<10} ", "dim"), text)
             page.block(event.observation, "yellow")
+        elif isinstance(event, EffectAct) and (texts := _long_texts(event.value)):
+            rest = {name: value for name, value in event.value.items() if name not in texts}
+            line = _event(msgspec.structs.replace(event, value=rest))
+            page.line((f"  {event.call:<10} ", "dim"), line)
+            for name, text in texts.items():
+                page.line((f"    {name}", "dim"))
+                page.block(shorten_lines(text, MAX_BLOCK))
         elif line := _event(event):
             page.line((f"  {event.call:<10} ", "dim"), line)
     return page
@@ -156,6 +165,12 @@ def _turn(page: TerminalPage, act: PolicyTurn) -> None:
             page.block(arguments, "red", indent=6)
         else:
             page.line(("    → ", "yellow"), (f"{call['name']}({_json(arguments)})", "yellow"))
+
+
+def _long_texts(value: object) -> dict[str, str]:
+    """Return the texts of several lines in a value by name, such as a program's output."""
+    items = value.items() if isinstance(value, dict) else ()
+    return {name: text.rstrip() for name, text in items if isinstance(text, str) and "\n" in text.strip()}
 
 
 def _event(act: Act) -> str:
@@ -243,7 +258,10 @@ def reasons_page(episode: str, reasons: Sequence[Reason]) -> TerminalPage:
     page.line((episode, "bold"))
     for reason in reasons:
         style = "red" if reason.about == "problem" else ""
-        page.line((f"  {reason.about:<9} ", "dim"), (reason.text, style))
+        first, *others = reason.text.split("\n")
+        page.line((f"  {reason.about:<9} ", "dim"), (first, style))
+        if others:
+            page.block("\n".join(others), style, indent=12)
         if reason.advice:
             page.line(("            try: ", "dim"), reason.advice)
     return page

@@ -29,6 +29,7 @@ from agentrl.core.records import (
     TrajectoryHeader,
     WeightsRef,
 )
+from agentrl.core.text import shorten_lines
 from agentrl.journal.port import (
     Admission,
     AttemptPruning,
@@ -206,7 +207,7 @@ def encode_episode_row(
     now: float,
     learners: Collection[str] | None,
 ) -> Sequence[Any]:
-    """Return the `EPISODE_COLUMNS` of a finished episode, with the first 2,000 characters of `detail`.
+    """Return the `EPISODE_COLUMNS` of a finished episode, with `detail` shortened.
 
     `oldest_step` and `lineage` belong to the oldest weights of the policies in `learners`: frozen weights do not age.
     """
@@ -237,7 +238,7 @@ def encode_episode_row(
         entries,
         digest,
         _JSON.encode(metrics).decode(),
-        detail[:2000],
+        shorten_lines(detail, 4000),  # such as a traceback of some twenty calls
         float(now),
         _JSON.encode(header.measured_against).decode() if header.measured_against else None,
     )

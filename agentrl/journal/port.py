@@ -261,7 +261,8 @@ class CommitLog(Protocol):
         """Record a committed or dropped episode with its query columns, once its entries are on disk; wait until it is
         durable.
 
-        `detail` explains to people why the episode was dropped; at most 2 KB are kept.
+        `detail` explains to people why the episode was dropped; at most 4,000
+        characters are kept, the first line and the last ones.
         """
         ...
 

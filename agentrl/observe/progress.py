@@ -29,6 +29,11 @@ LINE_INTERVAL_S = 10.0
 """Seconds between two lines of `ProgressLine` without a terminal; the first line is written at once."""
 
 
+def _indented(text: str) -> str:
+    """Return text safe for a terminal, its lines after the first indented: a foreign error is no line of ours."""
+    return "\n    ".join(map(terminal_safe_line, text.split("\n")))
+
+
 class Display(Protocol):
     """Display of a run's progress."""
 
@@ -66,7 +71,7 @@ class LineDisplay:
 
     def line(self, text: str) -> None:
         """Write a line."""
-        self._stream.write(terminal_safe_line(text) + "\n")
+        self._stream.write(_indented(text) + "\n")
         self._stream.flush()
 
     def phase(self, text: str) -> None:
@@ -106,7 +111,7 @@ class LiveScreenDisplay:
 
     def line(self, text: str) -> None:
         """Write a line above the screen."""
-        self._console.print(terminal_safe_line(text), markup=False, highlight=False, emoji=False)
+        self._console.print(_indented(text), markup=False, highlight=False, emoji=False)
 
     def phase(self, text: str) -> None:
         """Write the phase above the screen, and redraw."""

@@ -33,7 +33,7 @@ from agentrl.core.records import (
     Task,
     dropped_header,
 )
-from agentrl.core.text import plural
+from agentrl.core.text import plural, shorten_lines
 from agentrl.environment.environment import Environment, child_environments
 from agentrl.environment.mixture import root_environment_of_task, root_environments, seat_prefix
 from agentrl.environment.registry import name_of, resolve
@@ -613,9 +613,9 @@ class Dispatcher:
         self._environment_errors += 1
         if str(self._environment_errors).rstrip("0") == "1":
             self.tell(
-                f"{plural(self._environment_errors, 'episode')} dropped as environment_error. Last failure: "
-                f"{self.worker.last_failure[:500]}. `agentrl episode list --where 'drop_reason = "
-                "environment_error'` lists all"
+                f"{plural(self._environment_errors, 'episode')} dropped as environment_error; `agentrl episode list "
+                "--where 'drop_reason = environment_error'` lists all. Last failure: "
+                + shorten_lines(self.worker.last_failure, 1500)
             )
 
     def _hold(self, spec: EpisodeSpec, header: EpisodeHeader, record: RecordEnd) -> None:

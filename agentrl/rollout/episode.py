@@ -221,7 +221,7 @@ class LiveEpisode:
     @property
     def location(self) -> str:
         """Episode and its last turn, for error messages."""
-        agent = self.speaker()
+        agent = self.speaker() or next((agent for agent in self.agents if agent.turns), None)  # requested, if external
         position = (
             "before any turn" if agent is None else f"after a turn of seat {agent.seat!r}, policy {agent.policy!r}"
         )

@@ -22,6 +22,7 @@ from agentrl.core.records import PolicyVersion, ProposalNovelty, StopReason, Tas
 from agentrl.core.text import plural
 from agentrl.environment.context import (
     Agent,
+    Aliases,
     ChildEpisode,
     Endpoint,
     EpisodeContext,
@@ -214,7 +215,7 @@ class LiveEpisodeContext(EpisodeContext):
     def endpoint(
         self,
         *,
-        aliases: Mapping[str, str] = MappingProxyType({}),
+        aliases: Aliases = (),
         volatile: Sequence[str] = (),
         ignored_fields: Sequence[str] = (),
         recall: bool = True,

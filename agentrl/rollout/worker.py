@@ -27,6 +27,7 @@ from agentrl.core.errors import (
     StorageError,
     describe_raise_location,
     describe_user_code_error,
+    format_foreign_error,
 )
 from agentrl.core.records import EpisodeHeader, EpisodeSpec
 from agentrl.environment.environment import Environment
@@ -200,16 +201,16 @@ class AsyncioWorker:
                 if await self._waited(tries, task):
                     resume = True  # continue the attempt from its last entry
                     continue
-                reason, detail = "infrastructure", f"{error}{_noted(error)}{describe_raise_location(error)}"
+                reason, detail = "infrastructure", _located(str(error), error, error)
             except EngineLostError as error:
                 reason, detail = "engine_lost", str(error)
             except (StorageError, EngineError, EnvironmentDefinitionError, ScorerError):
                 raise
             except EpisodeError as error:
                 reason, restart = error.reason, error.begin_again
-                detail = f"{error}{describe_raise_location(error.__cause__)}{_noted(error)}"
+                detail = _located(str(error), error, error.__cause__)
             except Exception as error:  # noqa: BLE001 - the boundary: an environment may raise anything
-                reason, detail = "environment_error", f"{describe_user_code_error(error)}{_noted(error)}"
+                reason, detail = "environment_error", _located(format_foreign_error(error), error, error)
             self._runner.forget(spec)
             if task not in self._tasks:
                 return
@@ -290,7 +291,8 @@ class _Tries(RetryBudget):
         return self._errors < data_attempts
 
 
-def _noted(error: Exception) -> str:
-    """Return the location in its episode at which an error was raised, as the runner noted it."""
+def _located(text: str, error: Exception, cause: BaseException | None) -> str:
+    """Append to an error's first line where `cause` was raised, and the place in its episode that the runner noted."""
     notes = getattr(error, "__notes__", None)
-    return f" ({notes[-1]})" if notes else ""
+    first, newline, rest = text.partition("\n")
+    return f"{first}{describe_raise_location(cause)}{f' ({notes[-1]})' if notes else ''}{newline}{rest}"

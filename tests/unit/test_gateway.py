@@ -183,7 +183,6 @@ class Refused(Loop):
         ({"messages": [user("a"), {"role": "assistant", "content": "b"}]}, 400, "messages"),
         ({"messages": [{"role": ["x"], "content": "b"}]}, 400, "role"),
         ({"messages": "hello"}, 400, "messages"),
-        ({"model": "gpt-9"}, 404, "main"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"n": 1000}, 400, "n is 1000"),
         ({"messages": [user("a" * 5000)]}, 400, "context"),
@@ -204,6 +203,76 @@ def test_what_a_run_cannot_honour_is_refused_in_words(asked: Mapping[str, Any], 
     play(environment, ["x"])
     assert answers[0][0] == status
     assert says in answers[0][1]["error"]["message"]
+
+
+class NamedModels(Loop):
+    """Asks for models by the names in the task."""
+
+    answers: ClassVar[list[tuple[int, Any]]] = []
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        for model in ("gpt-4o-mini", "openai/gpt-4o", "openai/small"):
+            self.answers.append(await ask(client, endpoint, [user("a")], model=model))
+        keyed = {"Authorization": f"Bearer {endpoint.keys['main']}"}
+        async with aiohttp.ClientSession(headers=keyed) as of_main:
+            self.answers.append(await ask(of_main, endpoint, [user("a")], model="gpt-4o-mini"))
+        raise ValueError("it gives up")
+
+
+@pytest.mark.parametrize(
+    ("seats", "aliases", "statuses", "line"),
+    [
+        (("main",), (), [200, 200, 200, 200], ""),
+        (("main",), ["gpt-4o-mini"], [200, 200, 200, 200], ""),
+        (("main", "small"), {}, [404, 404, 200, 200], 'aliases = {"openai/gpt-4o": "main"}'),
+        (
+            ("main", "small"),
+            {"gpt-4o-mini": "small"},
+            [200, 404, 200, 403],
+            'aliases = {"gpt-4o-mini": "small", "openai/gpt-4o": "main"}',
+        ),
+        (("main", "small"), {"main": ["gpt-4o"], "small": ("gpt-4o-mini",)}, [200, 200, 200, 403], ""),
+    ],
+)
+def test_a_model_name_is_the_only_seat_or_that_of_an_alias(
+    seats: tuple[str, ...], aliases: Any, statuses: list[int], line: str
+) -> None:
+    answers: list[tuple[int, Any]] = []
+    changes = {"seats": seats, "aliases": aliases, "answers": answers, "__module__": __name__}
+    said = play(type("Named", (NamedModels,), changes), ["x"] * 4).said
+    assert [status for status, _ in answers] == statuses
+    messages = [answer["error"]["message"] for status, answer in answers if status == 404]
+    told = f"`{line}` in the environment's class"
+    assert [told in message for message in messages[-1:]] == [True] * bool(line)
+    assert (told in said) == bool(line)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("aliases", {"gpt-4o-mini": "man"}, "'man' is no seat; the seats are 'main', 'small'"),
+        ("aliases", {"main": "gpt-4o-mini"}, "'gpt-4o-mini' is no seat"),
+        ("aliases", {"man": ["gpt-4o-mini"]}, "'man' is no seat"),
+        ("aliases", {"main": ["gpt-4o"], "small": ["gpt-4o"]}, "'gpt-4o' is not one name of one model"),
+        ("aliases", {"small": "main"}, "'small' is not one name of one model"),
+        ("aliases", {3: "main"}, "3 is not one name"),
+        ("aliases", {"gpt-4o-mini": 3}, "3 is no seat"),
+        ("aliases", {"gpt-4o-mini": {}}, "{} is no seat"),
+        ("aliases", ["gpt-4o-mini"], "gives no seat"),
+        ("aliases", "gpt-4o-mini", "gives no seat"),
+        ("aliases", None, "gives no seat"),
+        ("ignored_fields", ("temperature"), 'is one text; write `ignored_fields = ["temperature"]`'),
+        ("command", "python agent.py", 'is one text; write `command = ["python", "agent.py"]`'),
+    ],
+)
+def test_an_attribute_of_another_form_is_refused_with_the_line_to_write(name: str, value: Any, words: str) -> None:
+    environment = type("Misnamed", (Loop,), {"seats": ("main", "small"), name: value, "__module__": __name__})
+    report = check_environment(environment)
+    assert f"Misnamed.{name}" in report.text
+    assert words in report.text
+    if name == "aliases":
+        assert f"Misnamed.aliases = {value!r}" in report.text
+        assert '`aliases = {"gpt-4o-mini": "main"}`, or `aliases = {"main": ["gpt-4o-mini"]}`' in report.text
 
 
 class Keys(Loop):

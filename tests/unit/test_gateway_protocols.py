@@ -235,6 +235,35 @@ def test_what_cannot_be_read_is_refused_in_the_form_of_its_protocol(protocol: Ch
     assert str(refused.value) in json.dumps(protocol.refusal(refused.value), ensure_ascii=False)
 
 
+def test_a_held_conversation_is_refused_so_that_its_client_sends_whole_ones() -> None:
+    """The error code is the one on which the tool runner of the anthropic package stops using `thread`."""
+    protocol = AnthropicMessagesProtocol()
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        with pytest.raises(RequestRefusedError, match="thread is not supported") as refused:
+            protocol.read({"model": "m", "messages": [{"role": "user", "content": "a"}], "thread": thread})
+        assert refused.value.status == 400
+        details = protocol.refusal(refused.value)["error"]["details"]
+        assert details == {"error_code": "thread_unsupported_request"}
+    with pytest.raises(RequestRefusedError) as other:
+        protocol.read({"model": "m", "messages": []})
+    assert "details" not in protocol.refusal(other.value)["error"]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "body"),
+    [
+        (ChatCompletionsProtocol(), {"response_format": {"type": "json_schema"}}),
+        (OpenAIResponsesProtocol(), {"text": {"format": {"type": "json_schema"}}}),
+        (AnthropicMessagesProtocol(), {"output_config": {"format": {"type": "json_schema"}}}),
+        (AnthropicMessagesProtocol(), {"output_format": {"type": "json_schema"}}),
+    ],
+)
+def test_an_enforced_form_is_one_demand_in_every_protocol(protocol: ChatProtocol, body: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    request = protocol.read({"model": "m", "messages": messages, "input": messages, **body})
+    assert request.demands == {"response_format": {"type": "json_schema"}}
+
+
 @pytest.mark.parametrize(
     "item", [{"type": "function_call", "call_id": "", "name": ""}, {"role": "assistant", "content": "abcdefgh"}]
 )

@@ -112,7 +112,15 @@ for fields in sys.argv[1:]:
     except urllib.error.HTTPError as error:
         sys.exit(error.read().decode())
 """
-REFUSED = [('{"model": "mian"}', "no model 'mian'"), ('{"temperature": 0.3}', "temperature is 0.3")]
+REFUSED = [
+    ('{"model": 3}', "model is 3"),
+    (
+        '{"temperature": 0.3, "top_p": 0.5}',
+        "top_p is 0.5, but the run uses 1.0. Remove them from the request, or write "
+        '`ignored_fields = ("tool_choice", "temperature", "top_p")` in the environment\'s class',
+    ),
+    ('{"logit_bias": {"1": 1}}', '`ignored_fields = ("tool_choice", "logit_bias")`'),
+]
 
 
 @pytest.mark.parametrize("failed_reward", [None, 0.0])
@@ -120,21 +128,62 @@ REFUSED = [('{"model": "mian"}', "no model 'mian'"), ('{"temperature": 0.3}', "t
 def test_a_program_that_fails_before_its_first_reply_is_an_error_whatever_failures_are_worth(
     fields: str, words: str, failed_reward: float | None
 ) -> None:
-    command = (sys.executable, "-c", ASK, fields)
-    changes = {"command": command, "failed_reward": failed_reward, "__module__": __name__}
-    found = play(type("Refused", (Program,), changes), [])
-    assert found.header.drop_reason == "environment_error"
-    assert "exit status 1" in found.said
-    assert words in found.said
-    assert "failed_reward" not in found.said
+    changes = {"ignored_fields": ("tool_choice",), "failed_reward": failed_reward, "__module__": __name__}
+    for end, how in (("sys.exit", "failed before it got a reply: exit status 1."), ("print", "ended before it got a")):
+        changes["command"] = (sys.executable, "-c", ASK.replace("sys.exit", end), fields)
+        found = play(type("Refused", (Program,), changes), [])
+        assert found.header.drop_reason == "environment_error"
+        assert how in found.said
+        first, _, output = found.said.partition("\n")
+        assert "The gateway refused a request: " in first
+        assert words in first
+        assert output.startswith('{"error": {"message": ')
+        assert "failed_reward" not in found.said
 
 
 def test_a_program_that_fails_after_a_reply_is_worth_what_its_environment_says() -> None:
     command = (sys.executable, "-c", ASK + "sys.exit(3)", "{}")
     fails = type("Fails", (Program,), {"command": command, "__module__": __name__})
-    assert "failed_reward" in play(fails, ["a"]).said
+    assert play(fails, ["a"]).said == (
+        "the program failed: exit status 3. If the policy can cause this, write `failed_reward = 0.0` in class Fails. "
+        "(episode e0.0, after a turn of seat 'main', policy 'random')"
+    )
     penalised = type("Penalised", (fails,), {"failed_reward": -2.0, "__module__": __name__})
     assert play(penalised, ["a"]).header.reward == -2.0
+
+
+DEEP = """
+def deep(number):
+    if number == 0:
+        raise ValueError("\\x1b[31mno\\x1b[0m tool 'ad'")
+    again(number - 1)
+
+def again(number):
+    deep(number)
+"""
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+@pytest.mark.parametrize("depth", [2, 200])
+def test_the_traceback_of_a_program_is_told_by_whole_lines(depth: int, in_process: bool) -> None:
+    async def raises(self: Program, task: agentrl.Task, endpoint: agentrl.Endpoint) -> None:
+        env = {**os.environ, **endpoint.variables()}
+        await asyncio.to_thread(subprocess.run, [sys.executable, "-c", ASK, "{}"], env=env, check=True)
+        scope: dict[str, Any] = {}
+        exec(DEEP, scope)
+        scope["deep"](depth)
+
+    changes = {"command": (sys.executable, "-c", f"{ASK}{DEEP}deep({depth})", "{}"), "__module__": __name__}
+    found = play(type("Fails", (Program,), {**changes, **({"play": raises} if in_process else {})}), ["a"])
+    first, *lines = found.told.split("\n")
+    assert first.startswith(
+        "the program failed: ValueError: no tool" if in_process else "the program failed: exit status 1. "
+    )
+    assert "If the policy can cause this, write `failed_reward = 0.0` in class Fails. (episode e0.0, after" in first
+    assert lines[-1] == "ValueError: no tool 'ad'"
+    assert lines[0] == ("…" if depth == 200 else "Traceback (most recent call last):")
+    assert all(line.startswith(('  File "', "    ")) for line in lines[1:-1])
+    assert len(found.told) <= 4000
 
 
 class Asking(agentrl.HarnessEnvironment):

@@ -103,8 +103,9 @@ def test_a_conversation_holds_every_act_with_its_times(reader: RunReader) -> Non
 
 
 def test_a_long_result_of_an_effect_is_shown_with_its_last_line() -> None:
-    output = "Traceback (most recent call last):\n" + "  frame\n" * 500 + "KeyError: 'the cause'\n"
-    value = {"output": output, "error": None}
+    frames = [f"  frame {number:04}" for number in range(5000)]
+    output = "\n".join(["Traceback (most recent call last):", *frames, "KeyError: 'the cause'\n"])
+    value = {"output": output, "error": "exit status 1"}
     act = EffectAct(
         call="e.1",
         name="harness",
@@ -115,11 +116,11 @@ def test_a_long_result_of_an_effect_is_shown_with_its_last_line() -> None:
         level="",
         seconds=1.0,
     )
-    page = shown(events_page([act]))
-    assert "Traceback (most recent" in page
-    assert "KeyError: 'the cause'" in page
-    assert "[idempotent, 1.000 s]" in page
-    assert len(page) < 600
+    lines = shown(events_page([act])).rstrip().split("\n")
+    assert lines[0].endswith('effect harness → {"error": "exit status 1"} [idempotent, 1.000 s]')
+    assert [line.strip() for line in lines[1:4]] == ["output", "Traceback (most recent call last):", "…"]
+    assert lines[4:] == [f"    {line}" for line in [*frames, "KeyError: 'the cause'"][-len(lines[4:]) :]]
+    assert 1000 < len(lines) < 2000
 
 
 def test_an_update_inside_a_turn_is_told_in_its_place(reader: RunReader) -> None:

@@ -93,7 +93,10 @@ def test_what_it_printed_and_wrote_is_there_for_the_reward() -> None:
 @pytest.mark.parametrize(
     ("end", "error"),
     [
-        ("sys.exit('broken')", "exit status 1: broken"),
+        (
+            "sys.exit('broken')",
+            "policy 'random')\nbroken",
+        ),
         ("while True: pass", "limit on time"),
     ],
 )

@@ -40,7 +40,7 @@ from agentrl.core.ids import stable_hash64
 from agentrl.core.records import Completion, Message, SamplingMask, VersionSpan
 from agentrl.core.reply_formats import UNWRITTEN_ID, parse_json_value
 from agentrl.core.text import common_prefix_length, plural
-from agentrl.environment.context import Endpoint, LimitReachedError
+from agentrl.environment.context import Endpoint, LimitReachedError, read_aliases
 from agentrl.gateway.calls import ChatReply, ChatRequest, RequestRefusedError, bounded_repr
 from agentrl.journal.entries import ExternalRequestParameters, TurnEntry, encode_body, request_hash
 from agentrl.rollout.agent import CHARACTERS_PER_TOKEN
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
     from agentrl.core.ports import ChatFormat, SamplingParams
     from agentrl.core.records import Int32Array, ToolSpec
-    from agentrl.environment.context import EpisodeLimits
+    from agentrl.environment.context import Aliases, EpisodeLimits
     from agentrl.gateway.server import AttemptEndpoint
     from agentrl.journal.entries import JournalEntry
     from agentrl.rollout.call_journal import JournaledCall
@@ -409,6 +409,7 @@ class ExternalAgent(TurnRecorder):
             "top_k": (sampling.top_k, *(() if sampling.top_k else (-1,))),
             "min_p": (sampling.min_p,),
         }
+        refused: dict[str, str] = {}
         for name, value in request.demands.items():
             run_settings = run_values.get(name) or _OFF.get(name, ())
             if (
@@ -418,11 +419,15 @@ class ExternalAgent(TurnRecorder):
             ):
                 continue
             has = f"the run uses {bounded_repr(run_settings[0])}" if run_settings else "no run supports it"
+            refused[name] = f"{name} is {bounded_repr(value)}, but {has}"
+        if refused:
+            ignored = ", ".join(f'"{name}"' for name in (*self._ignored_parameters, *refused))
+            line = f"ignored_fields = ({ignored}{',' * (len(self._ignored_parameters) + len(refused) == 1)})"
             raise RequestRefusedError(
-                f"{name} is {bounded_repr(value)}, but {has}: remove it from the request, or add {name!r} to the "
-                "environment's ignored_fields",
+                f"{'; '.join(refused.values())}. Remove {'it' if len(refused) == 1 else 'them'} from the request, or "
+                f"write `{line}` in the environment's class",
                 "invalid",
-                name,
+                next(iter(refused)),
             )
         if request.stop and self._episode.services.engine.capabilities.expert_routing:
             raise RequestRefusedError(
@@ -497,7 +502,7 @@ class ExternalAgent(TurnRecorder):
 async def open_endpoint(
     episode: LiveEpisode,
     agents: list[TurnRecorder],
-    aliases: Mapping[str, str],
+    aliases: Aliases,
     volatile: Sequence[str],
     ignored_fields: Collection[str],
     *,
@@ -527,16 +532,14 @@ async def open_endpoint(
         patterns = [re.compile(pattern) for pattern in volatile]
     except re.error as error:
         raise EnvironmentDefinitionError(f"volatile: {error.pattern!r} is not a regular expression: {error}") from error
-    strangers = sorted(set(aliases.values()) - set(spec.seats))
-    if strangers:
-        raise EnvironmentDefinitionError(f"aliases name {strangers[0]!r}, which is not a seat of {spec.environment}")
+    models = read_aliases(aliases, list(spec.seats))
     if not recall:
         journal.forget_answers()
     seats = {seat: ExternalAgent(episode, seat, patterns, ignored_fields) for seat in spec.seats}
     for agent in seats.values():
         episode.check_seat_acted(agent)
     agents.extend(seats.values())
-    async with episode.services.gateway.open(seats, aliases) as endpoint:
+    async with episode.services.gateway.open(seats, models) as endpoint:
         perform = partial(perform_effect, episode, again=is_replay)
         serve = partial(episode.services.gateway.serve, endpoint)
         yield LiveEndpoint(endpoint, tuple(seats.values()), perform, journal.fail, serve)
@@ -580,6 +583,10 @@ class LiveEndpoint(Endpoint):
             "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": self.key,
         }
+
+    @property
+    def refusal(self) -> str:
+        return self._opened.refusal
 
     def limit_reached(self) -> LimitReachedError | None:
         return next((agent.limit_reached for agent in self._agents if agent.limit_reached is not None), None)
