@@ -187,11 +187,37 @@ def format_step_metrics(metrics: Mapping[str, float]) -> str:
     return "  ".join(parts)
 
 
+class PhaseTimer:
+    """Measures the phases of a start or a check.
+
+    Args:
+        say: shows a permanent line.
+    """
+
+    def __init__(self, clock: Clock, say: Callable[[str], None]) -> None:
+        self._clock = clock
+        self._say = say
+        self._began = 0.0
+        self.current: str | None = None
+        """The phase that runs; None: none does."""
+
+    def begin(self, text: str) -> None:
+        """Begin a phase, and end the one before."""
+        self.end()
+        self.current, self._began = text, self._clock.monotonic()
+
+    def end(self) -> None:
+        """End the phase, if one runs, and say how long it took."""
+        if self.current is not None:
+            text, self.current = self.current, None
+            self._say(f"{text}: {self._clock.monotonic() - self._began:.1f} s")
+
+
 class ProgressLine:
     """Shows the current part of a long task, as one rewritten line on a terminal, otherwise as few lines.
 
     Args:
-        what: the task, at the beginning of each line.
+        title: the task, at the beginning of each line.
         stream: the stream to write to.
     """
 
@@ -200,6 +226,16 @@ class ProgressLine:
         self._stream = stream
         self._clock = clock or SystemClock()
         self._shown_at = -LINE_INTERVAL_S
+        self._phases = PhaseTimer(self._clock, self._say)
+
+    def phase(self, phase: str, part: str = "") -> None:
+        """Show a part of a phase. Each phase leaves a line with its seconds."""
+        if phase != self._phases.current:
+            self._phases.begin(phase)
+            self._shown_at = -LINE_INTERVAL_S
+            self(phase)
+        if part:
+            self(f"{phase}: {part}")
 
     def __call__(self, part: str, share: float | None = None) -> None:
         """Show the part that begins, with a bar if the share that is done is known."""
@@ -217,7 +253,15 @@ class ProgressLine:
         self._write(line if on_terminal else f"{line} …\n")
 
     def close(self) -> None:
-        """Remove the line from a terminal."""
+        """End the phase, and remove the line from a terminal."""
+        self._phases.end()
+        self._clear()
+
+    def _say(self, text: str) -> None:
+        self._clear()
+        self._write(terminal_safe_line(f"{self._title}: {text}") + "\n")
+
+    def _clear(self) -> None:
         if self._stream.isatty():
             self._write("\r\x1b[2K")
 

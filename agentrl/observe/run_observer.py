@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.text import escape_line, plural
 from agentrl.observe.alarms import find_alarms, write_alarm
-from agentrl.observe.progress import Display, format_task_count, make_progress_display, spinner
+from agentrl.observe.progress import Display, PhaseTimer, format_task_count, make_progress_display, spinner
 from agentrl.observe.run_screen import plot_curve
 from agentrl.observe.run_state import (
     MetricsFile,
@@ -79,8 +79,8 @@ class RunObserver:
         self._display: Display | None = None
         self._metrics_file = MetricsFile(directory.metrics)
         self._sinks: list[Sink] = []
-        self._phase: tuple[str, float] | None = None
-        """The current phase of the start, and when it began."""
+        self._phases = PhaseTimer(self._clock, self.say)
+        """The phases of the start."""
         self._probe: Callable[[], RunSnapshot] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._busy = (self._start_s, 0.0)
@@ -107,7 +107,7 @@ class RunObserver:
         Args:
             probe: returns the status of the training loop; None before the loop exists.
         """
-        self._end_phase()
+        self._phases.end()
         self._probe = probe
         if self._timer is not None:
             self._timer.cancel()
@@ -119,17 +119,12 @@ class RunObserver:
 
     def phase(self, text: str) -> None:
         """Show the current phase, and the seconds that the one before took."""
-        self._end_phase()
+        self._phases.end()
         if self._probe is None:
-            self._phase = text, self._clock.monotonic()
+            self._phases.begin(text)
             self._set_status(RunSnapshot(phase=text))
         if not self._quiet:
             self._display_of_run().phase(text)
-
-    def _end_phase(self) -> None:
-        if self._phase is not None:
-            (text, began), self._phase = self._phase, None
-            self.say(f"{text}: {self._clock.monotonic() - began:.1f} s")
 
     def say(self, text: str) -> None:
         """Show a permanent line."""
