@@ -87,7 +87,8 @@ def env_check(options: argparse.Namespace) -> int:
     environment, arguments = _environment_of_run(options.id)
 
     def check() -> tuple[bool, str | None, str]:
-        report = check_environment(environment, options=arguments, on_progress=progress, hash_order=True)
+        with contextlib.closing(progress):
+            report = check_environment(environment, options=arguments, on_progress=progress.phase, hash_order=True)
         return (
             report.passed,
             report.resume_class,

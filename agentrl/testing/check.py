@@ -19,10 +19,11 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -30,6 +31,7 @@ from typing import Any
 
 import msgspec
 
+from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError, describe_user_code_error
 from agentrl.core.records import EpisodeSpec, SeatBinding, Task
 from agentrl.core.text import plural
@@ -53,18 +55,23 @@ from agentrl.rollout.external.agent import describe_request_difference, external
 from agentrl.rollout.mismatch import REMEDY, describe_entry, shortened_repr
 from agentrl.rollout.sandbox import NAME as SANDBOX
 from agentrl.testing.execution import POLICY, RESOURCE_LOST, ExecutedEpisode, execute_episode, random_policy
+from agentrl.testing.hash_order import may_depend_on_hash_order
 from agentrl.testing.malformed_reply_check import TASKS as FORMAT_TASKS
 from agentrl.testing.malformed_reply_check import EpisodeFormatReward, find_format_reward_faults
 from agentrl.testing.side_effects import MODEL_ADVICE, calls_language_model, watch_side_effects
 from agentrl.testing.virtual_time import simulate
+from agentrl.testing.wrong_calls import WrongCallOutcomes, play_wrong_calls
 
 MAX_CUTS = 64
 """Maximum number of prefixes tried per episode; longer journals are cut at evenly spaced entries."""
-HELD_OUT = 1024
-"""Maximum number of held-out tasks that training tasks are compared with."""
+WRONG_CALL_TASKS = 2
+"""Number of tasks on which each kind of wrong tool call is played."""
+COMPARED_S = 20.0
+"""Seconds after which no further tasks are compared, because a source may be endless."""
 HASH_SEEDS = (1, 44, 38, 50, 9, 24, 67)
 """Values of PYTHONHASHSEED under which a task is played again. A set of any two of 67 usual names of seats (`alice`,
 `bob`, `solver`, `judge`, …) has both orders among them, so one of them differs from this process."""
+_PLAYING = "playing episodes, and resuming each after kills"
 _STRAY = re.compile(
     r"\b(?:random\.(?:Random|RandomState|default_rng)\(\)|random\.SystemRandom\("
     r"|(?:time\.(?:time|monotonic|perf_counter)|uuid\.uuid[14]|os\.urandom|secrets\.\w+"
@@ -77,9 +84,9 @@ _CODE_ERRORS = re.compile(
 """Exceptions that the arguments do not explain, if `type` is the environment: a tool that always raises one of them is
 broken."""
 _PROOF_TEXTS = {
-    "replay": " with the same outcome",
-    "snapshot": " with the same outcome, resources from their snapshots",
-    "pinned": ", losing its pinned resources each time, as declared: such episodes start over",
+    "replay": "each time it continued exactly where it was",
+    "snapshot": "each time it continued exactly where it was, with resources restored from their snapshots",
+    "pinned": "it continued exactly where it was, or started over if it had lost a pinned resource, as declared",
 }
 
 
@@ -116,12 +123,19 @@ class EnvironmentReport:
     """The first task in which a seat acted and got no reward before the end, keyed by seat."""
     also_held_out: list[str] = field(default_factory=list)
     """Training tasks, by id, whose data is also that of a held-out task."""
+    shared_ids: list[str] = field(default_factory=list)
+    """Ids of training tasks that are also ids of held-out tasks, with other data."""
+    uncompared: int = 0
+    """Number of tasks of both splits that were not compared, because reading them took too long."""
+    wrong_calls: WrongCallOutcomes = field(default_factory=WrongCallOutcomes)
     cuts: Counter[str] = field(default_factory=Counter)
     """Number of episodes and turns that the check's limits cut, keyed by description."""
     own_random: bool = False
     """Whether the environment draws from the global random generators, as observed or declared."""
-    on_progress: Callable[[str], None] = field(default=lambda part: None, repr=False, compare=False)
-    """Receives the name of each part before it is checked."""
+    failed_reward: float | None = None
+    """`failed_reward` of an external agent."""
+    on_progress: Callable[[str, str], None] = field(default=lambda phase, part: None, repr=False, compare=False)
+    """Receives the phase of the check, and what is about to be checked."""
 
     @property
     def passed(self) -> bool:
@@ -130,13 +144,32 @@ class EnvironmentReport:
 
     @property
     def warnings(self) -> list[str]:
-        """Exceptions of tools. The policy sees them as observations, so they fail the check only if the tool always
-        raises one that its arguments cannot explain."""
+        """Exceptions of tools, which the policy sees as observations: they fail the check only if the tool always
+        raises one that its arguments cannot explain. And programs of external agents that wrong tool calls end."""
+        wrong_calls = [self._wrong_calls_warning] if self.wrong_calls.errors else []
+        return self._tool_warnings + wrong_calls
+
+    @property
+    def _tool_warnings(self) -> list[str]:
         return [
             f"tool {name} raised {' '.join(errors[0].split())[:200]}{f' at {location}' if location else ''}, in "
             f"{len(errors)} of {plural(self.tool_calls[name], 'call')}"
             for (name, location), errors in self.tool_errors.items()
         ]
+
+    @property
+    def _wrong_calls_warning(self) -> str:
+        """Whether an external agent survives wrong tool calls, and what to do if not."""
+        kinds = ", ".join(dict.fromkeys(kind for kind, _, _ in self.wrong_calls.errors))
+        reason = self.wrong_calls.errors[0][2].partition(". Set failed_reward")[0].strip().splitlines()[-1][-300:]
+        if self.failed_reward is None:
+            remedy = (
+                "Training drops such episodes, so the policy never learns to avoid these calls. Set failed_reward = "
+                "0.0 in the class, to train on them with that reward"
+            )
+        else:
+            remedy = "failed_reward does not apply, because the program did not end by itself"
+        return f"wrong tool calls ended {self.wrong_calls.share} as an error ({kinds}): {reason}. {remedy}"
 
     @property
     def text(self) -> str:
@@ -157,9 +190,10 @@ class EnvironmentReport:
         return (
             (
                 f"{self.environment}: passed. {plural(self.episodes, 'episode')} of a random policy "
-                f"({requests}mean reward {mean:.2f}), killed and resumed {plural(self.resumptions, 'time')}"
-                f"{_PROOF_TEXTS[self.resume_class]}: class `{self.resume_class}`."
+                f"({requests}mean reward {mean:.2f}), killed and resumed {plural(self.resumptions, 'time')}: "
+                f"{_PROOF_TEXTS[self.resume_class]}."
             )
+            + self._wrong_calls_sentence
             + (f" Never called, and not tried: {', '.join(self.uncalled)}." if self.uncalled else "")
             + (f" Seats without a request, and not tried: {', '.join(self.unasked)}." if self.unasked else "")
             + (
@@ -169,14 +203,38 @@ class EnvironmentReport:
                 else ""
             )
             + (f" Stopped by the check, which plays short episodes: {cuts}." if cuts else "")
-            + (
-                f" Also held out: {plural(len(self.also_held_out), 'training task')}, such as "
-                f"{self.also_held_out[0]!r}. Evaluations measure memory unless tasks('held_out') lists other tasks."
-                if self.also_held_out
-                else ""
-            )
+            + self._overlap_sentence
             + random_note
         )
+
+    @property
+    def _wrong_calls_sentence(self) -> str:
+        if not self.wrong_calls.episodes or self.wrong_calls.errors:
+            return ""
+        kinds = ", ".join(self.wrong_calls.kinds)
+        text = f" Wrong tool calls in every turn ({kinds}) ended {self.wrong_calls.share} as an error"
+        if self.wrong_calls.ended_programs:
+            ended = plural(self.wrong_calls.ended_programs, "episode")
+            text += f", and the program in {ended}, with failed_reward = {self.failed_reward}"
+        return f"{text}."
+
+    @property
+    def _overlap_sentence(self) -> str:
+        text = ""
+        if self.also_held_out:
+            verb = "is" if len(self.also_held_out) == 1 else "are"
+            text += (
+                f" {plural(len(self.also_held_out), 'training task')} {verb} also held out, such as "
+                f"{self.also_held_out[0]!r}. Evaluations measure memory unless tasks('held_out') lists other tasks."
+            )
+        if self.shared_ids:
+            text += (
+                f" {plural(len(self.shared_ids), 'id')} of training tasks, such as {self.shared_ids[0]!r}, "
+                f"{'names' if len(self.shared_ids) == 1 else 'name'} a held-out task with other data."
+            )
+        if self.uncompared:
+            text += f" {plural(self.uncompared, 'task')} were not compared, which would have taken too long."
+        return text
 
 
 def check_environment(
@@ -186,7 +244,7 @@ def check_environment(
     episodes: int = 4,
     seed: int = 0,
     options: Mapping[str, Any] = MappingProxyType({}),
-    on_progress: Callable[[str], None] | None = None,
+    on_progress: Callable[[str, str], None] | None = None,
     hash_order: bool = False,
 ) -> EnvironmentReport:
     """Check an environment; never raises because of the environment's behavior.
@@ -197,26 +255,26 @@ def check_environment(
         episodes: number of episodes; more are played until the policy has called every tool.
         seed: seed of the random policy.
         options: arguments of the environment's task source.
-        on_progress: receives the name of each part before it is checked.
-        hash_order: also play the first training task in another process with another hash seed, as after `--resume`;
-            that process must be able to import the class from its module.
+        on_progress: receives the phase of the check, and what is about to be checked.
+        hash_order: also play the first training task in processes with other hash seeds, as after `--resume`, unless
+            the code contains nothing that depends on them; a process must be able to import the class from its module.
     """
     report = EnvironmentReport(environment=environment if isinstance(environment, str) else environment.__qualname__)
     report.on_progress = on_progress or report.on_progress
-    report.on_progress("importing it")
+    report.on_progress("importing it", "")
     try:
         environment_class = resolve(environment)
     except AgentRLError as error:
         report.findings.append(str(error))
         return report
-    report.on_progress("listing its tasks")
-    count = max(episodes, FORMAT_TASKS)
-    chosen_tasks = list(tasks) if tasks is not None else _tasks(environment_class, count, report, options)
-    if tasks is None and report.passed and "held_out" in environment_class.splits:
-        report.also_held_out = _also_held_out(environment_class, chosen_tasks, report, options)
     is_harness = issubclass(environment_class, HarnessEnvironment)
     for module in ("numpy.random", *["aiohttp.web"] * is_harness):
         import_module(module)  # an episode needs it, and its import would block the event loop
+    report.on_progress("listing and comparing its tasks", "")
+    count = max(episodes, FORMAT_TASKS)
+    chosen_tasks = list(tasks) if tasks is not None else _tasks(environment_class, count, report, options)
+    if tasks is None and report.passed and "held_out" in environment_class.splits:
+        _compare_splits(environment_class, count, report, options)
     last: ExecutedEpisode | None = None
     with asyncio.Runner() as runner:
         run = runner.run if is_harness else asyncio.run  # clients keep connections, which belong to an event loop
@@ -228,14 +286,16 @@ def check_environment(
             report.findings[:0] = [f"task {task.id!r}: {text}" for text in loop_problems]
             if not report.passed:
                 break
-    _check_rewards(report)
-    _check_tools(environment_class, report)
-    report.own_random = environment_class.own_random
-    if report.passed and issubclass(environment_class, HarnessEnvironment) and last is not None:
-        _check_requests(environment_class, last, report)
-    if report.passed and not is_harness:
-        _check_format(environment_class, chosen_tasks, seed, report)
-    if report.passed and hash_order and not is_harness:
+        _check_rewards(report)
+        _check_tools(environment_class, report)
+        report.own_random = environment_class.own_random
+        if report.passed and issubclass(environment_class, HarnessEnvironment) and last is not None:
+            _check_requests(environment_class, last, report)
+        if report.passed and not is_harness:
+            _check_format(environment_class, chosen_tasks, seed, report)
+        if report.passed:
+            _check_wrong_calls(run, environment_class, chosen_tasks, seed, report)
+    if report.passed and hash_order and not is_harness and may_depend_on_hash_order(environment_class):
         _check_hash_order(environment_class, chosen_tasks[0], report)
     return report
 
@@ -255,7 +315,7 @@ def _check_tools(environment: type[Environment], report: EnvironmentReport) -> N
     raised = Counter[str]()
     for (name, _), errors in report.tool_errors.items():
         raised[name] += len(errors)
-    for text, ((name, _), errors) in zip(report.warnings, report.tool_errors.items(), strict=True):
+    for text, ((name, _), errors) in zip(report._tool_warnings, report.tool_errors.items(), strict=True):
         match = _CODE_ERRORS.match(errors[0])
         is_broken = match is not None and match["type"] in (None, environment.__name__)
         if is_broken and raised[name] == report.tool_calls[name]:
@@ -285,6 +345,7 @@ def _check_requests(environment: type[HarnessEnvironment], last: ExecutedEpisode
 
 def _check_hash_order(environment: type[Environment], task: Task, report: EnvironmentReport) -> None:
     """Play a task again in processes with different string hashes, as after `--resume`, and compare."""
+    report.on_progress("playing it in processes with other string hashes", "")
     name = f"{module_of(environment)}:{environment.__qualname__}"
     first = asyncio.run(execute_episode(environment, _spec(environment, task, 0, 0), random_policy(environment)))
     if isinstance(first, str):
@@ -394,7 +455,7 @@ def replay_from_every_entry(
 
 def _check_format(environment: type[Environment], tasks: Sequence[Task], seed: int, report: EnvironmentReport) -> None:
     def play(task: Task, number: int, script: Script) -> EpisodeFormatReward | str:
-        report.on_progress(f"whether a broken chat format pays: game {number + 1} on task {task.id!r}")
+        report.on_progress("playing replies in a broken format", f"game {number + 1} on task {task.id!r}")
         spec = _spec(environment, task, number, seed)
         outcome = asyncio.run(execute_episode(environment, spec, script))
         if isinstance(outcome, str):
@@ -404,6 +465,44 @@ def _check_format(environment: type[Environment], tasks: Sequence[Task], seed: i
 
     has_tools = issubclass(environment, ToolEnvironment)
     report.findings += find_format_reward_faults(play, tasks, random_policy(environment), has_tools=has_tools)
+
+
+def _check_wrong_calls(
+    run: Callable[[Coroutine[Any, Any, ExecutedEpisode | str]], ExecutedEpisode | str],
+    environment: type[Environment],
+    tasks: Sequence[Task],
+    seed: int,
+    report: EnvironmentReport,
+) -> None:
+    """Play wrong tool calls. An error is a fault of the environment; a failing program of an external agent, whose code
+    is not the user's, is a warning."""
+
+    def play(task: Task, number: int, script: Script) -> str | bool:
+        report.on_progress("playing wrong tool calls", f"task {task.id!r}")
+        outcome = run(execute_episode(environment, _spec(environment, task, number, seed), script))
+        return outcome if isinstance(outcome, str) else is_harness and _has_failed(outcome)
+
+    is_harness = issubclass(environment, HarnessEnvironment)
+    report.wrong_calls = play_wrong_calls(play, tasks[: 1 if is_harness else WRONG_CALL_TASKS])
+    if issubclass(environment, HarnessEnvironment):
+        report.failed_reward = environment.failed_reward
+        return
+    for kind in dict.fromkeys(kind for kind, _, _ in report.wrong_calls.errors):
+        errors = [(task, message) for other, task, message in report.wrong_calls.errors if other == kind]
+        task, message = errors[0]
+        report.findings.append(
+            f"task {task.id!r}, when every turn is a tool call with {kind}: {message} (in {len(errors)} of "
+            f"{plural(min(len(tasks), WRONG_CALL_TASKS), 'episode')}); answer such calls, or give them a low reward"
+        )
+
+
+def _has_failed(outcome: ExecutedEpisode) -> bool:
+    """Whether the program of an external agent failed."""
+    results = [body for entry in outcome.entries if isinstance(body := entry.decode(), EffectEntry)]
+    return any(
+        body.error is not None or (isinstance(body.value, Mapping) and body.value.get("error") is not None)
+        for body in results
+    )
 
 
 def _tasks(
@@ -441,13 +540,38 @@ def _tasks(
     return chosen_tasks
 
 
-def _also_held_out(
-    environment: type[Environment], trained: Sequence[Task], report: EnvironmentReport, options: Mapping[str, Any]
-) -> list[str]:
-    """Return the ids of training tasks with the data of a held-out one. A task without data says nothing, so it is left
-    out."""
-    held_out = [dict(task.data) for task in _tasks(environment, HELD_OUT, report, options, "held_out")]
-    return [task.id for task in trained if task.data and dict(task.data) in held_out]
+def _compare_splits(
+    environment: type[Environment], count: int, report: EnvironmentReport, options: Mapping[str, Any]
+) -> None:
+    """Compare all tasks of both splits. A task without data is told by its id."""
+    _tasks(environment, count, report, options, "held_out")
+    if not report.passed:
+        return
+    clock = SystemClock()
+    end = clock.monotonic() + COMPARED_S
+    ids: dict[Split, set[str]] = {"held_out": set(), "train": set()}
+    held_out_digests: set[bytes] = set()
+    for split, split_ids in ids.items():
+        index: int | None = None
+        try:
+            source = environment.tasks(split, seed=0, **options)
+            for index in range(len(source)):
+                if clock.monotonic() > end:
+                    report.uncompared += len(source) - index
+                    break
+                task = source[index]
+                split_ids.add(task.id)
+                content = msgspec.json.encode(dict(task.data) or task.id, order="sorted")
+                digest = blake2b(content, digest_size=16).digest()
+                if split == "held_out":
+                    held_out_digests.add(digest)
+                elif digest in held_out_digests:
+                    report.also_held_out.append(task.id)
+        except Exception as error:  # noqa: BLE001 - foreign code: any exception is a finding
+            place = "" if index is None else f"[{index}]"
+            report.findings.append(f"tasks({split!r}, seed=0){place} raised {describe_user_code_error(error)}")
+            return
+    report.shared_ids = sorted((ids["train"] & ids["held_out"]).difference(report.also_held_out))
 
 
 async def _check_episode(
@@ -461,7 +585,8 @@ async def _check_episode(
     """Check an episode; returns how it was played, or None if that was a fault."""
     spec = _spec(environment, task, number, seed)
     script = random_policy(environment)
-    report.on_progress(f"episode {number + 1}, task {task.id!r}: playing it")
+    part = f"episode {number + 1}, task {task.id!r}: "
+    report.on_progress(_PLAYING, f"{part}playing it")
     # Report code that blocks the event loop twice for longer than 0.3 s.
     with (
         watch_event_loop(loop_problems.append, repeated_s=0.3, users_only=True),
@@ -501,7 +626,6 @@ async def _check_episode(
     report.rewards.append(first.header.reward or 0.0)
     if loop_problems:  # a blocking environment would block again for every entry
         return first
-    part = f"episode {number + 1}, task {task.id!r}: "
     if issubclass(environment, HarnessEnvironment):
         problem = await _recall_everything(environment, spec, script, first, report, part)
     else:
@@ -525,7 +649,7 @@ async def resume_at_every_entry(
     cuts = _cuts(len(entries))
     for before, cut in enumerate(cuts):
         report.on_progress(
-            f"{part}killed after entry {cut} of {len(entries)} and resumed ({before} of {len(cuts)} kills)"
+            _PLAYING, f"{part}killed after entry {cut} of {len(entries)} and resumed ({before} of {len(cuts)} kills)"
         )
         answers = [entry for entry in entries[cut:] if _is_external(entry)]
         outcome = await execute_episode(environment, spec, script, entries[:cut], answers=answers)
@@ -558,7 +682,7 @@ async def _recall_everything(
     recorded_turns = list(external_turns_with_context(first.entries))
     turns = {entry.call_id: body for entry in recorded_turns if isinstance(body := entry.decode(), TurnEntry)}
     for count in sorted({min(1, len(recorded_turns)), len(recorded_turns)}):
-        report.on_progress(f"{part}resumed with {plural(count, 'recorded reply', 'recorded replies')}")
+        report.on_progress(_PLAYING, f"{part}resumed with {plural(count, 'recorded reply', 'recorded replies')}")
         next_attempt = dataclasses.replace(spec, attempt=1)
         outcome = await execute_episode(environment, next_attempt, script, answers=recorded_turns[:count])
         report.resumptions += 1

@@ -412,7 +412,7 @@ def test_a_game_with_given_replies_is_not_cut() -> None:
 def test_what_happens_once_is_no_difference_and_every_tool_is_tried() -> None:
     report = check_environment(Shopping)
     assert report.passed, report.text
-    assert "class `snapshot`" in report.text
+    assert "continued exactly where it was, with resources restored from their snapshots" in report.text
     assert report.called == set(Shopping.tool_table())
     assert "Never called" not in report.text
 
@@ -434,7 +434,34 @@ def test_a_training_task_that_is_also_held_out_is_noted() -> None:
     report = check_environment(Overlapping)
     assert report.passed, report.text
     assert report.also_held_out == ["train-3"]
-    assert "Also held out: 1 training task, such as 'train-3'." in report.text
+    assert "1 training task is also held out, such as 'train-3'." in report.text
+
+
+def test_all_tasks_of_both_splits_are_compared() -> None:
+    class Overlapping(Adder):
+        @classmethod
+        def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
+            numbers = range(300) if split == "train" else range(200, 2_000)
+            return [
+                agentrl.Task(id=f"{n}", data={"question": f"add {n}" + f" ({split})" * (n >= 290)}) for n in numbers
+            ]
+
+    report = check_environment(Overlapping)
+    assert report.passed, report.text
+    assert report.also_held_out == [f"{n}" for n in range(200, 290)]
+    assert report.shared_ids == [f"{n}" for n in range(290, 300)]
+    assert "90 training tasks are also held out, such as '200'." in report.text
+    assert "10 ids of training tasks, such as '290', name a held-out task with other data." in report.text
+
+
+def test_a_late_task_that_cannot_be_read_is_a_finding() -> None:
+    class Late(Adder):
+        @classmethod
+        def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
+            return [agentrl.Task(id=f"{split}-{n}", data={"question": f"{split} {n}"}) for n in range(100)] + [None]  # type: ignore[list-item]
+
+    (finding,) = check_environment(Late).findings
+    assert "tasks('held_out', seed=0)[100] raised AttributeError" in finding
 
 
 def test_held_out_tasks_that_cannot_be_listed_are_a_finding() -> None:
@@ -479,7 +506,7 @@ def test_sound_environments_resume_from_every_entry(environment: type[agentrl.En
     assert report.passed, report.text
     assert report.episodes >= 4
     assert report.resumptions > 12
-    assert "class `replay`" in report.text
+    assert "continued exactly where it was. " in report.text
 
 
 def test_effects_are_not_repeated() -> None:
@@ -487,7 +514,7 @@ def test_effects_are_not_repeated() -> None:
     report = check_environment(Trees, tasks=[agentrl.Task(id="t", data={"question": "add"})], episodes=1)
     assert report.passed, report.text
     assert report.resumptions > 10
-    assert Trees.fetched == ["x"] * 8, "one episode, and seven that compare nonsense with chance"
+    assert Trees.fetched == ["x"] * 11, "one episode, seven that compare nonsense with chance, three wrong tool calls"
 
 
 @pytest.mark.parametrize(

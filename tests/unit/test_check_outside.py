@@ -160,12 +160,14 @@ class Rolling(agentrl.Environment):
 
 
 @pytest.mark.parametrize("level", ["replay", "snapshot", "pinned"])
-def test_the_class_that_was_proved_is_told(level: str) -> None:
+def test_how_episodes_resume_is_told(level: str) -> None:
     Rolling.level = level
     report = check_environment(Rolling)
     assert report.passed, report.text
     assert report.resume_class == level
-    assert f"class `{level}`" in report.text
+    words = {"replay": "was. ", "snapshot": "restored from their snapshots", "pinned": "started over if it had lost"}
+    assert words[level] in report.text
+    assert "class" not in report.text
 
 
 class Forgetful(Dice):

@@ -145,6 +145,30 @@ def test_a_long_check_shows_its_parts_in_place_or_now_and_then() -> None:
     assert terminal.getvalue().endswith("\r\x1b[2K")
 
 
+def test_each_phase_leaves_its_seconds() -> None:
+    class Clock(SystemClock):
+        now = 100.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+    clock, file, terminal = Clock(), io.StringIO(), _Terminal()
+    lines = {stream: ProgressLine("checking x", stream, clock) for stream in (file, terminal)}
+    for phase, part in (("reading", ""), ("playing", "one"), ("playing", "two"), ("playing", "three")):
+        for stream in (file, terminal):
+            lines[stream].phase(phase, part)
+        clock.now += 0.6 * LINE_INTERVAL_S
+    for stream in (file, terminal):
+        lines[stream].close()
+        lines[stream].close()
+    assert file.getvalue().splitlines() == [
+        *("checking x: reading …", "checking x: reading: 6.0 s"),
+        *("checking x: playing …", "checking x: playing: three …", "checking x: playing: 18.0 s"),
+    ]
+    permanent = [line.rpartition("\x1b[2K")[2] for line in terminal.getvalue().split("\n")]
+    assert permanent == ["checking x: reading: 6.0 s", "checking x: playing: 18.0 s", ""]
+
+
 def test_a_check_says_what_it_does_before_it_does_it(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
@@ -158,9 +182,9 @@ def test_a_check_says_what_it_does_before_it_does_it(tmp_path: Path) -> None:
         assert checking.stderr is not None
         said_first = [checking.stderr.readline(), checking.stderr.readline()]  # the file has not been read yet
         gate.write_text("go on")
-        gate.unlink()
-        gate.touch()  # the process with another hash seed reads the file again, and need not wait
-        said, _ = checking.communicate()
+        said, said_then = checking.communicate()
     assert said_first == ["loading the checks …\n", "checking slow.py: importing it …\n"]
+    timed_phases = re.findall(r"^checking slow.py: (\w+).*: \d+\.\d s$", said_then, re.MULTILINE)
+    assert timed_phases == ["importing", "listing", "playing", "playing", "playing"]
     assert json.loads(said)["passed"] is True
     assert checking.returncode == 0

@@ -301,7 +301,7 @@ def test_a_configuration_is_checked_with_its_options(tmp_path: Path, capsys: pyt
         'model.path = "agentrl.environments:calculator/model"\npolicies.agent = {}\n'
     )
     assert main(["env", "check", str(tmp_path / "run.toml")]) == 0
-    assert "class `snapshot`" in capsys.readouterr().out
+    assert "restored from their snapshots" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("root", ["/", "/.", "//", "/usr/.."])

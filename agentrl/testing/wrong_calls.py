@@ -1,0 +1,86 @@
+"""Plays tool calls that no tool can answer. Every model writes some early in training.
+
+An episode that they end as an error is dropped, so the policy never learns to stop writing them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from agentrl.core.ports import GenerateRequest
+from agentrl.core.records import PolicyVersion, Task
+from agentrl.core.text import plural
+from agentrl.engines.scripted import Script
+from agentrl.rollout.chat.byte_formats import STOP_TOKEN, PlainChatFormat
+
+UNKNOWN, WRONG_ARGUMENTS, BROKEN_JSON = "an unknown tool", "wrong arguments", "broken JSON"
+_TOOL = re.compile(r"^([^\s(]+)\(", re.MULTILINE)
+"""Pattern for a tool in the first message of `PlainChatFormat`."""
+_REPLIES: dict[str, Callable[[str], str]] = {
+    UNKNOWN: lambda tool: _written({"name": "no_such_tool", "arguments": {}}),
+    WRONG_ARGUMENTS: lambda tool: _written({"name": tool, "arguments": {"no_such_argument": 0}}),
+    BROKEN_JSON: lambda tool: f'<tool_call>{{"name": "{tool or "no_such_tool"}", "arguments": {{"a": </tool_call>',
+}
+
+
+@dataclass(slots=True)
+class WrongCallOutcomes:
+    """The ends of episodes whose every turn is a wrong call."""
+
+    episodes: int = 0
+    kinds: list[str] = field(default_factory=list)
+    """Kinds of wrong calls that were played."""
+    errors: list[tuple[str, Task, str]] = field(default_factory=list)
+    """Kind, task and message of each episode that ended as an error."""
+    ended_programs: int = 0
+    """Number of episodes in which the program of an external agent failed and got `failed_reward`."""
+
+    @property
+    def share(self) -> str:
+        """How many episodes ended as an error, as a clause."""
+        return f"{len(self.errors)} of {plural(self.episodes, 'episode')}"
+
+
+Play = Callable[[Task, int, Script], str | bool]
+"""Plays a task with a seed and a policy. Returns a sentence if the episode ended as an error, else whether the program
+of an external agent failed."""
+
+
+def play_wrong_calls(play: Play, tasks: Sequence[Task]) -> WrongCallOutcomes:
+    """Play each kind of wrong call on each task."""
+    outcomes = WrongCallOutcomes()
+    shown_tools: set[str] = set()
+    for kind in _REPLIES:
+        if kind == WRONG_ARGUMENTS and not shown_tools:  # the first kind was shown none
+            continue
+        outcomes.kinds.append(kind)
+        for number, task in enumerate(tasks):
+            outcome = play(task, number, _always(kind, shown_tools))
+            outcomes.episodes += 1
+            if isinstance(outcome, str):
+                outcomes.errors.append((kind, task, outcome))
+            else:
+                outcomes.ended_programs += outcome
+    return outcomes
+
+
+def _always(kind: str, shown_tools: set[str]) -> Script:
+    """Return a policy whose every turn is a wrong call; it adds the tools that it is shown."""
+    chat_format = PlainChatFormat()
+
+    def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
+        prompt = chat_format.decode(request.token_ids.tolist())
+        listed = prompt.removeprefix("<|start|>tools\n").partition("<|stop|>")[0]
+        tools = _TOOL.findall(listed) if listed != prompt and prompt.startswith("<|start|>tools\n") else []
+        shown_tools.update(tools)
+        return [*_REPLIES[kind](tools[0] if tools else "").encode(), STOP_TOKEN]
+
+    return script
+
+
+def _written(call: dict[str, object]) -> str:
+    return f"<tool_call>{msgspec.json.encode(call).decode()}</tool_call>"

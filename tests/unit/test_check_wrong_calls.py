@@ -1,0 +1,132 @@
+"""The checker plays tool calls that no tool can answer, and reports what they end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import agentrl
+from agentrl.environment.environment import Split, TaskSource
+from agentrl.testing.check import check_environment
+from agentrl.testing.wrong_calls import BROKEN_JSON, UNKNOWN, WRONG_ARGUMENTS
+
+
+class Tasks(agentrl.Environment):
+    @classmethod
+    def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
+        return [agentrl.Task(id=f"{split}-{n}", data={"question": f"{split} {n}?"}) for n in range(4)]
+
+
+class Adding(Tasks, agentrl.ToolEnvironment):
+    @agentrl.tool
+    def add(self, a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        return 0.0
+
+
+class OwnTools(Tasks):
+    """Answers calls itself, and forgets that a name or the arguments may be wrong."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        agent = ctx.agent("agent", tools=(Adding.tool_table()["add"].spec,))
+        message = agentrl.user(ctx.task.data["question"])
+        for _ in range(3):
+            turn = await agent.act(message)
+            for call in turn.tool_calls:
+                if isinstance(call.arguments, Mapping):
+                    message = agentrl.user(str(self.answer(call.name, call.arguments)))
+        agent.reward(0.0)
+
+    def answer(self, name: str, arguments: Mapping[str, Any]) -> int:
+        return {"add": lambda a, b: a + b}[name](**arguments)
+
+
+class Forgiving(OwnTools):
+    def answer(self, name: str, arguments: Mapping[str, Any]) -> int:
+        return 0
+
+
+def test_tools_answer_wrong_calls_themselves() -> None:
+    for environment in (Adding, Forgiving):
+        report = check_environment(environment)
+        assert report.passed, report.text
+        assert report.wrong_calls.kinds == [UNKNOWN, WRONG_ARGUMENTS, BROKEN_JSON]
+        assert "(an unknown tool, wrong arguments, broken JSON) ended 0 of 6 episodes as an error." in report.text
+
+
+def test_own_code_that_a_wrong_call_breaks_is_found_with_its_line() -> None:
+    unknown, wrong_arguments = check_environment(OwnTools).findings
+    line = OwnTools.answer.__code__.co_firstlineno + 1
+    assert (
+        f"every turn is a tool call with {UNKNOWN}: run() raised KeyError: 'no_such_tool' at {__file__}:{line}"
+        in unknown
+    )
+    assert f"tool call with {WRONG_ARGUMENTS}: run() raised TypeError" in wrong_arguments
+    assert "no_such_argument" in wrong_arguments
+    assert "(in 2 of 2 episodes)" in wrong_arguments
+
+
+PROGRAM = """
+import json, os, urllib.request
+
+tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}]
+messages = [{"role": "user", "content": "Add."}]
+for _ in range(3):
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"model": "main", "messages": messages, "tools": tools}).encode(),
+        {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+    )
+    with urllib.request.urlopen(request) as answer:
+        message = json.load(answer)["choices"][0]["message"]
+    messages.append(message)
+    if not message.get("tool_calls"):
+        break
+    for call in message["tool_calls"]:
+        tool = {"add": lambda a: a}[call["function"]["name"]]
+        if not FORGIVES:
+            tool(**json.loads(call["function"]["arguments"]))
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": "0"})
+"""
+
+
+class Program(Tasks, agentrl.HarnessEnvironment):
+    """A program that fails over each kind of wrong call."""
+
+    seats = ("main",)
+    command = (sys.executable, "-c", PROGRAM.replace("FORGIVES", "False"))
+
+    def reward(self, task: agentrl.Task, episode: agentrl.HarnessEpisode) -> float:
+        return 0.0
+
+
+class Rewarded(Program):
+    failed_reward = 0.0
+
+
+class RefusesNames(Program):
+    command = (sys.executable, "-c", PROGRAM.replace("FORGIVES", "True"))
+
+
+def test_programs_that_wrong_calls_end_are_named_with_the_remedy() -> None:
+    report = check_environment(Program, episodes=1)
+    assert report.passed, report.text
+    (warning,) = report.warnings
+    assert warning.startswith(
+        "wrong tool calls ended 3 of 3 episodes as an error (an unknown tool, wrong arguments, broken JSON): "
+        "KeyError: 'no_such_tool'. Training drops"
+    )
+    assert "Set failed_reward = 0.0 in the class" in warning
+    (warning,) = check_environment(RefusesNames, episodes=1).warnings
+    assert "ended 1 of 3 episodes as an error (an unknown tool): KeyError" in warning
+
+
+def test_programs_whose_failure_is_rewarded_are_counted() -> None:
+    report = check_environment(Rewarded, episodes=1)
+    assert report.passed, report.text
+    assert report.warnings == []
+    assert "ended 0 of 3 episodes as an error, and the program in 3 episodes, with failed_reward = 0.0." in report.text
