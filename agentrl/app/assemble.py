@@ -32,6 +32,7 @@ from agentrl.environment.mixture import root_environments
 from agentrl.environment.registry import name_of
 from agentrl.journal.port import JournalStore
 from agentrl.journal.run_log import RunJournal
+from agentrl.observe.bottleneck import ActivityClock
 from agentrl.observe.metrics import SCORE_REQUESTS, SCORE_TOKENS
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.checkpoints import KEPT_CHECKPOINTS, CheckpointWriter, JournalRetention, VersionRetention
@@ -125,6 +126,9 @@ def assemble_orchestrator(config: RunConfig, environment: type[Environment], par
     dispatcher.group_scoring = _group_scoring(config, parts, dispatcher)
     dispatcher.score_limits = _score_limits(config, parts)
     dispatcher.tell = parts.tell
+    dispatcher.activity = ActivityClock(parts.clock)
+    if dispatcher.group_scoring is not None:
+        dispatcher.group_scoring.activity = dispatcher.activity
     dispatcher.leases = TreeLeases(
         served=parts.served, published=parts.published, limits=lease_limits(config), changed=condition
     )
@@ -219,6 +223,7 @@ def _plan(config: RunConfig, environment: type[Environment]) -> TrainingLoopSett
         step_size={name: policy.step_size for name, policy in config.trained.items()},
         tokens_per_unit=config.trainer.loss.tokens_per_unit,
         demands=units_per_root_group(config, environment),
+        max_turns={name: config.sampling_of(name).max_turns for name in config.trained},
         evaluate_every=config.evaluation.every,
         checkpoint_every=config.checkpoint.every,
     )

@@ -267,6 +267,10 @@ class WorkerServer:
             case wire.ShutDownWorker():
                 self.leaves.set()
 
+    def activity(self) -> dict[str, float]:
+        """Return what the episodes have spent their time on."""
+        return dict(self._worker.activity())
+
     def check_journal(self) -> None:
         self._log.check()
 
@@ -311,7 +315,12 @@ async def _serve(connection: socket.socket) -> None:
     def tell(line: str) -> None:  # threads may call this
         loop.call_soon_threadsafe(run.send, wire.LogLine(line=f"worker {work.number}: {line}"))
 
-    alive = loop.create_task(run.send_heartbeats(1.0, _heartbeat))
+    server: WorkerServer | None = None
+
+    async def heartbeat() -> wire.WorkerHeartbeat:
+        return wire.WorkerHeartbeat(activity={} if server is None else server.activity())
+
+    alive = loop.create_task(run.send_heartbeats(1.0, heartbeat))
     try:
         log = await _open_log(work, tell)
         server = WorkerServer(work, run, log)
@@ -342,10 +351,6 @@ async def _open_log(work: wire.WorkerSetup, tell: Callable[[str], None]) -> Work
     return await retry_until_writer_exits(
         lambda: SqliteTurnLog.open(Path(work.journal), str(work.number)), tell, SystemClock()
     )
-
-
-async def _heartbeat() -> wire.WorkerHeartbeat:
-    return wire.WorkerHeartbeat()
 
 
 async def _tell_advanced(server: WorkerServer) -> None:

@@ -17,6 +17,7 @@ waits for them in the queue and delays none of them.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -191,6 +192,12 @@ class WorkerPool:
         return [*(process.status() for process in self.processes), *receiver]
 
     # --- the port -----------------------------------------------------------------------------------------------------
+
+    def activity(self) -> Mapping[str, float]:
+        total = Counter[str]()
+        for process in self.processes:
+            total.update(process.activity)
+        return total
 
     def submit(self, spec: EpisodeSpec, on_end: OnEnd, *, resume: bool = False) -> None:
         """Run an episode. It waits in the queue while all processes are full."""

@@ -19,7 +19,7 @@ from agentrl.core.text import plural
 from agentrl.engines.process import ChildProgram, Supervisor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from agentrl.cluster.journal_stream import JournalReceiver
     from agentrl.core.clock import Clock
@@ -79,6 +79,8 @@ class WorkerProcess:
         """Whether the process has answered its welcome and takes episodes."""
         self.is_leaving = False
         """Whether the process takes no more episodes, and ends by itself."""
+        self.activity: Mapping[str, float] = {}
+        """What its episodes have spent their time on, at most a second ago."""
         self._work = work
         self._owner = owner
         self.placement = placement
@@ -211,6 +213,7 @@ class WorkerProcess:
     def _handle(self, message: wire.FromWorker) -> None:
         match message:
             case wire.WorkerHeartbeat():
+                self.activity = message.activity
                 if self._child is not None and self._child.is_drained:
                     self.leave("its node is drained")
             case wire.WorkerShuttingDown():

@@ -163,7 +163,10 @@ class WorkerReady(rpc.Reply, frozen=True):
 
 
 class WorkerHeartbeat(rpc.WireMessage, frozen=True):
-    """Heartbeat, sent when no other message was due."""
+    """Heartbeat, with what the worker's episodes have spent their time on."""
+
+    activity: dict[str, float]
+    """See `observe.bottleneck.ActivityClock.totals`; empty before the worker is ready."""
 
 
 class SpawnChildEpisodes(rpc.WireMessage, frozen=True):

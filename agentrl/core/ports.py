@@ -69,6 +69,8 @@ class EngineCapabilities:
     reopened for such a conversation must be pinned to that version."""
     shares_prefixes: bool = False
     """Whether shared prefixes are stored once."""
+    places: int = 0
+    """Number of turns that the engine samples at once; 0: unknown. Further calls wait in it."""
 
     def __post_init__(self) -> None:
         if not self.prefill_rate > 0:
@@ -465,6 +467,10 @@ class Worker(Protocol):
     def unpark(self, count: int = 1) -> tuple[str, ...]:
         """Resume up to `count` parked episodes in deadline order: lowest step of the oldest weights plus the policy's
         `max_staleness` first, ties by episode id. Returns their ids."""
+        ...
+
+    def activity(self) -> Mapping[str, float]:
+        """Return what the episodes have spent their time on; see `observe.bottleneck.ActivityClock.totals`."""
         ...
 
     async def drain(self) -> None:

@@ -84,6 +84,18 @@ def _cut_line(line: str, max_length: int) -> str:
     return f"{start.rpartition(' ')[0] or start} …"
 
 
+def format_seconds(seconds: float) -> str:
+    """Format an estimated duration for a sentence.
+
+    Example:
+        >>> format_seconds(0.42), format_seconds(38.4), format_seconds(400.0), format_seconds(9000.0)
+        ('0.4 s', '38 s', '7 min', '2.5 h')
+    """
+    if seconds >= 100 * 60:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s" if seconds >= 9.5 else f"{seconds:.1f} s"
+
+
 def format_rate(value: float) -> str:
     """Format a rate as a whole number, or with two digits below 10, so that a slow one is not shown as 0.
 

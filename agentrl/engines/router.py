@@ -450,7 +450,10 @@ class Fleet:
 def _combine_replicas(replicas: Sequence[EngineCapabilities]) -> EngineCapabilities:
     """Combine the capabilities of several equal engines: their memory and compute add up."""
     return replace(
-        replicas[0], kv_tokens=_total_kv(replicas), prefill_rate=sum(engine.prefill_rate for engine in replicas)
+        replicas[0],
+        kv_tokens=_total_kv(replicas),
+        prefill_rate=sum(engine.prefill_rate for engine in replicas),
+        places=_total_places(replicas),
     )
 
 
@@ -472,12 +475,18 @@ def _combine_fleets(fleets: Sequence[EngineCapabilities]) -> EngineCapabilities:
         prefill_rate=sum(fleet.prefill_rate for fleet in fleets),
         keeps_version=frozenset[str]().union(*(fleet.keeps_version for fleet in fleets)),
         shares_prefixes=all(fleet.shares_prefixes for fleet in fleets),
+        places=_total_places(fleets),
     )
 
 
 def _total_kv(engines: Sequence[EngineCapabilities]) -> int | None:
     capacities = [engine.kv_tokens for engine in engines if engine.kv_tokens is not None]
     return sum(capacities) if len(capacities) == len(engines) else None
+
+
+def _total_places(engines: Sequence[EngineCapabilities]) -> int:
+    places = [engine.places for engine in engines]
+    return sum(places) if all(places) else 0
 
 
 ALL_EXTERNAL = EngineCapabilities(

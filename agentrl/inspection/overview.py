@@ -67,6 +67,8 @@ class RunOverview(msgspec.Struct, frozen=True, kw_only=True):
     """Policies with metrics."""
     bottleneck: str
     """Bottleneck of the last seconds; of an ended run, the part that was busy for most of it."""
+    pace: str
+    """Estimated time of the first step while it is under way."""
     resumed: int
     """Number of times the run resumed from a checkpoint: by its user, or after it lost a trainer."""
     waits: list[str]
@@ -102,6 +104,7 @@ def run_overview(reader: RunReader) -> RunOverview:
         ),
         policies=sorted({policy for entry in series.values() for policy in entry.policies}),
         bottleneck=status.bottleneck if status is not None else "",
+        pace=status.pace if status is not None else "",
         resumed=len(resume_times(reader.log, problems)),
         waits=list(status.waits) if status is not None else [],
         alarms=[AlarmEntry(*alarm) for alarm in find_alarms(state)],

@@ -20,7 +20,6 @@ from agentrl.observe.metrics import ROULETTE_STOPPED, ROULETTE_WEIGHT
 from agentrl.observe.run_state import (
     RunSnapshot,
     RunState,
-    bottleneck_of_ended_run,
     display_settings_from_config,
     read_metrics,
     read_run_snapshot,
@@ -317,8 +316,7 @@ def run_state(reader: RunReader) -> RunState:
     is_running = state.standing == "running"
     status = read_run_snapshot(reader.path) or RunSnapshot(phase="")
     if not is_running:
-        bottleneck = bottleneck_of_ended_run(state, status)
-        status = replace(status, waits=(), processes=(), mirrors={}, bottleneck=bottleneck)
+        status = replace(status, waits=(), processes=(), mirrors={}, pace="")
     try:
         counts, drop_counts = reader.counts()
         state.status = replace(

@@ -50,6 +50,8 @@ BROKEN_SHARE = 0.3
 """Share of turns that break the format at which the policy's output counts as illegal."""
 EARLY_BROKEN_SHARE = 0.5
 """The same before `WINDOW` steps."""
+MOST = 0.5
+"""Share of turns or episodes that counts as most of them."""
 TOOL_ERROR_SHARE = 0.1
 """Share of tool calls that raise at which an alarm is raised."""
 ZERO_SHARE = 0.9
@@ -115,11 +117,18 @@ STARVED_RATIO = 5
 `STARVED_STEPS`."""
 MIRROR_S = 60.0
 """Seconds, beyond the pause between two rounds, that a mirror may be behind."""
+_IF_LATER = (
+    "if it began during training, resume from an earlier checkpoint with a lower learning rate and "
+    "trainer.entropy_bonus = 0.02"
+)
+"""Remedy for output that gets worse during training."""
 _SEES_TOOLS = "if there are tools, model.tools_in = 'system' where `agentrl episode tokens` shows none in the prompt"
 """First remedy for a reward that never changes: the chat template may hide the tools."""
 MEANINGS = {
     "illegal_output": f"in each step, {BROKEN_SHARE:.0%} or more of the turns break the format, and the share is not "
     f"falling; in the first {WINDOW - 1} steps, {EARLY_BROKEN_SHARE:.0%} or more",
+    "context_full": f"in each step, {MOST:.0%} or more of the episodes end because their context is full",
+    "empty_output": f"in each step, {MOST:.0%} or more of the turns have no text and no tool call",
     "format_pays": "over the whole run, episodes that break the format earn more than others, by "
     f"{FORMAT_ERRORS:g} standard errors and {FORMAT_MARGIN:.0%} of the rewards' spread (at least {FORMAT_EPISODES} of "
     "each kind)",
@@ -197,6 +206,8 @@ def find_alarms(state: RunState) -> list[Alarm]:
         window = newest_step_metrics(policy)
         # Metrics of episodes are missing at a step before which none ended, as in asynchronous training.
         with_episodes = [values for values in newest_step_metrics(policy, 2 * WINDOW) if "episodes/turns" in values]
+        alarms += _context_full(policy, with_episodes[-WINDOW:])
+        alarms += _empty_output(policy, with_episodes[-WINDOW:])
         about_format = [*_format_pays(policy), *_illegal_output(policy, with_episodes[-WINDOW:])]
         alarms += about_format
         alarms += _tool_errors(policy, with_episodes[-WINDOW:])
@@ -264,15 +275,60 @@ def _illegal_output(policy: PolicyMetricHistory, window: Sequence[Values]) -> It
     per_episode = max(mean_of(window_metric_values(window, "episodes/turns")), 1e-9)
     kinds_text = ", ".join(f"{name} {mean / per_episode:.0%}" for mean, name in kinds if mean > 0)
     steps = plural(len(shares), "step").removeprefix("1 ")
+    cut, repeating = (window_metric_sum(window, name) for name in ("turns/length", "turns/repeating"))
+    repeats = f"; {min(repeating / cut, 1.0):.0%} of the cut turns repeat themselves" if cut and repeating else ""
+    worst = kinds[0][1] if kinds[0][0] > 0 else "turns/illegal"
     yield Alarm(
         "illegal_output",
         policy.name,
         f"{mean_of(shares):.0%} of the turns in the last {steps} break the format"
-        + (f" (of all turns: {kinds_text})" if kinds_text else ""),
-        "look at one with `agentrl episode show`; resume from an earlier checkpoint with a lower learning rate and "
-        "trainer.entropy_bonus = 0.02; if it started like this, a base model that knows the format, or a "
-        "larger sampling.max_tokens if turns end by length",
+        + (f" (of all turns: {kinds_text}{repeats})" if kinds_text else ""),
+        f"`agentrl episode list RUN --where 'metric.{worst} > 0'` lists examples for `agentrl episode show`; "
+        + _format_advice(worst, is_repeating=repeating > MOST * cut)
+        + f"; {_IF_LATER}",
     )
+
+
+def _format_advice(worst: str, *, is_repeating: bool) -> str:
+    """Return the remedy for the commonest way to break the format."""
+    match worst:
+        case "turns/length" if is_repeating:
+            return "a base model that ends its turns, such as an instruction-tuned one, or a lower sampling.temperature"
+        case "turns/length":
+            return "raise sampling.max_tokens, ask for shorter replies, or use a base model that ends its turns"
+        case "tool/unknown_tool":
+            return f"{_SEES_TOOLS}; a complete call in the prompt, or a base model that knows tool calls"
+        case "tool/bad_arguments":
+            return "a complete call in the prompt, or a base model that knows tool calls"
+        case _:
+            return "an example of the format in the prompt, or a base model that knows it"
+
+
+def _context_full(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
+    shares = [values.get("episodes/context_full", 0.0) for values in window]
+    if shares and min(shares) >= MOST:
+        yield Alarm(
+            "context_full",
+            policy.name,
+            f"{mean_of(shares):.0%} of the episodes in the last {plural(len(shares), 'step')} ended because their "
+            "context was full",
+            "`agentrl episode list RUN --where 'stop_reason = context_length'` lists them; raise engine.max_context, "
+            "shorten prompts and tool results, or lower sampling.max_tokens or sampling.max_turns",
+        )
+
+
+def _empty_output(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
+    shares = [values.get("turns/empty", 0.0) / max(values["episodes/turns"], 1e-9) for values in window]
+    if shares and min(shares) >= MOST:
+        yield Alarm(
+            "empty_output",
+            policy.name,
+            f"{mean_of(shares):.0%} of the turns in the last {plural(len(shares), 'step')} have no text and no tool "
+            "call",
+            "`agentrl episode list RUN --where 'metric.turns/empty > 0'` lists examples, and `agentrl episode tokens` "
+            "shows what was sampled; a chat template that fits the model, a base model that answers, or a higher "
+            f"sampling.temperature; {_IF_LATER}",
+        )
 
 
 def _tool_errors(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
@@ -345,7 +401,8 @@ def _alone(policy: PolicyMetricHistory, window: Sequence[Values]) -> Alarm | Non
         policy.name,
         f"{lone_share:.0%} of the units of the last {plural(len(window), 'step')} have no other episode to compare "
         "them with",
-        "`ctx.spawn` with n = 2 or more: children of one call are compared with each other; or "
+        "see with `agentrl episode show` who plays; `ctx.spawn` with n = 2 or more: children of one call are compared "
+        "with each other; or "
         "credit.advantage = 'role_mean', which compares with what the policy used to get in that seat",
     )
 
@@ -487,7 +544,7 @@ def _drops(reasons: Mapping[str, int], other_drops: int) -> Iterator[Alarm]:
             "",
             f"{by_time:,} of {num_ended:,} episodes that ended were dropped because their program hung: if that "
             "depends on what a policy says, the gradient is biased",
-            ADVICE_ON_DROPS["episode_timeout"],
+            _drop_advice("episode_timeout"),
         )
     for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
         if reason in EXPECTED_DROPS or count < MIN_DROPPED or count < DROPPED_SHARE * num_ended:
@@ -496,8 +553,13 @@ def _drops(reasons: Mapping[str, int], other_drops: int) -> Iterator[Alarm]:
             "dropped",
             "",
             f"{count:,} of {num_ended:,} episodes that ended were dropped because of {reason}",
-            ADVICE_ON_DROPS.get(reason, f"`agentrl episode list RUN --where 'drop_reason = {reason}'` shows them"),
+            _drop_advice(reason),
         )
+
+
+def _drop_advice(reason: str) -> str:
+    advice = ADVICE_ON_DROPS.get(reason)
+    return f"`agentrl episode list RUN --where 'drop_reason = {reason}'` lists them" + (f"; {advice}" if advice else "")
 
 
 def _mirrors_behind(status: RunSnapshot) -> Iterator[Alarm]:

@@ -163,6 +163,11 @@ METRICS: tuple[Metric, ...] = (
         "fraction",
         "share of episodes truncated or dropped by `episode_timeout_s` since the policy's last step; absent if none",
     ),
+    Metric(
+        "episodes/context_full",
+        "fraction",
+        "share of episodes truncated because their context was full since the policy's last step; absent if none",
+    ),
     Metric("episodes/superseded", "episodes", "ends that were ignored: reported twice, or of a replaced attempt"),
     Metric("episodes/tokens", "tokens", "mean sampled tokens of the policy in the episodes of `episodes/turns`"),
     Metric(
@@ -171,6 +176,12 @@ METRICS: tuple[Metric, ...] = (
         "tool calls per episode, by outcome (ok, error, timeout, bad_arguments, unknown_tool)",
     ),
     Metric("turns/length", "turns", "turns per episode cut off by `max_tokens`"),
+    Metric(
+        "turns/repeating",
+        "turns",
+        "turns per episode cut off by `max_tokens` while the policy repeated the same text over and over",
+    ),
+    Metric("turns/empty", "turns", "turns per episode without any text, thinking or tool call"),
     Metric(
         "turns/interrupted",
         "turns",

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 SEAT_REWARD = "evaluation/reward/"
 BAR_WIDTH = 24
 """Width of a bar of `ProgressLine`, in characters."""
+PACE_INTERVAL_S = 30.0
+"""Seconds between two lines of `LineDisplay` about the first step."""
 LINE_INTERVAL_S = 10.0
 """Seconds between two lines of `ProgressLine` without a terminal; the first line is written at once."""
 
@@ -68,6 +70,8 @@ class LineDisplay:
     def __init__(self, state: RunState, stream: TextIO) -> None:
         self._state = state
         self._stream = stream
+        self._next_pace_s = 0.0
+        """Seconds of the run from which the pace of the first step is written again."""
 
     def line(self, text: str) -> None:
         """Write a line."""
@@ -91,7 +95,11 @@ class LineDisplay:
             self.line(format_evaluation_metrics(version, metrics[policy]))
 
     def show(self) -> None:
-        """Do nothing: all changes are written at once."""
+        """Write the pace of the first step now and then; all changes are written at once."""
+        status = self._state.status
+        if status is not None and status.pace and status.seconds >= self._next_pace_s:
+            self._next_pace_s = status.seconds + PACE_INTERVAL_S
+            self.line(f"first step: {status.pace}" + (f"  ({status.bottleneck})" if status.bottleneck else ""))
 
     def close(self) -> None:
         """Do nothing: there is nothing to clean up."""

@@ -26,10 +26,8 @@ from agentrl.observe.run_state import (
     RunDisplaySettings,
     RunSnapshot,
     RunState,
-    bottleneck,
     read_metrics,
     read_mirrors,
-    with_engine_share,
     write_run_snapshot,
 )
 from agentrl.observe.sinks import Sink
@@ -83,7 +81,6 @@ class RunObserver:
         """The phases of the start."""
         self._probe: Callable[[], RunSnapshot] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._busy = (self._start_s, 0.0)
         self._alarm_keys: set[tuple[str, str]] = set()
 
     def __enter__(self) -> RunObserver:
@@ -157,10 +154,12 @@ class RunObserver:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Show the learning curve and the results of the run."""
-        if self._quiet:
-            return
         if self._timer is not None:
             self._timer.cancel()
+        if self._probe is not None:
+            self._set_status(self._probe())
+        if self._quiet:
+            return
         if self._display is not None:
             self._display.close()
         policies = [policy for policy in self.state.policies.values() if len(policy.steps) > 1]
@@ -202,13 +201,7 @@ class RunObserver:
     def _look(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self._look)
         if self._probe is not None:
-            status = self._probe()
-            now = self._clock.monotonic()
-            (then, before), self._busy = self._busy, (now, status.engine_busy_s)
-            is_measured = now - then > INTERVAL_S / 2
-            share = min((status.engine_busy_s - before) / (now - then), 1.0) if is_measured else None
-            status = with_engine_share(status, share)
-            self._set_status(replace(status, bottleneck=bottleneck(self.state, status)))
+            self._set_status(self._probe())
         elif self.state.status is not None:
             self._set_status(self.state.status)
         self._raise_alarms()

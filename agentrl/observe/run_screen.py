@@ -210,6 +210,8 @@ def _status(status: RunSnapshot) -> RenderableType:
         commonest = sorted(status.dropped.items(), key=lambda item: -item[1])[:3]
         counts += f" ({', '.join(f'{terminal_safe_line(reason)} {count:,}' for reason, count in commonest)})"
     table.add_row("episodes", Text(counts))
+    if status.pace:
+        table.add_row("first step", Text(terminal_safe_line(status.pace)))
     for number, wait in enumerate(status.waits[:8]):
         table.add_row("waits" if number == 0 else "", Text(terminal_safe_line(wait)))
     if status.bottleneck:

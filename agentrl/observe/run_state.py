@@ -16,7 +16,7 @@ import os
 import stat
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +25,6 @@ import msgspec
 from agentrl.core.errors import StorageError
 from agentrl.core.files import file_size, open_regular, os_error_advice, read_at_most, replace_file
 from agentrl.core.records import ProcessStatus
-from agentrl.core.text import plural
 
 if TYPE_CHECKING:
     from io import FileIO
@@ -84,11 +83,9 @@ class RunSnapshot:
     mirrors: Mapping[str, MirrorStatus] = field(default_factory=dict)
     """Copies that `agentrl run mirror` keeps, keyed by place; set by the observer."""
     bottleneck: str = ""
-    """Bottleneck of the run, for people; set by the observer."""
-    engine_busy_s: float = 0.0
-    """Seconds that the engine has spent in forward passes since its start."""
-    engine_share: float | None = None
-    """Share of the last seconds in which the engine was busy; set by the observer."""
+    """The part of the run that the others wait for, and why, for people."""
+    pace: str = ""
+    """Estimated time of the first step, and how far it is, for people; empty once a step is taken."""
     wall: Seconds = 0.0
     """Time of writing in seconds since the epoch; set by the observer."""
     seconds: Seconds = 0.0
@@ -124,9 +121,6 @@ def record_mirror(directory: Path, place: str, status: MirrorStatus | None) -> N
             (directory / MIRRORS_FILE).unlink(missing_ok=True)
 
 
-_ADMISSION_WAITS = "admission waits for "
-
-
 def read_mirrors(directory: Path) -> dict[str, MirrorStatus]:
     """Return the mirrors of a run, keyed by place; none if their file cannot be read."""
     try:
@@ -134,22 +128,6 @@ def read_mirrors(directory: Path) -> dict[str, MirrorStatus]:
             return msgspec.json.decode(read_at_most(file, MAX_STATUS_BYTES), type=dict[str, MirrorStatus])
     except (OSError, ValueError, RecursionError):
         return {}
-
-
-def with_engine_share(status: RunSnapshot, share: float | None) -> RunSnapshot:
-    """Return the status with the engine's recent busy share, also as text."""
-    waits = status.waits
-    if share is not None and status.in_flight:
-        if share >= 0.9:
-            waits = (
-                *waits,
-                f"engine saturated: busy {share:.0%} of the time with {plural(status.in_flight, 'episode')}",
-            )
-        elif share < 0.5:
-            is_held = any(wait.startswith(_ADMISSION_WAITS) for wait in waits)
-            cause = "admission" if is_held else "tools, environments or other processes"
-            waits = (*waits, f"engine waits for {cause}: busy {share:.0%} of the time")
-    return replace(status, engine_share=share, waits=waits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,43 +238,6 @@ class RunState:
             if len(state.steps) > 1:
                 state.waits.append(state.waited - 1)
             state.waited = 0
-
-
-def bottleneck(state: RunState, status: RunSnapshot) -> str:
-    """Name the bottleneck of a run from its newest steps and the engine's last seconds; empty before the first step.
-
-    A part that is busy for most of the time is the bottleneck. If there is none, the bounds on staleness and on
-    episodes in flight hold work back, or time passes in tools, environments and other processes of the machine.
-    """
-    steps = [policy.last for policy in state.policies.values() if policy.last]
-    if not steps:
-        return ""
-    trainer = sum(values.get("trainer/busy_share", 0.0) for values in steps)
-    engine_share = status.engine_share
-    engine = max(values.get("engine/busy_share", 0.0) for values in steps) if engine_share is None else engine_share
-    admission_wait = next(
-        (wait.removeprefix(_ADMISSION_WAITS) for wait in status.waits if wait.startswith(_ADMISSION_WAITS)), ""
-    )
-    has_tools = any(name.startswith("tool/") for values in steps for name in values)
-    other_parts = "tools and environments" if has_tools else "environments or other processes"
-    return _describe_busy_part("recently", engine, trainer, admission_wait or other_parts)
-
-
-def bottleneck_of_ended_run(state: RunState, status: RunSnapshot) -> str:
-    """Name the part that was busy for most of an ended run; if none was, the bottleneck in its status."""
-
-    def mean_shares(name: str) -> list[float]:
-        series = [policy.series(name)[1] for policy in state.policies.values()]
-        return [sum(shares) / len(shares) for shares in series if shares]
-
-    engine = max(mean_shares("engine/busy_share"), default=0.0)
-    trainer = sum(mean_shares("trainer/busy_share"))
-    return _describe_busy_part("whole run", engine, trainer, "") or status.bottleneck
-
-
-def _describe_busy_part(period: str, engine: float, trainer: float, otherwise: str) -> str:
-    part = otherwise if max(engine, trainer) <= 0.5 else "engines" if engine >= trainer else "trainer"
-    return f"{part} ({period}: engines {engine:.0%} busy, trainer {trainer:.0%})" if part else ""
 
 
 def display_settings_from_config(config: Mapping[str, Any]) -> RunDisplaySettings:

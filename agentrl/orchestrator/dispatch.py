@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from agentrl.core import ids
+from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError, ConfigError, EnvironmentDefinitionError
 from agentrl.core.ports import PolicyCounts, SpawnedGroup, Worker
 from agentrl.core.records import (
@@ -38,6 +39,7 @@ from agentrl.environment.environment import Environment, child_environments
 from agentrl.environment.mixture import root_environment_of_task, root_environments, seat_prefix
 from agentrl.environment.registry import name_of, resolve
 from agentrl.journal.port import JournalStore
+from agentrl.observe.bottleneck import ActivityClock
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.group_scores import GroupScoring, RecordEnd
 from agentrl.orchestrator.score_limits import ScoreLimits
@@ -176,6 +178,8 @@ class Dispatcher:
     """Callback that ends the run; set with the worker."""
     tell: Callable[[str], None] = lambda line: None
     """Receives a line for the user."""
+    activity: ActivityClock = field(default_factory=lambda: ActivityClock(SystemClock()))
+    """Counts the episodes in flight."""
     _environment_errors: int = 0
     """Number of episodes dropped as `environment_error`, held-out ones and children included."""
     _running: dict[str, EpisodeSpec] = field(default_factory=dict)
@@ -672,6 +676,7 @@ class Dispatcher:
         self._remove_running(spec.episode_id)
         self._running[spec.episode_id] = spec
         self._in_flight[spec.purpose] += 1
+        self.activity.change("episodes", 1)
         if spec.purpose == "train":
             self._pins.update(spec.pins.values())
 
@@ -680,6 +685,7 @@ class Dispatcher:
         if spec is None:
             return
         self._in_flight[spec.purpose] -= 1
+        self.activity.change("episodes", -1)
         if spec.purpose != "train":
             return
         for pin in spec.pins.values():

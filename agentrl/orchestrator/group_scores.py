@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from agentrl.core import ids
+from agentrl.core.clock import Clock, SystemClock
 from agentrl.core.errors import EpisodeError, ScorerFailedError
 from agentrl.core.records import (
     REWARD,
@@ -37,12 +38,12 @@ from agentrl.core.records import (
 )
 from agentrl.journal.entries import TurnEntry, sum_by_key
 from agentrl.journal.port import UnitDropped
+from agentrl.observe.bottleneck import ActivityClock
 from agentrl.rollout.trees import recorded_roulette_weight
 from agentrl.rollout.turn_entries import completion_from_entry, decode_message
 from agentrl.rollout.turn_sampler import call_priority
 
 if TYPE_CHECKING:
-    from agentrl.core.clock import Clock
     from agentrl.core.ports import ChatFormat, Scorer
     from agentrl.core.records import Message, PolicyVersion
     from agentrl.journal.entries import JournalEntry
@@ -85,6 +86,8 @@ class GroupScoring:
     """Callback for new scores of the conversations of policies."""
     on_spent: Callable[[str, int, int], None] = lambda scorer, requests, tokens: None
     """Callback for the requests and tokens of a scorer, failed requests included."""
+    activity: ActivityClock = field(default_factory=lambda: ActivityClock(SystemClock()))
+    """Counts the members that wait for the scores of their group as episodes in flight."""
     last_failure: str = ""
     """Detail of the last failed scorer, for people."""
     _held: dict[str, list[HeldEnd]] = field(default_factory=dict)
@@ -120,7 +123,7 @@ class GroupScoring:
         if known >= self.scorers.keys() or not any(self._roles(held).values()):
             self._release(spec.group_id)
             return
-        task = asyncio.get_running_loop().create_task(self._score(spec.group_id, held))
+        task = asyncio.get_running_loop().create_task(self._score_counted(spec.group_id, held))
         self._tasks[spec.group_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(spec.group_id, None))
 
@@ -136,6 +139,10 @@ class GroupScoring:
         self._closed = True
         for task in self._tasks.values():
             task.cancel()
+
+    async def _score_counted(self, group_id: str, held: Sequence[HeldEnd]) -> None:
+        with self.activity.during("episodes", len(held)), self.activity.during("scorer", len(held)):
+            await self._score(group_id, held)
 
     async def _score(self, group_id: str, held: Sequence[HeldEnd]) -> None:
         recorded = self.known.setdefault(group_id, [])

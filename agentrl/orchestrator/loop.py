@@ -33,10 +33,11 @@ from agentrl.core.errors import CheckFailedError, NonFiniteError, UntrainableUni
 from agentrl.core.machine import rare_collections
 from agentrl.core.ports import Observer, Trainer
 from agentrl.core.records import PolicyVersion, StepReport, TrainBatch
-from agentrl.core.text import plural
+from agentrl.core.text import format_seconds, plural
 from agentrl.credit.baselines import RoleMeans
 from agentrl.credit.step_credit import OptimizerStepCreditAssigner
 from agentrl.journal.port import JournalStore, MetricRow, StepRow
+from agentrl.observe.bottleneck import TURNS, Activity, ActivityClock, BottleneckWatch
 from agentrl.observe.run_state import RunSnapshot
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.checkpoints import CheckpointWriter, JournalRetention, VersionRetention
@@ -70,6 +71,8 @@ class TrainingLoopSettings:
     """Divisor of a step's summed token losses, per unit of the step; 0: the step's number of sampled tokens."""
     demands: Sequence[GroupDemand]
     """Demand of each root group in turn; repeats after the last."""
+    max_turns: Mapping[str, int] = field(default_factory=dict)
+    """Limit on the turns of one conversation, by policy; for the estimate of the first step's time."""
     evaluate_every: int = 0
     checkpoint_every: int = 0
 
@@ -111,6 +114,7 @@ class Orchestrator:
     """Callback that shows a line to the user."""
     code_changes: int = 0
     """Value of the metric `run/code_changes`."""
+    activity: ActivityClock = field(init=False)
     outcome: RunOutcome = field(default_factory=RunOutcome)
     _trainer_free: asyncio.Lock = field(default_factory=asyncio.Lock)
     _failure: asyncio.Future[None] | None = None
@@ -126,8 +130,15 @@ class Orchestrator:
     _phase: str = "starting"
     _open_steps: dict[str, int] = field(default_factory=dict)
     """Number of the step in progress, by policy."""
+    _bottleneck: BottleneckWatch = field(init=False)
 
     def __post_init__(self) -> None:
+        self.activity = self.dispatcher.activity
+        self._bottleneck = BottleneckWatch(
+            self.activity_totals,
+            {policy: self.scheduler.max_staleness(policy) for policy in self.board.trainable},
+            self.versions.engine.capabilities.places,
+        )
         self._metrics = StepMetrics(
             engine=self.versions.engine,
             dispatcher=self.dispatcher,
@@ -174,6 +185,7 @@ class Orchestrator:
         """Return the state of the run between steps: counts, and what each part waits for. Cheap: read every second."""
         ledger = self.buffer.ledger
         num_evaluated, total = self.dispatcher.evaluated()
+        bottleneck = self._bottleneck.recent() if self._phase == "training" else self._bottleneck.whole()
         return RunSnapshot(
             phase=self._phase,
             progress=(num_evaluated, total) if num_evaluated < total else None,
@@ -182,8 +194,31 @@ class Orchestrator:
             ready=ledger.ready,
             trained=ledger.trained,
             dropped=dict(ledger.dropped),
-            engine_busy_s=self.versions.engine.busy_seconds(),
+            bottleneck="" if bottleneck is None else bottleneck.line,
+            pace=self._pace() if self._phase == "training" else "",
         )
+
+    def _pace(self) -> str:
+        """Return the estimated time of a first step, and how far it is; empty after the first steps."""
+        totals, paces = self.activity_totals(), list[tuple[float, str]]()
+        elapsed_s, turns = totals.get("run", 0.0), totals.get(TURNS, 0.0)
+        for policy, size in self.plan.step_size.items():
+            counts, bound = self.buffer.counts, ""
+            ended, turns_of_ended = counts.of("committed", policy=policy), counts.of_all_policies("turns")
+            if self.board.step(policy) or policy in self.scheduler.phases.frozen() or not turns:
+                continue
+            if ended and turns_of_ended:  # the turns of unfinished episodes count too
+                seconds = elapsed_s * size / (ended * turns / turns_of_ended)
+            else:
+                max_turns = self.plan.max_turns.get(policy, 1)
+                seconds, bound = elapsed_s * size * max_turns / turns, "at most " if max_turns > 1 else ""
+            so_far = f"so far {min(ended, float(size)):,.0f} of {plural(size, 'episode')}"
+            paces.append((seconds, f"{bound}about {format_seconds(seconds)} a step; {so_far}"))
+        return max(paces, default=(0.0, ""))[1]
+
+    def activity_totals(self) -> Mapping[str, float]:
+        """What the loop and its workers have spent their time on; see `ActivityClock.totals`."""
+        return Counter(self.dispatcher.worker.activity()) + Counter(self.activity.totals())
 
     def _waits(self) -> tuple[str, ...]:
         waits = []
@@ -223,12 +258,15 @@ class Orchestrator:
             await self.evaluator.now(self._versions(), self._is_stopping)
         self._phase = "training"
         self._metrics.start()
+        self.activity.forget_most()
+        self._bottleneck.start()
         try:
-            async with asyncio.TaskGroup() as loops:
-                loops.create_task(self._admit_groups(), name="admit")
-                loops.create_task(self._watch(), name="watch")
-                for policy in self.board.trainable:
-                    loops.create_task(self._train(policy, loops), name=f"train {policy}")
+            with self.activity.during("run"):
+                async with asyncio.TaskGroup() as loops:
+                    loops.create_task(self._admit_groups(), name="admit")
+                    loops.create_task(self._watch(), name="watch")
+                    for policy in self.board.trainable:
+                        loops.create_task(self._train(policy, loops), name=f"train {policy}")
         except BaseExceptionGroup as group:
             raise _first(group) from None
         self._phase = "ending: episodes in flight"
@@ -255,7 +293,8 @@ class Orchestrator:
                 self.dispatcher.admit_group(self.curriculum.start(self.dispatcher.next_group), held_by)
                 held_by = ""
             why, since = self.scheduler.why_not(self.demand()), self.clock.monotonic()
-            await self.changed.wait_for(lambda: self._finished() or self.scheduler.may_admit(self.demand()))
+            with self.activity.during(_held_activity(why)):
+                await self.changed.wait_for(lambda: self._finished() or self.scheduler.may_admit(self.demand()))
             held_by = f"{self.clock.monotonic() - since:.3g} s for {why}"
 
     def demand(self) -> GroupDemand:
@@ -296,7 +335,11 @@ class Orchestrator:
         self.scheduler.stepping.add(policy)
         try:
             async with self._trainer_free:
-                return await self._step_with(policy, ready_units)
+                self._bottleneck.step_begins()
+                with self.activity.during("step"):
+                    taken = await self._step_with(policy, ready_units)
+                self._bottleneck.step_ended()
+                return taken
         finally:
             self.scheduler.stepping.discard(policy)
             self.changed.notify()
@@ -345,10 +388,11 @@ class Orchestrator:
             del self._open_steps[policy]
         self._num_skipped[policy] = self._untrainable[policy] = 0
         step = StepRow(report=report, version=version, batch=batch)
-        weights = await publish(self.trainer, self.store, version, self.board.current(policy), step)
-        if self.roles is not None:
-            self.roles.commit_step(policy)
-        await self.versions.make_current(weights)
+        with self.activity.during("publishing"):
+            weights = await publish(self.trainer, self.store, version, self.board.current(policy), step)
+            if self.roles is not None:
+                self.roles.commit_step(policy)
+            await self.versions.make_current(weights)
         # Consume only now: it frees capacity for episodes, which should begin with the new version.
         self.buffer.consume(ready_units)
         metrics = self._metrics.of_step(report, ready_units, waited_s)
@@ -432,8 +476,9 @@ class Orchestrator:
         )
 
     async def _train_on(self, batch: TrainBatch) -> StepReport:
-        await self.trainer.forward_backward(batch)
-        return await self.trainer.optim_step(batch.policy, batch.step_id)
+        with self.activity.during("training"):
+            await self.trainer.forward_backward(batch)
+            return await self.trainer.optim_step(batch.policy, batch.step_id)
 
     async def _checkpoint(self) -> None:
         """Write a consistent cut: while the trainer saves, no policy is between a step and its version."""
@@ -445,15 +490,16 @@ class Orchestrator:
             if steps == self._checkpoint_steps:
                 return
             self.buffer.ledger.check()
-            await self.store.flush()
-            await self.checkpoints.write(
-                self.trainer,
-                versions,
-                self.buffer.ledger,
-                self.roles,
-                self.best.measured,
-                self.opponents.drawn_from(),
-            )
+            with self.activity.during("step"), self.activity.during("checkpoint"):
+                await self.store.flush()
+                await self.checkpoints.write(
+                    self.trainer,
+                    versions,
+                    self.buffer.ledger,
+                    self.roles,
+                    self.best.measured,
+                    self.opponents.drawn_from(),
+                )
             self.best.record_checkpoint(self.board)
             self.opponents.record_checkpoint()
             self._checkpoint_steps = steps
@@ -494,6 +540,11 @@ class Orchestrator:
             leftover: list[ReadyUnit] = self.buffer.pop_ready(policy, self.buffer.ready(policy))
             for drop in self.buffer.drop(leftover, "run_ended"):
                 self.store.record(drop)
+
+
+def _held_activity(why: str | None) -> Activity:
+    """Return how the time counts in which admission waits for the reason `why`."""
+    return "held/max_in_flight" if why is not None and why.startswith("max_in_flight") else "held/staleness"
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

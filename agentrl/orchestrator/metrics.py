@@ -90,6 +90,7 @@ class EpisodeTotals:
         self._add("episodes")
         self._add("tokens", header.tokens)
         self._add("timed out", header.stop_reason == "time_limit" or header.drop_reason == "episode_timeout")
+        self._add("context full", header.stop_reason == "context_length")
         if won_by is not None:
             self._add("won", label=won_by)
 
@@ -158,6 +159,8 @@ class EpisodeTotals:
             metrics["episodes/superseded"] = superseded
         if timed_out := self.of("timed out"):
             metrics["episodes/timed_out"] = timed_out / self.of("episodes")
+        if full := self.of("context full"):
+            metrics["episodes/context_full"] = full / self.of("episodes")
         for opponent, games in self.each("games").items():
             metrics |= {f"win_rate/{opponent}": self.of("score", opponent) / games, f"games/{opponent}": games}
         squares = self.each("squares of advantages", policy)

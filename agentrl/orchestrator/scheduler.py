@@ -221,6 +221,10 @@ class Scheduler:
         """Return the bound on the lag of a policy's tokens; None if there is none."""
         return self._bounds[policy].max_lag
 
+    def max_staleness(self, policy: str) -> int:
+        """Return the bound on the mean lag of a policy's units."""
+        return self._bounds[policy].max_staleness
+
     def pop_units(self, policy: str) -> Sequence[ReadyUnit]:
         """Take the units of the policy's next step out of the buffer."""
         return self._buffer.pop_ready(policy, self._bounds[policy].step_size)

@@ -173,14 +173,13 @@ class LiveAgent(TurnRecorder):
         """Parse the completion, append it to the conversation, and return it as a turn."""
         if request.reply is not None:
             self._episode.metric(DEMONSTRATED, 1.0, self)
-        if completion.finish_reason == "length":
-            self._episode.metric("turns/length", 1.0, self)
         assert call.branch is not None
         call.branch.speaker = self._number
         if self._episode.limit is not None:
             self._episode.limit.restart()
         message = self._settings.chat_format.parse(completion.token_ids.tolist(), self._rows.tools)
         self._rows.answer(completion)
+        self._count_reply(message, completion, is_cut=completion.finish_reason == "length")
         return self._append(call, request.messages, message, completion, request.state)
 
     def _completion_of_reply(self, reply: str, completion: Completion) -> Completion:

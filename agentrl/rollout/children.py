@@ -71,7 +71,7 @@ class LiveChildEpisode(ChildEpisode):
                 )
             )
         # The parent's time limit pauses, because the child has its own.
-        with CallExecution(journal, call, limit=self._parent.limit):
+        with CallExecution(journal, call, limit=self._parent.limit), self._parent.waiting_for("children"):
             result = await asyncio.shield(self._result)
         at = {policy: (version.lineage, version.step) for policy, version in result.versions.items()}
         journal.record(call, ChildResultEntry(result.episode_id, result.drop_reason, dict(result.rewards), at))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from agentrl.environment.context import EpisodeLimits, Verdict
     from agentrl.environment.environment import OnCodeChange
     from agentrl.gateway.server import Gateway
+    from agentrl.observe.bottleneck import Activity, ActivityClock
     from agentrl.rollout.call_journal import CallJournal, ProgramBranch
     from agentrl.rollout.kv_budget import KVBudget
     from agentrl.rollout.turn_entries import EpisodePartialTurns
@@ -128,6 +129,7 @@ class WorkerServices:
     parking: Parking
     kv_budget: KVBudget
     gateway: Gateway
+    activity: ActivityClock
 
     def policy_settings(self, policy: str) -> PolicySettings:
         """Return the settings of a policy."""
@@ -212,6 +214,12 @@ class LiveEpisode:
     """Note on a successful episode: how its external agent departed from an earlier attempt."""
     _counts: dict[str, float] | None = None
     """Metrics that belong to no particular agent."""
+    _num_waits: int = 0
+    """Number of waits that `waiting_for` counts now."""
+    _is_open: bool = True
+
+    def __post_init__(self) -> None:
+        self.services.activity.change("environment", 1)
 
     @property
     def name(self) -> str:
@@ -285,8 +293,27 @@ class LiveEpisode:
             metrics[ROULETTE_WEIGHT] = self.roulette_weight
         return metrics
 
+    @contextmanager
+    def waiting_for(self, activity: Activity) -> Iterator[None]:
+        """Count a wait of the program within the context; without any, it is in its own code and tools."""
+        clock = self.services.activity
+        if self._is_open and not self._num_waits:
+            clock.change("environment", -1)
+        self._num_waits += 1
+        clock.change(activity, 1)
+        try:
+            yield
+        finally:
+            clock.change(activity, -1)
+            self._num_waits -= 1
+            if self._is_open and not self._num_waits:
+                clock.change("environment", 1)
+
     def close(self) -> None:
         """Keep the agents' counts and drop the agents, which refer to the episode, at the end of the attempt."""
+        if self._is_open and not self._num_waits:
+            self.services.activity.change("environment", -1)
+        self._is_open = False
         self._counts = self.metrics
         self.agents = ()
         if self.scores is not None:

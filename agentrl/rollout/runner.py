@@ -36,6 +36,7 @@ from agentrl.environment.environment import Environment
 from agentrl.gateway.server import Gateway
 from agentrl.journal.entries import REQUEST_VERSION, BeginEntry, JournalEntry, SeatSettings, code_digest
 from agentrl.journal.port import CommitLog, TurnLog
+from agentrl.observe.bottleneck import ActivityClock
 from agentrl.rollout.call_journal import CallJournal, begin_branch, current_branch
 from agentrl.rollout.episode import (
     AS_THE_RUN,
@@ -84,7 +85,9 @@ class EpisodeRunner:
             parking=self.parking,
             kv_budget=self.kv_budget,
             gateway=Gateway(),
+            activity=ActivityClock(clock),
         )
+        self.activity = self._services.activity
         self._store = store
         self._log = log
         self._read_lock = asyncio.Lock()
@@ -171,7 +174,8 @@ class EpisodeRunner:
         header = self._header(context, stop_reason, self.clock.monotonic() - start_s)
         episode.partials.forget()
         note = valid_unicode(episode.note)
-        await _despite_cancellation(self._store.commit_episode(spec, header, journal.digest, episode.metrics, note))
+        with episode.waiting_for("disk"):
+            await _despite_cancellation(self._store.commit_episode(spec, header, journal.digest, episode.metrics, note))
         self.host.record_episode_metrics(spec, header, context.counted())
         return header
 

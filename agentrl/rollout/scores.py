@@ -126,7 +126,8 @@ class LiveScores:
         if running is not None and (wait or running.done()):
             with CallExecution(journal, call, limit=self._episode.limit):
                 try:
-                    await asyncio.shield(running)
+                    with self._episode.waiting_for("scorer"):
+                        await asyncio.shield(running)
                 except AgentRLError as error:
                     journal.fail(error)  # a program that catches the error must not turn it into a reward
                     raise
@@ -141,7 +142,8 @@ class LiveScores:
             EpisodeError: a scorer failed.
         """
         if self._running:
-            done_tasks, _ = await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_EXCEPTION)
+            with self._episode.waiting_for("scorer"):
+                done_tasks, _ = await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_EXCEPTION)
             for task in done_tasks:
                 task.result()
 

@@ -19,9 +19,24 @@ from agentrl.rollout.turn_entries import encode_message
 
 if TYPE_CHECKING:
     from agentrl.core.ports import SamplingParams
+    from agentrl.core.records import Int32Array
     from agentrl.rollout.call_journal import JournaledCall
     from agentrl.rollout.episode import LiveEpisode
     from agentrl.rollout.turn_sampler import TurnSampler
+
+REPEATED_TOKENS = 96
+"""Number of tokens at the end of a turn in which a repetition is looked for."""
+
+
+def repeats_itself(token_ids: Int32Array) -> bool:
+    """Whether the end of a turn is one piece of text, three times or more.
+
+    Example:
+        >>> import numpy as np; repeats_itself(np.array([7, 1, 2, 3] + 12 * [1, 2, 3]))
+        True
+    """
+    tail = token_ids[-REPEATED_TOKENS:]
+    return len(tail) >= 24 and any((tail[n:] == tail[:-n]).all() for n in range(1, len(tail) // 3 + 1))
 
 
 class TurnRecorder(Agent):
@@ -129,6 +144,15 @@ class TurnRecorder(Agent):
         if not accepted:
             self.reward(penalty)
         return accepted
+
+    def _count_reply(self, message: Message, completion: Completion, *, is_cut: bool) -> None:
+        """Count a turn that was cut off by `max_tokens`, or says nothing."""
+        if is_cut:
+            self._episode.metric("turns/length", 1.0, self)
+            if repeats_itself(completion.token_ids):
+                self._episode.metric("turns/repeating", 1.0, self)
+        if not (message.content.strip() or message.thinking or message.tool_calls):
+            self._episode.metric("turns/empty", 1.0, self)
 
     def _sampling(self, max_tokens: int | None) -> SamplingParams:
         """Return the policy's sampling parameters, limited to `max_tokens`."""

@@ -31,6 +31,7 @@ from agentrl.journal.entries import TurnPause
 if TYPE_CHECKING:
     from agentrl.core.ports import EngineSession
     from agentrl.core.records import EpisodeSpec, Int32Array
+    from agentrl.observe.bottleneck import Activity
     from agentrl.rollout.call_journal import JournaledCall
     from agentrl.rollout.episode import LiveEpisode
     from agentrl.rollout.kv_budget import Reservation
@@ -56,6 +57,7 @@ class TurnSampler:
     """
 
     __slots__ = (
+        "_activity",
         "_conversation",
         "_episode",
         "_in_flight",
@@ -75,10 +77,11 @@ class TurnSampler:
         self._pin = binding.pin
         self.weights_of = binding.policy if binding.pin is None else binding.pin.policy
         """Policy whose versions sample; it differs from the seat's policy if a past version of another is pinned."""
-        kv_budget = episode.services.kv_budget
+        kv_budget, is_external = episode.services.kv_budget, episode.policy_settings(seat).is_external
+        self._activity: Activity = "endpoint" if is_external else "engine"
         self._reservation: Reservation | None = None
         """KV reservation; None if the engine reports no KV budget, or if another engine than the run's samples."""
-        if kv_budget.is_bounded and not episode.policy_settings(seat).is_external:
+        if kv_budget.is_bounded and not is_external:
             kind = (episode.spec.environment, seat)
             self._reservation = kv_budget.reservation(kind, weights=(binding.policy, binding.pin))
         self._session: EngineSession | None = None
@@ -130,7 +133,8 @@ class TurnSampler:
                 try:
                     request = self._request(turn, call, context, opening, sampling, priority)
                     self._in_flight = request.request_id
-                    sample = await self._open().generate(request, turn.on_delta)
+                    with episode.waiting_for(self._activity):
+                        sample = await self._open().generate(request, turn.on_delta)
                     self._keep_version(sample)
                     if turn.pieces or sample.finish_reason == "abort":
                         turn.call_returned(sample)
@@ -170,7 +174,7 @@ class TurnSampler:
             )
 
     async def _wait_for_kv(self, turn: PartialTurn, reservation: Reservation, priority: int) -> None:
-        with self._episode.time_limit_paused(), self._pause(turn, "no_room"):
+        with self._episode.time_limit_paused(), self._pause(turn, "no_room"), self._episode.waiting_for("memory"):
             await reservation.wait(priority)
         self._episode.metric("no_room_s", self.pauses[-1].seconds)
 
@@ -191,7 +195,11 @@ class TurnSampler:
         wait = budget.lost()
         if wait is None:
             raise error
-        with self._episode.time_limit_paused(), self._pause(turn, "engine_lost"):
+        with (
+            self._episode.time_limit_paused(),
+            self._pause(turn, "engine_lost"),
+            self._episode.waiting_for("lost_engine"),
+        ):
             await self._episode.services.clock.sleep(wait)
         return budget
 
@@ -210,7 +218,7 @@ class TurnSampler:
 
     async def _wait_while_parked(self, turn: PartialTurn, call: JournaledCall) -> None:
         """Release the engine's resources, flush the sampled tokens, and wait until the episode is unparked."""
-        with self._pause(turn, "parked"):
+        with self._pause(turn, "parked"), self._episode.waiting_for("parked"):
             self.close()
             await self._episode.partials.flush()
             await self._episode.services.parking.wait_while_parked(self._episode.spec.episode_id, call.call_id)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 
 from agentrl.core.clock import RetryBudget
 from agentrl.core.errors import (
@@ -97,6 +97,9 @@ class AsyncioWorker:
     def submit(self, spec: EpisodeSpec, on_end: OnEnd, *, resume: bool = False) -> None:
         """Start an episode in its own task; with `resume`, replay its recorded entries first."""
         self._start(spec, on_end, self._run(spec, on_end, resume=resume))
+
+    def activity(self) -> Mapping[str, float]:
+        return self._runner.activity.totals()
 
     def park(self, episode_id: str) -> bool:
         return self._runner.parking.park(episode_id)

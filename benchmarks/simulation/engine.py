@@ -103,6 +103,7 @@ class EmulatedEngine:
             max_context=max_context or 1 << 20,
             kv_tokens=kv_tokens,
             prefill_rate=prefill_rate,
+            places=slots,
         )
         self._length = length
         self._current = dict(versions)

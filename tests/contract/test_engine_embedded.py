@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -301,6 +302,31 @@ def test_a_session_has_one_call_at_a_time(zoo: ModelZoo) -> None:
         assert (await running).finish_reason == "abort"
         with pytest.raises(EngineError, match="session is closed"):
             await session.generate(request("c", prompt(5)))
+        await engine.close()
+
+    asyncio.run(main())
+
+
+def test_a_pass_in_progress_counts_as_busy(zoo: ModelZoo) -> None:
+    """The first pass of a large model may take ten seconds, in which the engine is not idle."""
+
+    async def main() -> None:
+        engine = load(zoo)
+        began, ends = threading.Event(), threading.Event()
+
+        def slow(*arguments: object) -> None:
+            began.set()
+            ends.wait(60)
+
+        engine.versions.base.model.get_output_embeddings().register_forward_hook(slow)
+        call = asyncio.create_task(engine.open("s", "solver").generate(request("r", prompt(5))))
+        await asyncio.to_thread(began.wait)
+        before = engine.busy_seconds()
+        async with asyncio.timeout(60):
+            while engine.busy_seconds() <= before:
+                await asyncio.sleep(0.01)
+        ends.set()
+        await call
         await engine.close()
 
     asyncio.run(main())

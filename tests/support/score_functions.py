@@ -165,3 +165,11 @@ async def often_stuck(scored: Sequence[agentrl.Scored], seconds: float = 5_000.0
     if scored[0].task.data["digit"] in "0123":
         await asyncio.sleep(seconds)
     return [float(place) for place in range(len(scored))]
+
+
+@agentrl.scorer
+def mostly_down(scored: agentrl.Scored) -> float:
+    """Answers for three tasks of ten."""
+    if scored.task.data["digit"] < "7":
+        raise ConnectionError("the judge answers 503")
+    return 1.0

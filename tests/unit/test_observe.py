@@ -41,12 +41,9 @@ from agentrl.observe.run_state import (
     RunDisplaySettings,
     RunSnapshot,
     RunState,
-    bottleneck,
-    bottleneck_of_ended_run,
     display_settings_from_config,
     read_metrics,
     read_run_snapshot,
-    with_engine_share,
     write_run_snapshot,
 )
 from docs.generators.metrics import render_metrics_page
@@ -274,48 +271,6 @@ def test_damaged_metrics_status_and_configurations_are_read_as_far_as_they_go(tm
     assert read_run_snapshot(tmp_path) is None
     write_run_snapshot(tmp_path, RunSnapshot(phase="training", dropped={"x": 1}))
     assert read_run_snapshot(tmp_path) == RunSnapshot(phase="training", dropped={"x": 1})
-
-
-def test_the_engine_is_named_where_it_is_the_bottleneck_and_where_it_starves() -> None:
-    status = RunSnapshot(phase="training", in_flight=8)
-    assert "engine saturated" in with_engine_share(status, 0.97).waits[0]
-    assert "engine waits for tools" in with_engine_share(status, 0.2).waits[0]
-    held = RunSnapshot(phase="training", in_flight=8, waits=("admission waits for max_staleness of p",))
-    assert "busy 20%" in with_engine_share(held, 0.2).waits[1]
-    assert with_engine_share(status, 0.7).waits == ()
-    assert with_engine_share(RunSnapshot(phase="training"), 0.0).waits == ()
-
-
-@pytest.mark.parametrize(
-    ("engine", "trainer", "waits", "found"),
-    [
-        (0.95, 0.3, (), "engines"),
-        (0.8, 0.1, (), "engines"),
-        (0.4, 0.93, (), "trainer"),
-        (0.4, 0.3, ("admission is open",), "environments or other processes"),
-        (0.4, 0.3, ("admission waits for max_staleness of p",), "max_staleness of p"),
-    ],
-)
-def test_the_bottleneck_is_what_is_busy_or_what_holds_work_back(
-    engine: float, trainer: float, waits: tuple[str, ...], found: str
-) -> None:
-    state = RunState(plan=RunDisplaySettings(max_staleness={"p": 1}))
-    status = RunSnapshot(phase="training", engine_share=engine, waits=waits)
-    assert bottleneck(state, status) == ""
-    state.record("p", 1, {"engine/busy_share": 1.0, "trainer/busy_share": trainer})
-    assert bottleneck(state, status).startswith(f"{found} (recently: engines {engine:.0%} busy, ")
-    state.record("p", 2, {"trainer/busy_share": trainer, "tool/ok": 1.0})
-    named = found.replace("environments or other processes", "tools and environments")
-    assert bottleneck(state, status).startswith(f"{named} (")
-
-
-def test_the_bottleneck_of_an_ended_run_is_what_was_busy_for_most_of_it() -> None:
-    state = RunState(plan=RunDisplaySettings(max_staleness={"p": 1}))
-    status = RunSnapshot(phase="", bottleneck="trainer (engines 0% busy, trainer 90%)")
-    assert bottleneck_of_ended_run(state, status) == status.bottleneck
-    for step, engine in enumerate((0.9, 0.9, 0.0), start=1):  # the last step drains the run
-        state.record("p", step, {"engine/busy_share": engine, "trainer/busy_share": 0.3})
-    assert bottleneck_of_ended_run(state, status) == "engines (whole run: engines 60% busy, trainer 30%)"
 
 
 def test_the_view_shows_what_each_node_does(tmp_path: Path) -> None:

@@ -222,6 +222,7 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
             adapters=adapter_slots,
             max_context=max_context,
             keeps_version=policies_keeping_version(refresh, versions),
+            places=slots,
         )
         settings = EmbeddedSettings(
             slots=slots,
@@ -421,7 +422,7 @@ class EmbeddedEngine(InProcessEngine[EmbeddedVersion]):
         return self._runner.stats
 
     def busy_seconds(self) -> float:
-        return self._runner.stats.busy_seconds
+        return self._runner.busy_seconds()
 
     async def close(self) -> None:
         """Close the engine; calls in flight fail."""

@@ -15,6 +15,7 @@ its computation.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ from agentrl.engines.models import (
 from agentrl.engines.versions import LiveVersion
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -162,7 +163,6 @@ class EngineStats:
     passes: int = 0
     rows: int = 0
     """Number of rows, summed over passes: `rows / passes` is the mean batch size."""
-    busy_seconds: float = 0.0
 
 
 class ForwardPassRunner:
@@ -189,6 +189,8 @@ class ForwardPassRunner:
         self._mask_recorder = mask_recorder
         self._clock = clock
         self.stats = EngineStats()
+        self._busy: tuple[float, float | None] = (0.0, None)
+        """Seconds of ended computations, and the start of the one in progress."""
         self.interrupted = False
         """Whether the worker must return between two passes; set by the event loop."""
 
@@ -198,9 +200,9 @@ class ForwardPassRunner:
         With `repeat` (all rows decode, no call waits) the plan is repeated for a while, as long as no call ends and
         `interrupted` is not set: switching threads costs as much as a few rows, on a busy machine as a pass.
         """
-        start = now = self._clock.monotonic()
+        start = self._clock.monotonic()
         ended_slots: list[int] = []
-        with torch.inference_mode():
+        with self._computing():
             while True:
                 for one in plan:
                     ended_slots += self._sample(one, self.logits(one))
@@ -208,8 +210,22 @@ class ForwardPassRunner:
                 # a plan repeats for 0.1 s at most: partial turns are delivered about every 0.2 s
                 if not repeat or ended_slots or self.interrupted or now - start > 0.1:
                     break
-        self.stats.busy_seconds += now - start
         return ended_slots
+
+    def busy_seconds(self) -> float:
+        """Return the seconds spent computing, of the computation in progress too. For any thread."""
+        seconds, start = self._busy
+        return seconds if start is None else seconds + self._clock.monotonic() - start
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Count the time within the context as busy, and infer in it."""
+        self._busy = (self._busy[0], self._clock.monotonic())
+        try:
+            with torch.inference_mode():
+                yield
+        finally:
+            self._busy = (self.busy_seconds(), None)
 
     def logits(self, one: ForwardPassPlan) -> Tensor:
         """Run one pass; returns the logits after each row's last token, `[B, V]`."""
@@ -275,29 +291,24 @@ class ForwardPassRunner:
     def score(self, one: ForwardPassPlan, token_ids: NDArray[np.int64], temperature: float) -> NDArray[np.float32]:
         """Compute the log-probability of each token of one sequence given those before it, without the cache; entry 0
         is 0."""
-        start = self._clock.monotonic()
-        ids = self._to_device(token_ids)[None]
-        with torch.inference_mode():
+        ids, scores = self._to_device(token_ids)[None], np.zeros(len(token_ids), np.float32)
+        with self._computing():
             if one.bank is not None:
                 one.bank.select(one.adapters)
             logits = one.model(input_ids=ids, use_cache=False).logits[0, :-1].float() / temperature
             logprobs = torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:, None])[:, 0]
-        scores = np.zeros(len(token_ids), np.float32)
-        scores[1:] = logprobs.cpu().numpy()
-        self.stats.busy_seconds += self._clock.monotonic() - start
+            scores[1:] = logprobs.cpu().numpy()
         return scores
 
     def next_logprobs(
         self, one: ForwardPassPlan, contexts: NDArray[np.int64], tokens: NDArray[np.int64]
     ) -> NDArray[np.float32]:
         """Compute the log-probability of each of `tokens` after each context, `[B, n]`, without the cache."""
-        start = self._clock.monotonic()
-        with torch.inference_mode():
+        with self._computing():
             if one.bank is not None:
                 one.bank.select(one.adapters)
             logits = one.model(input_ids=self._to_device(contexts), use_cache=False, logits_to_keep=1).logits[:, -1]
             logprobs: NDArray[np.float32] = torch.log_softmax(logits.float(), dim=-1)[:, tokens].cpu().numpy()
-        self.stats.busy_seconds += self._clock.monotonic() - start
         return logprobs
 
     def _to_device(self, array: NDArray[np.int64]) -> Tensor:

@@ -196,6 +196,7 @@ class VllmEngine(InProcessEngine[VllmVersion]):
             kv_tokens=kv_cache_capacity(llm.vllm_config),
             prefill_rate=prefill_rate,
             shares_prefixes=True,
+            places=settings.slots,
         )
         self._expert_layers = expert_layers(shapes) if settings.capture_routing else []
         self._routing_by_call: dict[str, RoutedContext | None] = {}

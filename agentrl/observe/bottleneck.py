@@ -1,0 +1,327 @@
+"""The bottleneck of a run: the part that everything else waits for, from the time that each part was busy.
+
+`ActivityClock` adds up the seconds of everything that is in progress, unfinished turns included. Workers count the
+waits of their episodes, the loop counts its steps and what holds admission back. `find_bottleneck` compares two
+readings: the trainer holds sampling up while no episode is in flight, and sampling holds the trainer up while no step
+is in progress.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from agentrl.core.text import plural
+
+if TYPE_CHECKING:
+    from agentrl.core.clock import Clock
+
+Activity = Literal[
+    "engine",
+    "memory",
+    "endpoint",
+    "scorer",
+    "lost_engine",
+    "children",
+    "parked",
+    "disk",
+    "environment",
+    "run",
+    "episodes",
+    "step",
+    "training",
+    "publishing",
+    "checkpoint",
+    "held/max_in_flight",
+    "held/staleness",
+    "held/pause",
+]
+"""What takes time: the first nine are of an episode, in its worker, the others of the loop; `held/…` is what holds
+admission back."""
+WAITS: tuple[Activity, ...] = ("engine", "environment", "memory", "endpoint", "scorer", "lost_engine", "disk")
+"""Activities of an episode that can hold up a run."""
+
+ANY, MOST = "/any", "/most"
+"""Suffixes of the seconds in which an activity was in progress at all, and of the largest number at once."""
+TURNS = "turns"
+"""Key of the number of turns that have ended, interrupted ones counted at each interruption."""
+
+WINDOW_S = 10.0
+"""Minimum seconds that a bottleneck is computed from, once the run is that old."""
+FEW = 1 / 3
+"""Share of the most episodes at once below which the episodes in flight are the last ones that a step waits for."""
+FULL = 0.8
+"""Share of the engine's places from which on it counts as full."""
+ALTERNATING = 0.3
+"""Share of the time for which sampling and trainer must each wait for the other to count as taking turns."""
+
+
+class ActivityClock:
+    """Adds up the seconds of activities: summed over everything in progress, and in which there was any."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._counts = Counter[str]()
+        self._most = Counter[str]()
+        self._seconds: dict[str, float] = {}
+        self._seconds_of_any: dict[str, float] = {}
+        self._since: dict[str, float] = {}
+        self._num_turns = 0
+
+    def change(self, activity: Activity, by: int) -> None:
+        """Begin an activity (`by` = 1), end it (-1), or do so for several episodes."""
+        self._advance(activity)
+        self._counts[activity] += by
+        if by < 0 and activity in ("engine", "endpoint"):
+            self._num_turns -= by
+        self._most[activity] = max(self._most[activity], self._counts[activity])
+
+    @contextmanager
+    def during(self, activity: Activity, count: int = 1) -> Iterator[None]:
+        """Count an activity within the context."""
+        self.change(activity, count)
+        try:
+            yield
+        finally:
+            self.change(activity, -count)
+
+    def forget_most(self) -> None:
+        """Take the largest numbers at once from now on."""
+        self._most = Counter(self._counts)
+
+    def totals(self) -> dict[str, float]:
+        """Return the seconds of each activity until now, its `ANY` and `MOST`, and `TURNS`."""
+        totals: dict[str, float] = {TURNS: float(self._num_turns)}
+        for activity in tuple(self._since):
+            self._advance(activity)
+            totals[activity] = self._seconds[activity]
+            totals[activity + ANY] = self._seconds_of_any[activity]
+            totals[activity + MOST] = float(self._most[activity])
+        return totals
+
+    def _advance(self, activity: str) -> None:
+        now = self._clock.monotonic()
+        count, seconds = self._counts[activity], now - self._since.get(activity, now)
+        self._seconds[activity] = self._seconds.get(activity, 0.0) + count * seconds
+        self._seconds_of_any[activity] = self._seconds_of_any.get(activity, 0.0) + (seconds if count else 0.0)
+        self._since[activity] = now
+
+
+class Bottleneck(NamedTuple):
+    """The part of a run that the others wait for."""
+
+    part: str
+    """A key of `PARTS`."""
+    detail: str
+    """Who waits, and why, for people."""
+
+    @property
+    def line(self) -> str:
+        """Return the bottleneck as one line."""
+        return f"{PARTS[self.part]}: {self.detail}"
+
+
+PARTS = {
+    "engine": "the engine",
+    "memory": "the engine's memory",
+    "lost_engine": "the engine's restart",
+    "endpoint": "a policy's endpoint",
+    "environment": "tools and environments",
+    "scorer": "scorers",
+    "disk": "the disk",
+    "workers": "worker processes",
+    "long": "a few long episodes",
+    "max_in_flight": "max_in_flight",
+    "training": "the trainer",
+    "publishing": "new versions",
+    "checkpoint": "checkpoints",
+    "alternating": "max_staleness",
+    "paused": "a pause",
+    "none": "nothing",
+}
+"""Names of the parts that can be a bottleneck, for people."""
+
+
+class _Shares(NamedTuple):
+    """Two readings' difference, per second."""
+
+    spent: Mapping[str, float]
+    seconds: float
+    most: int
+    """Largest number of episodes at once."""
+
+    @classmethod
+    def between(cls, before: Mapping[str, float], now: Mapping[str, float]) -> _Shares:
+        spent = {activity: value - before.get(activity, 0.0) for activity, value in now.items()}
+        return cls(spent, spent["run"], int(now.get("episodes" + MOST, 0.0)))
+
+    def of(self, activity: str) -> float:
+        """Return the mean number of this activity in progress."""
+        return self.spent.get(activity, 0.0) / self.seconds
+
+
+def find_bottleneck(
+    before: Mapping[str, float],
+    now: Mapping[str, float],
+    *,
+    max_staleness: int,
+    places: int = 0,
+    period: str = "",
+    filled: Mapping[str, float] | None = None,
+) -> Bottleneck | None:
+    """Name the bottleneck between two readings; None if nothing was measured.
+
+    Args:
+        before: reading at the beginning.
+        now: reading at the end.
+        filled: later reading, from which on sampling is compared with the trainer: before, it filled the pipeline.
+        max_staleness: largest bound on staleness of a policy that learns.
+        places: number of turns that the engine samples at once; 0: unknown.
+        period: the time between the readings, for people.
+    """
+    if _age(before, now) <= 0.0:
+        return None
+    shares = _Shares.between(before if filled is None else filled, now)
+    if shares.of("held/pause" + ANY) > 0.5:
+        return Bottleneck("paused", "`agentrl run resume` continues the run")
+    is_sampling, is_stepping = (min(shares.of(activity + ANY), 1.0) for activity in ("episodes", "step"))
+    sampling_waits, trainer_waits = 1.0 - is_sampling, 1.0 - is_stepping
+    if max(sampling_waits, trainer_waits) < 0.05:
+        detail = "sampling and training work all the time; neither waits for the other"
+        return Bottleneck("none", detail + period)
+    if min(sampling_waits, trainer_waits) >= ALTERNATING and sampling_waits + trainer_waits > 0.8:
+        detail = (
+            f"sampling ({is_sampling:.0%} of the time) and training ({is_stepping:.0%}) take turns, because "
+            f"max_staleness = {max_staleness}"
+        )
+        return Bottleneck("alternating", detail + period)
+    if sampling_waits >= trainer_waits:
+        found: Bottleneck | None = _slow_step(shares, max_staleness)
+    else:
+        found = _slow_sampling(_Shares.between(before, now), places=places)
+    return found and found._replace(detail=found.detail + period)
+
+
+def _slow_step(shares: _Shares, max_staleness: int) -> Bottleneck:
+    kinds: tuple[Activity, ...] = ("training", "publishing", "checkpoint")
+    kind = max(kinds, key=shares.of)
+    behind = f"the trainer is {plural(max_staleness, 'step')} behind" if max_staleness else "for the trainer"
+    share = f"{shares.of(kind):.0%} of the time"
+    match kind:
+        case "training":
+            return Bottleneck(kind, f"sampling waits{': ' if max_staleness else ' '}{behind}; training takes {share}")
+        case "publishing":
+            return Bottleneck(kind, f"sampling waits: writing and serving new weights takes {share}")
+        case _:
+            return Bottleneck(kind, f"sampling waits: writing checkpoints takes {share}")
+
+
+def _slow_sampling(shares: _Shares, *, places: int) -> Bottleneck | None:
+    episodes = shares.of("episodes")
+    placed = sum(map(shares.of, (*WAITS, "children", "parked")))
+    means = {kind: shares.of(kind) for kind in WAITS} | {"workers": episodes - placed if placed else 0.0}
+    part = max(means, key=lambda kind: means[kind])
+    if not means[part]:
+        return None
+    engine, memory = means["engine"], means["memory"]
+    counts = f"{_number(means[part])} of {_number(episodes)} episodes"
+    if part in ("engine", "memory") and memory >= 0.25 * (engine + memory):
+        detail = f"the trainer waits: {_number(memory)} of {_number(episodes)} episodes wait for room in the KV cache"
+        return Bottleneck("memory", detail)
+    is_full = places and engine >= FULL * places
+    if not is_full and shares.most >= 4 and episodes <= FEW * shares.most and shares.of("held/staleness" + ANY) >= 0.5:
+        detail = (
+            f"the trainer waits for the last {_number(episodes)} of {shares.most:,} episodes, which are in "
+            f"{'the engine' if part == 'engine' else PARTS[part]}"
+        )
+        return Bottleneck("long", detail)
+    is_held = shares.of("held/max_in_flight" + ANY) >= 0.5
+    busy = min(shares.of("engine" + ANY), 1.0)
+    match part:
+        case "engine" if is_held and places and not is_full:
+            detail = (
+                f"the trainer waits: only {_number(episodes)} episodes run at once, and the engine samples "
+                f"{_number(engine)} turns at once of {places:,} possible"
+            )
+            return Bottleneck("max_in_flight", detail)
+        case "engine":
+            of = f" of {places:,} possible" if places else ""
+            return Bottleneck(
+                part, f"the trainer waits: it samples {_number(engine)} turns at once{of}, {busy:.0%} of the time"
+            )
+        case "environment":
+            more = "; max_in_flight lets no more run" if is_held else ""
+            return Bottleneck(part, f"the trainer waits: {counts} are in them, and the engine is busy {busy:.0%}{more}")
+        case "workers":
+            return Bottleneck(part, f"the trainer waits: {counts} wait for one to start or to have room")
+        case _:
+            return Bottleneck(part, f"the trainer waits: {counts} wait for {PARTS[part]}")
+
+
+def _number(mean: float) -> str:
+    return f"{mean:,.0f}" if mean >= 9.5 else f"{mean:.1g}" if mean >= 0.05 else "0"
+
+
+class BottleneckWatch:
+    """The readings of a run at its steps, and the bottleneck since the last but one step.
+
+    Args:
+        read: returns the totals of the loop and of its workers.
+        max_staleness: bound of each policy that learns.
+        places: see `find_bottleneck`.
+    """
+
+    def __init__(self, read: Callable[[], Mapping[str, float]], max_staleness: Mapping[str, int], places: int) -> None:
+        self._read = read
+        self._max_staleness = max(max_staleness.values(), default=0)
+        self._is_overlapping = min(max_staleness.values(), default=0) > 0
+        self._num_steps = 2 * len(max_staleness)
+        self._places = places
+        self._start: Mapping[str, float] = {}
+        self._first_step: Mapping[str, float] | None = None
+        """Reading at the begin of the first step, if sampling for it only fills the pipeline."""
+        self._marks: deque[Mapping[str, float]] = deque()
+        """Readings at the ends of steps, the oldest first."""
+
+    def start(self) -> None:
+        """Note that training begins now."""
+        self._start = self._read()
+
+    def step_begins(self) -> None:
+        """Note that a step begins."""
+        if self._is_overlapping and self._first_step is None:
+            self._first_step = self._read()
+
+    def step_ended(self) -> None:
+        """Note that a step has ended."""
+        self._marks.append(now := self._read())
+        while len(self._marks) > self._num_steps and _age(self._marks[1], now) >= WINDOW_S:
+            self._marks.popleft()
+
+    def recent(self) -> Bottleneck | None:
+        """Return the bottleneck of the last steps; before these, of the time until now."""
+        now = self._read()
+        if len(self._marks) >= self._num_steps and _age(self._marks[0], now) >= WINDOW_S:
+            return self._between(self._marks[0], now, f" (last {_age(self._marks[0], now):,.0f} s)")
+        return self._between(self._start, now, f" (last {max(_age(self._start, now), 1.0):,.0f} s)")
+
+    def whole(self) -> Bottleneck | None:
+        """Return the bottleneck of the whole time."""
+        return self._between(self._start, self._read(), " (whole run)")
+
+    def _between(self, before: Mapping[str, float], now: Mapping[str, float], period: str) -> Bottleneck | None:
+        is_filled = before is self._start and self._first_step is not None and _age(self._first_step, now) >= 1.0
+        return find_bottleneck(
+            before,
+            now,
+            max_staleness=self._max_staleness,
+            places=self._places,
+            period=period,
+            filled=self._first_step if is_filled else None,
+        )
+
+
+def _age(mark: Mapping[str, float], now: Mapping[str, float]) -> float:
+    return now.get("run", 0.0) - mark.get("run", 0.0)
