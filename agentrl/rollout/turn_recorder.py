@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from agentrl.rollout.turn_sampler import TurnSampler
 
 REPEATED_TOKENS = 96
-"""Number of tokens at the end of a turn in which a repetition is looked for."""
+"""Maximum number of tokens at the end of a turn in which a repetition is looked for."""
 
 
 def repeats_itself(token_ids: Int32Array) -> bool:
@@ -35,7 +35,7 @@ def repeats_itself(token_ids: Int32Array) -> bool:
         >>> import numpy as np; repeats_itself(np.array([7, 1, 2, 3] + 12 * [1, 2, 3]))
         True
     """
-    tail = token_ids[-REPEATED_TOKENS:]
+    tail = token_ids[-min(REPEATED_TOKENS, 2 * len(token_ids) // 3) :]
     return len(tail) >= 24 and any((tail[n:] == tail[:-n]).all() for n in range(1, len(tail) // 3 + 1))
 
 
