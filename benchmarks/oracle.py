@@ -129,7 +129,10 @@ def received(quick: bool, root: Path, seed: int) -> dict[str, float | None]:
         for record in (received_runs.record_scripted_run, received_runs.record_model_run):
             place = Path(scratch, record.__name__)
             with received_runs.watched(record, place) as (run, watch):
-                for case in received_runs.chosen_cases(run, watch, shards=200 if quick else 1):
+                chosen = list(received_runs.chosen_cases(run, watch, shards=200 if quick else 1))
+                for number, case in enumerate(chosen):
+                    if number % 100 == 0:
+                        print(f"  {number:,} of {len(chosen):,} changes, harm {counts.total()}", flush=True)
                     verdict = received_runs.attack(run, case, watch, place / "copy")
                     pairs |= {(case.field, command) for command in verdict.commands}
                     counts.update(verdict.harm)
