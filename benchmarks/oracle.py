@@ -120,8 +120,8 @@ def pairs(quick: bool, root: Path, seed: int) -> dict[str, float | None]:
     }
 
 
-def received(quick: bool, root: Path, seed: int) -> dict[str, float | None]:
-    """Try every command on changed run directories, and planted changes without the gate."""
+def received(quick: bool, root: Path, seed: int, shards: int = 1) -> dict[str, float | None]:
+    """Try every command on changed run directories (of so many shards one), and planted changes without the gate."""
     pairs: set[tuple[str, str]] = set()
     counts: Counter[str] = Counter()
     memory = Path("/dev/shm")  # commands sync what they write
@@ -129,7 +129,7 @@ def received(quick: bool, root: Path, seed: int) -> dict[str, float | None]:
         for record in (received_runs.record_scripted_run, received_runs.record_model_run):
             place = Path(scratch, record.__name__)
             with received_runs.watched(record, place) as (run, watch):
-                chosen = list(received_runs.chosen_cases(run, watch, shards=200 if quick else 1))
+                chosen = list(received_runs.chosen_cases(run, watch, shards=200 if quick else shards))
                 for number, case in enumerate(chosen):
                     if number % 100 == 0:
                         print(f"  {number:,} of {len(chosen):,} changes, harm {counts.total()}", flush=True)
@@ -200,6 +200,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a few kills of a scripted run, and samples of the rest")
     parser.add_argument("--part", choices=PARTS, help="this part only")
     parser.add_argument("--kinds", nargs="*", choices=[kind.name for kind in KINDS], default=(), help="of `kills`")
+    parser.add_argument(
+        "--shards", type=int, default=1, help="of `received`, which takes 100 CPU minutes: one of these"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=Path, default=None, help="where the killed runs are left, to be looked at")
     options = parser.parse_args()
@@ -211,7 +214,10 @@ def main() -> int:
         root.mkdir(exist_ok=True)
         for part in [options.part] if options.part else PARTS:
             print(f"{part} …", flush=True)
-            measure = partial(kills, only=options.kinds) if part == "kills" else PARTS[part]
+            measure = {
+                "kills": partial(kills, only=options.kinds),
+                "received": partial(received, shards=options.shards),
+            }.get(part, PARTS[part])
             measured = measure(options.quick, root, options.seed)
             for name, value in measured.items():
                 before = report.figures.get(name) if name in SUMMED else None
