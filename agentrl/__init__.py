@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         Endpoint,
         EpisodeContext,
         LimitReachedError,
+        assistant,
         system,
         user,
     )
@@ -77,6 +78,7 @@ _HOME = {
     "Turn": "core.records",
     "Unscorable": "core.errors",
     "advantage": "core.custom_functions",
+    "assistant": "environment.context",
     "bash": "environment.sandbox_tools",
     "check_environment": "testing.check",
     "edit_file": "environment.sandbox_tools",
@@ -127,6 +129,7 @@ __all__ = [
     "Turn",
     "Unscorable",
     "advantage",
+    "assistant",
     "bash",
     "check_environment",
     "edit_file",

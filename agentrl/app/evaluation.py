@@ -42,9 +42,11 @@ from agentrl.app.run_parts import (
 from agentrl.cluster.session import gpu_reservation
 from agentrl.config.policies import ExternalPolicyConfig, FrozenPolicy, RemotePolicy
 from agentrl.config.run import RunConfig
+from agentrl.core import own_loop
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError, EngineLostError, InputError, RunDirectoryError
 from agentrl.core.intervals import confidence_half_width
+from agentrl.core.own_loop import outside_event_loop
 from agentrl.core.records import EpisodeHeader, PolicyVersion, Task, WeightsRef
 from agentrl.core.text import plural
 from agentrl.credit.estimators import REWARD_ESTIMATORS
@@ -149,6 +151,7 @@ class Evaluation(dict[str, float]):
         return rewards
 
 
+@outside_event_loop
 def evaluate(
     config: RunConfig | str | Path,
     policy: Directory | Mapping[str, Directory] | None = None,
@@ -180,7 +183,7 @@ def evaluate(
     """
     config, weights = prepare_evaluation(load_config(config), policy)
     environment_class = environment_of(config, environment)
-    asyncio.run(unproved_sandbox_promises(config, environment_class))
+    own_loop.run(unproved_sandbox_promises(config, environment_class))
     splits = (
         [HeldOutSplit("held_out", tasks)] if tasks is not None else held_out_task_splits(config, environment_class)[0]
     )
@@ -207,7 +210,7 @@ def evaluate(
             finally:
                 running.cancel()
 
-        headers = asyncio.run(play_in_new_run(config, environment_class, weights, run_path, play))
+        headers = own_loop.run(play_in_new_run(config, environment_class, weights, run_path, play))
         episodes = _episodes(config, run_path)
     metrics_by_episode = {episode.id: episode.metrics for episode in episodes}
     dropped_headers = [header for header in headers if not header.committed]
@@ -222,7 +225,7 @@ def evaluate(
         metrics_by_policy = {
             name: evaluation_metrics(headers, name, attempts, splits, metrics_by_episode) for name in config.policies
         }
-        asyncio.run(_record_metrics(run_path, metrics_by_policy))
+        own_loop.run(_record_metrics(run_path, metrics_by_policy))
     return Evaluation(evaluation_metrics(headers, None, attempts, splits, metrics_by_episode), episodes)
 
 
@@ -249,7 +252,7 @@ def find_remote_policy(address: str, api_key_env: str) -> RemotePolicy:
         policy = RemotePolicy(kind="remote", url=url, model=name, api_key_env=api_key_env, timeout_s=ENDPOINT_TIMEOUT_S)
     except ValidationError as error:
         raise InputError(f"--model {url}: {error.errors(include_url=False)[0]['msg']}") from None
-    models = asyncio.run(_models(policy))
+    models = own_loop.run(_models(policy))
     if name or len(models) == 1:
         return policy.model_copy(update={"model": name or models[0]})
     has = f"it has {', '.join(models[:SHOWN_MODELS])}" if models else "it lists none"

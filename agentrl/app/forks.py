@@ -7,7 +7,6 @@ running, is not touched. Forks are neither trained nor counted.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import re
@@ -31,9 +30,10 @@ from agentrl.app.run_parts import RunFactories
 from agentrl.cluster.session import gpu_reservation
 from agentrl.config.policies import OpponentPoolPolicy
 from agentrl.config.run import RunConfig
-from agentrl.core import ids
+from agentrl.core import ids, own_loop
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.files import refuse_links
+from agentrl.core.own_loop import outside_event_loop
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, SeatBinding, Task, WeightsRef
 from agentrl.core.text import escape_line, plural
 from agentrl.environment.environment import Environment
@@ -99,6 +99,7 @@ class ForkPolicies(NamedTuple):
     """Weights of the policies that differ from the base model."""
 
 
+@outside_event_loop
 def fork(  # noqa: PLR0913 (one keyword per choice)
     run: str | Path,
     episode_id: str,
@@ -174,7 +175,7 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
     policies = fork_policies(config, parent, replacements, received)
     received.remember_weights(weights for weights in policies.weights if weights.version.lineage < 0)
     info_fields = {"name": f"forks of {parent_directory.parent.name}", "forks": True, "code": info.get("code", {})}
-    return asyncio.run(
+    return own_loop.run(
         _fork(
             config, environment_class, parent, parent_directory, n, policies, factories or RunFactories(), info_fields
         )

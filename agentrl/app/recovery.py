@@ -605,7 +605,7 @@ def load_user_functions(config: RunConfig) -> UserFunctions:
 def _file_of(definition: Any) -> str:
     try:
         return os.path.abspath(inspect.getsourcefile(definition) or "")
-    except TypeError:
+    except (OSError, TypeError):  # such as a class of a notebook
         return f"{definition.__module__}:{definition.__qualname__}"
 
 

@@ -28,7 +28,7 @@ from agentrl.app.run_parts import RunFactories
 from agentrl.app.scorers import RecordedScorer
 from agentrl.config.run import RunConfig
 from agentrl.config.sections import LOSSES
-from agentrl.core import ids
+from agentrl.core import ids, own_loop
 from agentrl.core.custom_functions import find_function_code
 from agentrl.core.errors import (
     AgentRLError,
@@ -40,6 +40,7 @@ from agentrl.core.errors import (
     describe_user_code_error,
 )
 from agentrl.core.machine import install_command
+from agentrl.core.own_loop import outside_event_loop
 from agentrl.core.ports import EngineCapabilities
 from agentrl.core.records import (
     LIMIT_STOPS,
@@ -87,6 +88,7 @@ class _ReplayRequest:
     rescoring: bool
 
 
+@outside_event_loop
 def replay(
     run: str | Path,
     episodes: Sequence[tuple[str, int | None]],
@@ -130,7 +132,7 @@ def replay(
             until=until,
             rescoring=rescoring,
         )
-        return asyncio.run(_all(reader, episodes, request))
+        return own_loop.run(_all(reader, episodes, request))
     finally:
         reader.close()
 

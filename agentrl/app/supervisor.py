@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import os
 import signal as signals
+import threading
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -49,6 +50,7 @@ from agentrl.core.errors import (
     describe_user_code_error,
 )
 from agentrl.core.files import was_closed_by_foreign_code
+from agentrl.core.own_loop import on_interrupt
 from agentrl.core.ports import ChatFormat, ProcessStatusSource, Trainer
 from agentrl.core.records import GroupStart, PolicyVersion, dropped_header
 from agentrl.credit.estimators import AdvantageEstimator
@@ -518,9 +520,12 @@ def _first_signal(then: Callable[[], None], at_once: Callable[[], None], *, stay
     numbers = [signals.SIGINT, signals.SIGTERM]
     if signals.getsignal(signals.SIGHUP) is not signals.SIG_IGN:
         numbers.append(signals.SIGHUP)
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
+        numbers = []
     before = {number: signals.signal(number, on_signal) for number in numbers}
     try:
-        yield
+        with on_interrupt(lambda: on_signal(signals.SIGINT, None)):
+            yield
     finally:
         is_over = True
         if requested_at is None or not stays:

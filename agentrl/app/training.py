@@ -43,6 +43,7 @@ from agentrl.config.load import SettingDifference, check_settings_unchanged
 from agentrl.config.run import RunConfig
 from agentrl.core.custom_functions import capture_function_code
 from agentrl.core.errors import InputError
+from agentrl.core.own_loop import outside_event_loop
 from agentrl.core.ports import ChatFormat, Observer
 from agentrl.core.records import Task
 from agentrl.core.text import plural
@@ -76,6 +77,7 @@ class Run:
     """Whether the run was stopped, by Ctrl-C or a signal."""
 
 
+@outside_event_loop
 def train(  # noqa: PLR0913 - a run's inputs, keyword-only except the first
     config: RunConfig | str | Path,
     *,

@@ -47,6 +47,11 @@ def user(content: str) -> Message:
     return Message(role="user", content=content)
 
 
+def assistant(content: str) -> Message:
+    """A message of the assistant that no policy sampled, such as an example in a prompt."""
+    return Message(role="assistant", content=content)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLimits:
     """The limits of an episode."""

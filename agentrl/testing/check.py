@@ -31,8 +31,10 @@ from typing import Any
 
 import msgspec
 
+from agentrl.core import own_loop
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError, describe_user_code_error
+from agentrl.core.own_loop import interruptible, outside_event_loop
 from agentrl.core.records import EpisodeSpec, SeatBinding, Task
 from agentrl.core.text import plural
 from agentrl.engines.scripted import Script
@@ -237,6 +239,7 @@ class EnvironmentReport:
         return text
 
 
+@outside_event_loop
 def check_environment(
     environment: str | type,
     *,
@@ -281,7 +284,7 @@ def check_environment(
         for number, task in _games(environment_class, chosen_tasks[:episodes], report):
             loop_problems: list[str] = []  # problems that the loop's monitor reports, some only when the loop is closed
             with _missing_awaits(loop_problems):
-                last = run(_check_episode(environment_class, task, number, seed, report, loop_problems))
+                last = run(interruptible(_check_episode(environment_class, task, number, seed, report, loop_problems)))
                 gc.collect()  # an error that was never retrieved is reported when its task is collected
             report.findings[:0] = [f"task {task.id!r}: {text}" for text in loop_problems]
             if not report.passed:
@@ -347,7 +350,7 @@ def _check_hash_order(environment: type[Environment], task: Task, report: Enviro
     """Play a task again in processes with different string hashes, as after `--resume`, and compare."""
     report.on_progress("playing it in processes with other string hashes", "")
     name = f"{module_of(environment)}:{environment.__qualname__}"
-    first = asyncio.run(execute_episode(environment, _spec(environment, task, 0, 0), random_policy(environment)))
+    first = own_loop.run(execute_episode(environment, _spec(environment, task, 0, 0), random_policy(environment)))
     if isinstance(first, str):
         return  # it was reported before, for the same task
     with tempfile.TemporaryDirectory(prefix="agentrl-check-") as scratch, ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -416,6 +419,7 @@ def _missing_awaits(problems: list[str]) -> Iterator[None]:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
+@outside_event_loop
 def replay_from_every_entry(
     environment: str | type, *, tasks: Sequence[Task] | None = None, episodes: int = 2, schedules: Sequence[int] = (0,)
 ) -> EnvironmentReport:
@@ -457,7 +461,7 @@ def _check_format(environment: type[Environment], tasks: Sequence[Task], seed: i
     def play(task: Task, number: int, script: Script) -> EpisodeFormatReward | str:
         report.on_progress("playing replies in a broken format", f"game {number + 1} on task {task.id!r}")
         spec = _spec(environment, task, number, seed)
-        outcome = asyncio.run(execute_episode(environment, spec, script))
+        outcome = own_loop.run(execute_episode(environment, spec, script))
         if isinstance(outcome, str):
             return outcome
         broken = outcome.counts.of_all_policies("broken turns") > 0
@@ -479,7 +483,7 @@ def _check_wrong_calls(
 
     def play(task: Task, number: int, script: Script) -> str | bool:
         report.on_progress("playing wrong tool calls", f"task {task.id!r}")
-        outcome = run(execute_episode(environment, _spec(environment, task, number, seed), script))
+        outcome = run(interruptible(execute_episode(environment, _spec(environment, task, number, seed), script)))
         return outcome if isinstance(outcome, str) else is_harness and _has_failed(outcome)
 
     is_harness = issubclass(environment, HarnessEnvironment)

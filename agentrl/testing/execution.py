@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
+from agentrl.core import own_loop
 from agentrl.core.clock import LoopClock, SystemClock
 from agentrl.core.errors import (
     AgentRLError,
@@ -25,6 +26,7 @@ from agentrl.core.errors import (
     describe_user_code_error,
 )
 from agentrl.core.ids import random_stream
+from agentrl.core.own_loop import outside_event_loop
 from agentrl.core.ports import SamplingParams, ScoreCredit, ScoreOf
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Score, ScoreRequest, SeatBinding
 from agentrl.core.text import plural
@@ -81,6 +83,8 @@ class ExecutedEpisode(NamedTuple):
     states: dict[str, Any]
     """Final states of the resources that have `get_state`."""
     counts: EpisodeTotals
+    metrics: dict[str, float]
+    """Metrics of the episode, by name."""
     cuts: Counter[str]
     """Number of places at which a limit cut the episode, its children or a turn, keyed by description."""
 
@@ -165,7 +169,15 @@ async def execute_episode(
         return f"a child episode was dropped: {dispatcher.worker.last_failure}"
     entries = log.read(spec.episode_id, spec.attempt)
     cuts = _find_cuts(journal, log.entries, settings)
-    return ExecutedEpisode(header, entries, runner.states[spec.episode_id], dispatcher.buffer.counts, cuts)
+    ends = {end.spec.episode_id: end for end in journal.of_kind(EpisodeEnd)}
+    return ExecutedEpisode(
+        header=header,
+        entries=entries,
+        states=runner.states[spec.episode_id],
+        counts=dispatcher.buffer.counts,
+        metrics=dict(ends[spec.episode_id].metrics),
+        cuts=cuts,
+    )
 
 
 @functools.cache
@@ -279,11 +291,15 @@ class PlayResult:
 
     reward: float
     """Sum of the rewards of all agents."""
+    stop_reason: str
+    """Why the episode ended: `completed`, or the limit that cut it."""
+    metrics: dict[str, float]
+    """Values of `ctx.metric` by name."""
     observations: tuple[str, ...]
     """Text of the new messages before each turn of the policy."""
-    stop_reason: str
 
 
+@outside_event_loop
 def play(
     environment: str | type, task: Task, replies: Sequence[str | Mapping[str, Any]], *, seed: int = 0
 ) -> PlayResult:
@@ -319,7 +335,7 @@ def play(
     )
     longest = max((len(reply.encode()) for reply in texts), default=0)
     max_turns, max_tokens = max(MAX_TURNS, len(texts) + 1), max(MAX_TOKENS, longest + 1)
-    outcome = asyncio.run(execute_episode(environment_class, spec, script, max_turns=max_turns, max_tokens=max_tokens))
+    outcome = own_loop.run(execute_episode(environment_class, spec, script, max_turns=max_turns, max_tokens=max_tokens))
     if isinstance(outcome, str):
         raise CheckFailedError(f"{spec.environment}: {outcome}")
     if outcome.cuts:
@@ -327,7 +343,12 @@ def play(
     header = outcome.header
     turns = [body for entry in outcome.entries if isinstance(body := entry.decode(), TurnEntry)]
     prompts = tuple("\n".join(str(message["content"]) for message in turn.messages) for turn in turns)
-    return PlayResult(reward=header.reward or 0.0, observations=prompts, stop_reason=header.stop_reason or "")
+    return PlayResult(
+        reward=header.reward or 0.0,
+        stop_reason=header.stop_reason or "",
+        metrics=outcome.metrics,
+        observations=prompts,
+    )
 
 
 def _text(reply: str | Mapping[str, Any]) -> str:

@@ -26,6 +26,7 @@ from typing import Any, Never, TypeVar
 
 from agentrl.core.errors import AgentRLError
 from agentrl.core.ids import random_stream
+from agentrl.core.own_loop import outside_event_loop
 
 T = TypeVar("T")
 
@@ -275,6 +276,7 @@ class VirtualTimeEventLoop(asyncio.BaseEventLoop):
             )
 
 
+@outside_event_loop
 def simulate(main: Callable[[], Coroutine[Any, Any, T]], *, seed: int, max_steps: int = 2_000_000) -> T:
     """Run `main()` to its end under `VirtualTimeEventLoop(seed)`.
 

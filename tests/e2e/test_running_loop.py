@@ -1,0 +1,84 @@
+"""Training, evaluation, forks and replays in a process whose event loop is running, as in a notebook."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl.inspection.reader import RunReader
+from tests.e2e.test_stops import CONFIGURATION
+
+pytestmark = [pytest.mark.e2e]
+
+ENVIRONMENT = """
+import os, signal
+import agentrl
+
+class Sum(agentrl.Environment):
+    seats = ("solver",)
+    presses_at = None
+    played = 0
+
+    async def run(self, ctx):
+        turn = await ctx.agent("solver").act(agentrl.user("1 + 1"))
+        ctx.agent("solver").reward(float(len(turn.text)))
+        Sum.played += 1
+        if Sum.played == Sum.presses_at:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    @classmethod
+    def tasks(cls, split, *, seed=0):
+        return [agentrl.Task(id=f"t{n}", data={}) for n in range(4)]
+"""
+NOTEBOOK = """
+import asyncio, json
+import agentrl
+from agentrl.app.replays import replay
+from agentrl.app.run_parts import load_config
+from environment import Sum
+
+async def main():
+    Sum.presses_at = 12
+    config = load_config("run.toml").model_copy(update={"name": "stopped"})
+    stopped = agentrl.train(config, environment=Sum)
+    Sum.presses_at = None
+    run = agentrl.train(config.model_copy(update={"name": "whole", "steps": 2}), environment=Sum, quiet=True)
+    score = agentrl.evaluate(config, policy=run.policies, environment=Sum, tasks=Sum.tasks("train"))
+    (forked,) = agentrl.fork(run.path, "e0", at=0, environment=Sum)
+    (same,) = replay(run.path, [("e0", None)], environment=Sum)
+    print(json.dumps({
+        "interrupted": [stopped.interrupted, run.interrupted],
+        "steps": len(run.metrics),
+        "evaluated": len(score.episodes),
+        "forked": forked.episode_id,
+        "replayed": same.outcome,
+        "loop": await asyncio.sleep(0, "still runs"),
+    }))
+
+asyncio.run(main())
+"""
+
+
+def test_a_notebook_trains_stops_evaluates_forks_and_replays(tmp_path: Path) -> None:
+    (tmp_path / "environment.py").write_text(ENVIRONMENT)
+    (tmp_path / "run.toml").write_text(CONFIGURATION.replace("environment.py:Sum", "environment:Sum"))
+    ended = subprocess.run(
+        [sys.executable, "-c", NOTEBOOK], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "stopping: finishing the step and writing a checkpoint" in ended.stderr
+    assert json.loads(ended.stdout) == {
+        "interrupted": [True, False],
+        "steps": 2,
+        "evaluated": 4,
+        "forked": "f0",
+        "replayed": "identical",
+        "loop": "still runs",
+    }
+    reader = RunReader(tmp_path / "runs/stopped")
+    assert reader.standing() == "stopped"
+    reader.close()
