@@ -166,6 +166,14 @@ READING = (
                 (
                     _argument("run", nargs="?", help="run, or directory of runs; default: all runs in runs/"),
                     _argument("--port", type=_bounded_int, default=0, help="port on 127.0.0.1; default: any free one"),
+                    _argument(
+                        "--host-name",
+                        action="append",
+                        default=[],
+                        metavar="NAME",
+                        help="answer requests under this name too, such as viewer.example.com, from a proxy; may be "
+                        "repeated",
+                    ),
                 ),
                 reads=False,
             ),

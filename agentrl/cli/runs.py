@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -45,6 +45,7 @@ MIRROR_RETRY_S = (1.0, 60.0)
 failure after the longest pause ends the mirror."""
 PROBLEMS_SHOWN = 5
 """Maximum number of problems that `run export` prints."""
+_HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 _EPISODE = re.compile(r"(forks/)?[a-z]\d+(?![\w-])")
 """Pattern of an episode id; a matching argument is taken as an episode."""
 
@@ -451,24 +452,32 @@ def run_mirror(options: argparse.Namespace) -> int:
 
 
 def run_serve(options: argparse.Namespace) -> int:
-    """`agentrl run serve [RUN] [--port N]`."""
+    """`agentrl run serve [RUN] [--port N] [--host-name NAME]`."""
     if not 0 <= options.port < 65_536:
         raise InputError("--port must be a number from 0 to 65535")
+    for name in options.host_name:
+        if not _HOST_NAME.fullmatch(name):
+            raise InputError(
+                f"--host-name {name}: give a name alone, such as viewer.example.com, without scheme and port"
+            )
     place = RUNS if options.run is None and RUNS.is_dir() else find_run(options.run)
-    asyncio.run(_serve(place, options.port, as_json=options.json))
+    asyncio.run(_serve(place, options.port, options.host_name, as_json=options.json))
     return 0
 
 
-async def _serve(run: Path, port: int, *, as_json: bool) -> None:
-    from agentrl.inspection.viewer.server import serve_viewer
+async def _serve(run: Path, port: int, host_names: Sequence[str], *, as_json: bool) -> None:
+    from agentrl.inspection.viewer.server import HOST, serve_viewer
 
     stop_event, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop_event.set)  # also if a background shell ignores Ctrl-C
-    async with serve_viewer(run, port) as viewer:
+    async with serve_viewer(run, port, host_names) as viewer:
+        proxied = [viewer.address.replace(f"http://{HOST}:{viewer.port}", f"https://{name}") for name in host_names]
         if as_json:
-            print_json_line({"address": viewer.address, "run": str(run)})
+            print_json_line({"address": viewer.address, "run": str(run), "proxied": proxied})
         else:
-            sys.stdout.write(f"{escape_line(str(run))} is at {viewer.address}\nCtrl-C ends this.\n")
+            lines = [f"{escape_line(str(run))} is at {viewer.address}"]
+            lines += [f"and, with a proxy to port {viewer.port}, at {address}" for address in proxied]
+            sys.stdout.write("\n".join([*lines, "Ctrl-C ends this.\n"]))
             sys.stdout.flush()
         await stop_event.wait()

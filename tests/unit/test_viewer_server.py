@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urljoin
 
 import aiohttp
 import pytest
+from aiohttp import web
 
+from agentrl.cli.main import main
 from agentrl.core.errors import InputError, StorageError
 from agentrl.inspection.viewer.server import RunningViewerServer, serve_viewer
 from agentrl.journal.store import SqliteJournal
@@ -24,11 +28,13 @@ from tests.journal_cases import spec, write, write_run
 Ask = Callable[..., Awaitable[tuple[int, Any, "aiohttp.ClientResponse"]]]
 
 
-def served(run: Path, use: Callable[[RunningViewerServer, Ask], Awaitable[None]]) -> None:
+def served(
+    run: Path, use: Callable[[RunningViewerServer, Ask], Awaitable[None]], host_names: Sequence[str] = ()
+) -> None:
     """Serve a run, and use it."""
 
     async def both() -> None:
-        async with serve_viewer(run) as server, aiohttp.ClientSession() as session:
+        async with serve_viewer(run, host_names=host_names) as server, aiohttp.ClientSession() as session:
 
             async def ask(path: str, *, method: str = "GET", token: str | None = None, **headers: str) -> Any:
                 headers = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -89,6 +95,75 @@ def test_another_host_s_name_another_page_and_another_method_are_refused(sample_
             assert (await ask("/ask/run", method=method))[0] in (405, 403), method
 
     served(sample_run, use)
+
+
+def test_a_proxy_is_answered_under_the_names_that_the_user_gave_and_no_others(sample_run: Path) -> None:
+    async def use(server: RunningViewerServer, ask: Ask) -> None:
+        for host in ("viewer.example.com", "Viewer.Example.com:8443", "lab.internal", f"127.0.0.1:{server.port}"):
+            assert (await ask("/ask/run", Host=host))[0] == 200, host
+            assert (await ask("/", Host=host))[0] == 200, host
+        for origin in (
+            "https://viewer.example.com",
+            "http://viewer.example.com:8443",
+            f"http://localhost:{server.port}",
+        ):
+            assert (await ask("/ask/run", Host="viewer.example.com", Origin=origin))[0] == 200, origin
+        for origin in (
+            "https://example.com",
+            "file://viewer.example.com",
+            "null",
+            "https://viewer.example.com.evil.org",
+        ):
+            assert (await ask("/ask/run", Host="viewer.example.com", Origin=origin))[0] == 403, origin
+        for host in (
+            "example.com",
+            "viewer.example.com.evil.org",
+            "evil.viewer.example.com",
+            "viewer.example.com:x",
+            "",
+        ):
+            assert (await ask("/ask/run", Host=host))[0] == 403, host
+        assert (await ask("/ask/run", token="", Host="viewer.example.com"))[0] == 401
+
+    served(sample_run, use, ["viewer.example.com", "LAB.internal"])
+
+
+def test_a_page_behind_a_real_proxy_below_a_path_asks_through_it(sample_run: Path) -> None:
+    """A proxy that keeps the client's host name and removes the path under which it serves the viewer."""
+
+    async def use(server: RunningViewerServer, _: Ask) -> None:
+        async def forward(request: web.Request) -> web.Response:
+            target = f"http://127.0.0.1:{server.port}/{request.match_info['path']}?{request.query_string}"
+            headers = {name: request.headers[name] for name in ("Host", "Authorization") if name in request.headers}
+            async with aiohttp.ClientSession() as session, session.get(target, headers=headers) as answer:
+                return web.Response(status=answer.status, body=await answer.read())
+
+        proxy = web.Application()
+        proxy.router.add_get("/user/me/{path:.*}", forward)
+        runner = web.AppRunner(proxy)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        base = f"{site.name}/user/me/"
+        headers = {"Host": "viewer.example.com", "Authorization": f"Bearer {server.token}"}
+        async with aiohttp.ClientSession() as session:
+            async with session.get(base, headers=headers) as page:
+                assert page.status == 200
+                script = await page.text()
+            (asked,) = re.findall(r"const address = `(.*?)\$\{question\}", script)
+            async with session.get(urljoin(base, f"{asked}run"), headers=headers) as answer:
+                assert (answer.status, (await answer.json(content_type=None))["name"]) == (200, "sample")
+            async with session.get(f"{base}ask/run", headers={**headers, "Host": "evil.example.com"}) as refused:
+                assert refused.status == 403
+        await runner.cleanup()
+
+    served(sample_run, use, ["viewer.example.com"])
+
+
+def test_a_proxy_is_named_by_its_host_alone(sample_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("https://viewer.example.com", "viewer.example.com:443", "viewer.example.com/runs", "a b", ""):
+        assert main(["run", "serve", str(sample_run), "--host-name", name]) == 2
+        assert f"--host-name {name}: give a name alone, such as viewer.example.com" in capsys.readouterr().err
 
 
 def test_no_path_leads_to_a_file(sample_run: Path) -> None:

@@ -2,8 +2,8 @@
 
 Listens on 127.0.0.1 only. The page itself contains no data of the run. A question needs the token, which is new for
 each server and reaches the page behind the `#` of its address, so that browsers never transmit it; a request for
-another host name is refused, as from a foreign page whose name resolves to this machine (DNS rebinding). Reads only;
-one query at a time, in a thread with its own reader.
+another host name is refused, as from a foreign page whose name resolves to this machine (DNS rebinding), unless the
+user named it, as that of a proxy. Reads only; one query at a time, in a thread with its own reader.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import re
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from agentrl.inspection.viewer.page import viewer_page
 from agentrl.inspection.viewer.served_runs import ServedRuns
 
 HOST = "127.0.0.1"
+_NAME_AND_PORT = re.compile(r"^([^:]*):\d{1,5}$")
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
@@ -54,12 +56,15 @@ class RunningViewerServer(NamedTuple):
 
 
 @asynccontextmanager
-async def serve_viewer(run: str | Path, port: int = 0) -> AsyncIterator[RunningViewerServer]:
+async def serve_viewer(
+    run: str | Path, port: int = 0, host_names: Collection[str] = ()
+) -> AsyncIterator[RunningViewerServer]:
     """Serve a run until the context is left.
 
     Args:
         run: directory of the run, or of several runs, all of which are served.
         port: port to listen on; 0: any free port.
+        host_names: names under which a proxy passes requests on, besides the server's own address.
 
     Raises:
         InputError: there is no run.
@@ -71,7 +76,7 @@ async def serve_viewer(run: str | Path, port: int = 0) -> AsyncIterator[RunningV
     # SQLite connections must be used in the thread that opened them.
     runs = await loop.run_in_executor(thread, ServedRuns, run)
     server = BoundedServer()
-    runner = web.AppRunner(_application(runs, thread, token, server), access_log=None, logger=http_logger())
+    runner = web.AppRunner(_application(runs, thread, token, server, host_names), access_log=None, logger=http_logger())
     try:
         await runner.setup()
         assert runner.server is not None
@@ -95,16 +100,19 @@ _NOT_HERE = (
 )
 
 
-def _application(runs: ServedRuns, thread: ThreadPoolExecutor, token: str, server: BoundedServer) -> web.Application:
-    page = viewer_page()
+def _application(
+    runs: ServedRuns, thread: ThreadPoolExecutor, token: str, server: BoundedServer, host_names: Collection[str]
+) -> web.Application:
+    page, names = viewer_page(), {name.lower() for name in host_names}
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse requests without this server's address and name."""
         if request.transport is not None:
             server.doubt(request.transport)
-        if not _is_from_this_host(request):
-            response: web.StreamResponse = _refusal(403, "this server answers only requests to its own address")
+        if not _is_to_this_server(request, names):
+            reason = "this server answers only requests to its own address, and to names given with --host-name"
+            response: web.StreamResponse = _refusal(403, reason)
         elif request.method != "GET":
             response = _refusal(405, "this server is read-only: use GET")
         else:
@@ -142,12 +150,19 @@ def _application(runs: ServedRuns, thread: ThreadPoolExecutor, token: str, serve
     return application
 
 
-def _is_from_this_host(request: web.Request) -> bool:
-    """Whether a request names this server as its host and, if it states one, as its origin."""
+def _is_to_this_server(request: web.Request, proxy_names: Collection[str]) -> bool:
+    """Whether a request names this server, or a proxy of it at any port, as its host and, if it states one, as its
+    origin."""
     sockname = request.transport.get_extra_info("sockname") if request.transport is not None else None
-    host_names = {f"{name}:{sockname[1]}" for name in (HOST, "localhost")} if sockname else set()
+    own_names = {f"{name}:{sockname[1]}" for name in (HOST, "localhost")} if sockname else set()
+
+    def is_known(host: str) -> bool:
+        return host in own_names or _NAME_AND_PORT.sub(r"\1", host).lower() in proxy_names
+
     origin = request.headers.get("Origin")
-    return request.host in host_names and (origin is None or origin in {f"http://{name}" for name in host_names})
+    scheme, _, origin_host = (origin or "").partition("://")
+    is_same_origin = origin is None or (scheme in ("http", "https") and is_known(origin_host))
+    return is_known(request.host) and is_same_origin
 
 
 def _refusal(status: int, reason: str) -> web.Response:

@@ -28,9 +28,9 @@ class ServedSource {
 
   async ask(question, parameters = {}) {
     const given = Object.entries({ run: namedRun(), ...parameters }).filter(([, value]) => value !== null && value !== undefined && value !== "");
-    const address = `/ask/${question}?${new URLSearchParams(given.map(([name, value]) => [name, String(value)]))}`;
+    const address = `ask/${question}?${new URLSearchParams(given.map(([name, value]) => [name, String(value)]))}`;
     const headers = { Authorization: `Bearer ${recall(TOKEN) ?? ""}` };
-    let response;
+    let response; // the address is relative: a proxy may serve the viewer below a path
     try {
       response = await fetch(address, { headers, cache: "no-store" });
     } catch {
