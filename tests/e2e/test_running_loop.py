@@ -39,7 +39,6 @@ import asyncio, json
 import agentrl
 from agentrl.app.replays import replay
 from agentrl.app.run_parts import load_config
-from environment import Sum
 
 async def main():
     Sum.presses_at = 12
@@ -64,10 +63,15 @@ asyncio.run(main())
 
 
 def test_a_notebook_trains_stops_evaluates_forks_and_replays(tmp_path: Path) -> None:
-    (tmp_path / "environment.py").write_text(ENVIRONMENT)
-    (tmp_path / "run.toml").write_text(CONFIGURATION.replace("environment.py:Sum", "environment:Sum"))
+    """Its environment is defined in a cell, in no file."""
+    (tmp_path / "run.toml").write_text(CONFIGURATION.replace("environment.py:Sum", "of the notebook"))
     ended = subprocess.run(
-        [sys.executable, "-c", NOTEBOOK], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, "-c", ENVIRONMENT + NOTEBOOK],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
     )
     assert ended.returncode == 0, ended.stderr
     assert "stopping: finishing the step and writing a checkpoint" in ended.stderr
