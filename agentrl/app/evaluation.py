@@ -45,6 +45,7 @@ from agentrl.config.run import RunConfig
 from agentrl.core import own_loop
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError, EngineLostError, InputError, RunDirectoryError
+from agentrl.core.files import expand_path, temporary_directory
 from agentrl.core.intervals import confidence_half_width
 from agentrl.core.own_loop import outside_event_loop
 from agentrl.core.records import EpisodeHeader, PolicyVersion, Task, WeightsRef
@@ -181,6 +182,7 @@ def evaluate(
         InputError: an argument cannot be used, or a GPU is too small or too full.
         CheckFailedError: an episode was dropped.
     """
+    temporary_directory()  # many libraries need one
     config, weights = prepare_evaluation(load_config(config), policy)
     environment_class = environment_of(config, environment)
     own_loop.run(unproved_sandbox_promises(config, environment_class))
@@ -190,7 +192,7 @@ def evaluate(
     if not any(split.tasks for split in splits):
         raise InputError("evaluation.tasks is 0, so there are no tasks to evaluate on; set it to 1 or more")
     with tempfile.TemporaryDirectory(prefix="agentrl-evaluate-") as scratch:
-        run_path = Path(journal) if journal is not None else Path(scratch)
+        run_path = Path(expand_path(journal)) if journal is not None else Path(scratch)
         if (run_path / "journal").exists():
             raise RunDirectoryError(f"{run_path} already contains a journal; give evaluate a new directory")
         selected = selected_by_tasks(environment_class, [split.tasks for split in splits])

@@ -32,7 +32,7 @@ from agentrl.config.policies import OpponentPoolPolicy
 from agentrl.config.run import RunConfig
 from agentrl.core import ids, own_loop
 from agentrl.core.errors import InputError, JournalError
-from agentrl.core.files import refuse_links
+from agentrl.core.files import expand_path, refuse_links
 from agentrl.core.own_loop import outside_event_loop
 from agentrl.core.records import EpisodeHeader, EpisodeSpec, ForkPoint, PolicyVersion, SeatBinding, Task, WeightsRef
 from agentrl.core.text import escape_line, plural
@@ -143,7 +143,7 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
         InputError: there is no such episode or turn, the weights are gone, or only the run names what it needs.
         JournalError: the episode cannot be read.
     """
-    path = Path(run)
+    path = Path(expand_path(run))
     reader = RunReader(path)
     try:
         info, recorded_settings = reader.info(), reader.log.config()

@@ -27,7 +27,7 @@ from agentrl.config.scorers import ScorerConfig
 from agentrl.config.sections import ADVANTAGE_NAMES, LOSSES, LossConfig, SamplingConfig
 from agentrl.core.custom_functions import FunctionDeclaration, Grouping, declaration_of, find_function
 from agentrl.core.errors import ConfigError, EngineError, InputError
-from agentrl.core.files import WEIGHT_FILES, sha256_of
+from agentrl.core.files import WEIGHT_FILES, expand_path, sha256_of
 from agentrl.core.ports import ChatFormat, EngineCapabilities, SamplingParams
 from agentrl.core.records import PolicyVersion, WeightsRef
 from agentrl.core.text import plural
@@ -569,7 +569,9 @@ def weights_from_directory(policy: str, directory: str | Path) -> WeightsRef:
     Raises:
         InputError: the directory has no weights.
     """
-    directory = Path(directory).resolve()  # `policies/NAME` is a link whose target changes with each version
+    directory = Path(
+        expand_path(directory)
+    ).resolve()  # `policies/NAME` is a link whose target changes with each version
     kinds: tuple[Literal["full", "adapter"], ...] = ("full", "adapter")
     for kind in kinds:
         files = [directory / name for name in WEIGHT_FILES[kind]]

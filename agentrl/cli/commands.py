@@ -11,6 +11,7 @@ import functools
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from agentrl.core.files import expand_path
 from agentrl.inspection.export.formats import EXPORTS
 
 Subparsers = argparse._SubParsersAction  # argparse has no public name for this type
@@ -29,6 +30,10 @@ def _bounded_int(text: str) -> int:
     if not -(2**31) <= value < 2**31:
         raise argparse.ArgumentTypeError(f"{text[:20]} is out of range")
     return value
+
+
+def _path(text: str) -> Path:
+    return Path(expand_path(text))
 
 
 class Argument(NamedTuple):
@@ -65,7 +70,7 @@ def _argument(name: str, **keywords: Any) -> Argument:
     return Argument(name, keywords)
 
 
-_RUN = _argument("run", nargs="?", help="name or directory of a run; default: the newest in runs/")
+_RUN = _argument("run", nargs="?", type=expand_path, help="name or directory of a run; default: the newest in runs/")
 _ID = _argument("id", nargs="?", help="episode id, such as e100; default: the newest that ended")
 _ATTEMPT = _argument("--attempt", type=_bounded_int, help="attempt of the episode; default: the newest")
 _POLICY = _argument("--policy", help="policy name; required if several policies have this step")
@@ -74,6 +79,7 @@ _FOLLOW = _argument("--follow", action="store_true", help="keep printing new lin
 _EPISODE = (_RUN, _ID, _ATTEMPT)
 _ENVIRONMENT = _argument(
     "--environment",
+    type=expand_path,
     metavar="REF",
     help="code to run, such as path/to/env.py:Class; required if the environment is not installed",
 )
@@ -98,7 +104,7 @@ READING = (
                 "list",
                 "list the runs in a directory",
                 "runs:run_list",
-                (_argument("directory", nargs="?", type=Path, default=Path("runs"), help="default: runs"),),
+                (_argument("directory", nargs="?", type=_path, default=Path("runs"), help="default: runs"),),
             ),
             Command("stats", "count episodes by policy, and show how long they took", "runs:run_stats", (_RUN,)),
             Command(
@@ -118,7 +124,13 @@ READING = (
                 "compare runs: settings that differ, metrics, curves, paired held-out rewards with intervals",
                 "runs:run_compare",
                 (
-                    _argument("runs", nargs="+", metavar="RUN", help="directories or names; the first is the baseline"),
+                    _argument(
+                        "runs",
+                        nargs="+",
+                        type=expand_path,
+                        metavar="RUN",
+                        help="directories or names; the first is the baseline",
+                    ),
                     _argument("--by", choices=["step", "tokens", "seconds"], default="step", help="axis of the curves"),
                     _argument(
                         "--metric",
@@ -146,7 +158,7 @@ READING = (
                         choices=list(EXPORTS),
                         help="; ".join(f"{name}: {format.help}" for name, format in EXPORTS.items()),
                     ),
-                    _argument("--out", type=Path, metavar="PATH", help="output path; default: in the run's directory"),
+                    _argument("--out", type=_path, metavar="PATH", help="output path; default: in the run's directory"),
                     _argument("--where", default="", help="only episodes that match this filter"),
                     _argument("--match", default="", help="only episodes that contain all these words"),
                     _argument(
@@ -164,7 +176,9 @@ READING = (
                 "show runs in a browser on this machine, also while they train; Ctrl-C ends it",
                 "runs:run_serve",
                 (
-                    _argument("run", nargs="?", help="run, or directory of runs; default: all runs in runs/"),
+                    _argument(
+                        "run", nargs="?", type=expand_path, help="run, or directory of runs; default: all runs in runs/"
+                    ),
                     _argument("--port", type=_bounded_int, default=0, help="port on 127.0.0.1; default: any free one"),
                     _argument(
                         "--host-name",
@@ -183,7 +197,13 @@ READING = (
                 "runs:run_mirror",
                 (
                     _RUN,
-                    _argument("--to", required=True, metavar="PLACE", help="PATH here, or NODE:/PATH in the cluster"),
+                    _argument(
+                        "--to",
+                        required=True,
+                        type=expand_path,
+                        metavar="PLACE",
+                        help="PATH here, or NODE:/PATH in the cluster",
+                    ),
                     _argument("--every", type=float, default=10.0, metavar="SECONDS", help="pause; default 10"),
                     _argument("--address", default="auto", help="of the Ray cluster; default: auto"),
                     _argument("--once", action="store_true", help="copy once and stop"),
@@ -314,7 +334,7 @@ READING = (
                     _argument("-n", type=_bounded_int, default=1, metavar="K", help="number of forks (default 1)"),
                     _argument(
                         "--edit",
-                        type=Path,
+                        type=_path,
                         metavar="FILE",
                         help="file with messages that replace the turn's, or an external agent's reply",
                     ),
@@ -344,7 +364,7 @@ READING = (
                 "show the inputs and the result of a step",
                 "episodes:step_show",
                 (
-                    _argument("run", help="directory or name of a run"),
+                    _argument("run", type=expand_path, help="directory or name of a run"),
                     _argument("step", type=_bounded_int, help="step number: that of the version it produced"),
                     _POLICY,
                     _LINEAGE,
@@ -355,7 +375,7 @@ READING = (
                 "rebuild the inputs of steps from the journal, or compute one step again; exit code 1 if it differs",
                 "episodes:step_replay",
                 (
-                    _argument("run", help="directory or name of a run"),
+                    _argument("run", type=expand_path, help="directory or name of a run"),
                     _argument(
                         "step", nargs="?", type=_bounded_int, help="step number; default: every step, without computing"
                     ),
@@ -398,7 +418,7 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_doctor(commands: Subparsers[argparse.ArgumentParser]) -> None:
     text = "report what this machine has, which resources a run will use, and what is missing"
     parser = _add_command(commands, "doctor", text, "doctor:doctor")
-    parser.add_argument("file", type=Path, nargs="?", help=f"{_FILE}; default: the demo's")
+    parser.add_argument("file", type=_path, nargs="?", help=f"{_FILE}; default: the demo's")
     parser.add_argument(
         "--sandbox", action="store_true", help="also check what this machine can isolate, with the driver of FILE"
     )
@@ -427,8 +447,8 @@ def _add_command(
 
 def _add_train(commands: Subparsers[argparse.ArgumentParser]) -> None:
     parser = _add_command(commands, "train", "train the policies of a configuration", "training:train")
-    parser.add_argument("file", type=Path, help=_FILE)
-    parser.add_argument("--model", help="directory of the base model, instead of model.path")
+    parser.add_argument("file", type=_path, help=_FILE)
+    parser.add_argument("--model", type=expand_path, help="directory of the base model, instead of model.path")
     parser.add_argument("--resume", action="store_true", help="continue from the run's newest checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
     parser.set_defaults(takes_overrides=True, opening="reading {file}")
@@ -450,9 +470,10 @@ def _add_evaluate(commands: Subparsers[argparse.ArgumentParser]) -> None:
 
 def _add_endpoint_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of commands in which policies act without being trained."""
-    parser.add_argument("file", type=Path, help=_FILE)
+    parser.add_argument("file", type=_path, help=_FILE)
     parser.add_argument(
         "--model",
+        type=expand_path,
         metavar="DIR|URL[,NAME]",
         help="directory instead of model.path; or an OpenAI chat-completions endpoint for every seat, with its model "
         "name, such as https://api.example.com/v1,large",
@@ -472,7 +493,7 @@ def _add_endpoint_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--journal",
-        type=Path,
+        type=_path,
         help="new directory for the episodes; default: one in runs/",
     )
     parser.set_defaults(takes_overrides=True, opening="reading {file}")
@@ -519,18 +540,21 @@ def _add_env(commands: Subparsers[argparse.ArgumentParser]) -> None:
     parser = _add_command(verbs, "check", text, "environments:env_check")
     parser.set_defaults(opening="loading the checks")
     parser.add_argument(
-        "id", nargs="?", help="registered name, module:Class, path/to/env.py:Class, or a run's FILE.toml"
+        "id",
+        nargs="?",
+        type=expand_path,
+        help="registered name, module:Class, path/to/env.py:Class, or a run's FILE.toml",
     )
     text = "model directory: check whether its chat template shows the environment's tools"
-    parser.add_argument("--model", metavar="DIR", help=text)
+    parser.add_argument("--model", type=expand_path, metavar="DIR", help=text)
     text = "call the loss on synthetic steps: shape, finite gradients, purity; module:name or FILE.py:name"
-    parser.add_argument("--loss", metavar="NAME", help=text)
-    parser.add_argument("--advantage", metavar="NAME", help="call the advantage on synthetic groups")
-    parser.add_argument("--scorer", metavar="NAME", help="call the scorer on synthetic conversations")
+    parser.add_argument("--loss", type=expand_path, metavar="NAME", help=text)
+    parser.add_argument("--advantage", type=expand_path, metavar="NAME", help="call the advantage on synthetic groups")
+    parser.add_argument("--scorer", type=expand_path, metavar="NAME", help="call the scorer on synthetic conversations")
     text = "check which task directories of another format can run, and why others cannot"
     parser = _add_command(verbs, "import", text, "environments:env_import")
     parser.add_argument("format", choices=["harbor"])
-    parser.add_argument("directory", help="a task directory, or a directory of them")
+    parser.add_argument("directory", type=expand_path, help="a task directory, or a directory of them")
     text = "directory with the files of an image, or / for this machine's /usr; may be repeated"
     parser.add_argument("--root", metavar="IMAGE=DIR", action="append", default=[], help=text)
     parser.add_argument("--network", choices=["none", "open"], default="none", help="network of the sandboxes")

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from agentrl.cli.output import print_json
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, CheckFailedError, InputError, StorageError
+from agentrl.core.files import expand_path, temporary_directory
 from agentrl.core.text import escape_line, escape_text
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ def env_check(options: argparse.Namespace) -> int:
     codes = [_check_function(kind, name, as_json=options.json) for kind, name in functions]
     if options.id is None:
         return max(codes)
+    temporary_directory()  # many libraries need one
     progress = ProgressLine(f"checking {options.id}", sys.stderr)
     environment, arguments = _environment_of_run(options.id)
 
@@ -126,7 +128,7 @@ def env_import(options: argparse.Namespace) -> int:
         image, equals, directory = pair.rpartition("=")
         if not equals:
             raise InputError(f"--root {pair}: write IMAGE=DIRECTORY")
-        roots[image] = directory
+        roots[image] = expand_path(directory)
     directories = task_directories(Path(options.directory).resolve())
     refusals = {
         candidate.name: read_task(candidate, roots, network=options.network).refusals for candidate in directories

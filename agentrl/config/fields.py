@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from agentrl.core.custom_functions import Kind, installed_functions
 from agentrl.core.errors import InputError
+from agentrl.core.files import expand_path
 from agentrl.core.reply_formats import REPLY_FORMATS
 
 
@@ -62,10 +63,18 @@ PerEpisode = Annotated[T, ResumeRule("per episode", of_deterministic=False)]
 Fixed = Annotated[T, ResumeRule("refused")]
 """Identifies the run; may not differ on resume."""
 
-Code = Annotated[T, Selects("code")]
+
+def expand_paths(value: Any) -> Any:
+    """Expand a setting that holds a path, or a table keyed by paths, as `expand_path` does."""
+    if isinstance(value, Mapping):
+        return {expand_paths(key): item for key, item in value.items()}
+    return expand_path(value) if isinstance(value, str | Path) else value
+
+
+Code = Annotated[T, Selects("code"), BeforeValidator(expand_paths)]
 Endpoint = Annotated[T, Selects("endpoint")]
 Variable = Annotated[T, Selects("variable")]
-Location = Annotated[T, Selects("path")]
+Location = Annotated[T, Selects("path"), BeforeValidator(expand_paths)]
 Machine = Annotated[T, Selects("machine")]
 Label = Annotated[T, Selects("nothing")]
 """Text that chooses nothing outside the run: names, filters, instructions."""

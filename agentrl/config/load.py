@@ -27,6 +27,7 @@ from agentrl.config.policies import AnyPolicy, BotPolicy, FrozenPolicy, LocalPol
 from agentrl.config.run import RunConfig
 from agentrl.config.scorers import is_rubric_file
 from agentrl.core.errors import ConfigError, JournalError
+from agentrl.core.files import expand_path
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -57,7 +58,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, endpoint: RemotePol
     Raises:
         ConfigError: the file cannot be read, is not TOML, or a key or value does not fit; all problems are listed.
     """
-    source = Path(path)
+    source = Path(expand_path(path))
     data = read_toml(source)
     raw = dict(map(split_override, overrides))
     _check_policy_names(data, raw, source)
@@ -118,7 +119,7 @@ def _read_rubrics(source: Path, data: dict[str, Any]) -> None:
     for name, scorer in scorers.items() if isinstance(scorers, dict) else ():
         rubric = scorer.get("rubric") if isinstance(scorer, dict) else None
         if isinstance(rubric, str) and is_rubric_file(rubric):
-            path = _resolve_path(source, rubric, key=f"scorers.{name}.rubric")
+            path = _resolve_path(source, expand_path(rubric), key=f"scorers.{name}.rubric")
             try:
                 with open(path, encoding="utf-8") as file:
                     scorer["rubric"] = file.read(MAX_BYTES)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import ValidationError, field_validator
+from pydantic import BeforeValidator, ValidationError, field_validator
 
 from agentrl.config.fields import (
     Episodes,
@@ -26,6 +26,7 @@ from agentrl.config.fields import (
     Section,
     Steps,
     base_model_display_name,
+    expand_paths,
 )
 from agentrl.config.policies import (
     AnyPolicy,
@@ -69,7 +70,7 @@ class RunConfig(Section):
 
     name: Free[Label[str]] = "run"
     """Name of the run, on disk and in `agentrl run list`."""
-    directory: Free[Machine[str]] = "runs"
+    directory: Free[Machine[Annotated[str, BeforeValidator(expand_paths)]]] = "runs"
     """Parent directory of run directories: this run is `directory/name`."""
     seed: Fixed[int] = 0
     """Seed of tasks, sampling, and every other random choice."""

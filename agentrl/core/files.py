@@ -18,12 +18,14 @@ import hashlib
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import BufferedReader
 from pathlib import Path
 from typing import Protocol, TypeVar
+from urllib.parse import unquote, urlsplit
 
-from agentrl.core.errors import JournalError, ModelError
+from agentrl.core.errors import InputError, JournalError, ModelError, StorageError
 
 T = TypeVar("T")
 
@@ -99,6 +101,28 @@ def open_regular(path: Path) -> BufferedReader:
         raise
 
 
+def expand_path(path: str | Path) -> str:
+    """Return a path, or a reference that begins with one, as people write it: `~` is a home directory, a `file:` URL
+    its path, and slashes at the end mean nothing. Variables such as `$HOME` are left to the shell.
+
+    Raises:
+        InputError: a `file:` URL names another machine.
+
+    Example:
+        >>> expand_path("file:///data/my%20model/"), expand_path("runs/"), expand_path("https://example.com/v1/")
+        ('/data/my model', 'runs', 'https://example.com/v1/')
+    """
+    text = os.fspath(path)
+    if text[:5].lower() == "file:":
+        url = urlsplit(text)
+        if url.netloc.lower() not in ("", "localhost"):
+            raise InputError(f"{text}: names the machine {url.netloc!r}; write the path of a file on this machine")
+        text = unquote(url.path)
+    elif "://" in text:
+        return text
+    return os.path.expanduser(text).rstrip("/") or text[:1]
+
+
 def refuse_links(*places: Path) -> None:
     """Refuse symbolic links, which could lead from a run directory to another run's files, and pipes and devices, which
     libraries that load weights would wait for.
@@ -137,6 +161,21 @@ def was_closed_by_foreign_code(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def temporary_directory() -> Path:
+    """Return the directory for temporary files.
+
+    Raises:
+        StorageError: there is none that can be written to.
+    """
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError as error:
+        raise StorageError(
+            "there is no directory for temporary files (tried $TMPDIR, /tmp, /var/tmp and the working directory); set "
+            "TMPDIR to a directory that can be written to"
+        ) from error
 
 
 def os_error_advice(error: OSError) -> str:

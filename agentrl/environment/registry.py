@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError
+from agentrl.core.files import expand_path
 from agentrl.core.records import Message, Task
 from agentrl.environment.context import EpisodeContext, LimitReachedError, read_aliases, user
 from agentrl.environment.environment import Environment, Split, TaskSource
@@ -104,6 +105,7 @@ def resolve(reference: str | type | Mapping[str, float]) -> type[Environment]:
         return mixture({resolve(member): rate for member, rate in reference.items()})
     if isinstance(reference, type):
         return as_environment(reference, where=reference.__qualname__)
+    reference = expand_path(reference)
     if reference in _environments_by_id:
         return _environments_by_id[reference]
     if reference not in _loaded_classes:

@@ -23,6 +23,7 @@ import msgspec
 
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, InputError, JournalError
+from agentrl.core.files import expand_path
 from agentrl.core.records import ForkPoint, PolicyVersion
 from agentrl.inspection.ledger import RunLedger, run_ledger
 from agentrl.inspection.where_filter import FilterColumn, JsonColumn, find_column, parse_where_filter
@@ -349,7 +350,7 @@ class RunReader:
             InputError: there is no run at `path`.
             JournalError: the journal cannot be read.
         """
-        self.path = Path(path)
+        self.path = Path(expand_path(path))
         self.journal = self.path / "journal" if (self.path / "journal").is_dir() else self.path
         if not (self.journal / CONTROL_FILE).is_file():
             raise InputError(describe_missing_run(self.path))

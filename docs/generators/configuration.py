@@ -38,7 +38,8 @@ agentrl train run.toml --policies.solver.learning_rate=1e-4
 From Python, pass `agentrl.RunConfig(policies={{"solver": {{"learning_rate": 1e-4}}}}, …)` to `agentrl.train`. On the
 command line a value is JSON, a TOML inline table, or else text. `--dry-run` prints the resolved configuration.
 
-Models, environments, functions and rubrics in a TOML file are relative to that file.
+Models, environments, functions and rubrics in a TOML file are relative to that file. Paths, there and on the
+command line, may begin with `~` or be `file:` URLs; variables such as `$HOME` are left to the shell.
 
 Each setting is shown with its default. `--resume` reads the configuration again and applies new values, except for
 settings marked
