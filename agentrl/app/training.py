@@ -43,6 +43,7 @@ from agentrl.config.load import SettingDifference, check_settings_unchanged
 from agentrl.config.run import RunConfig
 from agentrl.core.custom_functions import capture_function_code
 from agentrl.core.errors import InputError
+from agentrl.core.files import temporary_directory
 from agentrl.core.own_loop import outside_event_loop
 from agentrl.core.ports import ChatFormat, Observer
 from agentrl.core.records import Task
@@ -150,6 +151,7 @@ async def run_training(
     clock = factories.clock
     start_s = clock.monotonic()
     check_sinks_installed(config.sinks)
+    temporary_directory()  # many libraries need one
     path = Path(config.directory) / config.name
     if resume:
         RunDirectory.reopen(path)

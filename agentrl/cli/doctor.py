@@ -13,7 +13,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from importlib import metadata
@@ -23,7 +22,8 @@ from typing import TYPE_CHECKING, Literal
 from agentrl.cli.output import print_json
 from agentrl.config.fields import shipped_example
 from agentrl.config.load import load
-from agentrl.core.errors import AgentRLError, InputError, ModelError
+from agentrl.core.errors import AgentRLError, InputError, ModelError, StorageError
+from agentrl.core.files import temporary_directory
 from agentrl.core.machine import DISTRIBUTION, GIB, finds_compiler, gpus, install_command, mismatched_torch_builds
 from agentrl.core.machine import machine_memory as memory_here
 from agentrl.core.text import escape_line, plural
@@ -182,8 +182,8 @@ def disk_checks() -> list[Check]:
     runs = next(place for place in (directory, *directory.parents) if place.exists())
     checks = [_disk_space("disk for runs", runs, needed_gib=1.0, setting="--directory=DIR")]
     try:
-        temporary = Path(tempfile.gettempdir())
-    except FileNotFoundError:
+        temporary = temporary_directory()
+    except StorageError:
         disk_text = "no writable directory for them"
         fix = "set TMPDIR=DIR to a writable one"
         return [*checks, Check(name="disk for temporary files", result=disk_text, level="missing", fix=fix)]
@@ -312,7 +312,7 @@ def placement_checks(config: RunConfig | None = None) -> list[Check]:
         session = f"the Ray cluster at {address}" if address else "its own local Ray session"
         checks.append(Check(name="trainer", result=f"{config.trainer.ranks} process(es) in {session}, on the {device}"))
     checks += _nodes(config) if config.on_cluster else []
-    temporary = tempfile.gettempdir()
+    temporary = str(temporary_directory())
     short = temporary if len(temporary) <= _LONGEST_TEMPORARY else f"/tmp, since {temporary} is too long for sockets"
     checks.append(Check(name="temporary files", result=short))
     checks.append(Check(name="runs", result=str(Path(config.directory).resolve())))

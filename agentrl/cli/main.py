@@ -20,7 +20,7 @@ from importlib import import_module
 from agentrl.cli.commands import make_parser
 from agentrl.cli.output import INTERNAL, INTERRUPTED
 from agentrl.core.errors import AgentRLError, CheckFailedError, InputError, StorageError, format_foreign_error
-from agentrl.core.files import os_error_advice
+from agentrl.core.files import os_error_advice, temporary_directory
 from agentrl.core.machine import install_command, rare_collections
 from agentrl.core.text import escape_line, escape_text
 
@@ -97,6 +97,12 @@ def _report_unexpected(error: BaseException) -> int:
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         _say(f"agentrl: {escape_line(str(error.filename))[:100]}…: {error.strerror}; {os_error_advice(error)}\n")
         return InputError.exit_code
+    if isinstance(error, FileNotFoundError) and error.filename is None:
+        try:
+            temporary_directory()
+        except StorageError as storage_error:
+            _say(f"agentrl: {storage_error}\n")
+            return StorageError.exit_code
     if isinstance(error, OSError) and error.errno in _MACHINE:
         location = escape_line(str(error.filename or "a file"))
         _say(f"agentrl: {location}: {error.strerror}; check the free space and the permissions there\n")

@@ -56,7 +56,7 @@ class Choices:
         try:
             data = json.loads(path.read_bytes())
             return cls(root, data["settings"], data["named"], data["environments"], data["tasks"], data["runs"])
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # the home may be no directory, such as /dev/null
             return cls.nothing(root)
         except (OSError, ValueError, TypeError, LookupError) as error:
             raise InputError(f"{path}: cannot be read ({error}); remove it to forget what it allows") from error
@@ -91,7 +91,10 @@ class Choices:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 replace_file(path, encoded)
         except OSError as error:
-            raise InputError(f"{path}: cannot be written ({error.strerror}); {os_error_advice(error)}") from error
+            raise InputError(
+                f"{path}: cannot be written ({error.strerror}); {os_error_advice(error)}, or set XDG_STATE_HOME to "
+                "another directory"
+            ) from error
 
 
 def _file(run: Path) -> Path:

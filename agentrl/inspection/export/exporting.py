@@ -9,6 +9,7 @@ compressed separately, but those about one episode together, so the page opens b
 
 from __future__ import annotations
 
+import errno
 import gzip
 import os
 from collections import Counter
@@ -117,7 +118,10 @@ def export(
             _settle(built, target, format, force=force)
     except OSError as error:
         problem = os.strerror(error.errno) if error.errno else str(error)
-        raise StorageError(f"{target}: the export cannot be written ({problem}); {os_error_advice(error)}") from error
+        other = ", or name another place with --out" if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else ""
+        raise StorageError(
+            f"{target}: the export cannot be written ({problem}); {os_error_advice(error)}{other}"
+        ) from error
     return ExportResult(
         format=format,
         path=str(target),
