@@ -170,6 +170,11 @@ def open_database_to_read(path: Path, kind: Kind, run: str | None = None) -> sql
         connection = _connect_to_read(uri)
     except sqlite3.OperationalError as error:
         if wal.exists() and wal.stat().st_size:
+            if os.access(path, os.R_OK) and not os.access(path.parent, os.W_OK):
+                raise JournalError(
+                    f"{path}: cannot be read here: its newest records are in {wal.name}, which SQLite reads only in a "
+                    "directory that can be written to; copy the run to one"
+                ) from error
             raise database_error(path, error) from error
         try:  # the directory is read-only and the log is empty, so the file alone is the whole database
             connection = _connect_to_read(uri + "&immutable=1")

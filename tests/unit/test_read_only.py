@@ -103,6 +103,26 @@ def test_a_run_of_a_read_only_disk_is_read_served_and_exported_elsewhere(sample_
         os.killpg(served.pid, signal.SIGTERM)
 
 
+def test_a_killed_run_on_a_read_only_disk_is_said_to_be_whole(sample_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(sample_run, tmp_path / "killed")
+    journal = tmp_path / "killed" / "journal"
+    code = f"""
+import os, sqlite3
+connection = sqlite3.connect({str(journal / "control.db")!r}, isolation_level=None)
+connection.execute("INSERT INTO metrics (policy, step, name, value, recorded_at) VALUES ('solver', 1, 'x', 1.0, 1.0)")
+os._exit(9)
+"""
+    subprocess.run([sys.executable, "-c", code], check=False)
+    assert (journal / "control.db-wal").stat().st_size
+    for index in journal.glob("*-shm"):  # copies and mounts of other machines may lack it
+        index.unlink()
+    code_of_command, _, error = ran("run", "stats", tmp_path / "killed")
+    assert code_of_command == 74
+    assert "its newest records are in control.db-wal" in error
+    assert "copy the run to one" in error
+    assert "damaged" not in error
+
+
 @pytest.mark.parametrize("home", ["/dev/null", "/proc/1"])
 def test_a_home_that_holds_nothing_is_read_as_empty_and_another_place_named(
     home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
