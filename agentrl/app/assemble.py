@@ -218,6 +218,17 @@ def _record_group(curriculum: Curriculum, group_size: int, spec: EpisodeSpec, he
         curriculum.record_group(GroupResult.of(group, spec.task, headers))
 
 
+def change_orchestrator(orchestrator: Orchestrator, config: RunConfig, environment: type[Environment]) -> None:
+    """Give a running loop the settings of a configuration that may change while it runs."""
+    orchestrator.change(
+        _plan(config, environment),
+        max_in_flight=config.max_in_flight,
+        steps={name: config.steps_of(name) for name in config.trained},
+    )
+    if isinstance(pool := orchestrator.dispatcher.worker, WorkerPool):
+        pool.limit(config.max_in_flight)
+
+
 def _plan(config: RunConfig, environment: type[Environment]) -> TrainingLoopSettings:
     return TrainingLoopSettings(
         step_size={name: policy.step_size for name, policy in config.trained.items()},

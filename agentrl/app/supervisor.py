@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from agentrl.app.assemble import RunParts, assemble_orchestrator
+from agentrl.app.assemble import RunParts, assemble_orchestrator, change_orchestrator
+from agentrl.app.control import RunControl, serve_control
 from agentrl.app.engines import connect_engines_to_trainer, engines_by_base
 from agentrl.app.policies import frozen_policy_weights, pinned_policy_step_lags, serve_configured_weights
 from agentrl.app.received import refusal_on_resume
@@ -59,7 +60,7 @@ from agentrl.environment.environment import Environment, TaskSource
 from agentrl.journal.run_log import SqliteRunLog
 from agentrl.journal.run_process import NAMED, RunProcessRecord, format_episode_list, record_process_state
 from agentrl.observe.blocked_loop import is_user_code, watch_event_loop
-from agentrl.observe.run_state import RunSnapshot
+from agentrl.observe.run_state import RunSnapshot, display_settings_from_config
 from agentrl.orchestrator.checkpoints import CheckpointWriter
 from agentrl.orchestrator.evaluation import HeldOutSplit
 from agentrl.orchestrator.loop import Orchestrator
@@ -109,6 +110,13 @@ class RunSetup:
     """Settings changed since the previous process."""
     began: list[RunStart] = field(default_factory=list)
     """Starts in this process."""
+    live: list[RunConfig] = field(default_factory=list)
+    """Configurations that `agentrl run set` made since, the newest last."""
+
+    @property
+    def newest_config(self) -> RunConfig:
+        """The configuration with the changes made while the run ran."""
+        return self.live[-1] if self.live else self.config
 
 
 def run_guarding_event_loop(main: Coroutine[Any, Any, T], directory: Path) -> T:
@@ -244,7 +252,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
     store, observer, directory, clock = setup.store, setup.observer, setup.directory, setup.factories.clock
     await store.flush()
     record = _new_record(setup)
-    config = setup.config.model_copy(update={"workers": record.workers})
+    config = setup.newest_config.model_copy(update={"workers": record.workers})
     changes = () if setup.began else setup.changed
     point = await find_start_point(
         *(config, directory, store),
@@ -300,15 +308,31 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
             stop_loop_in_forked_process(),
         ):
             await _drop_cut_evaluations(store)
-            try:
-                await orchestrator.run()
-            except TrainerLostError as error:
-                if orchestrator.outcome.interrupted:  # the user asked to stop, so do not restart
-                    raise TrainerError(
-                        f"{error}, while the run was stopping; its newest checkpoint is intact"
-                    ) from error
-                raise
+            await _run_controlled(setup, orchestrator)
         return orchestrator
+
+
+async def _run_controlled(setup: RunSetup, orchestrator: Orchestrator) -> None:
+    """Run the loop, and answer `agentrl run pause | resume | drain | set` meanwhile."""
+
+    def apply(config: RunConfig) -> None:
+        setup.live.append(config)
+        change_orchestrator(orchestrator, config, setup.environment)
+        setup.observer.state.plan = display_settings_from_config(config.model_dump(mode="json"))
+
+    control = RunControl(
+        *(setup.newest_config, setup.environment, orchestrator, setup.store),
+        clock=setup.factories.clock,
+        apply=apply,
+        tell=setup.observer.say,
+    )
+    async with serve_control(setup.directory.path, control, setup.observer.warn):
+        try:
+            await orchestrator.run()
+        except TrainerLostError as error:
+            if orchestrator.outcome.interrupted:  # the user asked to stop, so do not restart
+                raise TrainerError(f"{error}, while the run was stopping; its newest checkpoint is intact") from error
+            raise
 
 
 async def _drop_cut_evaluations(store: SqliteJournal) -> None:

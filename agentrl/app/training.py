@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import difflib
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from agentrl.app.control import with_recorded_changes
 from agentrl.app.engines import check_ray_installed, check_vllm_usable, device_plan, make_engine
 from agentrl.app.hub import check_local_models, is_hub_name, with_downloaded_models
 from agentrl.app.memory_estimate import check_gpu_memory, memory_line, with_chosen_token_limits
@@ -89,6 +90,7 @@ def train(  # noqa: PLR0913 - a run's inputs, keyword-only except the first
     advantage: Callable[..., Any] | None = None,
     scorers: Sequence[Callable[..., Any]] = (),
     resume: bool = False,
+    named: Collection[tuple[str, ...]] = (),
     quiet: bool = False,
     observers: Sequence[Observer] = (),
 ) -> Run:
@@ -104,6 +106,7 @@ def train(  # noqa: PLR0913 - a run's inputs, keyword-only except the first
         scorers: functions marked with `agentrl.scorer`; each adds `[scorers.NAME]` under its own name, or replaces the
             function there.
         resume: continue from the newest checkpoint of the run directory.
+        named: keys of the settings that are named for this start, which replace what `agentrl run set` changed.
         quiet: show no progress on the terminal.
         observers: called at every step and evaluation, in the event loop; they must return at once.
 
@@ -126,12 +129,18 @@ def train(  # noqa: PLR0913 - a run's inputs, keyword-only except the first
     if config.engine.kind == "vllm":
         check_vllm_usable(config)
     run = run_training(
-        config, environment_class, tasks=tasks, held_out=held_out, observers=observers, resume=resume, quiet=quiet
+        *(config, environment_class),
+        tasks=tasks,
+        held_out=held_out,
+        observers=observers,
+        resume=resume,
+        named=named,
+        quiet=quiet,
     )
     return run_guarding_event_loop(run, Path(config.directory) / config.name)
 
 
-async def run_training(
+async def run_training(  # noqa: PLR0913 - as `train`
     config: RunConfig,
     environment: type[Environment],
     *,
@@ -139,6 +148,7 @@ async def run_training(
     held_out: Sequence[Task] | None = None,
     observers: Sequence[Observer] = (),
     resume: bool = False,
+    named: Collection[tuple[str, ...]] = (),
     quiet: bool = False,
     factories: RunFactories | None = None,
 ) -> Run:
@@ -175,6 +185,7 @@ async def run_training(
     info = {"name": config.name, "config": config.model_dump(mode="json"), "code": code}
     run_context = _open_run(config, directory, observers, clock, info=info, quiet=quiet, resume=resume)
     async with run_context as (store, observer), gpu_reservation():
+        config = with_recorded_changes(config, store.info(), named)
         config, chat_format, changes = await _resolve(config, factories, directory, store, observer)
         warnings += remember_run(path, config, code, selected, resumed=resume)
         recorded_turns = await asyncio.to_thread(find_recorded_turns, config, environment, path)

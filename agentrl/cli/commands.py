@@ -192,6 +192,22 @@ READING = (
                 reads=False,
             ),
             Command(
+                "pause", "stop a running run at the next safe point, until `run resume`", "control:run_pause", (_RUN,)
+            ),
+            Command("resume", "continue a run that `run pause` stopped", "control:run_resume", (_RUN,)),
+            Command(
+                "drain",
+                "start no more episodes, train on those in flight, and end the run",
+                "control:run_drain",
+                (_RUN,),
+            ),
+            Command(
+                "set",
+                "change a setting of a running run",
+                "control:run_set",
+                (_RUN, _argument("setting", metavar="KEY=VALUE", help="such as max_in_flight=64")),
+            ),
+            Command(
                 "mirror",
                 "keep a copy of a running run on another disk or node, to resume it from there",
                 "runs:run_mirror",

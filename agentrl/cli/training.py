@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.cli.output import INTERRUPTED, end_as_interrupted_on, ignore_stop_signals, print_json
-from agentrl.config.load import dump_toml, load
+from agentrl.config.load import dump_toml, load, split_override
 from agentrl.core.errors import InputError
 from agentrl.core.text import escape_line, plural
 from agentrl.observe.progress import ProgressLine, spinner
@@ -67,7 +67,8 @@ def _run_training(config: RunConfig, options: argparse.Namespace) -> Run:
     before = signal.getsignal(signal.SIGTERM)
     end_as_interrupted_on(signal.SIGTERM)  # for the moments in which the run does not handle it
     try:
-        run = run_training(config, resume=options.resume)
+        named = [split_override(override)[0] for override in options.overrides]
+        run = run_training(config, resume=options.resume, named=named)
     except KeyboardInterrupt:
         ignore_stop_signals()
         if (Path(config.directory) / config.name).is_dir():

@@ -324,6 +324,12 @@ class WorkerPool:
         if not self._unready:
             self._fill()
 
+    def limit(self, max_in_flight: int) -> None:
+        """Change the number of root episodes that may run at once."""
+        self._settings = replace(self._settings, max_in_flight=max_in_flight)
+        self._share = -(-max_in_flight // max(len(self._shared_processes), self._settings.workers))
+        self._fill()
+
     def lost(self, process: WorkerProcess) -> None:
         """Reassign the episodes of the process. They resume from their journaled entries."""
         self._deaths += 1

@@ -32,6 +32,8 @@ class ResumeRule(NamedTuple):
     """Rule of the setting. `per episode`: an episode keeps the value it began with, from the journal, to its end."""
     of_deterministic: bool = True
     """Whether the setting may differ in a deterministic run too."""
+    is_live: bool = False
+    """Whether it may also change while the run runs, by `agentrl run set`."""
 
     def allows(self, *, deterministic: bool) -> bool:
         """Whether a run may be resumed with another value."""
@@ -56,6 +58,8 @@ T = TypeVar("T")
 
 Free = Annotated[T, ResumeRule("may differ")]
 """May differ on resume: a limit, a location, or how optimizer steps work from then on."""
+Live = Annotated[T, ResumeRule("may differ", is_live=True)]
+"""May differ on resume, and change while the run runs."""
 WaveFixed = Annotated[T, ResumeRule("may differ", of_deterministic=False)]
 """May differ on resume, except in a deterministic run, where one value holds for each whole batch."""
 PerEpisode = Annotated[T, ResumeRule("per episode", of_deterministic=False)]

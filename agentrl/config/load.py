@@ -756,3 +756,36 @@ def _named_differences(
 def resume_rule_of(field: FieldInfo) -> ResumeRule:
     """The resume rule of a setting; a test refuses settings without one."""
     return next((mark for mark in field.metadata if isinstance(mark, ResumeRule)), ResumeRule("refused"))
+
+
+# --- what may change while a run runs ---------------------------------------------------------------------------------
+
+
+def changed_config(config: RunConfig, path: tuple[str, ...], value: Any) -> tuple[RunConfig, list[SettingDifference]]:
+    """Return a configuration with another value of a setting, and the differences.
+
+    Raises:
+        ConfigError: there is no such setting, or the value does not fit.
+    """
+    before = config.model_dump(mode="json")
+    data = copy.deepcopy(before)
+    set_value(data, path, value)
+    _check_plain(data)
+    try:
+        new = RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(describe_validation_error(error)) from None
+    if lines := list(converted_values(data, new.model_dump())):
+        raise ConfigError(_listed(lines))
+    return new, list(_differences(new, new.model_dump(mode="json"), before))
+
+
+def live_settings(section: type[BaseModel] = RunConfig, above: tuple[str, ...] = ()) -> list[str]:
+    """Return the keys of the settings that may change while a run runs."""
+    keys = []
+    for name, field in section.model_fields.items():
+        if resume_rule_of(field).is_live:
+            keys.append(".".join((*above, name)))
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys += live_settings(field.annotation, (*above, name))
+    return keys

@@ -19,6 +19,7 @@ from agentrl.config.fields import (
     Fixed,
     Free,
     Label,
+    Live,
     Machine,
     NumberUnit,
     Positive,
@@ -74,10 +75,10 @@ class RunConfig(Section):
     """Parent directory of run directories: this run is `directory/name`."""
     seed: Fixed[int] = 0
     """Seed of tasks, sampling, and every other random choice."""
-    steps: Free[Label[Annotated[Steps | dict[str, Steps], NumberUnit("optimizer steps")]]] = 40
+    steps: Live[Label[Annotated[Steps | dict[str, Steps], NumberUnit("optimizer steps")]]] = 40
     """Optimizer steps of each policy that learns: one number for all, or a table such as `{ proposer = 40, solver = 13
     }`."""
-    max_in_flight: Free[Episodes] = 256
+    max_in_flight: Live[Episodes] = 256
     """Maximum number of concurrent training episodes, to protect memory and services. `max_staleness` may allow fewer.
     Evaluations have a separate limit of the same size."""
     workers: Free[Annotated[Positive, NumberUnit("processes")]] = 1

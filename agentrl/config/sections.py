@@ -15,6 +15,7 @@ from agentrl.config.fields import (
     Fixed,
     Free,
     Label,
+    Live,
     Location,
     Machine,
     MaybeSteps,
@@ -504,7 +505,7 @@ class EvaluationConfig(Section):
     number for each split, also of other environments: `{ held_out = 256, hard = 64, "calculator@held_out" = 64 }`."""
     attempts: Free[Annotated[int, Field(gt=0, le=1024), NumberUnit("episodes")]] = 1
     """Episodes per held-out task. With several, pass@k is measured for k = 1, 2, 4, … up to this number."""
-    every: Free[MaybeSteps] = 0
+    every: Live[MaybeSteps] = 0
     """Steps between evaluations; 0: only before the first step and after the last."""
 
     @property
@@ -562,7 +563,7 @@ class BestConfig(Section):
 class CheckpointConfig(Section):
     """Checkpoints from which the run can resume."""
 
-    every: Free[MaybeSteps] = 10
+    every: Live[MaybeSteps] = 10
     """Steps between checkpoints. One is always written at the end; 0: only that one."""
     versions: Free[Annotated[NonNegative, NumberUnit("versions")]] = 4
     """Number of each policy's newest published versions kept on disk; 0: all."""

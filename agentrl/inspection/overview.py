@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from agentrl.core.control_messages import read_actions
 from agentrl.core.errors import InputError
 from agentrl.inspection.run_comparison import AXIS_METRICS, axis_places, interval_metric
 from agentrl.inspection.statistics import run_state
@@ -69,6 +70,8 @@ class RunOverview(msgspec.Struct, frozen=True, kw_only=True):
     """Bottleneck of the last seconds; of an ended run, the part that was busy for most of it."""
     pace: str
     """Estimated time of the first step while it is under way."""
+    controls: list[str]
+    """What was asked of the run while it ran, with time and user."""
     resumed: int
     """Number of times the run resumed from a checkpoint: by its user, or after it lost a trainer."""
     waits: list[str]
@@ -104,6 +107,7 @@ def run_overview(reader: RunReader) -> RunOverview:
         ),
         policies=sorted({policy for entry in series.values() for policy in entry.policies}),
         bottleneck=status.bottleneck if status is not None else "",
+        controls=[action.line for action in read_actions(reader.info())],
         pace=status.pace if status is not None else "",
         resumed=len(resume_times(reader.log, problems)),
         waits=list(status.waits) if status is not None else [],

@@ -466,6 +466,8 @@ def statistics_page(figures: RunStatistics) -> TerminalPage:
         page.line(f"roulette: {plural(figures.roulette.get(0.0, 0), 'episode')} stopped; survived: {weights or 'none'}")
     for caveat in figures.caveats:
         page.line(f"note: {caveat}")
+    for action in figures.controls:
+        page.line(f"control: {action}")
     return page
 
 

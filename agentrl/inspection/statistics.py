@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from agentrl.core.control_messages import read_actions
 from agentrl.core.errors import JournalError, StorageError
 from agentrl.core.records import REWARD, GameTally
 from agentrl.core.text import plural
@@ -93,6 +94,8 @@ class RunStatistics(msgspec.Struct, frozen=True, kw_only=True):
     rewards at the end."""
     caveats: list[str]
     """Settings of scorers that bias the gradient estimate or change the objective; see docs/scorers.md."""
+    controls: list[str]
+    """What was asked of the run while it ran, with time and user; see docs/operations.md."""
 
 
 def run_statistics(reader: RunReader) -> RunStatistics:
@@ -117,6 +120,7 @@ def run_statistics(reader: RunReader) -> RunStatistics:
         tokens_per_second=tokens / seconds if seconds else None,
         roulette=_roulette(log),
         caveats=[*scorer_caveats(log.config()), *_resample_caveats(log)],
+        controls=[action.line for action in read_actions(log.info())],
     )
 
 

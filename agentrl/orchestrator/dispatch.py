@@ -178,6 +178,8 @@ class Dispatcher:
     """Callback that ends the run; set with the worker."""
     tell: Callable[[str], None] = lambda line: None
     """Receives a line for the user."""
+    is_paused: bool = False
+    """Whether episodes are parked, those that start now too."""
     activity: ActivityClock = field(default_factory=lambda: ActivityClock(SystemClock()))
     """Counts the episodes in flight."""
     _environment_errors: int = 0
@@ -227,6 +229,16 @@ class Dispatcher:
     def next_group(self) -> int:
         """Number of the next root group."""
         return self.next_number // self.group_size
+
+    def pause(self) -> int:
+        """Park all episodes, until `unpause`; returns their number."""
+        self.is_paused = True
+        return sum([self.worker.park(episode_id) for episode_id in self._running])
+
+    def unpause(self) -> None:
+        """Resume all parked episodes."""
+        self.is_paused = False
+        self.worker.unpark(len(self._running) + 1)
 
     def running(self) -> Iterable[str]:
         """Return the ids of the training episodes in flight, children and those that wait for scores included."""
@@ -291,6 +303,8 @@ class Dispatcher:
             else:
                 self._set_running(resumable)
                 self.worker.submit(resumable, partial(self._end, resumable, None), resume=True)
+                if self.is_paused:
+                    self.worker.park(resumable.episode_id)
 
     def spawn(
         self,
@@ -561,6 +575,8 @@ class Dispatcher:
                 self._resumed.add(spec.episode_id)
             end = self._root_end if on_end is None else partial(self._end, spec, on_end)
             self.worker.submit(spec, end, resume=resume)
+            if self.is_paused:
+                self.worker.park(spec.episode_id)
 
     async def _play(
         self, specs: Sequence[EpisodeSpec], ends: Sequence[asyncio.Future[EpisodeHeader]]

@@ -119,7 +119,11 @@ class Orchestrator:
     _trainer_free: asyncio.Lock = field(default_factory=asyncio.Lock)
     _failure: asyncio.Future[None] | None = None
     ended_early: str | None = None
-    """The reason if a metric ended the run before its last step; else None."""
+    """The reason if a metric or a request ended the run before its last step; else None."""
+    paused_by: str = ""
+    """Who paused the run; empty: it is not paused."""
+    drained_by: str = ""
+    """Who asked the run to drain; empty: nobody did."""
     _stopping: bool = False
     _check_failure: CheckFailedError | None = None
     """Failed check that ends the run."""
@@ -181,13 +185,43 @@ class Orchestrator:
         self.outcome.interrupted = True
         self.changed.notify()
 
+    def pause(self, who: str) -> int:
+        """Stop sampling at the next turns and training after the steps in progress; returns the number of parked
+        episodes."""
+        self.paused_by, self.scheduler.is_paused = who, True
+        self.activity.change("held/pause", 1)
+        count = self.dispatcher.pause()
+        self.changed.notify()
+        return count
+
+    def unpause(self) -> None:
+        """Continue after `pause`; does nothing if the run is not paused."""
+        if self.paused_by:
+            self.paused_by, self.scheduler.is_paused = "", False
+            self.activity.change("held/pause", -1)
+            self.dispatcher.unpause()
+            self.changed.notify()
+
+    def drain(self, who: str) -> int:
+        """Admit no more, train on what is in flight, and end the run; returns the number of episodes in flight."""
+        self.drained_by, self.scheduler.is_draining = who, True
+        self.unpause()
+        self.changed.notify()
+        return self.buffer.ledger.in_flight
+
+    def change(self, plan: TrainingLoopSettings, *, max_in_flight: int, steps: Mapping[str, int]) -> None:
+        """Take other settings from now on."""
+        self.plan, self.dispatcher.max_in_flight = plan, max_in_flight
+        self.scheduler.limit(max_in_flight=max_in_flight, steps=steps)
+        self.changed.notify()
+
     def status(self) -> RunSnapshot:
         """Return the state of the run between steps: counts, and what each part waits for. Cheap: read every second."""
         ledger = self.buffer.ledger
         num_evaluated, total = self.dispatcher.evaluated()
         bottleneck = self._bottleneck.recent() if self._phase == "training" else self._bottleneck.whole()
         return RunSnapshot(
-            phase=self._phase,
+            phase="paused" if self.paused_by else self._phase,
             progress=(num_evaluated, total) if num_evaluated < total else None,
             waits=self._waits() if self._phase == "training" else (),
             in_flight=ledger.in_flight,
@@ -221,7 +255,8 @@ class Orchestrator:
         return Counter(self.dispatcher.worker.activity()) + Counter(self.activity.totals())
 
     def _waits(self) -> tuple[str, ...]:
-        waits = []
+        waits = [f"paused by {self.paused_by}"] if self.paused_by else []
+        waits += [f"draining for {self.drained_by}"] if self.drained_by else []
         for policy, size in self.plan.step_size.items():
             owner = "trainer" if len(self.plan.step_size) == 1 else f"trainer of {policy}"
             if policy in self._open_steps:
@@ -524,6 +559,8 @@ class Orchestrator:
     def _finished(self) -> bool:
         # Keep the first reason, because later values may no longer meet the condition.
         self.ended_early = self.ended_early or self.best.why_stop()
+        if self.drained_by and self.ended_early is None and self.scheduler.is_starved(self.demand()) is not None:
+            self.ended_early = f"drained by {self.drained_by}"
         if self._stopping or self.ended_early is not None:
             return True
         return all(map(self.scheduler.phases.is_over, self.board.trainable))

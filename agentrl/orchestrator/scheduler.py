@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from agentrl.core import ids
@@ -174,6 +174,10 @@ class Scheduler:
         """Number of root episodes per step of the policy that steps most often."""
         self.stepping: set[str] = set()
         """Policies that are taking a step."""
+        self.is_paused = False
+        """Whether nothing may start, until the run continues."""
+        self.is_draining = False
+        """Whether no further group may start."""
 
     def may_admit(self, demand: GroupDemand) -> bool:
         """Whether a group may start now."""
@@ -181,6 +185,8 @@ class Scheduler:
 
     def why_not(self, demand: GroupDemand) -> str | None:
         """Return the reason that holds a group back; None if there is none."""
+        if self.is_paused or self.is_draining:
+            return self._why_closed()
         running = self._buffer.ledger.in_flight
         if running + demand.episodes > self._max_in_flight:
             return f"max_in_flight: {running} episodes are running"
@@ -209,6 +215,14 @@ class Scheduler:
                     f"max_staleness of {policy}: {outstanding} units are outstanding at step {self._board.step(policy)}"
                 )
         return None
+
+    def _why_closed(self) -> str:
+        return "`agentrl run resume`: the run is paused" if self.is_paused else "nothing: the run drains"
+
+    def limit(self, *, max_in_flight: int, steps: Mapping[str, int]) -> None:
+        """Change the number of episodes that may run at once, and the last step of each policy."""
+        self._max_in_flight = max_in_flight
+        self.phases = replace(self.phases, steps=steps)
 
     def _outstanding(self, policy: str) -> int:
         """Return the number of units started or reserved, and neither trained nor dropped."""
@@ -279,6 +293,8 @@ class Scheduler:
         The second case keeps a step size that groups, drops or fan-outs cannot fill exactly from waiting forever; at
         staleness 0 it makes a step take all ready units. It applies only if nothing else can make progress.
         """
+        if self.is_paused:
+            return False
         if self._is_full(policy):
             return True
         if (
@@ -293,7 +309,7 @@ class Scheduler:
     def is_starved(self, demand: GroupDemand) -> str | None:
         """Name the policies that wait for units which can no longer come, with the reason; None while anything can
         progress."""
-        if self._buffer.ledger.in_flight or self.stepping or self.may_admit(demand):
+        if self.is_paused or self._buffer.ledger.in_flight or self.stepping or self.may_admit(demand):
             return None
         waiting = [policy for policy in self._bounds if not self.phases.is_over(policy)]
         if not waiting or any(self.may_step(policy, demand) for policy in waiting):
@@ -434,6 +450,10 @@ class SynchronousBatchScheduler(Scheduler):
         self._pinned = frozenset(pinned)
         self._dispatcher = dispatcher
 
+    def limit(self, *, max_in_flight: int, steps: Mapping[str, int]) -> None:
+        super().limit(max_in_flight=max_in_flight, steps=steps)
+        self._steps = max(steps.values())
+
     def batch_of(self, episode_id: str) -> int:
         """Return the batch of a training episode's root."""
         return ids.root_episode_number(episode_id) // self._roots
@@ -442,6 +462,9 @@ class SynchronousBatchScheduler(Scheduler):
 
     def why_not(self, demand: GroupDemand) -> str | None:
         """Return the reason that holds a group back; None if there is none."""
+        # A drained run ends with a whole batch.
+        if self.is_paused or (self.is_draining and self._dispatcher.next_group % self._groups == 0):
+            return self._why_closed()
         running = self._buffer.ledger.in_flight
         if running + demand.episodes > self._max_in_flight:
             return f"max_in_flight: {running} episodes are running"
@@ -458,7 +481,7 @@ class SynchronousBatchScheduler(Scheduler):
     def may_step(self, policy: str, demand: GroupDemand) -> bool:
         """Whether every episode of the policy's batch has ended; without units of the policy, the step is empty."""
         step = self._board.step(policy)
-        if step >= self._steps or self._dispatcher.next_group < (step + 1) * self._groups:
+        if self.is_paused or step >= self._steps or self._dispatcher.next_group < (step + 1) * self._groups:
             return False
         return not any(self.batch_of(episode_id) <= step for episode_id in self._dispatcher.running())
 

@@ -113,6 +113,7 @@ def _heading(name: str, field: FieldInfo) -> str:
         _unit(field),
         f"default: {_flat(default)}" if default else "",
         _MARKS[resume_rule_of(field).rule],
+        "*live*" if resume_rule_of(field).is_live else "",
     ]
     footnote = "" if resume_rule_of(field).of_deterministic else "¹"
     return ", ".join([shown, *filter(None, facts)]) + footnote

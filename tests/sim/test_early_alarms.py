@@ -298,17 +298,24 @@ def alarms_after(script: Script, environment: type[agentrl.Environment], steps: 
     return simulate(main, seed=0)
 
 
+HEALTHY = [(environment, steps) for environment in (Shop, OneTurn) for steps in (1, 2, 3, 6)]
+"""Runs without a failure."""
+
+
+def found(planted: Planted) -> str:
+    """Return the first alarm as a line if it is not the right one; empty: it is."""
+    first = next(iter(alarms_after(planted.script, planted.environment, **planted.changes)), None)
+    if first is None:
+        return "no alarm"
+    is_right = first.name == planted.alarm and planted.words in first.line and planted.command in first.advice
+    return "" if is_right and first.name in MEANINGS else first.line
+
+
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_failure_is_named_after_one_step_with_its_likeliest_cause_first(name: str) -> None:
-    planted = FAILURES[name]
-    first, *_ = alarms_after(planted.script, planted.environment, **planted.changes)
-    assert first.name == planted.alarm, first.line
-    assert planted.words in first.line
-    assert planted.command in first.advice
-    assert first.name in MEANINGS
+    assert found(FAILURES[name]) == ""
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 6])
-@pytest.mark.parametrize("environment", [Shop, OneTurn])
+@pytest.mark.parametrize(("environment", "steps"), HEALTHY)
 def test_a_healthy_run_raises_no_alarm_at_any_step(environment: type[agentrl.Environment], steps: int) -> None:
     assert alarms_after(healthy, environment, steps) == []

@@ -86,6 +86,6 @@ function alarms(found) {
 }
 
 function waits(run) {
-  const rows = [["bottleneck", run.bottleneck], ["first step", run.pace], ...run.waits.map((wait) => ["waits", wait])].filter(([, text]) => text);
+  const rows = [["bottleneck", run.bottleneck], ["first step", run.pace], ...run.waits.map((wait) => ["waits", wait]), ...run.controls.slice(-8).map((action) => ["control", action])].filter(([, text]) => text);
   return rows.length ? card(run.state === "running" ? "What it waits for" : "What it waited for", facts(rows, "facts nodes")) : null;
 }

@@ -1,0 +1,231 @@
+"""Live control of a run: answers `agentrl run pause | resume | drain | set` on a Unix socket in the run's directory.
+
+Only the user of the run may connect: the socket has mode 0600, and the kernel names the caller. Each action is in the
+journal before it takes effect, with who asked for it. A changed setting holds after a resume too, unless the caller
+names it then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import platform
+import pwd
+import socket
+import stat
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from agentrl.app.policies import units_per_root_group
+from agentrl.config.load import changed_config, live_settings, parse_value, split_override
+from agentrl.core.control_messages import (
+    CONTROLS,
+    MAX_ACTIONS,
+    MAX_BYTES,
+    SOCKET,
+    ControlAction,
+    ControlReply,
+    ControlRequest,
+    peer_of,
+    read_actions,
+    short_socket_path,
+)
+from agentrl.core.errors import AgentRLError, InputError
+from agentrl.core.text import plural
+
+if TYPE_CHECKING:
+    from agentrl.config.run import RunConfig
+    from agentrl.core.clock import Clock
+    from agentrl.environment.environment import Environment
+    from agentrl.journal.store import SqliteJournal
+    from agentrl.orchestrator.loop import Orchestrator
+
+
+def with_recorded_changes(config: RunConfig, info: Mapping[str, Any], named: Collection[tuple[str, ...]]) -> RunConfig:
+    """Return a configuration with the settings that were changed while the run ran.
+
+    Args:
+        config: configuration of the resume.
+        info: info of the run.
+        named: settings that the caller names for this start. Those are the caller's, as are those whose value differs
+            from the one before the change.
+    """
+    changes: dict[tuple[str, ...], tuple[Any, Any]] = {}
+    for action in read_actions(info):
+        if action.act == "set" and action.path not in named:
+            before, _ = changes.get(action.path, (action.before, None))
+            changes[action.path] = before, action.now
+    for path, (before, now) in changes.items():
+        with contextlib.suppress(InputError):  # recorded by another version, or by someone else
+            new, differences = changed_config(config, path, now)
+            if [(change.before, change.rule.is_live) for change in differences] == [(before, True)]:
+                config = new
+    return config
+
+
+class RunControl:
+    """Executes the actions of one start of a run.
+
+    Args:
+        config: configuration of the run.
+        environment: environment of the run.
+        orchestrator: loop of the run.
+        store: records the actions.
+        clock: clock of the run.
+        apply: receives a changed configuration.
+        tell: shows a line.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        environment: type[Environment],
+        orchestrator: Orchestrator,
+        store: SqliteJournal,
+        *,
+        clock: Clock,
+        apply: Callable[[RunConfig], None],
+        tell: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._environment = environment
+        self._orchestrator = orchestrator
+        self._store = store
+        self._clock = clock
+        self._apply = apply
+        self._tell = tell
+        self._lock = asyncio.Lock()
+
+    async def execute(self, request: ControlRequest, who: str) -> str:
+        """Journal an action and take it; returns what was done.
+
+        Raises:
+            InputError: it cannot be taken.
+        """
+        async with self._lock:
+            loop = self._orchestrator
+            if request.act == "set":
+                return await self._set(request.setting, who)
+            if request.act == "resume" and not loop.paused_by:
+                raise InputError("the run is not paused")
+            if request.act == "pause" and loop.paused_by:
+                raise InputError(f"the run is paused already, by {loop.paused_by}")
+            if request.act == "drain" and loop.drained_by:
+                raise InputError(f"the run drains already, for {loop.drained_by}")
+            await self._record(ControlAction(self._clock.wall(), who, request.act))
+            match request.act:
+                case "pause":
+                    count = loop.pause(who)
+                    return (
+                        f"pausing: {plural(count, 'episode')} stop at the next turn, and a step in progress ends; "
+                        "`agentrl run resume` continues the run"
+                    )
+                case "resume":
+                    loop.unpause()
+                    return "the run continues"
+                case _:
+                    count = loop.drain(who)
+                    return f"draining: {plural(count, 'episode')} in flight end and are trained, then the run ends"
+
+    async def _set(self, setting: str, who: str) -> str:
+        path, text = split_override(setting)
+        value = parse_value(text)
+        new, differences = changed_config(self._config, path, value)
+        key = ".".join(path)
+        if not differences:
+            raise InputError(f"{key} is {value!r} already")
+        if fixed := [difference.key for difference in differences if not difference.rule.is_live]:
+            raise InputError(
+                f"{', '.join(fixed)}: cannot change while the run runs; stop it with Ctrl-C, and resume it with "
+                f"--resume --{setting}, if docs/configuration.md allows that. While it runs, these may change: "
+                f"{', '.join(live_settings())}"
+            )
+        units_per_root_group(new, self._environment)
+        (change,) = differences
+        action = ControlAction(self._clock.wall(), who, "set", path, change.before, change.now)
+        await self._record(action)
+        self._config = new
+        self._apply(new)
+        return f"{key} was {change.before!r} and is {change.now!r}; it holds after a resume too"
+
+    async def _record(self, action: ControlAction) -> None:
+        actions = [*read_actions(self._store.info()), action][-MAX_ACTIONS:]
+        await self._store.describe(**{CONTROLS: msgspec.to_builtins(actions)})
+        self._tell(f"control: {action.act} {'.'.join(action.path)} by {action.who}".replace("  ", " "))
+
+
+@contextlib.asynccontextmanager
+async def serve_control(run: Path, control: RunControl, tell: Callable[[str], None]) -> AsyncIterator[None]:
+    """Answer requests on the socket of a run within the context. Without one, for example on a file system that has no
+    sockets, the run goes on."""
+    try:
+        listener = _listen(run)
+    except OSError as error:
+        tell(f"no live control: {run / SOCKET}: {error.strerror or error}")
+        yield
+        return
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
+            async with asyncio.timeout(60.0):
+                reply = await _answer(control, reader, writer)
+                writer.write(msgspec.json.encode(reply) + b"\n")
+                await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_unix_server(answer, sock=listener, limit=MAX_BYTES)
+    try:
+        yield
+    finally:
+        server.close()
+        with contextlib.suppress(OSError):
+            (run / SOCKET).unlink()
+
+
+def _listen(run: Path) -> socket.socket:
+    """Bind the socket of a run, in place of one that an earlier process left.
+
+    Raises:
+        OSError: it cannot be made, or something else has its name.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.lstat(run / SOCKET).st_mode):
+            raise OSError(0, "is not a socket; remove it")
+        os.unlink(run / SOCKET)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with short_socket_path(run) as path:
+            listener.bind(path)
+            os.chmod(path, 0o600)  # nobody can connect before it listens
+        listener.listen(8)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+async def _answer(control: RunControl, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> ControlReply:
+    process, user = peer_of(writer.get_extra_info("socket"))
+    if user not in (os.geteuid(), 0):
+        return ControlReply(done=False, text="only the user of the run may control it")
+    try:
+        request = msgspec.json.decode(await reader.readuntil(b"\n"), type=ControlRequest)
+    except (ValueError, RecursionError, asyncio.LimitOverrunError):
+        return ControlReply(done=False, text="the request is not one that this version of agentrl knows")
+    try:
+        return ControlReply(done=True, text=await control.execute(request, _who(process, user)))
+    except AgentRLError as error:
+        return ControlReply(done=False, text=str(error))
+
+
+def _who(process: int, user: int) -> str:
+    try:
+        name = pwd.getpwuid(user).pw_name
+    except KeyError:
+        name = f"user {user}"
+    return f"{name}@{platform.node()} (process {process})"
