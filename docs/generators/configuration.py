@@ -46,8 +46,9 @@ settings marked
 
 * *fixed*: another value is refused;
 * *new episodes*: episodes in flight keep their value;
-* *live*: may also change while the run runs, by [`agentrl run set`](operations.md#controlling-a-running-run);
 * ¹: fixed with `deterministic = true`.
+
+[`agentrl run set`](operations.md#controlling-a-running-run) changes settings marked *live* while the run runs.
 """
 
 
