@@ -161,5 +161,5 @@ def _entries(run: Path) -> Iterator[JournalEntry]:
     for path in sorted((run / "journal").glob("turns*.db")):
         with sqlite3.connect(path) as partition:
             for row in partition.execute("SELECT episode, attempt, call, asked, body FROM entries"):
-                named = dict(zip(("episode_id", "attempt", "call_id", "asked", "body"), row, strict=True))
+                named = dict(zip(("episode_id", "attempt", "call_id", "request_hash", "body"), row, strict=True))
                 yield msgspec.convert(named, JournalEntry)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
 import tomllib
@@ -15,6 +16,7 @@ from agentrl.config.load import all_keys
 from agentrl.config.run import RunConfig
 from agentrl.observe.metrics import find_registered_metric
 from tests.markdown_pages import LINK, PAGES, ROOT, blocks, broken_links, prose, python_of
+from tests.outside_agents.environments import LIBRARIES, REQUIREMENTS
 
 NEEDED = {"environment": {"id": "calculator"}, "model": {"path": "agentrl.environments:calculator/model"}}
 
@@ -121,6 +123,22 @@ def test_files_named_in_the_text_exist() -> None:
     named = [(name(page), path) for page in PAGES for path in pattern.findall(prose(page))]
     assert len(named) > 5
     assert not [(page, path) for page, path in named if not (ROOT / path).exists()]
+
+
+def test_the_page_of_agent_libraries_is_what_is_trained() -> None:
+    page = (ROOT / "docs/outside_agents.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1:-1] for line in page.partition("| to be set |")[2].split("\n\n")[0].split("\n")[2:]]
+    assert len(rows) == len(LIBRARIES)
+    for (library, environment), (title, settings, tool) in zip(LIBRARIES.items(), rows, strict=True):
+        version = REQUIREMENTS[library][0].partition("==")[2]
+        assert version.startswith(title.split("(")[0].split()[-1]), title
+        set_here = {name for name in ("failed_reward", "ignored_fields") if name in vars(environment)}
+        assert {name for name in ("failed_reward", "ignored_fields") if f"`{name} = " in settings} == set_here
+        lines = [f"{name} = {json.dumps(vars(environment)[name])}" for name in set_here - {"ignored_fields"}]
+        variables = [word for word in environment.command[1:] if "=" in word]
+        assert all(f"`{line}`" in settings for line in (*lines, *variables)), settings
+        assert (environment.unknown_tool or "it is told") in tool
+    assert (ROOT / "tests/outside_agents/programs/pydantic_ai_agent.py").read_text(encoding="utf-8") in page
 
 
 def test_nothing_is_promised_for_later() -> None:
