@@ -340,9 +340,10 @@ def _check_requests(environment: type[HarnessEnvironment], last: ExecutedEpisode
     else:
         end = f"play returned {shortened_repr(results[-1])}"
     seats = " or ".join(repr(seat) for seat in environment.seats)
+    named = f" and name the model {seats}" if len(environment.seats) > 1 else ""  # else any name is the seat
     report.findings.append(
         f"no request for seat {seats} was answered in {report.episodes} of {plural(report.episodes, 'episode')}; "
-        f"{end}: does it read {'OPENAI_BASE_URL' if is_command else 'endpoint.url'} and name the model {seats}?"
+        f"{end}: does it read {'OPENAI_BASE_URL' if is_command else 'endpoint.url'}{named}?"
     )
 
 

@@ -44,7 +44,7 @@ def install(library: str) -> None:
     if (python.parents[1] / "installed").exists():
         return
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(python.parents[1])], check=True)
-    command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *REQUIREMENTS[library]]
+    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *REQUIREMENTS[library]]
     installed = subprocess.run(command, capture_output=True, text=True, check=False)
     if installed.returncode:
         raise InstallationError(installed.stdout + installed.stderr)

@@ -137,11 +137,13 @@ def train_killed(library: str, directory: Path) -> Outcome:
         second.wait()
     assert status == 0, _said(directory)
     after = _replies(run)
-    lost = {key for key, reply in before.items() if _newest(after, key) != reply}
+    newest = {episode: attempt for episode, _, attempt in sorted(after, key=lambda key: key[2])}
+    asked_again = {key: after.get((*key[:2], newest[key[0]])) for key in before if newest[key[0]] > key[2]}
+    lost = {key for key, reply in asked_again.items() if reply != before[key]}
     rows = _rows(run, "SELECT reward, drop_reason, detail FROM episodes")
     return Outcome(
         steps=max(step for (step,) in _rows(run, "SELECT step FROM steps")),
-        recalled=len(before) - len(lost),
+        recalled=len(asked_again) - len(lost),
         resampled_tokens=sum(len(before[key]) // 4 for key in lost),
         dropped=[f"{reason}: {detail}" for _, reason, detail in rows if reason not in (None, "run_ended")],
         violations=judge(run, ended=True),
@@ -191,12 +193,6 @@ def _replies(run: Path) -> dict[tuple[str, str, int], bytes]:
             if isinstance(body := entry.decode(), TurnEntry):
                 found[entry.episode_id, entry.call_id, entry.attempt] = body.token_ids
     return found
-
-
-def _newest(replies: Mapping[tuple[str, str, int], bytes], key: tuple[str, str, int]) -> bytes | None:
-    """The reply to a call in an episode's newest attempt."""
-    newest = max(attempt for episode, _, attempt in replies if episode == key[0])
-    return replies.get((key[0], key[1], newest))
 
 
 if __name__ == "__main__":

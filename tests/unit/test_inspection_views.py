@@ -57,6 +57,8 @@ from agentrl.inspection.timelines import (
 )
 from agentrl.inspection.tokens import Vocabulary, base_model_directory, episode_tokens, read_step_row_columns
 from agentrl.journal.run_log import RunStart
+from agentrl.observe.progress import LineDisplay
+from agentrl.observe.run_state import RunDisplaySettings, RunState
 from tests.journal_cases import HOSTILE, write_run
 
 
@@ -121,6 +123,19 @@ def test_a_long_result_of_an_effect_is_shown_with_its_last_line() -> None:
     assert [line.strip() for line in lines[1:4]] == ["output", "Traceback (most recent call last):", "…"]
     assert lines[4:] == [f"    {line}" for line in [*frames, "KeyError: 'the cause'"][-len(lines[4:]) :]]
     assert 1000 < len(lines) < 2000
+
+
+def test_a_failure_of_several_lines_is_shown_as_lines() -> None:
+    frames = [f"  frame {number}" for number in range(40)]
+    said = "\n".join(["the program failed: write `failed_reward = 0.0`.", *frames, "KeyError: \x1b[31m'ad'"])
+    page, why, terminal = TerminalPage(), reasons_page("e", [Reason("ended", said)]), io.StringIO()
+    page.facts([("because", said)])
+    LineDisplay(RunState(plan=RunDisplaySettings()), terminal).line(f"WARNING {said}")
+    for text in (shown(page), shown(why), terminal.getvalue()):
+        assert "\\n" not in text
+        lines = [line.strip() for line in text.rstrip().split("\n")]
+        assert lines[-41:] == [*map(str.strip, frames), "KeyError: \\x1b[31m'ad'"]
+        assert all(line.startswith("    ") for line in text.rstrip().split("\n")[-41:])
 
 
 def test_an_update_inside_a_turn_is_told_in_its_place(reader: RunReader) -> None:
