@@ -372,7 +372,7 @@ def run_prune(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
 
 def run_export(options: argparse.Namespace) -> int:
     """`agentrl run export [RUN] --to FORMAT [--out PATH] [--where …] [--match …] [--limit N] [--force]`."""
-    from agentrl.inspection.export.exporting import export
+    from agentrl.inspection.export.exporting import MAX_EPISODES, export
     from agentrl.observe.progress import ProgressLine
 
     with open_run(options) as reader, contextlib.closing(ProgressLine("exporting", sys.stderr)) as progress:
@@ -392,7 +392,9 @@ def run_export(options: argparse.Namespace) -> int:
     _say(f"{export_result.path}: {plural(export_result.episodes, 'episode')}")
     if export_result.left_out:
         count = export_result.episodes + export_result.left_out
-        _say(f"  the newest of {count:,}: write all of them with --limit {count}")
+        is_too_long = options.to == "html" and count > MAX_EPISODES
+        remedy = "browse all of them with `agentrl run serve`" if is_too_long else f"write all with --limit {count}"
+        _say(f"  the newest of {count:,}: {remedy}")
     for problem in export_result.problems[:PROBLEMS_SHOWN]:
         _say(f"  not readable: {problem}")
     if len(export_result.problems) > PROBLEMS_SHOWN:

@@ -87,7 +87,7 @@ def _call_in_thread(function: Callable[[], T]) -> T:
         interrupts.request()
 
     is_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, on_sigint) if is_main else None
+    before = signal.signal(signal.SIGINT, on_sigint) if is_main else None  # None also for a handler of C code
     try:
         threading.Thread(target=copy_context().run, args=(work,), name="agentrl", daemon=True).start()
         return future.result()
@@ -97,7 +97,7 @@ def _call_in_thread(function: Callable[[], T]) -> T:
         raise
     finally:
         if is_main:
-            signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.core.errors import InputError
+from agentrl.inspection.export import exporting
 from agentrl.inspection.export.atif import file_name
 from agentrl.inspection.export.exporting import export
 from agentrl.inspection.export.formats import EXPORTS
@@ -80,8 +81,12 @@ def test_a_page_has_the_newest_thousand_episodes_and_other_formats_have_all(
     out = tmp_path / "episodes.jsonl"
     assert main(["run", "export", str(sample_run), "--to", "jsonl", "--out", str(out), "--limit", "3"]) == 0
     assert [(line["episode"], line["attempt"]) for line in lines_of(out)] == keys[-3:]
-    assert f"the newest of {len(keys):,}: write all of them with --limit {len(keys)}" in capsys.readouterr().out
+    assert f"the newest of {len(keys):,}: write all with --limit {len(keys)}" in capsys.readouterr().out
     monkeypatch.setitem(EXPORTS, "html", EXPORTS["html"]._replace(limit=5))  # type: ignore[arg-type]
+    monkeypatch.setattr(exporting, "MAX_EPISODES", 6)
+    assert main(["run", "export", str(sample_run), "--to", "html", "--out", str(tmp_path / "short.html")]) == 0
+    assert "browse all of them with `agentrl run serve`" in capsys.readouterr().out
+    monkeypatch.setattr(exporting, "MAX_EPISODES", 10_000)
     whole = export(reader, "html", tmp_path / "page.html")
     assert (whole.episodes, whole.left_out) == (5, len(keys) - 5)
     whole = export(reader, "html", tmp_path / "whole.html", limit=len(keys))
