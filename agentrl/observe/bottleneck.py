@@ -36,7 +36,6 @@ Activity = Literal[
     "checkpoint",
     "held/max_in_flight",
     "held/staleness",
-    "held/pause",
 ]
 """What takes time: the first nine are of an episode, in its worker, the others of the loop; `held/…` is what holds
 admission back."""
@@ -184,8 +183,6 @@ def find_bottleneck(
     if _age(before, now) <= 0.0:
         return None
     shares = _Shares.between(before if filled is None else filled, now)
-    if shares.of("held/pause" + ANY) > 0.5:
-        return Bottleneck("paused", "`agentrl run resume` continues the run")
     is_sampling, is_stepping = (min(shares.of(activity + ANY), 1.0) for activity in ("episodes", "step"))
     sampling_waits, trainer_waits = 1.0 - is_sampling, 1.0 - is_stepping
     if max(sampling_waits, trainer_waits) < 0.05:
@@ -286,8 +283,9 @@ class BottleneckWatch:
         """Readings at the ends of steps, the oldest first."""
 
     def start(self) -> None:
-        """Note that training begins now."""
-        self._start = self._read()
+        """Note that training begins or continues now."""
+        self._start, self._first_step = self._read(), None
+        self._marks.clear()
 
     def step_begins(self) -> None:
         """Note that a step begins."""

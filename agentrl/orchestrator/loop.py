@@ -37,7 +37,7 @@ from agentrl.core.text import format_seconds, plural
 from agentrl.credit.baselines import RoleMeans
 from agentrl.credit.step_credit import OptimizerStepCreditAssigner
 from agentrl.journal.port import JournalStore, MetricRow, StepRow
-from agentrl.observe.bottleneck import TURNS, Activity, ActivityClock, BottleneckWatch
+from agentrl.observe.bottleneck import TURNS, Activity, ActivityClock, Bottleneck, BottleneckWatch
 from agentrl.observe.run_state import RunSnapshot
 from agentrl.orchestrator.buffer import EpisodeBuffer, ReadyUnit
 from agentrl.orchestrator.checkpoints import CheckpointWriter, JournalRetention, VersionRetention
@@ -189,7 +189,6 @@ class Orchestrator:
         """Stop sampling at the next turns and training after the steps in progress; returns the number of parked
         episodes."""
         self.paused_by, self.scheduler.is_paused = who, True
-        self.activity.change("held/pause", 1)
         count = self.dispatcher.pause()
         self.changed.notify()
         return count
@@ -198,7 +197,7 @@ class Orchestrator:
         """Continue after `pause`; does nothing if the run is not paused."""
         if self.paused_by:
             self.paused_by, self.scheduler.is_paused = "", False
-            self.activity.change("held/pause", -1)
+            self._bottleneck.start()
             self.dispatcher.unpause()
             self.changed.notify()
 
@@ -219,7 +218,10 @@ class Orchestrator:
         """Return the state of the run between steps: counts, and what each part waits for. Cheap: read every second."""
         ledger = self.buffer.ledger
         num_evaluated, total = self.dispatcher.evaluated()
-        bottleneck = self._bottleneck.recent() if self._phase == "training" else self._bottleneck.whole()
+        if self.paused_by:
+            bottleneck: Bottleneck | None = Bottleneck("paused", "`agentrl run resume` continues the run")
+        else:
+            bottleneck = self._bottleneck.recent() if self._phase == "training" else self._bottleneck.whole()
         return RunSnapshot(
             phase="paused" if self.paused_by else self._phase,
             progress=(num_evaluated, total) if num_evaluated < total else None,

@@ -123,7 +123,7 @@ def runs(tmp_path: Path) -> Iterator[Callable[..., Running]]:
             run.kill()
 
 
-def test_a_run_is_paused_changed_killed_resumed_and_drained(
+def test_a_run_is_paused_changed_killed_resumed_and_drained(  # noqa: PLR0915 - one run, told in order
     runs: Callable[..., Running], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = runs()
@@ -134,6 +134,8 @@ def test_a_run_is_paused_changed_killed_resumed_and_drained(
     with pytest.raises(InputError, match="paused already"):
         run.ask("pause")
     run.until(lambda: (snapshot := read_run_snapshot(run.path)) is not None and snapshot.phase == "paused")
+    assert (snapshot := read_run_snapshot(run.path)) is not None
+    assert snapshot.bottleneck == "a pause: `agentrl run resume` continues the run"
     time.sleep(1.5)  # a step that had begun ends
     steps, size = run.steps(), _turns(run.path)
     time.sleep(2.0)
