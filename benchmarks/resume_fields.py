@@ -442,7 +442,7 @@ def resumed(setting: Setting, killed: Path, scratch: Path, judged: Judge = judge
             found.outcome, found.message = "refused", str(error)
         return found
     path = Path(now.directory) / now.name
-    shutil.copytree(killed, path)
+    shutil.copytree(killed, path, ignore=shutil.ignore_patterns("control.sock"))
     try:
         run = play(now, resume=True)
     except ConfigError as error:

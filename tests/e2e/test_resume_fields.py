@@ -96,7 +96,7 @@ def test_of_a_deterministic_run_less_may_differ(setting: Setting) -> None:
 
 def test_an_unfinished_episode_keeps_its_temperature_and_a_new_one_takes_the_new(killed: Path, tmp_path: Path) -> None:
     path = tmp_path / "run"
-    shutil.copytree(killed, path)
+    shutil.copytree(killed, path, ignore=shutil.ignore_patterns("control.sock"))
     unfinished = [name for name in _episodes(path, "status = in_flight") if _temperatures(path, name)]
     assert unfinished, "none has begun; those that were only admitted begin under the new value"
     play(RunConfig(**base(path) | {"sampling": {"temperature": 0.5}, "steps": TRAINED + 3}), resume=True)
@@ -110,7 +110,7 @@ def test_a_run_whose_rows_mix_temperatures_goes_on_and_says_what_it_dropped(
     killed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "run"
-    shutil.copytree(killed, path)
+    shutil.copytree(killed, path, ignore=shutil.ignore_patterns("control.sock"))
     mixed = [name for name in _episodes(path, "status = ready or status = trained") if _mix(path, name)]
     consumed = _consumed(path, through=2)
     lost = sorted(set(mixed) - consumed)
@@ -128,7 +128,7 @@ def test_a_run_whose_rows_mix_temperatures_goes_on_and_says_what_it_dropped(
 
 def test_a_resume_says_what_it_does(killed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run"
-    shutil.copytree(killed, path)
+    shutil.copytree(killed, path, ignore=shutil.ignore_patterns("control.sock"))
     status = read_run_snapshot(path)
     assert status is not None
     write_run_snapshot(path, dataclasses.replace(status, wall=status.wall - 2 * SILENT_S))  # else it may only be slow
@@ -162,7 +162,7 @@ def test_a_resume_says_that_no_checkpoint_can_be_used_or_that_there_is_none(
     killed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "run"
-    shutil.copytree(killed, path)
+    shutil.copytree(killed, path, ignore=shutil.ignore_patterns("control.sock"))
     for manifest in (path / "checkpoints").glob("*/manifest.json"):
         manifest.write_text("{}")
     with pytest.raises(StorageError, match="step_000004-0"):

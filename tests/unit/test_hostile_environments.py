@@ -317,7 +317,7 @@ def test_a_run_directory_that_goes_away_under_its_run_ends_it(tmp_path: Path, ho
             return
         run.rename(tmp_path / "kept")
         if how == "replaced":
-            shutil.copytree(tmp_path / "kept", run)
+            shutil.copytree(tmp_path / "kept", run, ignore=shutil.ignore_patterns("control.sock"))
 
     with pytest.raises(StorageError, match="removed"):
         play(tmp_path, take_away)
