@@ -125,7 +125,9 @@ async def find_start_point(
     resume_state = recovery.resume_state(config, store)
 
     def refusal_of(spec: EpisodeSpec) -> str:
-        unknown = {*(binding.policy for binding in spec.seats.values()), *spec.pins} - config.policies.keys()
+        bindings = spec.seats.values()
+        pinned = {version.policy for version in (*spec.pins.values(), *(each.pin for each in bindings)) if version}
+        unknown = {*(binding.policy for binding in bindings), *spec.pins, *pinned} - config.policies.keys()
         return refusal(spec) or (f"the configuration has no policy {min(unknown)!r}" if unknown else "")
 
     if await _drop_refused(store, resume_state.unfinished, refusal_of, tell):

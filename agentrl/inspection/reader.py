@@ -27,7 +27,7 @@ from agentrl.core.files import expand_path
 from agentrl.core.records import ForkPoint, PolicyVersion
 from agentrl.inspection.ledger import RunLedger, run_ledger
 from agentrl.inspection.where_filter import FilterColumn, JsonColumn, find_column, parse_where_filter
-from agentrl.journal.control_rows import row_checksum
+from agentrl.journal.control_rows import is_intact
 from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, decode_entries
 from agentrl.journal.reader import TurnLogReader, load_fork_prefix
 from agentrl.journal.run_log import SqliteRunLog
@@ -182,7 +182,7 @@ def verified_control_rows(
     names = control_columns(table)
     row_values = []
     for row in log.rows(f"SELECT * FROM {table} WHERE {condition}", *parameters):
-        if row_checksum(table, row[:-1]) == row[-1]:
+        if is_intact(table, row):
             row_values.append(dict(zip(names, row, strict=True)))
         elif problems is not None:
             problems.append(
@@ -502,7 +502,7 @@ class RunReader:
         for table in ("admissions", "episodes"):
             statement = f"SELECT * FROM {table} WHERE episode = ? AND attempt = ?"
             for row in self.log.rows(statement, episode, attempt):
-                if row_checksum(table, row[:-1]) != row[-1]:
+                if not is_intact(table, row):
                     return f"its record in `{table}` does not match its checksum: altered, or damaged by the disk"
         return None
 

@@ -5,6 +5,7 @@ Query columns are written once, at commit, and never updated: the fate of a unit
 
 from __future__ import annotations
 
+import functools
 import math
 import sqlite3
 import zlib
@@ -40,7 +41,7 @@ from agentrl.journal.port import (
     UnitDropped,
     VersionPublication,
 )
-from agentrl.journal.schema import DAMAGE, all_rows, database_error
+from agentrl.journal.schema import DAMAGE, all_rows, column_types, database_error
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -65,6 +66,17 @@ _NAMED_REWARDS = msgspec.json.Decoder(tuple[tuple[str, float], ...])
 def row_checksum(table: str, values: Sequence[Any]) -> int:
     """Compute the CRC-32 of a control row: its table and all its other columns."""
     return _checksum(table, _ENCODER.encode(values))
+
+
+def is_intact(table: str, row: Sequence[Any]) -> bool:
+    """Whether a row, its checksum last, is as it was written. SQLite keeps text in a column of integers if a file is
+    edited with another program, so the types are checked too."""
+    return row_checksum(table, row[:-1]) == row[-1] and _has_types(table, tuple(map(type, row)))
+
+
+@functools.cache
+def _has_types(table: str, types: tuple[type, ...]) -> bool:
+    return all(found in allowed for found, allowed in zip(types, column_types(table), strict=True))
 
 
 def with_checksum(table: str, row: Sequence[Any]) -> Sequence[Any]:
@@ -532,7 +544,7 @@ def _all_hold(connection: sqlite3.Connection, table: str) -> bool:
     """Whether every row of a table matches its checksum; a fast check for millions of rows."""
     tolerant, connection.text_factory = connection.text_factory, str
     try:
-        return all(row_checksum(table, row[:-1]) == row[-1] for row in connection.execute(f"SELECT * FROM {table}"))
+        return all(is_intact(table, row) for row in connection.execute(f"SELECT * FROM {table}"))
     except DAMAGE:
         return False
     finally:
@@ -540,7 +552,7 @@ def _all_hold(connection: sqlite3.Connection, table: str) -> bool:
 
 
 def _verify(table: str, row: Sequence[Any], location: str = "") -> None:
-    if row_checksum(table, row[:-1]) != row[-1]:
+    if not is_intact(table, row):
         raise JournalError(
             f"{location}{str(row[0])[:100]!r}: a record in `{table}` does not match its checksum; it was altered or "
             "the disk damaged it; restore the file from a copy"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sqlite3
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Literal
@@ -99,7 +100,16 @@ _CONTROL = (
     " LEFT JOIN unit_drops d ON d.episode = t.episode AND d.attempt = t.attempt AND d.policy = t.policy",
 )
 
+_TYPES = {"INTEGER": int, "REAL": float, "TEXT": str, "BLOB": bytes}
+
 _STATEMENTS: dict[Kind, tuple[str, ...]] = {"control": _CONTROL, "turns": _TURNS}
+
+
+def column_types(table: str) -> tuple[frozenset[type], ...]:
+    """Return the types that values of each column of a control table have in Python."""
+    (statement,) = (text for text in _CONTROL if text.startswith(f"CREATE TABLE {table} "))
+    columns = re.findall(r"(\w+) (INTEGER|REAL|TEXT|BLOB)( NOT NULL)?", statement)
+    return tuple(frozenset({_TYPES[kind]} if needed else {_TYPES[kind], type(None)}) for _, kind, needed in columns)
 
 
 def private_directory(directory: Path) -> None:

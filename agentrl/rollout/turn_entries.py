@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from agentrl.core.errors import EngineError, JournalError
+from agentrl.core.errors import JournalError
 from agentrl.core.records import (
     Completion,
     ExpertRoutingRestart,
@@ -83,14 +83,14 @@ def completion_from_entry(entry: TurnEntry) -> Completion:
     """Return the completion that an entry recorded.
 
     Raises:
-        EngineError: the finish reason is unknown.
+        JournalError: the finish reason is unknown.
     """
     finish_reason: FinishReason
     match entry.finish_reason:
         case "stop" | "length" | "abort" as finish_reason:
             pass
         case other:
-            raise EngineError(f"the journal holds an unknown finish_reason {other!r}")
+            raise JournalError(f"{entry.seat}[{entry.index}], turn {entry.turn}: unknown finish_reason {other[:100]!r}")
     mask = None
     if entry.mask_counts is not None:
         counts = np.frombuffer(entry.mask_counts, dtype="<i4")

@@ -71,13 +71,26 @@ def test_no_changed_field_does_harm(recorded: tuple[ReceivedRun, Watch], place: 
 
 
 @pytest.mark.parametrize("recorded", ["scripted"], indirect=True)
-@pytest.mark.parametrize("field", ["admissions.spec.pins.{key}", "admissions.spec.seats.*.policy"])
+@pytest.mark.parametrize(
+    "field", ["admissions.spec.pins.{key}", "admissions.spec.pins.*.policy", "admissions.spec.seats.*.policy"]
+)
 def test_an_episode_of_an_unknown_policy_is_dropped_on_resume(
     recorded: tuple[ReceivedRun, Watch], place: Path, field: str
 ) -> None:
     run, watch = recorded
     (case,) = (case for case in cases(run, watch) if (case.field, case.name) == (field, "escape"))
     assert attack(run, case, watch, place / "copy", ["train --resume"], strict=True).faults == []
+
+
+@pytest.mark.parametrize("recorded", ["scripted"], indirect=True)
+@pytest.mark.parametrize("field", ["trajectories.tokens", "TurnEntry.finish_reason"])
+def test_records_that_no_run_writes_are_damage_to_every_command(
+    recorded: tuple[ReceivedRun, Watch], place: Path, field: str
+) -> None:
+    """Types are the journal's own check: SQLite keeps text in a column of integers."""
+    run, watch = recorded
+    (case,) = (case for case in cases(run, watch) if (case.field, case.name) == (field, "escape"))
+    assert attack(run, case, watch, place / "copy").faults == []
 
 
 @pytest.mark.parametrize("recorded", ["model"], indirect=True)
