@@ -6,21 +6,24 @@ import asyncio
 import os
 import re
 import shutil
+import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from agentrl.app.policies import adapter_slots_needed, largest_lora_rank
 from agentrl.config.devices import DevicePlan, plan_devices
 from agentrl.config.policies import BotPolicy, ExternalPolicyConfig, RemotePolicy
 from agentrl.config.run import RunConfig
 from agentrl.config.scorers import reward_model_name
-from agentrl.core.errors import ConfigError
+from agentrl.core.errors import ConfigError, InputError
 from agentrl.core.machine import LARGE_GPU, Gpu, Memory, finds_compiler, gpus, install_command
 from agentrl.core.ports import Engine, Trainer
 from agentrl.core.records import PolicyVersion
+from agentrl.engines.external import read_api_key
 from agentrl.engines.process import SILENCE_S, ChildProgram, LocalPlacement, ProcessPlacement
 from agentrl.engines.remote.client import ProcessEngine
 from agentrl.engines.router import EngineRouter, Fleet
@@ -37,6 +40,8 @@ EMBEDDED = "agentrl.engines.embedded.engine:EmbeddedEngine.load"
 REWARD_MODEL = "agentrl.engines.reward_model:RewardModelEngine.load"
 VLLM = "agentrl.engines.vllm.engine:VllmEngine.load"
 VLLM_MODULE = "agentrl.engines.vllm.process"
+CONNECT_S = 2.0
+"""Seconds to wait for an endpoint's connection before a run starts."""
 SLOWEST_LOAD = 50e6
 """Bytes of weights that an engine loads in a second, at least."""
 SLOTS, SLOTS_ON_LARGE_GPU = 64, 256
@@ -59,7 +64,7 @@ async def make_engine(
         tell: receives a line for the user when an engine process dies.
         log: file for the error streams of the engine's processes; None: this process's own.
     """
-    external = external_policies(config) if config.of_kind(ExternalPolicyConfig) else {}
+    external = external_policies(config, tell) if config.of_kind(ExternalPolicyConfig) else {}
     engine_versions = {name: version for name, version in versions.items() if name not in external}
     replicas = await _engines_by_policy(config, engine_versions, tell, log) if engine_versions else {}
     engines = {id(engine): engine for fleet in replicas.values() for engine in fleet}
@@ -119,8 +124,31 @@ def weight_file_bytes(model: str) -> int:
     return sum(file.stat().st_size for file in Path(model).glob("*.safetensors"))
 
 
-def external_policies(config: RunConfig) -> dict[str, ExternalPolicy]:
-    """Return the policies that no engine of the run serves.
+def check_endpoints(config: RunConfig) -> None:
+    """Refuse remote policies without their key, or at whose address nothing listens: their calls would be retried for
+    minutes.
+
+    Raises:
+        ConfigError: a key is not in the environment.
+        InputError: a connection is refused, or the host is unknown.
+    """
+    for name, policy in config.of_kind(RemotePolicy).items():
+        read_api_key(name, policy)
+        address = urlsplit(policy.url)
+        port = address.port or (443 if address.scheme == "https" else 80)
+        try:
+            socket.create_connection((address.hostname or "", port), timeout=CONNECT_S).close()
+        except TimeoutError:
+            pass  # a slow network: the run warns if its calls fail, too
+        except OSError as error:
+            raise InputError(
+                f"policies.{name}.url = {policy.url}: nothing answers there ({error.strerror or error}); start the "
+                "server, or correct the URL"
+            ) from error
+
+
+def external_policies(config: RunConfig, tell: Callable[[str], None] = lambda line: None) -> dict[str, ExternalPolicy]:
+    """Return the policies that no engine of the run serves. `tell` receives a line for the user when one is lost.
 
     Raises:
         ConfigError: a key is not in the environment.
@@ -130,7 +158,7 @@ def external_policies(config: RunConfig) -> dict[str, ExternalPolicy]:
     from agentrl.engines.remote_policy import RemotePolicyClient
 
     endpoints = {
-        name: RemotePolicyClient(policy=name, config=_share_of_endpoint(config, name, policy))
+        name: RemotePolicyClient(policy=name, config=_share_of_endpoint(config, name, policy), tell=tell)
         for name, policy in config.of_kind(RemotePolicy).items()
     }
     bots = {

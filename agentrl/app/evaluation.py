@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from agentrl.app.assemble import attach_local_worker, make_dispatcher
-from agentrl.app.engines import make_engine
-from agentrl.app.hub import with_downloaded_models
+from agentrl.app.engines import check_endpoints, make_engine
+from agentrl.app.hub import check_local_models, with_downloaded_models
 from agentrl.app.memory_estimate import check_gpu_memory, with_chosen_token_limits
 from agentrl.app.policies import (
     check_tokenizers,
@@ -348,6 +348,8 @@ def prepare_evaluation(
     config = with_frozen_policies(
         config, [weights_from_directory(name, path) for name, path in _by_policy(config, policy).items()]
     )
+    check_local_models(config)
+    check_endpoints(config)
     config = with_chosen_token_limits(with_downloaded_models(config, {}), {})
     check_tokenizers(config)
     return config, frozen_policy_weights(config)

@@ -13,6 +13,7 @@ import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -159,16 +160,17 @@ def fork(  # noqa: PLR0913 (one keyword per choice)
     options += ["--edit", "FILE"] if edit is not None else []
     command = received.command("episode fork", episode_id, *options, environment=environment)
     use = FORK if factories is None else FORK.without_models()
-    config = received.config(recorded_settings, use, command)
-    check_models_unchanged(config, info.get("models"), ignored=use.ignored)
     parent = edit_fork_parent(find_parent(journal, episode_id, attempt, at), edit)
-    environment_class = received.environment(
+    choose_code = partial(
+        received.environment,
         parent.begin.environment,
         environment,
         references=recorded_environment_code(info),
         code_hash=parent.begin.code_hash,
-        command=command,
     )
+    config = received.config(recorded_settings, use, command, lambda command: choose_code(command=command))
+    check_models_unchanged(config, info.get("models"), ignored=use.ignored)
+    environment_class = choose_code(command=command)
     parent = replace(parent, task=received.task(environment_class, parent.task, command))
     parent_directory = path if info.get("forks") else path / FORKS
     refuse_links(parent_directory)

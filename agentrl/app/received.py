@@ -19,7 +19,7 @@ import linecache
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from importlib.machinery import PathFinder
@@ -275,7 +275,13 @@ class ReceivedRun:
         words += [f"--{'.'.join(path)}={text}" for path, text in self.overrides.items()]
         return shlex.join(words)
 
-    def config(self, recorded: Mapping[str, Any], use: Use, command: str) -> RunConfig:
+    def config(
+        self,
+        recorded: Mapping[str, Any],
+        use: Use,
+        command: str,
+        choose_code: Callable[[str], object] = lambda command: None,
+    ) -> RunConfig:
         """Return a recorded configuration with what the user chose.
 
         Settings of the machine that the user did not choose have their defaults: the run is used on this machine.
@@ -284,6 +290,8 @@ class ReceivedRun:
             recorded: the configuration as data.
             use: settings that the command acts on.
             command: the user's command, for the message.
+            choose_code: chooses the code to run by `environment`, given the command for its message: one refusal then
+                names everything that the command needs.
 
         Raises:
             InputError: only the run names a value that the command acts on; the message has the options that allow it.
@@ -297,7 +305,13 @@ class ReceivedRun:
             if selection.key not in named and not self._settle(data, selection, use)
         ]
         if requested:
-            raise InputError(_how_to_allow(self.run, requested, command))
+            command += f" {_options(requested)}"
+            try:
+                choose_code(command)
+                how = f"name them once:\n  {command}"
+            except InputError as error:
+                how = f"name them once, with the code: {error}"
+            raise InputError(_how_to_allow(self.run, requested, how))
         config = recorded_config(data)
         if named:
             self.choices = replace(self.choices, named={**self.choices.named, **named})
@@ -501,15 +515,17 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _how_to_allow(run: Path, requested: Sequence[Selection], command: str) -> str:
-    keys = [escape_line(selection.key) for selection in requested]  # of a section that others may have named
-    values = [escape_line(_text(selection.value)[:MAX_SHOWN]) for selection in requested]
-    lines = [f"  {key} = {format_short(selection.value)}" for key, selection in zip(keys, requested, strict=True)]
-    options = [f"--{shlex.quote(key)}={shlex.quote(value)}" for key, value in zip(keys, values, strict=True)]
+def _options(requested: Sequence[Selection]) -> str:
+    """Return the options that allow settings; keys may be of a section that others have named."""
+    pairs = [(escape_line(each.key), escape_line(_text(each.value)[:MAX_SHOWN])) for each in requested]
+    return " ".join(f"--{shlex.quote(key)}={shlex.quote(value)}" for key, value in pairs)
+
+
+def _how_to_allow(run: Path, requested: Sequence[Selection], how: str) -> str:
+    lines = [f"  {escape_line(selection.key)} = {format_short(selection.value)}" for selection in requested]
     return (
         f"{run} is not a run that you trained here, or was changed since, and would choose what is used on this "
-        "machine:\n" + "\n".join(lines) + "\nIf you trust these values, or have others, name them once:\n  "
-        f"{command} {' '.join(options)}"
+        "machine:\n" + "\n".join(lines) + f"\nIf you trust these values, or have others, {how}"
     )
 
 

@@ -16,6 +16,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +124,8 @@ def replay(
         first = [*[name for name, _ in episodes[:1]], *_until_option(until)]
         command = received.command(f"episode {verb}", *first, environment=environment)
         use = REPLAY if factories is None else REPLAY.without_models()
-        config = received.config(reader.log.config(), use, command)
+        choose_code = partial(_choose_code, reader, episodes[:1], received, environment)
+        config = received.config(reader.log.config(), use, command, choose_code)
         request = _ReplayRequest(
             received=received,
             config=config,
@@ -135,6 +137,27 @@ def replay(
         return own_loop.run(_all(reader, episodes, request))
     finally:
         reader.close()
+
+
+def _choose_code(
+    reader: RunReader,
+    episodes: Sequence[tuple[str, int | None]],
+    received: ReceivedRun,
+    environment: type | str | None,
+    command: str,
+) -> None:
+    """Choose the code of the first episode, to be refused where its settings are."""
+    for episode_id, attempt in episodes:
+        entries, _ = reader.recorded(reader.episode(episode_id, attempt).summary)
+        begin = decode_entries(entries[:1])[0] if entries else None
+        if isinstance(begin, BeginEntry):
+            received.environment(
+                begin.environment,
+                environment,
+                references=recorded_environment_code(reader.info()),
+                code_hash=begin.code_hash,
+                command=command,
+            )
 
 
 def _until_option(until: str | None) -> list[str]:

@@ -36,7 +36,7 @@ from agentrl.core.records import PolicyVersion, Score, Task
 from agentrl.engines.process import SILENCE_S, LocalPlacement, ProcessPlacement
 from agentrl.engines.remote.client import AddressableEngine, ProcessEngine
 from agentrl.engines.router import EngineRouter
-from agentrl.environment.environment import Environment, Split, TaskSource
+from agentrl.environment.environment import Environment, Split, TaskSource, checked_source
 from agentrl.environment.mixture import (
     MemberTasks,
     MixedTasks,
@@ -384,7 +384,7 @@ def _tasks_of_split(environment: type[Environment], split: Split, seed: int, opt
             f"environment.options ({option_names}) do not fit {environment.__name__}.tasks: {error}"
         ) from None
     try:
-        return environment.tasks(split, seed=seed, **options)
+        return checked_source(environment, split, environment.tasks(split, seed=seed, **options))
     except NotImplementedError as error:
         raise InputError(str(error)) from None
     except EnvironmentDefinitionError:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from agentrl.app.control import with_recorded_changes
-from agentrl.app.engines import check_ray_installed, check_vllm_usable, device_plan, make_engine
+from agentrl.app.engines import check_endpoints, check_ray_installed, check_vllm_usable, device_plan, make_engine
 from agentrl.app.hub import check_local_models, is_hub_name, with_downloaded_models
 from agentrl.app.memory_estimate import check_gpu_memory, memory_line, with_chosen_token_limits
 from agentrl.app.model_files import check_models_unchanged, keep_models, model_paths, record_models, with_kept_models
@@ -178,6 +178,7 @@ async def run_training(  # noqa: PLR0913 - as `train`
     )
     if factories.engine is make_engine:
         check_local_models(config)
+        await asyncio.to_thread(check_endpoints, config)
     if not resume:
         config = await asyncio.to_thread(keep_models, config, path)
         RunDirectory.create(path, config.model_dump_json(indent=1))

@@ -6,6 +6,7 @@ interrupted. agentrl raises only `AgentRLError`s on purpose; any other exception
 
 from __future__ import annotations
 
+import os
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -299,18 +300,28 @@ def describe_user_code_error(error: BaseException) -> str:
     return f"{format_foreign_error(error)}{describe_raise_location(error)}"
 
 
-_LIBRARIES = ("<frozen", *{f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_LIBRARIES = (
+    "<frozen",
+    "<string>",
+    *{f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+)
 """Beginnings of the file names of Python's own and installed code."""
+_PACKAGE = f"{os.path.dirname(os.path.dirname(__file__))}/"
 
 
 def describe_raise_location(error: BaseException | None) -> str:
-    """Return ` at FILE:LINE in FUNCTION` for the innermost line outside installed libraries, or the innermost of all,
-    that an error passed; "" if unknown.
+    """Return ` at FILE:LINE in FUNCTION` for the innermost line of the user's code that an error passed, and the
+    function of agentrl that it called. Without such a line: the innermost outside installed libraries, or of all; "" if
+    unknown.
     """
     lines = [] if error is None else [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    own = [(code, line) for code, line in lines if not code.co_filename.startswith(_LIBRARIES)]
-    for code, line in (own or lines)[-1:]:
-        return f" at {code.co_filename}:{line} in {code.co_name}"
+    outside = [n for n, (code, _) in enumerate(lines) if not code.co_filename.startswith(_LIBRARIES)]
+    of_user = [n for n in outside if not lines[n][0].co_filename.startswith(_PACKAGE)]
+    for number in (of_user or outside or range(len(lines)))[-1:]:
+        code, line = lines[number]
+        called = lines[number + 1][0] if number + 1 < len(lines) else code
+        is_of_agentrl = number in of_user and called.co_filename.startswith(_PACKAGE)
+        return f" at {code.co_filename}:{line} in {code.co_name}" + f", calling {called.co_name}()" * is_of_agentrl
     return ""
 
 

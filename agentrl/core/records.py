@@ -57,6 +57,14 @@ class Task:
     data: Mapping[str, Any]
     """Input of the environment; JSON-serializable."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.id, str):
+            raise TypeError(f"Task(id={self.id!r}): the id must be a string, such as {str(self.id)!r}")
+        if not isinstance(self.data, Mapping):
+            raise TypeError(f"Task {self.id!r}: data is {type(self.data).__name__}; it must be a dict of JSON data")
+        if odd := [key for key in self.data if not isinstance(key, str)]:
+            raise TypeError(f"Task {self.id!r}: data has the key {odd[0]!r}; keys must be strings")
+
 
 # --- policies and versions --------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -18,11 +19,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from agentrl.core.errors import EpisodeError, format_foreign_error
+from agentrl.core.errors import ConfigError, EpisodeError, format_foreign_error
 from agentrl.core.ids import random_stream
 from agentrl.core.records import Completion, Message, PolicyVersion, VersionSpan
 
 if TYPE_CHECKING:
+    from agentrl.config.policies import RemotePolicy
     from agentrl.core.ports import GenerateRequest, NewTokensCallback
     from agentrl.core.records import FinishReason
 
@@ -30,6 +32,24 @@ MAX_CHARACTERS = 1 << 20
 """Maximum length of a bot's turn, in characters: all of it goes to the journal."""
 Program = Callable[[Sequence[Message], Random], "str | Awaitable[str]"]
 """Maps a conversation, newest message last, to the reply."""
+
+
+def read_api_key(policy: str, config: RemotePolicy) -> str:
+    """Return the key of a remote policy; empty if it has none.
+
+    Raises:
+        ConfigError: the environment has no such variable, or it cannot be sent.
+    """
+    name = config.api_key_env
+    key = os.environ.get(name, "") if name else ""
+    if name and not key:
+        raise ConfigError(f"policies.{policy}.api_key_env: the environment has no variable {name}; set it")
+    if not key.isprintable() or not key.isascii():
+        raise ConfigError(
+            f"policies.{policy}.api_key_env: {name} contains characters that are not allowed in an HTTP header; "
+            "correct it"
+        )
+    return key
 
 
 class ExternalPolicy(Protocol):

@@ -24,11 +24,13 @@ from urllib.parse import quote
 import aiohttp
 
 from agentrl.core.answers import UNCOMPRESSED, read_answer
-from agentrl.core.errors import ConfigError, EngineLostError, EpisodeError
+from agentrl.core.errors import EngineLostError, EpisodeError
 from agentrl.core.records import Completion, reported_token_usage
-from agentrl.engines.external import external_completion
+from agentrl.engines.external import external_completion, read_api_key
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from agentrl.config.policies import RemotePolicy
     from agentrl.core.ports import GenerateRequest
     from agentrl.core.records import StopReason
@@ -57,6 +59,9 @@ class RemotePolicyClient:
 
     policy: str
     config: RemotePolicy
+    tell: Callable[[str], None] = lambda line: None
+    """Receives a line for the user at the first of several calls in a row without an answer."""
+    _is_lost: bool = False
     _key: str = ""
     _written_keys: tuple[str, ...] = ()
     """The key and its encodings in JSON, addresses and base64."""
@@ -72,15 +77,7 @@ class RemotePolicyClient:
     _tasks: dict[str, asyncio.Task[Completion]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        name = self.config.api_key_env
-        self._key = os.environ.get(name, "") if name else ""
-        if name and not self._key:
-            raise ConfigError(f"policies.{self.policy}.api_key_env: the environment has no variable {name}; set it")
-        if not self._key.isprintable() or not self._key.isascii():
-            raise ConfigError(
-                f"policies.{self.policy}.api_key_env: {name} contains characters that are not allowed in an HTTP "
-                "header; correct it"
-            )
+        self._key = read_api_key(self.policy, self.config)
         # a shorter key, such as `none`, is a word and not a secret
         if len(self._key) >= 8:
             encoded_key = base64.b64encode(self._key.encode()).decode().rstrip("=")
@@ -197,15 +194,28 @@ class RemotePolicyClient:
             async with self._client.request(
                 method, f"{self.config.url}{path}", json=body, headers=headers, allow_redirects=False
             ) as response:
-                return response.status, await read_answer(response, MAX_ANSWER_BYTES)
+                answer = response.status, await read_answer(response, MAX_ANSWER_BYTES)
+                self._is_lost = False
+                return answer
         except TimeoutError:
-            raise EngineLostError(f"{where}: no answer within {self.config.timeout_s:g} s") from None
+            raise self._lost(where, f"no answer within {self.config.timeout_s:g} s") from None
         except aiohttp.ClientError as error:
             # The error's text may quote the request, which contains the key.
-            raise EngineLostError(f"{where}: {type(error).__name__}") from None
+            reason = os.strerror(error.os_error.errno or 0) if isinstance(error, aiohttp.ClientConnectorError) else ""
+            raise self._lost(where, reason or type(error).__name__) from None
         except ValueError as error:
             problem = self._without_key(str(error))[:REFUSAL_SHOWN]
             raise EpisodeError(f"{where}: {problem}", reason="remote_answer") from None
+
+    def _lost(self, where: str, reason: str) -> EngineLostError:
+        """Make the error of a call without an answer, and tell the user of the first in a row."""
+        if not self._is_lost:
+            self._is_lost = True
+            self.tell(
+                f"policy {self.policy!r} at {self.config.url} does not answer ({reason}); its calls are retried, and "
+                "what needs them waits. Is the server running?"
+            )
+        return EngineLostError(f"{where}: {reason}")
 
     def _body(self, request: GenerateRequest) -> dict[str, Any]:
         text = bytes(request.token_ids.tolist()).decode()

@@ -6,6 +6,7 @@ An instance plays one episode and keeps its state on `self`, so that re-executio
 from __future__ import annotations
 
 import inspect
+import reprlib
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -118,6 +119,22 @@ class TaskSource(Protocol):
     def __getitem__(self, index: int, /) -> Task:
         """The task at `index`; the same task every time."""
         ...
+
+
+def checked_source(environment: type[Environment], split: Split, source: object) -> TaskSource:
+    """Return what `tasks` returned.
+
+    Raises:
+        EnvironmentDefinitionError: it has no length or index, as a generator or a set.
+    """
+    if isinstance(source, Mapping) or not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+        if inspect.iscoroutine(source):
+            source.close()
+        raise EnvironmentDefinitionError(
+            f"{environment.__name__}.tasks({split!r}) returned {reprlib.repr(source)}; return a list of agentrl.Task, "
+            "or an object with len() and an index"
+        )
+    return source
 
 
 @runtime_checkable

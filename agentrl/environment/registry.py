@@ -13,7 +13,6 @@ import importlib.abc
 import importlib.util
 import inspect
 import json
-import math
 import os
 import sys
 import traceback
@@ -30,8 +29,10 @@ from agentrl.environment.context import EpisodeContext, LimitReachedError, read_
 from agentrl.environment.environment import Environment, Split, TaskSource
 from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.mixture import mixture
+from agentrl.environment.overrides import fits, override_problem
 from agentrl.environment.rewards import stated_reward
 from agentrl.environment.tools import BoundTool, ToolEnvironment, ToolEpisode, bind_tools, run_tool
+from agentrl.sandbox.sandbox import Sandbox
 
 _FILE_MODULE = "agentrl_environment_"
 """Prefix of the module names of environments loaded from a file; `name_of` returns the file instead."""
@@ -339,11 +340,12 @@ def as_environment(candidate: object, *, where: str) -> type[Environment]:
         raise EnvironmentDefinitionError(
             f"environment {where!r}: {candidate.__qualname__} does not define {', '.join(missing)}"
         )
-    if isinstance(candidate.seats, str) or not candidate.seats or len(set(candidate.seats)) != len(candidate.seats):
+    seats: Any = candidate.seats
+    if not (fits(seats, tuple[str, ...]) and seats) or len(set(seats)) != len(seats):
         raise EnvironmentDefinitionError(
-            f"environment {where!r}: seats must be a tuple of distinct names, e.g. ('solver',); got {candidate.seats!r}"
+            f"environment {where!r}: seats must be a tuple of distinct names, e.g. ('solver',); got {seats!r}"
         )
-    if problem := _definition_problem(candidate):
+    if problem := _definition_problem(candidate) or override_problem(candidate):
         raise EnvironmentDefinitionError(f"environment {where!r}: {candidate.__qualname__}{problem}")
     if issubclass(candidate, ToolEnvironment):
         candidate.tool_table()
@@ -363,7 +365,7 @@ def _definition_problem(candidate: type[Environment]) -> str:
         )
     if (
         issubclass(candidate, HarnessEnvironment)
-        and candidate.sandbox is not None
+        and isinstance(candidate.sandbox, Sandbox)
         and candidate.sandbox.network == "none"
     ):
         return '.sandbox has no network, so its program cannot ask the model: write agentrl.Sandbox(network="gateway")'
@@ -376,9 +378,6 @@ def _definition_problem(candidate: type[Environment]) -> str:
             read_aliases(candidate.aliases, candidate.seats)
         except EnvironmentDefinitionError as error:
             return f".{error}"
-    worst = getattr(candidate, "illegal_reward", 0.0)  # for games: comparisons with NaN would always be false
-    if not (isinstance(worst, int | float) and math.isfinite(worst)):
-        return f".illegal_reward is {worst!r}; it must be a finite number, below the reward of every legal end"
     parameters = inspect.signature(candidate).parameters.values()
     required_names = [
         p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)

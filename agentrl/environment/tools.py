@@ -8,6 +8,7 @@ or a timeout become an observation the policy can learn from. Sync tools run in 
 from __future__ import annotations
 
 import inspect
+import reprlib
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -274,6 +275,18 @@ class ToolEpisode:
         return self.turns[-1].text
 
 
+def _prompt_messages(environment: type, prompt: object) -> list[Message]:
+    """Return what `prompt` returned as messages."""
+    if isinstance(prompt, str):
+        return [user(prompt)]
+    if isinstance(prompt, list | tuple) and all(isinstance(message, Message) for message in prompt):
+        return list(prompt)
+    raise EnvironmentDefinitionError(
+        f"{environment.__name__}.prompt returned {reprlib.repr(prompt)}; return a string, or a list of messages, such "
+        "as [agentrl.system('…'), agentrl.user('…')]"
+    )
+
+
 class ToolEnvironment(Environment):
     """An environment in which one agent solves a task with the class's `@tool` methods; a turn without a tool call is
     the answer."""
@@ -370,7 +383,7 @@ class ToolEnvironment(Environment):
             tools = await self._all_tools(ctx, connections)
             agent = ctx.agent(self.seats[0], tools=tuple(bound.spec for bound in tools.values()))
             prompt = self.prompt(ctx.task)
-            observations = [user(prompt)] if isinstance(prompt, str) else list(prompt)
+            observations = _prompt_messages(type(self), prompt)
             try:
                 while observations:
                     turn = await agent.act(*observations, state=self.anchor_state())

@@ -363,6 +363,9 @@ def _valid(message: object) -> Message:
         raise EnvironmentDefinitionError(
             f"act() and restart() need messages, such as agentrl.user('…'), not {type(message).__name__}"
         )
+    if not isinstance(message.content, str):
+        kind = type(message.content).__name__
+        raise EnvironmentDefinitionError(f"the content of a {message.role} message is {kind}; it must be a string")
     content = valid_unicode(message.content)
     return message if content == message.content else dataclasses.replace(message, content=content)
 

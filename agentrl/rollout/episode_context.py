@@ -9,8 +9,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from numbers import Real
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypeVar
 
 from agentrl.core.errors import (
     EnvironmentDefinitionError,
@@ -67,12 +68,12 @@ from agentrl.rollout.sandbox import NAME as SANDBOX
 from agentrl.rollout.sandbox import JournaledSandbox
 from agentrl.rollout.trees import BRANCHES_REFUSED, LeveledResource, LiveBranches, play_roulette
 from agentrl.rollout.turn_recorder import TurnRecorder
+from agentrl.sandbox.sandbox import Sandbox
 
 if TYPE_CHECKING:
     import random
 
     from agentrl.rollout.episode import LiveEpisode
-    from agentrl.sandbox.sandbox import Sandbox
 
 T = TypeVar("T")
 
@@ -81,6 +82,12 @@ MAX_CHILD_DEPTH = 3
 _NO_CHILDREN: Mapping[str, int] = MappingProxyType({})
 MAX_UNDECLARED = 256
 """Maximum number of child episodes of an environment per attempt, if `fan_out` does not name it."""
+
+
+def _check_argument(call: str, value: object, kind: Any, words: str) -> None:
+    """Refuse an argument of another type than a call of the context takes."""
+    if not isinstance(value, kind):
+        raise EnvironmentDefinitionError(f"ctx.{call}() takes {words}, not {shortened_repr(value)}")
 
 
 class LiveEpisodeContext(EpisodeContext):
@@ -122,6 +129,9 @@ class LiveEpisodeContext(EpisodeContext):
         """The handle of a seat's conversation."""
         agent_found = next((agent for agent in self.agents if agent.seat == seat and agent.index == index), None)
         if agent_found is None:
+            _check_argument("agent", index, int, "an index that is a whole number")
+            for tool in [tools] if isinstance(tools, str) else tools:
+                _check_argument("agent", tool, ToolSpec, "tools that are agentrl.ToolSpec")
             if seat not in self.episode.spec.seats:
                 seats = ", ".join(repr(name) for name in self.episode.spec.seats)
                 raise EnvironmentDefinitionError(
@@ -194,6 +204,7 @@ class LiveEpisodeContext(EpisodeContext):
         self, factory: Callable[[], object], *, level: ResourceLevel = "pinned", seed: int | None = None
     ) -> Resource:
         """Make a stateful object of this episode."""
+        _check_argument("resource", factory, Callable, "a function that makes the object")
         branch = current_branch()
         branch.resources += 1
         resource = JournaledResource(self.episode, factory, f"resource {branch.path}.{branch.resources}", level, seed)
@@ -202,6 +213,7 @@ class LiveEpisodeContext(EpisodeContext):
 
     def sandbox(self, limits: Sandbox) -> EpisodeSandbox:
         """Make a sandbox of this episode."""
+        _check_argument("sandbox", limits, Sandbox, "an agentrl.Sandbox")
         if limits.network == "gateway":
             raise EnvironmentDefinitionError(
                 'a sandbox with network="gateway" is for the program of a HarnessEnvironment; write "none" or "open"'
@@ -237,6 +249,9 @@ class LiveEpisodeContext(EpisodeContext):
             EpisodeError: the number exceeds the limit; none was admitted.
         """
         self.episode.check_not_stopped("ctx.spawn()")
+        _check_argument("spawn", environment, type, "an environment class")
+        _check_argument("spawn", task, Task | Mapping, "an agentrl.Task, or a dict of its data,")
+        _check_argument("spawn", n, int, "n as a whole number")
         if self.episode.roulette_weight != 1.0:
             raise EnvironmentDefinitionError(
                 "ctx.spawn() was called after ctx.roulette, whose survivors count for more, and their children would "
@@ -336,10 +351,13 @@ class LiveEpisodeContext(EpisodeContext):
 
     async def gather(self, *awaitables: Awaitable[Any]) -> list[Any]:
         """Await on branches; their ends, and the order of the ends, are journaled."""
+        for awaitable in awaitables:
+            _check_argument("gather", awaitable, Awaitable, "awaitables, as in ctx.gather(*calls),")
         return await gather(self.episode.journal, awaitables)
 
     def truncate(self, limit: LimitReachedError) -> None:
         """Mark the episode as truncated."""
+        _check_argument("truncate", limit, LimitReachedError, "the LimitReachedError that was caught")
         self.stop_reason = limit.stop_reason
 
     @property
@@ -363,6 +381,7 @@ class LiveEpisodeContext(EpisodeContext):
 
     async def sleep(self, seconds: float) -> None:
         """Wait; a recorded wait is not repeated, however long the code now waits."""
+        _check_argument("sleep", seconds, Real, "seconds as a number")
         opened = self.episode.journal.open(request_hash(b"sleep"), lambda: f"a sleep of {seconds:g} s")
         await self.episode.journal.reach(opened)
         if self.episode.journal.recall(opened, NondeterministicValueEntry) is None:
@@ -372,6 +391,8 @@ class LiveEpisodeContext(EpisodeContext):
 
     def metric(self, name: str, value: float) -> None:
         """Add to a metric of the episode; a format error counts for the agent that acted last."""
+        _check_argument("metric", name, str, "a name that is a string")
+        _check_argument("metric", value, SupportsFloat, f"a number for {name!r}")
         self.episode.metric(name, value, self.episode.speaker() if name in BROKEN_FORMAT else None)
 
     async def _observe_external(

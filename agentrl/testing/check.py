@@ -39,7 +39,7 @@ from agentrl.core.records import EpisodeSpec, SeatBinding, Task
 from agentrl.core.text import plural
 from agentrl.engines.scripted import Script
 from agentrl.environment.context import ResourceLevel
-from agentrl.environment.environment import Environment, Split
+from agentrl.environment.environment import Environment, Split, checked_source
 from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.registry import module_of, name_of, resolve
 from agentrl.environment.tools import ToolEnvironment
@@ -519,7 +519,9 @@ def _tasks(
 ) -> list[Task]:
     """Return the first tasks of a split, and report their faults."""
     try:
-        source, second_source = (environment.tasks(split, seed=0, **options) for _ in range(2))
+        source, second_source = (
+            checked_source(environment, split, environment.tasks(split, seed=0, **options)) for _ in range(2)
+        )
         chosen_tasks = [source[index] for index in range(min(count, len(source)))]
         second_draw = [second_source[index] for index in range(len(chosen_tasks))]
     except EnvironmentDefinitionError as error:

@@ -1,0 +1,139 @@
+"""Checks of what a user's class overrides: attributes have the declared types, methods the declared parameters.
+
+The declarations are those of agentrl's own base classes, so a new attribute is checked without further code.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import reprlib
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin
+
+_OWN = "agentrl.environment."
+"""Prefix of the modules whose classes declare what can be overridden."""
+_FREE = ("tasks", "demonstrate")
+"""Methods that take further parameters by choice, or may be generators."""
+_EXAMPLES = {
+    "aliases": "{'gpt-4o-mini': 'main'}",
+    "command": "['python', 'agent.py', '{task.question}']",
+    "fan_out": "{'Child': 4}",
+    "ignored_fields": "('temperature',)",
+    "mcp_servers": "[agentrl.MCPServer(command=['python', '-m', 'server'])]",
+    "sandbox": "agentrl.Sandbox()",
+    "selects": "('image',)",
+    "splits": "('train', 'held_out')",
+}
+
+
+def override_problem(environment: type) -> str:
+    """Describe the first override of a class that has another form than its declaration; "" if there is none."""
+    for base in environment.__mro__:
+        if not base.__module__.startswith(_OWN):
+            continue
+        for name, declared in declared_attributes(base).items():
+            value = inspect.getattr_static(environment, name, None)
+            if value is base.__dict__[name] or isinstance(value, property):
+                continue
+            annotation = eval(declared, vars(sys.modules[base.__module__]))  # noqa: S307 - of this package
+            if not fits(value, annotation):
+                example = f", such as {_EXAMPLES[name]}" if name in _EXAMPLES else ""
+                return f".{name} is {reprlib.repr(value)}; it must be {_words(annotation)}{example}"
+        for name, declared in vars(base).items():
+            value = inspect.getattr_static(environment, name, None)
+            is_overridden = value is not declared and not name.startswith("_") and inspect.isroutine(declared)
+            if is_overridden and (problem := _method_problem(name, declared, value)):
+                return problem
+    return ""
+
+
+def declared_attributes(base: type) -> dict[str, str]:
+    """Return the annotations of a class's own public attributes that have a default."""
+    return {
+        name: annotation
+        for name, annotation in inspect.get_annotations(base).items()
+        if name in base.__dict__ and not name.startswith("_")
+    }
+
+
+def fits(value: object, annotation: Any) -> bool:
+    """Whether a value has a type, as the annotations of this package write them."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is ClassVar:
+        return fits(value, arguments[0])
+    if origin in (Union, types.UnionType):
+        return any(fits(value, member) for member in arguments)
+    if origin is Literal:
+        return value in arguments
+    if origin in (tuple, Sequence):
+        return (
+            isinstance(value, Sequence)
+            and not isinstance(value, str | bytes)
+            and all(fits(item, arguments[0]) for item in value)
+        )
+    if origin is Mapping:
+        return isinstance(value, Mapping) and all(
+            fits(key, arguments[0]) and fits(item, arguments[1]) for key, item in value.items()
+        )
+    if annotation is int:
+        return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+    if annotation is float:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    return annotation is Any or (value is None if annotation in (None, type(None)) else isinstance(value, annotation))
+
+
+def _words(annotation: Any) -> str:
+    """Describe the values of a type."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is ClassVar:
+        return _words(arguments[0])
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(_words, arguments))
+    if origin is Literal:
+        return " or ".join(map(repr, arguments))
+    if origin in (tuple, Sequence):
+        return f"a list of {_words(arguments[0]).removeprefix('a ').removeprefix('an ')}s"
+    if origin is Mapping:
+        return f"a dict from {' to '.join(map(_words, arguments))}"
+    names = {
+        bool: "True or False",
+        int: "a whole number, 0 or more",
+        float: "a finite number",
+        str: "a string",
+        type(None): "None",
+    }
+    return names.get(annotation, f"an agentrl.{getattr(annotation, '__name__', annotation)}")
+
+
+def _method_problem(name: str, declared: Any, value: Any) -> str:
+    """Describe why a value cannot stand for a declared method; "" if it can."""
+    function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+    declared_function = declared.__func__ if isinstance(declared, staticmethod | classmethod) else declared
+    parameters = [
+        parameter.name
+        for parameter in inspect.signature(declared_function).parameters.values()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    is_async = inspect.iscoroutinefunction(declared_function)
+    form = f"`{'async ' * is_async}def {name}({', '.join(parameters)})`"
+    if not inspect.isfunction(function):
+        return "" if callable(function) else f".{name} is {reprlib.repr(value)}; it must be a method: {form}"
+    if name in _FREE:
+        return ""
+    try:
+        inspect.signature(function).bind(*parameters[isinstance(value, staticmethod) :])
+    except TypeError as error:
+        return f".{name} cannot be called as {form}: {error} ({_place(function)})"
+    if inspect.iscoroutinefunction(function) is not is_async and (name != "reward" or is_async):
+        return f".{name} must be {form}, {'with' if is_async else 'without'} `async` ({_place(function)})"
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        return f".{name} must return its value, not `yield` it ({_place(function)})"
+    return ""
+
+
+def _place(function: types.FunctionType) -> str:
+    return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
