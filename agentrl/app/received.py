@@ -391,7 +391,7 @@ class ReceivedRun:
             return task
         if missing := [key for key in environment.selects if key not in overrides]:
             names = [Selection((TASK, key), "task", selected[key], None) for key in missing]
-            raise InputError(_how_to_allow(self.run, names, command))
+            raise InputError(_how_to_allow(self.run, names, f"name them once:\n  {command} {_options(names)}"))
         if selected not in self.choices.tasks:
             self.choices = replace(self.choices, tasks=[*self.choices.tasks, selected])
             self.choices.save()

@@ -326,10 +326,10 @@ def write_environment(name: str, parent: Path) -> Path:
         InputError: the name cannot name a package, is already in use, or the directory exists.
         StorageError: the files cannot be written.
     """
+    if _NAME.fullmatch(name) and os.path.lexists(parent / name):
+        raise InputError(f"{parent / name} exists; choose another name, or remove it")
     _check_name(name)
     directory = parent / name
-    if os.path.lexists(directory):
-        raise InputError(f"{directory} exists; choose another name, or remove it")
     words = {"NAME": name, "CLASS": "".join(part.capitalize() for part in name.split("_"))}
     partial = parent / f".{name}.partial"
     try:

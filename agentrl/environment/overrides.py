@@ -39,7 +39,7 @@ def override_problem(environment: type) -> str:
             value = inspect.getattr_static(environment, name, None)
             if value is base.__dict__[name] or isinstance(value, property):
                 continue
-            annotation = eval(declared, vars(sys.modules[base.__module__]))  # noqa: S307 - of this package
+            annotation = evaluated(declared, base)
             if not fits(value, annotation):
                 example = f", such as {_EXAMPLES[name]}" if name in _EXAMPLES else ""
                 return f".{name} is {reprlib.repr(value)}; it must be {_words(annotation)}{example}"
@@ -58,6 +58,11 @@ def declared_attributes(base: type) -> dict[str, str]:
         for name, annotation in inspect.get_annotations(base).items()
         if name in base.__dict__ and not name.startswith("_")
     }
+
+
+def evaluated(annotation: str, base: type) -> Any:
+    """Return the type of an annotation in the module of a class."""
+    return eval(annotation, vars(sys.modules[base.__module__]))  # noqa: S307 - of this package
 
 
 def fits(value: object, annotation: Any) -> bool:

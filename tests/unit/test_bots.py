@@ -134,6 +134,7 @@ def test_a_bot_that_is_not_there_is_named(reference: str, told: str) -> None:
 
 def test_a_bots_file_is_looked_for_beside_the_toml_file(tmp_path: Path) -> None:
     (tmp_path / "bots.py").write_text("def play(conversation, random):\n    return 'pass'\n")
+    (tmp_path / "env.py").write_text("")
     file = tmp_path / "train.toml"
     file.write_text(
         "[environment]\nid = 'env.py:Cards'\n[model]\npath = 'm'\n[policies.guesser]\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from agentrl.cli.main import main
 from agentrl.environment.games import PettingZooEnvironment, TextArenaEnvironment
 from agentrl.environment.gym import GymEnvironment
 from agentrl.environment.harness import HarnessEnvironment
-from agentrl.environment.overrides import declared_attributes, fits
+from agentrl.environment.overrides import declared_attributes, evaluated, fits
 from agentrl.environment.tools import ToolEnvironment
 from tests.support import warm
 
@@ -213,7 +212,7 @@ def test_every_declared_attribute_can_be_checked() -> None:
     for base in (ToolEnvironment, HarnessEnvironment, PettingZooEnvironment, TextArenaEnvironment, GymEnvironment):
         for owner in base.__mro__[:-2]:
             for name, annotation in declared_attributes(owner).items():
-                names[name] = fits(owner.__dict__[name], eval(annotation, vars(sys.modules[owner.__module__])))
+                names[name] = fits(owner.__dict__[name], evaluated(annotation, owner))
     assert {"seats", "aliases", "illegal_reward", "sandbox"} <= names.keys()
     assert all(names.values()), names
 
