@@ -84,6 +84,8 @@ def fits(value: object, annotation: Any) -> bool:
         return isinstance(value, Mapping) and all(
             fits(key, arguments[0]) and fits(item, arguments[1]) for key, item in value.items()
         )
+    if origin is not None:
+        return isinstance(value, origin)
     if annotation is int:
         return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
     if annotation is float:

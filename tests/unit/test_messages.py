@@ -173,11 +173,12 @@ CLASSES = {
     ("Sum", "@agentrl.tool\n    def find(self, words): return ''"): Answer(
         "Sum.find", "'words' has no type", "annotate"
     ),
-    ("Agent", "aliases = ['gpt-4o-mini']"): Answer("Agent.aliases", "is ['gpt-4o-mini']", "{'gpt-4o-mini': 'main'}"),
-    ("Agent", "ignored_fields = 'temperature'"): Answer("Agent.ignored_fields", "is 'temp", "('temperature',)"),
+    ("Agent", "aliases = 3"): Answer("Agent.aliases", "= 3", 'aliases = {"gpt-4o-mini": "main"}'),
+    ("Agent", "ignored_fields = 'top_k'"): Answer("Agent.ignored_fields", "one text", '["top_k"]'),
     ("Agent", "failed_reward = 'zero'"): Answer("Agent.failed_reward", "is 'zero'", "a finite number or None"),
-    ("Agent", "command = 'python agent.py'"): Answer("Agent.command", "is 'python agent.py'", "['python', 'agent.py'"),
-    ("Agent", "volatile = '[0-9]+'"): Answer("Agent.volatile", "is '[0-9]+'", "a list of strings"),
+    ("Agent", "command = 'python agent.py'"): Answer("Agent.command", "one text", '["python", "agent.py"]'),
+    ("Agent", "command = ['python', 3]"): Answer("Agent.command", "is ['python', 3]", "['python', 'agent.py'"),
+    ("Agent", "volatile = [3]"): Answer("Agent.volatile", "is [3]", "a list of strings"),
     ("Agent", "async def play(self, task): pass"): Answer("Agent.play", "positional", "play(self, task, endpoint)`"),
     ("Agent", "task_file = 'nope.jsonl'"): Answer("Agent.task_file", "nope.jsonl", "No such file"),
 }
