@@ -8,11 +8,10 @@ from __future__ import annotations
 import inspect
 import math
 import reprlib
-import sys
 import types
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, ClassVar, Literal, Union, get_args, get_origin
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 _OWN = "agentrl.environment."
 """Prefix of the modules whose classes declare what can be overridden."""
@@ -62,7 +61,8 @@ def declared_attributes(base: type) -> dict[str, str]:
 
 def evaluated(annotation: str, base: type) -> Any:
     """Return the type of an annotation in the module of a class."""
-    return eval(annotation, vars(sys.modules[base.__module__]))  # noqa: S307 - of this package
+    alone = type(base.__name__, (), {"__annotations__": {"value": annotation}, "__module__": base.__module__})
+    return get_type_hints(alone)["value"]
 
 
 def fits(value: object, annotation: Any) -> bool:
