@@ -177,8 +177,7 @@ async def run_training(  # noqa: PLR0913 - as `train`
         selected_by_tasks, environment, [source, *(split.tasks for split in held_out_splits)]
     )
     if factories.engine is make_engine:
-        check_local_models(config)
-        await asyncio.to_thread(check_endpoints, config)
+        await asyncio.to_thread(_check_policies, config)
     if not resume:
         config = await asyncio.to_thread(keep_models, config, path)
         RunDirectory.create(path, config.model_dump_json(indent=1))
@@ -224,6 +223,12 @@ async def run_training(  # noqa: PLR0913 - as `train`
         seconds = clock.monotonic() - start_s
         summary = _summary(config, observer.state, orchestrator, num_evaluated, seconds)
         return _report_conclusion(directory, store, observer, orchestrator, summary)
+
+
+def _check_policies(config: RunConfig) -> None:
+    """Refuse models and endpoints that are not there."""
+    check_local_models(config)
+    check_endpoints(config)
 
 
 class _ResolvedRun(NamedTuple):
