@@ -260,7 +260,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
         changed=changes,
         refusal=partial(refusal_on_resume, directory.journal, setup.environment, setup.selected),
         clock=clock,
-        tell=observer.phase,
+        tell=observer.say,
     )
     setup.began.append(point.record)
     if point.record.lineage:
