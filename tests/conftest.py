@@ -7,20 +7,13 @@ import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from tests.journal_oracle import judge
-
-if TYPE_CHECKING:
-    from agentrl.cli.doctor import Check
-
-    Probe = Callable[[], list[Check]]
 
 pytest_plugins = ["pytester"]
 
@@ -98,21 +91,6 @@ def judge_runs(directories: Iterable[Path]) -> None:
 def repository() -> Path:
     """The root of the checkout."""
     return Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture(scope="session")
-def cached_probes() -> dict[str, tuple[Probe, ...]]:
-    """The sections of `agentrl doctor`, of which importing torch and Ray in child processes is done once."""
-    from agentrl.cli.doctor import SECTIONS, ray_import_checks, torch_import_checks
-
-    cached = {probe: cache(probe) for probe in (torch_import_checks, ray_import_checks)}
-    return {title: tuple(cached.get(probe, probe) for probe in probes) for title, probes in SECTIONS.items()}
-
-
-@pytest.fixture
-def doctor_imports_once(cached_probes: dict[str, tuple[Probe, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of what else `agentrl doctor` says."""
-    monkeypatch.setattr("agentrl.cli.doctor.SECTIONS", cached_probes)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,7 @@ _THIS = "this process"
 _ENGINE = "engine"
 _ACTIVATIONS = "activations"
 _VLLM = "vLLM"
-_GAPS = "gaps between them in the heap"
+_FRAGMENTATION = "heap fragmentation"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,7 +383,7 @@ def _fitting_tokens(plan: MemoryEstimate, context: int) -> int:
         plan: memory of the run with micro-batches of one row.
         context: length of that row.
     """
-    rows = [part for part in plan.parts if part.name.startswith((_ACTIVATIONS, _GAPS))]
+    rows = [part for part in plan.parts if part.name.startswith((_ACTIVATIONS, _FRAGMENTATION))]
     per_token = sum(part.bytes * part.processes for part in rows) / context
     max_tokens = context + int((_limit(plan) - _needed_bytes(plan)) / max(per_token, 1.0))
     return max(context, min(MAX_MICRO_BATCH, 1 << (max(max_tokens, 1).bit_length() - 1)))
@@ -438,8 +438,8 @@ def _trainer(config: RunConfig, *, on_gpu: bool) -> list[MemoryPart]:
         parts.append(part(name="layers that are whole while they compute", bytes=prediction.gathered, setting=_DTYPE))
     if not on_gpu:
         # glibc's heap had gaps of 2 to 34 % of the activations in `benchmarks.real_models --part doctor`
-        gaps = int(0.2 * prediction.activations)
-        parts.append(part(name=f"{_GAPS}, about", bytes=gaps, setting=tokens))
+        fragmentation = int(0.2 * prediction.activations)
+        parts.append(part(name=f"{_FRAGMENTATION} (estimate)", bytes=fragmentation, setting=tokens))
     return parts
 
 
@@ -482,16 +482,24 @@ def _engine(config: RunConfig, devices: DevicePlan, first: int) -> list[MemoryPa
 
 
 def _engine_memory(config: RunConfig) -> EngineMemoryEstimate:
-    from agentrl.engines.weights.files import predict_engine_memory
-
-    return predict_engine_memory(
-        Path(config.model.path).resolve(),
+    path = Path(config.model.path).resolve()
+    return _predicted_engine_memory(
+        path,
+        os.stat(path / "config.json").st_mtime_ns if (path / "config.json").is_file() else 0,
         dtype=config.model.dtype,
         slots=slots(config),
         max_context=config.engine.max_context,
         adapter_slots=adapter_slots_needed(config),
         max_rank=largest_lora_rank(config),
     )
+
+
+@lru_cache(maxsize=8)
+def _predicted_engine_memory(path: Path, changed_at: int, **sizes: Any) -> EngineMemoryEstimate:
+    """Predict an engine's memory, once per start: with adapters, the model is called without data."""
+    from agentrl.engines.weights.files import predict_engine_memory
+
+    return predict_engine_memory(path, **sizes)
 
 
 def _reward_model(config: RunConfig, scorer: str, devices: DevicePlan) -> list[MemoryPart]:

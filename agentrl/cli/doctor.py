@@ -7,6 +7,7 @@ Checks are independent: an exception in one becomes a line of the report. Exit c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import platform
 import re
@@ -14,11 +15,12 @@ import shutil
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from agentrl.cli.forked_child import answers_from_forked_child
 from agentrl.cli.output import print_json
 from agentrl.config.fields import shipped_example
 from agentrl.config.load import load
@@ -27,11 +29,11 @@ from agentrl.core.files import temporary_directory
 from agentrl.core.machine import DISTRIBUTION, GIB, finds_compiler, gpus, install_command, mismatched_torch_builds
 from agentrl.core.machine import machine_memory as memory_here
 from agentrl.core.text import escape_line, plural
-from agentrl.observe.progress import spinner
+from agentrl.observe.progress import ProgressLine
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from agentrl.app.memory_estimate import MemoryEstimate
     from agentrl.config.run import RunConfig
@@ -40,6 +42,9 @@ Level = Literal["ok", "note", "unknown", "missing"]
 """Severity. `note`: the default run works without it; `missing`: it does not."""
 
 _DEMO = "the demo will use"
+_TORCH = "torch"
+_FIXES = {_TORCH: f"{install_command('train')} --force-reinstall"}
+"""What to do if a section's process dies, keyed by title."""
 _MARKS = {"ok": " ", "note": "·", "unknown": "?", "missing": "✗"}
 _FLOOR = re.compile(r"^([A-Za-z0-9._-]+)>=([0-9.]+)")
 _TRAIN = ("torch", "transformers", "peft", "safetensors", "tokenizers", "jinja2")
@@ -66,8 +71,10 @@ def doctor(options: argparse.Namespace) -> int:
     sections = SECTIONS
     if options.file is not None:
         config = load(options.file, options.overrides)
+        needs_ray = not config.trains_in_process
         sections = {
             **{title: probes for title, probes in SECTIONS.items() if title != _DEMO},
+            **({"Ray": (ray_import_checks,)} if needs_ray else {}),
             f"{options.file} will use": (partial(placement_checks, config), partial(tool_checks, config)),
             "memory": (partial(memory_fit_checks, config),),
         }
@@ -78,11 +85,11 @@ def doctor(options: argparse.Namespace) -> int:
         config = load(options.file or shipped_example("01_tool_use"), options.overrides)
         sections = {**sections, "sandboxes": (partial(sandbox_checks, config),)}
     report: dict[str, list[Check]] = {}
-    for title, section in sections.items():
-        with spinner(title, sys.stderr):  # importing torch takes seconds
-            report[title] = [check for probe in section for check in _run(probe)]
-        if not options.json:
-            _print_section(title, report[title])
+    with contextlib.closing(ProgressLine("examining", sys.stderr)) as progress:
+        for title, checks in _results(sections, progress):
+            report[title] = checks
+            if not options.json:
+                _print_section(title, checks)
     missing, unknown = (
         sum(check.level == level for checks in report.values() for check in checks) for level in ("missing", "unknown")
     )
@@ -109,6 +116,30 @@ def _print_section(title: str, checks: Sequence[Check]) -> None:
         if check.fix:
             sys.stdout.write(f"    {'':<25} → {escape_line(check.fix)}\n")
     sys.stdout.flush()
+
+
+def _results(
+    sections: Mapping[str, Sequence[Callable[[], list[Check]]]], progress: ProgressLine
+) -> Iterator[tuple[str, list[Check]]]:
+    """Make the checks in a child process, because a library may crash when it is imported; the next child makes the
+    checks that are left. A process that has imported torch makes them itself: with its threads it cannot be forked."""
+
+    def checks_of(pending: Sequence[str]) -> Iterator[list[dict[str, str]]]:
+        for title in pending:
+            with contextlib.closing(progress):
+                if sys.stderr.isatty():
+                    progress(title)
+                checks = [asdict(check) for probe in sections[title] for check in _run(probe)]
+            yield checks
+
+    pending = list(sections)
+    while pending:
+        call = partial(checks_of, tuple(pending))
+        answers = ((checks, "") for checks in call()) if "torch" in sys.modules else answers_from_forked_child(call)
+        for checks, problem in answers:
+            title = pending.pop(0)
+            died = Check(name=title, result=f"no: {problem}", level="missing", fix=_FIXES.get(title, ""))
+            yield title, [died] if checks is None else [Check(**check) for check in checks]
 
 
 def _run(probe: Callable[[], list[Check]]) -> list[Check]:
@@ -235,25 +266,32 @@ def vllm_checks() -> list[Check]:
 
 def torch_import_checks() -> list[Check]:
     """Check that torch can be imported, and which devices it sees."""
-    code = "import torch; print(f'threads: {torch.get_num_threads()},', torch.cuda.device_count() or 'no', 'GPU')"
-    return _works("torch", code, extra="train", instead="")
+    if _version("torch") is None:
+        return []
+    try:
+        import torch
+    except Exception as error:  # noqa: BLE001 - a broken installation may raise anything
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        return [Check(name="torch works", result=f"no: {reason}", level="missing", fix=_FIXES[_TORCH])]
+    result = f"yes, threads: {torch.get_num_threads()}, {_num_gpus() or 'no'} GPU"
+    return [Check(name="torch works", result=result)]
+
+
+def _num_gpus() -> int:
+    """Return the number of GPUs that torch can use; 0 if it cannot be imported."""
+    try:
+        import torch
+    except Exception:  # noqa: BLE001 - `torch_import_checks` reports it
+        return 0
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def ray_import_checks() -> list[Check]:
-    """Check that Ray can be imported, without starting it."""
-    return _works(
-        "ray",
-        "import ray; print(ray.__version__)",
-        extra="ray",
-        instead=", or leave out cluster.address and train with one rank",
-    )
-
-
-def _works(package: str, code: str, *, extra: str, instead: str) -> list[Check]:
-    """Run `code` in a subprocess, because a library may crash; no check if the package is not installed."""
-    if _version(package) is None:
+    """Check that Ray can be imported, in a process that does not start it; no check if it is not installed."""
+    if _version("ray") is None:
         return []
-    command = [sys.executable, "-P", "-c", code]  # -P: do not import a file of that name from the working directory
+    # -P: do not import a file of that name from the working directory
+    command = [sys.executable, "-P", "-c", "import ray; print(ray.__version__)"]
     reason = f"it took longer than {_IMPORT_S} s"
     try:
         answer = subprocess.run(
@@ -261,14 +299,14 @@ def _works(package: str, code: str, *, extra: str, instead: str) -> list[Check]:
         )
         words = answer.stdout.strip()
         if answer.returncode == 0 and words:
-            return [Check(name=f"{package} works", result=f"yes, {words.splitlines()[-1][:200]}")]
+            return [Check(name="ray works", result=f"yes, {words.splitlines()[-1][:200]}")]
         reason = (
             answer.stderr.strip().splitlines() or [f"it ended without a message (exit code {answer.returncode})"]
         )[-1]
     except subprocess.TimeoutExpired:
         pass
-    fix = f"{install_command(extra)} --force-reinstall{instead}"
-    return [Check(name=f"{package} works", result=f"no: {reason[:200]}", level="missing", fix=fix)]
+    fix = f"{install_command('ray')} --force-reinstall, or leave out cluster.address and train with one rank"
+    return [Check(name="ray works", result=f"no: {reason[:200]}", level="missing", fix=fix)]
 
 
 def _disk_space(name: str, place: Path, *, needed_gib: float, setting: str) -> Check:
@@ -301,8 +339,7 @@ def placement_checks(config: RunConfig | None = None) -> list[Check]:
             check_vllm_usable(config)
         except InputError as error:
             return [Check(name="engine", result=str(error), level="missing")]
-    has_gpu = _version("torch") is not None and _torch_probe().stdout.split()[1:] not in ([], ["0"])
-    device = "GPU" if has_gpu else "CPU"
+    device = "GPU" if _num_gpus() else "CPU"
     engine = f"{config.engine.kind}, {_engine_process(config)}, {plural(config.threads, 'thread')}, on the {device}"
     checks = [Check(name="engine", result=engine)]
     if config.trains_in_process or _version("ray") is None:
@@ -409,16 +446,16 @@ def suggestion_checks(config: RunConfig) -> list[Check]:
 
 
 def _plan_checks(plan: MemoryEstimate, suffix: str = "") -> list[Check]:
-    """The parts of a plan, and whether they fit together."""
+    """The parts of a plan, and whether the run fits into memory."""
     checks = []
     for part in plan.parts:
         process = part.process if part.processes == 1 else f"{part.processes} × {part.process}"
         checks.append(Check(name=process, result=f"{_gibibytes(part.bytes):>10}  {part.name}{suffix}"))
     text = f"{_gibibytes(plan.total):>10}  of {_gibibytes(plan.free)} free{suffix}"
     if plan.fits:
-        return [*checks, Check(name="together", result=text)]
+        return [*checks, Check(name="the whole run", result=text)]
     fix = "; or ".join(plan.settings_to_turn())
-    return [*checks, Check(name="together", result=f"{text}: it does not fit", level="missing", fix=fix)]
+    return [*checks, Check(name="the whole run", result=f"{text}: it does not fit", level="missing", fix=fix)]
 
 
 def _gpu_checks(config: RunConfig, plan: MemoryEstimate) -> list[Check]:
@@ -478,13 +515,6 @@ def distribution_check(name: str, floors: dict[str, str], *, extra: str, needed:
     return Check(name=name, result=version)
 
 
-@cache
-def _torch_probe() -> subprocess.CompletedProcess[str]:
-    """Ask torch, in a child process, for its threads and number of GPUs."""
-    code = "import torch; print(torch.get_num_threads(), torch.cuda.device_count() if torch.cuda.is_available() else 0)"
-    return subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=False)
-
-
 def _version(name: str) -> str | None:
     try:
         return metadata.version(name)
@@ -506,6 +536,7 @@ def _cgroup_cores() -> float | None:
 
 SECTIONS: dict[str, tuple[Callable[[], list[Check]], ...]] = {
     "this machine": (python_checks, processor_checks, memory_checks, gpu_checks, disk_checks, shadowing_file_checks),
-    "installed": (package_checks, torch_import_checks, ray_import_checks, vllm_checks, demo_model_checks),
+    "installed": (package_checks, vllm_checks, demo_model_checks),
+    _TORCH: (torch_import_checks,),
     _DEMO: (placement_checks,),
 }

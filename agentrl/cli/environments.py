@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import importlib.util
 import inspect
-import json
 import keyword
 import os
 import re
-import select
 import shutil
-import signal
 import sys
-import threading
-import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from agentrl.cli.forked_child import run_in_forked_child
 from agentrl.cli.output import print_json
-from agentrl.core.clock import SystemClock
 from agentrl.core.errors import AgentRLError, CheckFailedError, InputError, StorageError
 from agentrl.core.files import expand_path, temporary_directory
 from agentrl.core.text import escape_line, escape_text
@@ -31,10 +25,6 @@ if TYPE_CHECKING:
 
     from agentrl.environment.registry import EnvironmentSpec
 
-LONGEST_S = 600.0
-"""Time limit of a check, in seconds."""
-_POLL_S = 0.2
-_FRAME = re.compile(rb'File "(.*)", line (\d+) in (.*)')
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
@@ -182,120 +172,6 @@ def _check_function(kind: str, name: str, *, as_json: bool) -> int:
     else:
         sys.stdout.write(escape_text(text) + "\n")
     return 0 if has_passed else CheckFailedError.exit_code
-
-
-def run_in_forked_child(call: Callable[[], Any], *, longest_s: float = LONGEST_S) -> tuple[Any, str]:
-    """Call foreign code in a child process, which may crash, exit, fork or hang.
-
-    The child and its process group end with this process in any case. Output of the code goes to standard error; its
-    standard input is empty. This is not a sandbox: the code runs with the caller's rights. Call it while the process
-    has one thread, because the child is a fork.
-
-    Args:
-        call: returns JSON data.
-        longest_s: seconds after which the child is killed.
-
-    Returns:
-        The value of `call`; and the reason if there is no value, else "".
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    read_end, write_end = os.pipe()
-    life, parent_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(read_end)
-        os.close(parent_end)
-        _answer(call, write_end, life)
-    os.close(write_end)
-    os.close(life)
-    try:
-        status, content = _read(child, read_end, longest_s)
-        if status is None and not content.endswith(b"\n"):
-            return None, f"it did not end within {longest_s:g} s{_whereabouts(child, read_end)}"
-    finally:
-        _end(child)
-        os.close(read_end)
-        os.close(parent_end)
-    if content.endswith(b"\n"):
-        value, problem = json.loads(content)
-        return value, problem
-    return None, f"its process ended ({_exit_words(status or 0)}) before it could answer"
-
-
-def _answer(call: Callable[[], Any], write_end: int, life: int) -> NoReturn:
-    """Make the call, send the answer, and exit, in the child."""
-    me = os.getpid()
-    os.setpgid(0, 0)
-    threading.Thread(target=_end_with_parent, args=(life,), daemon=True).start()
-    faulthandler.register(signal.SIGUSR1, write_end, all_threads=False)
-    with contextlib.suppress(OSError, ValueError):  # in tests, streams have no file descriptor
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    encode = json.JSONEncoder().encode  # made before the code under test can patch `json`
-    try:
-        answer: tuple[Any, str] = (call(), "")
-    except BaseException as error:  # noqa: BLE001 - foreign code: any exception is the answer
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        message = f"{type(error).__name__}: {error}".removesuffix(": ")
-        answer = (None, f"it was ended by {message} ({frame.filename}:{frame.lineno}, in {frame.name})")
-    sys.stdout.flush()  # flush the child's output before the parent kills it
-    content = encode(answer).encode() + b"\n"
-    while content and os.getpid() == me:  # a process that the code forked must not answer
-        content = content[os.write(write_end, content) :]
-    os._exit(0)
-
-
-def _end_with_parent(life: int) -> None:
-    os.read(life, 1)  # nothing is ever written, so this returns when the parent closes its end
-    os.killpg(0, signal.SIGKILL)
-
-
-def _read(child: int, read_end: int, longest_s: float) -> tuple[int | None, bytes]:
-    """Return the child's exit status (None while it lives) and its output, complete or up to the deadline."""
-    clock, content = SystemClock(), b""
-    deadline = clock.monotonic() + longest_s
-    while clock.monotonic() < deadline:
-        # Wait first: output written before the exit is then in the pipe.
-        ended_pid, status = os.waitpid(child, os.WNOHANG)
-        while select.select([read_end], [], [], 0.0 if ended_pid else _POLL_S)[0] and (
-            part := os.read(read_end, 1 << 16)
-        ):
-            content += part
-            if content.endswith(b"\n"):
-                return status if ended_pid else None, content
-        if ended_pid:
-            return status, content
-    return None, content
-
-
-def _whereabouts(child: int, read_end: int) -> str:
-    """Return the innermost line of user code in a child that does not end."""
-    from agentrl.observe.blocked_loop import is_user_code
-
-    stack = b""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(child, signal.SIGUSR1)
-    while select.select([read_end], [], [], _POLL_S)[0] and (part := os.read(read_end, 1 << 16)):
-        stack += part
-    frames = [tuple(part.decode(errors="replace") for part in frame) for frame in _FRAME.findall(stack)]
-    user_frames = [frame for frame in frames if is_user_code(frame[0])] or frames
-    return f"; it was at {user_frames[0][0]}:{user_frames[0][1]}, in {user_frames[0][2]}" if user_frames else ""
-
-
-def _end(child: int) -> None:
-    """End the child and the rest of its process group."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(child, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(child, 0)
-
-
-def _exit_words(status: int) -> str:
-    code = os.waitstatus_to_exitcode(status)
-    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
 
 def env_new(options: argparse.Namespace) -> int:

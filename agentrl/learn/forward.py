@@ -28,7 +28,7 @@ with like.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -39,6 +39,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -454,6 +455,11 @@ class _Chunk:
     mask: Tensor | None = None
     """Attention mask of the chunk; None if it is not kept."""
 
+    @property
+    def num_keys(self) -> int:
+        """Number of keys."""
+        return self.keys.stop - self.keys.start if isinstance(self.keys, slice) else len(self.keys)
+
 
 class TreeAttentionMask:
     """The visibility of tokens in a micro-batch, on a device."""
@@ -504,18 +510,21 @@ class TreeAttentionMask:
             yield _Chunk(at, stop, slice(first, last + 1) if is_range else torch.from_numpy(keys).to(self._device))
             at = stop
 
-    def mask(self, chunk: _Chunk, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Return the additive mask of a chunk's scores, [1, 1, queries, keys], 0 or -inf; None if the kernel masks by
-        itself."""
+    def mask(self, chunk: _Chunk, window: int | None, dtype: torch.dtype, *, is_read: bool = True) -> Tensor | None:
+        """Return the additive mask of a chunk's scores, [1, 1, queries, keys], 0 or -inf, without values if they are
+        not read; None if the kernel masks by itself."""
         if chunk.is_causal:
             return None
         if chunk.mask is not None and chunk.mask.dtype == dtype:
             return chunk.mask
-        queries, keys = self._order[chunk.start : chunk.stop, None], self._order[chunk.keys]
-        hidden = (keys > queries) | (self._visible_until[chunk.keys] <= queries)
-        if window is not None:
-            hidden |= self._position[chunk.start : chunk.stop, None] - self._position[chunk.keys] >= window
-        mask = torch.zeros((1, 1, *hidden.shape), dtype=dtype, device=self._device).masked_fill_(hidden, -torch.inf)
+        if is_read:
+            queries, keys = self._order[chunk.start : chunk.stop, None], self._order[chunk.keys]
+            hidden = (keys > queries) | (self._visible_until[chunk.keys] <= queries)
+            if window is not None:
+                hidden |= self._position[chunk.start : chunk.stop, None] - self._position[chunk.keys] >= window
+            mask = torch.zeros((1, 1, *hidden.shape), dtype=dtype, device=self._device).masked_fill_(hidden, -torch.inf)
+        else:
+            mask = torch.empty((1, 1, chunk.stop - chunk.start, chunk.num_keys), dtype=dtype, device=self._device)
         if self._num_cached + mask.numel() <= _KEPT_MASKS:
             self._num_cached += mask.numel()
             chunk.mask = mask
@@ -565,6 +574,17 @@ class TreeAttentionMask:
         )
 
 
+def _computed_chunks(chunks: Sequence[_Chunk], query: Tensor) -> Collection[int]:
+    """Return the chunks to compute: all, or of tensors without data only the last of each shape, which needs the memory
+    of the others too."""
+    if not isinstance(query, FakeTensor):
+        return range(len(chunks))
+    shapes: dict[object, int] = {}
+    for number, chunk in enumerate(chunks):
+        shapes[chunk.stop - chunk.start, chunk.num_keys, isinstance(chunk.keys, slice), chunk.is_causal] = number
+    return set(shapes.values())
+
+
 class _ChunkedAttention(torch.autograd.Function):
     """Attention in chunks of a tree, on CPU. It saves queries, keys, values, outputs and one number per query and
     head.
@@ -583,7 +603,12 @@ class _ChunkedAttention(torch.autograd.Function):
         _, heads, count, width = query.shape
         output = query.new_empty(1, count, heads, width).transpose(1, 2)
         normalizers = []
-        for chunk in tree.chunks(window):
+        computed = _computed_chunks(tree.chunks(window), query)
+        for number, chunk in enumerate(tree.chunks(window)):
+            if number not in computed:
+                tree.mask(chunk, window, query.dtype, is_read=False)  # which may be kept
+                normalizers.append(query.new_empty(1, heads, chunk.stop - chunk.start, dtype=torch.float32))
+                continue
             chunk_output, normalizer = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 query[:, :, chunk.start : chunk.stop],
                 key[:, :, chunk.keys],
@@ -604,7 +629,10 @@ class _ChunkedAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, *normalizers = ctx.saved_tensors
         of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        for chunk, normalizer in zip(ctx.tree.chunks(ctx.window), normalizers, strict=True):
+        computed = _computed_chunks(ctx.tree.chunks(ctx.window), query)
+        for number, (chunk, normalizer) in enumerate(zip(ctx.tree.chunks(ctx.window), normalizers, strict=True)):
+            if number not in computed:
+                continue
             gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 gradient[:, :, chunk.start : chunk.stop],
                 query[:, :, chunk.start : chunk.stop],

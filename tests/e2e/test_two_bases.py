@@ -324,7 +324,6 @@ def test_two_policies_that_train_all_weights_of_one_model_have_a_vllm_each(repos
         assert metrics["mismatch/k3"] <= 1e-5, metrics
 
 
-@pytest.mark.usefixtures("doctor_imports_once")
 def test_doctor_plans_for_each_base(
     repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 from agentrl.cli import doctor
@@ -56,6 +59,53 @@ def test_a_probe_that_fails_hides_no_other_and_what_is_missing_is_exit_code_1(
     assert capsys.readouterr().out.splitlines()[-1].startswith("unknown: 1 check marked ? failed to run")
     assert main(["doctor", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["ready"] is False
+
+
+OBSERVED = """
+import subprocess, sys
+from agentrl.cli import doctor
+from agentrl.cli.main import main
+
+commands, run = [], subprocess.run
+subprocess.run = lambda command, *rest, **options: commands.append(command) or run(command, *rest, **options)
+
+def observe():
+    imported = {name.partition(".")[0] for name in sys.modules} & {"torch", "ray"}
+    started = [command for command in commands if "import" in str(command)]
+    return [doctor.Check(name="observed", result=f"{imported} {started}")]
+
+doctor.SECTIONS["last"] = (observe,)
+sys.exit(main(["doctor"]))
+"""
+
+
+def test_torch_is_imported_once_and_ray_only_for_runs_that_need_it() -> None:
+    done = subprocess.run([sys.executable, "-c", OBSERVED], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"torch works +yes, threads", done.stdout)
+    assert re.search(r"observed +\{'torch'\} \[\]", done.stdout)
+
+
+CRASHING = """
+import os, sys
+from agentrl.cli import doctor
+from agentrl.cli.main import main
+
+doctor.SECTIONS = {
+    "first": (doctor.python_checks,), "torch": (lambda: os.kill(os.getpid(), 4),), "last": (doctor.processor_checks,)
+}
+sys.exit(main(["doctor"]))
+"""
+
+
+def test_a_library_that_crashes_hides_no_other_section() -> None:
+    done = subprocess.run([sys.executable, "-c", CRASHING], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    sections = [line for line in done.stdout.splitlines() if not line.startswith(" ")]
+    assert sections == ["first", "torch", "last", "not ready: 1 problem marked ✗"]
+    assert "✗ torch                     no: its process ended (killed by SIGILL)" in done.stdout
+    assert f"→ {install_command('train')} --force-reinstall" in done.stdout
+    assert "cores" in done.stdout
 
 
 def test_a_wrong_model_path_is_what_train_says(tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentrl.cli.environments import run_in_forked_child
+from agentrl.cli.forked_child import answers_from_forked_child, run_in_forked_child
 from agentrl.cli.main import main
 
 
@@ -71,6 +71,20 @@ def test_an_end_without_an_answer_is_told(call: Callable[[], Any], told: str) ->
     assert problem.startswith(told)
 
 
+def _answers_twice(end: Callable[[], object]) -> Iterator[int]:
+    yield 1
+    yield 2
+    end()
+
+
+def test_answers_come_one_by_one_up_to_the_end_of_the_child() -> None:
+    assert list(answers_from_forked_child(lambda: _answers_twice(int))) == [(1, ""), (2, "")]
+    *first, (last, problem) = answers_from_forked_child(lambda: _answers_twice(lambda: os.kill(os.getpid(), 9)))
+    assert first == [(1, ""), (2, "")]
+    assert last is None
+    assert problem == "its process ended (killed by SIGKILL) before it could answer"
+
+
 def test_code_that_never_ends_is_ended_and_its_place_told() -> None:
     code = compile("def spin():\n    while True:\n        pass\n", "/somewhere/env.py", "exec")
     namespace: dict[str, Any] = {}
@@ -84,7 +98,7 @@ def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
     child = tmp_path / "child"
     script = f"""
         import os, pathlib
-        from agentrl.cli.environments import run_in_forked_child
+        from agentrl.cli.forked_child import run_in_forked_child
         def call():
             pathlib.Path({str(child)!r}).write_text(str(os.getpid()))
             os.kill(os.getppid(), 9)

@@ -105,7 +105,6 @@ def test_memory_bounds_contexts_and_micro_batches(repository: Path, monkeypatch:
     assert explicit.engine.max_context == 100
 
 
-@pytest.mark.usefixtures("doctor_imports_once")
 def test_a_memory_that_nothing_fits_into_is_refused(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

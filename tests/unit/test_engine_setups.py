@@ -57,7 +57,6 @@ def write_tokenizer(directory: Path, *, tokens: int) -> None:
         pytest.param("docs/several_gpus.md", "Qwen3-32B", marks=pytest.mark.exhaustive),
     ],
 )
-@pytest.mark.usefixtures("doctor_imports_once")
 def test_doctor_accepts_and_explains_a_set_up(
     repository: Path,
     tmp_path: Path,
@@ -88,7 +87,6 @@ def test_doctor_accepts_and_explains_a_set_up(
     assert not any("not used" in line for line in lines)
 
 
-@pytest.mark.usefixtures("doctor_imports_once")
 def test_doctor_names_all_that_the_gpu_example_lacks_here(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -104,7 +104,6 @@ def test_paths_are_no_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert with_downloaded_models(named(path or "x"), {}).model.path == (path or "x")
 
 
-@pytest.mark.usefixtures("doctor_imports_once")
 def test_doctor_explains_a_model_that_was_not_downloaded(
     cache: Path, repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

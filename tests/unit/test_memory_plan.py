@@ -29,10 +29,10 @@ from agentrl.config.load import load
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError, ModelError
 from agentrl.core.machine import GIB, Gpu, Memory
-from agentrl.engines.models import read_meta_model
-from agentrl.learn import memory_prediction
+from agentrl.engines.models import read_meta_model, runnable_on_meta
+from agentrl.learn import forward, memory_prediction
 from agentrl.learn.forward import TOP_TOKENS, token_logprobs
-from agentrl.learn.memory_prediction import AllocationCounter, make_worst_case_samples
+from agentrl.learn.memory_prediction import AllocationCounter, TrainerMemoryPredictor, make_worst_case_samples
 from agentrl.learn.models import load_models
 from agentrl.learn.packing import pack
 from tests.learn_cases import predict_trainer_memory
@@ -153,7 +153,6 @@ def test_bfloat16_halves_the_weights_of_an_engine(repository: Path) -> None:
     assert weights == 2 * (rounded - masters // 8), "and 2 bytes for each trained parameter, its rounded copy"
 
 
-@pytest.mark.usefixtures("doctor_imports_once")
 def test_doctor_says_what_a_run_will_hold(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,7 +162,7 @@ def test_doctor_says_what_a_run_will_hold(
     found = [(check["name"], check["result"]) for check in report["sections"]["memory"]]
     assert any(name == "3 × trainer rank" and "activations of 8,192 tokens" in text for name, text in found)
     assert any(name == "this process" and "keys and values" in text for name, text in found)
-    assert found[-1][0] == "together"
+    assert found[-1][0] == "the whole run"
 
 
 def test_a_rank_of_several_holds_its_shard(
@@ -178,7 +177,6 @@ def test_a_rank_of_several_holds_its_shard(
     assert any("layers" in text for text in found)
 
 
-@pytest.mark.usefixtures("doctor_imports_once")
 def test_doctor_says_what_does_not_fit_and_what_to_turn(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -231,7 +229,6 @@ DETERMINISTIC = ("--deterministic=true", "--policies.solver.max_staleness=0")
 VLLM = (*OVERRIDES, "--engine.vllm.enforce_eager=true", "--policies.solver.lora.rank=4")
 
 
-@pytest.mark.usefixtures("doctor_imports_once")
 def test_doctor_prints_the_device_plan_and_each_share(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -252,7 +249,6 @@ def test_doctor_recommends_vllm_on_a_gpu(
     assert any("[engine.vllm]" in check.fix for check in checks) == noted
 
 
-@pytest.mark.usefixtures("doctor_imports_once")
 def test_doctor_names_offloading_and_counts_what_is_offloaded(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -286,7 +282,6 @@ def test_doctor_names_offloading_and_counts_what_is_offloaded(
     assert "does not fit" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.usefixtures("doctor_imports_once")
 def test_doctor_says_which_share_of_a_gpu_is_too_small(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -300,7 +295,6 @@ def test_doctor_says_which_share_of_a_gpu_is_too_small(
     assert "do not fit on 1 GPU" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("doctor_imports_once")
 def test_memory_of_a_gpu_that_another_process_holds_is_told_by_doctor_and_before_a_run(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -314,7 +308,6 @@ def test_memory_of_a_gpu_that_another_process_holds_is_told_by_doctor_and_before
     assert words in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.usefixtures("doctor_imports_once")
 def test_an_argument_that_vllm_does_not_know_is_found_by_doctor(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -456,3 +449,21 @@ def test_a_card_that_is_too_full_is_refused_before_anything_is_loaded(
     assert re.search(r"the run needs at least [\d.]+ GiB of its GPUs, and 0\.0 are free: [\d.]+ GiB are missing", told)
     assert "stop what else computes there" in told
     assert not list(tmp_path.glob("*/journal"))
+
+
+def test_chunks_of_one_shape_are_computed_once_and_need_the_same_memory(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured(repository, "--policies.solver.step_size=64").with_token_limits(192, 20 * 192)
+    model = TrainerMemoryPredictor(config).models["solver"]
+
+    def measured() -> tuple[int, int]:
+        with runnable_on_meta(model.model):
+            step = memory_prediction._step(config, "solver", model, 192)
+        return step.bytes, step.operations
+
+    size, operations = measured()
+    monkeypatch.setattr(forward, "_computed_chunks", lambda chunks, query: range(len(chunks)))
+    size_of_all, operations_of_all = measured()
+    assert size == size_of_all
+    assert 2 * operations < operations_of_all
