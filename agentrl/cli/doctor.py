@@ -16,7 +16,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -269,7 +269,7 @@ def torch_import_checks() -> list[Check]:
     if _version("torch") is None:
         return []
     try:
-        import torch
+        torch = import_module("torch")
     except Exception as error:  # noqa: BLE001 - a broken installation may raise anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         return [Check(name="torch works", result=f"no: {reason}", level="missing", fix=_FIXES[_TORCH])]
@@ -280,10 +280,10 @@ def torch_import_checks() -> list[Check]:
 def _num_gpus() -> int:
     """Return the number of GPUs that torch can use; 0 if it cannot be imported."""
     try:
-        import torch
+        torch = import_module("torch")
     except Exception:  # noqa: BLE001 - `torch_import_checks` reports it
         return 0
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
 
 
 def ray_import_checks() -> list[Check]:
