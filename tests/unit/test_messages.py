@@ -208,6 +208,11 @@ EPISODES = {
 """Methods of a class whose first episode `agentrl env check` finds at fault."""
 
 
+def case(mistake: str) -> str:
+    """Name a case without spaces, at which its name in a report would end."""
+    return "_".join(mistake.split())
+
+
 def test_every_declared_attribute_can_be_checked() -> None:
     names = {}
     for base in (ToolEnvironment, HarnessEnvironment, PettingZooEnvironment, TextArenaEnvironment, GymEnvironment):
@@ -261,7 +266,7 @@ def says(message: str, answer: Answer, here: Path) -> None:
     assert not re.search(r"Traceback|internal error|agentrl/\w+/\w+\.py", message), message
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS, ids=case)
 def test_a_command_names_place_cause_and_remedy(here: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
     try:
         code = main(command.split(" "))
@@ -272,7 +277,7 @@ def test_a_command_names_place_cause_and_remedy(here: Path, capsys: pytest.Captu
     says(said.err, COMMANDS[command], here)
 
 
-@pytest.mark.parametrize(("name", "line"), CLASSES)
+@pytest.mark.parametrize(("name", "line"), CLASSES, ids=case)
 def test_a_definition_names_place_cause_and_remedy(
     here: Path, capsys: pytest.CaptureFixture[str], name: str, line: str
 ) -> None:
@@ -286,7 +291,7 @@ def test_a_definition_names_place_cause_and_remedy(
     says(capsys.readouterr().err, CLASSES[name, line], here)
 
 
-@pytest.mark.parametrize("line", EPISODES)
+@pytest.mark.parametrize("line", EPISODES, ids=case)
 def test_a_first_episode_names_place_cause_and_remedy(here: Path, line: str) -> None:
     file = here / f"episode{abs(hash(line))}" / "mistake.py"
     file.parent.mkdir(exist_ok=True)
