@@ -96,7 +96,8 @@ def test_a_model_inside_a_package_is_found_and_what_is_not_there_is_named(reposi
 
 def test_an_environment_file_is_looked_for_beside_the_configuration(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('[environment]\nid = "env.py:Mine"\n[model]\npath = "tiny"\n')
-    assert load(tmp_path / "run.toml").environment.id == "env.py:Mine", "nothing lies there"
+    with pytest.raises(ConfigError, match=re.escape(f"there is no file env.py in {tmp_path} or {Path.cwd()}")):
+        load(tmp_path / "run.toml")
     (tmp_path / "env.py").touch()
     assert load(tmp_path / "run.toml").environment.id == f"{tmp_path / 'env.py'}:Mine"
 
