@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from agentrl.app.hub import download_model, is_hub_name
-from agentrl.config.fields import Selects
+from agentrl.config.fields import Selects, expand_paths
 from agentrl.config.load import (
     format_short,
     parse_value,
@@ -141,7 +141,9 @@ def selections(
         if mark is not None and mark.what != "nothing":
             default = field.default if field.default_factory is None else PydanticUndefined
             default = default if default is PydanticUndefined else to_jsonable_python(default)
-            yield Selection((*above, name), mark.what, data[name], default)
+            # Judged by what the setting becomes, not by how it is written.
+            value = expand_paths(data[name]) if mark.what in ("code", "path") else data[name]
+            yield Selection((*above, name), mark.what, value, default)
         members, is_table = sections_in_annotation(field.annotation)
         tables = data[name].items() if is_table and isinstance(data[name], Mapping) else [(None, data[name])]
         for key, table in tables if members else ():
@@ -264,7 +266,8 @@ class ReceivedRun:
 
     def __init__(self, run: Path, overrides: Sequence[str] = ()) -> None:
         self.run = run
-        refuse_links_below(run / "versions", run / "checkpoints")
+        roots = dict.fromkeys((run, run_root(run)))
+        refuse_links_below(*(root / name for root in roots for name in ("versions", "checkpoints")))
         self.choices = Choices.of(run)
         self.overrides = dict(map(split_override, overrides))
 

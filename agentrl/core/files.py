@@ -106,7 +106,7 @@ def expand_path(path: str | Path) -> str:
     its path, and slashes at the end mean nothing. Variables such as `$HOME` are left to the shell.
 
     Raises:
-        InputError: a `file:` URL names another machine.
+        InputError: a `file:` URL is malformed, names another machine, or has more than a path; or there is a zero byte.
 
     Example:
         >>> expand_path("file:///data/my%20model/"), expand_path("runs/"), expand_path("https://example.com/v1/")
@@ -114,12 +114,19 @@ def expand_path(path: str | Path) -> str:
     """
     text = os.fspath(path)
     if text[:5].lower() == "file:":
-        url = urlsplit(text)
+        try:
+            url = urlsplit(text)
+        except ValueError as error:
+            raise InputError(f"{text}: this is no URL ({error}); write the path of a file") from error
         if url.netloc.lower() not in ("", "localhost"):
             raise InputError(f"{text}: names the machine {url.netloc!r}; write the path of a file on this machine")
+        if url.query or url.fragment:
+            raise InputError(f"{text}: a URL of a file has no `?` or `#`; write %3F or %23, or the path of the file")
         text = unquote(url.path)
     elif "://" in text:
         return text
+    if "\0" in text:
+        raise InputError(f"{text!r}: a path contains no zero byte")
     return os.path.expanduser(text).rstrip("/") or text[:1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 import agentrl
 from agentrl.app.policies import weights_from_directory
+from agentrl.app.received import selections
 from agentrl.cli.main import main
 from agentrl.config.load import load
 from agentrl.core.errors import InputError
@@ -131,3 +133,20 @@ def test_commands_and_functions_take_them(
     with pytest.raises(InputError, match=f"{run}/policies: contains no weights"):
         weights_from_directory("solver", form(run / "policies"))
     assert not any(Path().iterdir()), "nothing is made where the command ran"
+
+
+@pytest.mark.parametrize("text", ["file://[x", "file:/data/a?b", "file:/data/a#b", "file://elsewhere/a", "a\0b"])
+def test_what_is_no_path_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match=re.escape(text.replace("\0", "\\x00"))):
+        expand_path(text)
+
+
+def test_a_recorded_path_is_judged_by_what_it_becomes() -> None:
+    """Not by how it is written: a URL that looks like a path into the package, or a file that looks like a name."""
+    installed = f"{Path(agentrl.__file__).parent}/environments"
+    with pytest.raises(InputError, match="URL of a file"):
+        list(selections({"model": {"path": f"file:/tmp/evil#/../..{installed}"}}))
+    (model,) = selections({"model": {"path": f"file:{installed}/../../evil"}})
+    (environment,) = selections({"environment": {"id": "evil/env.py/"}})
+    assert not model.is_harmless
+    assert not environment.is_harmless
