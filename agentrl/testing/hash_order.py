@@ -16,8 +16,10 @@ from agentrl.environment.tools import ToolEnvironment
 from agentrl.observe.blocked_loop import is_user_code
 
 _HASHING = {"set", "frozenset", "hash", "eval", "exec", "__import__", "import_module", "WeakSet"}
-_ORDERLESS = {"sorted", "len", "min", "max", "sum", "any", "all", "bool"}
-"""Functions whose result does not depend on the order of a set, for elements that they can compare."""
+_SETS = {"set", "frozenset"}
+_ORDERLESS = {"sorted", "len", "min", "max", "any", "all", "bool"}
+"""Functions whose result does not depend on the order of a set, for elements that they can compare. With `key`, some of
+them keep the order of equal elements; a `sum` of floats depends on their order."""
 _ORDERED_LIBRARIES = {*sys.stdlib_module_names, "agentrl", "numpy", "msgspec", "pydantic"}
 _SET_OPERATORS = (ast.BitAnd, ast.BitOr, ast.BitXor, ast.Sub)
 
@@ -52,7 +54,7 @@ def iterates_sets(tree: ast.AST) -> bool:
     Example:
         >>> iterates_sets(ast.parse("x in {'a', 'b'} or len(set(y)) or sorted({*z})"))
         False
-        >>> iterates_sets(ast.parse("[*{'a', 'b'}]")), iterates_sets(ast.parse("list(a.keys() & b)"))
+        >>> iterates_sets(ast.parse("[*{'a', 'b'}]")), iterates_sets(ast.parse("sorted({*z}, key=len)"))
         (True, True)
     """
     harmless: set[int] = set()
@@ -60,10 +62,11 @@ def iterates_sets(tree: ast.AST) -> bool:
         operands: list[ast.expr] = []
         if isinstance(node, ast.Compare):
             operands = [*node.comparators, *([] if isinstance(node.ops[0], ast.In | ast.NotIn) else [node.left])]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _ORDERLESS:
+        elif isinstance(node, ast.Call) and _is_orderless(node):
             operands = node.args
         harmless.update(map(id, operands))
-        harmless.update(id(operand.func) for operand in operands if isinstance(operand, ast.Call))
+        calls = [operand.func for operand in operands if isinstance(operand, ast.Call)]
+        harmless.update(id(function) for function in calls if isinstance(function, ast.Name) and function.id in _SETS)
     for node in ast.walk(tree):
         if id(node) in harmless:
             continue
@@ -76,6 +79,12 @@ def iterates_sets(tree: ast.AST) -> bool:
                 if any(_is_view(side) for side in (node.left, node.right)):
                     return True
     return False
+
+
+def _is_orderless(call: ast.Call) -> bool:
+    """Whether the result of a call does not depend on the order of its arguments' elements."""
+    has_key = any(keyword.arg in {"key", None} for keyword in call.keywords)  # None: `**options`
+    return isinstance(call.func, ast.Name) and call.func.id in _ORDERLESS and not has_key
 
 
 def _is_view(node: ast.expr) -> bool:
