@@ -150,7 +150,8 @@ class RunControl:
         await self._record(action)
         self._config = new
         self._apply(new)
-        return f"{key} was {change.before!r} and is {change.now!r}; it holds after a resume too"
+        schedule = "; the learning rate keeps its schedule until a resume" if path[0] == "steps" else ""
+        return f"{key} was {change.before!r} and is {change.now!r}; it holds after a resume too{schedule}"
 
     async def _record(self, action: ControlAction) -> None:
         actions = [*read_actions(self._store.info()), action][-MAX_ACTIONS:]

@@ -125,6 +125,8 @@ class Orchestrator:
     drained_by: str = ""
     """Who asked the run to drain; empty: nobody did."""
     _stopping: bool = False
+    _is_over: bool = False
+    """Whether every policy had taken its last step."""
     _check_failure: CheckFailedError | None = None
     """Failed check that ends the run."""
     _checkpoint_steps: Mapping[str, int] = field(default_factory=dict)
@@ -339,8 +341,8 @@ class Orchestrator:
         return self.plan.demands[self.dispatcher.next_group % len(self.plan.demands)]
 
     async def _train(self, policy: str, loops: asyncio.TaskGroup) -> None:
-        plan, phases = self.plan, self.scheduler.phases
-        while not phases.is_over(policy):
+        while True:
+            # A policy that has taken its last step waits here as well, because `change` may give it more.
             await self.changed.wait_for(lambda: self._finished() or self.scheduler.may_step(policy, self.demand()))
             if self._finished():
                 return
@@ -350,13 +352,12 @@ class Orchestrator:
             self.dispatcher.drop_frozen()
             self.dispatcher.resume_unfinished()
             is_full = await self.journal_retention.check_step(self._steps_left())
-            if (is_full or (plan.checkpoint_every and step % plan.checkpoint_every == 0)) and not phases.is_over(
-                policy
-            ):
+            if (is_full or _is_due(step, self.plan.checkpoint_every)) and not self.scheduler.phases.is_over(policy):
                 await self._checkpoint()
                 if is_full:
                     await self.journal_retention.check_pruned()
-            evaluates = self.evaluator.tasks and plan.evaluate_every and step % plan.evaluate_every == 0
+            evaluates = self.evaluator.tasks and _is_due(step, self.plan.evaluate_every)
+            phases = self.scheduler.phases
             if evaluates and not phases.is_over(policy) and not self._finished():
                 frozen_policies = phases.frozen()
                 training = {
@@ -364,7 +365,6 @@ class Orchestrator:
                 }
                 evaluation = self.evaluator.in_background(policy, self.board.trainable, training, self._is_stopping)
                 loops.create_task(evaluation, name=f"evaluate {self.board.current(policy)}")
-        self.changed.notify()
 
     async def _step(self, policy: str) -> bool:
         """Take one optimizer step and serve its version; returns False if the step was skipped."""
@@ -552,8 +552,7 @@ class Orchestrator:
         return {*self.versions.pinned(), *self.opponents.needed(), *self.best.needed(self.board)}
 
     def _steps_left(self) -> int:
-        phases = self.scheduler.phases
-        return sum(phases.steps[policy] - self.board.step(policy) for policy in self.board.trainable)
+        return sum(map(self.scheduler.phases.left, self.board.trainable))
 
     def _is_stopping(self) -> bool:
         return self._stopping
@@ -563,9 +562,9 @@ class Orchestrator:
         self.ended_early = self.ended_early or self.best.why_stop()
         if self.drained_by and self.ended_early is None and self.scheduler.is_starved(self.demand()) is not None:
             self.ended_early = f"drained by {self.drained_by}"
-        if self._stopping or self.ended_early is not None:
-            return True
-        return all(map(self.scheduler.phases.is_over, self.board.trainable))
+        # Keep the end too: some of the loops have returned by the time that `change` sets a later last step.
+        self._is_over = self._is_over or all(map(self.scheduler.phases.is_over, self.board.trainable))
+        return self._stopping or self.ended_early is not None or self._is_over
 
     async def _drain(self) -> None:
         try:
@@ -579,6 +578,11 @@ class Orchestrator:
             leftover: list[ReadyUnit] = self.buffer.pop_ready(policy, self.buffer.ready(policy))
             for drop in self.buffer.drop(leftover, "run_ended"):
                 self.store.record(drop)
+
+
+def _is_due(step: int, every: int) -> bool:
+    """Whether something done after `every` steps is due after this one; 0: never."""
+    return bool(every) and step % every == 0
 
 
 def _held_activity(why: str | None) -> Activity:

@@ -293,7 +293,7 @@ class Scheduler:
         The second case keeps a step size that groups, drops or fan-outs cannot fill exactly from waiting forever; at
         staleness 0 it makes a step take all ready units. It applies only if nothing else can make progress.
         """
-        if self.is_paused:
+        if self.is_paused or self.phases.is_over(policy):
             return False
         if self._is_full(policy):
             return True
@@ -481,7 +481,7 @@ class SynchronousBatchScheduler(Scheduler):
     def may_step(self, policy: str, demand: GroupDemand) -> bool:
         """Whether every episode of the policy's batch has ended; without units of the policy, the step is empty."""
         step = self._board.step(policy)
-        if self.is_paused or step >= self._steps or self._dispatcher.next_group < (step + 1) * self._groups:
+        if self.is_paused or self.phases.is_over(policy) or self._dispatcher.next_group < (step + 1) * self._groups:
             return False
         return not any(self.batch_of(episode_id) <= step for episode_id in self._dispatcher.running())
 
