@@ -234,7 +234,6 @@ def _plan(config: RunConfig, environment: type[Environment]) -> TrainingLoopSett
         step_size={name: policy.step_size for name, policy in config.trained.items()},
         tokens_per_unit=config.trainer.loss.tokens_per_unit,
         demands=units_per_root_group(config, environment),
-        max_turns={name: config.sampling_of(name).max_turns for name in config.trained},
         evaluate_every=config.evaluation.every,
         checkpoint_every=config.checkpoint.every,
     )

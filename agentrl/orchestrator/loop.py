@@ -71,8 +71,6 @@ class TrainingLoopSettings:
     """Divisor of a step's summed token losses, per unit of the step; 0: the step's number of sampled tokens."""
     demands: Sequence[GroupDemand]
     """Demand of each root group in turn; repeats after the last."""
-    max_turns: Mapping[str, int] = field(default_factory=dict)
-    """Limit on the turns of one conversation, by policy; for the estimate of the first step's time."""
     evaluate_every: int = 0
     checkpoint_every: int = 0
 
@@ -237,21 +235,21 @@ class Orchestrator:
         )
 
     def _pace(self) -> str:
-        """Return the estimated time of a first step, and how far it is; empty after the first steps."""
+        """Return how far a first step is, and from its first ended episode on the seconds that sampling it takes; empty
+        after the first steps."""
         totals, paces = self.activity_totals(), list[tuple[float, str]]()
         elapsed_s, turns = totals.get("run", 0.0), totals.get(TURNS, 0.0)
         for policy, size in self.plan.step_size.items():
-            counts, bound = self.buffer.counts, ""
+            counts = self.buffer.counts
             ended, turns_of_ended = counts.of("committed", policy=policy), counts.of_all_policies("turns")
             if self.board.step(policy) or policy in self.scheduler.phases.frozen() or not turns:
                 continue
-            if ended and turns_of_ended:  # the turns of unfinished episodes count too
-                seconds = elapsed_s * size / (ended * turns / turns_of_ended)
-            else:
-                max_turns = self.plan.max_turns.get(policy, 1)
-                seconds, bound = elapsed_s * size * max_turns / turns, "at most " if max_turns > 1 else ""
             so_far = f"so far {min(ended, float(size)):,.0f} of {plural(size, 'episode')}"
-            paces.append((seconds, f"{bound}about {format_seconds(seconds)} a step; {so_far}"))
+            if 0 < ended < size and turns_of_ended:  # the turns of unfinished episodes count too
+                seconds = elapsed_s * size / (ended * turns / turns_of_ended)
+                paces.append((seconds, f"about {format_seconds(seconds)} to sample a step; {so_far}"))
+            else:
+                paces.append((elapsed_s, so_far))
         return max(paces, default=(0.0, ""))[1]
 
     def activity_totals(self) -> Mapping[str, float]:

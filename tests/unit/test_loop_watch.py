@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib
+import subprocess
 import sysconfig
 import threading
 from collections.abc import Callable, Coroutine
@@ -46,6 +47,18 @@ def test_code_that_blocks_the_loop_is_named_once_with_its_line() -> None:
     assert "event loop" in said
     assert "test_loop_watch.py" in said
     assert "in block: `heard.wait()" in said
+
+
+def test_libraries_that_block_the_loop_are_named_once_because_no_user_can_mend_them() -> None:
+    async def block(heard: threading.Event) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_soon(heard.wait)
+        await asyncio.sleep(0)
+        loop.call_soon(subprocess.run, ["sleep", "0.4"])
+        await asyncio.sleep(0)
+
+    [said] = told_during(block)
+    assert "no code of yours is in it" in said
 
 
 def test_a_task_of_another_library_is_no_episode() -> None:
