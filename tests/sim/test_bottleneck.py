@@ -239,7 +239,9 @@ def test_the_time_of_a_step_is_estimated_from_the_first_turns_on(tmp_path: Path)
     assert told[11.0] == "so far 0 of 16 episodes", "nobody knows how many turns the others have"
     in_between = {seconds: pace for seconds, pace in told.items() if 91 < seconds < 120}
     assert len(in_between) > 20
-    assert {pace.partition(";")[0] for pace in in_between.values()} == {"about 2 min to sample a step"}, "twelve rounds of 10 s"
+    assert {pace.partition(";")[0] for pace in in_between.values()} == {"about 2 min to sample a step"}, (
+        "twelve rounds of 10 s"
+    )
     assert in_between[111.0] == "about 2 min to sample a step; so far 12 of 16 episodes"
     assert told[max(told)] == "", "the metrics of the steps say it then"
 
