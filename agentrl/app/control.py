@@ -56,15 +56,22 @@ def with_recorded_changes(config: RunConfig, info: Mapping[str, Any], named: Col
     """
     changes: dict[tuple[str, ...], tuple[Any, Any]] = {}
     for action in read_actions(info):
-        if action.act == "set" and action.path not in named:
-            before, _ = changes.get(action.path, (action.before, None))
-            changes[action.path] = before, action.now
+        if action.act == "set" and not any(_overlaps(action.path, key) for key in named):
+            before, now = changes.get(action.path, (None, None))
+            # The caller may have changed the setting between two changes: only those since then count.
+            follows = action.path in changes and now == action.before
+            changes[action.path] = before if follows else action.before, action.now
     for path, (before, now) in changes.items():
         with contextlib.suppress(InputError):  # recorded by another version, or by someone else
             new, differences = changed_config(config, path, now)
             if [(change.before, change.rule.is_live) for change in differences] == [(before, True)]:
                 config = new
     return config
+
+
+def _overlaps(path: tuple[str, ...], other: tuple[str, ...]) -> bool:
+    """Whether one of two settings is the other, or an entry of its table."""
+    return all(key == other_key for key, other_key in zip(path, other, strict=False))
 
 
 class RunControl:
@@ -146,15 +153,17 @@ class RunControl:
             )
         units_per_root_group(new, self._environment)
         (change,) = differences
-        action = ControlAction(self._clock.wall(), who, "set", path, change.before, change.now)
+        action = ControlAction(self._clock.wall(), who, "set", change.path, change.before, change.now)
         await self._record(action)
         self._config = new
         self._apply(new)
         schedule = "; the learning rate keeps its schedule until a resume" if path[0] == "steps" else ""
-        return f"{key} was {change.before!r} and is {change.now!r}; it holds after a resume too{schedule}"
+        return f"{change}; it holds after a resume too{schedule}"
 
     async def _record(self, action: ControlAction) -> None:
-        actions = [*read_actions(self._store.info()), action][-MAX_ACTIONS:]
+        actions = [*read_actions(self._store.info()), action]
+        if len(actions) > MAX_ACTIONS:  # changes still hold on a resume, so the oldest of the others goes
+            actions.pop(next((number for number, old in enumerate(actions) if old.act != "set"), 0))
         await self._store.describe(**{CONTROLS: msgspec.to_builtins(actions)})
         self._tell(f"control: {action.act} {'.'.join(action.path)} by {action.who}".replace("  ", " "))
 
@@ -212,7 +221,7 @@ def _listen(run: Path) -> socket.socket:
 
 async def _answer(control: RunControl, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> ControlReply:
     process, user = peer_of(writer.get_extra_info("socket"))
-    if user not in (os.geteuid(), 0):
+    if user != os.geteuid():
         return ControlReply(done=False, text="only the user of the run may control it")
     try:
         request = msgspec.json.decode(await reader.readuntil(b"\n"), type=ControlRequest)

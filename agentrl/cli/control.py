@@ -34,25 +34,25 @@ ANSWER_S = 60.0
 
 def run_pause(options: argparse.Namespace) -> int:
     """Stop sampling at the next turns and training after the step in progress."""
-    return _print(options, "pause")
+    return _request(options, "pause")
 
 
 def run_resume(options: argparse.Namespace) -> int:
     """Continue a paused run."""
-    return _print(options, "resume")
+    return _request(options, "resume")
 
 
 def run_drain(options: argparse.Namespace) -> int:
     """Start no more episodes, train on those in flight, and end the run."""
-    return _print(options, "drain")
+    return _request(options, "drain")
 
 
 def run_set(options: argparse.Namespace) -> int:
     """Change a setting of a running run."""
-    return _print(options, "set", options.setting)
+    return _request(options, "set", options.setting)
 
 
-def _print(options: argparse.Namespace, act: Act, setting: str = "") -> int:
+def _request(options: argparse.Namespace, act: Act, setting: str = "") -> int:
     reply = ask_run(find_run(options.run), ControlRequest(act, setting))
     if not reply.done:
         raise InputError(reply.text)

@@ -24,7 +24,7 @@ MAX_PATH_BYTES = 108
 MAX_BYTES = 1 << 16
 """Maximum length of a request or a reply."""
 MAX_ACTIONS = 500
-"""Number of newest actions that a run records."""
+"""Number of actions that a run records; the oldest pauses, resumes and drains are dropped first."""
 CONTROLS = "controls"
 """Key of the recorded actions in `RunLog.info`."""
 

@@ -1,0 +1,92 @@
+"""Changes of a running run are recorded so that a resume takes them, and only its user may ask for them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.app.control import RunControl, serve_control, with_recorded_changes
+from agentrl.config.run import RunConfig
+from agentrl.core.clock import SystemClock
+from agentrl.core.control_messages import (
+    CONTROLS,
+    MAX_ACTIONS,
+    ControlRequest,
+    read_actions,
+    short_socket_path,
+)
+from agentrl.journal.store import SqliteJournal
+from tests.sim.small_run import Guess, config_for
+
+
+async def changed(path: Path, config: RunConfig, *settings: str) -> dict[str, Any]:
+    """Change settings of a run with a configuration; returns the run's info afterwards."""
+    store = SqliteJournal(path)
+    control = RunControl(
+        *(config, Guess, None, store),  # type: ignore[arg-type]  # no request here reaches the loop
+        clock=SystemClock(),
+        apply=lambda config: None,
+        tell=lambda line: None,
+    )
+    try:
+        for setting in settings:
+            await control.execute(ControlRequest("set", setting), "me")
+        return dict(store.info())
+    finally:
+        await store.close()
+
+
+def test_an_entry_of_a_table_holds_after_a_resume(tmp_path: Path) -> None:
+    config = config_for(steps={"guesser": 4})
+    info = asyncio.run(changed(tmp_path, config, "steps.guesser=9"))
+    assert with_recorded_changes(config, info, []).steps == {"guesser": 9}
+    assert with_recorded_changes(config, info, [("steps", "guesser")]).steps == {"guesser": 4}, "the caller named it"
+    assert with_recorded_changes(config, info, [("name",)]).steps == {"guesser": 9}
+
+
+def test_a_change_holds_after_the_file_changed_in_between(tmp_path: Path) -> None:
+    asyncio.run(changed(tmp_path, config_for(steps=40), "steps=60"))
+    info = asyncio.run(changed(tmp_path, config_for(steps=50), "steps=70", "steps=80"))
+    assert with_recorded_changes(config_for(steps=50), info, []).steps == 80
+    assert with_recorded_changes(config_for(steps=90), info, []).steps == 90, "the file changed again"
+
+
+def test_changes_stay_recorded_however_often_the_run_pauses(tmp_path: Path) -> None:
+    config = config_for(steps=40)
+    info = asyncio.run(changed(tmp_path, config, "steps=60"))
+    pauses = [{"at": 1.0, "who": "me", "act": "pause"}] * (MAX_ACTIONS - 1)
+
+    async def full() -> dict[str, Any]:
+        store = SqliteJournal(tmp_path)
+        await store.describe(**{CONTROLS: [*info[CONTROLS], *pauses]})
+        await store.close()
+        return await changed(tmp_path, config, "max_in_flight=32")
+
+    info = asyncio.run(full())
+    assert [action.act for action in read_actions(info)].count("set") == 2
+    assert len(read_actions(info)) == MAX_ACTIONS
+    assert with_recorded_changes(config, info, []).steps == 60
+
+
+def test_another_user_is_refused_even_if_that_is_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer() -> bytes:
+        control = RunControl(
+            *(config_for(), Guess, None, None),  # type: ignore[arg-type]  # the request is refused before
+            clock=SystemClock(),
+            apply=lambda config: None,
+            tell=lambda line: None,
+        )
+        async with serve_control(tmp_path, control, pytest.fail):
+            with short_socket_path(tmp_path) as path:
+                reader, writer = await asyncio.open_unix_connection(path)
+            writer.write(b'{"act": "pause"}\n')
+            line = await reader.readline()
+            writer.close()
+        return line
+
+    monkeypatch.setattr("agentrl.app.control.peer_of", lambda connection: (1, 0))
+    monkeypatch.setattr("os.geteuid", lambda: 12345)
+    assert b"only the user of the run" in asyncio.run(answer())
