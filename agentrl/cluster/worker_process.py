@@ -6,6 +6,7 @@ Owns the connection. `engines.process.Supervisor` restarts the process; the pool
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -17,6 +18,7 @@ from agentrl.core.errors import AgentRLError, EngineLostError, rebuild_error
 from agentrl.core.records import ProcessStatus
 from agentrl.core.text import plural
 from agentrl.engines.process import ChildProgram, Supervisor
+from agentrl.observe.bottleneck import MOST
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -79,8 +81,10 @@ class WorkerProcess:
         """Whether the process has answered its welcome and takes episodes."""
         self.is_leaving = False
         """Whether the process takes no more episodes, and ends by itself."""
-        self.activity: Mapping[str, float] = {}
-        """What its episodes have spent their time on, at most a second ago."""
+        self._activity: Mapping[str, float] = {}
+        """Totals of the running process, as of its newest heartbeat."""
+        self._ended_activity = Counter[str]()
+        """Totals of the processes that have ended; each counts from 0."""
         self._work = work
         self._owner = owner
         self.placement = placement
@@ -111,6 +115,11 @@ class WorkerProcess:
     def is_behind(self) -> bool:
         """Whether the process has been silent for longer than `BEHIND_S`."""
         return self._clock.monotonic() - self._last_message_at > BEHIND_S
+
+    @property
+    def activity(self) -> Mapping[str, float]:
+        """What the worker's episodes have spent their time on in all its processes, at most a second ago."""
+        return self._ended_activity + Counter(self._activity)
 
     def tell(self, message: wire.ToWorker) -> None:
         """Send a message; never blocks. Messages of one event loop iteration share a system call."""
@@ -181,6 +190,8 @@ class WorkerProcess:
         if self._connection is not None:
             await self._connection.drain(EngineLostError(f"worker {self._work.number} {how}"))
         self._child, self._connection, self.is_ready = None, None, False
+        self._ended_activity.update({name: spent for name, spent in self._activity.items() if not name.endswith(MOST)})
+        self._activity = {}
         if self.is_leaving:
             self.supervisor.achieved()  # a requested exit does not count as a loss
         self._owner.lost(self)
@@ -213,7 +224,7 @@ class WorkerProcess:
     def _handle(self, message: wire.FromWorker) -> None:
         match message:
             case wire.WorkerHeartbeat():
-                self.activity = message.activity
+                self._activity = message.activity
                 if self._child is not None and self._child.is_drained:
                     self.leave("its node is drained")
             case wire.WorkerShuttingDown():
