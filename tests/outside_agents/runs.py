@@ -57,7 +57,7 @@ def good_reply(context: str) -> str:
     a, b = map(int, question.groups())
     if str(a + b) in context:
         return call("final_answer", answer=str(a + b)) if "final_answer(" in tools else f"The sum is {a + b}"
-    tool = re.search(r"^(\w*add)\(", tools, re.MULTILINE)
+    tool = re.search(r"^(\w*add)(?:\(|$)", context, re.MULTILINE)  # Claude Code names some tools in a message only
     return call(tool[1], a=a, b=b) if tool else "I cannot tell"
 
 
