@@ -45,7 +45,7 @@ from agentrl.core.errors import EnvironmentDefinitionError, InputError, JournalE
 from agentrl.core.files import refuse_links_below
 from agentrl.core.records import EpisodeSpec, GroupStart, Task, WeightsRef
 from agentrl.core.text import escape_line
-from agentrl.environment.environment import Environment, TaskSource
+from agentrl.environment.environment import MAX_READ_TASKS, Environment, TaskSource
 from agentrl.environment.mixture import MixedTasks, all_environment_classes, root_environment_of_task, root_environments
 from agentrl.environment.registry import (
     as_environment,
@@ -65,8 +65,6 @@ MAX_SHOWN = 200
 """Maximum number of characters shown of a name or value from a journal."""
 PACKAGES = ("agentrl", "environments")
 """Packages that came with agentrl: their environments run when a journal names them."""
-MAX_TASKS = 50_000
-"""Maximum number of tasks of a source that are read for what they choose: some sources have a task for every seed."""
 TASK = "task"
 """Prefix of options that name values of a task's data."""
 _INSTALLATION = Path(__file__).resolve().parents[2]
@@ -237,11 +235,11 @@ def selected_by_task(environment: type[Environment], task: Task) -> dict[str, An
 
 
 def selected_by_tasks(environment: type[Environment], sources: Iterable[TaskSource]) -> list[Mapping[str, Any]]:
-    """Return what the tasks of a run choose, from the first `MAX_TASKS` tasks of each source."""
+    """Return what the tasks of a run choose, from the first `MAX_READ_TASKS` tasks of each source."""
     if not any(root.selects for root in root_environments(environment)):
         return []
     members = [m for source in sources for m in (source.members if isinstance(source, MixedTasks) else [source])]
-    tasks = (member[index] for member in members for index in range(min(len(member), MAX_TASKS)))
+    tasks = (member[index] for member in members for index in range(min(len(member), MAX_READ_TASKS)))
     return _distinct(selected_by_task(root_environment_of_task(environment, task), task) for task in tasks)
 
 

@@ -121,6 +121,10 @@ class TaskSource(Protocol):
         ...
 
 
+MAX_READ_TASKS = 50_000
+"""Maximum number of tasks read where all tasks of a source matter: some sources have a task for every seed."""
+
+
 def checked_source(environment: type[Environment], split: Split, source: object) -> TaskSource:
     """Return what `tasks` returned.
 

@@ -15,9 +15,10 @@ from typing import ClassVar, Literal
 import pytest
 
 import agentrl
+from agentrl.core.clock import SystemClock
 from agentrl.core.errors import CheckFailedError
 from agentrl.environment.environment import Split, TaskSource
-from agentrl.testing import play
+from agentrl.testing import check, play
 from agentrl.testing.check import check_environment
 
 HASHING = """
@@ -452,6 +453,44 @@ def test_all_tasks_of_both_splits_are_compared() -> None:
     assert report.shared_ids == [f"{n}" for n in range(290, 300)]
     assert "90 training tasks are also held out, such as '200'." in report.text
     assert "10 ids of training tasks, such as '290', name a held-out task with other data." in report.text
+
+
+class EverySeed(Adder):
+    """Both splits have the same endless tasks, and reading one takes `read_s` of the check's clock."""
+
+    read_s: ClassVar[float] = 0.0
+
+    @classmethod
+    def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
+        return EndlessTasks()
+
+
+class EndlessTasks:
+    now: ClassVar[float] = 0.0
+
+    def __len__(self) -> int:
+        return 2**31
+
+    def __getitem__(self, index: int, /) -> agentrl.Task:
+        assert index < 60_000, "read without end"
+        EndlessTasks.now += EverySeed.read_s
+        return agentrl.Task(id=f"{index}", data={"question": f"add {index}"})
+
+
+@pytest.mark.parametrize(("read_s", "compared"), [(0.0, 50_000), (1.0, 11)])
+def test_of_endless_splits_the_same_number_of_tasks_is_compared(
+    monkeypatch: pytest.MonkeyPatch, read_s: float, compared: int
+) -> None:
+    class TaskClock(SystemClock):
+        monotonic = staticmethod(lambda: EndlessTasks.now)
+
+    monkeypatch.setattr(EverySeed, "read_s", read_s)
+    monkeypatch.setattr(check, "SystemClock", TaskClock)
+    report = check_environment(EverySeed)
+    assert report.passed, report.text
+    assert report.also_held_out == [f"{n}" for n in range(compared)]
+    assert report.uncompared == 2 * (2**31 - compared)
+    assert f"{report.uncompared:,} tasks were not compared, so more training tasks may also be held out" in report.text
 
 
 def test_a_late_task_that_cannot_be_read_is_a_finding() -> None:
