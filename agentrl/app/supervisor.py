@@ -51,7 +51,7 @@ from agentrl.core.errors import (
     describe_user_code_error,
 )
 from agentrl.core.files import was_closed_by_foreign_code
-from agentrl.core.own_loop import on_interrupt
+from agentrl.core.own_loop import SAME_PRESS_S, on_interrupt
 from agentrl.core.ports import ChatFormat, ProcessStatusSource, Trainer
 from agentrl.core.records import GroupStart, PolicyVersion, dropped_header
 from agentrl.credit.estimators import AdvantageEstimator
@@ -81,10 +81,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 INTERRUPTED = 130
-SAME_PRESS_S = 0.5
-"""Seconds within which several signals count as one: `timeout` and shells send theirs to the process and to its
-group.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -474,8 +470,13 @@ def _interruptible(
     orchestrator: Orchestrator, observer: RunObserver, run: Path, report_end: Callable[[], None]
 ) -> Iterator[None]:
     """Handle Ctrl-C. Once: drain, write a checkpoint, return. Twice, also while the run closes: end the process, which
-    does not count as a death.
+    does not count as a death. In a notebook, which shares the process, twice cancels the run instead.
     """
+    task, loop, is_over = asyncio.current_task(), asyncio.get_running_loop(), False
+
+    def cancel() -> None:
+        if task is not None and not is_over:  # the closing of a drained run is not interrupted
+            task.cancel()
 
     def stop() -> None:
         observer.phase("stopping: finishing the step and writing a checkpoint (Ctrl-C again leaves at once)")
@@ -484,9 +485,14 @@ def _interruptible(
     def leave_at_once() -> None:
         report_end()
         _record_stop(run)
+        with contextlib.suppress(RuntimeError):  # an environment may have closed the loop
+            loop.call_soon_threadsafe(cancel)
 
-    with _first_signal(stop, leave_at_once, stays=True):
-        yield
+    try:
+        with _first_signal(stop, leave_at_once, stays=True):
+            yield
+    finally:
+        is_over = True
 
 
 def _record_stop(run: Path) -> None:
@@ -520,9 +526,9 @@ def cancel_run_on_ctrl_c(run: Path) -> Iterator[None]:
 def _first_signal(then: Callable[[], None], at_once: Callable[[], None], *, stays: bool = False) -> Iterator[None]:
     """Make the first signal that ends a run call `then` in the event loop, and the second end the process at once.
 
-    The second calls `at_once` first, from the signal handler: an environment may block the loop. A hangup that is
-    ignored (`nohup`) stays ignored. With `stays`, a first signal keeps the handlers until an outer
-    `_first_signal` ends.
+    The second calls `at_once` first, from the signal handler: an environment may block the loop. In a notebook, the
+    second only calls `at_once`. A hangup that is ignored (`nohup`) stays ignored. With `stays`, a first signal keeps
+    the handlers until an outer `_first_signal` ends.
     """
     loop = asyncio.get_running_loop()
     requested_at: float | None = None
@@ -532,11 +538,14 @@ def _first_signal(then: Callable[[], None], at_once: Callable[[], None], *, stay
         if not is_over:  # otherwise there is nothing left to stop
             then()
 
+    def schedule_first() -> None:
+        loop.call_soon_threadsafe(first)
+
     def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal requested_at
         if requested_at is None:
             requested_at = loop.time()
-            loop.call_soon_threadsafe(first)
+            schedule_first()
         elif loop.time() - requested_at > SAME_PRESS_S:
             at_once()
             os._exit(INTERRUPTED)
@@ -548,7 +557,7 @@ def _first_signal(then: Callable[[], None], at_once: Callable[[], None], *, stay
         numbers = []
     before = {number: signals.signal(number, on_signal) for number in numbers}
     try:
-        with on_interrupt(lambda: on_signal(signals.SIGINT, None)):
+        with on_interrupt(schedule_first, at_once):
             yield
     finally:
         is_over = True

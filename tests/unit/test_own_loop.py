@@ -99,6 +99,74 @@ def test_ctrl_c_cancels_what_runs_in_the_thread() -> None:
     assert ended == ["cleaned up"]
 
 
+def press(handled: threading.Event) -> None:
+    handled.clear()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert handled.wait(60)
+
+
+def test_signals_of_one_press_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_loop, "SAME_PRESS_S", 3600.0)
+    handled = threading.Event()
+
+    def work() -> str:
+        with own_loop.on_interrupt(handled.set, handled.set):
+            press(handled)
+            os.kill(os.getpid(), signal.SIGINT)
+            threading.Event().wait(0.2)  # the main thread handles the signal meanwhile
+        return "drained"
+
+    assert in_running_loop(outside_event_loop(work)) == "drained"
+
+
+def test_a_second_ctrl_c_cancels_a_drain_and_returns_when_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_loop, "SAME_PRESS_S", 0.0)
+    monkeypatch.setattr(own_loop, "ENDING_S", 3600.0)
+    handled, ended = threading.Event(), list[str]()
+
+    async def drain() -> None:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+
+        def cancel() -> None:
+            loop.call_soon_threadsafe(task.cancel)
+            handled.set()
+
+        with own_loop.on_interrupt(handled.set, cancel):
+            press(handled)
+            press(handled)
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                await asyncio.sleep(0.3)
+                ended.append("closed")
+
+    with pytest.raises(KeyboardInterrupt):
+        in_running_loop(outside_event_loop(lambda: asyncio.run(drain())))
+    assert ended == ["closed"]
+
+
+@pytest.mark.parametrize(("ending_s", "presses"), [(0.0, 2), (3600.0, 3)])
+def test_what_does_not_end_is_abandoned_late_or_at_the_third_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch, ending_s: float, presses: int
+) -> None:
+    monkeypatch.setattr(own_loop, "SAME_PRESS_S", 0.0)
+    monkeypatch.setattr(own_loop, "ENDING_S", ending_s)
+    handled, abandoned = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with own_loop.on_interrupt(handled.set, handled.set):
+            press(handled)
+            press(handled)
+            if presses > 2:
+                os.kill(os.getpid(), signal.SIGINT)
+            abandoned.wait(60)
+
+    with pytest.raises(KeyboardInterrupt, match="still runs in a thread"):
+        in_running_loop(outside_event_loop(work))
+    abandoned.set()
+
+
 def test_ctrl_c_before_the_loop_runs_counts() -> None:
     def start() -> None:
         os.kill(os.getpid(), signal.SIGINT)

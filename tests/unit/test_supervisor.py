@@ -24,6 +24,7 @@ from agentrl.app.supervisor import cancel_run_on_ctrl_c
 from agentrl.app.training import Run, run_training
 from agentrl.cli.main import main
 from agentrl.config.run import RunConfig
+from agentrl.core import own_loop
 from agentrl.core.clock import SystemClock
 from agentrl.core.errors import (
     AgentRLError,
@@ -553,6 +554,36 @@ def test_a_second_signal_while_a_stopped_run_closes_ends_it_at_once(
     reader = RunReader(tmp_path / "run")
     assert reader.standing() == "stopped"
     reader.close()
+
+
+def test_a_second_ctrl_c_in_a_notebook_cancels_the_run_and_closes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_loop, "SAME_PRESS_S", 0.0)
+    monkeypatch.setattr(own_loop, "ENDING_S", 3600.0)
+    lives = Lives([])
+
+    def press_twice() -> None:
+        lives.clock.sleeps = lambda: None
+        interrupts = own_loop._interrupts.get()
+        assert interrupts is not None
+        for presses in (1, 2):
+            os.kill(os.getpid(), signal.SIGINT)
+            while interrupts.presses < presses:  # the main thread handles the signal
+                threading.Event().wait(0.01)
+
+    async def notebook() -> None:
+        own_loop.outside_event_loop(lives.run)(tmp_path)
+
+    lives.clock.sleeps = press_twice
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(notebook())
+    assert [trainer.closed for trainer in lives.trainers] == [True]
+    reader = RunReader(tmp_path / "run")
+    assert reader.standing() == "stopped"
+    reader.close()
+    assert not RunProcessRecord.read(tmp_path / "run").is_playing  # it does not count as a death
+    Lives([]).run(tmp_path, resume=True)
 
 
 def test_a_signal_in_the_last_moment_of_a_run_cancels_nothing_after_it(tmp_path: Path) -> None:
