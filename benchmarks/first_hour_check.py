@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import statistics
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from benchmarks.processes import command_cpu_seconds
@@ -21,16 +20,9 @@ def figures(quick: bool) -> dict[str, float | None]:
         readme = (ROOT / "README.md").read_text(encoding="utf-8")
         code = next(block for block in readme.split("```") if "class Calculator" in block)
         (directory / "my_env.py").write_text(code.removeprefix("python\n"))
-        found = {"env_check_cpu_s": cpu_seconds("env", "check", "my_env.py:Calculator", directory=directory)}
+        cpu_seconds = partial(command_cpu_seconds, directory=directory, readings=READINGS)
+        found: dict[str, float | None] = {"env_check_cpu_s": cpu_seconds("env", "check", "my_env.py:Calculator")}
         if not quick:
-            found["doctor_cpu_s"] = cpu_seconds("doctor", str(SMOLLM2), directory=directory)
-            found["doctor_suggest_cpu_s"] = cpu_seconds("doctor", str(SMOLLM2), "--suggest", directory=directory)
+            found["doctor_cpu_s"] = cpu_seconds("doctor", str(SMOLLM2))
+            found["doctor_suggest_cpu_s"] = cpu_seconds("doctor", str(SMOLLM2), "--suggest")
     return found
-
-
-def cpu_seconds(*arguments: str, directory: Path) -> float:
-    """CPU seconds of a command as of an installed agentrl, whose bytecode is cached: the median of several readings."""
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    seconds = [command_cpu_seconds(*arguments, directory=directory) for _ in range(READINGS + 1)][1:]
-    print(f"  {statistics.median(seconds):.2f} CPU s: agentrl {' '.join(arguments)}", flush=True)
-    return statistics.median(seconds)

@@ -8,6 +8,7 @@ import statistics
 import tempfile
 import time
 import tomllib
+from functools import partial
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,6 @@ def trained(*arguments: str, directory: Path) -> dict[str, Any]:
     started = time.perf_counter()
     summary: dict[str, Any] = json.loads(command("train", *arguments, "--json", directory=directory))["summary"]
     return {**summary, "whole_s": time.perf_counter() - started}
-
-
-def cpu_seconds(*arguments: str, directory: Path) -> float:
-    """CPU seconds of a command, the median of several readings."""
-    return statistics.median(command_cpu_seconds(*arguments, directory=directory) for _ in range(READINGS))
 
 
 async def write_run(directory: Path) -> None:
@@ -99,8 +95,9 @@ def figures(quick: bool) -> dict[str, float | None]:
     with tempfile.TemporaryDirectory(prefix="agentrl-newcomer-") as name:
         directory = Path(name)
         asyncio.run(write_run(directory / "runs" / "listed"))
-        found["help_cpu_s"] = cpu_seconds("--help", directory=directory)
-        found["list_cpu_s"] = cpu_seconds("episode", "list", "listed", directory=directory)
+        cpu_seconds = partial(command_cpu_seconds, directory=directory, readings=READINGS)
+        found["help_cpu_s"] = cpu_seconds("--help")
+        found["list_cpu_s"] = cpu_seconds("episode", "list", "listed")
         if not quick:
             found |= scaffold(directory)
             found |= frozen_lake(directory)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import resource
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from agentrl.app.memory_estimate import with_chosen_token_limits
 from agentrl.cli.sample_run import write_sample_run
 from agentrl.core.errors import InputError
-from benchmarks.processes import ProcessTree
+from benchmarks.processes import ProcessTree, children_cpu_seconds
 from tests.default_starts import CASES, default_config, write_model
 from tests.model_families import FAMILIES
 from tests.unit.test_train_start import MISTAKES, write_project
@@ -126,12 +125,11 @@ def refusals(project: Path, count: int) -> dict[str, float | None]:
     seconds = []
     for arguments in list(MISTAKES)[:count]:
         command = [sys.executable, "-m", "agentrl.cli", "train", *arguments]
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        before = children_cpu_seconds()
         done = subprocess.run(command, cwd=project, capture_output=True, check=False)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
         if done.returncode != 2:
             raise SystemExit(f"agentrl train {' '.join(arguments)}: exit code {done.returncode}")
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        seconds.append(children_cpu_seconds() - before)
         print(f"  {seconds[-1]:.2f} CPU s to refuse: agentrl train {' '.join(arguments)}", flush=True)
     return {"refusal_cpu_s": max(seconds), "refusals": float(len(seconds))}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -19,12 +20,24 @@ def command(*arguments: str, directory: Path) -> str:
     return done.stdout
 
 
-def command_cpu_seconds(*arguments: str, directory: Path) -> float:
-    """CPU seconds of an `agentrl` command that must succeed, its processes included."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command(*arguments, directory=directory)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+def children_cpu_seconds() -> float:
+    """CPU seconds of all processes that this one has started and waited for, their children included."""
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime
+
+
+def command_cpu_seconds(*arguments: str, directory: Path, readings: int) -> float:
+    """CPU seconds of an `agentrl` command that must succeed: the median of several readings, after one that caches
+    bytecode as an installation has it."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    seconds = []
+    for _ in range(readings + 1):
+        before = children_cpu_seconds()
+        command(*arguments, directory=directory)
+        seconds.append(children_cpu_seconds() - before)
+    median = statistics.median(seconds[1:])
+    print(f"  {median:.2f} CPU s: agentrl {' '.join(arguments)}", flush=True)
+    return median
 
 
 class ProcessTree:

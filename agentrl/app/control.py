@@ -165,13 +165,14 @@ class RunControl:
         if len(actions) > MAX_ACTIONS:  # changes still hold on a resume, so the oldest of the others goes
             actions.pop(next((number for number, old in enumerate(actions) if old.act != "set"), 0))
         await self._store.describe(**{CONTROLS: msgspec.to_builtins(actions)})
-        self._tell(f"control: {action.act} {'.'.join(action.path)} by {action.who}".replace("  ", " "))
+        act = " ".join(filter(None, (action.act, ".".join(action.path))))
+        self._tell(f"control: {act} by {action.who}")
 
 
 @contextlib.asynccontextmanager
 async def serve_control(run: Path, control: RunControl, tell: Callable[[str], None]) -> AsyncIterator[None]:
-    """Answer requests on the socket of a run within the context. Without one, for example on a file system that has no
-    sockets, the run goes on."""
+    """Answer requests on the socket of a run within the context. If there can be none, for example on a file
+    system that has no sockets, the run continues without live control."""
     try:
         listener = _listen(run)
     except OSError as error:
@@ -210,7 +211,7 @@ def _listen(run: Path) -> socket.socket:
     try:
         with short_socket_path(run) as path:
             listener.bind(path)
-            os.chmod(path, 0o600)  # nobody can connect before it listens
+            os.chmod(path, 0o600)  # no process can connect before it listens
         listener.listen(8)
         listener.setblocking(False)
     except BaseException:

@@ -264,8 +264,8 @@ class ReceivedRun:
 
     def __init__(self, run: Path, overrides: Sequence[str] = ()) -> None:
         self.run = run
-        roots = dict.fromkeys((run, run_root(run)))
-        refuse_links_below(*(root / name for root in roots for name in ("versions", "checkpoints")))
+        places = dict.fromkeys((Path(os.path.realpath(run)), run_root(run)))  # those of a run are one
+        refuse_links_below(*(place / name for place in places for name in ("versions", "checkpoints")))
         self.choices = Choices.of(run)
         self.overrides = dict(map(split_override, overrides))
 

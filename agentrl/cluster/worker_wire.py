@@ -166,7 +166,6 @@ class WorkerHeartbeat(rpc.WireMessage, frozen=True):
     """Heartbeat, with what the worker's episodes have spent their time on."""
 
     activity: dict[str, float]
-    """See `observe.bottleneck.ActivityClock.totals`; empty before the worker is ready."""
 
 
 class SpawnChildEpisodes(rpc.WireMessage, frozen=True):

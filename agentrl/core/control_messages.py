@@ -69,7 +69,7 @@ class ControlAction(msgspec.Struct, frozen=True):
 
 
 def read_actions(info: Mapping[str, Any]) -> list[ControlAction]:
-    """Return the actions in a run's info, in order; those that cannot be read are left out."""
+    """Return the actions in a run's info, in order, without unreadable ones."""
     recorded = info.get(CONTROLS)
     actions = []
     for data in recorded[-MAX_ACTIONS:] if isinstance(recorded, list) else ():

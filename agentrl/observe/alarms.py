@@ -50,7 +50,7 @@ BROKEN_SHARE = 0.3
 """Share of turns that break the format at which the policy's output counts as illegal."""
 EARLY_BROKEN_SHARE = 0.5
 """The same before `WINDOW` steps."""
-MOST = 0.5
+MOST_SHARE = 0.5
 """Share of turns or episodes that counts as most of them."""
 TOOL_ERROR_SHARE = 0.1
 """Share of tool calls that raise at which an alarm is raised."""
@@ -127,8 +127,8 @@ _SEES_TOOLS = "if there are tools, model.tools_in = 'system' where `agentrl epis
 MEANINGS = {
     "illegal_output": f"in each step, {BROKEN_SHARE:.0%} or more of the turns break the format, and the share is not "
     f"falling; in the first {WINDOW - 1} steps, {EARLY_BROKEN_SHARE:.0%} or more",
-    "context_full": f"in each step, {MOST:.0%} or more of the episodes end because their context is full",
-    "empty_output": f"in each step, {MOST:.0%} or more of the turns have no text and no tool call",
+    "context_full": f"in each step, {MOST_SHARE:.0%} or more of the episodes end because their context is full",
+    "empty_output": f"in each step, {MOST_SHARE:.0%} or more of the turns have no text and no tool call",
     "format_pays": "over the whole run, episodes that break the format earn more than others, by "
     f"{FORMAT_ERRORS:g} standard errors and {FORMAT_MARGIN:.0%} of the rewards' spread (at least {FORMAT_EPISODES} of "
     "each kind)",
@@ -284,7 +284,7 @@ def _illegal_output(policy: PolicyMetricHistory, window: Sequence[Values]) -> It
         f"{mean_of(shares):.0%} of the turns in the last {steps} break the format"
         + (f" (of all turns: {kinds_text}{repeats})" if kinds_text else ""),
         f"`agentrl episode list RUN --where 'metric.{worst} > 0'` lists examples for `agentrl episode show`; "
-        + _format_advice(worst, is_repeating=repeating > MOST * cut)
+        + _format_advice(worst, is_repeating=repeating > MOST_SHARE * cut)
         + f"; {_IF_LATER}",
     )
 
@@ -306,7 +306,7 @@ def _format_advice(worst: str, *, is_repeating: bool) -> str:
 
 def _context_full(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
     shares = [values.get("episodes/context_full", 0.0) for values in window]
-    if shares and min(shares) >= MOST:
+    if shares and min(shares) >= MOST_SHARE:
         yield Alarm(
             "context_full",
             policy.name,
@@ -319,7 +319,7 @@ def _context_full(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iter
 
 def _empty_output(policy: PolicyMetricHistory, window: Sequence[Values]) -> Iterator[Alarm]:
     shares = [values.get("turns/empty", 0.0) / max(values["episodes/turns"], 1e-9) for values in window]
-    if shares and min(shares) >= MOST:
+    if shares and min(shares) >= MOST_SHARE:
         yield Alarm(
             "empty_output",
             policy.name,

@@ -122,15 +122,14 @@ class _Watch:
             place = (stack[0].f_code.co_filename, stack[0].f_lineno)
             if self._users_only and (is_import or not is_user_code(place[0])):
                 continue
-            is_blocked = seconds > self._longest_s
             if is_user_code(place[0]):
-                is_blocked = is_blocked or self._blocked_at.setdefault(place, mark) < mark
-            elif is_blocked and ("", 0) in self._reported_locations:  # nobody can mend it, so once is enough
-                continue
-            if is_blocked and place not in self._reported_locations:
-                if not is_user_code(place[0]):
-                    self._reported_locations.add(("", 0))
-                self._reported_locations.add(place)
+                key = place
+                is_blocked = seconds > self._longest_s or self._blocked_at.setdefault(place, mark) < mark
+            else:  # all lines of libraries count as one place: the user can mend none of them
+                key = ("", -1)
+                is_blocked = seconds > self._longest_s
+            if is_blocked and key not in self._reported_locations:
+                self._reported_locations.add(key)
                 self._tell(self._describe(stack, seconds, is_import=is_import))
 
     def _describe(self, stack: Sequence[FrameType], seconds: float, *, is_import: bool) -> str:

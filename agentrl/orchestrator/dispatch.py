@@ -179,7 +179,7 @@ class Dispatcher:
     tell: Callable[[str], None] = lambda line: None
     """Receives a line for the user."""
     is_paused: bool = False
-    """Whether episodes are parked, those that start now too."""
+    """Whether all episodes are parked, including new ones."""
     activity: ActivityClock = field(default_factory=lambda: ActivityClock(SystemClock()))
     """Counts the episodes in flight."""
     _environment_errors: int = 0

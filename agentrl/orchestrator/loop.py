@@ -121,7 +121,7 @@ class Orchestrator:
     paused_by: str = ""
     """Who paused the run; empty: it is not paused."""
     drained_by: str = ""
-    """Who asked the run to drain; empty: nobody did."""
+    """Who asked the run to drain; empty: it does not drain."""
     _stopping: bool = False
     _is_over: bool = False
     """Whether every policy had taken its last step."""

@@ -236,7 +236,7 @@ def test_the_time_of_a_step_is_estimated_from_the_first_turns_on(tmp_path: Path)
     refreshes, _ = looked_at(planted, tmp_path / "run")
     told = {seconds: snapshot.pace for snapshot, _, seconds in refreshes}
     assert told[5.0] == "", "no turn has ended"
-    assert told[11.0] == "so far 0 of 16 episodes", "nobody knows how many turns the others have"
+    assert told[11.0] == "so far 0 of 16 episodes", "the turns of the others are unknown"
     in_between = {seconds: pace for seconds, pace in told.items() if 91 < seconds < 120}
     assert len(in_between) > 20
     assert {pace.partition(";")[0] for pace in in_between.values()} == {"about 2 min to sample a step"}, (
