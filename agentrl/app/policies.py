@@ -569,9 +569,8 @@ def weights_from_directory(policy: str, directory: str | Path) -> WeightsRef:
     Raises:
         InputError: the directory has no weights.
     """
-    directory = Path(
-        expand_path(directory)
-    ).resolve()  # `policies/NAME` is a link whose target changes with each version
+    # Resolved, because `policies/NAME` is a link whose target changes with each version.
+    directory = Path(expand_path(directory)).resolve()
     kinds: tuple[Literal["full", "adapter"], ...] = ("full", "adapter")
     for kind in kinds:
         files = [directory / name for name in WEIGHT_FILES[kind]]
