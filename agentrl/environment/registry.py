@@ -14,9 +14,10 @@ import importlib.util
 import inspect
 import json
 import os
+import reprlib
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -25,13 +26,13 @@ from typing import Any, ClassVar
 from agentrl.core.errors import AgentRLError, EnvironmentDefinitionError
 from agentrl.core.files import expand_path
 from agentrl.core.records import Message, Task
-from agentrl.environment.context import EpisodeContext, LimitReachedError, read_aliases, user
+from agentrl.environment.context import EpisodeContext, LimitReachedError, read_aliases
 from agentrl.environment.environment import Environment, Split, TaskSource
 from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.mixture import mixture
 from agentrl.environment.overrides import fits, override_problem
 from agentrl.environment.rewards import stated_reward
-from agentrl.environment.tools import BoundTool, ToolEnvironment, ToolEpisode, bind_tools, run_tool
+from agentrl.environment.tools import BoundTool, ToolEnvironment, ToolEpisode, bind_tools, read_messages, run_tool
 from agentrl.sandbox.sandbox import Sandbox
 
 _FILE_MODULE = "agentrl_environment_"
@@ -398,8 +399,8 @@ def is_trl_class(candidate: type) -> bool:
 class TrlEnvironment(ToolEnvironment):
     """Runs one instance of a TRL-style class as an episode.
 
-    The task's data is the dataset row: `reset` gets it as keyword arguments, a `prompt` entry is the first message, and
-    the observation `reset` returns is appended to it.
+    The task's data is the dataset row: `reset` gets it as keyword arguments, and its `prompt` has the messages before
+    the first turn. The observation that `reset` returns is appended to the last of them.
     """
 
     own_random = True  # such classes may draw from the global random generators
@@ -408,16 +409,34 @@ class TrlEnvironment(ToolEnvironment):
     instance: Any
     """Object of the wrapped class, available once `run` has started."""
 
-    def prompt(self, task: Task) -> str:
-        """Return the row's prompt: a string, or the last message of a list of messages."""
+    def prompt(self, task: Task) -> Sequence[Message]:
+        """Return the messages of the row's `prompt`: a string is a user message.
+
+        Raises:
+            EnvironmentDefinitionError: it is neither a string nor messages with text.
+        """
+        return self._messages(task, None)
+
+    def _messages(self, task: Task, observation: object) -> Sequence[Message]:
+        """Return the messages before the first turn, with the observation of `reset`."""
+        where = f"task {task.id!r} of {self.wrapped.__qualname__}"
+        for name in ("image", "images"):
+            if task.data.get(name) is not None:
+                raise EnvironmentDefinitionError(f"{where}: {name}: models here read text only; remove the column")
         prompt = task.data.get("prompt", "")
-        if isinstance(prompt, list):
-            return str(prompt[-1]["content"]) if prompt else ""
-        return str(prompt)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if observation is not None and not isinstance(observation, str | list):
+            raise EnvironmentDefinitionError(
+                f"{where}: reset() returned {reprlib.repr(observation)}; return a string or None"
+            )
+        if observation is not None and fits(messages, list[dict[str, Any]]) and messages:
+            contents = [messages[-1].get("content"), observation]
+            messages = [*messages[:-1], {**messages[-1], "content": _joined(contents)}]
+        return read_messages(messages, f"{where}: prompt")
 
     def reward(self, task: Task, episode: ToolEpisode) -> float:
         """Not used: the wrapped class judges through `get_reward`."""
-        raise EnvironmentDefinitionError(f"{self.wrapped.__qualname__} has no get_reward()")
+        raise NotImplementedError
 
     @classmethod
     def tasks(cls, split: Split, *, seed: int = 0) -> TaskSource:
@@ -430,12 +449,17 @@ class TrlEnvironment(ToolEnvironment):
 
     @classmethod
     def tool_table(cls) -> dict[str, BoundTool]:
-        """The public methods of the wrapped class."""
+        """The public methods of the wrapped class that an instance binds.
+
+        TRL offers no class methods since 1.16, and no static methods before; neither is a tool here.
+        """
         if "_tools" not in cls.__dict__ or cls._tools is None:
             names = [
                 name
                 for name, function in inspect.getmembers(cls.wrapped, inspect.isfunction)
-                if not name.startswith("_") and name not in _NOT_TOOLS
+                if not name.startswith("_")
+                and name not in _NOT_TOOLS
+                and not isinstance(inspect.getattr_static(cls.wrapped, name), staticmethod)
             ]
             cls._tools = bind_tools(cls.wrapped, names)
         return cls._tools
@@ -446,18 +470,13 @@ class TrlEnvironment(ToolEnvironment):
         agent = ctx.agent(self.seats[0], tools=[bound.spec for bound in tools.values()])
         self.instance = self.wrapped()
         observation = await _await_value(self.instance.reset(**self._row(ctx.task.data)))
-        text = self.prompt(ctx.task) + (observation if isinstance(observation, str) else "")
-        pending: list[Message] = [user(text)]
+        pending = self._messages(ctx.task, observation)
         try:
             while pending:
                 turn = await agent.act(*pending)
                 pending = [await run_tool(ctx, self.instance, tools, call) for call in turn.tool_calls]
         except LimitReachedError as limit:
             ctx.truncate(limit)
-        if not hasattr(self.instance, "get_reward"):
-            raise EnvironmentDefinitionError(
-                f"{self.wrapped.__qualname__} has no get_reward(); define it, so that agentrl can ask for the reward"
-            )
         value = await _await_value(self.instance.get_reward())
         agent.reward(stated_reward(value, f"{self.wrapped.__qualname__}.get_reward()"))
 
@@ -466,6 +485,14 @@ class TrlEnvironment(ToolEnvironment):
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             return dict(data)
         return {parameter.name: data[parameter.name] for parameter in parameters if parameter.name in data}
+
+
+def _joined(contents: Sequence[Any]) -> Any:
+    """Return the content of several, each text or a list of parts, as TRL joins them."""
+    if all(isinstance(content, str) for content in contents):
+        return "".join(contents)
+    parts = ([{"type": "text", "text": content}] if isinstance(content, str) else content for content in contents)
+    return [part for content in parts for part in content or []]
 
 
 async def _await_value(value: Any) -> Any:
@@ -477,6 +504,11 @@ def adapt_trl(trl_class: type) -> type[TrlEnvironment]:
     cached = trl_class.__dict__.get("__agentrl_environment__")
     if cached is not None:
         return cached  # type: ignore[no-any-return]
+    if not callable(getattr(trl_class, "get_reward", None)):
+        raise EnvironmentDefinitionError(
+            f"{trl_class.__qualname__} has no get_reward(): TRL's `reward_funcs` are not used here; write "
+            "`def get_reward(self) -> float`, which returns the reward of the finished episode"
+        )
     namespace = {"wrapped": trl_class, "__module__": trl_class.__module__, "__doc__": trl_class.__doc__}
     environment_class: type[TrlEnvironment] = type(trl_class.__name__, (TrlEnvironment,), namespace)
     environment_class.tool_table()

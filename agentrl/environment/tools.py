@@ -32,6 +32,8 @@ from agentrl.environment.context import (
 from agentrl.environment.environment import Environment
 from agentrl.environment.mcp import MCPConnection, MCPServer, MCPTool, mcp_tools_by_name
 from agentrl.environment.rewards import awaited_reward
+from agentrl.gateway.calls import RequestRefusedError
+from agentrl.gateway.chat_completions import parse_messages
 from agentrl.sandbox.sandbox import Sandbox, read_sources
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -287,6 +289,31 @@ def _prompt_messages(environment: type, prompt: object) -> list[Message]:
     )
 
 
+_MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name"}
+"""Keys of a message in a data set; others, such as audio, would be lost."""
+
+
+def read_messages(value: Any, where: str) -> list[Message]:
+    """Read messages of a data set in OpenAI's form.
+
+    Args:
+        value: a list of objects with `role` and `content`.
+        where: names their place in messages of errors.
+
+    Raises:
+        EnvironmentDefinitionError: they are malformed, contain more than text, or end with the assistant.
+    """
+    try:
+        messages = parse_messages(value)
+    except RequestRefusedError as error:
+        raise EnvironmentDefinitionError(f"{where}: {error}") from None
+    for number, message in enumerate(value):
+        for key in sorted(message.keys() - _MESSAGE_KEYS):
+            if message[key] is not None:  # a column of another row
+                raise EnvironmentDefinitionError(f"{where}: messages[{number}].{key} is not supported; remove it")
+    return messages
+
+
 class ToolEnvironment(Environment):
     """An environment in which one agent solves a task with the class's `@tool` methods; a turn without a tool call is
     the answer."""
@@ -303,14 +330,17 @@ class ToolEnvironment(Environment):
         """Return the first user message, or all messages before the first turn: a system message, worked examples.
 
         Raises:
-            EnvironmentDefinitionError: the task has no `question`.
+            EnvironmentDefinitionError: the task has no `question`, or it is neither text, a number nor messages.
         """
         if "question" not in task.data:
             has = ", ".join(map(repr, task.data)) or "nothing"
             raise EnvironmentDefinitionError(
                 f"task {task.id!r} has no 'question' in its data (it has {has}): give it one, or override prompt(task)"
             )
-        return str(task.data["question"])
+        question = task.data["question"]
+        if isinstance(question, str | int | float) and not isinstance(question, bool):
+            return str(question)
+        return read_messages(question, f"task {task.id!r}: question")
 
     sandbox: Sandbox | None = None
     """Limits of the episode's sandbox, `self.box`; None: there is none. A `run` that calls this class's may set it

@@ -127,13 +127,14 @@ def parse_messages(value: Any) -> list[Message]:
         )
         names.update((call.id, call.name) for call in calls)
         call_id = item.get("tool_call_id")
+        tool_name = names.get(str(call_id)) or require_text(item.get("name") or "", f"{location}.name") or None
         messages.append(
             Message(
                 role=role,
                 content=content_text(item.get("content"), f"{location}.content"),
                 tool_calls=calls if role == "assistant" else (),
                 tool_call_id=require_text(call_id, f"{location}.tool_call_id") if call_id is not None else None,
-                name=names.get(str(call_id)) if role == "tool" else None,
+                name=tool_name if role == "tool" else None,
             )
         )
     if not messages or messages[-1].role == "assistant":

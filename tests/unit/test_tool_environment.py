@@ -339,3 +339,26 @@ class Surrogate(agentrl.Environment):
 
 def test_half_a_character_in_an_error_drops_one_episode() -> None:
     assert play(Surrogate, []).header.drop_reason == "environment_error"
+
+
+class Rows(agentrl.ToolEnvironment):
+    """Asks the task's question."""
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        return 1.0
+
+
+def test_a_question_may_be_messages() -> None:
+    question = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
+    played = play(Rows, ["2"], data={"question": question})
+    [turn] = [entry for entry in played.entries if isinstance(entry, TurnEntry)]
+    assert [(message["role"], message["content"]) for message in turn.messages] == [
+        ("system", "Be brief."),
+        ("user", "1 + 1?"),
+    ]
+
+
+@pytest.mark.parametrize("question", [None, True, {"text": "1 + 1?"}, ["1 + 1?"], [{"role": "user", "content": [{}]}]])
+def test_a_question_that_is_no_text_is_refused(question: object) -> None:
+    with pytest.raises(EnvironmentDefinitionError, match="task 't': question: messages"):
+        play(Rows, ["2"], data={"question": question})

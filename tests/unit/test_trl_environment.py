@@ -96,10 +96,10 @@ def test_private_methods_are_no_tools() -> None:
     assert "'_private'" in entry.observation
 
 
-def test_without_get_reward_the_run_is_told() -> None:
+def test_a_class_without_get_reward_is_refused_at_the_start() -> None:
     class Unjudged:
         def reset(self, **row: object) -> str:
             return "hello"
 
-    with pytest.raises(EnvironmentDefinitionError, match="get_reward"):
-        play(resolve(Unjudged), ["x"])
+    with pytest.raises(EnvironmentDefinitionError, match="reward_funcs"):
+        resolve(Unjudged)
