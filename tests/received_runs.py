@@ -856,8 +856,8 @@ def attack(
             verdict.harm.update(harm)
             for fault in [*([problem] if problem else []), *(kind for kind in HARMS if harm[kind])]:
                 verdict.faults.append(f"{label}: {name}: {fault}")
-            for module in set(sys.modules) - modules:
-                if "evil" in module or "received" in module:
+            for module in set(sys.modules) - modules:  # of this copy of the run; those of agentrl stay
+                if str(getattr(sys.modules[module], "__file__", "")).startswith(str(place)):
                     del sys.modules[module]
             sys.path[:] = paths
     shutil.rmtree(place)

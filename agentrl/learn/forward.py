@@ -43,7 +43,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface
 
 from agentrl.core.errors import ModelError
 from agentrl.engines.embedded.capture import chosen_experts, find_routers
@@ -431,7 +430,7 @@ def token_logprobs(
 # --- attention along the prefix tree ----------------------------------------------------------------------------------
 
 ATTENTION = "agentrl_tree"
-"""Name under which `tree_attention` is registered with transformers."""
+"""Name under which `learn.models` registers `tree_attention` with transformers."""
 
 _CHUNK = (64, 256)
 """Smallest and largest number of queries in a chunk, if its mask allows it: short rows waste less in short chunks."""
@@ -743,9 +742,6 @@ def tree_attention(  # noqa: PLR0913
             query, key, value, tree, sliding_window, scaling
         )
     return output.transpose(1, 2), None
-
-
-AttentionInterface.register(ATTENTION, tree_attention)
 
 
 # --- routing replay ---------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ import torch
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import AttentionInterface
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -50,7 +51,14 @@ from agentrl.engines.models import (
     read_model,
 )
 from agentrl.engines.weights.files import adaptable_layers, map_weights_to_state, read_adapter_tensors, read_weights
-from agentrl.learn.forward import ATTENTION, HeadOutput, RoutingReplay, guesses_lengths, token_logprobs
+from agentrl.learn.forward import (
+    ATTENTION,
+    HeadOutput,
+    RoutingReplay,
+    guesses_lengths,
+    token_logprobs,
+    tree_attention,
+)
 from agentrl.learn.packing import MicroBatch, pack
 from agentrl.learn.ranks import ShardedForward, gather_tensor, shard_tensor
 
@@ -76,6 +84,9 @@ _ADAPTER_MATRIX = re.compile(r"\.lora_[AB]\.")
 
 SHARING_TOLERANCE = 2e-3
 """Largest difference in log-probabilities between the model's own forward pass and the trainer's, in nats."""
+
+# Not in the function's own module: `refuse_monkeypatches` executes that a second time, for a copy that is not used.
+AttentionInterface.register(ATTENTION, tree_attention)
 
 
 class PolicyModel:

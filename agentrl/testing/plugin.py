@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-DEFAULT_SEEDS = 10
+DEFAULT_SEEDS = 3
 
 
 class SeededSimulation:
@@ -53,7 +53,7 @@ class SeededSimulation:
 
 @pytest.fixture
 def simulated_loop() -> SeededSimulation:
-    """Return a simulation over the seeds of the environment variables, 10 by default.
+    """Return a simulation over the seeds of the environment variables, 3 by default.
 
     Example:
         >>> def test_transfer(simulated_loop):

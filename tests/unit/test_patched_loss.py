@@ -6,16 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from agentrl.cluster.trainer_pool import RANK_MODULES, RayTrainerPool, refuse_monkeypatches
 from agentrl.core.errors import ConfigError
-from agentrl.learn import loss_batch, losses, trainer
+from agentrl.learn import forward, loss_batch, losses, trainer
 from tests.sim.small_run import config_for
 
 
 def test_nothing_is_refused_where_nothing_was_replaced() -> None:
     assert {losses.__name__, trainer.__name__} <= set(RANK_MODULES)
     refuse_monkeypatches()
+    assert ALL_ATTENTION_FUNCTIONS[forward.ATTENTION] is forward.tree_attention, "a copy was left registered"
 
 
 def mine(*_: object, **__: object) -> torch.Tensor:
