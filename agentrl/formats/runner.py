@@ -73,8 +73,9 @@ class RunnerEnvironment(HarnessEnvironment):
                 f"{cls.__name__}: {python} cannot list the tasks of {taskset!r}: {said.strip()[-1000:]}"
             ) from error
         data = {"python": python, "settings": settings}
-        ids: list[str] = json.loads(listed.stdout)
-        return split_tasks([Task(id=id, data={**data, "task": id}) for id in ids], split, held_out)
+        contents: dict[str, str] = json.loads(listed.stdout)
+        tasks = [Task(id=id, data={**data, "task": id, "content": content}) for id, content in contents.items()]
+        return split_tasks(tasks, split, held_out)
 
     async def play(self, task: Task, endpoint: Endpoint) -> Any:
         """Let the package play the task.
@@ -85,7 +86,13 @@ class RunnerEnvironment(HarnessEnvironment):
         data = task.data
         command = (data["python"], "-P", str(PROGRAM), self.package, "serve", json.dumps(data["settings"]))
         answer = await _standing(command).play(
-            {"task": data["task"], "url": endpoint.url, "key": endpoint.key, "model": self.seats[0]}
+            {
+                "task": data["task"],
+                "content": data["content"],
+                "url": endpoint.url,
+                "key": endpoint.key,
+                "model": self.seats[0],
+            }
         )
         if answer["error"] and endpoint.limit_reached() is None:
             raise RuntimeError(answer["error"])

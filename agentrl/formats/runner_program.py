@@ -11,9 +11,11 @@ its input, and its episodes with it.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import ctypes
 import gc
+import hashlib
 import importlib
 import json
 import os
@@ -21,7 +23,8 @@ import selectors
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+import unicodedata
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 KEY_VARIABLE = "AGENTRL_ENDPOINT_KEY"
@@ -35,17 +38,30 @@ class Verifiers:
     """A taskset of verifiers. Its harness asks the model."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        from verifiers.v1.envs.single_agent import SingleAgentEnvConfig
-        from verifiers.v1.utils.loaders import load_environment
+        from verifiers.v1.envs.single_agent import SingleAgentEnv, SingleAgentEnvConfig
+        from verifiers.v1.utils.loaders import default_harness_id, environment_class, load_environment
 
-        config = settings["config"]
+        config, taskset = settings["config"], settings["taskset"]
+        environment = environment_class(taskset, config.get("id", ""))
+        if not issubclass(environment, SingleAgentEnv):
+            raise SystemExit(
+                f"a taskset with an environment of its own ({environment.__name__}) is not supported; only those that "
+                "one agent plays are"
+            )
+        harness = default_harness_id(taskset)  # "bash" unless the taskset has one
         sections = {
             **config,
-            "taskset": {"id": settings["taskset"], **config.get("taskset", {})},
-            "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}, **config.get("agent", {})},
+            "taskset": {"id": taskset, **config.get("taskset", {})},
+            "agent": {
+                "harness": {"id": "null" if harness == "bash" else harness},
+                "runtime": {"type": "subprocess"},
+                **config.get("agent", {}),
+            },
         }
         self.environment = load_environment(SingleAgentEnvConfig.model_validate(sections))
-        self.tasks = {str(task.data.idx): task for task in self.environment.taskset}
+        tasks = list(self.environment.taskset)
+        self.tasks = _unique((str(task.data.idx), task) for task in tasks)
+        self.contents = {id: _digest(task.data.model_dump(exclude={"idx"})) for id, task in self.tasks.items()}
 
     def prepare(self) -> None:
         asyncio.run(self._prepare())
@@ -88,11 +104,19 @@ class Inspect:
     def __init__(self, settings: dict[str, Any]) -> None:
         os.environ["INSPECT_DISPLAY"] = "none"
         module, _, name = settings["taskset"].partition(":")
-        task = getattr(importlib.import_module(module), name)
-        self.make: Callable[[], Any] = lambda: task(**settings["config"])
-        samples = enumerate(self.make().dataset, start=1)
-        ids = [number if sample.id is None else sample.id for number, sample in samples]
-        self.tasks = {str(id): id for id in ids}
+        self.task = getattr(importlib.import_module(module), name)(**settings["config"])
+        if not self.task.scorer:
+            raise SystemExit(f"the Inspect task {name} has no scorer, so nothing states its rewards; give it one")
+        equal = collections.Counter[str]()
+        samples, self.contents = [], {}
+        for sample in self.task.dataset:
+            content = _digest(sample.model_dump(exclude={"id"}))
+            if sample.id is None:  # a position would name another sample after a shuffle
+                equal[content] += 1
+                sample.id = content if equal[content] == 1 else f"{content}-{equal[content]}"
+            samples.append((str(sample.id), sample))
+            self.contents[str(sample.id)] = content
+        self.tasks = _unique(samples)
 
     def prepare(self) -> None:
         pass
@@ -105,11 +129,13 @@ class Inspect:
         model = get_model(
             f"openai/{request['model']}", base_url=request["url"], api_key=request["key"], responses_api=False
         )
+        only = self.tasks[request["task"]]
+        self.task.dataset = self.task.dataset.filter(lambda sample: sample.id == only.id)
         with tempfile.TemporaryDirectory() as logs:
             [log] = evaluate(
-                self.make(),
+                self.task,
                 model=model,
-                sample_id=[self.tasks[request["task"]]],
+                epochs=1,
                 log_dir=logs,
                 display="none",
                 fail_on_error=True,
@@ -117,7 +143,10 @@ class Inspect:
             )
             if log.status != "success":
                 raise RuntimeError(str(log.error.message if log.error else log.status))
-            scores = log.samples[0].scores  # read from the log when it is first used
+            [sample] = log.samples
+            scores = sample.scores  # read from the log when it is first used
+        if not scores:
+            raise ValueError("no scorer gave a score")
         convert, rewards = value_to_float(), {}
         for name, score in scores.items():
             values = score.value if isinstance(score.value, dict) else {"": score.value}
@@ -127,6 +156,30 @@ class Inspect:
                     raise ValueError(f"the score {name} is {value!r}, which is no number")
                 rewards[f"{name}_{part}" if part else name] = number
         return rewards
+
+
+def _unique(tasks: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return tasks by id."""
+    by_id: dict[str, Any] = {}
+    for id, task in tasks:
+        if id in by_id:
+            raise SystemExit(f"two tasks have the id {id!r}; give each its own")
+        by_id[id] = task
+    return by_id
+
+
+def _digest(content: Any) -> str:
+    """Return a digest of a task's content, which is equal in each process that loads it."""
+    text = json.dumps(_without_ids(content), sort_keys=True, default=lambda value: type(value).__qualname__)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def _without_ids(content: Any) -> Any:
+    """Leave out the ids of messages, which packages draw at random."""
+    if isinstance(content, dict):
+        is_message = "role" in content
+        return {str(key): _without_ids(value) for key, value in content.items() if not (is_message and key == "id")}
+    return [_without_ids(item) for item in content] if isinstance(content, list | tuple) else content
 
 
 def _is_zero(value: Any) -> bool:
@@ -139,13 +192,26 @@ def _is_zero(value: Any) -> bool:
 
 def _answer(played: Any, request: dict[str, Any]) -> dict[str, Any]:
     try:
+        id = request["task"]
+        if played.contents.get(id) != request["content"]:
+            raise ValueError(
+                f"task {id!r} differs from the one that was listed, so the tasks are drawn or shuffled anew in each "
+                "process; give the shuffle a seed"
+            )
         stated = played.play(request)
-        rewards = {"".join(c if c.isalnum() else "_" for c in name): v for name, v in stated.items()}
+        rewards = {_identifier(name): value for name, value in stated.items()}
         if len(rewards) < len(stated):
             raise ValueError(f"the names of rewards are equal in letters and digits: {', '.join(stated)}")
         return {"rewards": rewards, "error": ""}
     except Exception as error:  # noqa: BLE001 - foreign code: any exception is the answer
         return {"rewards": {}, "error": f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]}
+
+
+def _identifier(name: str) -> str:
+    """Return the name of a reward in ASCII letters, digits and underscores, such as `_5_shot` or `precision`."""
+    plain = unicodedata.normalize("NFKD", name)
+    letters = "".join(c if c.isascii() and c.isalnum() else "_" for c in plain if not unicodedata.combining(c))
+    return f"_{letters}" if letters[:1].isdigit() else letters
 
 
 class Server:
@@ -261,10 +327,12 @@ def main() -> None:
     os.dup2(2, 1)  # what the packages print is not an answer
     kind, verb, settings = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
     sys.path[:0] = settings["path"]
+    paths = [*settings["path"], *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # for tool servers, which a taskset starts
     os.environ["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', os.defpath)}"  # verifiers runs uv
     played = Verifiers(settings) if kind == "verifiers" else Inspect(settings)
     if verb == "list":
-        os.write(output, json.dumps(list(played.tasks)).encode())
+        os.write(output, json.dumps(played.contents).encode())
         return
     played.prepare()
     server = Server(played, output)

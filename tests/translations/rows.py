@@ -34,6 +34,8 @@ class Row:
     refused: str = ""
     needs: str = ""
     compared: bool = False
+    exhaustive: bool = False
+    """Whether `make test` leaves it out, as it does with rows that need a package."""
 
 
 def seen(played: Played) -> list[list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,64 +27,52 @@ FORMATS = Path(os.environ.get("AGENTRL_FORMATS", "/nonexistent"))
 SUMS = Path(__file__).parents[1] / "support" / "sums"
 """A taskset of verifiers and a task of Inspect: twelve sums, each with two rewards."""
 
-INSPECT = """
-import json, os, subprocess, urllib.request
-
-class Holder:
-    def __init__(self, **fields): self.__dict__.update(fields)
-
-def get_model(name, base_url, api_key, responses_api):
-    def ask(text):
-        body = json.dumps({"model": name, "messages": [{"role": "user", "content": text}]}).encode()
-        headers = {"Authorization": "Bearer " + api_key, "Content-Type": "application/json"}
-        answer = urllib.request.urlopen(urllib.request.Request(base_url + "/chat/completions", body, headers))
-        return json.load(answer)["choices"][0]["message"]["content"]
-    return ask
-
-def value_to_float():
-    known = {"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0, "yes": 1.0, "no": 0.0}
-    def convert(value):
-        if isinstance(value, (int, float)): return value
-        if isinstance(value, str) and value in known: return known[value]
-        try: return float(value)
-        except (TypeError, ValueError): return 0.0  # with a warning
-    return convert
+STANDIN = SUMS.with_name("inspect_standin")
+TASKS = """
+import os, subprocess
+from inspect_ai import MemoryDataset, Sample, Score, Task, scorer
 
 eval_value = eval
 
-def eval(task, model, sample_id, **more):
-    reply = model(str(sample_id[0]))
-    print("noise on standard output")
-    if reply == "again": reply = model("again")
-    if reply == "raise": raise ValueError("no such thing")
-    if reply == "crash": os._exit(3)
-    if reply == "wait":
-        waiting = subprocess.Popen(["sleep", "300"], start_new_session=True)
-        open(task.marks, "w").write(str(waiting.pid))
-        waiting.wait()
-    scores = {"match": Holder(value="C" if reply == "right" else "I"), "a-b": Holder(value={"x": 0.5})}
-    if reply.startswith("value "): scores = {"match": Holder(value=eval_value(reply[6:]))}
-    if reply == "two names": scores = {"a b": Holder(value="C"), "a-b": Holder(value="I")}
-    if reply == "flood": scores["f"] = Holder(value={f"{number:0100}": 0.5 for number in range(6_000)})
-    return [Holder(status="success", samples=[Holder(scores=scores)])]
-"""
-TASKS = """
-from inspect_ai import Holder
-
 def words(count=3, marks=""):
-    return Holder(marks=marks, dataset=[Holder(id=None if n == 1 else f"word {n}") for n in range(1, count + 1)])
+    @scorer(metrics=[])
+    def match():
+        async def score(state, target):
+            reply = state.output.completion
+            if reply == "raise": raise ValueError("no such thing")
+            if reply == "crash": os._exit(3)
+            if reply == "wait":
+                waiting = subprocess.Popen(["sleep", "300"], start_new_session=True)
+                open(marks, "w").write(str(waiting.pid))
+                waiting.wait()
+            if reply.startswith("value "): return Score(eval_value(reply[6:]))
+            return Score("C" if reply == "right" else "I")
+        return score
+
+    @scorer(metrics=[], name="a-b")
+    def parts():
+        async def score(state, target):
+            reply = state.output.completion
+            if reply.startswith("value "): return None
+            if reply == "flood": return Score({f"{number:0100}": 0.5 for number in range(6_000)})
+            if reply == "two names": return Score({"x": 0.5, "x ": 0.5, "x-": 1.0})
+            return Score({"x": 0.5})
+        return score
+
+    samples = [Sample(f"word {n}", id=None if n == 1 else f"word {n}") for n in range(1, count + 1)]
+    return Task(MemoryDataset(samples), scorer=[match(), parts()])
 """
 
 
 @pytest.fixture
 def options(tmp_path: Path) -> dict[str, Any]:
-    """A package that answers to the name of Inspect."""
-    (tmp_path / "inspect_ai").mkdir()
-    (tmp_path / "inspect_ai" / "__init__.py").write_text(INSPECT)
-    for part in ("model", "scorer"):
-        (tmp_path / "inspect_ai" / f"{part}.py").write_text("from inspect_ai import *\n")
+    """A task of Inspect, and a stand-in for its package."""
     (tmp_path / "tasks.py").write_text(TASKS)
-    return {"taskset": "tasks:words", "path": [str(tmp_path)], "config": {"marks": str(tmp_path / "mark")}}
+    return {
+        "taskset": "tasks:words",
+        "path": [str(tmp_path), str(STANDIN)],
+        "config": {"marks": str(tmp_path / "mark")},
+    }
 
 
 def tasks_of(environment: type[RunnerEnvironment], **options: Any) -> list[agentrl.Task]:
@@ -95,7 +84,9 @@ def played(environment: type[agentrl.Environment], task: agentrl.Task, replies: 
 
 
 def test_tasks_are_those_of_the_package(options: dict[str, Any]) -> None:
-    assert [task.id for task in tasks_of(Inspect, **options)] == ["1", "word 2", "word 3"]
+    first, *rest = [task.id for task in tasks_of(Inspect, **options)]
+    assert re.fullmatch("[0-9a-f]{16}", first)  # of its content
+    assert rest == ["word 2", "word 3"]
     with pytest.raises(EnvironmentDefinitionError, match="No module named 'absent'"):
         tasks_of(Inspect, **{**options, "taskset": "absent:words"})
     with pytest.raises(EnvironmentDefinitionError, match="no-such-python"):
@@ -145,7 +136,7 @@ def test_a_score_of_inspect_is_the_packages_number(value: str, reward: float, op
         ("value float('nan')", "bad_reward", "inspect, 'match': the reward is nan"),
         ("value float('inf')", "bad_reward", "inspect, 'match': the reward is inf"),
         ("value 1e7", "bad_reward", "inspect, 'match': the reward is 1e+07"),
-        ("two names", "environment_error", "the names of rewards are equal in letters and digits: a b, a-b"),
+        ("two names", "environment_error", "the names of rewards are equal in letters and digits: match, a-b_x, a-b_x"),
     ],
 )
 def test_a_score_that_is_no_number_is_refused_by_name(

@@ -27,7 +27,10 @@ ADAPTERS = {
 def cases(*, only_compared: bool = False) -> list[Any]:
     return [
         pytest.param(
-            adapter, row, id=f"{name}-{row.name}", marks=pytest.mark.exhaustive if row.needs or only_compared else ()
+            adapter,
+            row,
+            id=f"{name}-{row.name}",
+            marks=pytest.mark.exhaustive if row.needs or row.exhaustive or only_compared else (),
         )
         for name, adapter in ADAPTERS.items()
         for row in adapter.ROWS
