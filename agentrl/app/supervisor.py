@@ -83,11 +83,12 @@ T = TypeVar("T")
 INTERRUPTED = 130
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RunSetup:
     """The parts of a run that outlive its restarts within this process."""
 
     config: RunConfig
+    """The configuration, with the changes that `agentrl run set` made."""
     environment: type[Environment]
     tasks: TaskSource
     recorded_turns: Sequence[GroupStart]
@@ -106,13 +107,10 @@ class RunSetup:
     """Settings changed since the previous process."""
     began: list[RunStart] = field(default_factory=list)
     """Starts in this process."""
-    live: list[RunConfig] = field(default_factory=list)
-    """Configurations that `agentrl run set` made since, the newest last."""
-
-    @property
-    def newest_config(self) -> RunConfig:
-        """The configuration with the changes made while the run ran."""
-        return self.live[-1] if self.live else self.config
+    paused_by: str = ""
+    """`Orchestrator.paused_by` at the end of the previous start."""
+    drained_by: str = ""
+    """`Orchestrator.drained_by` at the end of the previous start."""
 
 
 def run_guarding_event_loop(main: Coroutine[Any, Any, T], directory: Path) -> T:
@@ -248,7 +246,7 @@ async def _run_once(setup: RunSetup) -> Orchestrator:
     store, observer, directory, clock = setup.store, setup.observer, setup.directory, setup.factories.clock
     await store.flush()
     record = _new_record(setup)
-    config = setup.newest_config.model_copy(update={"workers": record.workers})
+    config = setup.config.model_copy(update={"workers": record.workers})
     changes = () if setup.began else setup.changed
     point = await find_start_point(
         *(config, directory, store),
@@ -312,16 +310,20 @@ async def _run_controlled(setup: RunSetup, orchestrator: Orchestrator) -> None:
     """Run the loop, and answer `agentrl run pause | resume | drain | set` meanwhile."""
 
     def apply(config: RunConfig) -> None:
-        setup.live.append(config)
+        setup.config = config
         change_orchestrator(orchestrator, config, setup.environment)
         setup.observer.state.plan = display_settings_from_config(config.model_dump(mode="json"))
 
     control = RunControl(
-        *(setup.newest_config, setup.environment, orchestrator, setup.store),
+        *(setup.config, setup.environment, orchestrator, setup.store),
         clock=setup.factories.clock,
         apply=apply,
         tell=setup.observer.say,
     )
+    if setup.drained_by:
+        orchestrator.drain(setup.drained_by)
+    if setup.paused_by:
+        orchestrator.pause(setup.paused_by)
     async with serve_control(setup.directory.path, control, setup.observer.warn):
         try:
             await orchestrator.run()
@@ -329,6 +331,8 @@ async def _run_controlled(setup: RunSetup, orchestrator: Orchestrator) -> None:
             if orchestrator.outcome.interrupted:  # the user asked to stop, so do not restart
                 raise TrainerError(f"{error}, while the run was stopping; its newest checkpoint is intact") from error
             raise
+        finally:
+            setup.paused_by, setup.drained_by = orchestrator.paused_by, orchestrator.drained_by
 
 
 async def _drop_cut_evaluations(store: SqliteJournal) -> None:

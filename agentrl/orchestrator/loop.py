@@ -566,7 +566,7 @@ class Orchestrator:
 
     async def _drain(self) -> None:
         try:
-            async with asyncio.timeout(DRAIN_S):
+            async with asyncio.timeout(0.0 if self.paused_by else DRAIN_S):  # parked episodes do not end
                 await self.dispatcher.worker.drain()
         except TimeoutError:
             await self.dispatcher.worker.cancel()

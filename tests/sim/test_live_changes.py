@@ -13,6 +13,7 @@ from agentrl.app.assemble import change_orchestrator
 from agentrl.config.load import changed_config
 from agentrl.core.ports import Trainer
 from agentrl.orchestrator.checkpoints import CheckpointWriter
+from agentrl.orchestrator.loop import DRAIN_S, Orchestrator
 from agentrl.testing.plugin import SeededSimulation
 from tests.sim.small_run import TASKS, Seen, SmallRun, config_for
 from tests.sim.test_several_policies import Duel, policies, steps_of
@@ -100,5 +101,26 @@ def test_checkpoints_and_evaluations_take_another_interval(
             await run.run()
         assert written == [4, 6, 9], "the last is the one at the end"
         assert run.seen.evaluated == [0, 3, 6, 8, 9]
+
+    simulated_loop.run(main)
+
+
+def test_a_paused_run_stops_without_waiting_for_its_episodes(simulated_loop: SeededSimulation) -> None:
+    async def main() -> None:
+        run, loop = SmallRun(), asyncio.get_running_loop()
+        stopped_at = 0.0
+
+        def stop() -> None:
+            nonlocal stopped_at
+            stopped_at = loop.time()
+            run.orchestrator.stop()
+
+        def during(orchestrator: Orchestrator) -> None:
+            loop.call_later(1.0, orchestrator.pause, "me")
+            loop.call_later(20.0, stop)
+
+        run.during = during
+        await run.run()
+        assert loop.time() - stopped_at < DRAIN_S / 2
 
     simulated_loop.run(main)

@@ -44,6 +44,7 @@ from agentrl.journal.run_log import RunStart, SettingChange
 from agentrl.journal.run_process import RunLock, RunProcessRecord, format_episode_list
 from agentrl.journal.store import SqliteJournal
 from agentrl.observe.run_directory import RunDirectory
+from agentrl.orchestrator.loop import Orchestrator
 from agentrl.rollout.chat.byte_formats import PlainChatFormat
 from agentrl.testing.recording_trainer import RecordingTrainer
 from tests import journal_cases
@@ -113,6 +114,7 @@ class Lives:
         best: Mapping[str, Any] | None = None,
         advantage: str = "leave_one_out",
         quiet: bool = True,
+        assembled: Callable[[Orchestrator], None] = lambda orchestrator: None,
     ) -> Run:
         config = config_for(
             steps=6,
@@ -125,7 +127,11 @@ class Lives:
             credit={"group_size": 4, "advantage": advantage},
         )
         factories = RunFactories(
-            engine=self.engine, trainer=self.trainer, chat_format=lambda config: PlainChatFormat(), clock=self.clock
+            engine=self.engine,
+            trainer=self.trainer,
+            chat_format=lambda config: PlainChatFormat(),
+            clock=self.clock,
+            assembled=assembled,
         )
         running = run_training(
             config, Guess, tasks=TASKS, held_out=TASKS[:held_out], quiet=quiet, factories=factories, resume=resume
@@ -628,3 +634,29 @@ def test_a_task_whose_data_are_too_deep_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(f"{__name__}.TASKS", [Task(id="deep", data={"digit": "5", **data})])
     with pytest.raises(InputError, match="task 'deep'"):
         Lives([]).run(tmp_path)
+
+
+@pytest.mark.parametrize("act", ["pause", "drain"])
+def test_a_pause_and_a_drain_outlive_a_lost_trainer(tmp_path: Path, act: str) -> None:
+    orchestrators: list[Orchestrator] = []
+    seen: list[str] = []
+    lives = Lives([3])
+
+    def ask(step: int) -> bool:
+        if step == 3 and len(orchestrators) == 1:
+            (orchestrators[0].pause if act == "pause" else orchestrators[0].drain)("me")
+        return True
+
+    def look() -> None:
+        seen.extend([orchestrators[1].paused_by, orchestrators[1].drained_by])
+        orchestrators[1].unpause()
+
+    def assembled(orchestrator: Orchestrator) -> None:
+        orchestrators.append(orchestrator)
+        lives.trainers[-1].may_be_lost = ask  # type: ignore[attr-defined]
+        if len(orchestrators) == 2:
+            asyncio.get_running_loop().call_later(0.0, look)
+
+    run = lives.run(tmp_path, assembled=assembled)
+    assert seen == (["me", ""] if act == "pause" else ["", "me"])
+    assert run.summary["ended_early"] == (None if act == "pause" else "drained by me")
