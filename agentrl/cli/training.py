@@ -140,7 +140,7 @@ def evaluate(options: argparse.Namespace) -> int:
     with contextlib.closing(ProgressLine(f"evaluating on {plural(tasks, 'task')}", sys.stderr)) as progress:
 
         def on_progress(num_ended: int, episodes: int) -> None:
-            progress(f"{num_ended} of {plural(episodes, 'episode')}")
+            progress(f"{num_ended} of {plural(episodes, 'episode')}", num_ended / max(episodes, 1))
 
         metrics = run_evaluation(config, _weights(options.policy), journal=journal, on_progress=on_progress)
         if options.compare:

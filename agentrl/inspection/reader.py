@@ -267,12 +267,14 @@ class RunLine(msgspec.Struct, frozen=True):
     episodes: int
     """Number of committed episodes of that purpose."""
     in_flight: int
+    """Number of unfinished ones."""
     steps: dict[str, int]
     """Newest step of each policy."""
     rewards: dict[str, float]
     """Mean reward of each policy over its last five steps; if nothing was trained, over all episodes it acted in."""
     state: str = ""
-    """State of the run, as `RunReader.standing` returns it, or `starting: ` and the phase of its start."""
+    """State of the run, as `RunReader.standing` returns it, with what it does if it does not train, such as
+    `starting: loading the engine` or `running: paused`."""
     problem: str | None = None
 
 
@@ -639,7 +641,7 @@ class RunReader:
     def line(self) -> RunLine:
         """Return the run as a line of a list."""
         query = "SELECT count(*) FROM episodes WHERE purpose = ? AND drop_reason IS NULL"
-        in_flight = f"SELECT count(*){EPISODES} WHERE e.episode IS NULL AND {NEWEST}"
+        in_flight = f"SELECT count(*){EPISODES} WHERE e.episode IS NULL AND {NEWEST} AND a.purpose = ?"
         points = self.curve()
         info, purpose = self.info(), self.purpose()
         ((episodes,),) = self.log.rows(query, purpose)
@@ -648,18 +650,27 @@ class RunReader:
             path=str(self.path),
             purpose=purpose,
             episodes=episodes,
-            in_flight=self.log.rows(in_flight)[0][0],
+            in_flight=self.log.rows(in_flight, purpose)[0][0],
             steps={point.policy: point.step for point in points},
             rewards=_last_rewards(points) if purpose == "train" else self._played_rewards(purpose),
-            state=f"starting: {phase}" if (phase := self.start_phase()) else self.standing(),
+            state=self._state(),
         )
+
+    def _state(self) -> str:
+        phase = self._phase()
+        if phase in ("", "training"):
+            return self.standing()
+        return f"{'running' if self.log.starts() else 'starting'}: {phase}"
+
+    def _phase(self) -> str:
+        """Return what a running training run does now; empty if there is none."""
+        is_running = self.purpose() == "train" and self.standing() == "running"
+        status = read_run_snapshot(self.path) if is_running else None
+        return "" if status is None else status.phase
 
     def start_phase(self) -> str:
         """Return what a run does before its first episode, such as loading the model; empty if it has started."""
-        if self.purpose() != "train" or self.log.starts() or self.standing() != "running":
-            return ""
-        status = read_run_snapshot(self.path)
-        return "" if status is None else status.phase
+        return "" if self.log.starts() else self._phase()
 
     def _played_rewards(self, purpose: str) -> dict[str, float]:
         """Return the mean reward of each policy over the committed episodes in which it acted."""

@@ -320,13 +320,16 @@ def run_state(reader: RunReader) -> RunState:
     is_running = state.standing == "running"
     status = read_run_snapshot(reader.path) or RunSnapshot(phase="")
     if not is_running:
-        status = replace(status, waits=(), processes=(), mirrors={}, pace="")
+        status = replace(status, waits=(), processes=(), mirrors={})
+    steps = {name: policy.step for name, policy in state.policies.items()}
+    if not is_running or (any(steps.values()) and all(steps[name] for name in plan.max_staleness)):
+        status = replace(status, pace="")  # the first step was taken after the status was written
     try:
         counts, drop_counts = reader.counts()
+        if not status.waits:  # these come with the numbers of the same moment
+            status = replace(status, in_flight=counts.get("in_flight", 0), ready=counts.get("ready", 0))
         state.status = replace(
             status,
-            in_flight=counts.get("in_flight", 0) if is_running else 0,
-            ready=counts.get("ready", 0),
             trained=counts.get("trained", 0),
             dropped=drop_counts,
         )

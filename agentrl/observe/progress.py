@@ -26,7 +26,7 @@ SEAT_REWARD = "evaluation/reward/"
 BAR_WIDTH = 24
 """Width of a bar of `ProgressLine`, in characters."""
 PACE_INTERVAL_S = 30.0
-"""Seconds between two lines of `LineDisplay` about the first step."""
+"""Seconds between two lines of `LineDisplay` about the first step, or about an evaluation that the run waits for."""
 LINE_INTERVAL_S = 10.0
 """Seconds between two lines of `ProgressLine` without a terminal; the first line is written at once."""
 
@@ -70,8 +70,8 @@ class LineDisplay:
     def __init__(self, state: RunState, stream: TextIO) -> None:
         self._state = state
         self._stream = stream
-        self._next_pace_s = 0.0
-        """Seconds of the run from which the pace of the first step is written again."""
+        self._next_pace = "", 0.0
+        """Phase of the last line about progress, and the seconds of the run from which it is written again."""
 
     def line(self, text: str) -> None:
         """Write a line."""
@@ -95,11 +95,19 @@ class LineDisplay:
             self.line(format_evaluation_metrics(version, metrics[policy]))
 
     def show(self) -> None:
-        """Write the pace of the first step now and then; all changes are written at once."""
+        """Write the progress of an evaluation or of the first step now and then; all changes are written at once."""
         status = self._state.status
-        if status is not None and status.pace and status.seconds >= self._next_pace_s:
-            self._next_pace_s = status.seconds + PACE_INTERVAL_S
-            self.line(f"first step: {status.pace}" + (f"  ({status.bottleneck})" if status.bottleneck else ""))
+        if status is None or (status.phase == self._next_pace[0] and status.seconds < self._next_pace[1]):
+            return
+        if status.progress is not None and status.phase.startswith("evaluating"):
+            num_ended, total = status.progress
+            text = f"{status.phase}: {num_ended:,} of {plural(total, 'episode')}"
+        elif status.pace:
+            text = f"first step: {status.pace}" + (f"  ({status.bottleneck})" if status.bottleneck else "")
+        else:
+            return
+        self._next_pace = status.phase, status.seconds + PACE_INTERVAL_S
+        self.line(text)
 
     def close(self) -> None:
         """Do nothing: there is nothing to clean up."""

@@ -111,7 +111,9 @@ def _heading(state: RunState, width: int, age_s: float | None) -> Text:
     text.append(terminal_safe_line(f"  {phase}"), "green")
     if status.progress is not None and is_running:
         num_ended, total = status.progress
-        text.append(f"  {'evaluating alongside: ' if phase == 'training' else ''}{num_ended}/{total} ", "green")
+        text.append(
+            f"  {'' if phase.startswith('evaluating') else 'evaluating alongside: '}{num_ended}/{total} ", "green"
+        )
         if total:
             text.append_text(_bar(num_ended / total, 12))
     if status.seconds:
@@ -140,8 +142,10 @@ def _progress(state: RunState, policy: PolicyMetricHistory, width: int, *, sever
 
 def _plot(policy: PolicyMetricHistory, width: int) -> RenderableType:
     steps, rewards = policy.series("reward/mean")
+    if not rewards:
+        return Text("reward: no step yet", "dim")
     if len(rewards) < 2:
-        return Text("reward: the curve begins with the second step", "dim")
+        return Text(f"reward {rewards[0]:.3f} at step {steps[0]}; the curve begins with the second step", "dim")
     return Text(
         plot_curve(rewards, steps=steps, title="reward of training by step", width=width - 10, height=5),
         "green",

@@ -218,20 +218,22 @@ class Orchestrator:
         """Return the state of the run between steps: counts, and what each part waits for. Cheap: read every second."""
         ledger = self.buffer.ledger
         num_evaluated, total = self.dispatcher.evaluated()
+        phase, is_training = self._phase, self._phase == "training"
+        bottleneck = self._bottleneck.recent() if is_training else self._bottleneck.whole()
         if self.paused_by:
-            bottleneck: Bottleneck | None = Bottleneck("paused", "`agentrl run resume` continues the run")
-        else:
-            bottleneck = self._bottleneck.recent() if self._phase == "training" else self._bottleneck.whole()
+            phase, bottleneck = "paused", Bottleneck("paused", "`agentrl run resume` continues the run")
+        elif self.drained_by and is_training:
+            phase = "draining"
         return RunSnapshot(
-            phase="paused" if self.paused_by else self._phase,
+            phase=phase,
             progress=(num_evaluated, total) if num_evaluated < total else None,
-            waits=self._waits() if self._phase == "training" else (),
+            waits=self._waits() if is_training else (),
             in_flight=ledger.in_flight,
             ready=ledger.ready,
             trained=ledger.trained,
             dropped=dict(ledger.dropped),
             bottleneck="" if bottleneck is None else bottleneck.line,
-            pace=self._pace() if self._phase == "training" else "",
+            pace=self._pace() if is_training else "",
         )
 
     def _pace(self) -> str:
@@ -244,8 +246,13 @@ class Orchestrator:
             ended, turns_of_ended = counts.of("committed", policy=policy), counts.of_all_policies("turns")
             if self.board.step(policy) or policy in self.scheduler.phases.frozen() or not turns:
                 continue
-            so_far = f"so far {min(ended, float(size)):,.0f} of {plural(size, 'episode')}"
-            if 0 < ended < size and turns_of_ended:  # the turns of unfinished episodes count too
+            so_far = f"so far {ended:,.0f} of {plural(size, 'episode')}"
+            if policy in self._open_steps:
+                paces.append((elapsed_s, f"{plural(size, 'episode')} sampled; the trainer works on the step"))
+            elif ended >= size:
+                waiting = size - self.buffer.ready(policy)
+                paces.append((elapsed_s, f"waits for the groups of {plural(waiting, 'episode')} to end"))
+            elif ended and turns_of_ended:  # the turns of unfinished episodes count too
                 seconds = elapsed_s * size / (ended * turns / turns_of_ended)
                 paces.append((seconds, f"about {format_seconds(seconds)} to sample a step; {so_far}"))
             else:
@@ -266,7 +273,9 @@ class Orchestrator:
             elif policy in self.scheduler.phases.frozen():
                 waits.append(f"{owner} waits for its phase")
             elif not self.scheduler.phases.is_over(policy):
-                waits.append(f"{owner} waits for episodes: {self.buffer.ready(policy)} of {size} units are ready")
+                waits.append(
+                    f"{owner} waits for episodes: {self.buffer.ready(policy)} of {size} units are in whole groups"
+                )
         reason = self.scheduler.why_not(self.demand())
         waits.append("admission is open" if reason is None else f"admission waits for {reason}")
         return tuple(waits)

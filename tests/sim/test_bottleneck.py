@@ -243,6 +243,8 @@ def test_the_time_of_a_step_is_estimated_from_the_first_turns_on(tmp_path: Path)
         "twelve rounds of 10 s"
     )
     assert in_between[111.0] == "about 2 min to sample a step; so far 12 of 16 episodes"
+    assert not any("16 of 16" in pace for pace in told.values())
+    assert "16 episodes sampled; the trainer works on the step" in told.values()
     assert told[max(told)] == "", "the metrics of the steps say it then"
 
 

@@ -32,7 +32,7 @@ from agentrl.journal.run_process import (
 )
 from agentrl.journal.store import SqliteJournal
 from agentrl.observe.metrics import METRICS, find_registered_metric
-from agentrl.observe.progress import format_evaluation_metrics, format_step_metrics
+from agentrl.observe.progress import LineDisplay, format_evaluation_metrics, format_step_metrics
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.run_observer import EnduringStream, RunObserver
 from agentrl.observe.run_screen import format_duration, plot_curve, render_run_screen, sparkline
@@ -47,6 +47,7 @@ from agentrl.observe.run_state import (
     write_run_snapshot,
 )
 from docs.generators.metrics import render_metrics_page
+from tests.journal_cases import write_run
 
 STEP = {
     "reward/mean": 0.5,
@@ -317,6 +318,52 @@ def test_a_slow_rate_is_not_shown_as_none() -> None:
     stream = io.StringIO()
     Console(file=stream, width=100).print(render_run_screen(state, width=100))
     assert re.search(r"tokens/s +0\.034 ", stream.getvalue())
+
+
+def test_the_reward_of_the_first_step_is_shown_before_there_is_a_curve() -> None:
+    state = RunState(plan=RunDisplaySettings(steps=9, max_staleness={"policy": 1}))
+    state.record("policy", 1, STEP)
+    stream = io.StringIO()
+    Console(file=stream, width=100).print(render_run_screen(state, width=100))
+    assert "reward 0.500 at step 1" in stream.getvalue()
+
+
+def test_a_pipe_gets_a_line_about_an_evaluation_now_and_then() -> None:
+    stream = io.StringIO()
+    state = RunState(plan=PLAN)
+    display = LineDisplay(state, stream)
+    phases = [(0.0, "training", None), (1.0, "evaluating after training", (0, 512))]
+    phases += [(30.0, "evaluating after training", (300, 512)), (31.0, "evaluating after training", (310, 512))]
+    for seconds, phase, progress in [*phases, (32.0, "training", (1, 512))]:
+        state.status = RunSnapshot(phase=phase, progress=progress, seconds=seconds)
+        display.show()
+    assert stream.getvalue().splitlines() == [
+        "evaluating after training: 0 of 512 episodes",
+        "evaluating after training: 310 of 512 episodes",
+    ]
+
+
+def test_the_view_agrees_with_the_metrics_and_the_journal(tmp_path: Path) -> None:
+    asyncio.run(write_run(tmp_path))
+    record_process_state(tmp_path, "running")
+    pace = "about 9 s to sample a step; so far 3 of 4 episodes"
+    write_run_snapshot(tmp_path, RunSnapshot(phase="training", pace=pace, wall=time.time()))
+    with contextlib.closing(RunReader(tmp_path)) as reader:
+
+        def status() -> RunSnapshot:
+            found = run_state(reader).status
+            assert found is not None
+            return found
+
+        assert status().pace == pace
+        with contextlib.closing(MetricsFile(tmp_path / "metrics.jsonl")) as metrics:
+            metrics.record("policy", 1, STEP)
+        assert status().pace == "", "the step was taken after the status was written"
+        waits = ("admission waits for max_in_flight: 7 episodes are running",)
+        write_run_snapshot(tmp_path, RunSnapshot(phase="training", waits=waits, in_flight=7, wall=time.time()))
+        assert status().in_flight == 7, "the number of the same moment, although the journal has another by now"
+        record_process_state(tmp_path, "stopped")
+        assert status().in_flight == reader.count("status = in_flight") == 1
 
 
 def test_sparklines_and_durations() -> None:
