@@ -165,8 +165,7 @@ class RunControl:
         if len(actions) > MAX_ACTIONS:  # changes still hold on a resume, so the oldest of the others goes
             actions.pop(next((number for number, old in enumerate(actions) if old.act != "set"), 0))
         await self._store.describe(**{CONTROLS: msgspec.to_builtins(actions)})
-        act = " ".join(filter(None, (action.act, ".".join(action.path))))
-        self._tell(f"control: {act} by {action.who}")
+        self._tell(f"control: {action.text}")
 
 
 @contextlib.asynccontextmanager

@@ -21,6 +21,8 @@ EPISODE_COLUMNS = (
     "staleness, reward, stop_reason, drop_reason, turns, tokens, seconds, detail, admitted_at, committed_at"
 )
 """Columns that `episode list` filters and sorts by, for its help: nothing is imported to print it."""
+LIVE_SETTINGS = "steps, max_in_flight, evaluation.every, checkpoint.every"
+"""Settings that `run set` may change, for its help."""
 _FILE = "TOML file; change it with --section.field=value"
 
 
@@ -98,7 +100,7 @@ _RECEIVED = (
 READING = (
     CommandGroup(
         "run",
-        "list, show, compare, serve, export, copy or prune runs",
+        "list, show, compare, serve, export, copy or prune runs; pause, drain or change a running one",
         (
             Command(
                 "list",
@@ -206,6 +208,7 @@ READING = (
                 "change a setting of a running run",
                 "control:run_set",
                 (_RUN, _argument("setting", metavar="KEY=VALUE", help="such as max_in_flight=64")),
+                epilog=f"settings that may change while the run runs: {LIVE_SETTINGS}",
             ),
             Command(
                 "mirror",

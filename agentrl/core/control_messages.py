@@ -62,10 +62,15 @@ class ControlAction(msgspec.Struct, frozen=True):
     now: Any = None
 
     @property
-    def line(self) -> str:
-        """Return the action as one line."""
+    def text(self) -> str:
+        """Return the action without its time."""
         change = f" {'.'.join(self.path)} = {self.now!r} (was {self.before!r})" if self.path else ""
-        return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.at))}: {self.act}{change} by {self.who}"
+        return f"{self.act}{change} by {self.who}"
+
+    @property
+    def line(self) -> str:
+        """Return the action as one line, with its time."""
+        return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.at))}: {self.text}"
 
 
 def read_actions(info: Mapping[str, Any]) -> list[ControlAction]:

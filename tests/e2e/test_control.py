@@ -21,7 +21,7 @@ from agentrl.cli.main import main
 from agentrl.core.control_messages import SOCKET, ControlRequest, short_socket_path
 from agentrl.core.errors import InputError
 from agentrl.inspection.overview import run_overview
-from agentrl.inspection.reader import RunReader
+from agentrl.inspection.reader import RunReader, list_runs
 from agentrl.observe.run_state import read_run_snapshot
 
 pytestmark = [pytest.mark.e2e]
@@ -135,6 +135,7 @@ def test_a_run_is_paused_changed_killed_resumed_and_drained(  # noqa: PLR0915 - 
         run.ask("pause")
     run.until(lambda: (snapshot := read_run_snapshot(run.path)) is not None and snapshot.phase == "paused")
     assert (snapshot := read_run_snapshot(run.path)) is not None
+    assert [line.state for line in list_runs(run.path.parent)] == ["running: paused"]
     assert snapshot.bottleneck == "a pause: `agentrl run resume` continues the run"
     time.sleep(1.5)  # a step that had begun ends
     steps, size = run.steps(), _turns(run.path)
@@ -144,6 +145,7 @@ def test_a_run_is_paused_changed_killed_resumed_and_drained(  # noqa: PLR0915 - 
     run.taken(3)
 
     assert "max_in_flight was 8 and is 4" in run.ask("set", "max_in_flight=4")
+    assert "control: set max_in_flight = 4 (was 8) by " in run.told()
     for setting, message in (
         ("max_in_flight=4", "is 4 already"),
         ("max_in_flight=1", "group_size"),

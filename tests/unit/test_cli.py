@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
-from agentrl.cli.commands import EPISODE_COLUMNS
+from agentrl.cli.commands import EPISODE_COLUMNS, LIVE_SETTINGS
 from agentrl.cli.commands import make_parser as _parser
 from agentrl.cli.main import main
+from agentrl.config.load import live_settings
 from agentrl.core.text import escape_text
 from agentrl.inspection.reader import COLUMNS
 from tests.journal_cases import HOSTILE, write_run
@@ -99,6 +100,13 @@ def test_headings_are_columns_that_can_be_filtered_by(directory: Path, capsys: p
     headings = capsys.readouterr().out.splitlines()[0].split()
     assert {"stop_reason", "drop_reason", "oldest_step"} < set(headings) <= set(COLUMNS)
     assert EPISODE_COLUMNS.split(", ") == list(COLUMNS)
+
+
+def test_the_help_lists_the_settings_that_may_change(capsys: pytest.CaptureFixture[str]) -> None:
+    assert LIVE_SETTINGS.split(", ") == live_settings()
+    with pytest.raises(SystemExit):
+        main(["run", "set", "--help"])
+    assert LIVE_SETTINGS in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
