@@ -43,14 +43,14 @@ from agentrl.cluster.session import gpu_reservation
 from agentrl.config.load import SettingDifference, check_settings_unchanged
 from agentrl.config.run import RunConfig
 from agentrl.core.custom_functions import capture_function_code
-from agentrl.core.errors import InputError
+from agentrl.core.errors import InputError, RunDirectoryError
 from agentrl.core.files import temporary_directory
 from agentrl.core.own_loop import outside_event_loop
 from agentrl.core.ports import ChatFormat, Observer
 from agentrl.core.records import Task
 from agentrl.core.text import plural
 from agentrl.environment.environment import Environment, TaskSource
-from agentrl.journal.run_process import record_process_state
+from agentrl.journal.run_process import find_writing_process, record_process_state
 from agentrl.observe.run_directory import RunDirectory
 from agentrl.observe.sinks import check_sinks_installed, open_sinks
 from agentrl.orchestrator.loop import Orchestrator
@@ -167,7 +167,7 @@ async def run_training(  # noqa: PLR0913 - as `train`
         RunDirectory.reopen(path)
         config = with_kept_models(config, path, RunDirectory.config(path))
     else:
-        RunDirectory.check_free(path)
+        _check_free(path)
     functions = load_user_functions(config)  # imports torch only to check the options of a built-in loss
     source = await asyncio.to_thread(_training_tasks, config, environment, tasks)
     held_out_splits, available = await asyncio.to_thread(held_out_source, config, environment, held_out)
@@ -186,12 +186,13 @@ async def run_training(  # noqa: PLR0913 - as `train`
     run_context = _open_run(config, directory, observers, clock, info=info, quiet=quiet, resume=resume)
     async with run_context as (store, observer), gpu_reservation():
         config = with_recorded_changes(config, store.info(), named)
-        config, chat_format, changes = await _resolve(config, factories, directory, store, observer)
-        warnings += remember_run(path, config, code, selected, resumed=resume)
-        recorded_turns = await asyncio.to_thread(find_recorded_turns, config, environment, path)
-        keep_recorded_turns(recorded_turns, environment, path)
         for line in (*warnings, *split_group_warnings(config, units_per_root_group(config, environment))):
             observer.warn(line)
+        config, chat_format, changes = await _resolve(config, factories, directory, store, observer)
+        for line in remember_run(path, config, code, selected, resumed=resume):
+            observer.warn(line)
+        recorded_turns = await asyncio.to_thread(find_recorded_turns, config, environment, path)
+        keep_recorded_turns(recorded_turns, environment, path)
         if hidden := hidden_tools(config, environment, chat_format):
             observer.warn(hidden)
         if factories.engine is make_engine:
@@ -223,6 +224,20 @@ async def run_training(  # noqa: PLR0913 - as `train`
         seconds = clock.monotonic() - start_s
         summary = _summary(config, observer.state, orchestrator, num_evaluated, seconds)
         return _report_conclusion(directory, store, observer, orchestrator, summary)
+
+
+def _check_free(path: Path) -> None:
+    """Check that a run can be created at a path.
+
+    Raises:
+        RunDirectoryError: something exists there, such as a run that is running.
+    """
+    if (process := find_writing_process(path / "journal")) is not None:
+        raise RunDirectoryError(
+            f"{path} is running, in process {process}: `agentrl run view {path}` shows it, and `kill -INT {process}` "
+            "stops it; choose another --name for a new run"
+        )
+    RunDirectory.check_free(path)
 
 
 def _check_policies(config: RunConfig) -> None:

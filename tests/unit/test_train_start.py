@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -17,9 +18,11 @@ from agentrl.app.training import run_training
 from agentrl.cli.sample_environment import Propose
 from agentrl.cli.sample_run import sample_run_config, sample_run_factories
 from agentrl.config.run import RunConfig
+from agentrl.core.errors import RunDirectoryError
 from agentrl.core.ports import ChatFormat, Engine
 from agentrl.core.records import PolicyVersion
 from agentrl.inspection.reader import RunReader, list_runs
+from agentrl.journal.run_process import RunLock
 
 ENVIRONMENT = """
 import agentrl
@@ -163,3 +166,32 @@ def test_a_run_that_was_killed_before_it_chose_its_settings_chooses_them_on_resu
         with pytest.raises(KilledError):
             asyncio.run(run)
     assert rates == [RECIPES[0].full_learning_rate] * 3
+
+
+def test_the_name_of_a_running_run_is_refused_with_its_process(tmp_path: Path) -> None:
+    (tmp_path / "x" / "journal").mkdir(parents=True)
+    lock = RunLock(tmp_path / "x" / "journal")
+    run = run_training(sample_run_config(tmp_path, "x"), Propose, held_out=[], factories=sample_run_factories())
+    with pytest.raises(RunDirectoryError, match=f"x is running, in process {os.getpid()}: `agentrl run view "):
+        asyncio.run(run)
+    lock.release()
+
+
+def test_a_step_size_that_splits_groups_is_told_before_the_model_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[str] = []
+
+    class KilledError(BaseException):
+        pass
+
+    def chat_format(config: RunConfig) -> ChatFormat:
+        told.append(capsys.readouterr().err)
+        raise KilledError
+
+    data = sample_run_config(tmp_path, "x").model_dump(exclude_unset=True)
+    data["policies"]["solver"]["step_size"] = 7
+    factories = RunFactories(engine=sample_run_factories().engine, chat_format=chat_format)
+    with pytest.raises(KilledError):
+        asyncio.run(run_training(RunConfig(**data), Propose, held_out=[], factories=factories))
+    assert "policies.solver.step_size = 7 is not a multiple of" in told[0]
