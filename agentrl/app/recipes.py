@@ -16,6 +16,7 @@ from agentrl.app.engines import slots
 from agentrl.config.load import value_at
 from agentrl.core.errors import ModelError
 from agentrl.core.files import SAFETENSORS_LENGTH_BYTES, read_safetensors_header
+from agentrl.core.machine import gpus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -127,7 +128,7 @@ def suggestions(config: RunConfig) -> Iterator[Suggestion]:
     if config.trained:
         largest = recipe_for(max(count_parameters(_base(config, name)) for name in config.trained))
         yield Suggestion("credit.group_size", str(config.credit.group_size), str(largest.group_size), largest.source)
-        engine = "embedded" if largest is RECIPES[0] else "vllm"
+        engine = "vllm" if largest is not RECIPES[0] and gpus() else "embedded"
         yield Suggestion("engine", config.engine.kind, engine, "docs/settings.md")
         unset = config.model_copy(update={"engine": config.engine.model_copy(update={"slots": 0})})
         yield Suggestion("engine.slots", str(slots(config)), str(slots(unset)), "docs/settings.md")

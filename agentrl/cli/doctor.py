@@ -24,7 +24,7 @@ from agentrl.cli.forked_child import answers_from_forked_child
 from agentrl.cli.output import print_json
 from agentrl.config.fields import shipped_example
 from agentrl.config.load import load
-from agentrl.core.errors import AgentRLError, InputError, ModelError, StorageError
+from agentrl.core.errors import AgentRLError, InputError, StorageError
 from agentrl.core.files import temporary_directory
 from agentrl.core.machine import DISTRIBUTION, GIB, finds_compiler, gpus, install_command, mismatched_torch_builds
 from agentrl.core.machine import machine_memory as memory_here
@@ -72,11 +72,13 @@ def doctor(options: argparse.Namespace) -> int:
     if options.file is not None:
         config = load(options.file, options.overrides)
         needs_ray = not config.trains_in_process
+        memory: dict[str, tuple[Callable[[], list[Check]], ...]] = {"memory": (partial(memory_fit_checks, config),)}
         sections = {
+            **({} if _with_local_models(config) else memory),  # a missing model is reported before torch is imported
             **{title: probes for title, probes in SECTIONS.items() if title != _DEMO},
             **({"Ray": (ray_import_checks,)} if needs_ray else {}),
             f"{options.file} will use": (partial(placement_checks, config), partial(tool_checks, config)),
-            "memory": (partial(memory_fit_checks, config),),
+            **memory,
         }
     if options.suggest:
         config = load(options.file or shipped_example("01_tool_use"), options.overrides)
@@ -359,15 +361,11 @@ def placement_checks(config: RunConfig | None = None) -> list[Check]:
 def tool_checks(config: RunConfig) -> list[Check]:
     """Check that the models' chat templates show the environment's tools, unless a model is missing, which
     `memory_fit_checks` reports. Imports the environment."""
-    from agentrl.app.hub import with_downloaded_models
     from agentrl.app.policies import hidden_tools
     from agentrl.app.run_parts import environment_of, make_chat_format
 
-    try:
-        local_config = with_downloaded_models(config, {}, download=False)
-    except ModelError:
-        return []
-    if not all(Path(base.model.path).is_dir() for base in local_config.bases):
+    local_config = _with_local_models(config)
+    if local_config is None:
         return []
     try:
         hidden = hidden_tools(local_config, environment_of(local_config), make_chat_format(local_config))
@@ -376,6 +374,17 @@ def tool_checks(config: RunConfig) -> list[Check]:
     if hidden:
         return [Check(name="tools", result=hidden, level="missing", fix='add `tools_in = "system"` to [model]')]
     return []
+
+
+def _with_local_models(config: RunConfig) -> RunConfig | None:
+    """Return the configuration with the directories of its models; None if one is missing."""
+    from agentrl.app.hub import check_local_models, with_downloaded_models
+
+    try:
+        check_local_models(config)
+        return with_downloaded_models(config, {}, download=False)
+    except InputError:
+        return None
 
 
 def _nodes(config: RunConfig) -> list[Check]:

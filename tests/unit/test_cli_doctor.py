@@ -115,6 +115,18 @@ def test_a_wrong_model_path_is_what_train_says(tmp_path: Path) -> None:
     assert f"{tmp_path}/none: there is no such directory" in check.result
 
 
+def test_a_missing_model_is_reported_before_torch_is_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "SECTIONS", {"torch": (doctor.python_checks,)})
+    monkeypatch.setattr(doctor, "_num_gpus", lambda: 0)
+    for model, words in (("org/nope", "is missing from huggingface_hub's cache"), ("./nope", "no such directory")):
+        main(["doctor", str(shipped_example("01_tool_use")), f"--model.path={model}", "--json"])
+        sections = json.loads(capsys.readouterr().out)["sections"]
+        assert list(sections)[:2] == ["memory", "torch"]
+        assert words in sections["memory"][0]["result"]
+
+
 def test_a_file_that_hides_a_library_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

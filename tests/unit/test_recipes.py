@@ -87,6 +87,14 @@ def test_suggestions_name_setting_value_and_source(tmp_path: Path) -> None:
     assert (rows["engine.slots"].current, rows["engine.slots"].suggested) == ("64", "64")
 
 
+@pytest.mark.parametrize("num_gpus", [0, 1])
+def test_vllm_is_suggested_only_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int) -> None:
+    monkeypatch.setattr("agentrl.app.recipes.gpus", lambda: range(num_gpus))
+    monkeypatch.setattr("agentrl.app.recipes.count_parameters", lambda base: 10**9)
+    rows = {row.setting: row for row in suggestions(_config(tmp_path, "learning_rate = 1.0\nlora.rank = 64"))}
+    assert rows["engine"].suggested == ("vllm" if num_gpus else "embedded")
+
+
 def test_doctor_shows_suggestions(capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor", EXAMPLE, "--suggest", "--policies.solver.step_size=8", "--json"])
     checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["sections"]["suggested settings"]}
