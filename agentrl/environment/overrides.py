@@ -5,8 +5,10 @@ The declarations are those of agentrl's own base classes, so a new attribute is 
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import math
+import re
 import reprlib
 import types
 from collections.abc import Mapping, Sequence
@@ -17,6 +19,7 @@ _OWN = "agentrl.environment."
 """Prefix of the modules whose classes declare what can be overridden."""
 _FREE = ("tasks", "demonstrate")
 """Methods that take further parameters by choice, or may be generators."""
+_SETTINGS = {name: f"sampling.{name}, a setting of the run" for name in ("max_turns", "max_tokens", "temperature")}
 _EXAMPLES = {
     "aliases": "{'gpt-4o-mini': 'main'}",
     "command": "['python', 'agent.py', '{task.question}']",
@@ -47,7 +50,34 @@ def override_problem(environment: type) -> str:
             is_overridden = value is not declared and not name.startswith("_") and inspect.isroutine(declared)
             if is_overridden and (problem := _method_problem(name, declared, value)):
                 return problem
+    return _misspelled(environment)
+
+
+def _misspelled(environment: type) -> str:
+    """Describe the first attribute that is almost a declared one, and that no source of the class reads; "" if there is
+    none."""
+    bases = [base for base in environment.__mro__ if base.__module__.startswith(_OWN)]
+    known = _SETTINGS | {name: name for base in bases for name in declared_attributes(base)}
+    classes = [base for base in environment.__mro__ if base not in bases]
+    for owner in classes:
+        for name, value in vars(owner).items():
+            others = [base for base in environment.__mro__ if base is not owner and name in vars(base)]
+            if name.startswith("_") or others or inspect.isroutine(value) or isinstance(value, property | type):
+                continue
+            close = difflib.get_close_matches(
+                name, known.keys() - vars(owner).keys() | {name} & _SETTINGS.keys(), 1, 0.8
+            )
+            if close and all(len(re.findall(rf"\b{name}\b", _source(base))) == (base is owner) for base in classes):
+                return f".{name} is never read; did you mean {known[close[0]]}?"
     return ""
+
+
+def _source(owner: type) -> str:
+    """Return the source text of a class's module; "" if there is none."""
+    try:
+        return inspect.getsource(inspect.getmodule(owner) or owner)
+    except (OSError, TypeError):
+        return ""
 
 
 def declared_attributes(base: type) -> dict[str, str]:
@@ -129,6 +159,11 @@ def _method_problem(name: str, declared: Any, value: Any) -> str:
     form = f"`{'async ' * is_async}def {name}({', '.join(parameters)})`"
     if not inspect.isfunction(function):
         return "" if callable(function) else f".{name} is {reprlib.repr(value)}; it must be a method: {form}"
+    if name == "tasks":
+        try:
+            inspect.signature(function).bind_partial(*parameters[isinstance(value, staticmethod) :], seed=0)
+        except TypeError as error:
+            return f".tasks cannot be called as `tasks(split, seed=0)`: {error} ({_place(function)})"
     if name in _FREE:
         return ""
     try:

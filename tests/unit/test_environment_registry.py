@@ -58,6 +58,21 @@ def test_a_module_and_a_file_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "lines",
+    [
+        "max_turn = 3\n    def last(self): return self.max_turn",  # read by the class
+        "seats = ('agent',)\n    seat = 'agent'",  # beside the attribute that it resembles
+        "_seat = 'agent'",
+        "level = 3",
+    ],
+)
+def test_attributes_of_ones_own_are_accepted(tmp_path: Path, lines: str) -> None:
+    file = tmp_path / "env.py"
+    file.write_text(f"{SOURCE}\n    {lines}\n")
+    assert issubclass(resolve(str(file)), agentrl.Environment)
+
+
+@pytest.mark.parametrize(
     ("reference", "words"),
     [
         ("calculater", "'calculator'"),

@@ -145,6 +145,8 @@ CLASSES = {
     ("Sum", "selects = 'image'"): Answer("Sum.selects", "is 'image'", "a list of strings"),
     ("Sum", "roulette = 'yes'"): Answer("Sum.roulette", "is 'yes'", "True or False"),
     ("Sum", "truncated_reward = float('nan')"): Answer("Sum.truncated_reward", "is nan", "finite number or None"),
+    ("Sum", "truncated_rewrad = -1.0"): Answer("Sum.truncated_rewrad", "never read", "did you mean truncated_reward?"),
+    ("Sum", "max_turn = 4"): Answer("Sum.max_turn", "never read", "sampling.max_turns, a setting of the run"),
     ("Sum", "on_code_change = 'keep'"): Answer("Sum.on_code_change", "is 'keep'", "'try' or 'restart' or 'drop'"),
     ("Sum", "sandbox = 'bwrap'"): Answer("Sum.sandbox", "is 'bwrap'", "agentrl.Sandbox()"),
     ("Sum", "mcp_servers = ['files']"): Answer("Sum.mcp_servers", "is ['files']", "agentrl.MCPServer(command="),
@@ -155,6 +157,9 @@ CLASSES = {
     ("Sum", "def run(self, ctx): pass"): Answer("Sum.run", "must be", "`async def run(self, ctx)`"),
     ("Sum", "def __init__(self, size): pass"): Answer("Sum.__init__", "wants size", "options go to `tasks`"),
     ("Sum", "tasks = []"): Answer("Sum.tasks", "must be a class method", "@classmethod"),
+    ("Sum", "@classmethod\n    def tasks(cls, split): return []"): Answer(
+        "Sum.tasks", "unexpected keyword argument 'seed'", "`tasks(split, seed=0)`"
+    ),
     ("Sum", "@classmethod\n    def tasks(cls, split, seed=0): return 3"): Answer(
         "Sum.tasks", "returned 3", "a list of"
     ),
