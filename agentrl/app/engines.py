@@ -147,7 +147,7 @@ def check_endpoints(config: RunConfig) -> None:
             ) from error
 
 
-def external_policies(config: RunConfig, tell: Callable[[str], None] = lambda line: None) -> dict[str, ExternalPolicy]:
+def external_policies(config: RunConfig, tell: Callable[[str], None]) -> dict[str, ExternalPolicy]:
     """Return the policies that no engine of the run serves. `tell` receives a line for the user when one is lost.
 
     Raises:

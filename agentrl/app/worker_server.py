@@ -207,9 +207,11 @@ class RunConnection:
 
 
 class WorkerServer:
-    """The worker of this process; executes the run's messages."""
+    """The worker of this process; executes the run's messages. `tell` receives lines for the user."""
 
-    def __init__(self, work: wire.WorkerSetup, connection: rpc.Connection, log: WorkerTurnLog) -> None:
+    def __init__(
+        self, work: wire.WorkerSetup, connection: rpc.Connection, log: WorkerTurnLog, tell: Callable[[str], None]
+    ) -> None:
         config = RunConfig.model_validate(work.config)
         choose_driver(config.sandbox.driver)
         self._log = log
@@ -221,7 +223,7 @@ class WorkerServer:
         """Clients of the base models' engines, then of the reward models'."""
         of_policy = {name: engine for base, engine in zip(config.bases, bases, strict=False) for name in base.policies}
         of_policy |= reward_models
-        self._external = external_policies(config)
+        self._external = external_policies(config, tell)
         engine = SamplerRouter(of_policy, self._external, work.capabilities)
         settings = rollout_settings(config, chat_format, work.capabilities.max_context)
         scorers = make_scorers(
@@ -323,7 +325,7 @@ async def _serve(connection: socket.socket) -> None:
     alive = loop.create_task(run.send_heartbeats(1.0, heartbeat))
     try:
         log = await _open_log(work, tell)
-        server = WorkerServer(work, run, log)
+        server = WorkerServer(work, run, log, tell)
     except Exception as error:  # noqa: BLE001 - the run must hear why there is no worker
         run.send(rpc.error_reply(0, error))
         await run.flush()

@@ -20,7 +20,7 @@ from agentrl.cluster import worker_wire
 from agentrl.cluster.worker_pool import WorkerPool
 from agentrl.core.clock import SystemClock
 from agentrl.core.network import Address
-from agentrl.core.records import ProcessStatus
+from agentrl.core.records import ProcessStatus, SeatBinding
 from agentrl.journal.reader import TurnLogReader
 from benchmarks.scheduling_workers import Listening
 from tests.contract import worker_environments as environments
@@ -66,6 +66,19 @@ def test_episodes_are_those_one_process_plays(tmp_path: Path) -> None:
 
     async def main() -> None:
         assert await played(2) == await played(1)
+
+    run(main)
+
+
+def test_an_endpoint_that_does_not_answer_a_worker_is_reported(tmp_path: Path) -> None:
+    async def main() -> None:
+        judge = {"kind": "remote", "url": "http://127.0.0.1:9/v1", "model": "m"}
+        async with workplace(tmp_path, 2, policies={"policy": {}, "judge": judge}) as at:
+            spec = at.spec("e0")
+            at.submit(replace(spec, seats={seat: SeatBinding("judge") for seat in spec.seats}))
+            at.open()
+            await at.until(lambda: bool(at.told))
+            assert re.match(r"worker \d: policy 'judge' at http://127.0.0.1:9/v1 does not answer", at.told[0])
 
     run(main)
 
