@@ -147,9 +147,10 @@ class EnvironmentReport:
     @property
     def warnings(self) -> list[str]:
         """Exceptions of tools, which the policy sees as observations: they fail the check only if the tool always
-        raises one that its arguments cannot explain. And programs of external agents that wrong tool calls end."""
+        raises one that its arguments cannot explain. Programs of external agents that wrong tool calls end. Tasks that
+        are in both splits."""
         wrong_calls = [self._wrong_calls_warning] if self.wrong_calls.errors else []
-        return self._tool_warnings + wrong_calls
+        return self._tool_warnings + wrong_calls + self._overlap_warnings
 
     @property
     def _tool_warnings(self) -> list[str]:
@@ -188,7 +189,11 @@ class EnvironmentReport:
         requests = f"{plural(self.requests.total(), 'request')}, no tool call, " if self.requests else ""
         judges = ", ".join(seat for seat in self.unrewarded if seat not in self.rewarded)
         cuts = ", ".join(f"{place} ({plural(number, 'time')})" for place, number in self.cuts.items())
-        random_note = " It draws: each episode has its own global random generators." if self.own_random else ""
+        random_note = (
+            " The environment draws from `random` or `numpy.random`, so each episode gets its own state of them."
+            if self.own_random
+            else ""
+        )
         return (
             (
                 f"{self.environment}: passed. {plural(self.episodes, 'episode')} of a random policy "
@@ -205,7 +210,7 @@ class EnvironmentReport:
                 else ""
             )
             + (f" Stopped by the check, which plays short episodes: {cuts}." if cuts else "")
-            + self._overlap_sentence
+            + self._uncompared_sentence
             + random_note
         )
 
@@ -221,26 +226,31 @@ class EnvironmentReport:
         return f"{text}."
 
     @property
-    def _overlap_sentence(self) -> str:
-        text = ""
+    def _overlap_warnings(self) -> list[str]:
+        warnings = []
         if self.also_held_out:
             verb = "is" if len(self.also_held_out) == 1 else "are"
-            text += (
-                f" {plural(len(self.also_held_out), 'training task')} {verb} also held out, such as "
+            warnings.append(
+                f"{plural(len(self.also_held_out), 'training task')} {verb} also held out, such as "
                 f"{self.also_held_out[0]!r}. Evaluations measure memory unless tasks('held_out') lists other tasks."
             )
         if self.shared_ids:
-            text += (
-                f" {plural(len(self.shared_ids), 'id')} of training tasks, such as {self.shared_ids[0]!r}, "
-                f"{'names' if len(self.shared_ids) == 1 else 'name'} a held-out task with other data."
+            verb = "names" if len(self.shared_ids) == 1 else "name"
+            warnings.append(
+                f"{plural(len(self.shared_ids), 'id')} of training tasks, such as {self.shared_ids[0]!r}, {verb} a "
+                "held-out task with other data."
             )
-        if self.uncompared:
-            text += (
-                f" {plural(self.uncompared, 'task')} {'was' if self.uncompared == 1 else 'were'} not compared, so more "
-                f"training tasks may also be held out: the check reads up to {MAX_READ_TASKS:,} tasks of a split, for "
-                f"up to {COMPARED_S:g} s."
-            )
-        return text
+        return warnings
+
+    @property
+    def _uncompared_sentence(self) -> str:
+        if not self.uncompared:
+            return ""
+        return (
+            f" {plural(self.uncompared, 'task')} {'was' if self.uncompared == 1 else 'were'} not compared, so more "
+            f"training tasks may also be held out: the check reads up to {MAX_READ_TASKS:,} tasks of a split, for "
+            f"up to {COMPARED_S:g} s."
+        )
 
 
 @outside_event_loop
