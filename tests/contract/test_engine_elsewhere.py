@@ -139,6 +139,7 @@ async def connected(directory: Path, trainer: Trainer) -> ProcessEngine:
     return await engine.ready()
 
 
+@pytest.mark.exhaustive
 def test_a_trainer_sends_all_weights_and_of_their_file_only_the_header_travels(tmp_path: Path) -> None:
     async def main() -> None:
         trainer = Trainer(1, 2, 3)

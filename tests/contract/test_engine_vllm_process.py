@@ -40,8 +40,10 @@ SHARED_MEMORY = Path("/dev/shm")
     "suite",
     [
         "adapters",
-        "full",
-        *(pytest.param(suite, marks=pytest.mark.exhaustive) for suite in ("adapters_bfloat16", "full_bfloat16")),
+        *(
+            pytest.param(suite, marks=pytest.mark.exhaustive)
+            for suite in ("full", "adapters_bfloat16", "full_bfloat16")
+        ),
     ],
 )
 def test_the_suite_passes_over_one_vllm(repository: Path, suite: str) -> None:
@@ -50,16 +52,8 @@ def test_the_suite_passes_over_one_vllm(repository: Path, suite: str) -> None:
 
 @needs_vllm
 @pytest.mark.timeout(2700)
-@pytest.mark.parametrize(
-    "suite",
-    [
-        "v2_capture:qwen3_moe",
-        *(
-            pytest.param(suite, marks=pytest.mark.exhaustive)
-            for suite in ("v2_capture_adapters", "v2_adapters", "v2_full")
-        ),
-    ],
-)
+@pytest.mark.parametrize("suite", ["v2_capture:qwen3_moe", "v2_capture_adapters", "v2_adapters", "v2_full"])
+@pytest.mark.exhaustive
 def test_the_suite_passes_on_the_model_runner_that_gpus_get(repository: Path, suite: str) -> None:
     check_suite(repository, suite, timeout_s=2600)
 

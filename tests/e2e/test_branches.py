@@ -51,6 +51,7 @@ def test_trees_are_sampled_and_trained_once(tmp_path: Path, workers: int, capsys
     assert sum(turn.cached_tokens >= turn.parent_context - 1 for turn in turns) >= 0.9 * len(turns)
 
 
+@pytest.mark.exhaustive
 def test_turns_are_resampled_in_worker_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = agentrl.train(config(tmp_path, "run", workers=2), environment=ResamplingCalculator, quiet=True).path
     assert judge(run, ended=True) == []
@@ -84,6 +85,7 @@ VLLM_BLOCK = 32
 """Tokens of a block in vLLM's prefix cache on CPUs; it shares whole blocks alone."""
 
 
+@pytest.mark.exhaustive
 @needs_vllm
 @pytest.mark.vllm
 @pytest.mark.slow
@@ -97,6 +99,7 @@ def test_branches_find_their_prefix_in_vllm_s_cache(tmp_path: Path) -> None:
     assert min(turn.cached_tokens for turn in turns) >= VLLM_BLOCK
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)
@@ -113,6 +116,7 @@ def test_branches_run_in_ray_actors(tmp_path: Path) -> None:
     assert sum(turn.cached_tokens >= turn.parent_context - 1 for turn in turns) >= 0.9 * len(turns)
 
 
+@pytest.mark.exhaustive
 def test_probes_are_played_in_worker_processes_and_never_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,7 +24,7 @@ def figures_of(repository: Path, *arguments: str) -> dict[str, float]:
     return figures
 
 
-@pytest.mark.parametrize("kills", [20, pytest.param(100, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kills", [8, pytest.param(100, marks=pytest.mark.exhaustive)])
 def test_kills_lose_nothing_and_train_nothing_twice(repository: Path, kills: int) -> None:
     figures = figures_of(repository, f"--scripted={kills}", "--real=0", "--stop-s=0")
     assert figures["kills"] == kills
@@ -69,7 +69,8 @@ def test_a_full_disk_ends_the_run_with_74_and_it_goes_on_when_there_is_room(repo
 SMALLER = {"STEPS = 12": "STEPS = 6", "KILL_AFTER = 5": "KILL_AFTER = 3", '"step_size": 32': '"step_size": 16'}
 
 
-@pytest.mark.parametrize("changes", [SMALLER, pytest.param({}, marks=pytest.mark.exhaustive)], ids=["smaller", "whole"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("changes", [SMALLER, {}], ids=["smaller", "whole"])
 def test_the_example_that_kills_itself_loses_nothing(repository: Path, tmp_path: Path, changes: dict[str, str]) -> None:
     text = (repository / "examples" / "04_crash_and_resume.py").read_text()
     for written, smaller in changes.items():

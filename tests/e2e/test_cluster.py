@@ -89,6 +89,7 @@ def steps_of(log: Path) -> int:
     return max(map(int, re.findall(r"step (\d+)/", log.read_text())))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1200)  # three nodes of Ray, on a machine that is busy
 def test_one_run_waits_for_three_hosts_uses_them_outlives_one_and_takes_it_back(hosts: Hosts, tmp_path: Path) -> None:
     home, log = hosts.directory / "1" / "tmp", tmp_path / "said"

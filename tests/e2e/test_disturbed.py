@@ -90,6 +90,7 @@ def flawless(directory: Path, *, ended: bool, steps: int = STEPS) -> None:
         assert set(verdict.steps.values()) == {steps}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not FAKETIME.exists(), reason="libfaketime is not installed")
 def test_a_clock_that_jumps_an_hour_both_ways_changes_nothing(repository: Path, tmp_path: Path) -> None:
     offset = tmp_path / "offset"

@@ -43,6 +43,7 @@ def test_the_wheel_holds_models_examples_and_types_and_no_tests_of_ours(wheel: P
     assert {name for name in tops if not name.endswith(".dist-info")} == {"agentrl"}
 
 
+@pytest.mark.exhaustive
 def test_the_demo_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     site, empty = tmp_path / "site", tmp_path / "empty"
     zipfile.ZipFile(wheel).extractall(site)

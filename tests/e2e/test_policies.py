@@ -107,6 +107,7 @@ def test_an_adapter_of_another_base_is_refused_by_name(base: Path, judge: Path, 
         check_adapter_base(weights_from_directory("judge", judge), moved)
 
 
+@pytest.mark.exhaustive
 def test_a_run_outlives_the_version_it_starts_from_and_notices_another_base(
     base: Path, judge: Path, tmp_path: Path
 ) -> None:

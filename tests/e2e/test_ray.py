@@ -173,6 +173,7 @@ def test_a_failure_on_one_rank_leaves_both_usable_and_a_dead_rank_ends_the_group
     asyncio.run(run())
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_the_others_miss_before_ray_does_is_named(session: RaySession, model: Path, tmp_path: Path) -> None:
     """Its connections end before its process does, as those of a machine that fails."""
     episodes, leaves = Episodes(make_rows(0, 6)), {"name": "tests.support.user_functions:leaves"}
@@ -266,7 +267,8 @@ def test_engines_in_actors_are_replaced_when_they_or_their_actors_die(session: R
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("name", ["raylet", pytest.param("gcs_server", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
 def test_a_dead_ray_ends_the_group_and_another_can_be_started(model: Path, tmp_path: Path, name: str) -> None:
     """A session of its own, beside which the module's must not live: Ray allows one per process."""
     (script := tmp_path / "dead_ray.py").write_text(_DEAD_RAY)
@@ -282,6 +284,7 @@ def test_a_dead_raylet_ends_no_process_whose_parent_is_process_1() -> None:
     assert answer.stdout.splitlines() == ["stopped", "started again"], answer.stdout + answer.stderr
 
 
+@pytest.mark.exhaustive
 def test_all_processes_of_a_dead_ray_are_lost_also_where_one_of_them_has_started_another_ray() -> None:
     """The second process starts Ray again before the first one's next look at it."""
     program = [sys.executable, "-c", _SHARED_PLACEMENT]

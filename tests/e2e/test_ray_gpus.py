@@ -156,6 +156,7 @@ def test_a_second_run_gets_no_gpu_of_the_first_and_is_told_how_many_it_lacks(add
     assert again == "[1, 1, 1]\n"
 
 
+@pytest.mark.exhaustive
 def test_a_rank_whose_node_is_lost_takes_a_free_gpu_of_another_and_keeps_it() -> None:
     said, _ = _start(_LOST_NODE).communicate()
     assert said.splitlines() == ["[1, 1, 1]", "[1, 1, 1]", "True True"]

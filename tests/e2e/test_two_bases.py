@@ -172,6 +172,7 @@ def test_policies_are_evaluated_on_their_bases(run: Path, repository: Path, tmp_
         agentrl.evaluate(config, {"solver": repository / "environments" / LARGE}, tasks, environment=Ask)
 
 
+@pytest.mark.exhaustive
 def test_a_run_is_not_resumed_on_another_model_in_the_same_place(repository: Path, tmp_path: Path) -> None:
     own = tmp_path / "models" / "small"
     shutil.copytree(repository / "environments" / SMALL, own)
@@ -208,6 +209,7 @@ def synchronous(repository: Path, directory: Path, **more: Any) -> agentrl.RunCo
     return config_of(repository, directory, policies=policies, **SYNCHRONOUS | more)
 
 
+@pytest.mark.exhaustive
 def test_a_deterministic_run_gives_both_the_same_weights_again(repository: Path, tmp_path: Path) -> None:
     runs = [agentrl.train(synchronous(repository, tmp_path / each), environment=Ask, quiet=True) for each in "ab"]
     one, other = (full_weights(run.path, 2) for run in runs)

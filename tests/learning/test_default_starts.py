@@ -40,7 +40,7 @@ REFUSED = {("GPT-2", True): "no linear layers", ("OPT", True): "hidden states", 
 decoder directly, so its head cannot be computed from given hidden states."""
 UNPREDICTED = {"JetMoE", "LongCat-Flash"}
 """Families whose experts are called in a loop over the tokens that chose them, which only data tell."""
-FEW = ["Gemma 2", "gpt-oss", "Qwen3-MoE", "DeepSeek-V3", "JetMoE"]
+FEW = ["Gemma 2", "Qwen3-MoE", "JetMoE"]
 
 
 def starts(name: str, directory: Path) -> None:

@@ -165,6 +165,7 @@ def test_a_step_that_came_to_something_else_is_told(copied: Path, capsys: pytest
     ]
 
 
+@pytest.mark.exhaustive
 def test_steps_in_bfloat16_are_computed_forward_from_the_newest_checkpoint(tmp_path: Path) -> None:
     config = two_policies(tmp_path, steps=3)
     model = config.model.model_copy(update={"dtype": "bfloat16"})

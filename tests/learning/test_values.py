@@ -32,6 +32,7 @@ def test_the_reward_rises_without_groups(repository: Path, tmp_path: Path) -> No
     assert all(step["advantage/zero_share"] == 0 for step in run.metrics[1:]), "rewards of 0 teach, too"
 
 
+@pytest.mark.exhaustive
 def test_the_values_of_the_sao_preset_explain_the_returns_of_long_episodes(repository: Path, tmp_path: Path) -> None:
     lake = ["--environment.id=frozen_lake", "--model.path=agentrl.environments:frozen_lake/model"]
     changes = [*lake, "--steps=18", "--evaluation.tasks=0", "--checkpoint.every=0"]
@@ -50,6 +51,7 @@ def computed(run: Path) -> dict[int, StepRecomputeResult]:
         reader.close()
 
 
+@pytest.mark.exhaustive
 def test_steps_are_computed_again_and_the_advantage_may_change(repository: Path, tmp_path: Path) -> None:
     small = ("--policies.solver.step_size=4", "--evaluation.tasks=0", "--checkpoint.versions=0")
     lives = [(3, GAE), (4, "--credit.advantage=none"), (6, GAE)]

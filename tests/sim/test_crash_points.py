@@ -104,12 +104,13 @@ def test_what_an_environment_declares_that_a_crash_costs_it_is_no_violation() ->
     assert any(what.startswith("shipped") for what in Outside.called)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "operation",
     [
         "rename /run/checkpoints",
-        pytest.param("sync /run/checkpoints/.tmp-step", marks=pytest.mark.exhaustive),
-        pytest.param("sync /run/versions/left", marks=pytest.mark.exhaustive),
+        "sync /run/checkpoints/.tmp-step",
+        "sync /run/versions/left",
     ],
 )
 def test_a_recovery_that_dies_at_any_operation_is_recovered_from(operation: str) -> None:
