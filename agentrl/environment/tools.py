@@ -348,7 +348,7 @@ class ToolEnvironment(Environment):
 
     def files(self, task: Task) -> Mapping[str, str | bytes | Path]:
         """Return what lies in the sandbox at the start: contents by absolute path. A `Path` is a file or a directory of
-        this machine, whose plain files are copied."""
+        this machine; links that leave the directory are refused."""
         return {}
 
     async def between_turns(self, ctx: EpisodeContext) -> None:

@@ -6,6 +6,7 @@ sandbox over the files it left, and write the reward. What an image would have t
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import glob
 import json
@@ -17,7 +18,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from posixpath import join, normpath
+from posixpath import dirname, join, normpath
 from typing import Any
 
 from agentrl.core.errors import EffectError, EnvironmentDefinitionError, EpisodeError, InputError
@@ -29,7 +30,7 @@ from agentrl.environment.sandbox_tools import bash
 from agentrl.environment.tasks import split_tasks
 from agentrl.environment.tools import ToolEnvironment, ToolEpisode
 from agentrl.sandbox.driver import Network, check_variables
-from agentrl.sandbox.sandbox import Sandbox, read_sources
+from agentrl.sandbox.sandbox import Sandbox, copy_refusals, read_sources
 
 MACHINE = "/"
 """Root directory of tasks that may use this machine's /usr in place of an image."""
@@ -44,6 +45,10 @@ _NEEDS_NETWORK = re.compile(
     r"\b(?:apt-get|apt|apk|dnf|yum) +(?:-\S+ +)*(?:install|update|add)\b|\b(?:curl|wget|uvx|npx)\b"
     r"|\bpip3? +install\b|\buv +(?:pip|run|tool|sync|add)\b|\bnpm +(?:i|install|ci)\b|\bgit +clone\b"
 )
+_HARMLESS = ("LABEL", "MAINTAINER", "CMD", "ENTRYPOINT", "EXPOSE", "STOPSIGNAL")
+"""Instructions without an effect on what a shell in the container sees."""
+_DIRECTORIES = ("/", "/bin", "/etc", "/home", "/mnt", "/opt", "/root", "/srv", "/tmp", "/usr", "/usr/local", "/var")
+"""Directories of every image."""
 _REFUSED_FIELDS = {
     ("steps",): "tasks of several steps",
     ("environment", "gpus"): "GPUs in a sandbox",
@@ -68,8 +73,10 @@ class HarborTask:
     image: str = ""
     workdir: str = ""
     variables: dict[str, str] = field(default_factory=dict)
-    copies: dict[str, Path] = field(default_factory=dict)
-    """Files and directories of the task by their absolute path in the sandbox."""
+    copies: list[tuple[str, Path]] = field(default_factory=list)
+    """Absolute path in the sandbox of each file and directory of the task; later ones replace earlier ones."""
+    directories: list[str] = field(default_factory=list)
+    """Directories that WORKDIR makes."""
     memory_mb: int = 512
     tests_s: float = 600.0
     """Time limit of the tests, in seconds."""
@@ -81,8 +88,8 @@ class HarborTask:
         """Return the sandbox of the task over a root directory. No spelling of `/` is the whole disk."""
         root = MACHINE if os.path.realpath(root) == "/" else root
         directory = self.workdir or "/box"
-        copied = {path if source.is_dir() else str(Path(path).parent) for path, source in self.copies.items()}
-        made = {directory, TESTS, VERDICT} - {"/"} | (copied if root == MACHINE else copied - {"/"})
+        copied = {path if source.is_dir() else str(Path(path).parent) for path, source in self.copies}
+        made = {directory, *self.directories, TESTS, VERDICT} - {"/"} | (copied if root == MACHINE else copied - {"/"})
         return Sandbox(
             memory_mb=self.memory_mb,
             seconds=self.tests_s,
@@ -127,7 +134,7 @@ def read_task(directory: Path, roots: Mapping[str, str], *, network: Network = "
         if (environment / extra).exists():
             task.refusals.append(f"{environment / extra}: several services are not supported")
     if dockerfile.exists():
-        _Dockerfile(task, environment, is_built=is_built).read()
+        _Dockerfile(task, environment, roots, is_built=is_built).read()
     if is_built:
         task.image = directory.name
     if not task.image:
@@ -146,7 +153,10 @@ def read_task(directory: Path, roots: Mapping[str, str], *, network: Network = "
 
 def _check_sandbox(task: HarborTask, directory: Path, roots: Mapping[str, str], network: Network) -> None:
     """Refuse what no sandbox can hold or have."""
-    size = sum(_size(path) for path in (directory / "tests", *task.copies.values()))
+    sources = (directory / "tests", *(source for _, source in task.copies))
+    for source in dict.fromkeys(sources):
+        task.refusals += copy_refusals(source)
+    size = sum(map(_size, sources))
     if size > DISK_MB << 20:
         task.refusals.append(f"{directory}: its files have {size >> 20:,} MiB; at most {DISK_MB} fit the sandbox")
     if not task.refusals:
@@ -207,6 +217,9 @@ def _read_settings(task: HarborTask, settings: dict[str, Any], path: Path) -> No
         if value:
             task.refusals.append(f"{path}: {'.'.join(keys)}: {what} are not supported")
     environment, verifier = settings.get("environment", {}), settings.get("verifier", {})
+    for name in ("agent", "verifier"):
+        if settings.get(name, {}).get("user") not in (None, "root", 0):
+            task.refusals.append(f"{path}: {name}.user: another user than root is not supported")
     if str(environment.get("os", "linux")).lower() != "linux":
         task.refusals.append(f"{path}: environment.os: only linux is supported")
     if verifier.get("environment_mode") == "separate":
@@ -258,16 +271,17 @@ def _read_tests(task: HarborTask, tests: Path, network: Network) -> None:
 
 
 class _Dockerfile:
-    """Reads the instructions FROM, WORKDIR, COPY and ENV of a Dockerfile.
+    """Reads the instructions FROM, WORKDIR, COPY and ENV of a Dockerfile. Those that change no file pass.
 
     Args:
         task: receives what they say.
         environment: the directory of the Dockerfile.
+        roots: see `read_task`.
         is_built: whether the root is the image that this Dockerfile builds, so that only its settings count.
     """
 
-    def __init__(self, task: HarborTask, environment: Path, *, is_built: bool) -> None:
-        self.task, self.environment, self.is_built = task, environment, is_built
+    def __init__(self, task: HarborTask, environment: Path, roots: Mapping[str, str], *, is_built: bool) -> None:
+        self.task, self.environment, self.roots, self.is_built = task, environment, roots, is_built
         self.has_from = False
         self.workdir = ""
 
@@ -308,6 +322,8 @@ class _Dockerfile:
         word, rest = word.upper(), rest.strip()
         if self.is_built and word not in ("WORKDIR", "ENV"):
             return
+        if word in _HARMLESS:
+            return
         if word not in ("FROM", "WORKDIR", "COPY", "ENV"):
             raise ValueError(f"{word} needs an image that was built; build it, and give its files in `roots`")
         if "$" in rest:
@@ -325,6 +341,7 @@ class _Dockerfile:
 
     def _workdir(self, words: list[str]) -> None:
         self.workdir = normpath(join(self.workdir or "/", words[0]))
+        self.task.directories.append(self.workdir)
 
     def _env(self, words: list[str]) -> None:
         if "=" not in words[0]:
@@ -337,16 +354,35 @@ class _Dockerfile:
         *patterns, destination = words
         if not patterns:
             raise ValueError("COPY: there is no destination")
+        if (self.environment / ".dockerignore").exists():
+            raise ValueError("COPY: .dockerignore is not read; remove it, and what it excludes")
         target = normpath(join(self.workdir or "/", destination))
         sources = [Path(path) for pattern in patterns for path in self._matches(pattern)]
-        is_directory = len(sources) > 1 or destination.endswith(("/", "."))
+        is_directory = destination.endswith("/") or self._is_directory(target)
+        if len(sources) > 1 and not is_directory:
+            raise ValueError(f"COPY: with several sources, the destination must end with a slash: {destination}/")
         for source in sources:
             inside = is_directory and not source.is_dir()
-            self.task.copies[join(target, source.name) if inside else target] = source
+            self.task.copies.append((join(target, source.name) if inside else target, source))
+
+    def _is_directory(self, target: str) -> bool:
+        """Whether a path is a directory so far, of the image or by an earlier instruction."""
+        made = [*self.task.directories]
+        for path, source in self.task.copies:
+            if source.is_dir():
+                made += [
+                    join(path, inner.relative_to(source)) for inner in (source, *source.rglob("*")) if inner.is_dir()
+                ]
+            else:
+                made.append(dirname(path))
+        if any(path == target or path.startswith(target.rstrip("/") + "/") for path in map(normpath, made)):
+            return True
+        root = self.roots.get(self.task.image, MACHINE)
+        return target in _DIRECTORIES if root == MACHINE else (Path(root) / target.lstrip("/")).is_dir()
 
     def _matches(self, pattern: str) -> list[str]:
         top = self.environment.resolve()
-        found = sorted(glob.glob(pattern.lstrip("/"), root_dir=top))
+        found = sorted(glob.glob(pattern.lstrip("/"), root_dir=top, include_hidden=True))
         paths = [str(top / path) for path in found]
         if not paths:
             raise ValueError(f"COPY: there is no {pattern}")
@@ -428,7 +464,10 @@ class Harbor(ToolEnvironment):
         return self._harbor_task.instruction
 
     def files(self, task: Task) -> Mapping[str, str | bytes | Path]:
-        return self._harbor_task.copies
+        files: dict[str, str | bytes | Path] = {}
+        for path, source in self._harbor_task.copies:  # two directories may be copied to one
+            files |= read_sources({path: source})
+        return files
 
     async def reward(self, task: Task, episode: ToolEpisode) -> Mapping[str, float]:
         """Run the tests over a copy of the files, and return what they wrote."""
@@ -443,7 +482,7 @@ class Harbor(ToolEnvironment):
             try:
                 if ran.killed:
                     raise ValueError(f"they were ended by the limit on {ran.killed}")
-                return checked_rewards(await _verdict(judge), task.data["rewards"])
+                return await _verdict(judge, task.data["rewards"])
             except ValueError as error:
                 failed: float | None = task.data["failed_reward"]
                 if failed is None:
@@ -461,7 +500,7 @@ def _task_directory(data: Mapping[str, Any]) -> Path:
     Raises:
         EnvironmentDefinitionError: it is not inside the directory of the task directories.
     """
-    top, task = Path(data["directory"]), str(data["task"])
+    top, task = Path(data["directory"]), str(data.get("task", "."))
     directory = top / task
     if not _is_inside(directory, top):
         raise EnvironmentDefinitionError(f"the task directory {task!r} is outside of {top}")
@@ -480,26 +519,32 @@ def task_directories(top: Path) -> list[Path]:
     return found
 
 
-async def _verdict(judge: EpisodeSandbox) -> Any:
-    """Return what the tests wrote: the content of reward.json, or that of reward.txt as `reward`.
+async def _verdict(judge: EpisodeSandbox, declared: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the rewards that the tests wrote: the content of reward.json, or that of reward.txt as `reward`.
+
+    Some tests write a report to reward.json and the number to reward.txt.
 
     Raises:
         ValueError: there is neither, or it cannot be read.
     """
-    try:
-        return json.loads(await _read_verdict(judge, "reward.json"))
-    except EffectError:
-        pass
-    except RecursionError as error:
-        raise ValueError("reward.json is nested too deeply") from error
-    try:
-        text = await _read_verdict(judge, "reward.txt")
-    except EffectError as error:
-        raise ValueError(f"there is neither reward.json nor reward.txt in {VERDICT}") from error
-    reward = float(text)
-    if math.isfinite(reward) and not _NUMBER.fullmatch(text.strip()):
-        raise ValueError(f"reward.txt holds {text[:40]!r}, which is no number")
-    return {"reward": reward}
+    verdict: Any = None
+    with contextlib.suppress(EffectError):
+        try:
+            verdict = json.loads(await _read_verdict(judge, "reward.json"))
+        except RecursionError as error:
+            raise ValueError("reward.json is nested too deeply") from error
+    if not isinstance(verdict, dict) or verdict.keys() != declared.keys():
+        try:
+            text = await _read_verdict(judge, "reward.txt")
+        except EffectError as error:
+            if verdict is None:
+                raise ValueError(f"there is neither reward.json nor reward.txt in {VERDICT}") from error
+            return checked_rewards(verdict, declared)
+        reward = float(text)
+        if math.isfinite(reward) and not _NUMBER.fullmatch(text.strip()):
+            raise ValueError(f"reward.txt holds {text[:40]!r}, which is no number")
+        verdict = {"reward": reward}
+    return checked_rewards(verdict, declared)
 
 
 async def _read_verdict(judge: EpisodeSandbox, name: str) -> bytes:

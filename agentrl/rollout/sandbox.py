@@ -21,6 +21,7 @@ from agentrl.rollout.journal_data import encode_arguments, to_journal_data
 from agentrl.rollout.mismatch import shortened_repr
 from agentrl.sandbox.commands import NAME_BYTES, work_on
 from agentrl.sandbox.driver import CommandResult
+from agentrl.sandbox.files import LinkTarget
 from agentrl.sandbox.sandbox import as_bytes, open_lease
 from agentrl.sandbox.state import FileState, HashedFile, hashed_files
 
@@ -116,7 +117,8 @@ class JournaledSandbox(EpisodeSandbox):
         """Perform a call, or recall its result and the files it changed."""
         journal, clock, where = self._episode.journal, self._episode.services.clock, f"{self.name}.{method}"
         digests = self._state.supply(contents.values(), keep=self._lease is None)
-        arguments = [*arguments, dict(zip(contents, digests, strict=True))]
+        paths = [f"{path} ->" if isinstance(body, LinkTarget) else path for path, body in contents.items()]
+        arguments = [*arguments, dict(zip(paths, digests, strict=True))]
         level = self.level
         call = journal.open(
             request_hash(*map(encode_arguments, (self.name, method, arguments))),

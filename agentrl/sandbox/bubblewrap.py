@@ -165,7 +165,7 @@ class BubblewrapLease:
         )
 
     async def write(self, files: Mapping[str, bytes]) -> None:
-        entries = [(path, len(body)) for path, body in files.items()]
+        entries = [(path, len(body), type(body).__name__) for path, body in files.items()]
         await self._ask_with_files("write", entries, files.values())
 
     async def read(self, path: str, *, limit: int = 1 << 20) -> bytes:

@@ -189,7 +189,7 @@ class SandboxLease(Protocol):
 
     async def write(self, files: Mapping[str, bytes]) -> None:
         """Write files by absolute path; parent directories are made, and a file that exists keeps its mode. A new
-        script (`#!`) or program is executable.
+        script (`#!`) or program is executable. A path that ends with a slash is a directory; see also `LinkTarget`.
 
         Raises:
             OSError: the disk is full, or a link or a file is on the way.

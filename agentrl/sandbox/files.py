@@ -46,6 +46,18 @@ ETC = {
 }
 
 
+class LinkTarget(bytes):
+    """Target of a symbolic link, in place of a file's content."""
+
+
+class Program(bytes):
+    """Content of a file that is executable whatever it begins with."""
+
+
+KINDS = {kind.__name__: kind for kind in (bytes, LinkTarget, Program)}
+"""Kinds of content, by the name that the keeper's requests use."""
+
+
 class FileError(Exception):
     """A failure to read or write a file of a sandbox, which its commands may cause: error number, message and path."""
 
@@ -262,7 +274,7 @@ def _mode_of(directory: int, name: str, content: bytes) -> int:
         found = os.stat(name, dir_fd=directory, follow_symlinks=False)
         if stat.S_ISREG(found.st_mode):
             return stat.S_IMODE(found.st_mode)
-    return 0o755 if content.startswith((b"#!", b"\x7fELF")) else 0o644
+    return 0o755 if isinstance(content, Program) or content.startswith((b"#!", b"\x7fELF")) else 0o644
 
 
 def _is_opaque(directory: int, name: str) -> bool:
@@ -345,11 +357,23 @@ class SandboxFiles:
         return directory
 
     def write(self, path: str, content: bytes, mode: int | None = None, *, modified: int | None = None) -> None:
+        """Write a file, a link, or a directory, whose path ends with a slash."""
         *parents, name = parts_of(path)
-        if not self.root and (not parents or parents[0] not in self.writable):
+        above = [*parents, name] if path.endswith("/") else parents
+        if not self.root and (not above or above[0] not in self.writable):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        if path.endswith("/"):
+            os.close(self.open_directory([*parents, name], make=True))
+            return
         directory = self.open_directory(parents, make=True)
         try:
+            if isinstance(content, LinkTarget):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=directory)
+                os.symlink(content, os.fsencode(name), dir_fd=directory)
+                if self.uid is not None:
+                    os.chown(name, self.uid, self.uid, dir_fd=directory, follow_symlinks=False)
+                return
             if mode is None:
                 mode = _mode_of(directory, name, content)
             with contextlib.suppress(FileNotFoundError):

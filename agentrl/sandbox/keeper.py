@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from agentrl.sandbox.bwrap import SET_DEATH_SIGNAL, Command, Isolation, die_with
 from agentrl.sandbox.files import (
     FIRST_UID,
+    KINDS,
     FileError,
     FileRecord,
     check,
@@ -283,14 +284,14 @@ class Keeper:
         self.reply(request.number, {"size": os.fstat(file).st_size}, [file])
 
     def do_write(self, request: Request, lease: Lease) -> None:
-        """Write files: their paths and sizes are rows of one file, their contents lie one after another in another."""
+        """Write files: paths, sizes and kinds are rows of one file, contents lie one after another in another."""
         rows, contents = request.files
 
         def write() -> None:
             offset = 0
-            for path, size in read_rows(rows):
+            for path, size, kind in read_rows(rows):
                 with in_file(path):
-                    lease.write(path, os.pread(contents, size, offset))
+                    lease.write(path, KINDS[kind](os.pread(contents, size, offset)))
                 offset += size
 
         if lease.is_small() and max(os.fstat(file).st_size for file in request.files) <= SMALL_ROOM >> 5:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from agentrl.core.errors import InputError
 from agentrl.sandbox.bubblewrap import BubblewrapDriver
 from agentrl.sandbox.container import ContainerDriver
 from agentrl.sandbox.driver import DriverName, SandboxLimits
+from agentrl.sandbox.files import LinkTarget, Program
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,7 +41,7 @@ class Sandbox(SandboxLimits):
         Args:
             argv: the program and its arguments; no shell reads them.
             files: written before the command starts, by path below the working directory. A `Path` is a file or a
-                directory of this machine, whose plain files are copied.
+                directory of this machine, which is copied with its links.
             stdin: the standard input.
             environment: variables in addition to the sandbox's.
             seconds: a shorter time limit than the sandbox's.
@@ -50,30 +52,67 @@ class Sandbox(SandboxLimits):
         """
         lease = await open_lease(self)
         try:
-            content = {path: as_bytes(body) for path, body in read_sources(files or {}).items()}
+            content = {path: as_bytes(body) for path, body in read_sources(files or {}, any_links=True).items()}
             return await lease.run(argv, files=content, stdin=as_bytes(stdin), environment=environment, seconds=seconds)
         finally:
             await lease.close()
 
 
-def read_sources(files: Mapping[str, str | bytes | Path]) -> dict[str, str | bytes]:
+def read_sources(files: Mapping[str, str | bytes | Path], *, any_links: bool = False) -> dict[str, str | bytes]:
     """Read the files and directories of this machine among the contents of files.
 
+    An empty directory gets a path that ends with a slash.
+
+    Args:
+        files: contents by path.
+        any_links: also copy links that leave their directory, as an agent may make them.
+
     Raises:
-        InputError: there is no such file or directory.
+        InputError: there is no such file or directory, or it holds what cannot be copied.
     """
     contents: dict[str, str | bytes] = {}
     for path, source in files.items():
         if not isinstance(source, Path):
             contents[path] = source
         elif source.is_dir():
-            found = sorted(inner for inner in source.rglob("*") if inner.is_file() and not inner.is_symlink())
-            contents |= {f"{path.rstrip('/')}/{inner.relative_to(source)}": inner.read_bytes() for inner in found}
+            if (refusals := copy_refusals(source)) and not any_links:
+                raise InputError(f"sandbox: {refusals[0]}")
+            top = path.rstrip("/")
+            if not any(source.iterdir()):
+                contents[f"{top}/"] = b""
+            for inner in sorted(source.rglob("*")):
+                place = f"{top}/{inner.relative_to(source)}"
+                if inner.is_symlink():
+                    contents[place] = LinkTarget(os.fsencode(inner.readlink()))
+                elif inner.is_file():
+                    contents[place] = _read_file(inner)
+                elif inner.is_dir() and not any(inner.iterdir()):
+                    contents[f"{place}/"] = b""
         elif source.is_file():
-            contents[path] = source.read_bytes()
+            contents[path] = _read_file(source)
         else:
             raise InputError(f"sandbox: {source} is neither a file nor a directory, so it cannot be copied to {path}")
     return contents
+
+
+def _read_file(path: Path) -> bytes:
+    return (Program if path.stat().st_mode & 0o111 else bytes)(path.read_bytes())
+
+
+def copy_refusals(source: Path) -> list[str]:
+    """Return what in a directory cannot be copied: links that leave it, pipes, sockets and devices."""
+    refusals = []
+    for inner in sorted(source.rglob("*")):
+        if inner.is_symlink():
+            target = os.path.normpath(inner.parent.relative_to(source) / inner.readlink())
+            if os.path.isabs(target) or target.split("/")[0] == "..":
+                refusals.append(
+                    f"{inner}: a link to {inner.readlink()}, outside of {source}; only relative links that stay inside "
+                    "are copied"
+                )
+        elif not (inner.is_file() or inner.is_dir()):
+            refusals.append(f"{inner}: neither a file, a directory nor a link")
+    return refusals
 
 
 def as_bytes(content: str | bytes) -> bytes:

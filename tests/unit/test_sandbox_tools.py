@@ -164,11 +164,19 @@ def test_a_tool_without_a_sandbox_says_so() -> None:
 def test_directories_of_this_machine_are_copied(tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "file").write_bytes(b"\0")
-    (tmp_path / "link").symlink_to("/etc/passwd")
+    (tmp_path / "inner" / "empty").mkdir()
+    (tmp_path / "link").symlink_to("inner/file")
 
     class Given(Repair):
         def files(self, task: agentrl.Task) -> Mapping[str, str | bytes | Path]:
             return {"/box/given": tmp_path, "/box/one": tmp_path / "inner" / "file", **super().files(task)}
 
-    result = play(Given, Given.tasks("train")[0], [call("bash", command="find . -type f | sort"), "done"])
-    assert result.observations[1] == "./given/inner/file\n./one\n./src/main.py"
+    result = play(Given, Given.tasks("train")[0], [call("bash", command="find . | sort; readlink given/link"), "done"])
+    assert result.observations[1].split() == [
+        *(".", "./given", "./given/inner", "./given/inner/empty", "./given/inner/file", "./given/link"),
+        *("./one", "./src", "./src/main.py", "inner/file"),
+    ]
+    (tmp_path / "link").unlink()
+    (tmp_path / "link").symlink_to("/etc/passwd")
+    with pytest.raises(CheckFailedError, match="link: a link to /etc/passwd, outside of"):
+        play(Given, Given.tasks("train")[0], ["done"])

@@ -28,6 +28,7 @@ from agentrl.sandbox import seccomp
 from agentrl.sandbox.bubblewrap import BubblewrapDriver, BubblewrapLease
 from agentrl.sandbox.checks import check_sandboxes
 from agentrl.sandbox.driver import CommandResult, SandboxError
+from agentrl.sandbox.sandbox import read_sources
 from agentrl.sandbox.state import FileState, hashed_files
 from benchmarks.sandboxes_leaks import leaks, marked
 from benchmarks.sandboxes_limits import BOMBS, below
@@ -68,6 +69,26 @@ def test_a_command_reads_its_files_and_input_and_leaves_no_state() -> None:
         assert (again.ok, again.output) == (True, "")
 
     asyncio.run(run())
+
+
+def test_a_directory_is_copied_with_its_links_and_empty_directories(tmp_path: Path) -> None:
+    (tmp_path / "in" / "empty").mkdir(parents=True)
+    (tmp_path / "in" / "program").write_text("echo ran\n")
+    (tmp_path / "in" / "program").chmod(0o755)
+    for name, target in (("link", "program"), ("outer", "/usr/bin/env"), ("missing", "gone")):
+        (tmp_path / "in" / name).symlink_to(target)
+    script = "cd copy && ls && ./link && readlink outer missing; ls ../none"
+    (tmp_path / "none").mkdir()
+
+    async def run() -> None:
+        files = {"copy": tmp_path / "in", "none": tmp_path / "none"}
+        ran = await Sandbox(seconds=20).run(["sh", "-c", script], files=files)
+        expected = ["empty", "link", "missing", "outer", "program", "ran", "/usr/bin/env", "gone"]
+        assert (ran.ok, ran.output.split()) == (True, expected)
+
+    asyncio.run(run())
+    with pytest.raises(InputError, match="in/outer: a link to /usr/bin/env, outside of"):
+        read_sources({"/box/copy": tmp_path / "in"})
 
 
 def test_files_stay_from_command_to_command_of_a_lease() -> None:
