@@ -343,17 +343,27 @@ def _source(
     """Return the tasks of one environment of a run."""
     if tasks is None:
         tasks = _tasks_of_split(environment, split, config.seed, _options(config, root, environment))
+    _read_tasks(environment, split, tasks, 1)
+    return tasks
+
+
+def _read_tasks(
+    environment: type[Environment], split: Split, source: TaskSource, count: int, rng: random.Random | None = None
+) -> list[Task]:
+    """Return the first tasks of a source, or with `rng` a random sample, in order."""
     try:
-        count = len(tasks)
-        first = tasks[0] if count else None
+        indices = range(len(source))
+        chosen = indices[:count] if rng is None else sorted(rng.sample(indices, min(count, len(indices))))
+        tasks = [source[index] for index in chosen]
     except Exception as error:
         raise InputError(
             f"{environment.__name__}: the {split} tasks cannot be read: {describe_user_code_error(error)}"
         ) from error
-    if first is not None and not isinstance(first, Task):
-        raise InputError(
-            f"{environment.__name__}: a task is {type(first).__name__}; it must be agentrl.Task(id=…, data={{…}})"
-        )
+    for task in tasks:
+        if not isinstance(task, Task):
+            raise InputError(
+                f"{environment.__name__}: a task is {type(task).__name__}; it must be agentrl.Task(id=…, data={{…}})"
+            )
     return tasks
 
 
@@ -408,12 +418,10 @@ def held_out_task_splits(
             source = _source(config, environment, root, split, tasks)
             available += len(source)
             rng = random.Random(f"held-out tasks {config.seed}")
-            indices = sorted(rng.sample(range(len(source)), min(count, len(source))))
+            drawn = _read_tasks(root, split, source, count, rng)
             names = [root.__name__] if issubclass(environment, Mixture) else []
             prefix = [*names, split] if len(splits) > 1 else names
-            split_tasks = [
-                with_task_id_prefix(source[index], *prefix) if prefix else source[index] for index in indices
-            ]
+            split_tasks = [with_task_id_prefix(task, *prefix) for task in drawn]
             held_out.append(HeldOutSplit("@".join((*names, split)), split_tasks))
     return held_out, available
 

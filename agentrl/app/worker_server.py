@@ -41,7 +41,6 @@ from agentrl.engines.remote.client import EngineClient
 from agentrl.engines.router import SamplerRouter
 from agentrl.environment.containment import exit_forked_process, stop_loop_in_forked_process
 from agentrl.environment.registry import register_source_files, resolve
-from agentrl.journal.control_rows import unserializable_task_error
 from agentrl.journal.run_process import retry_until_writer_exits
 from agentrl.journal.store import SqliteTurnLog
 from agentrl.observe.blocked_loop import watch_event_loop
@@ -107,10 +106,7 @@ class RunConnection:
             tasks=tuple(distinct.values()),
             of=tuple(list(distinct).index(id(task)) for task in tasks),
         )
-        try:
-            self.tell(spawn)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise unserializable_task_error(children[0], tasks[0], error) from error
+        self.tell(spawn)
         self._children[number, attempt, spawn_call] = on_end
         group_id = ids.spawned_group_id(parent.episode_id, attempt, spawn_call)
         return SpawnedGroup(group_id=group_id, episode_ids=tuple(children))

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from agentrl.core import ids
+from agentrl.core.json_data import copy_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -55,15 +56,15 @@ class Task:
     id: str
     """Id of the task, unique within its source; episodes of one task are comparable."""
     data: Mapping[str, Any]
-    """Input of the environment; JSON-serializable."""
+    """Input of the environment: JSON data, which is copied."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, str):
             raise TypeError(f"Task(id={self.id!r}): the id must be a string, such as {str(self.id)!r}")
         if not isinstance(self.data, Mapping):
             raise TypeError(f"Task {self.id!r}: data is {type(self.data).__name__}; it must be a dict of JSON data")
-        if odd := [key for key in self.data if not isinstance(key, str)]:
-            raise TypeError(f"Task {self.id!r}: data has the key {odd[0]!r}; keys must be strings")
+        copy_json(self.id, "Task.id")
+        object.__setattr__(self, "data", copy_json(dict(self.data), f"Task {self.id!r}: data"))
 
 
 # --- policies and versions --------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from agentrl.core.errors import InputError, JournalError
+from agentrl.core.errors import JournalError
 from agentrl.core.records import (
     STATE_BYTES,
     EpisodeDataLocation,
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
     from pathlib import Path
 
-    from agentrl.core.records import Task
     from agentrl.journal.port import ControlRecord
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -136,9 +135,6 @@ def encode_records(records: Iterable[ControlRecord], now: float, learners: Colle
         records: records of the control log.
         now: time label of the rows.
         learners: see `learning_policies`.
-
-    Raises:
-        InputError: the data of a task cannot be serialized.
     """
     return [row for record in records for row in _encode_record(record, now, learners)]
 
@@ -178,25 +174,9 @@ def _encode_record(  # noqa: C901, PLR0912 (one case per record)
 
 
 def encode_admission_row(spec: EpisodeSpec, now: float) -> Sequence[Any]:
-    """Return the `ADMISSION_COLUMNS` of a spec.
-
-    Raises:
-        InputError: the task's data or the seed cannot be serialized.
-    """
-    try:
-        spec_bytes = _ENCODER.encode(spec)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise unserializable_task_error(spec.episode_id, spec.task, error) from error
+    """Return the `ADMISSION_COLUMNS` of a spec."""
     key = (spec.episode_id, spec.attempt, spec.purpose)
-    return (*key, spec.environment, spec.task.id, spec.parent_id, spec.group_id, spec_bytes, float(now))
-
-
-def unserializable_task_error(episode_id: str, task: Task, error: Exception) -> InputError:
-    """Make the error of a task that cannot be serialized."""
-    return InputError(
-        f"episode {episode_id}: task {task.id!r} cannot be written to the journal ({error}); give Task.data JSON "
-        "values only: strings, numbers, booleans, lists and dictionaries"
-    )
+    return (*key, spec.environment, spec.task.id, spec.parent_id, spec.group_id, _ENCODER.encode(spec), float(now))
 
 
 def learning_policies(info: Mapping[str, Any]) -> Collection[str] | None:

@@ -19,7 +19,7 @@ from agentrl.core.errors import AgentRLError, InputError, describe_user_code_err
 from agentrl.core.ids import random_stream
 from agentrl.core.records import EpisodeHeader, GroupStart, Proposal, ProposalNovelty, Task
 from agentrl.environment.environment import SelectingTaskSource, TaskSource
-from agentrl.environment.mixture import MEMBER, MixedTasks
+from agentrl.environment.mixture import MEMBER, MixedTasks, with_task_id_prefix
 
 
 class GroupResult(NamedTuple):
@@ -93,17 +93,17 @@ class Curriculum:
         return GroupStart(self.task(number))
 
     def task(self, number: int) -> Task:
-        """Return the task of a root group that begins at the start."""
+        """Return the task of a root group that begins at the start, its data checked again."""
         try:
             if self.selector is None:
-                return self._shuffled_tasks(number)
+                return with_task_id_prefix(self._shuffled_tasks(number))
             for result in self._take_visible(number):
                 if result.rewards:
                     self.selector.record_result(result.task, result.rewards)
             selected_task = self.selector.select(number, random_stream(self._seed, "select", number))
             if not isinstance(selected_task, Task):
                 raise InputError(f"the task source's select returned {type(selected_task).__name__}; it must be a Task")
-            return selected_task
+            return with_task_id_prefix(selected_task)
         except AgentRLError:
             raise
         except Exception as error:

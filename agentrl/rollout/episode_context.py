@@ -116,7 +116,8 @@ class LiveEpisodeContext(EpisodeContext):
         self._roulette = environment.roulette
         if environment.branches:
             episode.turn_calls = []
-        self.task = episode.spec.task
+        task = episode.spec.task
+        self.task = Task(id=task.id, data=task.data)  # a copy: changes must not reach other episodes of the process
         self.limits = episode.limits
         episode.agents = self.agents = list[TurnRecorder]()
         """Agents in the order in which the program first requested them."""

@@ -46,6 +46,18 @@ class TwoWaits(TwoTurns):
         await appears(Path(ctx.task.data["directory"]) / "on")
 
 
+class TaskWitness(TwoTurns):
+    """Writes the value in its task to a file, by type and content, and changes it before it waits."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        value = ctx.task.data["value"]
+        with Path(ctx.task.data["directory"], f"{ctx.task.id}.seen").open("a") as file:  # noqa: ASYNC230 - at once
+            file.write(f"{type(value).__name__} {value!r}\n")
+        if isinstance(value, list | dict):
+            value.clear()
+        await super().run(ctx)
+
+
 class LongTurn(agentrl.Environment):
     """One turn, as long as may be."""
 

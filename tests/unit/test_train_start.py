@@ -33,7 +33,8 @@ class Coin(agentrl.Environment):
         ctx.agent("solver").reward(0.0)
     @classmethod
     def tasks(cls, split, *, seed=0):
-        return [] if seed == 1 else [agentrl.Task(id=f"{split}{n}", data={}) for n in range(4)]
+        data = {"answers": [(1, 2)]} if seed == 2 else {}
+        return [] if seed == 1 else [agentrl.Task(id=f"{split}{n}", data=data) for n in range(4)]
 """
 RUN = """
 name = "x"
@@ -64,6 +65,7 @@ MISTAKES = {
     ("run.toml", "--environment.id=env.py:Com"): "has no 'Com'",
     ("run.toml", "--policies.other.step_size=4"): "other",
     ("run.toml", "--seed=1"): "is empty",
+    ("run.toml", "--seed=2"): "Task 'train0': data['answers'][0] is (1, 2)",
     ("run.toml", "--model.path=./nope"): "there is no such directory",
     ("run.toml", "--model.path=org/nope"): "there is no directory",
     ("run.toml", "--model.path=empty"): "contains no model",
