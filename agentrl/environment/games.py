@@ -13,12 +13,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, NotRequired, TypedDict
 
 from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError
 from agentrl.core.records import Message, Task
 from agentrl.environment.context import EpisodeContext, LimitReachedError, Resource, system, user
 from agentrl.environment.environment import Environment, Split, TaskSource
+from agentrl.environment.gym import cast_action, describe_action
 from agentrl.environment.rewards import finite_reward
 from agentrl.environment.tasks import GameSeedTasks
 
@@ -40,8 +41,10 @@ class GamePosition(TypedDict):
     """Current observation of that player."""
     legal: bool
     """Whether the last action was legal."""
+    refused: NotRequired[str]
+    """The illegal action that the last text was parsed as, with its type; absent if it was parsed as none."""
     rewards: list[float]
-    """Reward of each player so far."""
+    """Reward of each player so far, including rewards that it was not told yet: the episode may end here."""
     illegal: list[int]
     """Players whose illegal actions ended the game."""
     truncated: bool
@@ -204,8 +207,8 @@ class PettingZooEnvironment(GameEnvironment):
     `possible_agents`.
 
     Seats are in the order of `possible_agents`. Only legal actions reach the game: those of its action mask, else of
-    its action space. A player's reward is the sum of the rewards that `last()` returned. The players of a parallel game
-    act one after the other; none sees another's move.
+    its action space. A player's reward is the sum of the rewards that `last()` returned, or would return next if the
+    episode ends before the game. The players of a parallel game act one after the other; none sees another's move.
 
     Example:
         class Noughts(agentrl.PettingZooEnvironment):
@@ -263,16 +266,15 @@ class PettingZooEnvironment(GameEnvironment):
 
 def legal_actions(env: Turns) -> Sequence[int] | None:
     """Return the legal actions of the player to move: from its action mask, else all; None if they cannot be listed."""
+    space: Any = env.action_space(env.agent_selection)
+    if not hasattr(space, "n") or not hasattr(space, "start"):
+        return None
     observation, _, _, _, info = env.last()
     mask = observation.get("action_mask") if isinstance(observation, Mapping) else None
     if mask is None:
         mask = info.get("action_mask")
-    if mask is not None:
-        return [number for number, legal in enumerate(mask) if legal]
-    space: Any = env.action_space(env.agent_selection)
-    if not hasattr(space, "n") or not hasattr(space, "start"):
-        return None
-    return range(int(space.start), int(space.start) + int(space.n))
+    actions = range(int(space.start), int(space.start) + int(space.n))
+    return actions if mask is None else [action for action, legal in zip(actions, mask, strict=True) if legal]
 
 
 class _PettingZooGame(Game):
@@ -282,6 +284,8 @@ class _PettingZooGame(Game):
         self._environment = environment
         self._task = task
         self._rewards = [0.0] * len(environment.seats)
+        self._told: set[int] = set()
+        """Players who were told their newest reward, which `_rewards` has."""
         self._mistakes = [0] * len(environment.seats)
         self._observation = ""
         self._truncated = False
@@ -303,14 +307,33 @@ class _PettingZooGame(Game):
         environment = self._environment
         env = environment.env
         player = self._player()
-        action = environment.parse(text, env)
+        parsed = environment.parse(text, env)
+        action = cast_action(env.action_space(env.agent_selection), parsed)
         if not self._is_legal(action):
             self._mistakes[player] += 1
-            if self._mistakes[player] >= environment.illegal_actions:
-                return self._position(None, legal=False, illegal=[player])
-            return self._position(player, environment.illegal_text + self._observation, legal=False)
-        env.step(action)
+            is_end = self._mistakes[player] >= environment.illegal_actions
+            shown = "" if is_end else environment.illegal_text + self._observation
+            position = self._position(
+                None if is_end else player, shown, legal=False, illegal=[player] if is_end else []
+            )
+            if parsed is not None:
+                position["refused"] = describe_action(parsed)
+            return position
+        self._move(action)
         return self._advance()
+
+    def _move(self, action: Any) -> None:
+        """Step the game. An `AECEnv` then has a new reward for the player; a parallel game keeps the old ones until
+        every player has moved, and then replaces them all."""
+        from pettingzoo import ParallelEnv
+
+        env = self._environment.env
+        player, rewards = self._player(), env._cumulative_rewards
+        env.step(action)
+        if not isinstance(env.unwrapped, ParallelEnv):
+            self._told.discard(player)
+        elif env._cumulative_rewards is not rewards:
+            self._told.clear()
 
     def _advance(self) -> GamePosition:
         """Collect rewards up to the next player who is still in the game."""
@@ -319,6 +342,7 @@ class _PettingZooGame(Game):
             observation, reward, terminated, truncated, info = env.last()
             player = self._player()
             self._rewards[player] += finite_reward(reward, f"player {player!r}")
+            self._told.add(player)
             if not terminated and not truncated:
                 text = _check_text(self._environment, self._environment.render(observation, info, env))
                 legal = legal_actions(env)
@@ -328,7 +352,7 @@ class _PettingZooGame(Game):
                 self._observation = text
                 return self._position(player, text)
             self._truncated = self._truncated or bool(truncated)
-            env.step(None)
+            self._move(None)
         return self._position(None)
 
     def _is_legal(self, action: Any) -> bool:
@@ -342,6 +366,13 @@ class _PettingZooGame(Game):
         env = self._environment.env
         return list(env.possible_agents).index(env.agent_selection)
 
+    def _rewards_so_far(self) -> list[float]:
+        env, rewards = self._environment.env, list(self._rewards)
+        for player, agent in enumerate(env.possible_agents):
+            if agent in env.agents and player not in self._told:
+                rewards[player] += finite_reward(env._cumulative_rewards[agent], f"player {player!r}")
+        return rewards
+
     def _position(
         self, player: int | None, observation: str = "", *, legal: bool = True, illegal: Sequence[int] = ()
     ) -> GamePosition:
@@ -349,7 +380,7 @@ class _PettingZooGame(Game):
             player=player,
             observation=observation,
             legal=legal,
-            rewards=list(self._rewards),
+            rewards=self._rewards_so_far(),
             illegal=list(illegal),
             truncated=self._truncated and player is None,
         )

@@ -9,6 +9,8 @@ ends by an illegal action scores below every legal end, or the run stops with an
 
 from __future__ import annotations
 
+import math
+import reprlib
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, RewardError
 from agentrl.core.records import Task
+from agentrl.core.text import valid_unicode
 from agentrl.environment.context import Agent, EpisodeContext, LimitReachedError, Resource, system, user
 from agentrl.environment.environment import Environment, Split, TaskSource
 from agentrl.environment.rewards import finite_reward
@@ -85,7 +88,10 @@ class GymEnvironment(Environment):
 
     @abstractmethod
     def parse(self, text: str, env: Game) -> Any:
-        """Return the action that a turn's text names. None, or an action outside `env.action_space`, is illegal."""
+        """Return the action that a turn's text names. None, or an action outside `env.action_space`, is illegal.
+
+        The action may have another number type than the space: `[0.5]` is an action of a `Box` of float32.
+        """
 
     def reward(self, task: Task, episode: GymEpisode) -> float:
         """Return a finite reward for the whole episode. Default: the sum of the game's rewards."""
@@ -169,10 +175,12 @@ class SeededGame:
     def step(self, text: str) -> dict[str, Any]:
         """Apply `text`; an illegal action changes nothing."""
         environment = self._environment
-        action = environment.parse(text, environment.env)
+        parsed = environment.parse(text, environment.env)
+        action = cast_action(environment.env.action_space, parsed)
         if action is None or not environment.env.action_space.contains(action):
             shown = environment.illegal_text + self._observation
-            return {"legal": False, "observation": shown, "terminated": False, "truncated": False}
+            refused = {} if parsed is None else {"refused": describe_action(parsed)}
+            return {"legal": False, "observation": shown, "terminated": False, "truncated": False, **refused}
         observation, reward, terminated, truncated, info = environment.env.step(action)
         # No agent sees the final observation, and some games cannot render it.
         self._observation = "" if terminated or truncated else self._render(observation, info)
@@ -193,6 +201,48 @@ class SeededGame:
                 reason="environment_error",
             )
         return text
+
+
+def cast_action(space: gymnasium.Space[Any] | None, action: Any) -> Any:
+    """Return an action in its space's types: lists become arrays, and numbers get the space's type. Floats may be
+    rounded. An action of which something else would be lost keeps its own type, which is outside the space; one that is
+    no number becomes None.
+
+    Example:
+        >>> from gymnasium.spaces import Box, Discrete
+        >>> cast_action(Box(-1.0, 1.0, (1,)), [0.5]), cast_action(Discrete(3), 2.0), cast_action(Discrete(3), 2.5)
+        (array([0.5], dtype=float32), 2, array(2.5))
+    """
+    import numpy
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Dict) and isinstance(action, Mapping):
+        return {key: cast_action(space.spaces.get(key), value) for key, value in action.items()}
+    if isinstance(space, spaces.Tuple) and isinstance(action, Sequence) and len(action) == len(space):
+        return tuple(map(cast_action, space, action))
+    if not isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiBinary | spaces.MultiDiscrete):
+        return action
+    try:
+        number = numpy.asarray(action)
+    except ValueError:  # lists of several lengths
+        return None
+    if number.dtype.kind not in "biuf":
+        return None
+    with numpy.errstate(all="ignore"):
+        cast = number.astype(space.dtype)
+    is_rounded = number.dtype.kind == cast.dtype.kind == "f" and numpy.array_equal(
+        numpy.isfinite(number), numpy.isfinite(cast)
+    )
+    if not (is_rounded or numpy.array_equal(number, cast)):
+        return number
+    if cast.size == math.prod(space.shape or ()) == 1:
+        cast = cast.reshape(space.shape or ())
+    return int(cast) if isinstance(space, spaces.Discrete) and cast.size == 1 else cast
+
+
+def describe_action(action: Any) -> str:
+    """Return an action and its type, for a report."""
+    return valid_unicode(f"{reprlib.repr(action)}, of type {type(action).__name__}")
 
 
 def gym_environment(

@@ -20,7 +20,7 @@ LONGEST_REWARD_NAME = 64
 
 
 def finite_reward(value: object, where: str) -> float:
-    """Convert a reward, a real number of Python or numpy, to a float.
+    """Convert a reward, a real number of Python or numpy or an array of one, to a float.
 
     Args:
         value: the reward an environment gave.
@@ -31,6 +31,7 @@ def finite_reward(value: object, where: str) -> float:
             `LARGEST_REWARD` in either direction.
     """
     numpy = sys.modules.get("numpy")  # a numpy value exists only if numpy was imported
+    value = _number_in_array(value)
     is_number = isinstance(value, Real) or (numpy is not None and isinstance(value, numpy.floating | numpy.bool_))
     # Timedelta64 claims to be an integer.
     if not is_number or (numpy is not None and isinstance(value, numpy.timedelta64)):
@@ -58,9 +59,18 @@ def stated_reward(value: object, where: str) -> float:
         RewardError: see `finite_reward`; or the value is a truth value.
     """
     numpy = sys.modules.get("numpy")
+    value = _number_in_array(value)
     if isinstance(value, bool) or (numpy is not None and isinstance(value, numpy.bool_)):
         raise RewardError(f"{where}: the reward is {value} ({type(value).__name__}); it must be a finite number")
     return finite_reward(value, where)
+
+
+def _number_in_array(value: object) -> object:
+    """Return the number in an array of shape () or (1,), as vectorized environments give it; else the value."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray) and value.shape in ((), (1,)):
+        return value.reshape(())[()]
+    return value
 
 
 def check_reward_name(name: object, where: str) -> None:

@@ -13,7 +13,7 @@ import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.core.ports import GenerateRequest, SamplingParams
 from agentrl.core.records import PolicyVersion, Task
-from agentrl.environment.games import LEGAL_ACTIONS, Game, GameEnvironment, GameEpisode, GamePosition
+from agentrl.environment.games import LEGAL_ACTIONS, Game, GameEnvironment, GameEpisode, GamePosition, legal_actions
 from agentrl.journal.entries import RewardEntry, TurnEntry
 from agentrl.rollout.chat.byte_formats import PlainChatFormat
 from agentrl.testing.execution import random_policy
@@ -213,6 +213,99 @@ def test_a_parallel_game_is_asked_one_after_the_other_and_tells_no_move(pettingz
     assert rewards(played) == {"first": -2.0, "second": 2.0}
     assert played.header.stop_reason == "max_turns"
     assert told(played, "first")[0] == told(played, "second")[0]
+
+
+def rounds_of(env: Any, moves: list[str]) -> list[float]:
+    """What PettingZoo's own loop pays each player for the moves, played to the end of the last full round."""
+    agents = list(env.possible_agents)
+    paid = dict.fromkeys(agents, 0.0)
+    for start in range(0, len(moves) - len(agents) + 1, len(agents)):
+        _, earned, *_ = env.step(dict(zip(agents, map(int, moves[start:]), strict=False)))
+        for agent, reward in earned.items():
+            paid[agent] += float(reward)
+    return list(paid.values())
+
+
+@pytest.mark.parametrize("kind", ["aec", "parallel"])
+@pytest.mark.parametrize("moves", ["01", "010", "0101", "01010", "010210", "0121020"])
+def test_players_are_paid_for_every_round_however_the_episode_ends(
+    pettingzoo_game: PettingZooGame, kind: str, moves: str
+) -> None:
+    pettingzoo = pytest.importorskip("pettingzoo", reason=INSTALL)
+    direct = pettingzoo.make("parallel", "classic/rps-v2")
+    direct.reset(seed=0)
+    expected = rounds_of(direct, list(moves))
+    game = pettingzoo_game("rps-v2", kind)
+
+    class Short(game):  # type: ignore[misc, valid-type]
+        max_turns: ClassVar[int] = len(moves)
+
+    cut = play(Short, list(moves), data={"seed": 0}, max_turns=9)
+    assert list(rewards(cut).values()) == expected
+    assert sum(expected) == 0.0
+    broken = play(game, [*moves, "what?"], data={"seed": 0}, max_turns=9)
+    offender = len(moves) % 2
+    assert list(rewards(broken).values())[offender] == -200.0
+    assert list(rewards(broken).values())[1 - offender] == expected[1 - offender]
+    limited = play(game, [*moves, "0"], data={"seed": 0}, max_turns=(len(moves) + 1) // 2)
+    assert limited.header.stop_reason == "max_turns"
+    assert list(rewards(limited).values()) == expected
+
+
+def test_three_players_keep_what_they_earned() -> None:
+    parallel = pytest.importorskip("pettingzoo", reason=INSTALL).ParallelEnv
+    from gymnasium.spaces import Box, Discrete
+
+    class Paying(parallel):  # type: ignore[misc, valid-type]
+        """Pays one point to each player and round."""
+
+        metadata: ClassVar[dict[str, Any]] = {"name": "paying"}
+        render_mode = None
+        possible_agents: ClassVar[list[str]] = ["a", "b", "c"]
+
+        def action_space(self, agent: str) -> Any:
+            return Discrete(2, start=5)
+
+        def observation_space(self, agent: str) -> Any:
+            return Box(0, 1, (1,))
+
+        def reset(self, seed: int | None = None, options: Any = None) -> Any:
+            self.agents = list(self.possible_agents)
+            return dict.fromkeys(self.agents, np.zeros(1)), {agent: {} for agent in self.agents}
+
+        def step(self, actions: Any) -> Any:
+            no = dict.fromkeys(self.agents, False)
+            seen: Any = dict.fromkeys(self.agents, np.zeros(1))
+            information: Any = {agent: {} for agent in self.agents}
+            return seen, dict.fromkeys(self.agents, np.ones(1)), no, no, information
+
+    class Three(agentrl.PettingZooEnvironment):
+        seats = ("first", "second", "third")
+
+        def make(self, task: Task) -> Any:
+            return Paying()
+
+    for moves in (6, 7, 8):
+
+        class Short(Three):
+            max_turns: ClassVar[int] = moves
+
+        assert list(rewards(play(Short, ["5"] * 9, data={"seed": 0})).values()) == [2.0, 2.0, 2.0]
+        broken = list(rewards(play(Three, [*["6"] * moves, "7"], data={"seed": 0})).values())
+        assert broken == [-2.0 if seat == moves % 3 else 2.0 for seat in range(3)]
+
+
+def test_a_mask_counts_from_the_first_action_of_the_space() -> None:
+    from types import SimpleNamespace
+
+    from gymnasium.spaces import Discrete
+
+    env = SimpleNamespace(
+        agent_selection="a",
+        action_space=lambda agent: Discrete(3, start=-1),
+        last=lambda: ({"action_mask": np.array([1, 0, 1])}, 0.0, False, False, {}),
+    )
+    assert legal_actions(env) == [-1, 1]
 
 
 def test_one_seat_per_player(pettingzoo_game: PettingZooGame) -> None:

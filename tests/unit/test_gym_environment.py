@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium import spaces
 
 import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError
@@ -67,6 +68,85 @@ def test_words_do_what_the_game_does(game: type[agentrl.GymEnvironment]) -> None
     played = play(game, words, data={"seed": 3}, max_turns=200, max_context=1 << 20)
     assert played.header.reward == pytest.approx(total)
     assert (played.header.stop_reason == "completed") == (ended and terminated)
+
+
+@pytest.mark.parametrize(
+    ("space", "action", "expected"),
+    [
+        (spaces.Box(-1.0, 1.0, (1,)), np.array([0.5]), np.array([0.5], np.float32)),
+        (spaces.Box(-1.0, 1.0, (1,)), [0.25], np.array([0.25], np.float32)),
+        (spaces.Box(-1.0, 1.0, (1,)), 0.1, np.array([0.1], np.float32)),
+        (spaces.Box(-1.0, 1.0, (2,), np.float64), [1, -1], np.array([1.0, -1.0])),
+        (spaces.Box(0, 255, (2,), np.uint8), [7, 255], np.array([7, 255], np.uint8)),
+        (spaces.Box(0, 255, (2,), np.uint8), [7.0, 0.0], np.array([7, 0], np.uint8)),
+        (spaces.Discrete(3, start=1), 3.0, 3),
+        (spaces.Discrete(3), np.array([2]), 2),
+        (spaces.Discrete(3), True, 1),
+        (spaces.MultiDiscrete([3, 2]), [2.0, 1.0], np.array([2, 1])),
+        (spaces.MultiBinary(2), [True, False], np.array([1, 0], np.int8)),
+        (
+            spaces.Dict({"move": spaces.Discrete(2), "force": spaces.Box(0.0, 1.0, (1,))}),
+            {"move": 1.0, "force": [1]},
+            {"move": 1, "force": np.array([1.0], np.float32)},
+        ),
+        (spaces.Tuple([spaces.Discrete(2), spaces.Text(3)]), [1.0, "ab"], (1, "ab")),
+    ],
+)
+def test_an_action_gets_the_types_of_its_space(space: Any, action: Any, expected: Any) -> None:
+    cast = gym.cast_action(space, action)
+    assert space.contains(cast)
+    np.testing.assert_equal(cast, expected)
+    np.testing.assert_equal(gym.cast_action(space, cast), cast)
+
+
+@pytest.mark.parametrize(
+    ("space", "action"),
+    [
+        (spaces.Box(0, 255, (1,), np.uint8), [256]),
+        (spaces.Box(0, 255, (1,), np.uint8), [-1]),
+        (spaces.Box(0, 255, (1,), np.uint8), [1.5]),
+        (spaces.Box(-1.0, 1.0, (1,)), [1.5]),
+        (spaces.Box(-1.0, 1.0, (1,)), [float("nan")]),
+        (spaces.Box(-np.inf, np.inf, (1,)), [1e300]),
+        (spaces.Box(-1.0, 1.0, (2,)), [0.5]),
+        (spaces.Box(-1.0, 1.0, (2,)), 0.5),
+        (spaces.Box(-1.0, 1.0, (1,)), "0.5"),
+        (spaces.Box(-1.0, 1.0, (1,)), [[0.5, 0.1], [0.2]]),
+        (spaces.Discrete(3), 1.5),
+        (spaces.Discrete(3), 3),
+        (spaces.Discrete(3), [0, 1]),
+        (spaces.Discrete(3), "1"),
+        (spaces.MultiDiscrete([3, 2]), [2, 0.5]),
+        (spaces.MultiBinary(2), [0.5, 1]),
+        (spaces.Dict({"move": spaces.Discrete(2)}), {"move": 1, "more": 1}),
+        (spaces.Tuple([spaces.Discrete(2)]), [1, 1]),
+    ],
+)
+def test_an_action_outside_its_space_stays_outside(space: Any, action: Any) -> None:
+    cast = gym.cast_action(space, action)
+    assert cast is None or not space.contains(cast)
+
+
+def test_a_text_with_the_action_of_another_type_moves_the_car() -> None:
+    class Car(agentrl.GymEnvironment):
+        max_turns: ClassVar[int] = 3
+        illegal_reward: ClassVar[float] = -100.0
+
+        def make(self, task: Task) -> Any:
+            return gymnasium.make("MountainCarContinuous-v0")
+
+        def render(self, observation: Any, info: Any, env: Any) -> str:
+            return str(observation.tolist())
+
+        def parse(self, text: str, env: Any) -> Any:
+            return [float(text)]
+
+    direct = gymnasium.make("MountainCarContinuous-v0")
+    direct.reset(seed=1)
+    total = sum(float(direct.step(np.array([0.3], np.float32))[1]) for _ in range(3))
+    played = play(Car, ["0.3"] * 3, data={"seed": 1})
+    assert played.header.reward == pytest.approx(total)
+    assert "turns/illegal" not in played.metrics
 
 
 def opening(game: type[agentrl.GymEnvironment], seed: int) -> str:

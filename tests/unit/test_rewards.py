@@ -29,7 +29,9 @@ class Unshowable:
 ODD = [np.complex64(1 + 2j), np.timedelta64(5), Unshowable()]
 
 
-@pytest.mark.parametrize("value", [Converts(), "1.0", b"1", None, 1j, [1.0], np.array([1.0]), np.bytes_(b"1"), *ODD])
+@pytest.mark.parametrize(
+    "value", [Converts(), "1.0", b"1", None, 1j, [1.0], np.array([1.0, 2.0]), np.bytes_(b"1"), *ODD]
+)
 def test_rewards_that_are_no_numbers_are_refused_wherever_they_come_from(value: object) -> None:
     with pytest.raises(RewardError, match="number"):
         finite_reward(value, "here")
@@ -48,6 +50,8 @@ def test_a_reward_that_is_a_long_text_is_not_quoted_whole() -> None:
     assert len(str(refused.value)) < 200
 
 
-@pytest.mark.parametrize("value", [1, True, 0.5, Fraction(1, 2), np.float32(0.5), np.int64(1), np.bool_(True)])
+@pytest.mark.parametrize(
+    "value", [1, True, 0.5, Fraction(1, 2), np.float32(0.5), np.int64(1), np.bool_(True), np.array(0.5), np.array([1])]
+)
 def test_real_numbers_are_rewards(value: object) -> None:
     assert 0.0 <= finite_reward(value, "here") <= 1.0
