@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
+import json
 import os
 import re
 import subprocess
@@ -40,6 +41,7 @@ from agentrl.core.text import plural
 from agentrl.engines.scripted import Script
 from agentrl.environment.context import ResourceLevel
 from agentrl.environment.environment import MAX_READ_TASKS, Environment, Split, checked_source
+from agentrl.environment.games import LEGAL_ACTIONS
 from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.registry import module_of, name_of, resolve
 from agentrl.environment.tools import ToolEnvironment
@@ -68,6 +70,8 @@ MAX_CUTS = 64
 """Maximum number of prefixes tried per episode; longer journals are cut at evenly spaced entries."""
 WRONG_CALL_TASKS = 2
 """Number of tasks on which each kind of wrong tool call is played."""
+MIN_REFUSED = 3
+"""Number of refused calls of a tool, or illegal actions of a game, that show a fault if none was accepted."""
 COMPARED_S = 10.0
 """Seconds after which no further tasks of a split are compared, because reading one may be slow."""
 HASH_SEEDS = (1, 44, 38, 50, 9, 24, 67)
@@ -85,6 +89,10 @@ _CODE_ERRORS = re.compile(
 )
 """Exceptions that the arguments do not explain, if `type` is the environment: a tool that always raises one of them is
 broken."""
+_INNER_REPR = re.compile(r"<[\w.<>]+ (?:object )?at 0x[0-9a-f]+>|\[(?:\{'role': '|Message\(role=)")
+"""The `repr` of an object, or the beginning of that of a list of messages."""
+_CONTAINER_REPR = re.compile(r"""\[(?:['"]|\{['"]|\w+\(\w+=)|\{['"]""")
+"""The beginning of a list or a dict of texts or objects."""
 _PROOF_TEXTS = {
     "replay": "each time it continued exactly where it was",
     "snapshot": "each time it continued exactly where it was, with resources restored from their snapshots",
@@ -119,6 +127,19 @@ class EnvironmentReport:
     """Number of requests of an external agent that were answered, keyed by seat."""
     unasked: list[str] = field(default_factory=list)
     """Seats of an external agent that got no request; they remain unchecked."""
+    refused_calls: dict[str, list[str]] = field(default_factory=dict)
+    """Answers to calls that did not reach their tool, although they fit its schema, keyed by tool."""
+    game_turns: int = 0
+    """Number of texts that a game received."""
+    legal_turns: int = 0
+    """Number of them that were legal actions."""
+    lists_actions: bool = False
+    """Whether the observations of the game list the legal actions."""
+    refused_actions: list[str] = field(default_factory=list)
+    """Actions that texts were parsed as, and that were not legal."""
+    repr_texts: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
+    """The first task, and the text, in which the policy read the `repr` of an object, keyed by the kind of object and
+    the role of the message."""
     rewarded: set[str] = field(default_factory=set)
     """Seats that got a reward in some episode that no limit cut."""
     unrewarded: dict[str, str] = field(default_factory=dict)
@@ -127,6 +148,8 @@ class EnvironmentReport:
     """Training tasks, by id, whose data is also that of a held-out task."""
     shared_ids: list[str] = field(default_factory=list)
     """Ids of training tasks that are also ids of held-out tasks, with other data."""
+    repeated_ids: dict[Split, list[str]] = field(default_factory=dict)
+    """Ids of tasks that repeat earlier ones, data included, keyed by split."""
     uncompared: int = 0
     """Number of tasks of both splits that were not compared, because there are too many or reading them is slow."""
     wrong_calls: WrongCallOutcomes = field(default_factory=WrongCallOutcomes)
@@ -147,10 +170,18 @@ class EnvironmentReport:
     @property
     def warnings(self) -> list[str]:
         """Exceptions of tools, which the policy sees as observations: they fail the check only if the tool always
-        raises one that its arguments cannot explain. Programs of external agents that wrong tool calls end. Tasks that
-        are in both splits."""
+        raises one that its arguments cannot explain. Programs of external agents that wrong tool calls end. Games that
+        were not played, because no text was an action. Tasks that are in both splits, or repeat others."""
         wrong_calls = [self._wrong_calls_warning] if self.wrong_calls.errors else []
-        return self._tool_warnings + wrong_calls + self._overlap_warnings
+        unplayed = [self._unplayed_warning] if self.game_turns and not self.legal_turns else []
+        return self._tool_warnings + wrong_calls + unplayed + self._overlap_warnings
+
+    @property
+    def _unplayed_warning(self) -> str:
+        return (
+            f"the game was not played: none of {plural(self.game_turns, 'text')}, some of them words of the "
+            "observations, was a legal action. Does parse accept what the instructions ask for?"
+        )
 
     @property
     def _tool_warnings(self) -> list[str]:
@@ -240,6 +271,11 @@ class EnvironmentReport:
                 f"{plural(len(self.shared_ids), 'id')} of training tasks, such as {self.shared_ids[0]!r}, {verb} a "
                 "held-out task with other data."
             )
+        for split, repeated in self.repeated_ids.items():
+            verb = "repeats" if len(repeated) == 1 else "repeat"
+            warnings.append(
+                f"{plural(len(repeated), 'task')} of {split}, such as {repeated[0]!r}, {verb} an earlier one."
+            )
         return warnings
 
     @property
@@ -290,7 +326,7 @@ def check_environment(
     report.on_progress("listing and comparing its tasks", "")
     count = max(episodes, FORMAT_TASKS)
     chosen_tasks = list(tasks) if tasks is not None else _tasks(environment_class, count, report, options)
-    if tasks is None and report.passed and "held_out" in environment_class.splits:
+    if tasks is None and report.passed:
         _compare_splits(environment_class, count, report, options)
     last: ExecutedEpisode | None = None
     with asyncio.Runner() as runner:
@@ -305,11 +341,14 @@ def check_environment(
                 break
         _check_rewards(report)
         _check_tools(environment_class, report)
+        _check_refused_calls(report)
+        _check_texts(report)
         report.own_random = environment_class.own_random
         if report.passed and issubclass(environment_class, HarnessEnvironment) and last is not None:
             _check_requests(environment_class, last, report)
         if report.passed and not is_harness:
             _check_format(environment_class, chosen_tasks, seed, report)
+            _check_actions(report)
         if report.passed:
             _check_wrong_calls(run, environment_class, chosen_tasks, seed, report)
     if report.passed and hash_order and not is_harness and may_depend_on_hash_order(environment_class):
@@ -337,6 +376,101 @@ def _check_tools(environment: type[Environment], report: EnvironmentReport) -> N
         is_broken = match is not None and match["type"] in (None, environment.__name__)
         if is_broken and raised[name] == report.tool_calls[name]:
             report.findings.append(text)
+
+
+def _check_refused_calls(report: EnvironmentReport) -> None:
+    """Report tools that can never be called: all calls were refused, although their arguments fit the schema."""
+    for name, answers in report.refused_calls.items():
+        if len(answers) >= MIN_REFUSED and not report.tool_calls[name]:
+            report.findings.append(
+                f"tool {name} was never reached: all of {plural(len(answers), 'call')} that fit its schema, which the "
+                f"policy is shown, were refused, such as with {shortened_repr(answers[0])}. Change the parameter's "
+                "type or its validator"
+            )
+
+
+def _count_entries(
+    environment: type[Environment], task: Task, entries: Sequence[JournalEntry], report: EnvironmentReport
+) -> None:
+    """Count the outcomes of an episode's tool calls, actions and requests, and look at its texts."""
+    _count_actions(entries, report)
+    is_harness = issubclass(environment, HarnessEnvironment)
+    for entry in entries:
+        match entry.decode():
+            case ToolEntry(name=name, outcome=outcome, observation=observation, location=location):
+                report.called.add(name)
+                report.tool_calls[name] += outcome in ("ok", "error", "timeout")
+                text = observation.removeprefix("error: ")
+                if outcome == "bad_arguments":
+                    report.refused_calls.setdefault(name, []).append(text)
+                elif outcome == "error":
+                    report.tool_errors.setdefault((name, location), []).append(text)
+            case TurnEntry(seat=seat) if is_harness:
+                report.requests[seat] += 1
+            case TurnEntry(messages=messages):
+                for message in messages:
+                    text, role = str(message["content"]).strip(), message["role"]
+                    if role in ("system", "user") and (kind := _repr_kind(text, task.data)):
+                        report.repr_texts.setdefault((kind, role), (task.id, text))
+
+
+def _count_actions(entries: Sequence[JournalEntry], report: EnvironmentReport) -> None:
+    """Count what a game made of the texts that it received."""
+    for entry in entries:
+        body = entry.decode()
+        if isinstance(body, ResourceCallEntry) and isinstance(body.value, Mapping) and "legal" in body.value:
+            report.lists_actions |= LEGAL_ACTIONS in body.value["observation"]
+            if body.method == "step":
+                report.game_turns += 1
+                report.legal_turns += body.value["legal"] is True
+                report.refused_actions += filter(None, [body.value.get("refused")])
+
+
+def _check_actions(report: EnvironmentReport) -> None:
+    """Report a game without a legal action."""
+    if report.game_turns < MIN_REFUSED or report.legal_turns > (report.game_turns / 2 if report.lists_actions else 0):
+        return
+    number = f"{report.legal_turns or 'none'} of {plural(report.game_turns, 'action')} was"
+    if report.refused_actions:
+        report.findings.append(
+            f"{number} legal: parse returned, for example, {report.refused_actions[0]}, which the action space, or the "
+            "action mask, does not contain. Return an element of the player's action space"
+        )
+    elif report.lists_actions:
+        report.findings.append(
+            f"{number} legal, although most were copied from the legal actions in the observation: parse returned "
+            "None. Let parse accept what action_name returns"
+        )
+
+
+def _check_texts(report: EnvironmentReport) -> None:
+    """Report a text for the policy that is the `repr` of an object, where another text was meant."""
+    for (kind, role), (task_id, text) in report.repr_texts.items():
+        report.findings.append(
+            f"task {task_id!r}: the {role} message that the policy reads is Python's text of {kind}: "
+            f"{shortened_repr(text)}. Write the text that a reader needs"
+        )
+
+
+def _repr_kind(text: str, data: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Return the kind of object whose `repr` a text is, or contains although the task's data does not; "" if there is
+    none.
+
+    Example:
+        >>> _repr_kind("None"), _repr_kind("Answer [{'role': 'user', 'content': 'Hi.'}]"), _repr_kind("[1, 2]")
+        ('None', 'a list', '')
+    """
+    if text == "None":
+        return "None"
+    if _CONTAINER_REPR.match(text) and text.endswith(("]", "}")):
+        try:
+            json.loads(text)
+        except ValueError:
+            return "a list" if text.startswith("[") else "a dict"
+    found = _INNER_REPR.search(text)
+    if found is None or found[0] in json.dumps(dict(data), ensure_ascii=False):
+        return ""
+    return "a list" if found[0].startswith("[") else "an object"
 
 
 def _check_requests(environment: type[HarnessEnvironment], last: ExecutedEpisode, report: EnvironmentReport) -> None:
@@ -479,6 +613,8 @@ def _check_format(environment: type[Environment], tasks: Sequence[Task], seed: i
         outcome = own_loop.run(execute_episode(environment, spec, script))
         if isinstance(outcome, str):
             return outcome
+        if not report.lists_actions:  # else the random policy played legal actions, as these texts need not be
+            _count_actions(outcome.entries, report)
         broken = outcome.counts.of_all_policies("broken turns") > 0
         return EpisodeFormatReward(reward=outcome.header.reward or 0.0, broken=broken)
 
@@ -554,24 +690,23 @@ def _tasks(
             return []
         if first != second:
             report.findings.append(f"task {first.id!r} differs on second access: draw it from the seed and index")
-        try:
-            msgspec.msgpack.encode(dict(first.data))
-        except (TypeError, msgspec.ValidationError) as error:
-            report.findings.append(f"task {first.id!r}: data is not JSON data ({error})")
     return chosen_tasks
 
 
 def _compare_splits(
     environment: type[Environment], count: int, report: EnvironmentReport, options: Mapping[str, Any]
 ) -> None:
-    """Compare the tasks of both splits, up to a number and a time for each. A task without data is told by its id."""
-    _tasks(environment, count, report, options, "held_out")
+    """Compare the tasks of both splits, and those of one id, up to a number and a time for each. A task without data is
+    told by its id."""
+    splits = [split for split in ("held_out", "train") if split in environment.splits]
+    if "held_out" in splits:
+        _tasks(environment, count, report, options, "held_out")
     if not report.passed:
         return
     clock = SystemClock()
-    ids: dict[Split, set[str]] = {"held_out": set(), "train": set()}
+    digests: dict[Split, dict[str, bytes]] = {"held_out": {}, "train": {}}
     held_out_digests: set[bytes] = set()
-    for split, split_ids in ids.items():
+    for split in splits:
         index: int | None = None
         try:
             source = environment.tasks(split, seed=0, **options)
@@ -581,9 +716,18 @@ def _compare_splits(
                     break
                 task = source[index]
                 num_read += 1
-                split_ids.add(task.id)
                 content = msgspec.json.encode(dict(task.data) or task.id, order="sorted")
                 digest = blake2b(content, digest_size=16).digest()
+                if task.id not in digests[split]:
+                    digests[split][task.id] = digest
+                elif digests[split][task.id] == digest:
+                    report.repeated_ids.setdefault(split, []).append(task.id)
+                else:
+                    report.findings.append(
+                        f"tasks({split!r}, seed=0)[{index}] has the id {task.id!r} of an earlier task, and other data; "
+                        "curricula and evaluations would take both for one: give each task its own id"
+                    )
+                    return
                 if split == "held_out":
                     held_out_digests.add(digest)
                 elif digest in held_out_digests:
@@ -593,7 +737,8 @@ def _compare_splits(
             place = "" if index is None else f"[{index}]"
             report.findings.append(f"tasks({split!r}, seed=0){place} raised {describe_user_code_error(error)}")
             return
-    report.shared_ids = sorted((ids["train"] & ids["held_out"]).difference(report.also_held_out))
+    shared = digests["train"].keys() & digests["held_out"].keys()
+    report.shared_ids = sorted(shared.difference(report.also_held_out))
 
 
 async def _check_episode(
@@ -628,16 +773,7 @@ async def _check_episode(
         report.findings.append(f"task {task.id!r}: {first}{hint}")
         return None
     report.episodes += 1
-    bodies = [entry.decode() for entry in first.entries]
-    tool_entries = [body for body in bodies if isinstance(body, ToolEntry)]
-    report.called |= {body.name for body in tool_entries}
-    report.tool_calls.update(body.name for body in tool_entries if body.outcome in ("ok", "error", "timeout"))
-    for body in tool_entries:
-        if body.outcome == "error":
-            errors = report.tool_errors.setdefault((body.name, body.location), [])
-            errors.append(body.observation.removeprefix("error: "))
-    if issubclass(environment, HarnessEnvironment):
-        report.requests.update(body.seat for body in bodies if isinstance(body, TurnEntry))
+    _count_entries(environment, task, first.entries, report)
     is_complete = first.header.stop_reason == "completed"  # else `truncated_reward` counts
     for trajectory in first.header.trajectories if is_complete else ():
         if trajectory.reward is None:

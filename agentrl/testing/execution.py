@@ -34,7 +34,8 @@ from agentrl.credit.estimators import REWARD_ESTIMATORS
 from agentrl.credit.release import WholeGroupRelease
 from agentrl.engines.scripted import Script, ScriptedEngine
 from agentrl.environment.context import EpisodeLimits
-from agentrl.environment.games import LEGAL_ACTIONS, PettingZooEnvironment
+from agentrl.environment.games import LEGAL_ACTIONS, GameEnvironment, PettingZooEnvironment
+from agentrl.environment.gym import GymEnvironment
 from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.registry import name_of, resolve
 from agentrl.environment.tools import ToolEnvironment
@@ -71,6 +72,9 @@ PROGRAM_TIMEOUT_S = 120.0
 """Time limit of an episode of an external agent, whose program may take long to start on a busy machine."""
 RESOURCE_LOST = "resource_lost: "
 """Prefix of the answer of `execute_episode` if re-execution reached a pinned resource."""
+MAX_READ_TOKENS = 4096
+"""Number of bytes at the end of a conversation in which the random policy looks for words."""
+_WORD = re.compile(r"\[?\w+\]?")
 _FIRST_LINE = re.compile(r"\n|<\|")
 """Pattern for the end of the first line or of the message."""
 
@@ -356,14 +360,14 @@ def _text(reply: str | Mapping[str, Any]) -> str:
 
 
 def random_policy(environment: type[Environment]) -> Script:
-    """Return a policy that calls tools with arguments of their schemas, takes legal actions that it was shown, or
-    replies with
-    a short text.
+    """Return a policy that calls tools with arguments of their schemas, takes legal actions or words that a game
+    showed, or replies with a short text.
 
     Its reply depends only on the request.
     """
     tools = list(environment.tool_table().values()) if issubclass(environment, ToolEnvironment) else []
     is_given_actions = issubclass(environment, PettingZooEnvironment)
+    is_game = issubclass(environment, GymEnvironment | GameEnvironment)
     chat_format = PlainChatFormat()
 
     def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
@@ -372,6 +376,9 @@ def random_policy(environment: type[Environment]) -> Script:
         if is_given_actions and draw.random() < 0.9:
             prompt = chat_format.decode(request.token_ids.tolist()).rpartition(LEGAL_ACTIONS)
             text = draw.choice(_FIRST_LINE.split(prompt[2])[0].split(", ")) if prompt[1] else text
+        elif is_game and draw.random() < 0.5:
+            shown = chat_format.decode(request.token_ids.tolist()[-MAX_READ_TOKENS:])
+            text = draw.choice(_WORD.findall(shown) or [text])
         if tools and draw.random() < 0.7:
             spec = draw.choice(tools).spec
             schemas = spec.parameters.get("properties", {})

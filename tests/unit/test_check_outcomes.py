@@ -1,0 +1,354 @@
+"""`agentrl env check` judges what happened: a planted fault is named, and an environment without a fault has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from pydantic import AfterValidator
+
+import agentrl
+from agentrl.environment import gym
+from agentrl.testing.check import check_environment
+
+INSTALL = "the extra games is not installed"
+
+
+def never(value: Any) -> Any:
+    raise ValueError("never valid")
+
+
+class Desk(agentrl.ToolEnvironment):
+    """Answers a question."""
+
+    rows: ClassVar[dict[str, list[agentrl.Task]]] = {
+        split: [agentrl.Task(id=f"{split}-{n}", data={"question": f"{split} {n}?"}) for n in range(3)]
+        for split in ("train", "held_out")
+    }
+
+    @agentrl.tool
+    def look(self, word: str, most: int = 3) -> str:
+        """Look a word up."""
+        return word * most
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        return float(bool(episode.answer))
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> list[agentrl.Task]:
+        return cls.rows[split]
+
+
+class RefusingTool(Desk):
+    @agentrl.tool
+    def buy(self, item: Annotated[str, AfterValidator(never)]) -> str:
+        """Buy an item."""
+        return item
+
+
+class RefusingAsyncTool(Desk):
+    @agentrl.tool
+    async def buy(self, items: list[Annotated[int, AfterValidator(never)]]) -> str:
+        """Buy items."""
+        return str(items)
+
+
+class NonePrompt(Desk):
+    def prompt(self, task: agentrl.Task) -> str:
+        return f"{task.data.get('problem')}"
+
+
+class MessagesPrompt(Desk):
+    def prompt(self, task: agentrl.Task) -> str:
+        return str([{"role": "user", "content": task.data["question"]}])
+
+
+class InnerMessagesPrompt(Desk):
+    def prompt(self, task: agentrl.Task) -> str:
+        return f"Continue: {[{'role': 'user', 'content': task.data['question']}]}"
+
+
+class ObjectPrompt(Desk):
+    def prompt(self, task: agentrl.Task) -> str:
+        return f"Use {NonePrompt()} for {task.data['question']}"
+
+
+class ChoicesPrompt(Desk):
+    def prompt(self, task: agentrl.Task) -> list[agentrl.Message]:
+        return [agentrl.system(f"{['red', 'blue']}"), agentrl.user(task.data["question"])]
+
+
+class Repeated(Desk):
+    rows: ClassVar[dict[str, list[agentrl.Task]]] = Desk.rows | {
+        "train": [agentrl.Task(id=str(n % 2), data={"question": str(n)}) for n in range(3)]
+    }
+
+
+class RepeatedHeldOut(Desk):
+    rows: ClassVar[dict[str, list[agentrl.Task]]] = Desk.rows | {
+        "held_out": [agentrl.Task(id="h", data={"question": str(n)}) for n in range(3)]
+    }
+
+
+class RepeatedRows(Desk):
+    rows: ClassVar[dict[str, list[agentrl.Task]]] = Desk.rows | {"train": 2 * Desk.rows["train"]}
+
+
+class InBothSplits(Desk):
+    rows: ClassVar[dict[str, list[agentrl.Task]]] = Desk.rows | {"held_out": Desk.rows["train"][:1]}
+
+
+class IdInBothSplits(Desk):
+    rows: ClassVar[dict[str, list[agentrl.Task]]] = Desk.rows | {
+        "held_out": [agentrl.Task(id="train-0", data={"question": "Another?"})]
+    }
+
+
+class Tuples(Desk):
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> list[agentrl.Task]:
+        return [agentrl.Task(id="t", data={"question": "q", "answers": [(1, 2)]})]
+
+
+class Counter(gymnasium.Env[Any, Any]):
+    """Pays each action, and ends after five."""
+
+    def __init__(self, space: spaces.Space[Any]) -> None:
+        self.action_space = space
+        self.observation_space = spaces.Discrete(9)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.left = 5
+        return self.left, {}
+
+    def step(self, action: Any) -> Any:
+        self.left -= 1
+        return self.left, np.array([1.0]), self.left == 0, False, {}
+
+
+class Counting(agentrl.GymEnvironment):
+    """Names a number."""
+
+    instructions: ClassVar[str] = "Answer with a number from 0 to 2."
+    space: ClassVar[spaces.Space[Any]] = spaces.Discrete(3)
+
+    def make(self, task: agentrl.Task) -> Any:
+        return Counter(self.space)
+
+    def render(self, observation: Any, info: Any, env: Any) -> str:
+        return f"{observation} turns left"
+
+    def parse(self, text: str, env: Any) -> Any:
+        return int(text) if text.strip() in ("0", "1", "2") else None
+
+
+class TextAction(Counting):
+    def parse(self, text: str, env: Any) -> Any:
+        return text
+
+
+class LargeAction(Counting):
+    def parse(self, text: str, env: Any) -> Any:
+        return None if (number := super().parse(text, env)) is None else number + 10
+
+
+class ShapeAction(Counting):
+    space: ClassVar[spaces.Space[Any]] = spaces.Box(0.0, 2.0, (3,))
+
+    def parse(self, text: str, env: Any) -> Any:
+        return None if (number := super().parse(text, env)) is None else np.array([number, number])
+
+
+class NoAction(Counting):
+    def parse(self, text: str, env: Any) -> Any:
+        return {"Zero": 0}.get(text.lower())
+
+
+class DictObservation(Counting):
+    def render(self, observation: Any, info: Any, env: Any) -> str:
+        return str({"left": np.array([observation])})
+
+
+class NoneObservation(Counting):
+    def render(self, observation: Any, info: Any, env: Any) -> str:
+        return str(info.get("text"))
+
+
+def classic(game: str, seats: tuple[str, ...] = ("first", "second"), **methods: Any) -> type:
+    pettingzoo = pytest.importorskip("pettingzoo", reason=INSTALL)
+    body = {"__doc__": game, "__module__": __name__, "seats": seats, "illegal_reward": -1000.0}
+    body["make"] = lambda self, task: pettingzoo.make("aec", f"classic/{game}")
+    return type("Classic", (agentrl.PettingZooEnvironment,), body | methods)
+
+
+def letters(self: Any, action: int, env: Any) -> str:
+    return "abcdefghi"[action]
+
+
+def numbers(self: Any, text: str, env: Any) -> Any:
+    return int(text) if text.strip().isdecimal() else None
+
+
+PLANTED: dict[str, tuple[Callable[[], type], str]] = {
+    "refusing tool": (lambda: RefusingTool, "tool buy was never reached"),
+    "refusing async tool": (lambda: RefusingAsyncTool, "tool buy was never reached"),
+    "None as prompt": (lambda: NonePrompt, "user message that the policy reads is Python's text of None"),
+    "messages as prompt": (lambda: MessagesPrompt, "Python's text of a list"),
+    "messages inside a prompt": (lambda: InnerMessagesPrompt, "Python's text of a list"),
+    "object inside a prompt": (lambda: ObjectPrompt, "Python's text of an object"),
+    "list as system message": (
+        lambda: ChoicesPrompt,
+        "system message that the policy reads is Python's text of a list",
+    ),
+    "dict as observation": (lambda: DictObservation, "Python's text of a dict"),
+    "None as observation": (lambda: NoneObservation, "Python's text of None"),
+    "id of two tasks": (lambda: Repeated, "tasks('train', seed=0)[2] has the id '0' of an earlier task"),
+    "id of two held-out tasks": (lambda: RepeatedHeldOut, "tasks('held_out', seed=0)[1] has the id 'h'"),
+    "repeated rows": (lambda: RepeatedRows, "3 tasks of train, such as 'train-0', repeat an earlier one"),
+    "task in both splits": (lambda: InBothSplits, "1 training task is also held out"),
+    "id in both splits": (lambda: IdInBothSplits, "names a held-out task with other data"),
+    "tuple in data": (lambda: Tuples, "Task 't': data['answers'][0] is (1, 2)"),
+    "text as action": (lambda: TextAction, "actions was legal: parse returned, for example, '"),
+    "number outside the space": (lambda: LargeAction, "of type int, which the action space, or the"),
+    "array of another shape": (lambda: ShapeAction, "of type ndarray, which the action space"),
+    "text that is never an action": (lambda: NoAction, "the game was not played"),
+    "names that parse does not know": (
+        lambda: classic("tictactoe-v3", action_name=letters, parse=numbers),
+        "Let parse accept what action_name returns",
+    ),
+    "text as action of a board game": (
+        lambda: classic("connect_four-v3", parse=lambda self, text, env: text),
+        "of type str, which the action space",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_planted(fault: str) -> None:
+    make, words = PLANTED[fault]
+    report = check_environment(make())
+    assert words in report.text, report.text
+    only_told = ("repeated rows", "task in both splits", "id in both splits", "text that is never an action")
+    assert report.passed == (fault in only_told)
+
+
+# --- no false alarms --------------------------------------------------------------------------------------------------
+
+
+def gym_game(name: str, game: gym.TextGame, **options: Any) -> Callable[[], type]:
+    return lambda: agentrl.gym_environment("Game", lambda task: gymnasium.make(name, **options), **game)
+
+
+def control(name: str, low: float, parse: Callable[[str, Any], Any]) -> Callable[[], type]:
+    """A game of classic control, whose observation is shown as numbers."""
+    return lambda: agentrl.gym_environment(
+        "Game",
+        lambda task: gymnasium.make(name),
+        render=lambda observation, info, env: str(observation.tolist()),
+        parse=parse,
+        illegal_reward=low,
+    )
+
+
+def digit(text: str, env: Any) -> Any:
+    return int(text) if text.strip() in ("0", "1", "2") else None
+
+
+def force(text: str, env: Any) -> Any:
+    try:
+        return [float(text)]
+    except ValueError:
+        return None
+
+
+def grid() -> type:
+    pytest.importorskip("minigrid", reason="the extra games is not installed")
+    return agentrl.gym_environment(
+        "Grid",
+        lambda task: gymnasium.make("MiniGrid-Empty-5x5-v0"),
+        render=lambda observation, info, env: f"{observation['mission']} {observation['image'].tolist()}",
+        parse=digit,
+        illegal_reward=-1.0,
+    )
+
+
+def arena(game: str) -> Callable[[], type]:
+    def make() -> type:
+        textarena = pytest.importorskip("textarena", reason=INSTALL)
+        seats = ("only",) if game in ("Mastermind-v0", "TowerOfHanoi-v0", "2048-v0") else ("first", "second")
+        body = {"seats": seats, "__module__": __name__, "make": lambda self, task: textarena.make(game)}
+        return type("Arena", (agentrl.TextArenaEnvironment,), body)
+
+    return make
+
+
+def puzzles() -> type:
+    reasoning_gym = pytest.importorskip("reasoning_gym", reason="the extra calculator is not installed")
+
+    class Puzzles(Desk):
+        @classmethod
+        def tasks(cls, split: str, *, seed: int = 0) -> list[agentrl.Task]:
+            drawn = reasoning_gym.create_dataset("leg_counting", size=4, seed=seed + 7 * (split == "train"))
+            return [agentrl.Task(id=f"{split}-{n}", data={"question": row["question"]}) for n, row in enumerate(drawn)]
+
+    return Puzzles
+
+
+class IssueText(Desk):
+    """Its tasks quote what looks like a mistake."""
+
+    rows: ClassVar[dict[str, list[agentrl.Task]]] = Desk.rows | {
+        "train": [
+            agentrl.Task(id="1", data={"question": "Fix: <pool.Worker object at 0x7f12ab34cd56> has no run()"}),
+            agentrl.Task(id="2", data={"question": "Sort [3, 1, 2]"}),
+            agentrl.Task(id="3", data={"question": "Why does [{'role': 'user'}] fail?"}),
+            agentrl.Task(id="4", data={"question": '["a", {"b": null}]'}),
+            agentrl.Task(id="5", data={"question": "[GAME] None of it [x]"}),
+        ]
+    }
+
+
+SOUND: dict[str, Callable[[], Any]] = {
+    "desk": lambda: Desk,
+    "issues": lambda: IssueText,
+    "counter": lambda: Counting,
+    "agentrl calculator": lambda: "calculator",
+    "agentrl frozen lake": lambda: "frozen_lake",
+    "agentrl tictactoe": lambda: "tictactoe",
+    "agentrl propose and solve": lambda: "propose_and_solve",
+    "gymnasium FrozenLake": gym_game("FrozenLake-v1", gym.FROZEN_LAKE),
+    "gymnasium CliffWalking": gym_game("CliffWalking-v1", gym.CLIFF_WALKING),
+    "gymnasium Taxi": gym_game("Taxi-v4", gym.TAXI),
+    "gymnasium Blackjack": gym_game("Blackjack-v1", gym.BLACKJACK),
+    "gymnasium CartPole": control("CartPole-v1", -1.0, digit),
+    "gymnasium Acrobot": control("Acrobot-v1", -600.0, digit),
+    "gymnasium MountainCar": control("MountainCar-v0", -300.0, digit),
+    "gymnasium MountainCarContinuous": control("MountainCarContinuous-v0", -200.0, force),
+    "gymnasium Pendulum": control("Pendulum-v1", -2000.0, force),
+    "minigrid": grid,
+    "pettingzoo tictactoe": lambda: classic("tictactoe-v3"),
+    "pettingzoo connect four": lambda: classic("connect_four-v3"),
+    "pettingzoo rps": lambda: classic("rps-v2"),
+    "pettingzoo leduc (rlcard)": lambda: classic("leduc_holdem-v4"),
+    "pettingzoo hold'em (rlcard)": lambda: classic("texas_holdem-v4"),
+    "pettingzoo gin rummy (rlcard)": lambda: classic("gin_rummy-v4"),
+    **{
+        f"textarena {game}": arena(game)
+        for game in ("KuhnPoker-v0", "TicTacToe-v0", "PigDice-v0", "Mastermind-v0", "TowerOfHanoi-v0", "Nim-v0")
+    },
+    "reasoning_gym": puzzles,
+}
+QUICK = ("desk", "issues", "counter", "gymnasium FrozenLake", "gymnasium MountainCarContinuous", "pettingzoo rps")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.exhaustive) for name in SOUND]
+)
+def test_no_false_alarm(name: str) -> None:
+    report = check_environment(SOUND[name]())
+    assert report.passed, report.text
+    assert not [text for text in report.warnings if "was never reached" in text]
