@@ -33,7 +33,7 @@ from agentrl.environment.environment import Environment
 from agentrl.environment.mcp import MCPConnection, MCPServer, MCPTool, mcp_tools_by_name
 from agentrl.environment.rewards import awaited_reward
 from agentrl.gateway.calls import RequestRefusedError
-from agentrl.gateway.chat_completions import parse_messages
+from agentrl.gateway.chat_completions import assistant_names, parse_messages
 from agentrl.sandbox.sandbox import Sandbox, read_sources
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -307,6 +307,11 @@ def read_messages(value: Any, where: str) -> list[Message]:
         messages = parse_messages(value)
     except RequestRefusedError as error:
         raise EnvironmentDefinitionError(f"{where}: {error}") from None
+    if names := assistant_names(value):
+        raise EnvironmentDefinitionError(
+            f"{where}: the assistant's messages have several names ({', '.join(names)}), and the policy would take all "
+            "of them for its own; give other speakers the role user"
+        )
     for number, message in enumerate(value):
         for key in sorted(message.keys() - _MESSAGE_KEYS):
             if message[key] is not None:  # a column of another row

@@ -179,6 +179,8 @@ def _user_messages(blocks: Sequence[Mapping[str, Any]], location: str, names: Ma
         if block.get("type") == "tool_result":
             call_id = require_text(block.get("tool_use_id"), location)
             content = _text(block.get("content") or "", location)
+            if block.get("is_error") and "error" not in content[:100].lower():
+                content = f"error: {content}"
             yield Message(role="tool", content=content, tool_call_id=call_id, name=names.get(call_id))
         else:
             texts.append(_text([block], location))

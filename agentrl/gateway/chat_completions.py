@@ -36,6 +36,7 @@ _DEMANDS = (
     "parallel_tool_calls",
     "response_format",
     "functions",
+    "function_call",
     "modalities",
     "audio",
     "prediction",
@@ -53,6 +54,9 @@ class ChatCompletionsProtocol:
         replies = read_integer(body, "n") or 1
         if replies > MOST_REPLIES:
             raise RequestRefusedError(f"n is {replies}; at most {MOST_REPLIES} is supported", "invalid", "n")
+        demands = {name: body[name] for name in _DEMANDS if body.get(name) is not None}
+        if names := assistant_names(body.get("messages")):
+            demands["name"] = names
         return ChatRequest(
             model=require_text(body.get("model"), "model"),
             messages=parse_messages(body.get("messages")),
@@ -61,7 +65,7 @@ class ChatCompletionsProtocol:
             stop=stop_texts(body.get("stop"), "stop"),
             n=replies,
             stream=body.get("stream") is True,
-            demands={name: body[name] for name in _DEMANDS if body.get(name) is not None},
+            demands=demands,
             options={"include_usage": isinstance(options, dict) and options.get("include_usage") is True},
         )
 
@@ -109,7 +113,8 @@ def openai_refusal(refusal: RequestRefusedError) -> dict[str, Any]:
 
 
 def parse_messages(value: Any) -> list[Message]:
-    """Read the messages of a request.
+    """Read the messages of a request. The name of a user's or system's message is written before its text, since chat
+    templates have no place for it.
 
     Raises:
         RequestRefusedError: there are none, or they contain more than text.
@@ -125,16 +130,28 @@ def parse_messages(value: Any) -> list[Message]:
             _call(call, location)
             for call in require_object_list(item.get("tool_calls") or [], f"{location}.tool_calls")
         )
+        if item.get("function_call") is not None:  # the form before `tool_calls`, answered by role `function`
+            legacy = {"id": f"function_call_{n}", "function": item["function_call"]}
+            calls = (*calls, _call(legacy, location))
+        if calls and role != "assistant":
+            raise RequestRefusedError(f"{location} has calls, but its role is {role}", "invalid", location)
+        if item.get("audio") is not None:
+            raise RequestRefusedError(f"{location} has audio; this model reads text only", "invalid", location)
         names.update((call.id, call.name) for call in calls)
         call_id = item.get("tool_call_id")
-        tool_name = names.get(str(call_id)) or require_text(item.get("name") or "", f"{location}.name") or None
+        if call_id is None and item.get("role") == "function":
+            call_id = next((call for call in reversed(names) if names[call] == item.get("name")), None)
+        name = names.get(str(call_id)) or require_text(item.get("name") or "", f"{location}.name") or None
+        content = content_text(item.get("content") or item.get("refusal"), f"{location}.content")
+        if name is not None and role in ("user", "system") and name.lower() not in (role, str(item["role"])):
+            content = f"{name}: {content}"
         messages.append(
             Message(
                 role=role,
-                content=content_text(item.get("content"), f"{location}.content"),
-                tool_calls=calls if role == "assistant" else (),
+                content=content,
+                tool_calls=calls,
                 tool_call_id=require_text(call_id, f"{location}.tool_call_id") if call_id is not None else None,
-                name=tool_name if role == "tool" else None,
+                name=name if role == "tool" else None,
             )
         )
     if not messages or messages[-1].role == "assistant":
@@ -145,6 +162,15 @@ def parse_messages(value: Any) -> list[Message]:
             "messages",
         )
     return messages
+
+
+def assistant_names(value: Any) -> list[str]:
+    """Return the names of a request's assistant messages if they are of several speakers: the model would take all of
+    them for its own. Empty for one name, which the model's replies may have."""
+    items = value if isinstance(value, list) else ()
+    names = [item.get("name") for item in items if isinstance(item, dict) and item.get("role") == "assistant"]
+    distinct = list(dict.fromkeys(str(name) for name in names if name))
+    return distinct if len(distinct) > 1 else []
 
 
 def content_text(value: Any, location: str) -> str:
@@ -179,9 +205,11 @@ def tool_arguments_text(call: ToolCall) -> str:
 
 
 def parse_tool_arguments(written: Any) -> Mapping[str, Any] | str:
-    """Read the arguments of a call that a client sends back."""
+    """Read the arguments of a call that a client sends back. Nothing is a call without arguments."""
     if isinstance(written, dict):
         return written
+    if written is None or (isinstance(written, str) and not written.strip()):
+        return {}
     try:
         value = parse_json(written)
     except (TypeError, ValueError, RecursionError):

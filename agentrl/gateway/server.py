@@ -46,8 +46,9 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 KEEPALIVE_S = 10.0
 """Seconds between the keep-alive bytes to a waiting client."""
-MOST_HEADER_BYTES = 2048
-"""Maximum length of a header line."""
+MOST_HEADER_BYTES = 8192
+"""Maximum length of a header line: OpenTelemetry's `baggage` has this length."""
+MOST_HEADERS = 64
 MOST_CALLS = 1024
 """Maximum number of waiting calls of one attempt."""
 MOST_CLIENTS = 8
@@ -132,6 +133,8 @@ class Gateway:
         self._endpoints_by_key: dict[bytes, tuple[AttemptEndpoint, str | None]] = {}
         """Seats and, if the key is limited to one, the seat's name; keyed by the digest of the key."""
         self._runner: web.AppRunner | None = None
+        self._connect: Callable[[], asyncio.BaseProtocol] | None = None
+        """Makes the protocol of a connection."""
         self._port = 0
         self._listeners = 0
         self._server = connections.BoundedServer()
@@ -180,9 +183,8 @@ class Gateway:
 
     def serve(self, endpoint: AttemptEndpoint, listening: socket.socket) -> None:
         """Serve an attempt's seats at a further socket, in its sandbox's network, until they are closed."""
-        assert self._runner is not None
-        assert self._runner.server is not None
-        endpoint.sockets.append(self._server.accept_from(self._runner.server, listening))
+        assert self._connect is not None
+        endpoint.sockets.append(self._server.accept_from(self._connect, listening))
 
     @asynccontextmanager
     async def _listen(self) -> AsyncIterator[str]:
@@ -209,22 +211,11 @@ class Gateway:
 
         application = web.Application()
         application.router.add_route("*", "/{path:.*}", self._answer)
-        # Headers are bounded, because they are read before the key is known.
-        runner = web.AppRunner(
-            application,
-            access_log=None,
-            logger=connections.http_logger(),
-            handler_cancellation=True,
-            auto_decompress=False,
-            keepalive_timeout=75.0,
-            max_headers=64,
-            max_field_size=MOST_HEADER_BYTES,
-            max_line_size=MOST_HEADER_BYTES,
-        )
+        runner = web.AppRunner(application, handler_cancellation=True)
         await runner.setup()
-        assert runner.server is not None
+        self._connect = functools.partial(_connection_type(), runner.server, loop=asyncio.get_running_loop())
         try:
-            self._port = await self._server.listen(runner.server, self._host, 0)
+            self._port = await self._server.listen(self._connect, self._host, 0)
         except OSError as error:
             await runner.cleanup()
             raise StorageError(f"the gateway cannot listen on {self._host} ({error.strerror})") from error
@@ -394,6 +385,51 @@ class Gateway:
         call.clients -= 1
         _forget(endpoint, digest, call)
         return response
+
+
+def _connection_type() -> Callable[..., asyncio.BaseProtocol]:
+    """Return the class of a connection's HTTP protocol."""
+    from aiohttp import web
+
+    class Connection(web.RequestHandler):
+        """Bounds headers, because they are read before the key is known, and refuses in a form that clients read."""
+
+        __slots__ = ()
+
+        def __init__(self, manager: Any, **options: Any) -> None:
+            super().__init__(
+                manager,
+                access_log=None,  # type: ignore[arg-type]
+                logger=connections.http_logger(),
+                auto_decompress=False,
+                keepalive_timeout=75.0,
+                max_headers=MOST_HEADERS,
+                max_field_size=MOST_HEADER_BYTES,
+                max_line_size=MOST_HEADER_BYTES,
+                **options,
+            )
+
+        def handle_error(
+            self,
+            request: web.BaseRequest,
+            status: int = 500,
+            exc: BaseException | None = None,
+            message: str | None = None,
+        ) -> web.StreamResponse:
+            """Answer a request that is not HTTP, or has too long headers."""
+            super().handle_error(request, status, exc, message)
+            text = "the gateway failed"
+            if status < 500:
+                text = (
+                    f"the request cannot be read: {message}. A request may have {MOST_HEADERS} headers, and a header "
+                    f"line {MOST_HEADER_BYTES} bytes"
+                )
+            # The path is unknown: this is an error body of OpenAI's and of Anthropic's protocols.
+            response = _json(status, {"type": "error", **openai_refusal(RequestRefusedError(text))})
+            response.force_close()
+            return response
+
+    return Connection
 
 
 def _connection(request: web.Request) -> asyncio.BaseTransport:

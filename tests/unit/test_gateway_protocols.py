@@ -344,3 +344,107 @@ def test_a_compaction_is_a_summary_that_the_client_sends_back() -> None:
     assert [event["item"] for event in done] == [item]
     again = protocol.read({"model": "m", "input": [item, {"role": "user", "content": "c"}]})
     assert [message.content for message in again.messages] == ["so far: b", "c"]
+
+
+# --- messages of group chats, and calls in the form before tools ------------------------------------------------------
+
+
+def read_chat(*messages: dict[str, Any], **body: Any) -> ChatRequest:
+    return ChatCompletionsProtocol().read({"model": "m", "messages": list(messages), **body})
+
+
+def test_the_model_reads_who_speaks() -> None:
+    request = read_chat(
+        {"role": "system", "name": "moderator", "content": "Be brief."},
+        {"role": "user", "name": "user", "content": "Begin."},
+        {"role": "assistant", "name": "coder", "content": "I write code."},
+        {"role": "user", "name": "critic", "content": "Too long."},
+    )
+    texts = [message.content for message in request.messages]
+    assert texts == ["moderator: Be brief.", "Begin.", "I write code.", "critic: Too long."]
+    assert "name" not in request.demands
+
+
+def test_two_speakers_in_the_role_of_the_model_are_a_demand() -> None:
+    one, other = ({"role": "assistant", "name": name, "content": "a"} for name in ("coder", "critic"))
+    assert read_chat(one, user_message(), other, user_message()).demands["name"] == ["coder", "critic"]
+    assert "name" not in read_chat(one, user_message(), one, user_message()).demands
+
+
+def user_message() -> dict[str, Any]:
+    return {"role": "user", "content": "a"}
+
+
+def test_a_call_of_a_function_is_a_call_of_a_tool() -> None:
+    request = read_chat(
+        user_message(),
+        {"role": "assistant", "content": None, "function_call": {"name": "look", "arguments": '{"a": 1}'}},
+        {"role": "function", "name": "look", "content": "one"},
+        {"role": "assistant", "content": None, "function_call": {"name": "look", "arguments": ""}},
+        {"role": "function", "name": "look", "content": "two"},
+    )
+    _, first, one, second, two = request.messages
+    assert [(call.name, call.arguments) for call in (*first.tool_calls, *second.tool_calls)] == [
+        ("look", {"a": 1}),
+        ("look", {}),
+    ]
+    assert (one.role, one.name, one.content, one.tool_call_id) == ("tool", "look", "one", first.tool_calls[0].id)
+    assert two.tool_call_id == second.tool_calls[0].id != one.tool_call_id
+
+
+@pytest.mark.parametrize("arguments", ["", "  ", None, "{}", {}])
+def test_a_call_without_arguments_has_none_however_a_client_writes_it(arguments: Any) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": arguments}}
+    assistant = {"role": "assistant", "content": None, "tool_calls": [call]}
+    request = read_chat(user_message(), assistant, {"role": "tool", "tool_call_id": "a", "content": "9"})
+    assert request.messages[1].tool_calls[0].arguments == {}
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"role": "user", "content": "a", "tool_calls": [{"id": "a", "function": {"name": "b"}}]}, "its role is user"),
+        ({"role": "assistant", "content": None, "audio": {"id": "a"}}, "has audio"),
+        ({"role": "assistant", "content": None, "function_call": "look"}, "has a call without a function"),
+        ({"role": "user", "content": "a", "name": 7}, "name is 7"),
+    ],
+)
+def test_parts_of_a_message_are_refused_rather_than_dropped(message: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestRefusedError, match=words):
+        read_chat(message, user_message())
+
+
+def test_a_refusal_and_a_failed_tool_are_read() -> None:
+    request = read_chat({"role": "assistant", "content": None, "refusal": "I will not."}, user_message())
+    assert request.messages[0].content == "I will not."
+    use = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "no such file"}
+    for is_error, text in ((True, "error: no such file"), (False, "no such file")):
+        messages = [
+            {"role": "assistant", "content": [use]},
+            {"role": "user", "content": [{**result, "is_error": is_error}]},
+        ]
+        assert AnthropicMessagesProtocol().read({"model": "m", "messages": messages}).messages[1].content == text
+
+
+class Headers(Loop):
+    """Sends headers of several lengths."""
+
+    answers: ClassVar[list[tuple[int, Any]]] = []
+
+    async def loop(self, client: aiohttp.ClientSession, endpoint: agentrl.Endpoint) -> Any:
+        for size in (8000, 9000):
+            headers = {"baggage": "a" * size}
+            body = {"model": "main", "messages": [user_message()]}
+            async with client.post(f"{endpoint.url}/chat/completions", json=body, headers=headers) as response:
+                self.answers.append((response.status, json.loads(await response.read())))
+
+
+def test_long_headers_are_read_or_refused_in_the_form_of_the_protocols() -> None:
+    Headers.answers.clear()
+    play(Headers, ["yes"])
+    (read, _), (refused, body) = Headers.answers
+    assert (read, refused) == (200, 400)
+    assert body["type"] == "error"
+    assert body["error"]["type"] == "invalid_request_error"
+    assert "8192 bytes" in body["error"]["message"]

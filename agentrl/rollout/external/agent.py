@@ -77,6 +77,7 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True,),
     "response_format": ({"type": "text"},),
     "functions": ([],),
+    "function_call": ("auto", "none"),
     "modalities": (["text"],),
 }
 """Values of request fields that change nothing; fields of the run's sampling parameters are compared with the run's."""
