@@ -50,31 +50,40 @@ THINKING = (
 MAX_CALL_DEPTH = 64
 """Maximum nesting of a call's values; a deeper call is malformed."""
 
+_ARGUMENTS = ("arguments", "parameters")
+_LLAMA_ARGUMENTS = ("parameters", "arguments")
+_CALL_NAMES = {"name", "tool_name"}
 _NAME = re.compile(r'"name"\s*:\s*"([^"\\]{1,128})"')
 
 
+class _JSONProblem(ValueError):
+    """Why a text is not used as JSON, and the remedy."""
+
+
 def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not JSON")
+    raise _JSONProblem(f"{text} is not JSON; write a finite number, or null")
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if value - value != 0.0:
-        raise ValueError(f"{text} is out of range")
+        raise _JSONProblem(f"the number {text[:40]} is infinite; write a smaller one")
     return value
 
 
 def _int64(text: str) -> int:
-    value = int(text)
+    value = int(text) if len(text) <= 20 else 2**64
     if not -(2**63) <= value < 2**63:  # the journal's encoding is limited to 64-bit integers
-        raise ValueError(f"{text} is out of range")
+        raise _JSONProblem(f"the integer {text[:40]} is beyond 64 bits; write a smaller one")
     return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        raise ValueError("a key is given twice")
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise _JSONProblem(f"the key {twice[:80]!r} is given twice; give each key once")
     return value
 
 
@@ -100,15 +109,76 @@ def parse_json_value(text: str) -> Any:
     Refused are NaN, numbers beyond float64 and int64, lone surrogates, objects with a key twice (it is unknown which
     value is meant), and text that is too long or too deep.
     """
-    if len(text) > MAX_CALL_CHARACTERS:
+    try:
+        return _decoded(text)
+    except ValueError:
         return None
+
+
+def _decoded(text: str) -> Any:
+    """Parse the JSON value in `text`.
+
+    Raises:
+        ValueError: as `parse_json_value` refuses it.
+    """
+    if len(text) > MAX_CALL_CHARACTERS:
+        raise _JSONProblem(f"the call has more than {MAX_CALL_CHARACTERS:,} characters; write a shorter one")
+    too_deep = f"its values are nested deeper than {MAX_CALL_DEPTH} levels; write flatter ones"
     try:
         value = (_LARGE_DECODER if _LARGE.search(text) else _DECODER).decode(text)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError):
-        return None
-    return None if text.count("{") + text.count("[") > MAX_CALL_DEPTH and _is_deep(value) else value
+    except RecursionError:
+        raise _JSONProblem(too_deep) from None
+    if text.count("{") + text.count("[") > MAX_CALL_DEPTH and _is_deep(value):
+        raise _JSONProblem(too_deep)
+    return value
+
+
+_TAGGED_KEY = re.compile(r"<arg_key>(.{1,200}?)</arg_key>|<[^<>]{0,40}parameter(?:=| name=\")([^<>\"]{1,200})")
+_JSON_START = re.compile(r'[{\["]|\b(?:null|true|false|-?[0-9.]+)\s*$')
+_PYTHON_CALL = re.compile(r"\[?\s*[A-Za-z_][\w.-]*\s*\(")
+_REMEDIES = {
+    str: ("a string", "write the object itself, without quotes around it"),
+    list: ("a list", "name each value by its parameter"),
+    type(None): ("null", "write {} if there are none"),
+    bool: ("a boolean", "name the value by its parameter"),
+}
+
+
+def describe_malformed_call(raw: str) -> str:
+    """Say why a call could not be read, and what to write instead.
+
+    Args:
+        raw: `ToolCall.arguments` of the call: the text of the call, or of its arguments.
+    """
+    if _PYTHON_CALL.match(raw):
+        return "the call cannot be read; write each argument once, as name=value with a literal of at most 64 bits"
+    start = _JSON_START.search(raw)
+    try:
+        value = _decoded((raw[start.start() :] if start else raw).strip("` \n"))
+    except _JSONProblem as problem:
+        return f"arguments are not valid: {problem}"
+    except UnicodeEncodeError:
+        return "arguments are not valid: an escape like \\ud83d is half a character; write the character itself"
+    except ValueError as error:
+        keys = [key or name for key, name in _TAGGED_KEY.findall(raw)]
+        if twice := next((key for key in keys if keys.count(key) > 1), None):
+            return f"arguments are not valid: the key {twice[:80]!r} is given twice; give each key once"
+        is_json = start is not None and not raw[: start.start()].strip() and isinstance(error, json.JSONDecodeError)
+        at = f": {error}" if is_json else ""
+        return f"the call cannot be read{at}; write a complete call, with its arguments as a JSON object"
+    if isinstance(value, list) and any(isinstance(item, dict) and _CALL_NAMES & item.keys() for item in value):
+        value = next((item for item in value if _named_call(item, "")[1] is None), value[0])
+    if isinstance(value, dict):
+        key = next((key for key in _ARGUMENTS if key in value), None)
+        if key is None or not any(isinstance(value.get(name), str) for name in _CALL_NAMES):
+            return "the call has no name; write the tool's name, and its arguments as a JSON object"
+        value = value[key]
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        return describe_malformed_call(value)
+    kind, remedy = _REMEDIES.get(type(value), ("a number", "name the value by its parameter"))
+    return f"arguments are {kind}, not a JSON object; {remedy}"
 
 
 class ReplyParts(NamedTuple):
@@ -196,9 +266,6 @@ def _in_blocks(begin: str, end: str, read: Reader, left_out: tuple[str, ...] = (
 
 # --- calls in JSON ----------------------------------------------------------------------------------------------------
 
-_ARGUMENTS = ("arguments", "parameters")
-_LLAMA_ARGUMENTS = ("parameters", "arguments")
-
 
 def _name_in(raw: str) -> str:
     match = _NAME.search(raw, 0, MAX_CALL_CHARACTERS)
@@ -208,13 +275,21 @@ def _name_in(raw: str) -> str:
 def _named_call(value: Any, raw: str, keys: Sequence[str] = _ARGUMENTS, name_key: str = "name") -> NamedCall:
     """Parse a JSON value, whose text is `raw`, as a call; it is malformed if a part is missing."""
     if isinstance(value, dict) and isinstance(name := value.get(name_key), str):
-        for key in keys:
-            arguments = value.get(key)
-            if isinstance(arguments, dict):
-                return name, arguments
-        if not any(key in value for key in keys):
-            return name, {}
+        candidates = [arguments_object(value[key]) for key in keys if key in value]
+        arguments = next((found for found in candidates if found), None if None in candidates else {})
+        if arguments is not None:
+            return name, arguments
     return _name_in(raw), None
+
+
+def arguments_object(value: Any) -> dict[str, Any] | None:
+    """Return the arguments of a call: an object, also if it was encoded twice, as Granite 4 and Qwen3 do. Null and an
+    empty text are no arguments; anything else is None."""
+    if isinstance(value, str):
+        text = value.strip()
+        inner = {} if text in ("", "null") else parse_json_value(text)
+        return arguments_object(inner) if isinstance(inner, dict | str) else None
+    return {} if value is None else value if isinstance(value, dict) else None
 
 
 def _json_object(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
@@ -238,8 +313,10 @@ def _cohere_list(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
 def _apertus_list(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     """Parse `[{NAME: {…}}, …]`."""
     return [
-        next(iter(item.items()))
-        if isinstance(item, dict) and len(item) == 1 and isinstance(next(iter(item.values())), dict)
+        (name, arguments)
+        if isinstance(item, dict)
+        and len(item) == 1
+        and (arguments := arguments_object(item[name := next(iter(item))])) is not None
         else ("", None)
         for item in _items(parse_json_value(raw))
     ]
@@ -251,18 +328,21 @@ def _internlm(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
 
 def _after_name(name: str, raw: str) -> NamedCall:
     """Parse the JSON object that follows a call's name."""
-    arguments = parse_json_value(raw) if raw else {}
-    return name.strip()[:MAX_NAME_CHARACTERS], arguments if isinstance(arguments, dict) else None
+    return name.strip()[:MAX_NAME_CHARACTERS], arguments_object(raw)
+
+
+_MISTRAL_CALL = re.compile(r'(.*?)(?:\[ARGS\](.*)|([{"].*))?', re.DOTALL)
 
 
 def _mistral(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     """Parse `[{…}, …]`, or `NAME{…}`, or `NAME[CALL_ID]…[ARGS]{…}`."""
     if raw.startswith("["):
         return _json_list(raw, tools)
-    at = raw.find("{")
-    head, body = (raw[:at], raw[at:]) if at >= 0 else (raw, "")
-    name, _, call_id = head.partition("[ARGS]")[0].partition("[CALL_ID]")
-    return [(*_after_name(name, body)[:2], call_id.strip()[:MAX_NAME_CHARACTERS])]
+    match = _MISTRAL_CALL.fullmatch(raw)
+    assert match is not None
+    head, body, direct = match.groups()
+    name, _, call_id = head.partition("[CALL_ID]")
+    return [(*_after_name(name, body or direct or "")[:2], call_id.strip()[:MAX_NAME_CHARACTERS])]
 
 
 def _deepseek_v3(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
@@ -333,23 +413,31 @@ def _split(raw: str) -> list[tuple[str, Any]]:
 # --- calls in tags ----------------------------------------------------------------------------------------------------
 
 
-def _convert_value(raw: str, schema: Any) -> Any:
+def _convert_value(raw: str, schema: Any, definitions: Mapping[str, Any]) -> Any:
     """Parse a value written without its type: as JSON if the schema admits the type of that, else as text.
 
     Templates write the values of earlier calls with Python's `str`, so models write `True`, `None` and `{'a': 1}`.
     These count as their JSON values if the schema admits no text, or admits this type beside it.
     """
-    value, kinds, text = parse_json_value(raw), _kinds(schema), raw.strip()
+    value, kinds, text = parse_json_value(raw), _kinds(schema, definitions), raw.strip()
     if value is None and text != "null":
         value, is_python = _python_literal(text)
         if not is_python or not kinds:
             return raw
     elif isinstance(value, str):
         return raw
-    return raw if "string" in kinds and _JSON_TYPES.get(type(value), {"null"}).isdisjoint(kinds) else value
+    return raw if "string" in kinds and _JSON_TYPES[type(value)].isdisjoint(kinds) else value
 
 
-_JSON_TYPES = {bool: {"boolean"}, int: {"integer", "number"}, float: {"number"}, list: {"array"}, dict: {"object"}}
+_JSON_TYPES: Mapping[type, set[str]] = {
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"number"},
+    list: {"array"},
+    dict: {"object"},
+    str: {"string"},
+    type(None): {"null"},
+}
 
 
 def _python_literal(text: str) -> tuple[Any, bool]:
@@ -366,22 +454,31 @@ def _python_literal(text: str) -> tuple[Any, bool]:
     return json_value, json_value is not None
 
 
-def _kinds(schema: Any, levels: int = 4) -> set[str]:
+def _kinds(schema: Any, definitions: Mapping[str, Any], levels: int = 4) -> set[str]:
     """Return the JSON types that a schema admits, as far as it declares them."""
     if not isinstance(schema, Mapping) or not levels:
         return set()
+    if isinstance(reference := schema.get("$ref"), str):
+        return _kinds(definitions.get(reference.rpartition("/")[2]), definitions, levels - 1)
     kind = schema.get("type")
     kinds = set(kind) if isinstance(kind, list) else {kind} if isinstance(kind, str) else set()
-    if not kinds and any(isinstance(value, str) for value in schema.get("enum", ())):
-        kinds = {"string"}
+    if not kinds:
+        values = [schema["const"]] if "const" in schema else schema.get("enum", ())
+        kinds = {name for value in values for name in _JSON_TYPES.get(type(value), ())}
     return kinds.union(
-        *(_kinds(alternative, levels - 1) for key in ("anyOf", "oneOf") for alternative in schema.get(key, ()))
+        *(
+            _kinds(alternative, definitions, levels - 1)
+            for key in ("anyOf", "oneOf", "allOf")
+            for alternative in schema.get(key, ())
+        )
     )
 
 
-def _properties(name: str, tools: Sequence[ToolSpec]) -> Mapping[str, Any]:
-    properties = next((tool.parameters.get("properties") for tool in tools if tool.name == name), None)
-    return properties if isinstance(properties, Mapping) else {}
+def _parameters(name: str, tools: Sequence[ToolSpec], *keys: str) -> Mapping[str, Any]:
+    """Return the part of a tool's schema under the first of the keys that it has."""
+    schema = next((tool.parameters for tool in tools if tool.name == name), {})
+    part = next((schema[key] for key in keys if key in schema), None)
+    return part if isinstance(part, Mapping) else {}
 
 
 _WORD = re.compile(r"\S")
@@ -407,7 +504,8 @@ def _pairs(body: str, begin: str, middle: str, end: str) -> Iterator[tuple[str, 
 def _tagged_call(name: str, pairs: Iterator[tuple[str, str]], tools: Sequence[ToolSpec]) -> NamedCall:
     """Parse a call whose values are written between tags."""
     name = name.strip()[:MAX_NAME_CHARACTERS]
-    properties, arguments = _properties(name, tools), dict[str, Any]()
+    properties, definitions = _parameters(name, tools, "properties"), _parameters(name, tools, "$defs", "definitions")
+    arguments: dict[str, Any] = {}
     try:
         for key, value in pairs:
             # DeepSeek's format declares whether the value is a string.
@@ -415,7 +513,9 @@ def _tagged_call(name: str, pairs: Iterator[tuple[str, str]], tools: Sequence[To
             if key in arguments:
                 return name, None
             arguments[key] = (
-                value if kind == "true" else _convert_value(value, None if has_type else properties.get(key))
+                value
+                if kind == "true"
+                else _convert_value(value, None if has_type else properties.get(key), definitions)
             )
     except ValueError:
         return name, None
@@ -494,18 +594,25 @@ def _pythonic(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     try:
         tree = ast.parse(expression, mode="eval").body
         items = tree.elts[:MAX_CALLS] if isinstance(tree, ast.List) else []
-        calls: list[NamedCall] = [(_python_name(item), _python_arguments(item)) for item in items]
+        found = [_called(item) or ("", None) for item in items]
+        calls: list[NamedCall] = [(name, None if call is None else _python_arguments(call)) for name, call in found]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         calls = []
-    return calls or [((re.match(r"\[?\s*([\w.]{1,128})\s*\(", raw) or ("", ""))[1], None)]
+    return calls or [((re.match(r"\[?\s*([\w.-]{1,128})\s*\(", raw) or ("", ""))[1], None)]
 
 
-def _python_name(item: ast.expr) -> str:
-    return ast.unparse(item.func) if isinstance(item, ast.Call) else ""
+def _called(item: ast.expr) -> tuple[str, ast.Call] | None:
+    """Return the name and the call of an expression; `files-list(a=1)`, which Python reads as a difference, is one."""
+    match item:
+        case ast.Call(func=name):
+            return ast.unparse(name), item
+        case ast.BinOp(left=left, op=ast.Sub(), right=ast.Call(func=name) as call):
+            return f"{ast.unparse(left)}-{ast.unparse(name)}".replace(" ", ""), call
+    return None
 
 
-def _python_arguments(item: ast.expr) -> Mapping[str, Any] | None:
-    if not isinstance(item, ast.Call) or item.args or any(keyword.arg is None for keyword in item.keywords):
+def _python_arguments(item: ast.Call) -> Mapping[str, Any] | None:
+    if item.args or any(keyword.arg is None for keyword in item.keywords):
         return None
     try:
         value = _unique([(str(keyword.arg), _python_value(keyword.value)) for keyword in item.keywords])
@@ -528,7 +635,7 @@ def parse_pythonic(text: str, tools: Sequence[ToolSpec] = ()) -> ParsedReply:
     raw = text.strip()
     has_tag = raw.startswith("<|python_start|>")
     raw = raw.removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
-    if not has_tag and not re.match(r"\[\s*[A-Za-z_][\w.]*\s*\(", raw):
+    if not has_tag and not re.match(r"\[\s*[A-Za-z_][\w.-]*\s*\(", raw):
         return text, ()
     calls = _pythonic(raw, tools) if len(raw) <= MAX_CALL_CHARACTERS else [("", None)]
     return "", tuple(_call(n, raw, named_call) for n, named_call in enumerate(calls[:MAX_CALLS]))
@@ -584,7 +691,7 @@ def parse_harmony(text: str) -> ReplyParts:
         if recipient and len(calls) < MAX_CALLS:
             name = re.split(r"[\s<]", recipient, maxsplit=1)[0]
             raw = body.strip()
-            calls.append(_call(len(calls), raw, _after_name(name, raw or "-")))
+            calls.append(_call(len(calls), raw, _after_name(name, raw)))
         elif "analysis" in head:
             thinking.append(body)
         else:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError, format_foreign_error
 from agentrl.core.machine import install_command
 from agentrl.core.records import ToolSpec
+from agentrl.core.reply_formats import describe_malformed_call
 from agentrl.environment.context import Guarantee
 from agentrl.environment.harness import die_with_parent_hook
 
@@ -47,7 +48,7 @@ MAX_WRITTEN_BYTES = 64 << 20
 """Limit on the bytes that one server may write in one episode."""
 SHOWN_ERRORS = 1000
 """Bytes of a server's error stream that are shown when it ends."""
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _INHERITED_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "USER", "SHELL", "TERM")
 """Environment variables of this process that a server inherits, besides its own."""
 
@@ -119,8 +120,8 @@ class MCPTool:
         import jsonschema  # type: ignore[import-untyped]
         from referencing import Registry
 
-        if not isinstance(arguments, Mapping):
-            raise ValueError("arguments are not a JSON object, each key given once")
+        if isinstance(arguments, str):
+            raise ValueError(describe_malformed_call(arguments))
         try:
             schema = _checked_here(dict(self.spec.parameters))
             # Validation up to this size takes at most 0.2 s. Only the server validates larger arguments.
@@ -168,7 +169,7 @@ class MCPConnection:
                         for tool in page.tools
                     ]
                     cursor = page.next_cursor
-                    if cursor is None or len(tools) > MAX_TOOLS:
+                    if cursor is None or (len(tools) > MAX_TOOLS and not self.server.tools):
                         break
             return await asyncio.to_thread(_check_tools, tools, self.server.tools)
         except TimeoutError:
@@ -399,37 +400,63 @@ def mcp_tools_by_name(
         yield description["name"], MCPTool(spec=ToolSpec(**description), connection=connection)
 
 
+_LEAVE_OUT = "leave it out with MCPServer(tools=[…])"
+
+
 def _check_tools(descriptions: Sequence[dict[str, Any]], names_to_select: Sequence[str]) -> list[dict[str, Any]]:
-    """Check a server's list, and return the tools to offer.
+    """Return the tools of a server's list to offer; only these are checked.
 
     Raises:
-        _ListError: the list cannot be used.
+        _ListError: one cannot be used, or is missing.
+    """
+    names = [tool["name"] for tool in descriptions]
+    for name in names_to_select:
+        if name not in names:
+            raise _ListError(f"it has no tool {name!r}; it has {', '.join(names)[:2000]}")
+    descriptions = [tool for tool in descriptions if not names_to_select or tool["name"] in names_to_select]
+    if len(descriptions) > MAX_TOOLS:
+        raise _ListError(f"it lists more than {MAX_TOOLS} tools; select some with MCPServer(tools=[…])")
+    for tool in descriptions:
+        name = tool["name"]
+        if not _NAME.fullmatch(name):
+            raise _ListError(
+                f"a tool's name is {name[:80]!r}; it must have 1 to 128 letters, digits, '_', '-' or '.'; {_LEAVE_OUT}"
+            )
+        if names.count(name) > 1:
+            raise _ListError(f"it lists tool {name!r} twice; {_LEAVE_OUT}")
+        if len(json.dumps(tool)) > MAX_SCHEMA_CHARACTERS:
+            raise _ListError(
+                f"tool {name!r} is described in more than {MAX_SCHEMA_CHARACTERS:,} characters; {_LEAVE_OUT}"
+            )
+        _check_schema(name, tool["parameters"])
+        if tool["parameters"].get("type") != "object":
+            raise _ListError(f"the schema of tool {name!r} must be of type object; {_LEAVE_OUT}")
+    return descriptions
+
+
+def _check_schema(name: str, schema: Mapping[str, Any]) -> None:
+    """Judge a schema by the draft that it declares, else by any that servers write.
+
+    Raises:
+        _ListError: it is no schema.
     """
     import jsonschema
 
-    names = [tool["name"] for tool in descriptions]
-    if len(descriptions) > MAX_TOOLS:
-        raise _ListError(f"it lists more than {MAX_TOOLS} tools")
-    for name in names:
-        if not _NAME.fullmatch(name):
-            raise _ListError(f"a tool's name is {name[:80]!r}; it must have 1 to 64 letters, digits, '_' or '-'")
-        if names.count(name) > 1:
-            raise _ListError(f"it lists tool {name!r} twice")
-    for name in names_to_select:
-        if name not in names:
-            raise _ListError(f"it has no tool {name!r}; it has {', '.join(names)}")
-    for tool in descriptions:
-        if len(json.dumps(tool)) > MAX_SCHEMA_CHARACTERS:
-            raise _ListError(f"tool {tool['name']!r} is described in more than {MAX_SCHEMA_CHARACTERS:,} characters")
+    drafts = [jsonschema.Draft202012Validator, jsonschema.Draft7Validator, jsonschema.Draft4Validator]
+    if isinstance(schema.get("$schema"), str):
+        declared = jsonschema.validators.validator_for(schema, default=None)
+        drafts = drafts if declared is None else [declared]
+    problems: list[str] = []
+    for draft in drafts:
         try:
             # Formats are not checked, because they include regular expressions, and a hostile one takes minutes to
             # compile.
-            jsonschema.Draft202012Validator.check_schema(tool["parameters"], format_checker=None)
+            draft.check_schema(schema, format_checker=None)
         except jsonschema.SchemaError as error:
-            raise _ListError(f"the schema of tool {tool['name']!r} is none: {error.message[:300]}") from None
-        if tool["parameters"].get("type") != "object":
-            raise _ListError(f"the schema of tool {tool['name']!r} must be of type object")
-    return [tool for tool in descriptions if not names_to_select or tool["name"] in names_to_select]
+            problems.append(error.message[:300])
+        else:
+            return
+    raise _ListError(f"the schema of tool {name!r} is none: {problems[0]}; {_LEAVE_OUT}")
 
 
 _PLAIN = (
@@ -441,7 +468,7 @@ _OF_SCHEMAS = ("items", "prefixItems", "anyOf", "allOf", "additionalProperties")
 
 def _checked_here(schema: Any) -> Any:
     """Return the part of a schema that is validated in this process: keywords that take bounded time and hold whatever
-    their context.
+    their context, as draft 2020-12 writes them.
 
     The server validates the rest: patterns, references and unique items of a hostile schema could take unbounded time.
     """
@@ -450,7 +477,14 @@ def _checked_here(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     part = {key: schema[key] for key in _PLAIN if key in schema}
+    for key, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if isinstance(part.get(key), bool) and part.pop(key) and bound in part:  # draft-04
+            part[key] = part.pop(bound)
+    if isinstance(part.get("required"), bool):  # draft-03
+        del part["required"]
     part |= {key: _checked_here(schema[key]) for key in _OF_SCHEMAS if key in schema}
+    if isinstance(part.get("items"), list):  # until draft 2019-09
+        part["prefixItems"] = part.pop("items")
     if "properties" in schema:
         part["properties"] = {name: _checked_here(value) for name, value in schema["properties"].items()}
     if "patternProperties" in schema:
@@ -466,14 +500,31 @@ def _size(value: Any) -> int:
 
 def _text_of(result: Any) -> str:
     """Convert a result to the policy's observation."""
-    parts = [
-        part.text if getattr(part, "type", "") == "text" else f"[{getattr(part, 'type', 'content')}, left out]"
-        for part in getattr(result, "content", ())
-    ]
-    content = getattr(result, "structured_content", None)
-    text = "\n".join(parts) if parts or content is None else json.dumps(content)
+    content = getattr(result, "content", ())
+    parts = [_text_of_part(part) for part in content]
+    structured = getattr(result, "structured_content", None)
+    if structured is not None and not any(getattr(part, "type", "") == "text" for part in content):
+        parts.append(json.dumps(structured))
+    text = "\n".join(parts)
     cut = len(text) - MAX_RESULT_CHARACTERS
     return text if cut <= 0 else f"{text[:MAX_RESULT_CHARACTERS]}… ({cut:,} characters were cut off)"
+
+
+def _text_of_part(part: Any) -> str:
+    """Convert a part of a result: text, the text of a resource, or the place of what is no text."""
+    match getattr(part, "type", "content"):
+        case "text":
+            return str(part.text)
+        case "resource":
+            head = f"[resource {part.resource.uri}"
+            text = getattr(part.resource, "text", None)
+            kind = part.resource.mime_type or "bytes"
+            return f"{head}, {kind}, left out]" if text is None else f"{head}]\n{text}"
+        case "resource_link":
+            description = f": {part.description}" if part.description else ""
+            return f"[resource link {part.uri}, {part.name}{description}]"
+        case other:
+            return f"[{other}, left out]"
 
 
 def _cause(error: BaseException) -> BaseException:

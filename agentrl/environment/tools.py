@@ -7,17 +7,18 @@ or a timeout become an observation the policy can learn from. Sync tools run in 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import reprlib
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, get_type_hints, overload
+from types import MethodType
+from typing import Any, ClassVar, TypeVar, overload
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
-from pydantic.errors import PydanticSchemaGenerationError
 
 from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError
 from agentrl.core.records import Message, Task, ToolCall, ToolSpec, Turn
@@ -32,6 +33,7 @@ from agentrl.environment.context import (
 from agentrl.environment.environment import Environment
 from agentrl.environment.mcp import MCPConnection, MCPServer, MCPTool, mcp_tools_by_name
 from agentrl.environment.rewards import awaited_reward
+from agentrl.environment.tool_arguments import ToolArguments, read_arguments
 from agentrl.gateway.calls import RequestRefusedError
 from agentrl.gateway.chat_completions import assistant_names, parse_messages
 from agentrl.sandbox.sandbox import Sandbox, read_sources
@@ -67,7 +69,8 @@ def tool(
     """Offer a method of a `ToolEnvironment` to the policy.
 
     Args:
-        method: every parameter annotated; the first paragraph of its docstring describes the tool.
+        method: every parameter annotated; the first paragraph of its docstring describes the tool, and the lines under
+            `Args:` its parameters.
         external: whether the tool acts outside `self`; its calls are then journaled and never repeated.
         timeout_s: time limit of a call in seconds; a longer call becomes a timeout observation. Default:
             30 s. Only for tools that are external or `async def`: nothing can end a plain
@@ -77,7 +80,8 @@ def tool(
     options = ToolOptions(external=external, timeout_s=timeout_s, guarantee=guarantee)
 
     def mark(function: Method) -> Method:
-        if timeout_s is not None and not (timeout_s > 0 and (external or inspect.iscoroutinefunction(function))):
+        is_async = inspect.iscoroutinefunction(_layers(function)[-1])
+        if timeout_s is not None and not (timeout_s > 0 and (external or is_async)):
             remedy = (
                 "a number above 0"
                 if not timeout_s > 0
@@ -86,7 +90,10 @@ def tool(
             raise EnvironmentDefinitionError(
                 f"tool {getattr(function, '__qualname__', function)}: @tool(timeout_s={timeout_s!r}) needs {remedy}"
             )
-        function.__agentrl_tool__ = options  # type: ignore[attr-defined]
+        try:
+            function.__agentrl_tool__ = options  # type: ignore[attr-defined]
+        except AttributeError:
+            raise EnvironmentDefinitionError(f"@agentrl.tool cannot mark {function!r}; mark a method") from None
         return function
 
     return mark if method is None else mark(method)
@@ -94,88 +101,90 @@ def tool(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundTool:
-    """A tool of a class: its spec, its argument validation and its call."""
+    """A tool of a class: its spec, its arguments and its options."""
 
     spec: ToolSpec
     options: ToolOptions
-    arguments: type[BaseModel]
-    method: str
+    arguments: ToolArguments
     is_async: bool
 
     def validate(self, arguments: Mapping[str, Any] | str) -> dict[str, Any]:
-        """Return the arguments by name.
-
-        Raises:
-            ValueError: the arguments do not fit; the text is an observation for the policy.
-        """
-        if type(arguments) is not dict and not isinstance(arguments, Mapping):
-            raise ValueError("arguments are not a JSON object, each key given once")
-        try:
-            model = self.arguments.model_validate(arguments, strict=True)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            where = ".".join(map(str, first["loc"])) or "arguments"
-            raise ValueError(f"{where}: {first['msg']}") from None
-        return dict(model.__dict__)
+        """Return the values of all parameters by name; raises as `ToolArguments.validate`."""
+        return self.arguments.validate(arguments)
 
 
-def _arguments_model(owner: str, name: str, function: Callable[..., Any]) -> type[BaseModel]:
-    where = f"{owner}.{name}"
-    try:
-        hints = get_type_hints(function, include_extras=True)
-    except NameError as error:
-        raise EnvironmentDefinitionError(f"tool {where}: annotation cannot be resolved: {error}") from error
-    fields: dict[str, Any] = {}
-    for parameter in list(inspect.signature(function).parameters.values())[1:]:
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise EnvironmentDefinitionError(f"tool {where}: *{parameter.name} has no schema; name each parameter")
-        if parameter.name not in hints:
-            raise EnvironmentDefinitionError(
-                f"tool {where}: parameter {parameter.name!r} has no type; annotate it, e.g. `{parameter.name}: int`"
-            )
-        default = ... if parameter.default is parameter.empty else parameter.default
-        fields[parameter.name] = (hints[parameter.name], Field(default=default))
-    try:
-        return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
-    except PydanticSchemaGenerationError as error:
-        raise EnvironmentDefinitionError(f"tool {where}: no JSON schema for its annotations: {error}") from error
+_INSTANCE = object()
+"""Stands for an instance while a method is bound."""
 
 
 def bind_tools(owner: type, names: Sequence[str] | None = None) -> dict[str, BoundTool]:
-    """Return the tools of a class by name: methods marked with `@tool`, or the methods in `names`.
+    """Return the tools of a class by name: methods marked with `@tool`, or the methods in `names`, which are described
+    by their whole docstrings.
+
+    A method that overrides a tool is one.
 
     Raises:
-        EnvironmentDefinitionError: a tool lacks type annotations.
+        EnvironmentDefinitionError: a tool lacks type annotations, cannot be called, or hides an attribute of the class.
     """
     tools: dict[str, BoundTool] = {}
-    for name, function in inspect.getmembers(owner, callable):
-        options = getattr(function, "__agentrl_tool__", None)
-        if names is not None and name in names:
-            options = options or ToolOptions()
-        elif options is None or names is not None:
+    for name in dir(owner) if names is None else sorted(names):
+        attributes = [base.__dict__[name] for base in owner.__mro__ if name in base.__dict__]
+        marks = (getattr(function, "__agentrl_tool__", None) for part in attributes for function in _layers(part))
+        options = next(filter(None, marks), ToolOptions() if names is not None else None)
+        where = f"{owner.__name__}.{name}"
+        if attributes and options is None and _hides_mark(name, attributes[0]):
+            raise EnvironmentDefinitionError(
+                f"tool {where}: the decorator above @agentrl.tool hides it; put @agentrl.tool on top"
+            )
+        if not attributes or options is None or attributes[0] is None:
             continue
-        model = _arguments_model(owner.__name__, name, function)
-        schema = model.model_json_schema()
-        parameters = {
-            "type": "object",
-            "properties": {k: _without_title(v) for k, v in schema.get("properties", {}).items()},
-            "required": schema.get("required", []),
-        }
-        if "$defs" in schema:
-            parameters["$defs"] = schema["$defs"]
-        description = (inspect.getdoc(function) or "").split("\n\n")[0].replace("\n", " ")
+        for base in owner.__mro__:
+            is_taken = name in base.__dict__ and not _is_marked(base.__dict__[name])
+            if base.__module__.startswith("agentrl.") and (is_taken or name in inspect.get_annotations(base)):
+                raise EnvironmentDefinitionError(
+                    f"tool {where}: `self.{name}` belongs to {base.__name__}; give the tool another name"
+                )
+        bind = getattr(type(attributes[0]), "__get__", None)
+        bound = attributes[0] if bind is None else bind(attributes[0], _INSTANCE, owner)
+        if not callable(bound):
+            raise EnvironmentDefinitionError(f"tool {where}: {bound!r} cannot be called; mark a method")
+        arguments = read_arguments(where, bound, owner, inspect.getdoc(_layers(bound)[-1]) or "")
+        description = arguments.description
+        if names is None:
+            description = description.split("\n\n")[0].replace("\n", " ")
         tools[name] = BoundTool(
-            spec=ToolSpec(name=name, description=description, parameters=parameters),
+            spec=ToolSpec(name=name, description=description, parameters=arguments.schema),
             options=options,
-            arguments=model,
-            method=name,
-            is_async=inspect.iscoroutinefunction(function),
+            arguments=arguments,
+            is_async=inspect.iscoroutinefunction(bound) or inspect.iscoroutinefunction(type(bound).__call__),
         )
     return tools
 
 
-def _without_title(schema: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in schema.items() if key != "title"}
+def _layers(function: Any) -> list[Any]:
+    """Return a static, class, bound or partial method, and what it wraps."""
+    layers = [function]
+    while True:
+        if isinstance(function, staticmethod | classmethod | MethodType):
+            function = function.__func__
+        elif isinstance(function, functools.partial | functools.partialmethod):
+            function = function.func
+        else:
+            return layers
+        layers.append(function)
+
+
+def _is_marked(attribute: Any) -> bool:
+    return any(hasattr(layer, "__agentrl_tool__") for layer in _layers(attribute))
+
+
+def _hides_mark(name: str, attribute: Any) -> bool:
+    """Whether a function calls a tool of its own name, as a decorator without `functools.wraps` makes one."""
+    for cell in getattr(_layers(attribute)[-1], "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            if _is_marked(cell.cell_contents) and getattr(cell.cell_contents, "__name__", None) == name:
+                return True
+    return False
 
 
 def observation_of(value: Any, where: str) -> str:
@@ -213,14 +222,17 @@ async def run_tool(
         return await _refuse(ctx, call, InvalidToolCallError(str(error), outcome="bad_arguments"))
     if isinstance(bound, MCPTool):
         return await _run_mcp_tool(ctx, bound, call, arguments)
-    method = getattr(instance, bound.method)
-    where = method.__qualname__
+    method, where = getattr(instance, call.name), f"{type(instance).__qualname__}.{call.name}"
+
+    async def observed(result: Awaitable[Any]) -> str:
+        return observation_of(await result, where)
 
     def invoke() -> str | Awaitable[str]:
-        return observation_of(method(**arguments), where)
+        result = bound.arguments.call(method, arguments)
+        return observed(result) if inspect.isawaitable(result) else observation_of(result, where)
 
     async def invoke_async() -> str:
-        return observation_of(await method(**arguments), where)
+        return observation_of(await bound.arguments.call(method, arguments), where)
 
     text = await ctx.call_tool(
         call.name,
@@ -399,10 +411,6 @@ class ToolEnvironment(Environment):
         """
         if "_tools" not in cls.__dict__ or cls._tools is None:
             cls._tools = bind_tools(cls)
-            if "task" in cls._tools:
-                raise EnvironmentDefinitionError(
-                    f"{cls.__qualname__}.task: `self.task` is the episode's task; give the tool another name"
-                )
         return cls._tools
 
     async def run(self, ctx: EpisodeContext) -> None:

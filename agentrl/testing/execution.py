@@ -38,6 +38,7 @@ from agentrl.environment.games import LEGAL_ACTIONS, GameEnvironment, PettingZoo
 from agentrl.environment.gym import GymEnvironment
 from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.registry import name_of, resolve
+from agentrl.environment.schema_values import UnknownSchemaError, random_value
 from agentrl.environment.tools import ToolEnvironment
 from agentrl.journal.entries import TurnEntry
 from agentrl.journal.memory import MemoryJournal
@@ -382,7 +383,7 @@ def random_policy(environment: type[Environment]) -> Script:
         if tools and draw.random() < 0.7:
             spec = draw.choice(tools).spec
             schemas = spec.parameters.get("properties", {})
-            arguments = {name: _random_value(schema, draw) for name, schema in schemas.items()}
+            arguments = {name: _random_argument(schema, draw, spec.parameters) for name, schema in schemas.items()}
             call = msgspec.json.encode({"name": spec.name, "arguments": arguments}).decode()
             text = f"<tool_call>{call}</tool_call>"
         return [*text.encode(), STOP_TOKEN]
@@ -390,24 +391,8 @@ def random_policy(environment: type[Environment]) -> Script:
     return script
 
 
-def _random_value(schema: dict[str, Any], draw: random.Random) -> Any:
-    if "enum" in schema:
-        return draw.choice(schema["enum"])
-    if "const" in schema:
-        return schema["const"]
-    if "anyOf" in schema:
-        return _random_value(draw.choice(schema["anyOf"]), draw)
-    match schema.get("type"):
-        case "integer":
-            return draw.randint(0, 99)
-        case "number":
-            return float(draw.randint(0, 99))
-        case "boolean":
-            return draw.random() < 0.5
-        case "array":
-            return [_random_value(schema.get("items", {}), draw) for _ in range(2)]
-        case "object":
-            return {name: _random_value(inner, draw) for name, inner in schema.get("properties", {}).items()}
-        case "null":
-            return None
-    return draw.choice(["a", "b", "some text"])
+def _random_argument(schema: Any, draw: random.Random, root: Mapping[str, Any]) -> Any:
+    try:
+        return random_value(schema, draw, root)
+    except UnknownSchemaError:
+        return "some text"

@@ -260,6 +260,83 @@ def test_a_server_that_cannot_be_used_ends_the_episode_by_name(
     assert "server.py" in played.said
 
 
+ODD: dict[str, list[dict[str, Any]]] = {
+    "name": [TOOL | {"name": "b c"}],
+    "many": [TOOL | {"name": f"a{n}"} for n in range(300)],
+    "twice": [TOOL | {"name": "b"}] * 2,
+    "schema": [TOOL | {"name": "b", "inputSchema": {"type": "object", "properties": {"a": {"type": "odd"}}}}],
+    "long": [TOOL | {"name": "b", "description": "x" * 100_000}],
+    "clash": [TOOL | {"name": "own"}],
+}
+
+
+@pytest.mark.parametrize("oddity", ODD)
+def test_only_selected_tools_are_checked(tmp_path: Path, oddity: str) -> None:
+    server = raw(tmp_path, [*ODD[oddity], TOOL])
+    selected = play(environment_of(MCPServer(command=server.command, tools=["a"])), [call("a"), "done"])
+    assert observed(selected) == [("ok", "ok")], selected.said
+
+
+def test_names_as_the_protocol_allows_them_are_journaled_as_the_server_writes_them(tmp_path: Path) -> None:
+    names = ["files.list", "a-b.c_d", "x" * 128]
+    played = play(environment_of(raw(tmp_path, [TOOL | {"name": name} for name in names])), [*map(call, names), "done"])
+    assert [entry.name for entry in played.entries if isinstance(entry, ToolEntry)] == names, played.said
+    assert observed(played) == [("ok", "ok")] * 3
+
+
+DRAFTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    "tuple of draft-07": ({"type": "array", "items": [{"type": "integer"}, {"type": "string"}]}, [1, "a"], ["a", "a"]),
+    "bound of draft-04": ({"type": "number", "minimum": 0, "exclusiveMinimum": True}, 0.5, 0),
+    "open bound of draft-04": ({"type": "number", "maximum": 9, "exclusiveMaximum": False}, 9, 10),
+    "tuple of 2020-12": ({"type": "array", "prefixItems": [{"type": "integer"}]}, [1], ["a"]),
+}
+
+
+@pytest.mark.parametrize("declares", [True, False])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_schemas_of_older_drafts_are_judged_as_such(draft: str, declares: bool) -> None:
+    schema, right, wrong = DRAFTS[draft]
+    uri = {"2020-12": "https://json-schema.org/draft/2020-12/schema"}.get(
+        draft.split()[-1], f"http://json-schema.org/{draft.split()[-1]}/schema#"
+    )
+    parameters = OBJECT | {"properties": {"at": schema}} | ({"$schema": uri} if declares else {})
+    (tool,) = mcp_module._check_tools([{"name": "a", "description": "", "parameters": parameters}], ())
+    bound = mcp_module.MCPTool(spec=ToolSpec(**tool), connection=MCPConnection(MCPServer(command=["a"])))
+    assert bound.validate({"at": right}) == {"at": right}
+    with pytest.raises(ValueError, match=r"^at"):
+        bound.validate({"at": wrong})
+
+
+def test_a_schema_that_its_declared_draft_refuses_is_refused() -> None:
+    parameters = OBJECT | {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "properties": {"a": {"type": "array", "items": [{"type": "integer"}]}},
+    }
+    with pytest.raises(mcp_module._ListError, match="schema of tool 'a' is none"):
+        mcp_module._check_tools([{"name": "a", "description": "", "parameters": parameters}], ())
+
+
+def test_the_policy_sees_the_text_of_resources_and_the_places_of_links(tmp_path: Path) -> None:
+    content = [
+        {"type": "text", "text": "read a.txt"},
+        {"type": "resource", "resource": {"uri": "file:///a.txt", "mimeType": "text/plain", "text": "the content"}},
+        {"type": "resource", "resource": {"uri": "file:///b.bin", "mimeType": "image/png", "blob": "AAAA"}},
+        {"type": "resource_link", "uri": "file:///c.txt", "name": "c.txt", "description": "a third file"},
+        {"type": "image", "data": "AAAA", "mimeType": "image/png"},
+    ]
+    answer = {"content": content, "structuredContent": {"path": "a.txt"}}
+    calling = f"print(json.dumps({{'jsonrpc': '2.0', 'id': asked.pop('id'), 'result': {answer!r}}}), flush=True)"
+    ((_, text),) = observed(play(environment_of(raw(tmp_path, [TOOL], calling=calling)), [call("a"), "done"]))
+    assert text.splitlines() == [
+        "read a.txt",
+        "[resource file:///a.txt]",
+        "the content",
+        "[resource file:///b.bin, image/png, left out]",
+        "[resource link file:///c.txt, c.txt: a third file]",
+        "[image, left out]",
+    ]
+
+
 def test_the_checker_waits_longer_than_a_server_may_take_to_start() -> None:
     assert mcp_module.START_S < TIMEOUT_S
 

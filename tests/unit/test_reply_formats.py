@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from agentrl.core.reply_formats import (
     MAX_CALLS,
     REPLY_FORMATS,
     THINKING,
+    describe_malformed_call,
     guess_reply_parts,
     is_thinking_open,
     parse_hermes,
@@ -50,7 +52,6 @@ def test_a_call_without_its_end_still_counts_if_it_parses() -> None:
         '{"name":"add","arguments":{"a":' + "9" * 309 + ".5}}",
         '{"name":"add","arguments":{"a":"\\ud800"}}',
         '{"name":"add","arguments":[1]}',
-        '{"name":"add","arguments":null}',
         '{"name":7,"arguments":{}}',
         '{"name":"add","arguments":{"a":1,"a":2}}',
         '{"name":"add","arguments":{"a":{"b":1,"b":1}}}',
@@ -91,6 +92,109 @@ def test_large_integers_stay_exact() -> None:
 
 def test_a_call_without_arguments_has_none() -> None:
     assert parse_hermes('<tool_call>{"name":"look"}</tool_call>')[1][0].arguments == {}
+
+
+WRITTEN_CALLS = {
+    "hermes": '<tool_call>{{"name": "look", "arguments": {}}}</tool_call>',
+    "deepseek_v3": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n{}\n```<｜tool▁call▁end｜>",
+    "deepseek_v31": "<｜tool▁call▁begin｜>look<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+    "mistral": "[TOOL_CALLS]look[ARGS]{}",
+    "openai": "<|channel|>commentary to=functions.look <|constrain|>json<|message|>{}<|call|>",
+    "kimi_k2": "<|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+    "granite": '<|tool_call|>[{{"name": "look", "arguments": {}}}]',
+    "phi4_mini_json": '<|tool_call|>[{{"name": "look", "arguments": {}}}]<|/tool_call|>',
+    "cohere_command3": '<|START_ACTION|>[{{"tool_name": "look", "parameters": {}}}]<|END_ACTION|>',
+    "internlm": '<|action_start|><|plugin|>{{"name": "look", "parameters": {}}}<|action_end|>',
+    "jamba": '<tool_calls>[{{"name": "look", "arguments": {}}}]</tool_calls>',
+    "apertus": '<|tools_prefix|>[{{"look": {}}}]<|tools_suffix|>',
+    "longcat": '<longcat_tool_call>{{"name": "look", "arguments": {}}}</longcat_tool_call>',
+    "llama3_json": '{{"name": "look", "parameters": {}}}',
+}
+"""A call in each format that writes arguments as JSON."""
+
+
+@pytest.mark.parametrize("name", WRITTEN_CALLS)
+def test_arguments_that_are_encoded_twice_null_or_empty_are_read(name: str) -> None:
+    arguments = {"path": 'a "b"', "n": [1, None]}
+    once = json.dumps(arguments)
+    for written, expected in (
+        (once, arguments),
+        (json.dumps(once), arguments),
+        (json.dumps(json.dumps(once)), arguments),
+        ("null", {}),
+        ('""', {}),
+        ('"null"', {}),
+        ('"{}"', {}),
+    ):
+        (call,) = REPLY_FORMATS[name].read(WRITTEN_CALLS[name].format(written), None).tool_calls
+        assert (call.name, call.arguments) == ("look", expected), written
+
+
+@pytest.mark.parametrize("name", REPLY_FORMATS)
+def test_names_with_dots_and_dashes_are_carried(name: str) -> None:
+    """As tools of MCP servers have them."""
+    calls = REPLY_FORMATS[name].read(CALLS[name].replace("weather", "files.get-all_2"), None, [WEATHER]).tool_calls
+    assert [call.name for call in calls] == ["files.get-all_2"] * 2
+    assert not any(isinstance(call.arguments, str) for call in calls)
+
+
+MALFORMED = {
+    "a string": ('"not an object"', "arguments are a string, not a JSON object; write the object itself"),
+    "null": ("null", "arguments are null, not a JSON object; write {} if there are none"),
+    "a list": ("[1, 2]", "arguments are a list, not a JSON object; name each value by its parameter"),
+    "a number": ("7", "arguments are a number, not a JSON object"),
+    "a boolean": ("true", "arguments are a boolean, not a JSON object"),
+    "NaN": ('{"a": NaN}', "arguments are not valid: NaN is not JSON; write a finite number, or null"),
+    "infinity": ('{"a": -Infinity}', "arguments are not valid: -Infinity is not JSON; write a finite number, or null"),
+    "too large": ('{"a": 1e999}', "arguments are not valid: the number 1e999 is infinite; write a smaller one"),
+    "64 bits": (
+        '{"a": 12345678901234567890}',
+        "arguments are not valid: the integer 12345678901234567890 is beyond 64 bits; write a smaller one",
+    ),
+    "depth": (
+        '{"a": ' + "[" * 70 + "]" * 70 + "}",
+        "arguments are not valid: its values are nested deeper than 64 levels; write flatter ones",
+    ),
+    "duplicate": ('{"a": 1, "a": 2}', "arguments are not valid: the key 'a' is given twice; give each key once"),
+    "half a character": ('{"a": "\\ud83d"}', "arguments are not valid: an escape like \\ud83d is half a character"),
+    "length": ('{"a": "' + "x" * MAX_CALL_CHARACTERS + '"}', "arguments are not valid: the call has more than 65,536"),
+    "broken": ('{"a": 1', "the call cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", ["hermes", "kimi_k2", "granite", "openai"])
+@pytest.mark.parametrize("cause", MALFORMED)
+def test_each_cause_of_a_malformed_call_has_its_sentence(name: str, cause: str) -> None:
+    written, sentence = MALFORMED[cause]
+    if cause == "null":
+        assert describe_malformed_call(written).startswith(sentence)
+        return
+    (call,) = REPLY_FORMATS[name].read(WRITTEN_CALLS[name].format(written), None).tool_calls
+    assert isinstance(call.arguments, str)
+    assert describe_malformed_call(call.arguments).startswith(sentence)
+    assert len({sentence for _, sentence in MALFORMED.values()}) == len(MALFORMED)
+
+
+def test_tagged_and_python_calls_say_what_is_wrong_too() -> None:
+    twice = "<function=add><parameter=a>1</parameter><parameter=a>2</parameter></function>"
+    assert "the key 'a' is given twice" in describe_malformed_call(twice)
+    assert "write each argument once, as name=value" in describe_malformed_call("[add(1)]")
+    assert "has no name" in describe_malformed_call('{"arguments": {}}')
+    assert "beyond 64 bits" in describe_malformed_call('{"name": "add", "arguments": "{\\"a\\": 1%s}"}' % ("0" * 20))
+
+
+def test_a_value_of_a_referenced_type_is_read_as_that_type() -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"unit": {"$ref": "#/$defs/Unit"}, "mixed": {"enum": ["a", 1]}, "level": {"$ref": "#/$defs/No"}},
+        "$defs": {"Unit": {"type": "string", "enum": ["1", "2"]}},
+    }
+    tool = ToolSpec(name="look", description="", parameters=parameters)
+    text = "<tool_call>look" + "".join(
+        f"<arg_key>{key}</arg_key><arg_value>1</arg_value>" for key in ("unit", "mixed", "level")
+    )
+    (call,) = REPLY_FORMATS["glm45"].read(f"{text}</tool_call>", None, [tool]).tool_calls
+    assert call.arguments == {"unit": "1", "mixed": 1, "level": 1}
 
 
 def test_the_number_of_calls_is_bounded() -> None:
