@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
+
 from agentrl.core.records import (
     EpisodeDataLocation,
     EpisodeHeader,
@@ -216,3 +218,53 @@ async def write_episode(journal: SqliteJournal, number: int, text: str) -> None:
         location=EpisodeDataLocation(log.name, len(bodies)),
     )
     await journal.commit_episode(each, ended, b"", {"accuracy": 0.5})
+
+
+async def write_bargains(directory: Path, *, count: int = 6) -> None:
+    """Episodes in which buyer and seller are rewarded: e0 with 0 and 0, e1 with 0.25 and -0.25, and so on; in pairs."""
+    journal = SqliteJournal(directory / "journal", info={"name": "bargains"})
+    journal.record(VersionPublication(weights("buyer", 0, 0), None))
+    log = journal.turn_log("w0")
+    for number in range(count):
+        seats = {"buyer": SeatBinding("buyer"), "seller": SeatBinding("seller")}
+        task = Task(id=f"t{number // 2}", data={"item": "lamp", "limit": 10 + number // 2})
+        of = EpisodeSpec(
+            episode_id=f"e{number}",
+            environment="shop:Bargain",
+            task=task,
+            seed=number,
+            seats=seats,
+            group_id=f"g{number // 2}",
+            group_size=2,
+        )
+        journal.admit(of)
+        reward = (number % 2) * 0.25 * (1 + number // 2)
+        _, turn, _, _ = entries_with(number, f"I offer {number}.")
+        assert isinstance(turn, TurnEntry)
+        begin = BeginEntry(
+            "shop:Bargain", "hash", task.id, task.data, number, dict.fromkeys(seats, ""), "train", "g", 2, None
+        )
+        bodies: list[EntryBody] = [begin]
+        for seat, value in (("buyer", reward), ("seller", -reward)):
+            bodies += [msgspec.structs.replace(turn, seat=seat, policy=seat), RewardEntry(seat, 0, value, None)]
+        for index, body in enumerate(bodies):
+            log.append(JournalEntry(of.episode_id, 0, f"r#{index}" if index else "begin", b"", encode_body(body)))
+        ended = EpisodeHeader(
+            episode_id=of.episode_id,
+            group_id=of.group_id,
+            attempt=0,
+            purpose="train",
+            parent_id=None,
+            stop_reason="completed",
+            drop_reason=None,
+            turns=2,
+            tokens=4,
+            seconds=0.5,
+            trajectories=(
+                TrajectoryHeader("buyer", 0, "buyer", reward, 2, 0, 0),
+                TrajectoryHeader("seller", 0, "seller", -reward, 2, 0, 0),
+            ),
+            location=EpisodeDataLocation(log.name, len(bodies)),
+        )
+        await journal.commit_episode(of, ended, b"", {"agreed": float(number % 2)})
+    await journal.close()

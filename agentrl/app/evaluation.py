@@ -91,7 +91,9 @@ class EvaluatedEpisode:
     """Data of the task."""
     task_id: str
     reward: float | None
-    """Sum of the rewards over the episode's agents."""
+    """Sum of the rewards over the episode's agents, of which `evaluation/reward` is the mean."""
+    rewards: Mapping[str, float]
+    """Mean reward of each rewarded seat's agents."""
     stop_reason: str | None
     detail: str
     """Why the episode was dropped; empty if it was not."""
@@ -281,6 +283,7 @@ def _episodes(config: RunConfig, journal: Path) -> list[EvaluatedEpisode]:
             if line.status == "repeated":
                 continue
             view = read_conversation(reader, line.episode)
+            rewards = [agent.reward for agent in view.agents if agent.reward is not None]
             messages_of: dict[str, list[dict[str, Any]]] = {}
             for act in view.acts:
                 if isinstance(act, PolicyTurn):
@@ -295,7 +298,8 @@ def _episodes(config: RunConfig, journal: Path) -> list[EvaluatedEpisode]:
                     parent_id=line.parent,
                     task=view.task,
                     task_id=line.task,
-                    reward=line.reward,
+                    reward=sum(rewards) if rewards else None,
+                    rewards=line.rewards,
                     stop_reason=line.stop_reason,
                     detail=line.detail or "",
                     turns=line.turns or 0,

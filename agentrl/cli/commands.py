@@ -283,7 +283,7 @@ READING = (
                     _argument("--offset", type=_bounded_int, default=0, help="skip this many first"),
                     _FOLLOW,
                 ),
-                epilog=f"columns: {EPISODE_COLUMNS}, metric.NAME, data.NAME",
+                epilog=f"columns: {EPISODE_COLUMNS}, reward/SEAT, metric.NAME, data.NAME",
             ),
             Command("show", "show what happened in an episode", "episodes:episode_show", (*_EPISODE, _FOLLOW)),
             Command(

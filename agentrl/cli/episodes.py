@@ -63,8 +63,8 @@ def episode_list(reader: RunReader, options: argparse.Namespace) -> RunAnswer | 
             if phase := reader.start_phase():
                 table.line(f"the run is starting: {phase}")
             for prefix, names in reader.field_names().items():
-                if f"{prefix}." in options.where:
-                    table.line(f"the episodes have {', '.join(names) or f'no {prefix}.NAME'}")
+                if prefix in options.where:
+                    table.line(f"the episodes have {', '.join(names) or f'no {prefix}NAME'}")
         return table
 
     return RunAnswer(lines, page)
@@ -73,7 +73,7 @@ def episode_list(reader: RunReader, options: argparse.Namespace) -> RunAnswer | 
 def _follow_episodes(reader: RunReader, options: argparse.Namespace, columns: list[str]) -> None:
     """Print episodes as they end."""
     from agentrl.inspection.reader import COLUMNS
-    from agentrl.inspection.render import EPISODE_COLUMNS, episode_table
+    from agentrl.inspection.render import episode_table
     from agentrl.inspection.search import episodes_with_words
 
     condition = "committed_at != null" + (f" and ({options.where})" if options.where else "")
@@ -92,7 +92,7 @@ def _follow_episodes(reader: RunReader, options: argparse.Namespace, columns: li
 
     follow(
         *(reader, options, ask, lambda line: (line.episode, line.attempt)),
-        page=lambda lines: episode_table(lines, len(lines), columns or EPISODE_COLUMNS),
+        page=lambda lines: episode_table(lines, len(lines), columns),
     )
 
 
@@ -234,6 +234,7 @@ def episode_fork(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
     """`agentrl episode fork [RUN] [ID] --at TURN [-n K] [--edit FILE] [--environment REF] [--policy [SEAT=]WHO]`."""
     from agentrl.app.forks import fork
     from agentrl.inspection.comparisons import fork_tree
+    from agentrl.inspection.reader import RunReader
     from agentrl.inspection.render_episode import fork_tree_page
 
     if options.n < 1:
@@ -251,28 +252,14 @@ def episode_fork(reader: RunReader, options: argparse.Namespace) -> RunAnswer:
         factories=_factories(reader),
     )
     new_ids = {header.episode_id for header in headers}
-    root = reader.path if reader.path.name != "forks" else reader.path.parent
-
-    def page() -> Any:
-        from agentrl.inspection.reader import RunReader
-
-        reader = RunReader(root)
-        try:
-            return fork_tree_page(fork_tree(reader), new_ids)
-        finally:
-            reader.close()
-
-    new_episodes = [
-        {
-            "episode": header.episode_id,
-            "reward": header.reward,
-            "stop_reason": header.stop_reason,
-            "drop_reason": header.drop_reason,
-            "turns": header.turns,
-        }
-        for header in headers
-    ]
-    return RunAnswer(new_episodes, page)
+    root = RunReader(reader.path if reader.path.name != "forks" else reader.path.parent)
+    try:
+        tree = fork_tree(root)
+    finally:
+        root.close()
+    names = ("episode", "reward", "rewards", "stop_reason", "drop_reason", "turns")
+    new_episodes = [{name: getattr(fork.line, name) for name in names} for fork in tree if fork.line.episode in new_ids]
+    return RunAnswer(new_episodes, lambda: fork_tree_page(tree, new_ids))
 
 
 def chosen_episode(reader: RunReader, options: argparse.Namespace) -> str:

@@ -26,7 +26,7 @@ from agentrl.core.errors import AgentRLError, InputError, JournalError
 from agentrl.core.files import expand_path
 from agentrl.core.records import ForkPoint, PolicyVersion
 from agentrl.inspection.ledger import RunLedger, run_ledger
-from agentrl.inspection.where_filter import FilterColumn, JsonColumn, find_column, parse_where_filter
+from agentrl.inspection.where_filter import FilterColumn, ObjectColumn, find_column, json_column, parse_where_filter
 from agentrl.journal.control_rows import is_intact
 from agentrl.journal.entries import BeginEntry, EntryBody, JournalEntry, decode_entries
 from agentrl.journal.reader import TurnLogReader, load_fork_prefix
@@ -62,6 +62,11 @@ STALENESS = (
     " AND t.attempt = s.attempt AND t.seat = s.seat AND t.agent = s.agent"
     " WHERE s.episode = a.episode AND s.attempt = a.attempt AND t.lineage = s.lineage)"
 )
+_REWARDED = " FROM trajectories t WHERE t.episode = a.episode AND t.attempt = a.attempt AND t.reward IS NOT NULL"
+REWARD = f"(CASE WHEN (SELECT min(t.seat) < max(t.seat){_REWARDED}) THEN NULL ELSE e.reward END)"
+REWARDS = (
+    f"(SELECT json_group_object(seat, reward) FROM (SELECT t.seat, avg(t.reward) AS reward{_REWARDED} GROUP BY t.seat))"
+)
 COLUMNS: dict[str, FilterColumn] = {
     "episode": FilterColumn("a.episode", "text"),
     "attempt": FilterColumn("a.attempt", "number"),
@@ -76,7 +81,7 @@ COLUMNS: dict[str, FilterColumn] = {
     "oldest_step": FilterColumn("e.oldest_step", "number"),
     "lineage": FilterColumn("e.lineage", "number"),
     "staleness": FilterColumn(STALENESS, "number"),
-    "reward": FilterColumn("e.reward", "number"),
+    "reward": FilterColumn(REWARD, "number"),
     "stop_reason": FilterColumn("e.stop_reason", "text"),
     "drop_reason": FilterColumn("e.drop_reason", "text"),
     "turns": FilterColumn("e.turns", "number"),
@@ -87,8 +92,12 @@ COLUMNS: dict[str, FilterColumn] = {
     "committed_at": FilterColumn("e.committed_at", "number"),
 }
 """Columns of `EpisodeLine`, for `--where`, `--sort` and `--columns`."""
-OBJECTS = {"metric": JsonColumn("e.metrics"), "data": JsonColumn("task_data(a.spec)")}
-"""Objects whose fields are columns too: `metric.NAME`, from `ctx.metric`, and `data.NAME`, from the task."""
+OBJECTS = {
+    "reward/": ObjectColumn(REWARDS, f"(SELECT avg(t.reward){_REWARDED} AND t.seat = ?)", "number"),
+    "metric.": json_column("e.metrics"),
+    "data.": json_column("task_data(a.spec)"),
+}
+"""Objects whose fields are columns too: `reward/SEAT`, `metric.NAME` from `ctx.metric`, `data.NAME` from the task."""
 EPISODES = " FROM admissions a LEFT JOIN episodes e ON e.episode = a.episode AND e.attempt = a.attempt"
 NEWEST = "NOT EXISTS (SELECT 1 FROM admissions n WHERE n.episode = a.episode AND n.attempt > a.attempt)"
 
@@ -211,6 +220,8 @@ class EpisodeLine(msgspec.Struct, frozen=True):
     staleness: int | None
     """Steps from the episode's oldest weights to those it was trained into, if both belong to one lineage."""
     reward: float | None
+    """Reward of the episode's only rewarded seat, summed over its agents. None if several seats were rewarded: they
+    have rewards of their own, in `rewards`, whose sum means nothing."""
     stop_reason: str | None
     drop_reason: str | None
     turns: int | None
@@ -220,10 +231,18 @@ class EpisodeLine(msgspec.Struct, frozen=True):
     """Message of the failure that dropped the episode."""
     admitted_at: float
     committed_at: float | None
+    rewards: dict[str, float] = {}
+    """Mean reward of each rewarded seat's agents, as in the metric `reward/<seat>`."""
     problem: str | None = None
     """Damage found in the episode's records."""
     fields: dict[str, Any] = {}
-    """Values of the chosen `metric.NAME` and `data.NAME`."""
+    """Values of the chosen `reward/SEAT`, `metric.NAME` and `data.NAME`."""
+
+    def field(self, column: str) -> Any:
+        """Return the value of a column or of a chosen field; of `reward/SEAT` also if it was not chosen."""
+        if column in self.fields:
+            return self.fields[column]
+        return self.rewards.get(column.removeprefix("reward/")) if "/" in column else getattr(self, column)
 
 
 class AgentLine(msgspec.Struct, frozen=True):
@@ -414,14 +433,15 @@ class RunReader:
             offset: number of episodes to skip.
             among: only these episodes, as `EPISODE.ATTEMPT`, from `search.episodes_with_words`.
             training_first: whether episodes of purpose `train` come before all others.
-            fields: each `metric.NAME` or `data.NAME` to read.
+            fields: each `reward/SEAT`, `metric.NAME` or `data.NAME` to read.
 
         Raises:
-            InputError: the filter cannot be read, or there is no such column.
+            InputError: the filter cannot be read, or there is no such column; it names `reward`, which no episode has.
             JournalError: the journal is damaged.
         """
-        condition, values = _condition(where, among)
+        condition, values = self._condition(where, among)
         by = find_column("--sort", sort, COLUMNS, OBJECTS)
+        self._check_reward("--sort", by.sql)
         direction = "DESC" if descending else "ASC"
         key = f"({by.sql})"
         first = "a.purpose != 'train', " if training_first else ""
@@ -437,12 +457,47 @@ class RunReader:
             newest = f"SELECT {column.sql} AS object{EPISODES} ORDER BY a.admitted_at DESC LIMIT 1000"
             fields = "json_each(CASE WHEN json_valid(object) THEN object ELSE '{}' END) field"
             rows = self.log.rows(f"SELECT DISTINCT field.key FROM ({newest}), {fields} ORDER BY 1")
-            names[prefix] = [f"{prefix}.{name}" for (name,) in rows]
+            names[prefix] = [f"{prefix}{name}" for (name,) in rows]
         return names
+
+    def reward_columns(self, condition: str = "1", *values: Any) -> list[str]:
+        """Return the columns that hold the episodes' rewards: `reward` if one rewarded a single seat, `reward/SEAT`
+        for each seat if one rewarded several. The newest thousand decide.
+
+        Args:
+            condition: SQL over `episodes e`, a constant of this package; which episodes to look at.
+            values: values of its placeholders.
+        """
+        newest = f"SELECT e.episode, e.attempt FROM episodes e WHERE e.reward IS NOT NULL AND {condition}"
+        newest += " ORDER BY e.committed_at DESC LIMIT 1000"
+        several = "SELECT min(o.seat) < max(o.seat) FROM trajectories o WHERE o.episode = t.episode"
+        several += " AND o.attempt = t.attempt AND o.reward IS NOT NULL"
+        statement = f"SELECT DISTINCT ({several}), t.seat FROM trajectories t WHERE t.reward IS NOT NULL"
+        rows = self.log.rows(f"{statement} AND (t.episode, t.attempt) IN ({newest})", *values)
+        several = {bool(is_several) for is_several, _ in rows}
+        seats = sorted({str(seat) for _, seat in rows}) if True in several else []
+        return [*(["reward"] if several != {True} else []), *(f"reward/{seat}" for seat in seats)]
+
+    def _check_reward(self, option: str, sql: str) -> None:
+        """Refuse a question about `reward` if no episode has one, because several seats of each are rewarded."""
+        if REWARD not in sql or "reward" in (columns := self.reward_columns()):
+            return
+        if not self.log.rows(f"SELECT 1{EPISODES} WHERE {REWARD} IS NOT NULL LIMIT 1"):
+            raise InputError(
+                f"{option}: no episode has one reward, because several seats are rewarded; use {' or '.join(columns)}"
+            )
+
+    def _condition(self, where: str, among: Collection[str] | None) -> tuple[str, tuple[Any, ...]]:
+        condition = parse_where_filter(where, COLUMNS, OBJECTS)
+        self._check_reward("--where", condition.sql)
+        if among is None:
+            return condition.sql, condition.values
+        key_condition = "a.episode || '.' || a.attempt IN (SELECT value FROM json_each(?))"
+        return f"({condition.sql}) AND {key_condition}", (*condition.values, json.dumps(sorted(among)))
 
     def keys(self, where: str = "", *, among: Collection[str] | None = None) -> list[tuple[str, int]]:
         """Return id and attempt of all episodes that pass a filter, in order of admission; raises as `episodes`."""
-        condition, values = _condition(where, among)
+        condition, values = self._condition(where, among)
         order = "a.admitted_at, a.episode, a.attempt"
         return self.log.rows(f"SELECT a.episode, a.attempt{EPISODES} WHERE {condition} ORDER BY {order}", *values)
 
@@ -450,7 +505,7 @@ class RunReader:
         """Return the number of episodes that pass a filter; raises as `episodes`."""
         if not where.strip() and among is None:
             return int(self.log.rows("SELECT count(*) FROM admissions")[0][0])
-        condition, values = _condition(where, among)
+        condition, values = self._condition(where, among)
         return int(self.log.rows(f"SELECT count(*){EPISODES} WHERE {condition}", *values)[0][0])
 
     def children(self, episode_id: str) -> list[EpisodeLine]:
@@ -481,7 +536,7 @@ class RunReader:
         """
         remembered = self._memory.lines if self._memory is not None and not fields else {}
         chosen = [find_column("--columns", name, {}, OBJECTS) for name in fields]
-        columns = ", ".join(column.sql for column in (*COLUMNS.values(), *chosen))
+        columns = ", ".join([*(column.sql for column in (*COLUMNS.values(), *chosen)), REWARDS])
         values = [value for column in chosen for value in column.values]
         statement = f"SELECT {columns}{EPISODES} WHERE a.episode = ? AND a.attempt = ?"
         lines = []
@@ -490,9 +545,9 @@ class RunReader:
                 lines.append(remembered[key])
                 continue
             for row in self.log.rows(statement, *values, *key):
-                read = dict(zip((*COLUMNS, *fields), row, strict=True))
+                read = dict(zip((*COLUMNS, *fields, "rewards"), row, strict=True))
                 read["fields"] = {name: read.pop(name) for name in fields}
-                read["seats"] = parse_json_object(read["seats"])
+                read["seats"], read["rewards"] = parse_json_object(read["seats"]), parse_json_object(read["rewards"])
                 read["policies"] = [policy for policy in str(read["policies"] or "").split(",") if policy]
                 read["problem"] = self._damage(*key)
                 lines.append(struct_from_row(EpisodeLine, read))
@@ -775,11 +830,3 @@ def list_runs(directory: str | Path) -> list[RunLine]:
             problem = str(error)
             lines.append(RunLine(path.name, str(path), "", 0, 0, {}, {}, problem=problem))
     return lines
-
-
-def _condition(where: str, among: Collection[str] | None) -> tuple[str, tuple[Any, ...]]:
-    condition = parse_where_filter(where, COLUMNS, OBJECTS)
-    if among is None:
-        return condition.sql, condition.values
-    key_condition = "a.episode || '.' || a.attempt IN (SELECT value FROM json_each(?))"
-    return f"({condition.sql}) AND {key_condition}", (*condition.values, json.dumps(sorted(among)))

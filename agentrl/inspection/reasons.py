@@ -244,16 +244,20 @@ def _group(reader: RunReader, line: EpisodeLine) -> list[Reason]:
     members = reader.group(line.group)
     if len(members) < 2:
         return []
-    rewards = [member.reward for member in members if member.reward is not None]
+    by_seat: dict[str, list[float]] = {}
+    for member in members:
+        for seat, reward in member.rewards.items():
+            by_seat.setdefault(seat, []).append(reward)
     statuses: dict[str, int] = {}
     for member in members:
         statuses[member.status] = statuses.get(member.status, 0) + 1
     counts = ", ".join(f"{count} {status}" for status, count in sorted(statuses.items()))
     text = f"{len(members)} episodes are compared with each other: {counts}"
-    if rewards:
-        text += f"; rewards from {min(rewards):g} to {max(rewards):g}, mean {sum(rewards) / len(rewards):.3g}"
-    if len(rewards) > 1 and min(rewards) == max(rewards):
-        text += "; all are equal, so it teaches nothing"
+    for seat, rewards in by_seat.items():
+        whose = f" of {seat}" if len(by_seat) > 1 else ""
+        text += f"; rewards{whose} from {min(rewards):g} to {max(rewards):g}, mean {sum(rewards) / len(rewards):.3g}"
+        if len(rewards) > 1 and min(rewards) == max(rewards):
+            text += "; all are equal, so they teach nothing"
     if statuses.get("in_flight") and line.status == "ready":
         text += "; it waits for those in flight"
     return [Reason("group", text)]

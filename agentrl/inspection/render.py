@@ -43,7 +43,7 @@ EPISODE_COLUMNS = (
     *("episode", "attempt", "status", "environment", "task", "reward", "stop_reason", "drop_reason"),
     *("turns", "tokens", "oldest_step", "seconds"),
 )
-"""Default columns of `episode list`."""
+"""Default columns of `episode list`, with `reward/SEAT` instead of `reward` if several seats are rewarded."""
 _NUMBERS = {"attempt", "oldest_step", "lineage", "staleness", "reward", "turns", "tokens", "seconds"}
 _SHADES = " ▁▂▃▄▅▆▇█"
 
@@ -205,15 +205,35 @@ def episode_table(lines: Sequence[EpisodeLine], total: int, columns: Sequence[st
     if not columns:
         optional = {"attempt", "stop_reason", "drop_reason"}
         column_names = [name for name in column_names if name not in optional or any(getattr(x, name) for x in lines)]
-    rows = [[_cell(line, name) for name in column_names] for line in lines]
-    headings = [f"{name}>" if name in _NUMBERS else name for name in column_names]
+        place = column_names.index("reward")
+        column_names[place : place + 1] = reward_columns(lines)
+    by_seat = any(name.startswith("reward/") for name in column_names)
+    rows = [
+        [format_rewards(line) if name == "reward" and not by_seat else _cell(line, name) for name in column_names]
+        for line in lines
+    ]
+    headings = [f"{name}>" if name in _NUMBERS or name.startswith("reward/") else name for name in column_names]
     page.table(headings, rows, caption=f"{len(lines)} of {total:,} episodes" if total > len(lines) else "")
     page.problems(f"{line.episode}: {line.problem}" for line in lines if line.problem)
     return page
 
 
+def reward_columns(lines: Sequence[EpisodeLine]) -> list[str]:
+    """Return the columns for the rewards of episodes: `reward/SEAT` for the seats of those that rewarded several."""
+    seats = sorted({seat for line in lines if len(line.rewards) > 1 for seat in line.rewards})
+    single = ["reward"] if not seats or any(line.reward is not None for line in lines) else []
+    return single + [f"reward/{seat}" for seat in seats]
+
+
+def format_rewards(line: EpisodeLine) -> str:
+    """Format an episode's reward; if several seats were rewarded, the reward of each."""
+    if len(line.rewards) < 2:
+        return format_number(line.reward)
+    return ", ".join(f"{seat} {format_number(reward)}" for seat, reward in line.rewards.items())
+
+
 def _cell(line: EpisodeLine, column: str) -> str:
-    value = line.fields[column] if "." in column else getattr(line, column)
+    value = line.field(column)
     if column in ("turns", "tokens"):
         return "" if value is None else f"{value:,}"
     if isinstance(value, float):
@@ -441,7 +461,7 @@ def statistics_page(figures: RunStatistics) -> TerminalPage:
     for kind in figures.episodes:
         page.heading(f"{kind.environment} · {kind.purpose}")
         page.line(f"  {plural(kind.episodes, 'episode')} ended: {_format_counts(kind.ended)}")
-        spreads = {"reward": kind.reward, "turns": kind.turns, "tokens": kind.tokens, "seconds": kind.seconds}
+        spreads = {**kind.rewards, "turns": kind.turns, "tokens": kind.tokens, "seconds": kind.seconds}
         rows = [[f"  {name}", *_spread(spread)] for name, spread in spreads.items()]
         page.table(["  of committed ones", "mean>", "10 % below>", "median>", "10 % above>"], rows)
     page.heading("policies")

@@ -20,7 +20,15 @@ from agentrl.inspection.conversation import (
     acts_with_weight_updates,
     reward_components,
 )
-from agentrl.inspection.render import MAX_BLOCK, Part, TerminalPage, episode_table, format_number
+from agentrl.inspection.render import (
+    MAX_BLOCK,
+    Part,
+    TerminalPage,
+    episode_table,
+    format_number,
+    format_rewards,
+    reward_columns,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -55,7 +63,8 @@ def conversation_page(view: ConversationView) -> TerminalPage:
     if view.children:
         page.heading("children")
         attempt = ["attempt"] if any(child.attempt for child in view.children) else []
-        fields = ["episode", *attempt, "status", "reward", "stop_reason", "drop_reason", "turns", "tokens", "seconds"]
+        rewards = reward_columns(view.children)
+        fields = ["episode", *attempt, "status", *rewards, "stop_reason", "drop_reason", "turns", "tokens", "seconds"]
         page.add(episode_table(view.children, len(view.children), fields))
     page.problems(view.problems)
     return page
@@ -102,8 +111,8 @@ def summary_page(view: ConversationView) -> TerminalPage:
     facts.append(("ended", line.drop_reason or line.stop_reason or "not yet"))
     if view.detail:
         facts.append(("because" if line.drop_reason else "asked otherwise", view.detail))
-    if line.reward is not None:
-        facts.append(("reward", format_number(line.reward)))
+    if rewards := format_rewards(line):
+        facts.append(("reward", rewards))
     if line.turns is not None:
         facts.append(
             (
@@ -314,7 +323,7 @@ def fork_tree_page(tree: Sequence[ForkTreeNode], new: Collection[str] = ()) -> T
         outcome = line.drop_reason or line.stop_reason or line.status
         style = "bold" if line.episode in new else ""
         turns = "" if line.turns is None else str(line.turns)
-        rows.append([(name, style), at, fork.version or "", format_number(line.reward), turns, outcome])
+        rows.append([(name, style), at, fork.version or "", format_rewards(line), turns, outcome])
     page.table(["episode", "forked", "by", "reward>", "turns>", "ended"], rows)
     return page
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -16,6 +17,8 @@ from agentrl.core.control_messages import read_actions
 from agentrl.core.errors import JournalError, StorageError
 from agentrl.core.records import REWARD, GameTally
 from agentrl.core.text import plural
+from agentrl.inspection.reader import COLUMNS, EPISODES, OBJECTS
+from agentrl.inspection.where_filter import find_column
 from agentrl.journal.control_rows import decode_admission_row
 from agentrl.observe.metrics import ROULETTE_STOPPED, ROULETTE_WEIGHT
 from agentrl.observe.run_state import (
@@ -53,7 +56,8 @@ class EpisodeStatistics(msgspec.Struct, frozen=True, kw_only=True):
     episodes: int
     ended: dict[str, int]
     """Number of episodes by stop reason or drop reason, the most frequent first."""
-    reward: EpisodeDistribution
+    rewards: dict[str, EpisodeDistribution]
+    """Keyed by column: `reward`, or `reward/SEAT` for each seat if several seats were rewarded."""
     turns: EpisodeDistribution
     tokens: EpisodeDistribution
     seconds: EpisodeDistribution
@@ -185,28 +189,33 @@ def _episodes(reader: RunReader, environment: str, purpose: str, count: int) -> 
         " WHERE environment = ? AND purpose = ? GROUP BY why ORDER BY many DESC, why",
         *(environment, purpose),
     )
-    spreads = {
-        column: _spread(reader, column, environment, purpose) for column in ("reward", "turns", "tokens", "seconds")
-    }
+    committed = "e.environment = ? AND e.purpose = ? AND e.drop_reason IS NULL"
+    reward_columns = [name for name in reader.reward_columns(committed, environment, purpose) if "/" in name] or [
+        "reward"
+    ]
+    spreads = {}
+    for name in (*reward_columns, "turns", "tokens", "seconds"):
+        column = find_column("column", name, COLUMNS, OBJECTS)
+        statement = f"SELECT {column.sql} AS value{EPISODES} WHERE {committed} AND value IS NOT NULL ORDER BY value"
+        spreads[name] = _spread(
+            [value for (value,) in reader.log.rows(statement, *column.values, environment, purpose)]
+        )
     return EpisodeStatistics(
         environment=environment,
         purpose=purpose,
         episodes=count,
         ended={str(reason): many for reason, many in rows},
+        rewards={name: spreads.pop(name) for name in reward_columns},
         **spreads,
     )
 
 
-def _spread(reader: RunReader, column: str, environment: str, purpose: str) -> EpisodeDistribution:
-    """Compute mean and quantiles of a column over committed episodes."""
-    condition = f"FROM episodes WHERE environment = ? AND purpose = ? AND drop_reason IS NULL AND {column} IS NOT NULL"
-    ((mean, count),) = reader.log.rows(f"SELECT avg({column}), count(*) {condition}", environment, purpose)
-    quantiles = [None, None, None]
-    if count:
-        statement = f"SELECT {column} {condition} ORDER BY {column} LIMIT 1 OFFSET ?"
-        places = [min(int(share * count), count - 1) for share in QUANTILES]
-        quantiles = [reader.log.rows(statement, environment, purpose, place)[0][0] for place in places]
-    return EpisodeDistribution(mean, *quantiles)
+def _spread(values: Sequence[float]) -> EpisodeDistribution:
+    """Compute mean and quantiles of values in ascending order."""
+    if not values:
+        return EpisodeDistribution(None, None, None, None)
+    places = [min(int(share * len(values)), len(values) - 1) for share in QUANTILES]
+    return EpisodeDistribution(fmean(values), *(values[place] for place in places))
 
 
 def _policies(reader: RunReader) -> list[PolicyStatistics]:

@@ -32,10 +32,19 @@ class FilterColumn(NamedTuple):
     """Values to bind in `sql`."""
 
 
-class JsonColumn(NamedTuple):
-    """A column with a JSON object, whose fields are named `column.field`."""
+class ObjectColumn(NamedTuple):
+    """An object of an episode, each of whose fields is a column."""
 
     sql: str
+    """The object as JSON, or NULL."""
+    field: str
+    """A field of the object; binds its name once."""
+    kind: Literal["number", "any"] = "any"
+
+
+def json_column(sql: str) -> ObjectColumn:
+    """Return the object in a column of JSON text, of which damaged text has no field."""
+    return ObjectColumn(sql, f"CASE WHEN json_valid({sql}) THEN json_extract({sql}, '$.\"' || ? || '\"') END")
 
 
 class SqlFilter(NamedTuple):
@@ -58,9 +67,10 @@ _OPERATORS = {"=": "=", "==": "=", "!=": "<>", "<>": "<>", "<": "<", "<=": "<=",
 
 
 def parse_where_filter(
-    text: str, columns: Mapping[str, FilterColumn], objects: Mapping[str, JsonColumn] | None = None
+    text: str, columns: Mapping[str, FilterColumn], objects: Mapping[str, ObjectColumn] | None = None
 ) -> SqlFilter:
-    """Parse a filter; an empty text passes everything. `objects` are columns whose fields can be compared.
+    """Parse a filter; an empty text passes everything. `objects` are columns whose fields can be compared, keyed by the
+    prefix of their names.
 
     Raises:
         InputError: the text is not a filter; the message says where, and what was expected.
@@ -74,20 +84,19 @@ def parse_where_filter(
 
 
 def find_column(
-    option: str, name: str, columns: Mapping[str, FilterColumn], objects: Mapping[str, JsonColumn]
+    option: str, name: str, columns: Mapping[str, FilterColumn], objects: Mapping[str, ObjectColumn]
 ) -> FilterColumn:
-    """Return a column, or the field of an object; the field's path becomes a bound value.
+    """Return a column, or the field of an object, whose name becomes a bound value.
 
     Raises:
         InputError: there is no such column; the message begins with `option`.
     """
-    prefix, dot, field = name.partition(".")
     if name in columns:
         return columns[name]
-    if dot and field and prefix in objects and '"' not in field:
-        sql = objects[prefix].sql
-        return FilterColumn(f"CASE WHEN json_valid({sql}) THEN json_extract({sql}, ?) END", "any", (f'$."{field}"',))
-    names = [*columns, *(f"{table}.NAME" for table in objects)]
+    for prefix, table in objects.items():
+        if (field := name.removeprefix(prefix)) not in ("", name) and '"' not in field:
+            return FilterColumn(table.field, table.kind, (field,))
+    names = [*columns, *(f"{prefix}NAME" for prefix in objects)]
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(names)}"
     raise InputError(f"{option}: {name!r} is not a column; {hint}")
@@ -109,7 +118,7 @@ def _tokens(text: str) -> list[tuple[str, str]]:
 
 class _Parser:
     def __init__(
-        self, tokens: list[tuple[str, str]], columns: Mapping[str, FilterColumn], objects: Mapping[str, JsonColumn]
+        self, tokens: list[tuple[str, str]], columns: Mapping[str, FilterColumn], objects: Mapping[str, ObjectColumn]
     ) -> None:
         self._tokens = tokens
         self._columns = columns

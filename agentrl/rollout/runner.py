@@ -224,7 +224,7 @@ class EpisodeRunner:
             parent_id=spec.parent_id,
             stop_reason=stop_reason,
             drop_reason=None,
-            turns=sum(agent.sampled_turns for agent in agents),
+            turns=sum(len(agent.turns) for agent in agents),
             tokens=sum(trajectory.tokens for trajectory in trajectories),
             seconds=seconds,
             trajectories=trajectories,

@@ -19,7 +19,7 @@ from agentrl.journal.entries import JournalEntry, TurnEntry, TurnVersionSpan, en
 from agentrl.journal.port import MetricRow, VersionPublication
 from agentrl.journal.store import SqliteJournal
 from tests.browser import HOW_TO_INSTALL, Tab, find_chromium
-from tests.journal_cases import entries_with, header, spec, step_of, weights
+from tests.journal_cases import entries_with, header, spec, step_of, weights, write_bargains
 from tests.support.compared_runs import write_compared_run
 from tests.viewer_cases import READY, WORST, show, text
 
@@ -236,6 +236,41 @@ def test_07_failed_episodes_look_failed(tab: Tab, sample_file: str, sample_run: 
     assert "100 episodes" in text(tab, ".strip")
     assert tab.evaluate("document.querySelectorAll('.strip .ticks span').length") > 1
     assert "evaluated" in text(tab, ".filters")
+
+
+def test_several_rewarded_seats_are_shown_apart_and_never_added(tab: Tab, tmp_path: Path) -> None:
+    asyncio.run(write_bargains(tmp_path / "shop"))
+    out = tmp_path / "shop.html"
+    assert main(["run", "export", str(tmp_path / "shop"), "--to", "html", "--out", str(out)]) == 0
+    show(tab, out.as_uri() + "#/episodes?sort=reward/seller")
+    assert [name for name in values(tab, "thead th") if name.startswith("reward")] == [
+        "reward/buyer",
+        "reward/seller ↓",
+    ]
+    assert values(tab, "tbody tr:nth-child(4) td.right")[:2] == ["0.250", "−0.250"]
+    assert values(tab, "tbody .failure") == [], "no reward of one seat says that the episode failed"
+    assert count_dots(tab) == 2 * 6
+    assert values(tab, ".strip .legend li") == ["reward/buyer", "reward/seller"]
+    show(tab, out.as_uri() + f"#/episodes?where={quote('reward/buyer > 0.6 or reward/seller = -0.25')}")
+    assert values(tab, "tbody a.id") == ["e5", "e1"]
+    show(tab, out.as_uri() + f"#/episodes?where={quote('reward > 0')}")
+    assert "reward/buyer, reward/seller" in text(tab, ".problem")
+    show(tab, out.as_uri() + "#/episode/e5/family")
+    assert "buyer 0.75 · seller −0.75" in text(tab, ".facts")
+    assert "mean reward of buyer 0.375, mean reward of seller −0.375" in text(tab, ".tree")
+    assert values(tab, ".relative.self .amount") == ["0.750", "−0.750"]
+    show(tab, out.as_uri() + "#/compare")
+    assert values(tab, ".offers li")[:2] == [
+        "e5 and e4 rewards of buyer 0.75 and 0",
+        "e4 and e5 rewards of seller 0 and −0.75",
+    ]
+    show(tab, out.as_uri() + "#/compare?a=e5&b=e4")
+    assert values(tab, ".heads h2") == ["e5 buyer 0.75 · seller −0.75", "e4 buyer 0 · seller 0"]
+    assert tab.errors == []
+
+
+def count_dots(tab: Tab) -> int:
+    return int(tab.evaluate("document.querySelectorAll('.strip .dot').length"))
 
 
 def test_08_numbers_of_a_group_are_in_one_column(tab: Tab, sample_file: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
+import re
 import sqlite3
 from pathlib import Path
 
@@ -11,17 +13,20 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from agentrl.cli.main import main
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import PolicyVersion
 from agentrl.core.text import escape_text
 from agentrl.inspection.conversation import read_conversation
 from agentrl.inspection.reader import RunReader, list_runs
-from agentrl.inspection.render import MAX_CELL, episode_table, reward_curves_page, run_table
+from agentrl.inspection.reasons import explain_episode
+from agentrl.inspection.render import MAX_CELL, episode_table, reward_curves_page, run_table, statistics_page
 from agentrl.inspection.render_episode import conversation_page
+from agentrl.inspection.statistics import run_statistics
 from agentrl.journal.entries import encode_body, entry_checksum
 from agentrl.journal.port import MetricRow, VersionPublication
 from agentrl.journal.store import SqliteJournal
-from tests.journal_cases import HOSTILE, entries_with, weights, write_run
+from tests.journal_cases import HOSTILE, entries_with, weights, write_bargains, write_run
 
 
 @pytest.fixture
@@ -58,12 +63,65 @@ def test_episodes_are_listed_filtered_and_sorted(run: Path) -> None:
         {"data.question": "2 + 3", "metric.accuracy": None},
         {"data.question": None, "metric.accuracy": 0.5},
     ]
-    assert reader.field_names() == {"metric": ["metric.accuracy"], "data": ["data.nested", "data.q", "data.question"]}
+    assert reader.field_names() == {
+        "reward/": ["reward/solver"],
+        "metric.": ["metric.accuracy"],
+        "data.": ["data.nested", "data.q", "data.question"],
+    }
     assert [line.episode for line in reader.episodes(limit=2, offset=2)] == ["e4", "e3"]
     assert (reader.count(), reader.count("turns < 2")) == (7, 2)
     first = reader.episodes("episode = e1")[0]
     assert (first.seats, first.policies, first.reward, first.oldest_step) == ({"solver": "policy"}, ["policy"], 1.0, 0)
     reader.close()
+
+
+def test_several_rewarded_seats_have_a_column_each_and_no_sum(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], run: Path
+) -> None:
+    asyncio.run(write_bargains(tmp_path / "shop"))
+    reader = RunReader(tmp_path / "shop")
+    assert reader.reward_columns() == ["reward/buyer", "reward/seller"]
+    (line,) = reader.episodes("reward/buyer > 0.6", fields=["reward/seller", "metric.agreed"])
+    assert (line.episode, line.reward, line.rewards) == ("e5", None, {"buyer": 0.75, "seller": -0.75})
+    assert line.fields == {"reward/seller": -0.75, "metric.agreed": 1.0}
+    assert [each.episode for each in reader.episodes(sort="reward/seller", limit=4)][2:] == ["e0", "e1"]
+    for ask in (
+        lambda: reader.episodes("reward > 0 and turns > 1"),
+        lambda: reader.count("reward = null"),
+        lambda: reader.episodes(sort="reward"),
+    ):
+        with pytest.raises(InputError, match="use reward/buyer or reward/seller"):
+            ask()
+    with pytest.raises(InputError, match="reward/buyer must be compared with a number"):
+        reader.episodes("reward/buyer > much")
+    (figures,) = run_statistics(reader).episodes
+    assert {name: spread.mean for name, spread in figures.rewards.items()} == {
+        "reward/buyer": 0.25,
+        "reward/seller": -0.25,
+    }
+    assert re.search(r"reward/seller +-0\.25 ", shown(statistics_page(run_statistics(reader))))
+    group = " ".join(reason.text for reason in explain_episode(reader, "e1"))
+    assert "rewards of buyer from 0 to 0.25, mean 0.125; rewards of seller from -0.25 to 0, mean -0.125" in group
+    reader.close()
+
+    shop = str(tmp_path / "shop")
+    assert main(["episode", "list", shop]) == 0
+    headings, newest, *_ = capsys.readouterr().out.splitlines()
+    assert [name for name in headings.split() if name.startswith("reward")] == ["reward/buyer", "reward/seller"]
+    assert newest.split()[4:6] == ["0.75", "-0.75"]
+    assert main(["episode", "list", shop, "--columns", "episode,reward/seller", "--limit", "1", "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert (told["reward"], told["rewards"]["buyer"], told["fields"]["reward/seller"]) == (None, 0.75, -0.75)
+    assert main(["episode", "show", shop, "e5"]) == 0
+    assert re.search(r"reward +buyer 0\.75, seller -0\.75\n", capsys.readouterr().out)
+    single = RunReader(run)
+    assert single.reward_columns() == ["reward"]
+    (three,) = single.episodes("episode = e3")
+    assert three.rewards == {"solver": 3.0}
+    single.close()
+    mixed = shown(episode_table([line, three], 2)).splitlines()[1:]
+    assert [row.split()[4:7] for row in mixed] == [["0.75", "-0.75", "completed"], ["3", "completed", "3"]]
+    assert "buyer 0.75, seller -0.75" in shown(episode_table([line, three], 2, ["episode", "reward"]))
 
 
 def test_one_episode_is_shown_with_its_conversation(run: Path) -> None:

@@ -65,7 +65,27 @@ export function signed(value, decimals = null) {
   return element("span", { class: `amount ${value < 0 ? "bad" : ""}` }, decimals === null ? number(value) : fixed(value, decimals));
 }
 
-/** The same with a bar that starts in the middle, for comparing it with those above and below it. */
+/** The rewards of an episode as numbers: one, or one of each seat if several were rewarded. */
+export function rewardsOf(line) {
+  const rewards = Object.values(line.rewards);
+  return rewards.length > 1 ? rewards : line.reward === null ? [] : [line.reward];
+}
+
+/** The reward of an episode, or of each seat with its name if several were rewarded. */
+export function rewards(line) {
+  const seats = Object.entries(line.rewards);
+  if (seats.length < 2) return line.reward === null ? null : signed(line.reward);
+  return seats.map(([seat, reward], place) => [place ? " · " : "", element("span", { class: "quiet" }, seat), " ", signed(reward)]);
+}
+
+/** The same with bars. */
+export function rewardBars(line, largest) {
+  const seats = Object.entries(line.rewards);
+  if (seats.length < 2) return signedBar(line.reward, largest, 3);
+  return seats.map(([seat, reward]) => [element("span", { class: "quiet" }, seat), signedBar(reward, largest, 3)]);
+}
+
+/** A number with a bar that starts in the middle, for comparing it with those above and below it. */
 export function signedBar(value, largest = 1, decimals = null) {
   if (value === null || value === undefined) return element("span", { class: "quiet" }, "–");
   const share = Math.min(Math.abs(value) / (largest || 1), 1) * 50;

@@ -2,7 +2,7 @@
 
 import { append, content, element, problems } from "./dom.js";
 import { number, plural, told } from "./text.js";
-import { palette, signed } from "./colors.js";
+import { palette, rewards, signed } from "./colors.js";
 import { address, episodeAddress } from "./routes.js";
 import { card, legend } from "./charts.js";
 import { forkName, parentOf } from "./family.js";
@@ -29,7 +29,7 @@ export async function compareView(page, { parameters }) {
       element("p", { class: "verdict", role: "status" }, departure ? ["They part at ", element("a", { href: address(["compare"], { a, b, call: departure.call }) }, departure.call), `, after ${plural(same, "act")} alike: ${DEPARTURES[departure.kind]}${departure.token === undefined ? "" : `, from token ${departure.token} on`}.`] : "They are the same, but for times."),
       legend([...hues].map(([version, hue]) => [version, hue, ""])),
       problems(sides.flatMap(({ view }) => view.problems)),
-      element("div", { class: "versus heads" }, sides.map(({ name, view }) => element("h2", {}, element("a", { href: episodeAddress(name), class: "id" }, name), " ", signed(view.summary.reward)))),
+      element("div", { class: "versus heads" }, sides.map(({ name, view }) => element("h2", {}, element("a", { href: episodeAddress(name), class: "id" }, name), " ", rewards(view.summary)))),
       same > 2 ? folded(pairs.slice(0, same - 1), sides, hues) : pairs.slice(0, Math.max(same - 1, 0)).map((pair) => pairRow(pair, sides, hues, departure)),
       pairs.slice(Math.max(same - 1, 0)).map((pair) => pairRow(pair, sides, hues, departure)),
     ],
@@ -53,19 +53,27 @@ function choice(page, a, b) {
 
 /** Pairs worth a look: forks with their parents, the best and the worst of a group. */
 async function suggestions(page) {
-  const [tree, { lines }] = await Promise.all([page.ask("forks"), page.ask("episodes", { where: "purpose = train and reward != null", sort: "committed_at", limit: 200 })]);
+  const [tree, { lines }] = await Promise.all([page.ask("forks"), page.ask("episodes", { where: "purpose = train and committed_at != null", sort: "committed_at", limit: 200 })]);
   const link = (a, b, about) => element("li", {}, element("a", { href: address(["compare"], { a, b }) }, `${a} and ${b}`), element("span", { class: "quiet" }, about));
   const forks = tree.flatMap((fork, place) => (fork.depth ? [[forkName(fork), parentOf(tree, place)]] : [])).slice(0, OFFERED);
   const groups = new Map();
   for (const line of lines) groups.set(line.group, [...(groups.get(line.group) ?? []), line]);
-  const spread = [...groups.values()].map((group) => [...group].sort((one, other) => other.reward - one.reward)).filter((group) => group.length > 1 && group[0].reward > group[group.length - 1].reward);
-  const pairs = spread.slice(0, OFFERED).map((group) => [group[0], group[group.length - 1]]);
+  const pairs = [...groups.values()].flatMap(extremes).slice(0, OFFERED);
   return [
     element("p", { class: "quiet" }, "Two episodes side by side, up to their first difference. Type two ids, or choose:"),
-    pairs.length ? card("Best and worst of a group", element("ul", { class: "offers" }, pairs.map(([best, worst]) => link(best.episode, worst.episode, ` rewards ${number(best.reward)} and ${number(worst.reward)}`)))) : null,
+    pairs.length ? card("Best and worst of a group", element("ul", { class: "offers" }, pairs.map(([seat, best, worst]) => link(best.episode, worst.episode, ` rewards ${seat ? `of ${seat} ` : ""}${number(best.reward)} and ${number(worst.reward)}`)))) : null,
     forks.length ? card("Forks and their parents", element("ul", { class: "offers" }, forks.map(([fork, parent]) => link(fork, parent, "")))) : null,
     pairs.length || forks.length ? null : element("p", { class: "quiet" }, "No group has episodes with different rewards yet, and there are no forks."),
   ];
+}
+
+/** The best and the worst episode of a group for each rewarded seat, which is named if there are several. */
+function extremes(group) {
+  const seats = Map.groupBy(group.flatMap(({ episode, rewards: found }) => Object.entries(found).map(([seat, reward]) => ({ seat, episode, reward }))), ({ seat }) => seat);
+  return [...seats].flatMap(([seat, found]) => {
+    const [best, worst] = [Math.max, Math.min].map((pick) => pick(...found.map(({ reward }) => reward)));
+    return best > worst ? [[seats.size > 1 ? seat : "", ...[best, worst].map((each) => found.find(({ reward }) => reward === each))]] : [];
+  });
 }
 
 function folded(pairs, sides, hues) {

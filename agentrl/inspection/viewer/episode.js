@@ -2,7 +2,7 @@
 
 import { chip, element, facts, problems, status } from "./dom.js";
 import { clock, number, seconds, shortName } from "./text.js";
-import { signed, versionChip } from "./colors.js";
+import { rewards, versionChip } from "./colors.js";
 import { address, episodeAddress } from "./routes.js";
 import { card } from "./charts.js";
 import { conversationPanel, outcome } from "./conversation.js";
@@ -74,7 +74,7 @@ function detail({ summary: line, measured_against: against }) {
   return [
     facts(
       [
-        ["reward", line.reward === null ? null : signed(line.reward)],
+        ["reward", rewards(line)],
         ["ended", line.drop_reason ? element("span", { class: "bad" }, `dropped: ${line.drop_reason}`) : line.stop_reason],
         ["turns", line.turns],
         ["tokens", line.tokens === null ? null : number(line.tokens)],

@@ -2,7 +2,7 @@
 
 import { chip, element, status } from "./dom.js";
 import { number, plural, safeText, shortName } from "./text.js";
-import { signedBar } from "./colors.js";
+import { rewardBars, rewardsOf } from "./colors.js";
 import { address, episodeAddress } from "./routes.js";
 import { card, most } from "./charts.js";
 
@@ -15,7 +15,7 @@ export async function familyPanel(page, view) {
   const parent = names.has(line.parent) ? null : parents[0]; // a branch is in the group of its parent
   const trunks = members.filter((each) => !names.has(each.parent));
   const children = view.children.filter((each) => !names.has(each.episode));
-  const largest = most([...members, ...children].map((each) => Math.abs(each.reward ?? 0)));
+  const largest = most([...members, ...children].flatMap((each) => rewardsOf(each).map(Math.abs)));
   const heading = (name, lines) => element("span", { class: "quiet" }, `group ${name}, ${spread(lines)}`);
   const below = groups(children).map(([name, lines]) => element("li", {}, heading(name, lines), element("ul", {}, lines.map((each) => element("li", {}, node(each, largest))))));
   const item = (each) => {
@@ -43,10 +43,9 @@ function groups(lines) {
 }
 
 function spread(lines) {
-  const rewards = lines.map((line) => line.reward).filter((reward) => reward !== null);
-  if (!rewards.length) return plural(lines.length, "episode");
-  const mean = rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length;
-  return `${plural(lines.length, "episode")}, mean reward ${number(mean)}`;
+  const seats = Map.groupBy(lines.flatMap((line) => Object.entries(line.rewards)), ([seat]) => seat);
+  const means = [...seats].map(([seat, rewards]) => `mean reward ${seats.size > 1 ? `of ${seat} ` : ""}${number(rewards.reduce((sum, [, reward]) => sum + reward, 0) / rewards.length)}`);
+  return [plural(lines.length, "episode"), ...means].join(", ");
 }
 
 function node(line, largest, isSelf = false, name = line.episode, extra = null) {
@@ -56,7 +55,7 @@ function node(line, largest, isSelf = false, name = line.episode, extra = null) 
     { class: `relative ${isSelf ? "self" : ""}`, "data-item": true, tabindex: "-1", "data-to": to },
     element("a", { href: to, class: "id", "aria-current": isSelf ? "true" : null }, name),
     element("span", { class: "quiet" }, shortName(line.environment)),
-    signedBar(line.reward, largest, 3),
+    rewardBars(line, largest),
     status(line.status, line),
     line.drop_reason ? chip(line.drop_reason, "bad", safeText(line.detail ?? "")) : null,
     extra,
@@ -66,7 +65,7 @@ function node(line, largest, isSelf = false, name = line.episode, extra = null) 
 /** All forks of a run. */
 export async function forksView(page) {
   const tree = await page.ask("forks");
-  const largest = most(tree.map((fork) => Math.abs(fork.line.reward ?? 0)));
+  const largest = most(tree.flatMap((fork) => rewardsOf(fork.line).map(Math.abs)));
   return {
     title: "Forks",
     content: tree.length

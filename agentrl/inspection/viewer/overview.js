@@ -21,7 +21,7 @@ const FAILED = "reward <= 0";
 const PURPOSES = { train: "training", evaluate: "held-out" };
 
 export async function overviewView(page, { parameters }) {
-  const run = await page.ask("overview");
+  const [run, { rewards }] = await Promise.all([page.ask("overview"), page.ask("run")]);
   const isEvaluation = run.purpose === "evaluate";
   const chosen = [parameters.metrics ?? []].flat().flatMap((text) => text.split("\n")).filter(Boolean);
   const axes = AXES.filter((axis) => axis === "step" || Object.keys(run.places[axis] ?? {}).length);
@@ -36,7 +36,7 @@ export async function overviewView(page, { parameters }) {
     title: "Overview",
     content: [
       isEvaluation ? await evaluationTiles(page, run) : tiles(run),
-      isEvaluation ? element("p", {}, element("a", { href: address(["episodes"], { where: FAILED }) }, "Failed episodes"), element("span", { class: "quiet" }, `, with ${FAILED}`)) : null,
+      isEvaluation && rewards.includes("reward") ? element("p", {}, element("a", { href: address(["episodes"], { where: FAILED }) }, "Failed episodes"), element("span", { class: "quiet" }, `, with ${FAILED}`)) : null,
       problems(run.problem ? [run.problem] : []),
       alarms(run.alarms),
       waits(run),

@@ -61,7 +61,9 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     purpose: str
     columns: dict[str, str]
-    """Columns of episodes, with their types: text or number."""
+    """Columns of episodes, with their types: text or number. `reward` or `reward/SEAT`, as in `rewards`."""
+    rewards: list[str]
+    """Columns of rewards, as `RunReader.reward_columns` returns them."""
     episodes: int
     """Number of episodes; restarted attempts count separately."""
     processes: list[ProcessStatus]
@@ -107,11 +109,15 @@ def run_summary(reader: RunReader, episodes: int) -> RunSummary:
     """Make the run's summary, with the given number of episodes."""
     info = reader.info()
     status = read_run_snapshot(reader.path) if reader.standing() == "running" else None
+    rewards = reader.reward_columns()
     return RunSummary(
         name=name if isinstance(name := info.get("name"), str) else reader.path.name,
         path=str(reader.path),
         purpose=reader.purpose(),
-        columns={name: column.kind for name, column in COLUMNS.items()},
+        columns={
+            each: column.kind for name, column in COLUMNS.items() for each in (rewards if name == "reward" else (name,))
+        },
+        rewards=rewards,
         episodes=episodes,
         processes=[] if status is None else list(status.processes),
         bottleneck="" if status is None else status.bottleneck,

@@ -102,6 +102,7 @@ function compared(name, column, operator, text) {
 /** What a column holds, as the database has it. */
 export function cell(line, name) {
   const value = line[name] ?? null;
+  if (name.startsWith("reward/")) return line.rewards[name.slice("reward/".length)] ?? null;
   if (name === "policies") return value.join(",") || null;
   return name === "seats" ? JSON.stringify(value) : value;
 }
