@@ -369,7 +369,7 @@ class _Judge:
                 "entries", f"{key}: trajectories of {[(r['seat'], r['agent']) for r in rows]}, {set(agents)} acted"
             )
             return
-        totals = (len(own.turns), sum(turn.counted for turn in own.turns))
+        totals = (len(inherited.turns) + len(own.turns), sum(turn.counted for turn in own.turns))
         if (episode["turns"], episode["tokens"]) != totals:
             self.say("entries", f"{key}: {totals} turns and tokens are in {episode['partition']}, not in `episodes`")
         for row in rows:

@@ -104,15 +104,12 @@ def _admission(line: EpisodeLine, rows: list[Row], problems: list[str]) -> list[
             )
             reasons.append(Reason("admitted", f"{text}; the turns before it are context"))
         if spec.held_by:
-            reasons.append(Reason("admitted", f"its admission waited {spec.held_by}"))
-        if line.purpose in ("train", "evaluate"):
-            reasons.append(
-                Reason(
-                    "order",
-                    f"deadline {spec.deadline}: waiting calls are served by earliest deadline; ties go to parents, "
-                    "then to the agent that has sampled most tokens",
-                )
-            )
+            reasons.append(Reason("admitted", f"its start waited {spec.held_by}"))
+        if line.purpose == "train":
+            text = f"started for step {spec.deadline + 1}; a full engine serves the calls of earlier steps first"
+            reasons.append(Reason("order", text))
+        elif line.purpose == "evaluate":
+            reasons.append(Reason("order", "a full engine serves the calls of training first"))
     return reasons
 
 
@@ -305,15 +302,13 @@ def _units(reader: RunReader, view: ConversationView, problems: list[str]) -> li
     for policy in dict.fromkeys(agent.policy for agent in view.agents):
         policy_rows = [row for row in unit_rows if row["policy"] == policy]
         reason = next((row["reason"] for row in drops if row["policy"] == policy), None)
-        reasons += [Reason("unit", _consumption(policy, row)) for row in policy_rows]
+        reasons += [Reason("training", _consumption(policy, row)) for row in policy_rows]
         if reason is not None:
-            reasons.append(
-                Reason("unit", f"the unit of {policy} was dropped: {reason}", ADVICE_ON_DROPS.get(reason, ""))
-            )
+            reasons.append(Reason("training", f"of {policy}: dropped as {reason}", ADVICE_ON_DROPS.get(reason, "")))
         elif not policy_rows and not reader.log.rows("SELECT 1 FROM versions WHERE policy = ? LIMIT 1", policy):
-            reasons.append(Reason("unit", f"{policy} does not learn: nothing of it is trained"))
+            reasons.append(Reason("training", f"{policy} does not learn: nothing of it is trained"))
         elif not policy_rows:
-            reasons.append(Reason("unit", f"the unit of {policy} is ready, and waits for its group and for a step"))
+            reasons.append(Reason("training", f"of {policy}: ready, waits for its group and for a step"))
     return reasons
 
 

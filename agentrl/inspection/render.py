@@ -377,7 +377,7 @@ def step_table(lines: Sequence[StepLine]) -> TerminalPage:
         numbers += [f"{line.samples:,}", f"{line.tokens:,}", format_number(line.seconds)]
         undone = "" if line.survives else "undone by a rollback"
         rows.append([line.policy, f"{line.lineage}.{line.step}", *numbers, undone])
-    headings = ["policy", "version>", "reward>", "loss>", "grad_norm>", "units>", "rows>", "tokens>", "seconds>", ""]
+    headings = ["policy", "version>", "reward>", "loss>", "grad_norm>", "episodes>", "rows>", "tokens>", "seconds>", ""]
     page.table(headings, rows)
     return page
 
@@ -388,14 +388,17 @@ def step_page(view: StepView) -> TerminalPage:
     page.line((f"{line.policy}@{line.lineage}.{line.step}", "bold"), f" · made from {view.started_from}")
     facts = [("reward", format_number(line.reward)), ("loss", _small(line.loss)), ("grad_norm", _small(line.grad_norm))]
     facts.append(
-        ("fed", f"{plural(line.units, 'unit')}, {plural(line.samples, 'row')}, {plural(line.tokens, 'trained token')}")
+        (
+            "fed",
+            f"{plural(line.units, 'episode')}, {plural(line.samples, 'row')}, {plural(line.tokens, 'trained token')}",
+        )
     )
     facts.append(("normalizer", f"{view.normalizer:g}"))
     facts.append(("digest", view.input_digest))
     facts.append(("columns", view.columns_file or "none were written"))
     facts += [(name, _small(value)) for name, value in view.metrics.items()]
     if not line.survives:
-        facts.append(("undone", "a rollback undid it: its units were ready again"))
+        facts.append(("undone", "a rollback undid it: its episodes were ready again"))
     page.facts(facts)
     rows = [
         [

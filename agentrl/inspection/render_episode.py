@@ -47,6 +47,10 @@ if TYPE_CHECKING:
 
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 _COLORS = ("blue", "dark_orange", "green", "magenta", "red", "cyan", "yellow", "purple")
+DRIFT_TEXTS = {
+    "retokenised": "its text would be tokenized differently; the tokens are kept and trained as sampled",
+    "undecodable": "its tokens are no valid text; they are kept and trained as sampled",
+}
 _MARKS = {"turn": "█", "tool": "▓", "effect": "▒", "wait": "·", "child": "◆", "reward": "★"}
 
 
@@ -153,8 +157,9 @@ def _turn(page: TerminalPage, act: PolicyTurn) -> None:
     tokens = plural(act.tokens, "token") if act.tokens or act.finish_reason == "abort" else "token ids not recorded"
     note = f"turn {act.turn}, {tokens} of {versions or 'unknown weights'}, {act.finish_reason}, {act.seconds:.3f} s"
     note += f", row {act.row}" if act.row else ""
-    note += f", drift: {act.drift}" if act.drift else ""
     page.line(("  assistant", "bold green"), (f"  {note}", "dim"))
+    if act.drift:
+        page.line((f"    drift: {DRIFT_TEXTS.get(act.drift, act.drift)}", "magenta"))
     for start, version in act.versions[1:]:
         page.line((f"    ↻ {version} took over after {start} of its tokens", "magenta"))
     for pause in act.pauses:

@@ -642,14 +642,14 @@ def _replay(model: PreTrainedModel, config: RunConfig) -> RoutingReplay | None:
     return RoutingReplay(model) if config.engine.capture_routing and model.device.type != "meta" else None
 
 
-def _matrices(model: PreTrainedModel) -> dict[str, int]:
-    """Return the sizes of the weights between embeddings and output projection, by module; norms and biases are left
+def _matrices(model: PreTrainedModel) -> dict[str, torch.Size]:
+    """Return the shapes of the weights between embeddings and output projection, by module; norms and biases are left
     out. Modules that share a weight, as in Zamba2, count it each, because each has an adapter."""
     ends = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     tables = {id(module.weight) for module in (*ends, model.get_output_embeddings()) if module is not None}
     parameters = model.named_parameters(remove_duplicate=False)
     return {
-        name.removesuffix(".weight"): parameter.numel()
+        name.removesuffix(".weight"): parameter.shape
         for name, parameter in parameters
         if parameter.ndim > 1 and id(parameter) not in tables and not name.endswith("bias")
     }
@@ -718,14 +718,15 @@ def _targets(key: str, lora: LoraConfig, can: Sequence[str], model: PreTrainedMo
     return [name for name in can if name in layer_names]
 
 
-def _describe_adapter(lora: LoraConfig, targets: Sequence[str], matrices: Mapping[str, int]) -> str:
-    num_adapted, total = sum(matrices[name] for name in targets), sum(matrices.values())
+def _describe_adapter(lora: LoraConfig, targets: Sequence[str], matrices: Mapping[str, torch.Size]) -> str:
+    trained = sum(lora.rank * sum(matrices[name]) for name in targets)  # two factors: rank by inputs, outputs by rank
+    text = f"adapters of rank {lora.rank}: {trained:,} trained parameters on "
     without = dict.fromkeys(".".join(name.split(".")[-2:]) for name in matrices if name not in set(targets))
-    return (
-        f"adapters of rank {lora.rank} on {', '.join(dict.fromkeys(map(_last, targets)))}: {num_adapted:,} of "
-        f"{total:,} linear parameters, {num_adapted / total:.1%}"
-        + (f"; not on {', '.join(without)}" if without else "")
-    )
+    if not without:
+        return f"{text}all linear layers"
+    share = sum(matrices[name].numel() for name in targets) / sum(shape.numel() for shape in matrices.values())
+    names = ", ".join(dict.fromkeys(map(_last, targets)))
+    return f"{text}{names}, {share:.1%} of the linear weights; not on {', '.join(without)}"
 
 
 def _short(targets: Sequence[str], model: PreTrainedModel) -> list[str]:

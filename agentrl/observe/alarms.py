@@ -134,14 +134,14 @@ MEANINGS = {
     "each kind)",
     "tool_errors": f"{TOOL_ERROR_SHARE:.0%} or more of the tool calls raise an exception, and the share is not "
     "falling; at once if all of them do",
-    "alone": f"{ZERO_SHARE:.0%} of the units have zero advantage, {ALONE_SHARE:.0%} because there is no other episode "
-    "to compare them with",
-    "collapse": f"{ZERO_SHARE:.0%} of the units have zero advantage, the reward is below its best, and the entropy "
+    "alone": f"{ZERO_SHARE:.0%} of the episodes have zero advantage, {ALONE_SHARE:.0%} because there is no other "
+    "episode to compare them with",
+    "collapse": f"{ZERO_SHARE:.0%} of the episodes have zero advantage, the reward is below its best, and the entropy "
     f"below {LOW_ENTROPY:g} nats",
-    "no_signal": f"{ZERO_SHARE:.0%} of the units have zero advantage, and the reward has never changed; in the first "
-    f"{WINDOW - 1} steps, if none of at least {MIN_EPISODES} units has an advantage, or at least {MIN_EPISODES} "
-    "held-out episodes before training all got the same reward",
-    "nothing_to_learn": f"{ZERO_SHARE:.0%} of the units have zero advantage, at the best reward so far",
+    "no_signal": f"{ZERO_SHARE:.0%} of the episodes have zero advantage, and the reward has never changed; in the "
+    f"first {WINDOW - 1} steps, if none of at least {MIN_EPISODES} episodes has an advantage, or at least "
+    f"{MIN_EPISODES} held-out episodes before training all got the same reward",
+    "nothing_to_learn": f"{ZERO_SHARE:.0%} of the episodes have zero advantage, at the best reward so far",
     "staleness": "the mean staleness exceeds `max_staleness` by more than a quarter of it and more than 0.25 steps; "
     "not if a step trained on episodes begun before the last resume",
     "max_lag": "the steps trained on tokens older than `max_lag`, in episodes begun since the last resume",
@@ -150,9 +150,9 @@ MEANINGS = {
     "engine_mismatch": f"k3 is above {MISMATCH_BOUND:g} nats per token for tokens sampled by exactly the trained "
     f"weights, over at least {MISMATCH_TOKENS} tokens from {MISMATCH_STEPS[0]} or more of the last {MISMATCH_STEPS[1]} "
     "steps; not if the environment gave replies in them",
-    "selection_bias": f"over {LENGTH_STEPS} steps, trained units differ from all dispatched units by "
+    "selection_bias": f"over {LENGTH_STEPS} steps, trained episodes differ from all started episodes by "
     f"{SELECTION_BIAS_BOUND:.0%} in tokens or seconds, or by {SELECTION_BIAS_BOUND:g} standard deviations in reward, "
-    f"or {SELECTION_BIAS_BOUND:.0%} of the units wait too long",
+    f"or {SELECTION_BIAS_BOUND:.0%} of the episodes wait too long",
     "dropped_by_time": f"{TIME_SHARE:.0%} of all ended episodes, at least {TIME_EPISODES}, were dropped because their "
     "program hung (`episode_timeout`)",
     "dropped": f"{DROPPED_SHARE:.0%} of all ended episodes, at least {MIN_DROPPED}, were dropped for one reason",
@@ -361,7 +361,7 @@ def _nothing_taught(policy: PolicyMetricHistory, window: Sequence[Values]) -> It
     entropy = window_metric_values(window, "entropy")
     tail = f", entropy {mean_of(entropy):.3f} nats per token" if entropy else ""
     text = (
-        f"{mean_of(zero):.0%} of the units of the last {len(window)} steps have zero advantage, since the rewards "
+        f"{mean_of(zero):.0%} of the episodes of the last {len(window)} steps have zero advantage, since the rewards "
         "within each group are equal"
     )
     if spread < 1e-9:
@@ -399,7 +399,7 @@ def _alone(policy: PolicyMetricHistory, window: Sequence[Values]) -> Alarm | Non
     return Alarm(
         "alone",
         policy.name,
-        f"{lone_share:.0%} of the units of the last {plural(len(window), 'step')} have no other episode to compare "
+        f"{lone_share:.0%} of the episodes of the last {plural(len(window), 'step')} have no other episode to compare "
         "them with",
         "see with `agentrl episode show` who plays; `ctx.spawn` with n = 2 or more: children of one call are compared "
         "with each other; or "
@@ -420,7 +420,7 @@ def _nothing_taught_yet(policy: PolicyMetricHistory, window: Sequence[Values]) -
         return
     if units >= MIN_EPISODES and rewards:
         text = (
-            f"none of the {units:.0f} units of {plural(len(window), 'step')} has an advantage, since the rewards "
+            f"none of the {units:.0f} episodes of {plural(len(window), 'step')} has an advantage, since the rewards "
             f"within each group are equal (mean {mean_of(rewards):.3f})"
         )
     elif first.get("evaluation/episodes", 0.0) >= MIN_EPISODES and first.get("evaluation/reward_deviation") == 0.0:
@@ -520,16 +520,16 @@ def _selection_bias(policy: PolicyMetricHistory) -> Iterator[Alarm]:
         yield Alarm(
             "selection_bias",
             policy.name,
-            f"trained units are {', '.join(off)} than all units dispatched with them, so the steps train on a biased "
-            "part",
-            "units unlike the others are dropped or wait too long; `agentrl run ledger` counts drops by reason. End "
+            f"trained episodes are {', '.join(off)} than all episodes started with them, so the steps train on a "
+            "biased part",
+            "episodes unlike the others are dropped or wait too long; `agentrl run ledger` counts drops by reason. End "
             "long episodes with a reward (`truncated_reward`) rather than with episode_timeout_s",
         )
     elif len(held_shares) == LENGTH_STEPS and held_shares[-1] > SELECTION_BIAS_BOUND:
         yield Alarm(
             "selection_bias",
             policy.name,
-            f"{held_shares[-1]:.0%} of the dispatched units were still not trained {LENGTH_STEPS} steps later",
+            f"{held_shares[-1]:.0%} of the started episodes were still not trained {LENGTH_STEPS} steps later",
             "find out with `agentrl episode timeline` what they wait for; a larger step_size, or a shorter "
             "@tool(timeout_s=…) or sampling.max_turns, if they are that long",
         )
@@ -691,10 +691,10 @@ def _starvation(policy: PolicyMetricHistory, state: RunState) -> Iterator[Alarm]
         yield Alarm(
             "starved",
             policy.name,
-            f"the other policies took {policy.waited} steps since its step {policy.step}: it gets no units",
-            "see in `agentrl run ledger` what happens to its units; proposals that the gate refuses start no children "
-            "(gate/acceptance), and a seat that never acts or is never rewarded has no unit; a smaller step_size; a "
-            "larger max_staleness of the policy that admission waits for",
+            f"the other policies took {policy.waited} steps since its step {policy.step}: it gets no episodes",
+            "see in `agentrl run ledger` what happens to its episodes; proposals that the gate refuses start no "
+            "children (gate/acceptance), and a seat that never acts or is never rewarded has no episode; a smaller "
+            "step_size; a larger max_staleness of the policy that sampling waits for",
         )
 
 

@@ -26,14 +26,15 @@ SCORE_TOKENS = "scores/tokens/"
 """Prefix of the metric of the tokens that models computed for a scorer."""
 
 METRICS: tuple[Metric, ...] = (
-    Metric("reward/mean", "reward", "mean reward of the step's units"),
+    Metric("reward/mean", "reward", "mean reward of the step's episodes"),
     Metric("reward/<seat>", "reward", "`reward/mean` of one seat's agents, if there are several seats"),
     Metric("mixture/reward/<environment>", "reward", "`reward/mean` of one environment of a mixture"),
-    Metric("mixture/share/<environment>", "fraction", "share of the step's units from this environment"),
+    Metric("mixture/share/<environment>", "fraction", "share of the step's episodes from this environment"),
     Metric(
         "named_reward/<name>",
         "reward",
-        "mean unweighted reward of this name per agent of the step's units; `reward` stands for rewards without a name",
+        "mean unweighted reward of this name per agent of the step's episodes; `reward` stands for rewards without a "
+        "name",
     ),
     Metric(
         "reward_agreement/<name>",
@@ -108,9 +109,9 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "staleness/mean",
         "steps",
-        "mean staleness of the step's units: current step minus the step of their oldest sampling weights",
+        "mean staleness of the step's episodes: current step minus the step of their oldest sampling weights",
     ),
-    Metric("staleness/max", "steps", "largest staleness of the step's units"),
+    Metric("staleness/max", "steps", "largest staleness of the step's episodes"),
     Metric(
         "staleness/exceeded",
         "trajectories",
@@ -120,12 +121,12 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "advantage/zero_share",
         "fraction",
-        "share of the step's units whose advantages are all 0; they teach nothing",
+        "share of the step's episodes whose advantages are all 0; they teach nothing",
     ),
     Metric(
         "advantage/alone_share",
         "fraction",
-        "share of the step's units without another episode to compare with, as after `ctx.spawn` with n=1",
+        "share of the step's episodes without another episode to compare with, as after `ctx.spawn` with n=1",
     ),
     Metric(
         "advantage/repeated_state_share",
@@ -133,10 +134,10 @@ METRICS: tuple[Metric, ...] = (
         "with `gigpo`: share of turns, in groups that ended during the step, whose anchor state recurs in the group "
         "and seat; other turns get their episode's advantage",
     ),
-    Metric("step/units", "units", "units in the step"),
+    Metric("step/units", "episodes", "episodes in the step, each with all of the policy's conversations in it"),
     Metric("step/tokens", "tokens", "sampled tokens in the step"),
     Metric("step/seconds", "s", "wall time since the policy's previous step"),
-    Metric("step/waited_s", "s", "time the trainer waited for the step's units"),
+    Metric("step/waited_s", "s", "time the trainer waited for the step's episodes"),
     Metric("run/seconds", "s", "wall time since training began"),
     Metric("run/lineage", "lineages", "lineage of the step's version; it grows with each resume"),
     Metric("run/code_changes", "changes", "resumes at which the environment code had changed"),
@@ -240,23 +241,25 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "selection_bias/length_ratio",
         "1",
-        "mean tokens of trained units divided by that of all units, over the newest 20 steps' worth of units that "
-        "were all trained or dropped (docs/scheduling.md)",
+        "mean tokens of trained episodes divided by that of all episodes, over the newest 20 steps' worth of episodes "
+        "that were all trained or dropped (docs/scheduling.md)",
     ),
     Metric("selection_bias/seconds_ratio", "1", "`selection_bias/length_ratio` for the duration of episodes"),
     Metric(
         "selection_bias/reward_shift",
         "deviations",
-        "mean reward of the trained units' groups minus that of all units, in standard deviations; above 0, the "
+        "mean reward of the trained episodes' groups minus that of all episodes, in standard deviations; above 0, the "
         "trained tasks are easier",
     ),
     Metric(
         "selection_bias/held_share",
         "fraction",
-        "share of dispatched units still neither trained nor dropped when 20 steps' worth of later units were",
+        "share of started episodes still neither trained nor dropped when 20 steps' worth of later episodes were",
     ),
     Metric(
-        "selection_bias/overtaken", "steps", "later units trained before the step's most delayed unit, in steps' worth"
+        "selection_bias/overtaken",
+        "steps",
+        "later episodes trained before the step's most delayed episode, in steps' worth",
     ),
     Metric("gate/acceptance", "fraction", "share of `agent.gate` calls that accepted"),
     Metric("proposals/made", "proposals", "calls of `ctx.remember` since the policy's previous step"),

@@ -273,11 +273,9 @@ class Orchestrator:
             elif policy in self.scheduler.phases.frozen():
                 waits.append(f"{owner} waits for its phase")
             elif not self.scheduler.phases.is_over(policy):
-                waits.append(
-                    f"{owner} waits for episodes: {self.buffer.ready(policy)} of {size} units are in whole groups"
-                )
+                waits.append(f"{owner} waits for episodes: {self.buffer.ready(policy)} of {size} are in whole groups")
         reason = self.scheduler.why_not(self.demand())
-        waits.append("admission is open" if reason is None else f"admission waits for {reason}")
+        waits.append("new episodes start" if reason is None else f"sampling waits {reason}")
         return tuple(waits)
 
     def fail(self, error: BaseException) -> None:
@@ -341,7 +339,7 @@ class Orchestrator:
             why, since = self.scheduler.why_not(self.demand()), self.clock.monotonic()
             with self.activity.during(_held_activity(why)):
                 await self.changed.wait_for(lambda: self._finished() or self.scheduler.may_admit(self.demand()))
-            held_by = f"{self.clock.monotonic() - since:.3g} s for {why}"
+            held_by = f"{self.clock.monotonic() - since:.3g} s {why}"
 
     def demand(self) -> GroupDemand:
         """Demand of the next root group."""
@@ -594,7 +592,7 @@ def _is_due(step: int, every: int) -> bool:
 
 def _held_activity(why: str | None) -> Activity:
     """Return how the time counts in which admission waits for the reason `why`."""
-    return "held/max_in_flight" if why is not None and why.startswith("max_in_flight") else "held/staleness"
+    return "held/max_in_flight" if why is not None and why.endswith("(max_in_flight)") else "held/staleness"
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -184,17 +184,16 @@ class Scheduler:
         return self.why_not(demand) is None
 
     def why_not(self, demand: GroupDemand) -> str | None:
-        """Return the reason that holds a group back; None if there is none."""
+        """Return what holds a group back, to be read after "sampling waits"; None if nothing does."""
         if self.is_paused or self.is_draining:
             return self._why_closed()
         running = self._buffer.ledger.in_flight
         if running + demand.episodes > self._max_in_flight:
-            return f"max_in_flight: {running} episodes are running"
+            return f"because {plural(running, 'episode is', 'episodes are')} running (max_in_flight)"
         frozen = self.phases.frozen()
         if all(self._has_enough(policy) for policy in self._bounds if policy not in frozen):
-            return (
-                f"the run needs no more units of {', '.join(policy for policy in self._bounds if policy not in frozen)}"
-            )
+            learners = ", ".join(policy for policy in self._bounds if policy not in frozen)
+            return f"because the last steps of {learners} have all their episodes"
         for policy, units in demand.units.items():
             if self.phases.is_over(policy):
                 continue
@@ -205,19 +204,21 @@ class Scheduler:
             )
             if bound.window(outstanding=outstanding, overtaken=overtaken) < units:
                 return (
-                    f"max_lag of {policy}: {outstanding} units are outstanding at step {self._board.step(policy)}, and "
-                    f"{overtaken} were trained since the oldest of them began"
+                    f"because {outstanding} episodes are not trained yet, and {overtaken} others were since the oldest "
+                    f"of them began (max_lag of {policy})"
                 )
             if policy in frozen:
                 continue
             if bound.capacity(outstanding=outstanding, late=self._buffer.late(policy)) < units:
-                return (
-                    f"max_staleness of {policy}: {outstanding} units are outstanding at step {self._board.step(policy)}"
-                )
+                if not bound.max_staleness:
+                    return f"for the next step (max_staleness of {policy} is 0)"
+                trainer = "the trainer" if len(self._bounds) == 1 else f"the trainer of {policy}"
+                behind = plural(bound.max_staleness, "step")
+                return f"because {trainer} is {behind} behind (max_staleness of {policy})"
         return None
 
     def _why_closed(self) -> str:
-        return "`agentrl run resume`: the run is paused" if self.is_paused else "nothing: the run drains"
+        return "for `agentrl run resume`: the run is paused" if self.is_paused else "because the run drains"
 
     def limit(self, *, max_in_flight: int, steps: Mapping[str, int]) -> None:
         """Change the number of episodes that may run at once, and the last step of each policy."""
@@ -461,13 +462,13 @@ class SynchronousBatchScheduler(Scheduler):
     # --- admission --------------------------------------------------------------------------------------------------
 
     def why_not(self, demand: GroupDemand) -> str | None:
-        """Return the reason that holds a group back; None if there is none."""
+        """Return what holds a group back, to be read after "sampling waits"; None if nothing does."""
         # A drained run ends with a whole batch.
         if self.is_paused or (self.is_draining and self._dispatcher.next_group % self._groups == 0):
             return self._why_closed()
         running = self._buffer.ledger.in_flight
         if running + demand.episodes > self._max_in_flight:
-            return f"max_in_flight: {running} episodes are running"
+            return f"because {plural(running, 'episode is', 'episodes are')} running (max_in_flight)"
         batch = self._dispatcher.next_group // self._groups
         if batch >= self._steps:
             return f"the run needs no more units of {', '.join(demand.units)}"

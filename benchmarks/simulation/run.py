@@ -496,7 +496,7 @@ def _tails(recorder: Recorder, since: float) -> dict[str, tuple[float, float, fl
 
 def _held(recorder: Recorder, begin: float, end: float) -> dict[str, float]:
     looks = [look for look in recorder.snapshots if begin <= look.at <= end]
-    reasons = Counter(look.held.partition(":")[0] if look.held else "nothing" for look in looks)
+    reasons = Counter(look.held.rpartition("(")[2].rstrip(")") if look.held else "nothing" for look in looks)
     return {reason: count / len(looks) for reason, count in reasons.most_common()}
 
 

@@ -141,7 +141,7 @@ def test_probes_are_played_in_worker_processes_and_never_trained(
     assert main(["episode", "why", str(run), probes[0]]) == 0
     shown = capsys.readouterr().out
     assert "as a probe: its reward measures the value of the state" in shown
-    assert "was dropped: probe" in shown
+    assert "dropped as probe" in shown
     assert main(["episode", "replay", str(run), probes[0]]) == 0
     assert main(["run", "ledger", str(run)]) == 0
     assert "probe" in capsys.readouterr().out

@@ -141,7 +141,8 @@ def test_a_straggler_holds_admission_back_and_says_so(simulated_loop: SeededSimu
         run = SmallRun(config=config_for(policies=policies, steps=12, credit={"group_size": 4}), environment=Straggler)
 
         def look(orchestrator: Any) -> None:
-            reasons[(orchestrator.scheduler.why_not(orchestrator.demand()) or "").partition(":")[0]] += 1
+            why = orchestrator.scheduler.why_not(orchestrator.demand()) or ""
+            reasons[why.partition("(")[2].removesuffix(")")] += 1
             asyncio.get_running_loop().call_later(5.0, look, orchestrator)
 
         run.during = look

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import pytest
 
@@ -89,8 +90,10 @@ def test_the_loop_says_between_steps_who_waits_for_whom(simulated_loop: SeededSi
     simulated_loop.run(main)
     waits = {wait for status in seen for wait in status.waits}
     assert "trainer works on step 1" in waits
-    assert any(wait.startswith("trainer waits for episodes: ") for wait in waits)
-    assert any(wait.startswith("admission waits for max_staleness of guesser") for wait in waits)
+    assert any(re.fullmatch(r"trainer waits for episodes: \d+ of \d+ are in whole groups", wait) for wait in waits)
+    sampling = {wait for wait in waits if wait.startswith("sampling waits ")}
+    assert "sampling waits because the trainer is 1 step behind (max_staleness of guesser)" in sampling
+    assert not [word for wait in waits for word in ("admission", "outstanding", "unit") if word in wait]
     phases = list(dict.fromkeys(status.phase for status in seen))
     assert phases[:3] == ["starting", "evaluating before training", "training"]
     assert any(status.progress == (0, 10) for status in seen)

@@ -79,7 +79,7 @@ def evaluation(rewards: dict[str, float]) -> Evaluation:
         "metrics": {},
     }
     episodes = [
-        EvaluatedEpisode(id=f"v{number}", task_id=task, reward=reward, conversations={}, **same)
+        EvaluatedEpisode(id=f"v{number}", task_id=task, reward=reward, rewards={}, conversations={}, **same)
         for number, (task, reward) in enumerate(rewards.items())
     ]
     return Evaluation({}, episodes)

@@ -203,8 +203,8 @@ def test_why_a_dropped_and_a_trained_episode_stand_where_they_stand(reader: RunR
     line = first(reader, "status = trained and environment ~ Solve")
     trained = explain_episode(reader, line.episode)
     assert "as a child of" in said(trained, "admitted")
-    assert "solver@" in said(trained, "unit")
-    assert "checker does not learn" in said(trained, "unit")
+    assert "solver@" in said(trained, "training")
+    assert "checker does not learn" in said(trained, "training")
     assert "compared" in said(trained, "group")
     assert "`agentrl env check`" in shown(reasons_page("e", dropped))
 
@@ -238,7 +238,11 @@ def test_forks_are_a_tree_and_part_from_their_parents_at_the_fork(reader: RunRea
     for name in ("f0", "f1", "f2"):
         found = compare_episodes(reader, f"forks/{name}", None)
         assert found.b.episode == tree[0].line.episode
-        assert found.same_acts >= read_conversation(forks, name).inherited > 0
+        view = read_conversation(forks, name)
+        assert found.same_acts >= view.inherited > 0
+        turns = [isinstance(act, PolicyTurn) for act in view.acts]
+        assert sum(turns[: view.inherited]) > 0
+        assert view.summary.turns == sum(turns), "those of its parent count too, as in its parent"
         parted += found.departure is not None
     forks.close()
     assert parted, "other seeds say something else"

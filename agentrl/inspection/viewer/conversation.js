@@ -59,7 +59,7 @@ function turn(act, { seats, hues, replies, view, nameOf }) {
       element("span", { class: "times" }, plural(act.tokens, "token"), " · ", seconds(act.seconds), act.waited > 0.001 ? ` · waited ${seconds(act.waited)}` : ""),
       act.pauses.map(([at, waited, why]) => chip(`${why.replaceAll("_", " ")} at token ${at}`, "warn", `nothing was sampled for ${seconds(waited)}`)),
       act.finish_reason === "stop" ? null : chip(act.finish_reason, "warn"),
-      act.drift ? chip(act.drift, "warn", "what was sampled differs from what its text is encoded as") : null,
+      act.drift ? chip("drift", "warn", `${act.drift === "undecodable" ? "its tokens are no valid text" : "its text would be tokenized differently"}; the tokens are kept and trained as sampled`) : null,
     ),
     contextBefore(act.messages),
     written(act, reply),

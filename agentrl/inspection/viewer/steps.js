@@ -32,8 +32,8 @@ export async function stepsView(page) {
   return { title: "Steps", content: [element("div", { class: "side" }, curve("reward", "Reward by step"), curve("grad_norm", "Gradient norm by step")), holder, more] };
 }
 
-const HEADINGS = ["step", "reward", "loss", "gradient norm", "units", "tokens", "took", "at, UTC"];
-const NUMERIC = new Set(["reward", "loss", "gradient norm", "units", "tokens", "took"]);
+const HEADINGS = ["step", "reward", "loss", "gradient norm", "episodes", "tokens", "took", "at, UTC"];
+const NUMERIC = new Set(["reward", "loss", "gradient norm", "episodes", "tokens", "took"]);
 
 function stepRow(step) {
   const to = address(["step", step.policy, String(step.lineage), String(step.step)]);
@@ -50,7 +50,7 @@ export async function stepView(page, { parts: [policy, lineage, step] }) {
     title: `${policy}@${lineage}.${step}`,
     content: [
       element("div", { class: "head" }, element("h1", {}, "Step that made ", element("span", { class: "id" }, `${policy}@${lineage}.${step}`)), line.survives ? null : chip("rolled back", "warn")),
-      facts([["started from", view.started_from], ["reward", signed(line.reward)], ["loss", number(line.loss)], ["gradient norm", number(line.grad_norm)], ["units", line.units], ["samples", line.samples], ["tokens", number(line.tokens)], ["normalizer", number(view.normalizer)], ["took", seconds(line.seconds)], ["at, UTC", clock(line.stepped_at)], ["input digest", element("code", {}, view.input_digest)]], "facts wide"),
+      facts([["started from", view.started_from], ["reward", signed(line.reward)], ["loss", number(line.loss)], ["gradient norm", number(line.grad_norm)], ["episodes", line.units], ["samples", line.samples], ["tokens", number(line.tokens)], ["normalizer", number(view.normalizer)], ["took", seconds(line.seconds)], ["at, UTC", clock(line.stepped_at)], ["input digest", element("code", {}, view.input_digest)]], "facts wide"),
       problems(view.problems),
       element("h2", {}, "What it was fed"),
       table(["trajectory", "reward", "baseline", "advantage", "tokens", "mean ratio", "largest lag"], view.fed.map((unit) => fedRow(unit, largest)), new Set(["reward", "baseline", "advantage", "tokens", "mean ratio", "largest lag"])),
