@@ -474,9 +474,9 @@ class RunReader:
         several += " AND o.attempt = t.attempt AND o.reward IS NOT NULL"
         statement = f"SELECT DISTINCT ({several}), t.seat FROM trajectories t WHERE t.reward IS NOT NULL"
         rows = self.log.rows(f"{statement} AND (t.episode, t.attempt) IN ({newest})", *values)
-        several = {bool(is_several) for is_several, _ in rows}
-        seats = sorted({str(seat) for _, seat in rows}) if True in several else []
-        return [*(["reward"] if several != {True} else []), *(f"reward/{seat}" for seat in seats)]
+        kinds = {bool(is_several) for is_several, _ in rows}
+        seats = sorted({str(seat) for _, seat in rows}) if True in kinds else []
+        return [*(["reward"] if kinds != {True} else []), *(f"reward/{seat}" for seat in seats)]
 
     def _check_reward(self, option: str, sql: str) -> None:
         """Refuse a question about `reward` if no episode has one, because several seats of each are rewarded."""
