@@ -5,25 +5,34 @@ A server's state cannot be restored, so an interrupted episode restarts.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import json
 import re
+import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from agentrl.core import own_loop
 from agentrl.core.answers import UNCOMPRESSED, read_answer
 from agentrl.core.errors import EnvironmentDefinitionError, InfrastructureError
 from agentrl.core.records import Task
 from agentrl.environment.environment import Split, TaskSource
 from agentrl.environment.rewards import stated_reward
 from agentrl.environment.tasks import GameSeedTasks, split_tasks
-from agentrl.formats.session import Call, Session, SessionEnvironment, Start, Step, tool_message
+from agentrl.formats.session import Call, Session, SessionEnvironment, Start, Step, message_data, tool_message
+from agentrl.gateway.calls import ChatRequest, RequestRefusedError, bounded_repr
+from agentrl.gateway.openai_responses import OpenAIResponsesProtocol
 
 SECONDS = 60.0
 """Time limit of a request."""
+LONGEST_WAIT_S, POLL_S = 600.0, 1.0
+"""Longest wait for a place of an OpenEnv server, and the time between two attempts."""
 LARGEST_ANSWER = 16 << 20
 """Longest answer of a server, in bytes."""
 
@@ -72,6 +81,7 @@ class _Connection(Session):
     async def close(self) -> None:
         if self._client is not None:
             await self._client.close()
+            self._client = None
 
 
 class NemoGym(SessionEnvironment):
@@ -95,7 +105,7 @@ class NemoGym(SessionEnvironment):
             held_out: the share of rows that is held out.
 
         Raises:
-            EnvironmentDefinitionError: the file cannot be read, or a row has no `responses_create_params`.
+            EnvironmentDefinitionError: the file cannot be read, or a row asks for what is not supported.
         """
         path = str(Path(file).resolve())
         data = {"url": url, "file": path}
@@ -109,16 +119,49 @@ def _rows(path: str) -> list[dict[str, Any]]:
     try:
         for line in Path(path).read_text(encoding="utf-8").splitlines():
             rows.append(json.loads(line))
-            rows[-1]["responses_create_params"]["input"]
-            for tool in rows[-1]["responses_create_params"].get("tools") or []:
-                _check_tool(tool["name"])
+            _read_parameters(rows[-1]["responses_create_params"])
     except OSError as error:
         raise EnvironmentDefinitionError(f"{path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except RequestRefusedError as error:
+        raise EnvironmentDefinitionError(f"{path}, line {len(rows)}: responses_create_params.{error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise EnvironmentDefinitionError(
             f"{path}, line {len(rows) or 1}: a row is a JSON object with responses_create_params.input ({error!r})"
         ) from error
     return rows
+
+
+_READ = {"input", "instructions", "tools", "previous_response_id", "prompt", "background"}
+"""Parameters that `OpenAIResponsesProtocol` reads or refuses."""
+_OF_THE_RUN = {"temperature", "top_p", "top_logprobs", "max_output_tokens", "parallel_tool_calls", "reasoning", "model"}
+"""Parameters of sampling, which the run decides."""
+_WITHOUT_EFFECT = {"metadata", "user", "store", "include", "service_tier", "truncation", "stream"}
+
+
+def _read_parameters(parameters: Mapping[str, Any]) -> ChatRequest:
+    """Read the messages and tools of a row, as the gateway reads a request.
+
+    Raises:
+        RequestRefusedError: they ask for what is not supported.
+        ValueError: a tool's name is not usable.
+    """
+    given = {name: value for name, value in parameters.items() if value is not None}
+    tools = [{"type": "function", **tool} for tool in given.pop("tools", [])]
+    harmless = {"tool_choice": "auto", "text": {"format": {"type": "text"}}}
+    for name, value in given.items():
+        is_known = name in _READ | _OF_THE_RUN | _WITHOUT_EFFECT
+        if not is_known and value != {} and value != harmless.get(name):
+            raise RequestRefusedError(f"{name} = {bounded_repr(value)} is not supported; remove it")
+    request = OpenAIResponsesProtocol().read(
+        {**{name: given[name] for name in _READ & given.keys()}, "tools": tools, "model": "policy"}
+    )
+    if isinstance(given.get("input"), list) and any(item.get("type") == "reasoning" for item in given["input"]):
+        raise RequestRefusedError("input has an item of type 'reasoning', which is not supported; remove it")
+    for tool in tools:
+        if tool["type"] != "function":
+            raise RequestRefusedError(f"tools: a tool of type {bounded_repr(tool['type'])} is not supported")
+        _check_tool(tool["name"])
+    return request
 
 
 def _check_tool(name: str) -> None:
@@ -137,24 +180,19 @@ class _NemoSession(_Connection):
     def __init__(self, url: str, row: Mapping[str, Any]) -> None:
         super().__init__(url)
         self._row = row
-        self._parameters = row["responses_create_params"]
-        self._tools = self._parameters.get("tools") or []
+        self._request = _read_parameters(row["responses_create_params"])
+        self._tools = row["responses_create_params"].get("tools") or []
         self._output: list[dict[str, Any]] = []
 
     async def start(self) -> Start:
         await self._post_or_fail("/seed_session", self._row)
-        given = self._parameters["input"]
-        messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
         return {
-            "messages": [{"role": message["role"], "content": _text(message["content"])} for message in messages],
-            "tools": [
-                {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool["parameters"]}
-                for tool in self._tools
-            ],
+            "messages": [message_data(message) for message in self._request.messages],
+            "tools": [asdict(tool) for tool in self._request.tools],
         }
 
     async def answer(self, text: str, calls: Sequence[Call]) -> Step:
-        if not calls:
+        if text or not calls:
             content = [{"type": "output_text", "text": text, "annotations": []}]
             self._output.append(
                 {
@@ -165,6 +203,7 @@ class _NemoSession(_Connection):
                     "content": content,
                 }
             )
+        if not calls:
             return {"messages": [], "reward": await self.cut(), "done": True}
         messages = [tool_message(call, await self._call(call)) for call in calls]
         return {"messages": messages, "reward": 0.0, "done": False}
@@ -207,11 +246,6 @@ class _NemoSession(_Connection):
         return text
 
 
-def _text(content: Any) -> str:
-    """Return the text of a message, which is text or a list of parts."""
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-
-
 class OpenEnv(SessionEnvironment):
     """An environment behind a server of OpenEnv. Override `action` and `render` for its kinds of actions and
     observations."""
@@ -245,6 +279,7 @@ class OpenEnv(SessionEnvironment):
             seed: seed of the training tasks.
             url: address of the server.
         """
+        own_loop.outside_event_loop(own_loop.run)(_warn_of_one_place(url))
         return _ServedSeeds(split, seed, url)
 
 
@@ -262,6 +297,10 @@ class _RefusedError(Exception):
     """The server refuses an action."""
 
 
+class _FullError(Exception):
+    """All places of the server are taken; the text says how many there are."""
+
+
 class _OpenEnvSession(_Connection):
     """A session of an OpenEnv server: one WebSocket."""
 
@@ -271,7 +310,20 @@ class _OpenEnvSession(_Connection):
         self._socket: aiohttp.ClientWebSocketResponse | None = None
 
     async def start(self) -> Start:
-        result = await self._ask("reset", {"seed": self._seed})
+        waited_s = 0.0
+        while True:
+            try:
+                result = await self._ask("reset", {"seed": self._seed})
+                break
+            except _FullError as error:
+                warnings.warn(str(error), stacklevel=1)  # shown once
+                if waited_s >= LONGEST_WAIT_S:
+                    raise InfrastructureError(str(error)) from error
+                await self.close()
+                await asyncio.sleep(POLL_S)
+                waited_s += POLL_S
+        if result.get("done"):
+            raise ValueError(f"{self._url}: the episode is done after its reset")
         return {"messages": [self._message(result)], "tools": []}
 
     async def answer(self, text: str, calls: Sequence[Call]) -> Step:
@@ -301,9 +353,9 @@ class _OpenEnvSession(_Connection):
         """
         try:
             if self._socket is None:
-                address = self._url.replace("http", "ws", 1) + "/ws"
-                self._socket = await self.client().ws_connect(address, max_msg_size=LARGEST_ANSWER)
-            await self._socket.send_json({"type": kind, "data": data})
+                self._socket = await self.client().ws_connect(_socket_address(self._url), max_msg_size=LARGEST_ANSWER)
+            with contextlib.suppress(aiohttp.ClientConnectionError):  # it may have refused, and closed
+                await self._socket.send_json({"type": kind, "data": data})
             message = await self._socket.receive(timeout=SECONDS)
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             raise InfrastructureError(f"{self._url}: {error or type(error).__name__}") from error
@@ -316,10 +368,48 @@ class _OpenEnvSession(_Connection):
         if not isinstance(found, dict):
             raise ValueError(f"{self._url}: its answer is not a JSON object with `data`: {message.data[:200]}")
         if answer.get("type") == "error":
-            raise _RefusedError(str(found.get("message", "refused"))[:500])
+            if found.get("code") == "CAPACITY_REACHED":
+                raise _FullError(_full(self._url, found))
+            raise _RefusedError(_refusal(found)[:500])
         return found
 
     async def close(self) -> None:
         if self._socket is not None:
             await self._socket.close()
+            self._socket = None
         await super().close()
+
+
+def _refusal(data: Mapping[str, Any]) -> str:
+    """Return the server's words for a refused action, with the fields that pydantic names."""
+    errors = data.get("errors")
+    fields = [
+        f"{'.'.join(map(str, error.get('loc', ())))}: {error.get('msg', '')}"
+        for error in (errors if isinstance(errors, list) else [])
+        if isinstance(error, dict)
+    ]
+    return ": ".join(filter(None, (str(data.get("message", "refused")), "; ".join(fields))))
+
+
+def _full(url: str, data: Mapping[str, Any]) -> str:
+    return (
+        f"{url} has {data.get('max_sessions', 'few')} place(s), and further episodes wait for one; start the server "
+        "with a larger max_concurrent_envs"
+    )
+
+
+async def _warn_of_one_place(url: str) -> None:
+    """Warn if a server, as by default, plays one episode at a time."""
+    with contextlib.suppress(aiohttp.ClientError, OSError, ValueError):  # the episodes say what is wrong
+        async with aiohttp.ClientSession() as client:
+            first, second = [await client.ws_connect(_socket_address(url)) for _ in range(2)]
+            for socket in (second, first):
+                with contextlib.suppress(TimeoutError, TypeError):  # a server with places sends nothing
+                    found = await socket.receive_json(timeout=0.2)
+                    if found["data"].get("code") == "CAPACITY_REACHED":
+                        warnings.warn(_full(url, found["data"]), stacklevel=1)
+                await socket.close()
+
+
+def _socket_address(url: str) -> str:
+    return url.rstrip("/").replace("http", "ws", 1) + "/ws"

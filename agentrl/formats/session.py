@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, ClassVar, TypedDict
 
 from agentrl.core.errors import EffectError
-from agentrl.core.records import Message, Task, ToolSpec, Turn
+from agentrl.core.records import Message, Task, ToolCall, ToolSpec, Turn
 from agentrl.environment.context import Agent, EpisodeContext, LimitReachedError, ResourceLevel
 from agentrl.environment.environment import Environment
 from agentrl.environment.isolated import IsolatedObject, IsolatedObjectError
@@ -30,9 +31,9 @@ class Call(TypedDict):
 class Start(TypedDict):
     """The beginning of a session."""
 
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     """The messages before the first turn, each with `role` and `content`; answers to calls also with `tool_call_id` and
-    `name`."""
+    `name`, and messages of the model with `tool_calls`."""
     tools: list[dict[str, Any]]
     """The tools, each with `name`, `description` and `parameters`, a JSON schema."""
 
@@ -40,7 +41,7 @@ class Start(TypedDict):
 class Step(TypedDict):
     """What follows a turn."""
 
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     """The messages before the next turn."""
     reward: float
     """Reward of the turn."""
@@ -94,7 +95,7 @@ class SessionEnvironment(Environment):
             step = Step(messages=start["messages"], reward=0.0, done=False)
             try:
                 while not step["done"]:
-                    turn = await agent.act(*(Message(**message) for message in step["messages"]))  # type: ignore[arg-type]
+                    turn = await agent.act(*map(_message, step["messages"]))
                     try:
                         step = await resource.call("answer", turn.text, calls_of(turn))
                     except EffectError:
@@ -118,6 +119,17 @@ def calls_of(turn: Turn) -> list[Call]:
 def reward_turn(agent: Agent, reward: float) -> None:
     """Reward the agent's newest turn."""
     agent.reward(reward, turn=len(agent.turns) - 1)
+
+
+def message_data(message: Message) -> dict[str, Any]:
+    """Return a message as JSON data."""
+    calls = [Call(id=call.id, name=call.name, arguments=call.arguments) for call in message.tool_calls]
+    return {**asdict(message), "tool_calls": calls}
+
+
+def _message(data: Mapping[str, Any]) -> Message:
+    calls = tuple(ToolCall(**call) for call in data.get("tool_calls", ()))
+    return Message(**{**data, "tool_calls": calls})
 
 
 def tool_message(call: Call, content: str) -> dict[str, str]:

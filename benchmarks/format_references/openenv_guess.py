@@ -1,6 +1,6 @@
 """An environment of OpenEnv, and its own client.
 
-openenv_guess.py serve PORT | play PORT SEED…
+openenv_guess.py serve PORT [PLACES] | play PORT SEED…
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ async def play_all(port: int, seeds: list[int]) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
         app = FastAPI()
-        HTTPEnvServer(env=Guess, action_cls=Number, observation_cls=Hint, max_concurrent_envs=16).register_routes(app)
+        places = int(sys.argv[3]) if len(sys.argv) > 3 else 16
+        server = HTTPEnvServer(env=Guess, action_cls=Number, observation_cls=Hint, max_concurrent_envs=places)
+        server.register_routes(app)
         uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]), log_level="warning")
     else:
         asyncio.run(play_all(int(sys.argv[2]), [int(seed) for seed in sys.argv[3:]]))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import random
 import sys
-import threading
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,42 +27,11 @@ from agentrl.formats.servers import NemoGym, OpenEnv
 from agentrl.formats.session import Call, Session, SessionEnvironment, Start, Step
 from agentrl.testing.check import check_environment
 from agentrl.testing.execution import play
+from tests.support.served import served
 from tests.unit.episodes import Played
 from tests.unit.episodes import play as play_episode
 
 FORMATS = Path(os.environ.get("AGENTRL_FORMATS", "/nonexistent"))
-
-
-@contextlib.contextmanager
-def served(make: Callable[[], web.Application]) -> Iterator[str]:
-    """Serve an application on a thread; yields its address."""
-    address: list[str] = []
-    ready, end = threading.Event(), threading.Event()
-
-    async def serve() -> None:
-        async with running(make()) as url:
-            address.append(url)
-            ready.set()
-            await asyncio.to_thread(end.wait)
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    ready.wait()
-    try:
-        yield address[0]
-    finally:
-        end.set()
-        thread.join()
-
-
-@contextlib.asynccontextmanager
-async def running(application: web.Application) -> AsyncIterator[str]:
-    runner = web.AppRunner(application)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    await runner.cleanup()
 
 
 class _Dice(Session):
@@ -228,7 +195,7 @@ def test_a_failing_server_is_a_failure_of_infrastructure(nemo: str, tmp_path: Pa
 def test_a_row_that_is_no_task_is_named(row: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(row + "\n")
-    with pytest.raises(EnvironmentDefinitionError, match="line 1: a row is a JSON object"):
+    with pytest.raises(EnvironmentDefinitionError, match=r"line 1: (a row is|responses_create_params\.input must be)"):
         NemoGym.tasks("train", file=str(file))
     with pytest.raises(EnvironmentDefinitionError, match="No such file"):
         NemoGym.tasks("train", file=str(tmp_path / "none"))
