@@ -277,11 +277,13 @@ class EpisodeContext(ABC):
         external: bool,
         timeout_s: float | None,
         guarantee: Guarantee = "idempotent",
+        at_once: bool = False,
     ) -> str:
         """Run a tool and journal its observation, for environments with their own tool loop.
 
         `guarantee` applies to external tools; see `effect`. `call` raises `InvalidToolCallError` if the call fits no
-        tool, which counts as a format error.
+        tool, which counts as a format error. `at_once` begins the call without waiting for other branches, as if all
+        branches of a `gather` had begun together: also on re-execution, where calls end in their recorded order.
         """
 
     @abstractmethod

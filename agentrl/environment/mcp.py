@@ -111,6 +111,11 @@ class MCPTool:
     spec: ToolSpec
     connection: MCPConnection
 
+    @property
+    def is_async(self) -> bool:
+        """Whether its calls may run together: they do not depend on each other."""
+        return not self.connection.server.stateful
+
     def validate(self, arguments: Mapping[str, Any] | str) -> dict[str, Any]:
         """Return the arguments by name.
 

@@ -32,7 +32,7 @@ from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.mixture import mixture
 from agentrl.environment.overrides import fits, override_problem
 from agentrl.environment.rewards import stated_reward
-from agentrl.environment.tools import BoundTool, ToolEnvironment, ToolEpisode, bind_tools, read_messages, run_tool
+from agentrl.environment.tools import BoundTool, ToolEnvironment, ToolEpisode, bind_tools, read_messages, run_tools
 from agentrl.sandbox.sandbox import Sandbox
 
 _FILE_MODULE = "agentrl_environment_"
@@ -474,7 +474,7 @@ class TrlEnvironment(ToolEnvironment):
         try:
             while pending:
                 turn = await agent.act(*pending)
-                pending = [await run_tool(ctx, self.instance, tools, call) for call in turn.tool_calls]
+                pending = await run_tools(ctx, self.instance, tools, turn.tool_calls)
         except LimitReachedError as limit:
             ctx.truncate(limit)
         value = await _await_value(self.instance.get_reward())

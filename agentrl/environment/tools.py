@@ -204,13 +204,42 @@ def observation_of(value: Any, where: str) -> str:
         ) from error
 
 
+async def run_tools(
+    ctx: EpisodeContext, instance: object, tools: Mapping[str, BoundTool | MCPTool], calls: Sequence[ToolCall]
+) -> list[Message]:
+    """Answer the tool calls of a turn with tool messages, in their order.
+
+    Asynchronous tools run together, after the others, which run one after another. The tools of an environment with a
+    sandbox share its files, and a stateful server remembers earlier calls, so theirs do not.
+    """
+    together: list[int] = []
+    if getattr(instance, "sandbox", None) is None and len(calls) > 1:
+        together = [n for n, call in enumerate(calls) if call.name in tools and tools[call.name].is_async]
+    if len(together) < 2:
+        together = []
+    messages: list[Message | None] = [None] * len(calls)
+    for n, call in enumerate(calls):
+        if n not in together:
+            messages[n] = await run_tool(ctx, instance, tools, call)
+    if together:
+        answers = await ctx.gather(*(run_tool(ctx, instance, tools, calls[n], at_once=True) for n in together))
+        for n, answer in zip(together, answers, strict=True):
+            messages[n] = answer
+    return [message for message in messages if message is not None]
+
+
 async def run_tool(
     ctx: EpisodeContext,
     instance: object,
     tools: Mapping[str, BoundTool | MCPTool],
     call: ToolCall,
+    *,
+    at_once: bool = False,
 ) -> Message:
-    """Answer one tool call with a tool message. Mistakes of the policy become observations."""
+    """Answer one tool call with a tool message. Mistakes of the policy become observations.
+
+    `at_once`: see `EpisodeContext.call_tool`.
+    """
     bound = tools.get(call.name)
     if bound is None:
         return await _refuse(
@@ -241,6 +270,7 @@ async def run_tool(
         external=bound.options.external,
         timeout_s=bound.options.timeout_s,
         guarantee=bound.options.guarantee,
+        at_once=at_once,
     )
     return Message(role="tool", content=text, tool_call_id=call.id, name=call.name)
 
@@ -430,9 +460,7 @@ class ToolEnvironment(Environment):
             try:
                 while observations:
                     turn = await agent.act(*observations, state=self.anchor_state())
-                    observations = []
-                    for call in turn.tool_calls:  # a comprehension would keep a cell for each name it uses
-                        observations.append(await run_tool(ctx, self, tools, call))
+                    observations = await run_tools(ctx, self, tools, turn.tool_calls)
                     if observations:
                         await self.between_turns(ctx)
             except LimitReachedError as limit:

@@ -152,6 +152,7 @@ class LiveEpisodeContext(EpisodeContext):
         external: bool,
         timeout_s: float | None,
         guarantee: Guarantee = "idempotent",
+        at_once: bool = False,
     ) -> str:
         """Run a tool: its failures are observations, and its outcome is journaled."""
         journal, clock = self.episode.journal, self.episode.services.clock
@@ -159,11 +160,14 @@ class LiveEpisodeContext(EpisodeContext):
         opened = journal.open(
             request_hash(name.encode("utf-8", "replace"), encoded), lambda: f"{name}({shortened_repr(call_arguments)})"
         )
-        if opened.waits:
-            await journal.reach(opened)
         # Other tools are run again, because they may change `self`; one that timed out would take its time again.
-        if isinstance(opened.recorded, ToolEntry) and (external or opened.recorded.outcome == "timeout"):
-            return self._observed(opened, journal.recall(opened, ToolEntry) or opened.recorded)
+        result = opened.recorded if isinstance(opened.recorded, ToolEntry) else None
+        recalled = result if result and (external or result.outcome == "timeout") else None
+        begins_early = at_once and not external and recalled is None and result is opened.recorded
+        if opened.waits and not begins_early:
+            await journal.reach(opened)
+        if recalled is not None:
+            return self._observed(opened, journal.recall(opened, ToolEntry) or recalled)
         act_name = f"tool {name!r}"
         started = clock.monotonic()
         with CallExecution(journal, opened, act_name if external else None):
@@ -175,6 +179,8 @@ class LiveEpisodeContext(EpisodeContext):
                 default_s = self.episode.services.settings.tool_timeout_s
                 observation, outcome, location = await observe_tool(call, timeout_s, default_s, external=False)
         if opened.recorded is None:
+            if begins_early and journal.is_replaying:
+                await journal.reach(opened)
             seconds = clock.monotonic() - started
             entry = ToolEntry(name, call_arguments, observation, outcome, external, seconds, location)
             journal.record(opened, entry)

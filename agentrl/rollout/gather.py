@@ -1,7 +1,7 @@
 """`ctx.gather`: runs branches of an episode's code, and records the order in which they ended.
 
-1. No call of a branch returns before all branches have begun, so the code before a branch's first call must not depend
-   on the others.
+1. Branches begin in their order, and no call of a branch returns before all have begun. So the code before a branch's
+   first call must not depend on the others' later code.
 2. All branches have ended when the program continues after the gather, whether they returned, one raised (the others
    are cancelled), or the gather itself was cancelled.
 """
@@ -59,6 +59,7 @@ class _GatherGroup:
         self._call = call
         self._awaitables = awaitables
         self._is_ending = False
+        self._waiting_to_begin: dict[int, asyncio.Future[None]] = {}
         self.finished: list[int] = []
         """Indices of the coroutines that returned, in the order of their returns."""
         self.error: BaseException | None = None
@@ -119,7 +120,12 @@ class _GatherGroup:
 
     async def _run(self, index: int, awaitable: Awaitable[Any]) -> Any:
         child = self._branches[index]
+        if index and self._branches[index - 1].owner is None:
+            self._waiting_to_begin[index] = asyncio.get_running_loop().create_future()
+            await self._waiting_to_begin[index]
         begin_branch(child)
+        if (follower := self._waiting_to_begin.pop(index + 1, None)) is not None and not follower.done():
+            follower.set_result(None)
         self._journal.look()
         try:
             try:

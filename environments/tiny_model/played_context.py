@@ -223,6 +223,7 @@ class PlayedContext(EpisodeContext):
         external: bool,
         timeout_s: float | None,
         guarantee: Guarantee = "idempotent",
+        at_once: bool = False,
     ) -> str:
         """Run a tool; an exception becomes its observation."""
         try:

@@ -8,11 +8,13 @@ import datetime
 import decimal
 import enum
 import fractions
+import functools
 import json
 import pathlib
 import random
 import typing
 import uuid
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, NewType, Optional, Union
 
@@ -27,6 +29,7 @@ import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.core.reply_formats import parse_hermes
 from agentrl.environment.schema_values import random_value
+from agentrl.environment.tool_arguments import split_docstring
 from agentrl.environment.tools import BoundTool
 from agentrl.testing.execution import play
 from tests.support.json_values import values_of
@@ -245,3 +248,290 @@ def test_values_of_a_kind_arrive(kind: str) -> None:
 def test_a_class_whose_parameter_cannot_arrive_is_refused(kind: str) -> None:
     with pytest.raises(EnvironmentDefinitionError, match=r"tool Desk\.look"):
         class_of(REFUSED[kind]).tool_table()
+
+
+NAMES = (
+    "_x",
+    "model_dump",
+    "schema",
+    "json",
+    "copy",
+    "validate",
+    "model_config",
+    "construct",
+    "arguments",
+    "call",
+    "f0",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_parameter_may_have_any_name(name: str) -> None:
+    scope: dict[str, Any] = {}
+    exec(f"def look(self, {name}: int, f1: str = 'b'):\n    return f'{{{name}}} {{f1}}'", scope)
+    environment = class_of(int)
+    environment.look = agentrl.tool(scope["look"])  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert list(environment.tool_table()["look"].spec.parameters["properties"]) == [name, "f1"]
+    call = {"name": "look", "arguments": {name: 3}}
+    assert play(environment, agentrl.Task(id="1", data={"question": "?"}), [call, "done"]).observations[1] == "3 b"
+
+
+def doubled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator that keeps the signature."""
+
+    @functools.wraps(function)
+    def inner(*arguments: Any, **named: Any) -> Any:
+        return 2 * function(*arguments, **named)
+
+    return inner
+
+
+def scale(factor: int, n: int) -> int:
+    """Scale a number."""
+    return factor * n
+
+
+class Adder:
+    """Adds a number to its argument."""
+
+    def __call__(self, n: int) -> int:
+        return 100 + n
+
+
+class Base(agentrl.ToolEnvironment):
+    """Methods of every kind."""
+
+    @agentrl.tool
+    def inherited(self, n: int) -> int:
+        """In a base class."""
+        return n + 1
+
+    @agentrl.tool
+    def overridden(self, n: int) -> int:
+        """Overridden."""
+        return -1
+
+    @agentrl.tool
+    def removed(self, n: int) -> int:
+        """Removed."""
+        return -1
+
+    def reward(self, task: agentrl.Task, episode: agentrl.ToolEpisode) -> float:
+        return 0.0
+
+
+class Methods(Base):
+    """Methods of every kind."""
+
+    removed = None  # type: ignore[assignment]
+
+    def overridden(self, n: int) -> int:
+        return n + 2
+
+    @agentrl.tool
+    @staticmethod
+    def static(n: int) -> int:
+        """Static."""
+        return n + 3
+
+    @staticmethod
+    @agentrl.tool
+    def static_below(n: int) -> int:
+        """Static."""
+        return n + 4
+
+    @agentrl.tool
+    @classmethod
+    def of_class(cls, n: int) -> str:
+        """Of the class."""
+        return f"{cls.__name__} {n}"
+
+    @doubled
+    @agentrl.tool
+    def decorated_above(self, n: int) -> int:
+        """Decorated."""
+        return n + 5
+
+    @agentrl.tool
+    @doubled
+    def decorated_below(self, n: int) -> int:
+        """Decorated."""
+        return n + 6
+
+    @agentrl.tool
+    @functools.lru_cache(maxsize=2)  # noqa: B019 (of a test)
+    def cached(self, n: int) -> int:
+        """Cached."""
+        return n + 7
+
+    def _scaled(self, factor: int, n: int) -> int:
+        return scale(factor, n)
+
+    partial = agentrl.tool(functools.partialmethod(_scaled, 10))
+    partial_function = agentrl.tool(functools.partial(scale, 20))
+    instance = agentrl.tool(Adder())
+
+    @agentrl.tool
+    def positional(self, n: int, /, *, m: int = 1) -> int:
+        """Positional."""
+        return n + m
+
+    @agentrl.tool
+    @staticmethod
+    async def static_async(n: int) -> int:
+        """Asynchronous."""
+        return n + 8
+
+    @agentrl.tool
+    @doubled
+    def wrapped_async(self, n: int) -> str:
+        """Asynchronous behind a plain wrapper."""
+        return str(n)
+
+
+METHODS = {
+    "inherited": "4",
+    "overridden": "5",
+    "static": "6",
+    "static_below": "7",
+    "of_class": "Methods 3",
+    "decorated_above": "16",
+    "decorated_below": "18",
+    "cached": "10",
+    "partial": "30",
+    "partial_function": "60",
+    "instance": "103",
+    "positional": "4",
+    "static_async": "11",
+    "wrapped_async": "33",
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_of_any_kind_is_called_as_an_instance_has_it(name: str) -> None:
+    tools = Methods.tool_table()
+    assert set(tools) == set(METHODS)
+    assert list(tools[name].spec.parameters["properties"])[:1] == ["n"]
+    call = {"name": name, "arguments": {"n": 3}}
+    played = play(Methods, agentrl.Task(id="1", data={"question": "?"}), [call, "done"])
+    assert played.observations[1] == METHODS[name]
+
+
+def hiding(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, n: function(self, n)
+
+
+class Hidden(Base):
+    """A tool that its decorator hides."""
+
+    @hiding
+    @agentrl.tool
+    def look(self, n: int) -> int:
+        """Look."""
+        return n
+
+
+def test_what_cannot_be_a_tool_is_refused_by_name() -> None:
+    with pytest.raises(EnvironmentDefinitionError, match=r"Hidden\.look: the decorator above @agentrl.tool hides it"):
+        Hidden.tool_table()
+    with pytest.raises(EnvironmentDefinitionError, match="cannot mark <property"):
+        agentrl.tool(property(lambda self: 1))  # type: ignore[type-var]
+    for name in ("prompt", "files", "box", "task", "reward", "run", "tasks", "sandbox", "seats", "anchor_state"):
+        clashing = type("Clashing", (Base,), {name: agentrl.tool(lambda self: "x"), "reward": Base.reward})
+        if name == "reward":
+            clashing.reward = agentrl.tool(lambda self: "x")  # type: ignore[attr-defined]
+        with pytest.raises(EnvironmentDefinitionError, match=rf"Clashing\.{name}: `self\.{name}` belongs to"):
+            clashing.tool_table()  # type: ignore[attr-defined]
+
+
+class Described(Base):
+    """Descriptions and defaults."""
+
+    class Inner(enum.Enum):
+        A = "a"
+
+    @agentrl.tool
+    def find(  # noqa: D417 (with parameters that the docstring leaves out)
+        self,
+        word: str,
+        most: int = Field(default=3, ge=1, description="From the field."),
+        unit: Annotated[Unit, "From the annotation."] = Unit.KELVIN,
+        day: Annotated[datetime.date, typing_extensions.Doc("From PEP 727.")] = datetime.date(2026, 1, 2),
+        tags: list[str] = Field(default_factory=lambda: ["x"]),  # noqa: B008 (as pydantic documents it)
+        note: str = None,  # type: ignore[assignment]  # noqa: RUF013 (as people write it)
+        inner: Inner = Inner.A,
+        lock: Any = functools,
+    ) -> str:
+        """Find a word.
+
+        More about it.
+
+        Args:
+            word (str): The word, in
+                square brackets: [apple].
+            most: Not shown.
+            unit: Not shown.
+            note:
+                A remark.
+
+        Returns:
+            word: not a parameter.
+        """
+        return f"{word} {most} {unit!r} {day} {tags} {note} {inner} {lock.__name__}"
+
+
+def test_descriptions_and_defaults_are_offered_and_arrive() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        spec = Described.tool_table()["find"].spec
+    assert spec.description == "Find a word."
+    properties = spec.parameters["properties"]
+    assert {name: part["description"] for name, part in properties.items() if "description" in part} == {
+        "word": "The word, in square brackets: [apple].",
+        "most": "From the field.",
+        "unit": "From the annotation.",
+        "day": "From PEP 727.",
+        "note": "A remark.",
+    }
+    assert (properties["most"]["default"], properties["most"]["minimum"]) == (3, 1)
+    assert (properties["unit"]["default"], properties["day"]["default"]) == ("kelvin", "2026-01-02")
+    assert properties["note"]["anyOf"] == [{"type": "string"}, {"type": "null"}]
+    assert spec.parameters["required"] == ["word"]
+    call = {"name": "find", "arguments": {"word": "w", "note": None}}
+    played = play(Described, agentrl.Task(id="1", data={"question": "?"}), [call, "done"])
+    assert played.observations[1] == ("w 3 <Unit.KELVIN: 'kelvin'> 2026-01-02 ['x'] None Inner.A functools")
+
+
+def test_arguments_are_strict_and_3_0_is_an_integer() -> None:
+    tool = class_of(int).tool_table()["look"]
+    assert received(tool, {"x": 3.0}) == {"x": 3}
+    for wrong in ("3", True, 3.5, None, [3]):
+        with pytest.raises(ValueError, match=r"^x: "):
+            received(tool, {"x": wrong})
+    with pytest.raises(ValueError, match="x: Input should be a valid string"):
+        received(class_of(str).tool_table()["look"], {"x": 3})
+    with pytest.raises(ValueError, match="y: Extra inputs"):
+        received(tool, {"x": 3, "y": 1})
+
+
+@pytest.mark.parametrize(
+    "docstring",
+    [
+        "Guess.\n\nArgs:\n    word: Five letters.\n    n: A number.\n\nReturns:\n    n: other",
+        "Guess.\nArgs:\n    word (str): Five\n        letters.\n    n (int): A number.\nRaises:\n    word: no",
+        "\n    Guess.\n\n    Parameters:\n        word: Five letters.\n\n        n: A number.\n    ",
+        "Guess.\n\nArgs:\nword: Five letters.\nn: A number.",
+    ],
+)
+def test_google_style_docstrings_are_split(docstring: str) -> None:
+    assert split_docstring(docstring, ["word", "n"]) == ("Guess.", {"word": "Five letters.", "n": "A number."})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_random_policy_draws_values_that_the_schema_allows(kind: str) -> None:
+    schema = class_of(KINDS[kind]).tool_table()["look"].spec.parameters
+    validator = jsonschema.Draft202012Validator(schema)
+    for seed in range(20):
+        validator.validate({"x": random_value(schema["properties"]["x"], random.Random(seed), schema)})

@@ -245,7 +245,7 @@ def _tools(acts: Sequence[ToolAct], answers: Sequence[dict[str, Any]]) -> dict[s
     results."""
     calls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
-    for act, answer in zip_longest(acts, answers):
+    for act, answer in zip_longest(_in_order_of(answers, acts), answers):
         result: dict[str, Any] = {"content": act.observation if answer is None else _text(answer.get("content"))}
         if act is not None:
             name = None if answer is None else answer.get("tool_call_id")
@@ -266,6 +266,18 @@ def _tools(acts: Sequence[ToolAct], answers: Sequence[dict[str, Any]]) -> dict[s
     if results:
         tools["observation"] = {"results": results}
     return tools
+
+
+def _in_order_of(answers: Sequence[dict[str, Any]], acts: Sequence[ToolAct]) -> list[ToolAct]:
+    """Return tool calls in the order of their answers: calls that ran together ended in any order."""
+    remaining = list(acts)
+    ordered: list[ToolAct] = []
+    for answer in answers[: len(acts)]:
+        content = _text(answer.get("content"))
+        same = (act for act in remaining if act.name == answer.get("name") and act.observation == content)
+        ordered.append(next(same, remaining[0]))
+        remaining.remove(ordered[-1])
+    return ordered + remaining
 
 
 def _text(content: Any) -> str:
