@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from agentrl.core.custom_functions import Kind, installed_functions
 from agentrl.core.errors import InputError
 from agentrl.core.files import expand_path
+from agentrl.core.json_data import copy_json
 from agentrl.core.reply_formats import REPLY_FORMATS
 
 
@@ -75,6 +76,15 @@ def expand_paths(value: Any) -> Any:
     return expand_path(value) if isinstance(value, str | Path) else value
 
 
+def _copy_options(options: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return dict(copy_json(options, "options"))
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+
+
+Options = Annotated[dict[str, Any], AfterValidator(_copy_options)]
+"""Arguments of a user's function: JSON data, which commands that read the recorded configuration receive unchanged."""
 Code = Annotated[T, Selects("code"), BeforeValidator(expand_paths)]
 Endpoint = Annotated[T, Selects("endpoint")]
 Variable = Annotated[T, Selects("variable")]

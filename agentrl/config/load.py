@@ -7,6 +7,7 @@ exists.
 from __future__ import annotations
 
 import copy
+import datetime
 import difflib
 import json
 import math
@@ -285,6 +286,8 @@ def _check_plain(data: Mapping[str, Any]) -> None:
                 problem = f"{value} is not a finite number"
             elif isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
                 problem = "text with a character that is not allowed in files or paths"
+            elif isinstance(value, datetime.date | datetime.time):
+                problem = f"{value} is a date or a time, which a resumed run would receive as text: put it in quotes"
             if problem:
                 raise ConfigError(f"{'.'.join(path)}: {problem}")
         level = below

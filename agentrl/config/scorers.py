@@ -14,6 +14,7 @@ from agentrl.config.fields import (
     Location,
     NonNegative,
     NumberUnit,
+    Options,
     Positive,
     Seconds,
     Section,
@@ -58,7 +59,7 @@ class ScorerConfig(Section):
 
     function: WaveFixed[Code[str]] = ""
     """A function marked with `agentrl.scorer`: `module:function`, an installed name, or `path/to/file.py:function`."""
-    options: WaveFixed[Code[dict[str, Any]]] = {}
+    options: WaveFixed[Code[Options]] = {}
     """Arguments of the function."""
     judge: WaveFixed[Label[str]] = ""
     """Policy that scores in place of a function. A policy that learns must hold a seat; a remote, frozen or past policy

@@ -21,6 +21,7 @@ from agentrl.config.fields import (
     MaybeSteps,
     NonNegative,
     NumberUnit,
+    Options,
     PerEpisode,
     Positive,
     Rate,
@@ -56,7 +57,7 @@ class EnvironmentConfig(Section):
     id: Fixed[Code[str | dict[str, Rate]]]
     """A registered name, `module:Class`, or `path/to/env.py:Class`. A table of environments and sampling rates makes a
     mixture: `{ calculator = 3, frozen_lake = 1 }` (docs/selection.md)."""
-    options: Fixed[Code[dict[str, Any]]] = {}
+    options: Fixed[Code[Options]] = {}
     """Arguments of the environment's task source. In a mixture: one table per class name."""
     start_from: Fixed[RecordedTurnsConfig | None] = None
     """Recorded turns at which some of the groups begin; null: every group begins at the start of a task."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,7 @@ def refused(tmp_path: Path, text: str, *overrides: str) -> str:
         (f"seed = {2**63}\n{BASE}", "seed: a whole number of more than 64 bits"),
         (f"[environment.options]\nx = [1, {2**63}]\n{BASE}", "environment.options.x.1: a whole number of more"),
         (f"[environment.options]\nx = nan\n{BASE}", "environment.options.x: nan"),
+        (f"[environment.options]\nx = [2026-01-02]\n{BASE}", "environment.options.x.0: 2026-01-02 is a date or a time"),
         (f"episode_timeout_s = inf\n{BASE}", "episode_timeout_s: inf"),
         (f'directory = "a\\u0000b"\n{BASE}', "directory: text with a character"),
         (BASE.replace("somewhere", "x" * 5_000), "model.path"),
@@ -55,6 +57,12 @@ def test_a_file_that_no_reader_could_hold_is_refused_in_words(tmp_path: Path, te
         else BASE.replace("[model]", f"{text[: -len(BASE)]}[model]")
     )
     assert told in refused(tmp_path, text)
+
+
+def test_options_are_what_a_resumed_run_receives() -> None:
+    settings: dict[str, Any] = {"environment": {"id": "calculator", "options": {"rows": [{"pair": (1, 2)}]}}}
+    with pytest.raises(ValueError, match=r"options\['rows'\]\[0\]\['pair'\] is \(1, 2\), of type tuple"):
+        RunConfig.model_validate({**settings, "model": {"path": "agentrl.environments:calculator/model"}})
 
 
 def test_every_whole_number_has_an_upper_bound(tmp_path: Path) -> None:

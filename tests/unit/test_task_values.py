@@ -258,3 +258,20 @@ def test_a_mapping_becomes_a_dict_that_later_changes_do_not_reach() -> None:
     row["numbers"].append(2)
     assert task.data == {"numbers": [1]}
     assert type(task.data) is dict
+
+
+class Parent(Sourced):
+    """Starts a child episode with data that is no JSON."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await ctx.agent("solver").act(agentrl.user("Go on."))
+        await ctx.gather(*ctx.spawn(Sourced, {"pair": (1, 2)}))
+
+    @classmethod
+    def tasks(cls, split: str, *, seed: int = 0) -> list[agentrl.Task]:
+        return [agentrl.Task(id=split, data={})]
+
+
+def test_data_of_child_episodes_is_held_to_the_same() -> None:
+    (finding,) = agentrl.check_environment(Parent).findings
+    assert "data['pair'] is (1, 2), of type tuple" in finding
