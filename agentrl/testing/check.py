@@ -173,7 +173,7 @@ class EnvironmentReport:
         raises one that its arguments cannot explain. Programs of external agents that wrong tool calls end. Games that
         were not played, because no text was an action. Tasks that are in both splits, or repeat others."""
         wrong_calls = [self._wrong_calls_warning] if self.wrong_calls.errors else []
-        unplayed = [self._unplayed_warning] if self.game_turns and not self.legal_turns else []
+        unplayed = [self._unplayed_warning] if self.game_turns >= MIN_REFUSED and not self.legal_turns else []
         return self._tool_warnings + wrong_calls + unplayed + self._overlap_warnings
 
     @property

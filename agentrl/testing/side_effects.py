@@ -160,10 +160,23 @@ def _is_pair(end: object) -> bool:
 
 def _location(frame: FrameType | None) -> str | None:
     """Return the nearest code that belongs neither to Python nor to agentrl; None if there is none, so the environment
-    did not cause the event."""
+    did not cause the event, or if a library is being imported, which happens once in a process: urllib3 tries IPv6."""
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(_PACKAGE) and (not file.startswith(_PYTHON) or "site-packages" in file):
-            return f"{frame.f_code.co_qualname} ({os.path.basename(file)}:{frame.f_lineno})"
+            return (
+                None
+                if _imports_library(frame)
+                else f"{frame.f_code.co_qualname} ({os.path.basename(file)}:{frame.f_lineno})"
+            )
         frame = frame.f_back
     return None
+
+
+def _imports_library(frame: FrameType | None) -> bool:
+    """Whether code runs because the environment imports a library."""
+    while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
+        if frame.f_code.co_name == "<module>" and not is_user_code(frame.f_code.co_filename):
+            return True
+        frame = frame.f_back
+    return False

@@ -335,7 +335,7 @@ SOUND: dict[str, Callable[[], Any]] = {
     "pettingzoo rps": lambda: classic("rps-v2"),
     "pettingzoo leduc (rlcard)": lambda: classic("leduc_holdem-v4"),
     "pettingzoo hold'em (rlcard)": lambda: classic("texas_holdem-v4"),
-    "pettingzoo gin rummy (rlcard)": lambda: classic("gin_rummy-v4"),
+    "pettingzoo no-limit hold'em (rlcard)": lambda: classic("texas_holdem_no_limit-v6"),
     **{
         f"textarena {game}": arena(game)
         for game in ("KuhnPoker-v0", "TicTacToe-v0", "PigDice-v0", "Mastermind-v0", "TowerOfHanoi-v0", "Nim-v0")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import random
 import socket
 import sqlite3
 import subprocess
+import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -48,6 +51,8 @@ def _act(kind: str) -> str:
         for end in ends:
             end.close()
         asyncio.new_event_loop().close()
+    elif kind == "import":
+        importlib.import_module("binds_at_import")
     elif kind == "read":
         Path(__file__).read_text()
         sqlite3.connect(":memory:").close()
@@ -116,6 +121,20 @@ def test_a_tool_that_reaches_outside_is_found(kind: str, words: str) -> None:
     declared = check_environment(Declared)
     assert declared.passed, declared.text
     assert declared.resume_class == "snapshot"
+
+
+def test_the_first_import_of_a_library_is_no_reaching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Urllib3 tries whether it can listen with IPv6."""
+    for folder, passes in (("site-packages", True), ("mine", False)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "binds_at_import.py").write_text("import socket\nsocket.socket().bind(('127.0.0.1', 0))\n")
+        monkeypatch.syspath_prepend(tmp_path / folder)
+        monkeypatch.delitem(sys.modules, "binds_at_import", raising=False)
+        Reaching.kind = "import"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            report = check_environment(Reaching)
+        assert report.passed == passes, report.text
 
 
 @pytest.mark.parametrize("kind", ["read", "pair"])
