@@ -14,6 +14,7 @@ import dataclasses
 import gc
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -44,6 +45,7 @@ from agentrl.environment.environment import MAX_READ_TASKS, Environment, Split, 
 from agentrl.environment.games import LEGAL_ACTIONS
 from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.registry import module_of, name_of, resolve
+from agentrl.environment.schema_values import UnknownSchemaError, random_value
 from agentrl.environment.tools import ToolEnvironment
 from agentrl.journal.entries import (
     EffectEntry,
@@ -341,7 +343,7 @@ def check_environment(
                 break
         _check_rewards(report)
         _check_tools(environment_class, report)
-        _check_refused_calls(report)
+        _check_refused_calls(environment_class, report)
         _check_texts(report)
         report.own_random = environment_class.own_random
         if report.passed and issubclass(environment_class, HarnessEnvironment) and last is not None:
@@ -378,10 +380,16 @@ def _check_tools(environment: type[Environment], report: EnvironmentReport) -> N
             report.findings.append(text)
 
 
-def _check_refused_calls(report: EnvironmentReport) -> None:
+def _check_refused_calls(environment: type[Environment], report: EnvironmentReport) -> None:
     """Report tools that can never be called: all calls were refused, although their arguments fit the schema."""
+    tools = environment.tool_table() if issubclass(environment, ToolEnvironment) else {}
     for name, answers in report.refused_calls.items():
-        if len(answers) >= MIN_REFUSED and not report.tool_calls[name]:
+        if len(answers) < MIN_REFUSED or report.tool_calls[name] or name not in tools:
+            continue
+        parameters = tools[name].spec.parameters
+        with contextlib.suppress(UnknownSchemaError):  # the random policy guessed
+            for schema in parameters.get("properties", {}).values():
+                random_value(schema, random.Random(0), parameters)
             report.findings.append(
                 f"tool {name} was never reached: all of {plural(len(answers), 'call')} that fit its schema, which the "
                 f"policy is shown, were refused, such as with {shortened_repr(answers[0])}. Change the parameter's "

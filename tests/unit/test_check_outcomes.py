@@ -9,7 +9,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 import agentrl
 from agentrl.environment import gym
@@ -312,8 +312,16 @@ class IssueText(Desk):
     }
 
 
+class PatternedTool(Desk):
+    @agentrl.tool
+    def find(self, code: Annotated[str, Field(pattern=r"^7[0-9]{3}-[a-f]{2}$")]) -> str:
+        """Find what has a code."""
+        return code
+
+
 SOUND: dict[str, Callable[[], Any]] = {
     "desk": lambda: Desk,
+    "tool with a pattern": lambda: PatternedTool,
     "issues": lambda: IssueText,
     "counter": lambda: Counting,
     "agentrl calculator": lambda: "calculator",
@@ -342,7 +350,10 @@ SOUND: dict[str, Callable[[], Any]] = {
     },
     "reasoning_gym": puzzles,
 }
-QUICK = ("desk", "issues", "counter", "gymnasium FrozenLake", "gymnasium MountainCarContinuous", "pettingzoo rps")
+QUICK = (
+    *("desk", "tool with a pattern", "issues", "counter"),
+    *("gymnasium FrozenLake", "gymnasium MountainCarContinuous", "pettingzoo rps"),
+)
 
 
 @pytest.mark.parametrize(
