@@ -777,7 +777,7 @@ class _Judge:
         }
         whole = pieces(estimator, agents, rewards, of_seat)
         last = max((turn + 1 for given in turn_rewards for turn, _ in given), default=0)
-        ends = max(last, *(first for own_pieces in whole for first, _, _ in own_pieces))
+        ends = max([last, *(first for own_pieces in whole for first, _, _ in own_pieces)])
         found: dict[Any, Credit] = {}
         for number, row in enumerate(rows):
             turns = range(ends + 1) if last else range(whole[number][-1][0] + 1)
