@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -24,6 +27,7 @@ from agentrl.core.records import (
 from agentrl.journal.entries import (
     BeginEntry,
     EntryBody,
+    ExternalRequestParameters,
     JournalEntry,
     RewardEntry,
     ToolEntry,
@@ -218,6 +222,62 @@ async def write_episode(journal: SqliteJournal, number: int, text: str) -> None:
         location=EpisodeDataLocation(log.name, len(bodies)),
     )
     await journal.commit_episode(each, ended, b"", {"accuracy": 0.5})
+
+
+OFFERED = "<|im_start|>system\nadd(a: integer) Add.<|im_end|><|im_start|>user"
+"""What the calculator's chat template says of the tool in `write_offers`."""
+
+
+async def write_offers(directory: Path) -> None:
+    """An episode whose prompt offers a tool and shows a worked example, in the words of the calculator's model."""
+    from agentrl.core.records import Message, ToolCall, ToolSpec
+    from agentrl.environments import calculator
+    from agentrl.rollout.chat.chat_format import TemplateChatFormat
+    from agentrl.rollout.turn_entries import encode_message
+
+    model = Path(calculator.__file__).parent / "model"
+    chat_format = TemplateChatFormat.load(model)
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    messages = [
+        Message(role="user", content="What is 1 + 1?"),
+        Message(role="assistant", content="", tool_calls=(ToolCall(id="c0", name="add", arguments={"a": 1}),)),
+        Message(role="tool", content="2", tool_call_id="c0"),
+        Message(role="assistant", content="2"),
+        Message(role="user", content="What is 5 + 7?"),
+    ]
+    context = array("i", chat_format.start(messages, [ToolSpec(name="add", description="Add.", parameters=parameters)]))
+    journal = SqliteJournal(directory / "journal", info={"name": "offers", "config": {"model": {"path": str(model)}}})
+    await write_prompt(journal, context.tobytes(), tuple(map(encode_message, messages)))
+
+
+async def write_prompt(
+    journal: SqliteJournal,
+    context: bytes,
+    messages: tuple[dict[str, Any], ...] = (),
+    request: ExternalRequestParameters | None = None,
+) -> None:
+    """An episode e0 of two turns, of which the first has a prompt; closes the journal."""
+    begin, turn, _, reward = entries_with(0, "12")
+    assert isinstance(turn, TurnEntry)
+    first = msgspec.structs.replace(turn, context_ids=context, messages=messages, request=request)
+    later = msgspec.structs.replace(turn, turn=1, parent_context=len(context) // 4 + 2)
+    bodies = [begin, first, later, reward]
+    log = journal.turn_log("w0")
+    of = EpisodeSpec(
+        episode_id="e0",
+        environment="12",
+        task=Task(id="12", data={"q": "12"}),
+        seed=0,
+        seats={"solver": SeatBinding("policy")},
+        group_id="g0",
+    )
+    journal.admit(of)
+    for index, body in enumerate(bodies):
+        log.append(JournalEntry("e0", 0, f"r#{index}" if index else "begin", b"", encode_body(body)))
+    ended = header(of, len(bodies), reward=0.0)
+    trajectory = TrajectoryHeader("solver", 0, "policy", 0.0, 4, 0, 0)
+    await journal.commit_episode(of, replace(ended, tokens=4, trajectories=(trajectory,)), b"", {})
+    await journal.close()
 
 
 async def write_bargains(directory: Path, *, count: int = 6) -> None:

@@ -12,6 +12,7 @@ import msgspec
 from agentrl.core.records import REWARD, PolicyVersion, reported_token_usage
 from agentrl.core.reply_formats import ReplyParts, guess_reply_parts, parse_json_value
 from agentrl.inspection.reader import AgentLine, EpisodeLine, EpisodeView, verified_control_rows
+from agentrl.inspection.tokens import text_beside_messages
 from agentrl.journal.entries import (
     BeginEntry,
     CancelEntry,
@@ -50,6 +51,9 @@ class PolicyTurn(_Act, frozen=True, kw_only=True, tag="turn"):
     row: int
     messages: list[dict[str, Any]]
     """Messages since the agent's previous turn."""
+    beside_messages: str
+    """What the prompt says besides its messages, such as the tools; empty after a row's first turn. See
+    `tokens.text_beside_messages`."""
     text: str
     """Sampled text, special tokens included."""
     thinking: str
@@ -202,11 +206,11 @@ def build_conversation(reader: RunReader, view: EpisodeView) -> ConversationView
     begin = next((body for _, body in view.entries if isinstance(body, BeginEntry)), None)
     waits = _Waits(began or 0.0)
     problems = list(view.problems)
-    acts = [_act(call, body, waits) for call, body in bodies[: view.inherited]]
+    acts = [_act(reader, call, body, waits) for call, body in bodies[: view.inherited]]
     new_turns = [body for _, body in bodies[view.inherited :] if isinstance(body, TurnEntry)]
     if acts and new_turns:
         waits.continue_at(new_turns[0].started)
-    acts += [_act(call, body, waits) for call, body in bodies[view.inherited :]]
+    acts += [_act(reader, call, body, waits) for call, body in bodies[view.inherited :]]
     external = _external_policies(reader.info())
     return ConversationView(
         summary=view.summary,
@@ -270,10 +274,10 @@ class _Waits:
             self._ends[branch] += seconds
 
 
-def _act(call: str, body: EntryBody, waits: _Waits) -> Act:
+def _act(reader: RunReader, call: str, body: EntryBody, waits: _Waits) -> Act:
     match body:
         case TurnEntry():
-            return _turn(call, body, waits)
+            return _turn(reader, call, body, waits)
         case ToolEntry():
             waits.add_action(call, body.seconds)
             return ToolAct(
@@ -314,7 +318,7 @@ def _act(call: str, body: EntryBody, waits: _Waits) -> Act:
     return OtherAct(call=call, entry_kind=type(body).__name__.removesuffix("Entry").lower(), value=fields)
 
 
-def _turn(call: str, turn: TurnEntry, waits: _Waits) -> PolicyTurn:
+def _turn(reader: RunReader, call: str, turn: TurnEntry, waits: _Waits) -> PolicyTurn:
     policy = turn.weights_of or turn.policy
     # A longer reply is shown as sampled, because parsing would take too long.
     reply = guess_reply_parts(turn.text) if len(turn.text) <= 1 << 18 else ReplyParts("", turn.text, ())
@@ -326,6 +330,7 @@ def _turn(call: str, turn: TurnEntry, waits: _Waits) -> PolicyTurn:
         turn=turn.turn,
         row=turn.row,
         messages=list(turn.messages),
+        beside_messages="" if turn.parent_context else text_beside_messages(reader, turn),
         text=turn.text,
         thinking=reply.thinking,
         content=reply.content,

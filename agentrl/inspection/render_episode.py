@@ -146,10 +146,15 @@ def summary_page(view: ConversationView) -> TerminalPage:
 def _turn(page: TerminalPage, act: PolicyTurn) -> None:
     if act.waited >= 0.05:  # shorter waits get no line
         page.line((f"  … waited {act.waited:.3f} s", "magenta"))
+    if act.beside_messages:
+        page.line(("  tools and other text of the chat template", "bold dim"))
+        page.block(shorten_lines(act.beside_messages, MAX_BLOCK), "dim")
     for message in act.messages:
         role = str(message.get("role", "?"))
         page.line((f"  {role}", f"bold {_STYLES.get(role, 'magenta')}"))
-        page.block(str(message.get("content", "")), _STYLES.get(role, "magenta"))
+        if message.get("content") or not message.get("tool_calls"):
+            page.block(str(message.get("content", "")), _STYLES.get(role, "magenta"))
+        _calls(page, [call for call in _as_list(message.get("tool_calls")) if isinstance(call, dict)])
     if act.state is not None:
         page.line(("  state", "dim"))
         page.block(act.state, "dim")
@@ -172,13 +177,21 @@ def _turn(page: TerminalPage, act: PolicyTurn) -> None:
         page.block(act.thinking, "dim", indent=6)
     if act.content:
         page.block(act.content, "green")
-    for call in act.calls:
-        arguments = call["arguments"]
+    _calls(page, act.calls)
+
+
+def _calls(page: TerminalPage, calls: Sequence[dict[str, Any]]) -> None:
+    for call in calls:
+        name, arguments = call.get("name"), call.get("arguments")
         if isinstance(arguments, str):
-            page.line((f"    ✗ malformed call of {call['name'] or 'no tool'}", "bold red"))
+            page.line((f"    ✗ malformed call of {name or 'no tool'}", "bold red"))
             page.block(arguments, "red", indent=6)
         else:
-            page.line(("    → ", "yellow"), (f"{call['name']}({_json(arguments)})", "yellow"))
+            page.line(("    → ", "yellow"), (f"{name}({_json(arguments)})", "yellow"))
+
+
+def _as_list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _long_texts(value: object) -> dict[str, str]:

@@ -39,6 +39,10 @@ MAX_FILE_BYTES = 192 << 20
 _CODES = {"F32": "f", "I32": "i", "I64": "q"}
 MAX_TOKENIZER_BYTES = 128 << 20
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+MIN_ADDITION = 24
+"""Minimum length of a chat template's addition to a prompt that `text_beside_messages` returns, in characters."""
+_MARKERS = re.compile(r"<\|[^<>|]*\|>|</?s>|\[/?[A-Z_]+\]")
+"""Control tokens, which say nothing."""
 _CONTROL = ("<|start|>", "<|stop|>")
 """Names of the ids above the bytes, in formats with bytes as tokens."""
 _OWN_PACKAGES = tuple(Path(__file__).resolve().parents[2] / name for name in ("agentrl", "environments"))
@@ -161,7 +165,7 @@ class Vocabulary:
     """
 
     def __init__(self, model: str | None) -> None:
-        self._pieces: dict[int, str] = {}
+        self._pieces: dict[int, bytes] = {}
         self._bytes = _byte_characters()
         if model is not None:
             self._read(Path(model) / "tokenizer.json")
@@ -173,7 +177,11 @@ class Vocabulary:
 
     def text(self, token: int) -> str:
         """Return the text of a single token; "" if unknown. Half a character is U+FFFD."""
-        return self._pieces.get(token, "")
+        return self.decode([token])
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of successive tokens, without unknown ones."""
+        return b"".join(self._pieces.get(token, b"") for token in token_ids).decode("utf-8", "replace")
 
     def _read(self, path: Path) -> None:
         try:
@@ -186,15 +194,19 @@ class Vocabulary:
         )
         for piece, token in tokenizer.model.vocab.items():
             self._pieces[token] = self._of_bytes(piece) if is_byte_level else _of_pieces(piece)
-        self._pieces.update({added_token.id: added_token.content for added_token in tokenizer.added_tokens})
+        self._pieces.update({token.id: _encode(token.content) for token in tokenizer.added_tokens})
 
-    def _of_bytes(self, piece: str) -> str:
-        return bytes(self._bytes.get(character, 63) for character in piece).decode("utf-8", "replace")
+    def _of_bytes(self, piece: str) -> bytes:
+        return bytes(self._bytes.get(character, 63) for character in piece)
 
 
-def _of_pieces(piece: str) -> str:
+def _of_pieces(piece: str) -> bytes:
     match = _BYTE_TOKEN.fullmatch(piece)
-    return bytes([int(match[1], 16)]).decode("utf-8", "replace") if match else piece.replace("\u2581", " ")
+    return bytes([int(match[1], 16)]) if match else _encode(piece.replace("\u2581", " "))
+
+
+def _encode(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
 
 
 def _byte_characters() -> dict[str, int]:
@@ -340,6 +352,29 @@ def base_model_directory(run: Path, config: object, policy: str) -> str | None:
 @lru_cache(maxsize=64)
 def _is_own_model(path: str) -> bool:
     return any(Path(os.path.normpath(path)).is_relative_to(package) for package in _OWN_PACKAGES)
+
+
+def text_beside_messages(reader: RunReader, turn: TurnEntry) -> str:
+    """Return what a row's first prompt says besides its messages: the tools, and what else the chat template adds.
+
+    Short additions, such as names of roles, are left out. Without the model's tokenizer, only the tools that an
+    external agent sent are known.
+    """
+    vocabulary = load_vocabulary(base_model_directory(reader.path, reader.info().get("config"), turn.policy))
+    prompt = "" if _is_bytes(turn, decode_int32(turn.token_ids)) else vocabulary.decode(decode_int32(turn.context_ids))
+    if not prompt:
+        return "" if turn.request is None else turn.request.tools or ""
+    parts, start, has_calls = [], 0, False
+    for message in turn.messages:
+        content = message.get("content")
+        at = prompt.find(content.strip(), start) if isinstance(content, str) and content.strip() else -1
+        if at >= 0:
+            parts += [] if has_calls else [prompt[start:at]]
+            start = at + len(content.strip())
+            has_calls = False
+        has_calls = has_calls or bool(message.get("tool_calls"))  # written after its content, and shown with it
+    parts += [] if has_calls else [prompt[start:]]
+    return "\n".join(part.strip() for part in parts if len(_MARKERS.sub("", part).strip()) >= MIN_ADDITION)
 
 
 def assemble_token_rows(view: EpisodeView) -> list[AssembledTokenRow]:

@@ -17,16 +17,25 @@ from agentrl.cli.main import main
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.records import PolicyVersion
 from agentrl.core.text import escape_text
-from agentrl.inspection.conversation import read_conversation
+from agentrl.inspection.conversation import PolicyTurn, read_conversation
 from agentrl.inspection.reader import RunReader, list_runs
 from agentrl.inspection.reasons import explain_episode
 from agentrl.inspection.render import MAX_CELL, episode_table, reward_curves_page, run_table, statistics_page
 from agentrl.inspection.render_episode import conversation_page
 from agentrl.inspection.statistics import run_statistics
-from agentrl.journal.entries import encode_body, entry_checksum
+from agentrl.journal.entries import ExternalRequestParameters, encode_body, entry_checksum
 from agentrl.journal.port import MetricRow, VersionPublication
 from agentrl.journal.store import SqliteJournal
-from tests.journal_cases import HOSTILE, entries_with, weights, write_bargains, write_run
+from tests.journal_cases import (
+    HOSTILE,
+    OFFERED,
+    entries_with,
+    weights,
+    write_bargains,
+    write_offers,
+    write_prompt,
+    write_run,
+)
 
 
 @pytest.fixture
@@ -122,6 +131,25 @@ def test_several_rewarded_seats_have_a_column_each_and_no_sum(
     mixed = shown(episode_table([line, three], 2)).splitlines()[1:]
     assert [row.split()[4:7] for row in mixed] == [["0.75", "-0.75", "completed"], ["3", "completed", "3"]]
     assert "buyer 0.75, seller -0.75" in shown(episode_table([line, three], 2, ["episode", "reward"]))
+
+
+def test_an_episode_shows_the_tools_and_worked_examples_that_the_policy_saw(tmp_path: Path) -> None:
+    asyncio.run(write_offers(tmp_path / "offers"))
+    request = ExternalRequestParameters(max_tokens=9, stop=(), tools='[{"name": "look_up"}]')
+    asyncio.run(write_prompt(SqliteJournal(tmp_path / "outside" / "journal"), b"\0" * 8, request=request))
+    views = []
+    for name in ("offers", "outside"):
+        reader = RunReader(tmp_path / name)
+        views.append(read_conversation(reader, "e0"))
+        reader.close()
+    view, external = views
+    assert [act.beside_messages for act in view.acts if isinstance(act, PolicyTurn)] == [OFFERED, ""]
+    assert [act.beside_messages for act in external.acts if isinstance(act, PolicyTurn)] == [request.tools, ""]
+    page = shown(conversation_page(view))
+    assert page.count("add(a: integer) Add.") == 1
+    assert '→ add({"a": 1})' in page, "the example's call, whose message has no content"
+    assert page.index("add(a: integer)") < page.index("What is 1 + 1?") < page.index("→ add") < page.index("5 + 7")
+    assert "look_up" in shown(conversation_page(external))
 
 
 def test_one_episode_is_shown_with_its_conversation(run: Path) -> None:

@@ -61,6 +61,7 @@ function turn(act, { seats, hues, replies, view, nameOf }) {
       act.finish_reason === "stop" ? null : chip(act.finish_reason, "warn"),
       act.drift ? chip("drift", "warn", `${act.drift === "undecodable" ? "its tokens are no valid text" : "its text would be tokenized differently"}; the tokens are kept and trained as sampled`) : null,
     ),
+    beside(act.beside_messages),
     contextBefore(act.messages),
     written(act, reply),
   );
@@ -84,6 +85,12 @@ function toolCall({ name, arguments: given }) {
   if (typeof given === "string") return element("li", { class: "malformed" }, chip("malformed", "bad"), " ", element("b", {}, name || "no tool"), content(given, "content small"));
   const values = Object.entries(given);
   return element("li", {}, element("span", { class: "kind" }, "calls "), element("b", {}, name), values.length ? element("dl", {}, values.map(([key, value]) => [element("dt", {}, key), element("dd", {}, content(told(value), "content small"))])) : null);
+}
+
+/** What a prompt says besides its messages: the tools, and what else the chat template adds. */
+function beside(text) {
+  if (!text) return null;
+  return element("details", { class: "beside-messages", open: text.length < 1500 }, element("summary", {}, "tools and other text of the chat template ", element("span", { class: "quiet" }, plural(text.length, "character"))), content(text));
 }
 
 /** What the policy was told before a turn: of many messages the last ones, and the others folded. */
