@@ -281,12 +281,24 @@ async def write_prompt(
 
 
 async def write_bargains(directory: Path, *, count: int = 6) -> None:
-    """Episodes in which buyer and seller are rewarded: e0 with 0 and 0, e1 with 0.25 and -0.25, and so on; in pairs."""
-    journal = SqliteJournal(directory / "journal", info={"name": "bargains"})
-    journal.record(VersionPublication(weights("buyer", 0, 0), None))
+    """Episodes in which a policy trades with itself, and buyer and seller are rewarded: e0 with 0 and 0, e1 with 0.25
+    and -0.25, and so on; in pairs. There are metrics of three steps."""
+    config = {
+        "environment": {"id": "shop:Bargain"},
+        "model": {"path": "models/shop"},
+        "policies": {"trader": {"kind": "trained", "step_size": 2, "max_staleness": 1}},
+        "steps": 3,
+    }
+    journal = SqliteJournal(directory / "journal", info={"name": "bargains", "config": config})
+    journal.record(VersionPublication(replace(weights("trader", 0, 0), sha256="0" * 64), None))
+    for step in (1, 2, 3):
+        rewards = {"reward/mean": 0.0, "reward/buyer": 0.25 * step, "reward/seller": -0.25 * step}
+        held_out = {f"evaluation/{name.removesuffix('/mean')}": value for name, value in rewards.items()}
+        own = {"agreed": 0.5, "evaluation/metric/agreed": 0.75, "evaluation/metric_error/agreed": 0.1}
+        journal.record(MetricRow("trader", step, {**rewards, **held_out, **own, "entropy": 1.0 / step}))
     log = journal.turn_log("w0")
     for number in range(count):
-        seats = {"buyer": SeatBinding("buyer"), "seller": SeatBinding("seller")}
+        seats = dict.fromkeys(("buyer", "seller"), SeatBinding("trader"))
         task = Task(id=f"t{number // 2}", data={"item": "lamp", "limit": 10 + number // 2})
         of = EpisodeSpec(
             episode_id=f"e{number}",
@@ -306,7 +318,7 @@ async def write_bargains(directory: Path, *, count: int = 6) -> None:
         )
         bodies: list[EntryBody] = [begin]
         for seat, value in (("buyer", reward), ("seller", -reward)):
-            bodies += [msgspec.structs.replace(turn, seat=seat, policy=seat), RewardEntry(seat, 0, value, None)]
+            bodies += [msgspec.structs.replace(turn, seat=seat, policy="trader"), RewardEntry(seat, 0, value, None)]
         for index, body in enumerate(bodies):
             log.append(JournalEntry(of.episode_id, 0, f"r#{index}" if index else "begin", b"", encode_body(body)))
         ended = EpisodeHeader(
@@ -321,8 +333,8 @@ async def write_bargains(directory: Path, *, count: int = 6) -> None:
             tokens=4,
             seconds=0.5,
             trajectories=(
-                TrajectoryHeader("buyer", 0, "buyer", reward, 2, 0, 0),
-                TrajectoryHeader("seller", 0, "seller", -reward, 2, 0, 0),
+                TrajectoryHeader("buyer", 0, "trader", reward, 2, 0, 0),
+                TrajectoryHeader("seller", 0, "trader", -reward, 2, 0, 0),
             ),
             location=EpisodeDataLocation(log.name, len(bodies)),
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec.structs import asdict
 
 from agentrl.core.records import REWARD, PolicyVersion, reported_token_usage
 from agentrl.core.reply_formats import ReplyParts, guess_reply_parts, parse_json_value
@@ -182,6 +183,8 @@ class ConversationView(msgspec.Struct, frozen=True):
     detail: str
     """Message of the failure that dropped the episode; empty if it was not dropped."""
     task: Any
+    settings: dict[str, dict[str, float]]
+    """Sampling settings and limits by seat; the key "" holds those of seats not named."""
     began: float | None
     """Wall-clock label of the first turn, seconds since the epoch."""
     acts: list[Act]
@@ -219,6 +222,7 @@ def build_conversation(reader: RunReader, view: EpisodeView) -> ConversationView
         metrics=view.metrics,
         detail=view.detail,
         task=None if begin is None else begin.task,
+        settings={} if begin is None else {seat: asdict(each) for seat, each in begin.settings.items()},
         began=began,
         acts=[_with_usage(act) if isinstance(act, PolicyTurn) and act.policy in external else act for act in acts],
         inherited=view.inherited,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from agentrl.core.control_messages import read_actions
 from agentrl.core.errors import InputError
-from agentrl.inspection.run_comparison import AXIS_METRICS, axis_places, interval_metric
+from agentrl.inspection.run_comparison import AXIS_METRICS, axis_places, changed_settings, interval_metric
 from agentrl.inspection.statistics import run_state
 from agentrl.inspection.timelines import resume_times
 from agentrl.observe.alarms import find_alarms
-from agentrl.observe.metrics import find_registered_metric
+from agentrl.observe.metrics import find_registered_metric, own_metrics
 
 if TYPE_CHECKING:
     from agentrl.inspection.reader import RunReader
@@ -79,7 +79,12 @@ class RunOverview(msgspec.Struct, frozen=True, kw_only=True):
     alarms: list[AlarmEntry]
     metrics: list[MetricEntry]
     series: dict[str, MetricSeries]
-    """Series of `OVERVIEW_METRICS`, by name."""
+    """Series by name: of `OVERVIEW_METRICS`, of rewards by seat, of the environment's own metrics, and of these over
+    held-out tasks."""
+    own_metrics: list[str]
+    """The environment's own metrics, from `ctx.metric`."""
+    settings: dict[str, Any]
+    """Settings that differ from their defaults."""
     places: dict[str, dict[str, list[tuple[int, float]]]]
     """Tokens trained until each step, and seconds, by policy: the other axes of a chart."""
     problem: str
@@ -93,7 +98,9 @@ def run_overview(reader: RunReader) -> RunOverview:
         "SELECT (SELECT min(admitted_at) FROM admissions), max(coalesce((SELECT max(committed_at) FROM episodes), 0),"
         " coalesce((SELECT max(stepped_at) FROM steps), 0))"
     )[0]
-    series = metric_series(reader, [name for name in OVERVIEW_METRICS if name in names])
+    own = own_metrics(names)
+    shown = {*OVERVIEW_METRICS, *own, *(f"evaluation/metric/{name}" for name in own)}
+    series = metric_series(reader, [name for name in names if name in shown or is_seat_reward(name)])
     axis_values = reader.metrics(list(AXIS_METRICS.values()))
     status, problems = state.status, list[str]()
     return RunOverview(
@@ -114,6 +121,8 @@ def run_overview(reader: RunReader) -> RunOverview:
         alarms=[AlarmEntry(*alarm) for alarm in find_alarms(state)],
         metrics=[metric_entry(name) for name in names],
         series=series,
+        own_metrics=own,
+        settings=changed_settings(reader),
         places={
             axis: {policy: list(axis_places(axis, values).items()) for policy, values in axis_values[name].items()}
             for axis, name in AXIS_METRICS.items()
@@ -121,6 +130,12 @@ def run_overview(reader: RunReader) -> RunOverview:
         },
         problem="; ".join(filter(None, [state.problem, *problems])),
     )
+
+
+def is_seat_reward(name: str) -> bool:
+    """Return whether a metric is the reward of one of several seats, in training or over held-out tasks."""
+    metric = find_registered_metric(name)
+    return metric is not None and metric.name in ("reward/<seat>", "evaluation/reward/<seat>")
 
 
 def metric_entry(name: str) -> MetricEntry:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 
 from agentrl.config.policies import LocalPolicy, PolicyConfig
+from agentrl.config.run import RunConfig
+from agentrl.config.sections import EnvironmentConfig, ModelConfig
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.intervals import confidence_half_width
 from agentrl.journal.control_rows import ADMISSION_COLUMNS, decode_admission_row
@@ -197,8 +199,31 @@ def _settings(reader: RunReader) -> dict[str, Any]:
 
     A policy's sampling is listed where it differs from the run's.
     """
+    return _flat_settings(reader.config())
+
+
+def changed_settings(reader: RunReader) -> dict[str, Any]:
+    """Return a run's settings that differ from their defaults, sorted; those without a default too. A policy's defaults
+    are those of a trained one."""
+    defaults = _flat_settings(
+        RunConfig(
+            environment=EnvironmentConfig(id="-"), model=ModelConfig(path="-"), policies={"main": PolicyConfig()}
+        ).model_dump(mode="json")
+    )
+    missing = object()
+    changed = {}
+    for name, value in sorted(_settings(reader).items()):
+        group, _, of_policy = name.partition(".")
+        default_name = f"policies.main.{of_policy.partition('.')[2]}" if group == "policies" else name
+        if default_name in ("environment.id", "model.path") or value != defaults.get(default_name, missing):
+            changed[name] = value
+    return changed
+
+
+def _flat_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration as `_settings` does."""
     flat: dict[str, Any] = {}
-    pending = [("", reader.config())]
+    pending = [("", config)]
     while pending:
         prefix, table = pending.pop()
         for key, value in table.items():

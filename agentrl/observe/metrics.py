@@ -6,7 +6,13 @@ are left out. Metrics of one policy are recorded at that policy's step.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+MAX_OWN_METRICS = 6
+"""Maximum number of an environment's own metrics that an overview shows."""
 
 
 class Metric(NamedTuple):
@@ -396,6 +402,11 @@ def find_registered_metric(name: str) -> Metric | None:
     if registered_metric is not None:
         return registered_metric
     return next((metric for metric in METRICS if "<" in metric.name and name.startswith(_before_word(metric))), None)
+
+
+def own_metrics(names: Iterable[str]) -> list[str]:
+    """Return the names of an environment's own metrics among others, sorted; at most `MAX_OWN_METRICS`."""
+    return [name for name in sorted(names) if find_registered_metric(name) is None][:MAX_OWN_METRICS]
 
 
 def _before_word(metric: Metric) -> str:

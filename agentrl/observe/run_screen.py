@@ -17,7 +17,7 @@ from rich.text import Text
 
 from agentrl.core.text import escape_line, format_rate, plural
 from agentrl.observe.alarms import WINDOW, Alarm, find_alarms
-from agentrl.observe.metrics import find_registered_metric
+from agentrl.observe.metrics import find_registered_metric, own_metrics
 from agentrl.observe.run_state import SILENT_S
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ MAX_TEXT = 4000
 """Maximum number of characters shown of one text."""
 MAX_NODES = 16
 """Nodes that are shown."""
+MAX_PLOTS = 3
+"""Maximum number of seats whose reward is plotted."""
 BY_WORD = (
     ("reward/<seat>", "{} reward", "{:.3f}"),
     ("named_reward/<name>", "{}", "{:.3f}"),
@@ -141,15 +143,21 @@ def _progress(state: RunState, policy: PolicyMetricHistory, width: int, *, sever
 
 
 def _plot(policy: PolicyMetricHistory, width: int) -> RenderableType:
-    steps, rewards = policy.series("reward/mean")
-    if not rewards:
-        return Text("reward: no step yet", "dim")
-    if len(rewards) < 2:
-        return Text(f"reward {rewards[0]:.3f} at step {steps[0]}; the curve begins with the second step", "dim")
-    return Text(
-        plot_curve(rewards, steps=steps, title="reward of training by step", width=width - 10, height=5),
-        "green",
-    )
+    """Plot the reward; of a policy with several seats, that of each seat instead of their sum."""
+    seats = [name for name in sorted(policy.last) if _group(name) == "reward/<seat>"][:MAX_PLOTS]
+    plots: list[RenderableType] = []
+    for name in seats or ["reward/mean"]:
+        whose = f" of {terminal_safe_line(name.partition('/')[2])[:16]}" if seats else ""
+        steps, rewards = policy.series(name)
+        if not rewards:
+            return Text("reward: no step yet", "dim")
+        if len(rewards) < 2:
+            text = f"reward{whose} {rewards[0]:.3f} at step {steps[0]}; the curve begins with the second step"
+            plots.append(Text(text, "dim"))
+            continue
+        title = f"reward of training{whose} by step"
+        plots.append(Text(plot_curve(rewards, steps=steps, title=title, width=width - 10, height=5), "green"))
+    return Group(*plots)
 
 
 def _figures(policy: PolicyMetricHistory, width: int, *, several: bool) -> RenderableType:
@@ -165,12 +173,19 @@ def _figures(policy: PolicyMetricHistory, width: int, *, several: bool) -> Rende
     rows += [("mismatch k3", "mismatch/k3", "{:.1e}"), ("max |Δlogp|", "mismatch/max_difference", "{:.1e}")]
     rows += [("frontier", "pass_rate/frontier", "{:.2f}"), ("gate", "gate/acceptance", "{:.2f}")]
     rows += [("repeated", "proposals/repeated", "{:.2f}"), ("structures", "proposals/structure_entropy", "{:.2f}")]
-    for label, name, form in [*(rows if several else rows[1:]), *_by_word(policy)]:
+    by_word = _by_word(policy)
+    by_seat = [row for row in by_word if _group(row[1]) == "reward/<seat>"]
+    first = [*(by_seat or (rows[:1] if several else [])), *_own(policy)]
+    for label, name, form in [*first, *rows[1:], *(row for row in by_word if row not in by_seat)]:
         _, values = policy.series(name)
         if values:
             number = form.format(values[-1]) if form else format_rate(values[-1])  # no fixed number of digits
             cells.append((label, Text(f"{number:>8} ").append(sparkline(values, width=spark), "cyan")))
-    cells.insert(0, ("held-out", _held_out(policy)))
+    evaluated = policy.evaluations[max(policy.evaluations)] if policy.evaluations else {}
+    seats = [name for name in sorted(evaluated) if _group(name) == "evaluation/reward/<seat>"]
+    cells[:0] = [
+        (f"held-out {terminal_safe_line(name.rpartition('/')[2])[:16]}", _held_out(policy, name)) for name in seats
+    ] or [("held-out", _held_out(policy, "evaluation/reward"))]
     last = policy.last
     for label, name in (("engine busy", "engine/busy_share"), ("trainer busy", "trainer/busy_share")):
         if name in last:
@@ -181,18 +196,27 @@ def _figures(policy: PolicyMetricHistory, width: int, *, several: bool) -> Rende
     return table
 
 
+def _own(policy: PolicyMetricHistory) -> list[tuple[str, str, str]]:
+    return [(terminal_safe_line(name)[:16], name, "{:.4g}") for name in own_metrics(policy.last)]
+
+
+def _group(name: str) -> str:
+    metric = find_registered_metric(name)
+    return "" if metric is None else metric.name
+
+
 def _by_word(policy: PolicyMetricHistory) -> list[tuple[str, str, str]]:
     rows = [
         (label.format(terminal_safe_line(name.partition("/")[2])[:16]), name, form)
         for group, label, form in BY_WORD
         for name in sorted(policy.last)
-        if (metric := find_registered_metric(name)) is not None and metric.name == group
+        if _group(name) == group
     ]
     return rows[:8]
 
 
-def _held_out(policy: PolicyMetricHistory) -> Text:
-    steps, values = policy.series("evaluation/reward")
+def _held_out(policy: PolicyMetricHistory, name: str) -> Text:
+    steps, values = policy.series(name)
     if not values:
         return Text("not measured yet", "dim")
     text = Text().append(f"{values[-1]:>8.3f} ", "bold")

@@ -242,6 +242,18 @@ def test_several_rewarded_seats_are_shown_apart_and_never_added(tab: Tab, tmp_pa
     asyncio.run(write_bargains(tmp_path / "shop"))
     out = tmp_path / "shop.html"
     assert main(["run", "export", str(tmp_path / "shop"), "--to", "html", "--out", str(out)]) == 0
+    show(tab, out.as_uri())
+    assert values(tab, ".card h2")[:3] == ["Reward of training", "Held-out reward", "agreed"], "own metrics come first"
+    assert values(tab, ".card h2")[-1] == "Settings that differ from the defaults"
+    legends = tab.evaluate("[...document.querySelectorAll('.card .legend')].map(each => each.innerText.split('\\n'))")
+    assert legends[:3] == [["buyer", "seller"], ["buyer", "seller"], ["training", "held-out"]]
+    tiles = values(tab, ".tile")
+    assert {"0.75\nreward of buyer at step 3", "−0.75\nheld-out reward of seller at step 3"} <= {*tiles}
+    assert not [tile for tile in tiles if tile.startswith("0\n")], "no sum over seats"
+    settings = values(tab, ".card:last-child .facts div")
+    assert "environment.id\nshop:Bargain" in settings
+    assert "policies.trader.step_size\n2" in settings
+    assert not [each for each in settings if "max_staleness" in each], "1 is the default"
     show(tab, out.as_uri() + "#/episodes?sort=reward/seller")
     assert [name for name in values(tab, "thead th") if name.startswith("reward")] == [
         "reward/buyer",
@@ -257,6 +269,7 @@ def test_several_rewarded_seats_are_shown_apart_and_never_added(tab: Tab, tmp_pa
     assert "reward/buyer, reward/seller" in text(tab, ".problem")
     show(tab, out.as_uri() + "#/episode/e5/family")
     assert "buyer 0.75 · seller −0.75" in text(tab, ".facts")
+    assert 't2 {"item": "lamp", "limit": 12}' in text(tab, ".facts")
     assert "mean reward of buyer 0.375, mean reward of seller −0.375" in text(tab, ".tree")
     assert values(tab, ".relative.self .amount") == ["0.750", "−0.750"]
     show(tab, out.as_uri() + "#/compare")

@@ -310,6 +310,26 @@ def test_the_view_of_several_policies_fits_the_width() -> None:
     assert sum("step 5/9" in line and "about 0:08 left" in line for line in lines) == 2
 
 
+def test_rewards_of_seats_and_own_metrics_are_shown_before_other_figures() -> None:
+    state = RunState(plan=RunDisplaySettings(steps=9, max_staleness={"trader": 1}))
+    for step in (1, 2):
+        seats = {"reward/buyer": 0.25 * step, "reward/seller": -0.25 * step}
+        state.record("trader", step, {"reward/mean": 0.0, **seats, "agreed": 0.75, "entropy": 0.5})
+    held_out = {"evaluation/reward": 0.0, "evaluation/reward/buyer": 0.4, "evaluation/reward/seller": -0.4}
+    state.record("trader", 2, held_out)
+    stream = io.StringIO()
+    Console(file=stream, width=100).print(render_run_screen(state, width=100))
+    page = stream.getvalue()
+    assert "reward of training of buyer by step  0.250 → 0.500" in page
+    assert "reward of training of seller by step  -0.250 → -0.500" in page
+    assert "reward of training by step" not in page, "no sum over seats"
+    labels = "held-out \\w+|(?:buyer|seller) reward|agreed|entropy"
+    rows = [row for line in page.splitlines()[-5:] if (row := re.findall(labels, line))]
+    assert [label for column in zip(*rows, strict=True) for label in column] == [
+        *("held-out buyer", "held-out seller", "buyer reward", "seller reward", "agreed", "entropy")
+    ]
+
+
 def test_a_slow_rate_is_not_shown_as_none() -> None:
     slow = {"tokens/sampled_per_s": 0.034}
     assert format_step_metrics(slow) == "0.034 tokens/s"

@@ -1,7 +1,7 @@
 // One episode: its head, and the parts of it as tabs.
 
 import { chip, element, facts, problems, status } from "./dom.js";
-import { clock, number, seconds, shortName } from "./text.js";
+import { clock, number, plural, seconds, shortName, told } from "./text.js";
 import { rewards, versionChip } from "./colors.js";
 import { address, episodeAddress } from "./routes.js";
 import { card } from "./charts.js";
@@ -70,7 +70,22 @@ function neighbors() {
   return place < 0 ? [null, null] : [listed.addresses[place - 1], listed.addresses[place + 1]];
 }
 
-function detail({ summary: line, measured_against: against }) {
+const SHOWN = 300; // characters of a task’s data in the head of an episode
+
+function shortened(text) {
+  return text.length > SHOWN ? `${text.slice(0, SHOWN)} …` : text;
+}
+
+/** The sampling settings of each seat in words; one line if all seats have the same. */
+function settingsOf(view) {
+  const seats = Object.entries(view.settings).filter(([seat]) => seat || Object.keys(view.settings).length === 1);
+  const texts = seats.map(([seat, { temperature, max_tokens: tokens, max_turns: turns, max_context: context }]) => [seat, `temperature ${temperature}, at most ${plural(tokens, "token")} a turn, ${plural(turns, "turn")}, context ${number(context)}`]);
+  return new Set(texts.map(([, text]) => text)).size > 1 ? texts : texts.slice(0, 1).map(([, text]) => ["", text]);
+}
+
+function detail(view) {
+  const { summary: line, measured_against: against, task } = view;
+  const settings = settingsOf(view);
   return [
     facts(
       [
@@ -81,7 +96,8 @@ function detail({ summary: line, measured_against: against }) {
         ["took", line.seconds === null ? null : seconds(line.seconds)],
         ["staleness", line.staleness],
         ["seats", Object.entries(line.seats).map(([seat, policy]) => chip(seat === policy ? seat : `${seat}: ${policy}`))],
-        ["task", line.task],
+        ["task", [line.task, task === null ? null : element("span", { class: "quiet" }, " ", shortened(told(task)))]],
+        ["settings", settings.length ? settings.map(([seat, text]) => element("div", {}, seat ? element("span", { class: "quiet" }, `${seat}: `) : null, text)) : null],
         ["parent", line.parent ? element("a", { href: episodeAddress(line.parent), class: "id" }, line.parent) : null],
         ["began, UTC", clock(line.admitted_at)],
         ["measured against", against.length ? against.map((version) => versionChip(version)) : null],

@@ -20,7 +20,7 @@ const CELLS = {
   admitted_at: (line) => clock(line.admitted_at),
   committed_at: (line) => clock(line.committed_at),
 };
-const SEAT_HUES = [0, 2, 1, 3, 4, 5, 6, 7];
+const SEAT_HUES = [3, 4, 1, 5, 6, 7]; // 0 and 2 are of episodes with one rewarded seat
 const RIGHT = new Set(["attempt", "reward", "oldest_step", "lineage", "staleness", "turns", "tokens", "seconds"]);
 
 /** The addresses of the episodes as they were last listed, for going from one to the next. */
@@ -98,8 +98,9 @@ function bar(run, statuses, state, go) {
 
 /** The columns to begin with: rewards of each seat where an episode rewarded several. */
 function usual(lines) {
-  const seats = [...new Set(lines.filter((line) => line.reward === null).flatMap((line) => Object.keys(line.rewards)))].sort();
-  const single = !seats.length || lines.some((line) => line.reward !== null) ? ["reward"] : [];
+  const several = lines.map((line) => Object.keys(line.rewards)).filter((names) => names.length > 1);
+  const seats = [...new Set(several.flat())].sort();
+  const single = !seats.length || lines.some((line) => Object.keys(line.rewards).some((seat) => !seats.includes(seat))) ? ["reward"] : [];
   return USUAL.flatMap((name) => (name === "reward" ? [...single, ...seats.map((seat) => `reward/${seat}`)] : name));
 }
 

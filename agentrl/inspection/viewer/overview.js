@@ -1,15 +1,13 @@
 // The first page of a run: how it goes, what it waits for, what is wrong, and any metric.
 
 import { element, facts, problems } from "./dom.js";
-import { fixed, number, plural, seconds } from "./text.js";
+import { fixed, number, plural, seconds, told } from "./text.js";
 import { address } from "./routes.js";
 import { card } from "./charts.js";
 import { AXES, axisChoice, metricCard, metricSearch, metricTitle } from "./series.js";
 import { tile } from "./timeline.js";
 
 const CHARTS = [
-  [["reward/mean"]],
-  [["evaluation/reward"], "error bars: 95 % interval over tasks"],
   [["episodes/tokens"], "sampled tokens per episode"],
   [["entropy"], "nats per token"],
   [["k3"], "nats per token, between the weights that sampled and those that train"],
@@ -21,7 +19,8 @@ const FAILED = "reward <= 0";
 const PURPOSES = { train: "training", evaluate: "held-out" };
 
 export async function overviewView(page, { parameters }) {
-  const [run, { rewards }] = await Promise.all([page.ask("overview"), page.ask("run")]);
+  const [answer, { rewards }] = await Promise.all([page.ask("overview"), page.ask("run")]);
+  const run = { ...answer, series: { ...answer.series } };
   const isEvaluation = run.purpose === "evaluate";
   const chosen = [parameters.metrics ?? []].flat().flatMap((text) => text.split("\n")).filter(Boolean);
   const axes = AXES.filter((axis) => axis === "step" || Object.keys(run.places[axis] ?? {}).length);
@@ -31,7 +30,7 @@ export async function overviewView(page, { parameters }) {
   const shown = { policies: run.policies, axis, places: run.places };
   const of = (name) => run.metrics.find((metric) => metric.name === name);
   const remove = (name) => element("button", { type: "button", class: "remove", "aria-label": `remove ${name}`, on: { click: () => go({ metrics: chosen.filter((each) => each !== name).join("\n") }) } }, "✕");
-  const standard = isEvaluation ? [] : CHARTS.filter(([names]) => names.some((name) => run.series[name]));
+  const charts = isEvaluation ? [] : [...rewardCharts(run), ...ownCharts(run), ...CHARTS].filter(([names]) => names.some((name) => run.series[name]));
   return {
     title: "Overview",
     content: [
@@ -47,10 +46,48 @@ export async function overviewView(page, { parameters }) {
         "div",
         { class: "side" },
         own.map(([name, series]) => element("div", { class: "chosen" }, remove(name), metricCard(metricTitle(name), [{ name, series }], { ...shown, about: [of(name)?.meaning || "a metric of the environment", of(name)?.unit].filter(Boolean).join(" · ") }))),
-        standard.map(([names, about, title]) => metricCard(title ?? metricTitle(names[0]), names.filter((name) => run.series[name]).map((name) => ({ name: name.replace("/busy_share", ""), series: run.series[name] })), { ...shown, about })),
+        charts.map(([names, about, title]) => metricCard(title ?? metricTitle(names[0]), names.filter((name) => run.series[name]).map((name) => ({ name: seriesName(run, name), series: run.series[name] })), { ...shown, about })),
       ),
+      settings(run),
     ],
   };
+}
+
+const REWARD = "reward/mean";
+const HELD_OUT = "evaluation/reward";
+
+/** The charts of rewards: of each seat, instead of their sum, for a policy with several seats. */
+function rewardCharts(run) {
+  const seats = (prefix) => Object.keys(run.series).filter((name) => name.startsWith(prefix) && name !== REWARD);
+  return [
+    [alone(run, REWARD, seats("reward/")), null, metricTitle(REWARD)],
+    [alone(run, HELD_OUT, seats(`${HELD_OUT}/`)), "error bars: 95 % interval over tasks", metricTitle(HELD_OUT)],
+  ];
+}
+
+/** The metrics to draw: `name`, without policies that have one of each seat, and these. */
+function alone(run, name, bySeat) {
+  const several = new Set(bySeat.flatMap((each) => Object.keys(run.series[each].policies)));
+  const policies = Object.entries(run.series[name]?.policies ?? {}).filter(([policy]) => !several.has(policy));
+  if (run.series[name]) run.series[name] = { ...run.series[name], policies: Object.fromEntries(policies) };
+  return policies.length ? [name, ...bySeat] : bySeat;
+}
+
+/** The environment’s own metrics, each with its values over held-out tasks. */
+function ownCharts(run) {
+  return run.own_metrics.map((name) => [[name, `evaluation/metric/${name}`], "a metric of the environment", name]);
+}
+
+function seriesName(run, name) {
+  if (name.startsWith("evaluation/metric/")) return "held-out";
+  if (name === REWARD) return name;
+  if (run.own_metrics.includes(name) && run.series[`evaluation/metric/${name}`]) return "training";
+  return name.replace("/busy_share", "").replace("evaluation/reward/", "").replace(/^reward\//, "");
+}
+
+function settings(run) {
+  const rows = Object.entries(run.settings).map(([name, value]) => [name, typeof value === "string" ? value : told(value)]);
+  return rows.length ? card("Settings that differ from the defaults", facts(rows, "facts wide")) : null;
 }
 
 /** The results of an evaluation, which has one point of each metric. */
@@ -60,7 +97,9 @@ async function evaluationTiles(page, run) {
     const whose = several ? ` of ${policy}` : "";
     const estimate = (label, name, error) => tile(`${label}${whose}`, `${fixed(metrics[name], 3)} ± ${fixed(metrics[error] ?? 0, 3)}`);
     const passes = Object.keys(metrics).filter((name) => name.startsWith("pass_at/"));
-    return [estimate("reward", "reward", "reward_error"), passes.map((name) => estimate(`pass@${name.slice(8)}`, name, name.replace("/", "_error/")))];
+    const seats = Object.keys(metrics).filter((name) => name.startsWith("reward/"));
+    const rewards = seats.length ? seats.map((name) => tile(`reward of ${name.slice("reward/".length)}`, fixed(metrics[name], 3))) : estimate("reward", "reward", "reward_error");
+    return [rewards, passes.map((name) => estimate(`pass@${name.slice(8)}`, name, name.replace("/", "_error/")))];
   });
   return element("div", { class: "tiles" }, results, runTiles(run));
 }
@@ -74,8 +113,16 @@ function tiles(run) {
   const last = (name, policy) => run.series[name]?.policies[policy]?.at(-1) ?? null;
   const each = run.policies.flatMap((policy) => {
     const whose = run.policies.length > 1 ? ` of ${policy}` : "";
-    const [step, held] = [last("reward/mean", policy), last("evaluation/reward", policy)];
-    return [step ? tile(`reward${whose} at step ${step[0]}`, number(step[1])) : null, held ? tile(`held-out reward${whose} at step ${held[0]}`, `${number(held[1])}${held[2] ? ` ± ${number(held[2], 2)}` : ""}`) : null];
+    const names = (prefix) => Object.keys(run.series).filter((name) => name.startsWith(prefix) && name !== prefix + "mean");
+    const of = (text, single, prefix) => {
+      const seats = names(prefix).filter((name) => last(name, policy));
+      return (seats.length ? seats : [single]).map((name) => {
+        const point = last(name, policy);
+        const which = name === single ? whose : ` of ${name.slice(prefix.length)}`;
+        return point ? tile(`${text}${which} at step ${point[0]}`, `${number(point[1])}${point[2] ? ` ± ${number(point[2], 2)}` : ""}`) : null;
+      });
+    };
+    return [of("reward", REWARD, "reward/"), of("held-out reward", HELD_OUT, `${HELD_OUT}/`)];
   });
   return element("div", { class: "tiles" }, runTiles(run), each);
 }
