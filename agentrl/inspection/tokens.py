@@ -366,12 +366,11 @@ def text_beside_messages(reader: RunReader, turn: TurnEntry) -> str:
         return "" if turn.request is None else turn.request.tools or ""
     parts, start, has_calls = [], 0, False
     for message in turn.messages:
-        content = message.get("content")
-        at = prompt.find(content.strip(), start) if isinstance(content, str) and content.strip() else -1
+        content = str(message.get("content") or "").strip()
+        at = prompt.find(content, start) if content else -1
         if at >= 0:
             parts += [] if has_calls else [prompt[start:at]]
-            start = at + len(content.strip())
-            has_calls = False
+            start, has_calls = at + len(content), False
         has_calls = has_calls or bool(message.get("tool_calls"))  # written after its content, and shown with it
     parts += [] if has_calls else [prompt[start:]]
     return "\n".join(part.strip() for part in parts if len(_MARKERS.sub("", part).strip()) >= MIN_ADDITION)
