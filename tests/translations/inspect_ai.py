@@ -34,9 +34,9 @@ def translate(input: dict[str, Any]) -> tuple[Any, Any]:
         return len({task.id for task in tasks}), None
     [task] = [task for task in tasks if task.id == input["id"]] if "id" in input else tasks[:1]
     if "said" in input:  # the same task in two processes, each of which loads the data anew
-        first, second = (seen(play(Inspect, ["0"], data=dict(task.data))) for _ in range(2))
+        first, second = (seen(play(Inspect, ["0"], data=dict(task.data), episode_timeout_s=400.0)) for _ in range(2))
         return first == second, None
-    played = play(Inspect, input.get("replies", ["0"]), data=dict(task.data))
+    played = play(Inspect, input.get("replies", ["0"]), data=dict(task.data), episode_timeout_s=400.0)
     return seen(played), dict(played.header.trajectories[0].named_rewards)
 
 

@@ -106,7 +106,9 @@ HISTORY = [
     USER,
     {
         "type": "message",
+        "id": "m1",
         "role": "assistant",
+        "status": "completed",
         "content": [{"type": "output_text", "text": "Let me see.", "annotations": []}],
     },
     {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": '{"city": "Bern"}'},

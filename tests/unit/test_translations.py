@@ -84,10 +84,9 @@ def test_nothing_is_dropped(adapter: ModuleType, row: Row) -> None:
 @pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS)
 def test_planted(adapter: ModuleType) -> None:
     """A field that an adapter drops is found."""
-    rows = [row for row in adapter.ROWS if not row.needs]
+    rows = [row for row in adapter.ROWS if not row.needs] or adapter.ROWS[:1]
     with adapter.planted():
-        found = {row.name: translated(adapter, row) for row in rows}
-    assert any(missing(row, found[row.name][0]) for row in rows)
+        assert any(missing(row, translated(adapter, row)[0]) for row in rows)
 
 
 @pytest.mark.parametrize(("adapter", "row"), cases(only_compared=True))

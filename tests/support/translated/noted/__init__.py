@@ -1,0 +1,3 @@
+from noted.taskset import NotedTaskset
+
+__all__ = ["NotedTaskset"]
