@@ -9,7 +9,7 @@ Each module beside this one is an adapter, with three names:
 * `translate(input)`: pass one input through agentrl, and return what the policy sees and what reaches the grader.
 * `planted()`: a context manager that makes the adapter drop one field. The table must notice.
 
-Optionally `original(input)`: the same by the project's own code, for rows with `compared`; `PACKAGE` is what it needs.
+Optionally `original(input)`: the same by the project's own code, for rows with `compared`.
 `tests/unit/test_translations.py` runs all rows. `seen` returns what the policy of a played episode saw.
 """
 

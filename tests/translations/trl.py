@@ -11,8 +11,6 @@ from agentrl.environment.registry import TrlEnvironment, resolve
 from tests.translations.rows import Row, seen
 from tests.unit.episodes import play
 
-PACKAGE = "trl"
-
 
 class Game:
     """A class that reports what it was given."""
@@ -42,6 +40,8 @@ class Words(Game):
     def guess(self, word: str, sure: bool = False) -> str:
         """Guess a word, in
         one try.
+
+        The word has five letters.
 
         Args:
             word: The guess, formatted as
@@ -133,6 +133,14 @@ def described(parameters: Any) -> dict[str, str]:
     return {name: schema.get("description", "") for name, schema in parameters["properties"].items()}
 
 
+def original(input: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the tools as transformers writes their schemas for TRL."""
+    from transformers.utils import get_json_schema
+
+    schemas = [get_json_schema(getattr(input["class"](), name))["function"] for name in ("guess", "look", "move")]
+    return {schema["name"]: [schema["description"], described(schema["parameters"])] for schema in schemas}, None
+
+
 @contextlib.contextmanager
 def planted() -> Iterator[None]:
     """Lose all messages but the last."""
@@ -159,7 +167,6 @@ def row(name: str, prompt: Any, sees: Any = None, refused: str = "", **more: Any
         sees=sees,
         grader=None if refused else [more.get("answer")],
         refused=refused,
-        compared=not refused,
     )
 
 
@@ -213,7 +220,8 @@ ROWS = [
     row("column without images", [USER], [SECOND], images=None),
     row("number as content", [{"role": "user", "content": 5}], refused="messages[0].content must be a list of objects"),
     row("prefilled answer", [USER, {"role": "assistant", "content": "One,"}], refused="cannot be continued"),
-    row("key that is lost", [{**USER, "audio": "a.wav"}], refused="messages[0].audio is not supported"),
+    row("column that is lost", [{**USER, "weight": 0}], refused="messages[0].weight is not supported"),
+    row("audio", [{**USER, "audio": "a.wav"}], refused="messages[0] has audio"),
     row(
         "reasoning that is lost",
         [USER, {"role": "assistant", "content": "one", "thinking": "hm"}, USER],
@@ -243,6 +251,22 @@ ROWS = [
     called("all arguments", '{"name": "guess", "arguments": {"word": "a", "sure": true}}', "a: XXYGX", [["a", True]]),
     called("a choice", '{"name": "move", "arguments": {"direction": "up", "steps": 2}}', '{"score":4}', [["up", 2]]),
     called("an asynchronous tool", '{"name": "look", "arguments": {}}', "a wall", []),
+    *(
+        Row(
+            name=f"tools of {kind.__name__}",
+            input={"class": kind, "tools": True},
+            sees={
+                "guess": [
+                    "Guess a word, in\none try.\n\nThe word has five letters.",
+                    {"word": "The guess, formatted as '[abcde]'.", "sure": "Whether it is final."},
+                ],
+                "look": ["Look around.", {}],
+                "move": ["Move.", {"direction": "One of up, down.", "steps": "How many."}],
+            },
+            compared=True,
+        )
+        for kind in (Words, Inherits)
+    ),
     Row(name="no get_reward", input={"class": Unjudged}, refused="TRL's `reward_funcs` are not used here"),
     Row(name="no reset", input={"class": NoReset}, refused="has no TRL-style reset()"),
 ]
