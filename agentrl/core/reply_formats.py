@@ -292,6 +292,22 @@ def arguments_object(value: Any) -> dict[str, Any] | None:
     return {} if value is None else value if isinstance(value, dict) else None
 
 
+_WHOLE_CALL = re.compile(
+    r'\s*\{\s*"(?:tool_)?name"\s*:\s*"[^"\\]{1,128}"\s*,\s*"(?:arguments|parameters)"\s*:\s*(.*\S)\s*\}\s*', re.DOTALL
+)
+
+
+def arguments_alone(raw: str) -> str:
+    """Return the text of the arguments of a malformed call, for readers that have its name already.
+
+    Example:
+        >>> arguments_alone('{"name": "add", "arguments": [1, 2]}')
+        '[1, 2]'
+    """
+    match = _WHOLE_CALL.fullmatch(raw, 0, MAX_CALL_CHARACTERS)
+    return match[1] if match else raw
+
+
 def _json_object(raw: str, tools: Sequence[ToolSpec]) -> Sequence[NamedCall]:
     return [_named_call(parse_json_value(raw), raw)]
 

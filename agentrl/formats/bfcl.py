@@ -20,6 +20,7 @@ from typing import Any
 
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.core.records import Task
+from agentrl.core.reply_formats import describe_malformed_call
 from agentrl.environment.environment import Split, TaskSource
 from agentrl.environment.isolated import IsolatedObject, isolated
 from agentrl.environment.tasks import split_tasks
@@ -176,7 +177,7 @@ class Conversation:
         self._has_called = True
         arguments = call["arguments"]
         if not isinstance(arguments, dict):
-            return "Error during execution: the arguments are not a JSON object"
+            return f"Error during execution: {describe_malformed_call(arguments)}"
         result = self._model.call(call["name"], (), arguments)
         self._results.append(result)
         return result

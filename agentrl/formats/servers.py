@@ -22,6 +22,7 @@ from agentrl.core import own_loop
 from agentrl.core.answers import UNCOMPRESSED, read_answer
 from agentrl.core.errors import EnvironmentDefinitionError, InfrastructureError
 from agentrl.core.records import Task
+from agentrl.core.reply_formats import describe_malformed_call
 from agentrl.environment.environment import Split, TaskSource
 from agentrl.environment.rewards import stated_reward
 from agentrl.environment.tasks import GameSeedTasks, split_tasks
@@ -217,7 +218,7 @@ class _NemoSession(_Connection):
         if call["name"] not in {tool["name"] for tool in self._tools}:
             result = json.dumps({"error": f"there is no tool {call['name']!r}"})
         elif not isinstance(arguments, dict):
-            result = json.dumps({"error": "Invalid tool call arguments: they are not a JSON object"})
+            result = json.dumps({"error": f"Invalid tool call: {describe_malformed_call(written)}"})
         else:
             _, result = await self.post(f"/{call['name']}", arguments)
         self._output.append({"type": "function_call_output", "call_id": call["id"], "output": result})

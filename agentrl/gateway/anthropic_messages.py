@@ -229,7 +229,7 @@ def _blocks(reply: ChatReply) -> Iterator[dict[str, Any]]:
     if reply.message.content:
         yield {"type": "text", "text": reply.message.content}
     for call in reply.message.tool_calls:
-        tool_input = {MALFORMED: call.arguments} if isinstance(call.arguments, str) else dict(call.arguments)
+        tool_input = {MALFORMED: tool_arguments_text(call)} if isinstance(call.arguments, str) else dict(call.arguments)
         yield {"type": "tool_use", "id": call.id, "name": call.name, "input": tool_input}
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from agentrl.core.records import Message, Role, ToolCall, ToolSpec
+from agentrl.core.reply_formats import arguments_alone
 from agentrl.gateway.bodies import parse_json
 from agentrl.gateway.calls import (
     ChatReply,
@@ -200,8 +201,10 @@ def openai_tool_call(call: ToolCall) -> dict[str, Any]:
 
 
 def tool_arguments_text(call: ToolCall) -> str:
-    """Return the arguments of a call as JSON text, or unchanged if they did not parse."""
-    return call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments, ensure_ascii=False)
+    """Return the arguments of a call as JSON text, or as the model wrote them if they did not parse."""
+    if isinstance(call.arguments, str):
+        return arguments_alone(call.arguments)
+    return json.dumps(call.arguments, ensure_ascii=False)
 
 
 def parse_tool_arguments(written: Any) -> Mapping[str, Any] | str:

@@ -8,6 +8,7 @@ another way is a mismatch.
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 import zlib
@@ -51,6 +52,11 @@ class Box:
 
     def set_state(self, state: list[int]) -> None:
         self.seen = list(state)
+
+
+def task_data(program: list[Any]) -> dict[str, Any]:
+    """The data of a task with a program: tuples as lists."""
+    return {"program": json.loads(json.dumps(program))}
 
 
 class Program(agentrl.Environment):
@@ -164,7 +170,7 @@ PROGRAMS = st.lists(st.recursive(LEAVES, _nested, max_leaves=12), min_size=1, ma
 
 def check(program: list[Any], seed: int) -> int:
     """Kill at every entry under other schedules; returns how many entries there were."""
-    stage = Stage(environment=Program, data={"program": [["catch", program]]})
+    stage = Stage(environment=Program, data=task_data([["catch", program]]))
     whole = stage.play(seed=seed)
     assert whole.error is None, whole.error
     log = Program.last.log
@@ -203,7 +209,7 @@ SEQUENTIAL = st.lists(
 @settings(DRAWN, max_examples=20)
 @given(program=SEQUENTIAL, seed=st.integers(0, 1 << 16))
 def test_programs_without_races_come_to_the_same_end(program: list[Any], seed: int) -> None:
-    stage = Stage(environment=Program, data={"program": [["catch", program]]})
+    stage = Stage(environment=Program, data=task_data([["catch", program]]))
     whole = stage.play(seed=seed)
     assert whole.header is not None
     for cut in range(1, len(whole.entries)):
@@ -230,7 +236,7 @@ BUSY = [
 @pytest.mark.parametrize("hash_seed", ["1", "2"])
 def test_another_process_with_another_hash_seed_resumes_the_same(hash_seed: str) -> None:
     program = [["catch", BUSY[2][1]], *BUSY[:2]]
-    stage = Stage(environment=Program, data={"program": program})
+    stage = Stage(environment=Program, data=task_data(program))
     whole = stage.play()
     assert whole.error is None
     code = "import sys; from tests.replay.test_random_programs import resume_elsewhere; resume_elsewhere()"
@@ -249,6 +255,6 @@ def test_another_process_with_another_hash_seed_resumes_the_same(hash_seed: str)
 def resume_elsewhere() -> None:
     """Replay what standard input holds; the entries and the log go to standard output."""
     program, entries = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[list[Any], list[JournalEntry]])
-    again = Stage(environment=Program, data={"program": program}).play(entries, seed=5)
+    again = Stage(environment=Program, data=task_data(program)).play(entries, seed=5)
     assert again.error is None, again.error
     sys.stdout.buffer.write(msgspec.msgpack.encode((again.entries, Program.last.log)))

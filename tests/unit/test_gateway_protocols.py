@@ -11,6 +11,7 @@ import pytest
 
 import agentrl
 from agentrl.core.records import Message, ToolCall
+from agentrl.core.reply_formats import parse_hermes
 from agentrl.gateway.anthropic_messages import AnthropicMessagesProtocol
 from agentrl.gateway.calls import ChatProtocol, ChatReply, ChatRequest, RequestRefusedError
 from agentrl.gateway.chat_completions import ChatCompletionsProtocol
@@ -151,15 +152,15 @@ REPLY = ChatReply(
 )
 
 
-def echoed(protocol: ChatProtocol) -> Message:
-    """The model's message as a client sends it back."""
+def echoed(protocol: ChatProtocol, message: Message = SAID) -> tuple[Any, Message]:
+    """What a client gets of the model's message, and the message as it sends it back."""
     request = ChatRequest(
         model="m",
         messages=[],
         options={"include_usage": False, "tools": [], "instructions": None, "compacts": False, "offered": {}},
     )
-    whole = protocol.whole(request, [REPLY])
-    results = [("x1", "3"), ("abc", "no")]
+    whole = protocol.whole(request, [replace(REPLY, message=message)])
+    results = [(call.id, "3") for call in message.tool_calls]
     if isinstance(protocol, ChatCompletionsProtocol):
         tools = [{"role": "tool", "tool_call_id": call, "content": said} for call, said in results]
         body: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}, whole["choices"][0]["message"], *tools]}
@@ -171,9 +172,9 @@ def echoed(protocol: ChatProtocol) -> Message:
         outputs = [{"type": "function_call_output", "call_id": call, "output": said} for call, said in results]
         body = {"input": [{"role": "user", "content": "?"}, *whole["output"], *outputs]}
     read = protocol.read({"model": "m", **json.loads(json.dumps(body))}).messages
-    assert [message.role for message in read] == ["user", "assistant", "tool", "tool"]
-    assert [message.name for message in read[2:]] == ["add", "add"]
-    return read[1]
+    assert [message.role for message in read] == ["user", "assistant", *["tool"] * len(results)]
+    assert all(message.name == "add" for message in read[2:])
+    return whole, read[1]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +185,42 @@ def echoed(protocol: ChatProtocol) -> Message:
 def test_a_reply_that_a_client_sends_back_is_known(protocol: ChatProtocol) -> None:
     """Also one whose arguments are no JSON."""
     tree = TokenTree(PlainChatFormat())
-    assert tree.identity([echoed(protocol)], ()) == tree.identity([SAID], ())
+    assert tree.identity([echoed(protocol)[1]], ()) == tree.identity([SAID], ())
+
+
+@pytest.mark.parametrize(
+    "protocol",
+    [ChatCompletionsProtocol(), AnthropicMessagesProtocol(), OpenAIResponsesProtocol()],
+    ids=lambda protocol: protocol.name,
+)
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ('{"a": 1}', {"a": 1}),
+        (json.dumps('{"a": 1}'), {"a": 1}),
+        ("null", {}),
+        ('""', {}),
+        ("[1, 2]", "[1, 2]"),
+        ('"two"', '"two"'),
+        ('{"a": NaN}', '{"a": NaN}'),
+    ],
+)
+def test_a_client_gets_the_arguments_alone_and_its_answer_is_known(
+    protocol: ChatProtocol, written: str, arguments: Any
+) -> None:
+    calls = parse_hermes(f'<tool_call>{{"name": "add", "arguments": {written}}}</tool_call>')[1]
+    said = replace(SAID, tool_calls=calls)
+    whole, sent_back = echoed(protocol, said)
+    if isinstance(protocol, ChatCompletionsProtocol):
+        received = whole["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"]
+    elif isinstance(protocol, AnthropicMessagesProtocol):
+        (tool_input,) = [block["input"] for block in whole["content"] if block["type"] == "tool_use"]
+        received = tool_input.get("malformed_arguments", json.dumps(tool_input))
+    else:
+        (received,) = [item["arguments"] for item in whole["output"] if item["type"] == "function_call"]
+    assert (received if isinstance(arguments, str) else json.loads(received)) == arguments
+    tree = TokenTree(PlainChatFormat())
+    assert tree.identity([sent_back], ()) == tree.identity([said], ())
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.records import FinishReason, Message, SampledTurn, ToolCall, ToolSpec, reported_token_usage
-from agentrl.core.reply_formats import CLOSE, OPEN, parse_hermes, parse_json_value
+from agentrl.core.reply_formats import CLOSE, OPEN, arguments_object, parse_hermes
 from agentrl.environment.context import LimitReachedError
 
 if TYPE_CHECKING:
@@ -215,8 +215,6 @@ def _tool_call(call: Mapping[str, Any]) -> ToolCall:
     """Convert a call of the endpoint; arguments that are not a JSON object stay text."""
     arguments_text = call["function"].get("arguments")
     text = arguments_text if isinstance(arguments_text, str) else json.dumps(arguments_text)
-    parsed_arguments = parse_json_value(text)
+    parsed_arguments = arguments_object(arguments_text)
     name = call["function"]["name"]
-    return ToolCall(
-        id=str(call.get("id")), name=name, arguments=parsed_arguments if isinstance(parsed_arguments, dict) else text
-    )
+    return ToolCall(id=str(call.get("id")), name=name, arguments=text if parsed_arguments is None else parsed_arguments)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from agentrl.core.ids import opening_digest
+from agentrl.core.reply_formats import arguments_alone
 
 if TYPE_CHECKING:
     import re
@@ -262,6 +263,7 @@ def _arguments(arguments: object) -> str:
     """Normalize the spelling of arguments."""
     value = arguments
     if isinstance(value, str):
+        value = arguments_alone(value)
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
