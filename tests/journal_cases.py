@@ -256,11 +256,11 @@ async def write_prompt(
     messages: tuple[dict[str, Any], ...] = (),
     request: ExternalRequestParameters | None = None,
 ) -> None:
-    """An episode e0 of two turns, of which the first has a prompt; closes the journal."""
+    """An episode e0 of two turns: the first has a prompt, the second drifts. Closes the journal."""
     begin, turn, _, reward = entries_with(0, "12")
     assert isinstance(turn, TurnEntry)
     first = msgspec.structs.replace(turn, context_ids=context, messages=messages, request=request)
-    later = msgspec.structs.replace(turn, turn=1, parent_context=len(context) // 4 + 2)
+    later = msgspec.structs.replace(turn, turn=1, parent_context=len(context) // 4 + 2, drift="retokenised")
     bodies = [begin, first, later, reward]
     log = journal.turn_log("w0")
     of = EpisodeSpec(

@@ -19,7 +19,7 @@ from agentrl.journal.entries import JournalEntry, TurnEntry, TurnVersionSpan, en
 from agentrl.journal.port import MetricRow, VersionPublication
 from agentrl.journal.store import SqliteJournal
 from tests.browser import HOW_TO_INSTALL, Tab, find_chromium
-from tests.journal_cases import entries_with, header, spec, step_of, weights, write_bargains
+from tests.journal_cases import entries_with, header, spec, step_of, weights, write_bargains, write_offers
 from tests.support.compared_runs import write_compared_run
 from tests.viewer_cases import READY, WORST, show, text
 
@@ -280,6 +280,20 @@ def test_several_rewarded_seats_are_shown_apart_and_never_added(tab: Tab, tmp_pa
     show(tab, out.as_uri() + "#/compare?a=e5&b=e4")
     assert values(tab, ".heads h2") == ["e5 buyer 0.75 · seller −0.75", "e4 buyer 0 · seller 0"]
     assert tab.errors == []
+
+
+def test_a_prompt_s_tools_and_the_settings_of_a_seat_are_shown(tab: Tab, sample_file: str, tmp_path: Path) -> None:
+    asyncio.run(write_offers(tmp_path / "offers"))
+    out = tmp_path / "offers.html"
+    assert main(["run", "export", str(tmp_path / "offers"), "--to", "html", "--out", str(out)]) == 0
+    show(tab, out.as_uri() + "#/episode/e0")
+    assert "add(a: integer) Add." in text(tab, ".beside-messages .content")
+    assert tab.evaluate("document.querySelectorAll('.beside-messages').length") == 1, "of the first turn alone"
+    assert "tokenized differently" in tab.evaluate("document.querySelector('.chip.warn').title")
+    assert "settings" not in text(tab, ".facts"), "of which this journal says nothing"
+    show(tab, sample_file + "#/episode/e1")
+    assert 'train-3 {"terms": 2}' in text(tab, ".facts")
+    assert "temperature 1, at most 96 tokens a turn, 8 turns, context 1,024" in text(tab, ".facts")
 
 
 def count_dots(tab: Tab) -> int:

@@ -149,6 +149,7 @@ def test_an_episode_shows_the_tools_and_worked_examples_that_the_policy_saw(tmp_
     assert page.count("add(a: integer) Add.") == 1
     assert '→ add({"a": 1})' in page, "the example's call, whose message has no content"
     assert page.index("add(a: integer)") < page.index("What is 1 + 1?") < page.index("→ add") < page.index("5 + 7")
+    assert "drift: its text would be tokenized differently; the tokens are kept and trained as sampled" in page
     assert "look_up" in shown(conversation_page(external))
 
 
