@@ -45,6 +45,10 @@ def train(options: argparse.Namespace) -> int:
             sys.stdout.write(dump_toml(config))
             sys.stdout.writelines(f"# {line}\n" for line in expected_scores(config))
         return 0
+    if not options.resume:  # a run keeps models that it began with
+        from agentrl.app.hub import check_local_models
+
+        check_local_models(config)  # before the slower imports
     with contextlib.suppress(ValueError, OSError):  # raised for streams without a descriptor
         faulthandler.enable()  # a crash in native code then prints the Python stack
     run = _run_training(config, options)
@@ -142,6 +146,7 @@ def evaluate(options: argparse.Namespace) -> int:
         def on_progress(num_ended: int, episodes: int) -> None:
             progress(f"{num_ended} of {plural(episodes, 'episode')}", num_ended / max(episodes, 1))
 
+        progress("starting")
         metrics = run_evaluation(config, _weights(options.policy), journal=journal, on_progress=on_progress)
         if options.compare:
             other_weights = _weights(options.compare) if options.compare != ["base"] else None

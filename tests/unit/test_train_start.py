@@ -123,6 +123,17 @@ def test_the_first_line_comes_before_the_slow_imports(project: Path) -> None:
     assert done.stderr.startswith("('reading absent.toml …\\n', [])")
 
 
+def test_a_missing_model_is_refused_before_the_loop_is_imported(project: Path) -> None:
+    program = (
+        "import sys\nfrom agentrl.cli.main import main\n"
+        "assert main(['train', 'run.toml', '--model=/nope']) == 2\n"
+        "assert not {'agentrl.app.training', 'agentrl.orchestrator.loop', 'numpy'} & sys.modules.keys()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=project, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "/nope: there is no such directory" in done.stderr
+
+
 def test_a_starting_run_is_listed_with_its_phase_and_resumes_if_it_is_killed_there(tmp_path: Path) -> None:
     factories, seen = sample_run_factories(), list[str]()
 
