@@ -207,7 +207,9 @@ def test_the_command_needs_no_model_where_nobody_samples_here(
         config.write('policies.teacher.id = "bots.py:seven"\n')
     (tmp_path / "bots.py").write_text("def seven(conversation, random):\n    return '7'\n")
     assert main(["evaluate", str(file), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["evaluation/episodes"] == 3
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["evaluation/episodes"] == 3
+    assert "evaluating on 3 tasks: starting …" in shown.err
     assert main(["evaluate", str(file), "--json", "--evaluation.tasks={held_out = 3, train = 2}"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["evaluation/episodes"] == 5

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -122,5 +123,25 @@ def test_a_paused_run_stops_without_waiting_for_its_episodes(simulated_loop: See
         run.during = during
         await run.run()
         assert loop.time() - stopped_at < DRAIN_S / 2
+
+    simulated_loop.run(main)
+
+
+def test_the_phase_tells_of_a_pause_and_a_drain(simulated_loop: SeededSimulation) -> None:
+    async def main() -> None:
+        run, loop, phases = SmallRun(), asyncio.get_running_loop(), list[str]()
+
+        def during(orchestrator: Orchestrator) -> None:
+            def look(act: Callable[[], object]) -> None:
+                act()
+                phases.append(orchestrator.status().phase)
+
+            acts = (partial(orchestrator.pause, "me"), orchestrator.unpause, partial(orchestrator.drain, "me"))
+            for seconds, act in enumerate(acts, 1):
+                loop.call_later(seconds / 10, look, act)
+
+        run.during = during
+        await run.run()
+        assert phases == ["paused", "training", "draining"]
 
     simulated_loop.run(main)
