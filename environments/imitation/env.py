@@ -109,6 +109,11 @@ def _check_line(line: Any, where: str) -> list[dict[str, str]]:
                 f'{where}: not a conversation; a line is {{"messages": [{{"role": "user", "content": …}}, …]}}, with '
                 "tool calls written in the content, in the model's format"
             )
+        lost = [key for key, value in message.items() if key not in ("role", "content") and value is not None]
+        if lost:
+            raise InputError(f"{where}: a message has {lost[0]}, which is not supported; remove it")
+    if line.get("tools") or line.get("functions"):
+        raise InputError(f"{where}: tools of a line are not supported; name their environment in tools_of")
     messages_of = [{"role": message["role"], "content": message["content"]} for message in messages]
     last = max((at for at, message in enumerate(messages_of) if message["role"] == "assistant"), default=0)
     if not last:
