@@ -38,7 +38,10 @@ from agentrl.gateway.calls import RequestRefusedError
 from agentrl.gateway.chat_completions import assistant_names, parse_messages
 from agentrl.sandbox.sandbox import Sandbox, read_sources
 
-Method = TypeVar("Method", bound=Callable[..., Any])
+Method = TypeVar(
+    "Method",
+    bound="Callable[..., Any] | staticmethod[..., Any] | classmethod[Any, ..., Any] | functools.partialmethod[Any]",
+)
 
 MAX_OBSERVATION_CHARACTERS = 10_000_000
 
@@ -91,7 +94,7 @@ def tool(
                 f"tool {getattr(function, '__qualname__', function)}: @tool(timeout_s={timeout_s!r}) needs {remedy}"
             )
         try:
-            function.__agentrl_tool__ = options  # type: ignore[attr-defined]
+            function.__agentrl_tool__ = options  # type: ignore[union-attr]
         except AttributeError:
             raise EnvironmentDefinitionError(f"@agentrl.tool cannot mark {function!r}; mark a method") from None
         return function

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, NewType, Optional, Union
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import pydantic
 import pytest
 import typing_extensions
@@ -437,7 +437,7 @@ def test_what_cannot_be_a_tool_is_refused_by_name() -> None:
     with pytest.raises(EnvironmentDefinitionError, match=r"Hidden\.look: the decorator above @agentrl.tool hides it"):
         Hidden.tool_table()
     with pytest.raises(EnvironmentDefinitionError, match="cannot mark <property"):
-        agentrl.tool(property(lambda self: 1))  # type: ignore[type-var]
+        agentrl.tool(property(lambda self: 1))  # type: ignore[call-overload]
     for name in ("prompt", "files", "box", "task", "reward", "run", "tasks", "sandbox", "seats", "anchor_state"):
         clashing = type("Clashing", (Base,), {name: agentrl.tool(lambda self: "x"), "reward": Base.reward})
         if name == "reward":
