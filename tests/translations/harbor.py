@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -79,7 +80,8 @@ def refused(name: str, words: str, *, copy: str = "", **input: Any) -> Row:
 
 def verdict(name: str, script: str, grader: float = 1.0, *, words: str = "", **input: Any) -> Row:
     input = {"files": {"tests/test.sh": f"#!/bin/bash\ncd /logs/verifier\n{script}\n"}, **input}
-    return Row(name=name, input=input, refused=words) if words else seen(name, "echo ok", ["ok"], grader, **input)
+    row = Row(name=name, input=input, refused=words) if words else seen(name, "echo ok", ["ok"], grader, **input)
+    return replace(row, exhaustive=" beside " not in name)
 
 
 HAS_SANDBOX = shutil.which("bwrap") is not None

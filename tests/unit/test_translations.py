@@ -84,7 +84,7 @@ def test_nothing_is_dropped(adapter: ModuleType, row: Row) -> None:
 @pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS)
 def test_planted(adapter: ModuleType) -> None:
     """A field that an adapter drops is found."""
-    rows = [row for row in adapter.ROWS if not row.needs] or adapter.ROWS[:1]
+    rows = [row for row in adapter.ROWS if not row.needs and not row.exhaustive] or adapter.ROWS[:1]
     with adapter.planted():
         assert any(missing(row, translated(adapter, row)[0]) for row in rows)
 
