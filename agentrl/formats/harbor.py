@@ -22,7 +22,7 @@ from posixpath import dirname, join, normpath
 from typing import Any
 
 from agentrl.core.errors import EffectError, EnvironmentDefinitionError, EpisodeError, InputError
-from agentrl.core.files import open_regular, read_at_most
+from agentrl.core.files import expand_path, open_regular, read_at_most
 from agentrl.core.records import Task
 from agentrl.environment.context import EpisodeContext, EpisodeSandbox
 from agentrl.environment.environment import Split, TaskSource
@@ -430,7 +430,8 @@ class Harbor(ToolEnvironment):
         Raises:
             EnvironmentDefinitionError: a task cannot be honored, with the reasons.
         """
-        top, roots = Path(directory).resolve(), dict(roots or {})
+        top = Path(expand_path(directory)).resolve()
+        roots = {name: expand_path(root) for name, root in (roots or {}).items()}
         tasks, refusals = [], list[str]()
         for found in task_directories(top):
             harbor_task = read_task(found, roots, network=network)

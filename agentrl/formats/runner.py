@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from agentrl.core.errors import EnvironmentDefinitionError, InfrastructureError
+from agentrl.core.files import expand_path
 from agentrl.core.records import Task
 from agentrl.environment.context import Endpoint
 from agentrl.environment.environment import Split, TaskSource
@@ -63,7 +64,8 @@ class RunnerEnvironment(HarnessEnvironment):
         Raises:
             EnvironmentDefinitionError: the package cannot list the tasks.
         """
-        settings = {"taskset": taskset, "path": [os.path.abspath(each) for each in path], "config": dict(config or {})}
+        python, path = expand_path(python), [os.path.abspath(expand_path(each)) for each in path]
+        settings = {"taskset": taskset, "path": path, "config": dict(config or {})}
         command = (python, "-P", str(PROGRAM), cls.package, "list", json.dumps(settings))
         try:
             listed = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)

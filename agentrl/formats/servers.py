@@ -21,6 +21,7 @@ import aiohttp
 from agentrl.core import own_loop
 from agentrl.core.answers import UNCOMPRESSED, read_answer
 from agentrl.core.errors import EnvironmentDefinitionError, InfrastructureError
+from agentrl.core.files import expand_path
 from agentrl.core.records import Task
 from agentrl.core.reply_formats import describe_malformed_call
 from agentrl.environment.environment import Split, TaskSource
@@ -108,7 +109,7 @@ class NemoGym(SessionEnvironment):
         Raises:
             EnvironmentDefinitionError: the file cannot be read, or a row asks for what is not supported.
         """
-        path = str(Path(file).resolve())
+        path = str(Path(expand_path(file)).resolve())
         data = {"url": url, "file": path}
         tasks = [Task(id=f"row-{number}", data={**data, "row": number}) for number in range(len(_rows(path)))]
         return split_tasks(tasks, split, held_out)

@@ -14,10 +14,14 @@ from agentrl.app.policies import weights_from_directory
 from agentrl.app.received import selections
 from agentrl.cli.main import main
 from agentrl.config.load import load
-from agentrl.core.errors import InputError
+from agentrl.core.errors import EnvironmentDefinitionError, InputError
 from agentrl.core.files import expand_path
+from agentrl.formats.harbor import Harbor
+from agentrl.formats.runner import Inspect
+from agentrl.formats.servers import NemoGym
 from agentrl.inspection.reader import RunReader
 from agentrl.testing import play
+from tests.support.harbor_suite import ROOTS, write_suite
 
 ENVIRONMENT = """
 import agentrl
@@ -150,3 +154,16 @@ def test_a_recorded_path_is_judged_by_what_it_becomes() -> None:
     (environment,) = selections({"environment": {"id": "evil/env.py/"}})
     assert not model.is_harmless
     assert not environment.is_harmless
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_options_of_task_formats_take_them(home: Path, form: Callable[[Path], str]) -> None:
+    suite = write_suite(home / "tasks")
+    tasks = Harbor.tasks("train", directory=form(suite), roots=ROOTS, held_out=0.0)
+    assert {task.data["directory"] for task in tasks} == {str(suite)}
+    rows = home / "rows.jsonl"
+    rows.write_text('{"responses_create_params": {"input": "a"}}\n')
+    (task,) = NemoGym.tasks("train", url="http://127.0.0.1:1", file=form_of_file(form, rows), held_out=0.0)
+    assert task.data["file"] == str(rows)
+    with pytest.raises(EnvironmentDefinitionError, match=re.escape(f"{home / 'no python'} cannot list the tasks")):
+        Inspect.tasks("train", taskset="a", python=form_of_file(form, home / "no python"))
