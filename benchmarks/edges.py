@@ -47,8 +47,8 @@ FIGURES: dict[str, dict[str, tuple[Callable[[Passed], float], str, str]]] = {
         "planted_drops_found": (share, "tests/unit/test_translations.py", "test_planted"),
     },
     "tasks": {
-        "task_values": (len, "tests/unit/test_task_values.py", "test_task_value"),
-        "task_values_changed": (failed, "tests/unit/test_task_values.py", "test_task_value"),
+        "task_values": (len, "tests/unit/test_task_values.py", "test_a_value_is_kept_or_refused"),
+        "task_values_changed": (failed, "tests/unit/test_task_values.py", "test_a_value_is_kept_or_refused"),
     },
     "check": {
         "check_planted_found": (share, "tests/unit/test_check_outcomes.py", "test_planted"),
@@ -63,12 +63,17 @@ FIGURES: dict[str, dict[str, tuple[Callable[[Passed], float], str, str]]] = {
 """Figures of each part: how to count, and the file and the names of the tests."""
 
 
+def _results(file: str, test: str) -> Passed:
+    """Run one test of a file, with all its parameters; `-k` also selects tests by the name of their file."""
+    return [passed for name, passed in outcomes(file, "-k", test).items() if name.partition("[")[0] == test]
+
+
 def main() -> None:
     """Run the tests of the parts, and print the line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=FIGURES, help="this part only")
     part = parser.parse_args().part
-    run = cache(lambda file, names: list(outcomes(file, "-k", names).values()))
+    run = cache(_results)
     report = Report("edges", quick=False, repeats=1, compared_with="")
     report.figures = {name: None for figures in FIGURES.values() for name in figures}
     for figures in [FIGURES[part]] if part else FIGURES.values():

@@ -223,7 +223,7 @@ class Sourced(agentrl.Environment):
 
 
 @pytest.mark.parametrize("kind", [*KEPT, *REFUSED])
-def test_task_value(kind: str, request: pytest.FixtureRequest) -> None:
+def test_a_value_is_kept_or_refused(kind: str, request: pytest.FixtureRequest) -> None:
     if kind in KEPT:
         for scenario, values in request.getfixturevalue("seen").items():
             lines = values[kind]
