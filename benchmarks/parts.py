@@ -72,7 +72,7 @@ def outcomes(*arguments: str) -> Mapping[str, bool]:
     """
     command = [sys.executable, "-m", "pytest", "-rA", "-q", *arguments]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
-    lines = re.findall(r"^(PASSED|FAILED|ERROR) \S+?::(\S+)", printed, re.MULTILINE)
+    lines = re.findall(r"^(PASSED|FAILED|ERROR) \S+?::(.+?)(?: - .*)?$", printed, re.MULTILINE)
     if not lines:
         raise SystemExit(f"{' '.join(command)}: no test ran\n{printed}")
     found: dict[str, bool] = {}
