@@ -34,7 +34,7 @@ from agentrl.credit.estimators import REWARD_ESTIMATORS
 from agentrl.credit.release import WholeGroupRelease
 from agentrl.engines.scripted import Script, ScriptedEngine
 from agentrl.environment.context import EpisodeLimits
-from agentrl.environment.games import LEGAL_ACTIONS, GameEnvironment, PettingZooEnvironment
+from agentrl.environment.games import LEGAL_ACTIONS, GameEnvironment
 from agentrl.environment.gym import GymEnvironment
 from agentrl.environment.harness import HarnessEnvironment
 from agentrl.environment.registry import name_of, resolve
@@ -367,19 +367,17 @@ def random_policy(environment: type[Environment]) -> Script:
     Its reply depends only on the request.
     """
     tools = list(environment.tool_table().values()) if issubclass(environment, ToolEnvironment) else []
-    is_given_actions = issubclass(environment, PettingZooEnvironment)
     is_game = issubclass(environment, GymEnvironment | GameEnvironment)
     chat_format = PlainChatFormat()
 
     def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
         draw = random_stream("check", request.seed)
         text = draw.choice(["yes", "no", "0", "1", "2", "[0]", "left", "a", "hello world"])
-        if is_given_actions and draw.random() < 0.9:
-            prompt = chat_format.decode(request.token_ids.tolist()).rpartition(LEGAL_ACTIONS)
-            text = draw.choice(_FIRST_LINE.split(prompt[2])[0].split(", ")) if prompt[1] else text
-        elif is_game and draw.random() < 0.5:
+        if is_game:
             shown = chat_format.decode(request.token_ids.tolist()[-MAX_READ_TOKENS:])
-            text = draw.choice(_WORD.findall(shown) or [text])
+            _, is_listed, actions = shown.rpartition(LEGAL_ACTIONS)
+            words = _FIRST_LINE.split(actions)[0].split(", ") if is_listed else _WORD.findall(shown)
+            text = draw.choice(words or [text]) if draw.random() < (0.9 if is_listed else 0.5) else text
         if tools and draw.random() < 0.7:
             spec = draw.choice(tools).spec
             schemas = spec.parameters.get("properties", {})

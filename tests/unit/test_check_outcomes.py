@@ -356,6 +356,7 @@ QUICK = (
 )
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of the games themselves
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.exhaustive) for name in SOUND]
 )
