@@ -138,6 +138,25 @@ def test_02_several_runs_are_on_one_chart(tab: Tab, tmp_path: Path) -> None:
     asyncio.run(look())
 
 
+def test_a_run_of_two_policies_is_listed_with_the_reward_of_each(tab: Tab, sample_run: Path) -> None:
+    reader = RunReader(sample_run)
+    rewards = reader.line().rewards
+    reader.close()
+    assert len(rewards) == 2
+
+    def look(address: str) -> None:
+        tab.open(address)
+        tab.wait(READY)
+        told = " · ".join(f"{policy} {reward:.3f}".replace("-", "−") for policy, reward in rewards.items())
+        assert values(tab, "table.runs tbody td[data-label=reward]") == [told], "not their mean"
+
+    async def serve() -> None:
+        async with serve_viewer(sample_run.parent) as served:
+            await asyncio.to_thread(look, served.address)
+
+    asyncio.run(serve())
+
+
 @pytest.mark.damages_journal
 def test_the_printed_address_works_again_in_an_open_page(tab: Tab, tmp_path: Path) -> None:
     write_compared_run(tmp_path / "a", {"t0": 1.0}, curve=[0.1])

@@ -14,7 +14,7 @@ const COLUMNS = {
   "in flight": (run) => run.in_flight,
   steps: (run) => Math.max(0, ...Object.values(run.steps)),
   policies: (run) => [...new Set([...Object.keys(run.steps), ...Object.keys(run.rewards)])].join(", "),
-  reward: (run) => (Object.keys(run.rewards).length ? Object.values(run.rewards).reduce((sum, reward) => sum + reward, 0) / Object.keys(run.rewards).length : null),
+  reward: (run) => Object.values(run.rewards)[0] ?? null, // sorts by the first policy’s
 };
 const RIGHT = new Set(["episodes", "in flight", "steps", "reward"]);
 
@@ -68,9 +68,15 @@ function row(run, name, columns, chosen, choose) {
   const box = element("input", { type: "checkbox", "aria-label": `compare ${name}`, checked: chosen.has(name), on: { change: (event) => choose(name, event.target.checked) } });
   const cells = columns.map((column) => {
     const value = COLUMNS[column](run);
-    return element("td", { "data-label": column, class: `${RIGHT.has(column) ? "right" : ""} ${value === null ? "unknown" : ""}` }, column === "reward" ? fixed(value, 3) : number(value));
+    return element("td", { "data-label": column, class: `${RIGHT.has(column) ? "right" : ""} ${value === null ? "unknown" : ""}` }, column === "reward" ? rewards(run) : number(value));
   });
   return element("tr", { "data-item": true, tabindex: "-1", "data-to": to }, element("td", { class: "pick" }, element("label", {}, box, element("span", { class: "onphone" }, "compare"))), element("th", { scope: "row", "data-label": "run" }, element("a", { href: to, class: "id" }, name), problems(run.problem ? [run.problem] : [])), cells);
+}
+
+/** The reward of a run’s policy, or of each of its policies. */
+function rewards(run) {
+  const found = Object.entries(run.rewards);
+  return found.length > 1 ? found.map(([policy, reward]) => `${policy} ${fixed(reward, 3)}`).join(" · ") : fixed(found[0]?.[1], 3);
 }
 
 function compared(a, b) {
