@@ -352,6 +352,66 @@ def outermost_layers(model: nn.Module) -> list[nn.Module]:
     return [layer for child in model.children() for layer in outermost_layers(child)]
 
 
+class LayerKinds:
+    """The kinds of layers of a model. Layers of one kind have equal modules, settings and shapes."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        """Number of layers of each kind; empty for a model that is kept whole."""
+
+    def trim(self, model: PreTrainedModel, repeated: int | None) -> None:
+        """Remove all layers but the first of each kind, and the second of kind `repeated`.
+
+        A model is left whole if its layers are not in one list or share parameters, or no two are of one kind.
+        """
+        layers = outermost_layers(model)
+        owner = next((m for m in model.modules() if layers and layers[0] in m._modules.values()), None)
+        parent = next((m for m in model.modules() if owner is not None and owner in m._modules.values()), None)
+        parameters = [parameter for layer in layers for parameter in layer.parameters()]
+        if (
+            not isinstance(owner, nn.ModuleList)
+            or list(owner) != layers
+            or len(set(map(id, parameters))) < len(parameters)
+            or (config := getattr(parent, "config", None)) is None
+        ):
+            return
+        settings = vars(config)
+        lists = [name for name, value in settings.items() if isinstance(value, list) and len(value) == len(layers)]
+        places: dict[object, list[int]] = {}
+        for place, layer in enumerate(layers):
+            kind = (_structure(layer), *(str(settings[name][place]) for name in lists))
+            places.setdefault(kind, []).append(place)
+        if len(places) == len(layers):
+            return
+        self.counts = [len(of_kind) for of_kind in places.values()]
+        kept = sorted(
+            place for kind, of_kind in enumerate(places.values()) for place in of_kind[: 1 + (kind == repeated)]
+        )
+        parent_modules = parent._modules  # type: ignore[union-attr]
+        name = next(name for name, module in parent_modules.items() if module is owner)
+        parent_modules[name] = nn.ModuleList(layers[place] for place in kept)
+        for name in lists:
+            settings[name] = [settings[name][place] for place in kept]
+        settings[config.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(kept)
+
+
+def _structure(layer: nn.Module) -> tuple[object, ...]:
+    """Return what layers of one kind have in common: classes, settings and shapes of their modules."""
+    return tuple(
+        (
+            name,
+            type(module),
+            tuple(
+                (key, value)
+                for key, value in vars(module).items()
+                if isinstance(value, int | float | str | None) and not re.search(r"layer_?(idx|id|index|number)", key)
+            ),
+            tuple((key, tensor.shape) for key, tensor in module.named_parameters(recurse=False)),
+        )
+        for name, module in layer.named_modules()
+    )
+
+
 @contextmanager
 def runnable_on_meta(model: PreTrainedModel) -> Iterator[None]:
     """Make a model on the meta device callable within the context: on the CPU, with tensors that have shapes and no

@@ -8,14 +8,13 @@ the result equal to that of all layers, and to that of a real step.
 from __future__ import annotations
 
 import math
-import re
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ from agentrl.config.sections import LOSSES
 from agentrl.core.custom_functions import FunctionDeclaration
 from agentrl.core.errors import InputError, PredictionError
 from agentrl.core.records import TrainingSample
-from agentrl.engines.models import dtype_name, outermost_layers, runnable_on_meta
+from agentrl.engines.models import LayerKinds, dtype_name, outermost_layers, runnable_on_meta
 from agentrl.engines.weights.files import device_memory
 from agentrl.learn.forward import MAX_LOGITS, TOP_TOKENS, HeadOutput, token_logprobs
 from agentrl.learn.learner import ValueHead
@@ -37,10 +36,7 @@ from agentrl.learn.models import PolicyModel, load_models, load_references, nati
 from agentrl.learn.packing import MicroBatch, pack
 from agentrl.learn.ranks import BUCKET
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-_SHORT = 16
+_SHORT = 4
 """Length of the first rows that are measured, in tokens."""
 _LOOP = 1.3
 """Operations of a forward pass, as a multiple of those over the first rows, above which it loops over its tokens."""
@@ -195,7 +191,7 @@ class _LayerSamples:
             trim = None if whole else partial(kinds.trim, repeated=repeated)
             return load_models(self._config, torch.device("meta"), trim=trim)
 
-        kinds = _LayerKinds()
+        kinds = LayerKinds()
         self._shortest: dict[str, _Pass] = {}
         self.whole = whole
         self.first = models()
@@ -216,7 +212,7 @@ class _LayerSamples:
         """Return the peak bytes that a step of a policy allocates beyond weights and gradients.
 
         A pass whose number of operations grows with the tokens, such as a scan over a state space in Python, would take
-        minutes over the longest rows. It is measured over ever longer rows instead, and extrapolated.
+        minutes over the longest rows. It is measured over short rows instead, and extrapolated.
 
         Raises:
             PredictionError: the step needs data.
@@ -248,71 +244,17 @@ class _LayerSamples:
                 _compute_padded(model, first.unshared)
             with runnable_on_meta(model.model):
                 for at, each in enumerate(passes):
-                    sizes[at] += count * (_step(config, policy, model, each.length).bytes - each.bytes)
+                    sizes[at] += count * (_step(config, policy, model, each.length, each.trained).bytes - each.bytes)
         if len(passes) == 1:
             return sizes[0]
-        lengths = [each.length for each in passes]
-        return sizes[1] + (sizes[1] - sizes[0]) * (config.engine.max_context - lengths[1]) // (lengths[1] - lengths[0])
-
-
-class _LayerKinds:
-    """The kinds of layers of a model. Layers of one kind have equal modules, settings and shapes."""
-
-    def __init__(self) -> None:
-        self.counts: list[int] = []
-        """Number of layers of each kind; empty for a model that is kept whole."""
-
-    def trim(self, model: PreTrainedModel, repeated: int | None) -> None:
-        """Remove all layers but the first of each kind, and the second of kind `repeated`.
-
-        A model is left whole if its layers are not in one list or share parameters, or no two are of one kind.
-        """
-        layers = outermost_layers(model)
-        owner = next((m for m in model.modules() if layers and layers[0] in m._modules.values()), None)
-        parent = next((m for m in model.modules() if owner is not None and owner in m._modules.values()), None)
-        parameters = [parameter for layer in layers for parameter in layer.parameters()]
-        if (
-            not isinstance(owner, nn.ModuleList)
-            or list(owner) != layers
-            or len(set(map(id, parameters))) < len(parameters)
-            or (config := getattr(parent, "config", None)) is None
-        ):
-            return
-        settings = vars(config)
-        lists = [name for name, value in settings.items() if isinstance(value, list) and len(value) == len(layers)]
-        places: dict[object, list[int]] = {}
-        for place, layer in enumerate(layers):
-            kind = (_structure(layer), *(str(settings[name][place]) for name in lists))
-            places.setdefault(kind, []).append(place)
-        if len(places) == len(layers):
-            return
-        self.counts = [len(of_kind) for of_kind in places.values()]
-        kept = sorted(
-            place for kind, of_kind in enumerate(places.values()) for place in of_kind[: 1 + (kind == repeated)]
+        short, long, other = passes
+        per_trained = (sizes[2] - sizes[0]) / (other.trained - short.trained)
+        per_token = (sizes[1] - sizes[0] - per_trained * (long.trained - short.trained)) / (long.length - short.length)
+        further, further_trained = (
+            config.engine.max_context - long.length,
+            _num_with_logits(config, policy, first) - long.trained,
         )
-        parent_modules = parent._modules  # type: ignore[union-attr]
-        name = next(name for name, module in parent_modules.items() if module is owner)
-        parent_modules[name] = nn.ModuleList(layers[place] for place in kept)
-        for name in lists:
-            settings[name] = [settings[name][place] for place in kept]
-        settings[config.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(kept)
-
-
-def _structure(layer: nn.Module) -> tuple[object, ...]:
-    """Return what layers of one kind have in common: classes, settings and shapes of their modules."""
-    return tuple(
-        (
-            name,
-            type(module),
-            tuple(
-                (key, value)
-                for key, value in vars(module).items()
-                if isinstance(value, int | float | str | None) and not re.search(r"layer_?(idx|id|index|number)", key)
-            ),
-            tuple((key, tensor.shape) for key, tensor in module.named_parameters(recurse=False)),
-        )
-        for name, module in layer.named_modules()
-    )
+        return round(sizes[1] + per_token * further + per_trained * further_trained)
 
 
 def _sizes_of(models: Mapping[str, PolicyModel]) -> dict[str, int]:
@@ -353,6 +295,8 @@ class _Pass:
     """A forward and backward pass over rows of one length."""
 
     length: int
+    trained: int
+    """Number of trained tokens of a row."""
     bytes: int
     """Peak bytes allocated, without gradients of parameters."""
     operations: int
@@ -398,15 +342,17 @@ def _shortest_pass(config: RunConfig, policy: str, model: PolicyModel) -> _Pass:
 
 
 def _passes(config: RunConfig, policy: str, model: PolicyModel, shortest: _Pass) -> list[_Pass]:
-    """Measure a step over the longest rows; or, if the pass loops over its tokens, over two lengths to extrapolate."""
+    """Measure a step over the longest rows; or, if the pass loops over its tokens, over two lengths to extrapolate, and
+    over the shorter one with another number of trained tokens, whose share of short rows is rounded."""
     limit = _LOOP * shortest.operations
     try:
-        return [_step(config, policy, model, config.engine.max_context, limit)]
+        return [_step(config, policy, model, config.engine.max_context, limit=limit)]
     except _TooManyOperationsError:
-        passes = [shortest]
-        while passes[-1].operations < limit:
+        passes = [shortest, _step(config, policy, model, 2 * shortest.length)]
+        while passes[-1].operations < limit:  # it loops over chunks of tokens
             passes.append(_step(config, policy, model, 4 * passes[-1].length))
-        return passes[-2:]
+        short, long = passes[-2:]
+        return [short, long, _step(config, policy, model, short.length, short.trained - 1 or 2)]
 
 
 def _compute_padded(model: PolicyModel, reason: str) -> None:
@@ -414,13 +360,21 @@ def _compute_padded(model: PolicyModel, reason: str) -> None:
     model.model.set_attn_implementation(native_attention(model.model))
 
 
-def _step(config: RunConfig, policy: str, model: PolicyModel, length: int, limit: float = math.inf) -> _Pass:
+def _step(
+    config: RunConfig,
+    policy: str,
+    model: PolicyModel,
+    length: int,
+    trained: int | None = None,
+    *,
+    limit: float = math.inf,
+) -> _Pass:
     """Compute a step of a policy over rows of a length.
 
     Raises:
         _TooManyOperationsError: the forward pass has more than `limit` operations.
     """
-    rows = make_worst_case_samples(config, policy, model, length)
+    rows = make_worst_case_samples(config, policy, model, length, trained)
     (batch,) = pack(rows, max_tokens=len(rows) * length, share=False)
     module: nn.Module = model.model
     model.activate()
@@ -460,7 +414,7 @@ def _step(config: RunConfig, policy: str, model: PolicyModel, length: int, limit
         if value_head is not None and output.values is not None:
             value_head.add_curvature(torch.ones_like(output.values))
         total.backward()
-    return _Pass(length, counter.peak, operations)
+    return _Pass(length, int(rows[0].loss_mask.sum()), counter.peak, operations)
 
 
 def _reference_output(batch: MicroBatch, device: torch.device) -> HeadOutput:
@@ -471,26 +425,38 @@ def _reference_output(batch: MicroBatch, device: torch.device) -> HeadOutput:
 
 
 def make_worst_case_samples(
-    config: RunConfig, policy: str, model: PolicyModel, length: int | None = None
+    config: RunConfig, policy: str, model: PolicyModel, length: int | None = None, trained: int | None = None
 ) -> list[TrainingSample]:
     """Make the rows of the largest micro batch of a policy: random tokens, each row `engine.max_context` long.
 
     The end of each row is trained: as many tokens as an episode can sample. With a shorter `length`, the same number
-    of rows is shorter, and as large a share of each is trained.
+    of rows is shorter, and as large a share of each is trained, or `trained` tokens.
     """
     context = config.engine.max_context
-    count = min(max(1, config.trainer.micro_batch_tokens // context), config.trained[policy].step_size)
-    num_sampled = min(context - 1, config.sampling.max_tokens * config.sampling.max_turns)
+    length, count = length or context, _num_rows(config, policy)
     vocabulary = int(model.model.config.get_text_config().vocab_size)
-    if length is None or length == context:
-        length = context
-    else:  # logits beyond `MAX_LOGITS` take no more memory
-        num_sampled = math.ceil(min(num_sampled, MAX_LOGITS // (vocabulary * count) + 1) * (length - 1) / context)
+    if trained is None:
+        share = _num_with_logits(config, policy, model) / context
+        trained = _num_sampled(config) if length == context else math.ceil(share * (length - 1))
     token_rows = np.random.default_rng(0).integers(0, vocabulary, (count, length)).astype(np.int32)
-    mask, zeros = np.arange(length) >= length - num_sampled, np.zeros(length, np.float32)
+    mask, zeros = np.arange(length) >= length - trained, np.zeros(length, np.float32)
     return [
         TrainingSample(token_ids=row, loss_mask=mask, behavior_logprobs=zeros, advantages=zeros) for row in token_rows
     ]
+
+
+def _num_rows(config: RunConfig, policy: str) -> int:
+    return min(max(1, config.trainer.micro_batch_tokens // config.engine.max_context), config.trained[policy].step_size)
+
+
+def _num_sampled(config: RunConfig) -> int:
+    return min(config.engine.max_context - 1, config.sampling.max_tokens * config.sampling.max_turns)
+
+
+def _num_with_logits(config: RunConfig, policy: str, model: PolicyModel) -> int:
+    """Return the number of a row's trained tokens whose logits take memory: those beyond `MAX_LOGITS` take no more."""
+    vocabulary = int(model.model.config.get_text_config().vocab_size)
+    return min(_num_sampled(config), MAX_LOGITS // (vocabulary * _num_rows(config, policy)) + 1)
 
 
 class AllocationCounter(TorchDispatchMode):

@@ -29,9 +29,11 @@ from agentrl.core.machine import Memory, gpus, machine_memory
 from agentrl.engines.canary import Canary, read_canary
 from agentrl.engines.models import (
     ONE_LOAD_AT_A_TIME,
+    LayerKinds,
     dtype_name,
     kv_bytes_per_token,
     model_dtype,
+    outermost_layers,
     quote_first_names,
     read_meta_model,
     runnable_on_meta,
@@ -432,19 +434,37 @@ def predict_engine_memory(
     """
     compute_dtype = model_dtype(path, dtype, torch.device("cpu"))
     shapes = read_meta_model(path, max_context=max_context, dtype=compute_dtype)
+    weights = sum(parameter.nbytes for parameter in shapes.parameters())
+    vocabulary = int(shapes.config.get_text_config().vocab_size)
+    key_bytes = kv_bytes_per_token(shapes.config)
     sizes = 0
     if adapter_slots:
-        modules = dict(shapes.named_modules())
-        sizes = sum(sum(modules[name].weight.shape) for name in adaptable_layers(shapes))
-    vocabulary = int(shapes.config.get_text_config().vocab_size)
+        try:
+            sizes = _adaptable_sizes(shapes, LayerKinds())
+        except Exception:  # noqa: BLE001 - its layers depend on each other
+            sizes = _adaptable_sizes(read_meta_model(path, max_context=max_context, dtype=compute_dtype), None)
     return EngineMemoryEstimate(
         dtype=dtype_name(compute_dtype),
-        weights=sum(parameter.nbytes for parameter in shapes.parameters()),
+        weights=weights,
         adapters=adapter_slots * max_rank * sizes * compute_dtype.itemsize,
-        keys_and_values=slots * (max_context + 1) * kv_bytes_per_token(shapes.config),
+        keys_and_values=slots * (max_context + 1) * key_bytes,
         # three float32 copies of a pass's logits exist at once during sampling
         logits=3 * slots * vocabulary * torch.float32.itemsize,
     )
+
+
+def _adaptable_sizes(model: PreTrainedModel, kinds: LayerKinds | None) -> int:
+    """Return the sum of inputs and outputs of the layers that adapters can change. With `kinds`, only one layer of each
+    kind is called, and counts for all of its kind."""
+    if kinds is not None:
+        kinds.trim(model, repeated=None)
+    count_of = {
+        module: count
+        for layer, count in zip(outermost_layers(model), kinds.counts if kinds else (), strict=False)
+        for module in layer.modules()
+    }
+    modules = dict(model.named_modules())
+    return sum(sum(modules[name].weight.shape) * count_of.get(modules[name], 1) for name in adaptable_layers(model))
 
 
 def device_memory() -> tuple[Memory, bool]:
