@@ -148,8 +148,15 @@ def read_arguments(where: str, bound: Callable[..., Any], owner: type, docstring
         model = create_model("Arguments", __config__=ConfigDict(extra="forbid"), **fields)
         schema = model.model_json_schema(schema_generator=_ToolSchema)
     except Exception as error:  # of pydantic, or of what the user's types define
-        problem = str(error).partition("\n")[0]
-        raise EnvironmentDefinitionError(f"tool {where}: no JSON schema for its annotations: {problem}") from error
+        problem = str(error).partition("\n")[0].partition(". Set ")[0]
+        raise EnvironmentDefinitionError(
+            f"tool {where}: no JSON schema for its annotations: {problem}; use types that JSON can carry, such as str, "
+            "int, list, an Enum or a dataclass"
+        ) from error
+    if len(schema.get("properties", ())) < len(parameters):
+        raise EnvironmentDefinitionError(
+            f"tool {where}: a parameter has no JSON schema, such as one that is a ClassVar"
+        )
     parts = ("properties", "required", "$defs")
     schema = {"type": "object", "properties": {}, "required": [], "additionalProperties": False} | {
         key: schema[key] for key in parts if key in schema

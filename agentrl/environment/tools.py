@@ -19,6 +19,7 @@ from types import MethodType
 from typing import Any, ClassVar, TypeVar, overload
 
 import msgspec
+from pydantic_core import to_jsonable_python
 
 from agentrl.core.errors import EnvironmentDefinitionError, EpisodeError
 from agentrl.core.records import Message, Task, ToolCall, ToolSpec, Turn
@@ -199,8 +200,8 @@ def observation_of(value: Any, where: str) -> str:
     if isinstance(value, str):
         return value[:MAX_OBSERVATION_CHARACTERS]
     try:
-        return msgspec.json.encode(value).decode()[:MAX_OBSERVATION_CHARACTERS]
-    except (TypeError, msgspec.ValidationError, RecursionError) as error:
+        return msgspec.json.encode(value, enc_hook=to_jsonable_python).decode()[:MAX_OBSERVATION_CHARACTERS]
+    except (TypeError, ValueError, RecursionError) as error:
         raise EpisodeError(
             f"tool {where} returned {type(value).__name__}, which is not JSON ({error}); return a str or JSON data",
             reason="environment_error",

@@ -27,7 +27,7 @@ from pydantic import Field, TypeAdapter
 
 import agentrl
 from agentrl.core.errors import EnvironmentDefinitionError
-from agentrl.core.reply_formats import parse_hermes
+from agentrl.core.reply_formats import REPLY_FORMATS, parse_hermes
 from agentrl.environment.schema_values import random_value
 from agentrl.environment.tool_arguments import split_docstring
 from agentrl.environment.tools import BoundTool
@@ -50,6 +50,10 @@ class Color(enum.Enum):
     RED = "red"
     BLUE = 3
     NONE = None
+
+
+class Days(enum.Enum):
+    FIRST = datetime.date(2026, 1, 1)
 
 
 class Rights(enum.IntFlag):
@@ -185,6 +189,8 @@ REFUSED: Mapping[str, Any] = {
     "complex": complex,
     "type": type[int],
     "lock": random.Random,
+    "class_variable": typing.ClassVar[int],
+    "enum_of_dates": Days,
 }
 
 
@@ -535,3 +541,41 @@ def test_the_random_policy_draws_values_that_the_schema_allows(kind: str) -> Non
     validator = jsonschema.Draft202012Validator(schema)
     for seed in range(20):
         validator.validate({"x": random_value(schema["properties"]["x"], random.Random(seed), schema)})
+
+
+RESULTS: Mapping[str, tuple[Any, str]] = {
+    "model": (Model(name="a"), '{"name":"a","span":null}'),
+    "dataclass": (Span(1), '{"low":1,"high":9}'),
+    "path": (pathlib.Path("a/b"), '"a/b"'),
+    "nested": ([{"at": pathlib.Path("a")}, Level.HIGH, datetime.date(2026, 1, 2)], '[{"at":"a"},2,"2026-01-02"]'),
+    "tuple": ((1, "a"), '[1,"a"]'),
+    "url": (pydantic.AnyUrl("https://example.com/"), '"https://example.com/"'),
+}
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+def test_results_of_these_kinds_are_shown_as_json(kind: str) -> None:
+    result, shown = RESULTS[kind]
+    environment = class_of(int)
+    environment.look = agentrl.tool(lambda self: result)  # type: ignore[attr-defined]
+    played = play(
+        environment, agentrl.Task(id="1", data={"question": "?"}), [{"name": "look", "arguments": {}}, "done"]
+    )
+    assert played.observations[1] == shown
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"any", "object", "literal", "union", "new_type"}))
+def test_values_between_tags_arrive_too(kind: str) -> None:
+    """In formats whose values have no quotes."""
+    tool = class_of(KINDS[kind]).tool_table()["look"]
+    schema = tool.spec.parameters
+    for seed in range(4):
+        value = random_value(schema["properties"]["x"], random.Random(seed), schema)
+        written = value if isinstance(value, str) else json.dumps(value)  # as chat templates write it
+        for name, text in {
+            "qwen3_coder": f"<tool_call><function=look><parameter=x>\n{written}\n</parameter></function></tool_call>",
+            "glm45": f"<tool_call>look<arg_key>x</arg_key><arg_value>{written}</arg_value></tool_call>",
+            "minimax_m2": f'<minimax:tool_call><invoke name="look"><parameter name="x">{written}</parameter></invoke>',
+        }.items():
+            (call,) = REPLY_FORMATS[name].read(text, None, [tool.spec]).tool_calls
+            assert tool.validate(call.arguments) == tool.validate({"x": value}), (name, written)
