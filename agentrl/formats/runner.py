@@ -83,6 +83,7 @@ class RunnerEnvironment(HarnessEnvironment):
         """Let the package play the task.
 
         Raises:
+            EnvironmentDefinitionError: the task is not the one that was listed.
             RuntimeError: it failed, and no limit was the cause.
         """
         data = task.data
@@ -96,6 +97,8 @@ class RunnerEnvironment(HarnessEnvironment):
                 "model": self.seats[0],
             }
         )
+        if answer["refusal"]:
+            raise EnvironmentDefinitionError(f"{data['settings']['taskset']}: {answer['refusal']}")
         if answer["error"] and endpoint.limit_reached() is None:
             raise RuntimeError(answer["error"])
         return answer["rewards"]

@@ -191,20 +191,21 @@ def _is_zero(value: Any) -> bool:
 
 
 def _answer(played: Any, request: dict[str, Any]) -> dict[str, Any]:
+    id = request["task"]
+    if played.contents.get(id) != request["content"]:
+        refusal = (
+            f"task {id!r} differs from the one that was listed, so the tasks are drawn or shuffled anew in each "
+            "process; give the shuffle a seed"
+        )
+        return {"rewards": {}, "error": "", "refusal": refusal}
     try:
-        id = request["task"]
-        if played.contents.get(id) != request["content"]:
-            raise ValueError(
-                f"task {id!r} differs from the one that was listed, so the tasks are drawn or shuffled anew in each "
-                "process; give the shuffle a seed"
-            )
         stated = played.play(request)
         rewards = {_identifier(name): value for name, value in stated.items()}
         if len(rewards) < len(stated):
             raise ValueError(f"the names of rewards are equal in letters and digits: {', '.join(stated)}")
-        return {"rewards": rewards, "error": ""}
+        return {"rewards": rewards, "error": "", "refusal": ""}
     except Exception as error:  # noqa: BLE001 - foreign code: any exception is the answer
-        return {"rewards": {}, "error": f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]}
+        return {"rewards": {}, "error": f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS], "refusal": ""}
 
 
 def _identifier(name: str) -> str:
@@ -291,6 +292,7 @@ class Server:
             fields = {
                 "rewards": {},
                 "error": f"the episode's process ended with status {status} and {len(answer)} bytes",
+                "refusal": "",
             }
         line = json.dumps({"number": number, **fields}).encode() + b"\n"
         while line:

@@ -37,7 +37,7 @@ def row(name: str, taskset: str, sees: Any = None, grader: Any = None, refused: 
 
 
 SAY = ["user", "Say 0"]
-SYSTEM = {"taskset": {"system_prompt": "Be brief."}}
+SYSTEM = {"taskset": {"manner": "Be brief."}}
 CALL = '<tool_call>{"name": "notes_toolset_secret", "arguments": {"number": 5}}</tool_call>'
 ROWS = [
     row("right", "plain", [SAY], {"right": 0.5}),

@@ -6,7 +6,7 @@ from plain_tasks import PlainTask, tasks
 
 class PlainConfig(vf.TasksetConfig):
     shuffled: bool = False
-    system_prompt: str | None = None
+    manner: str | None = None
 
 
 class PlainTaskset(vf.Taskset[PlainTask, PlainConfig]):
@@ -14,7 +14,7 @@ class PlainTaskset(vf.Taskset[PlainTask, PlainConfig]):
         numbers = list(range(50))
         if self.config.shuffled:
             random.shuffle(numbers)
-        more = {"system_prompt": self.config.system_prompt} if self.config.system_prompt else {}
+        more = {"system_prompt": self.config.manner} if self.config.manner else {}
         return tasks(numbers, self.config.task, **more)
 
 
