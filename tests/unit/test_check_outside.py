@@ -255,6 +255,7 @@ class Sharing(agentrl.Environment):
         seen: list[int] = []
 
         async def look(index: int) -> None:
+            await asyncio.sleep(0)  # branches begin in order, and from here on in any
             seen.append(index)
             await ctx.agent("agent", index).act(agentrl.user(str(seen)))
 
