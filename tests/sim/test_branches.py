@@ -137,7 +137,7 @@ def check_trees(run: SmallRun) -> int:
             assert dict(header.trajectories[0].named_rewards)["branch"] == int(name[-1])
             assert [turn.turn for turn in turns] == [3, 4, 5]
             assert (spec.group_id, spec.group_size) == (main_spec.group_id, main_spec.group_size)
-            assert (header.turns, len(header.trajectories)) == (3, 1)
+            assert (header.turns, len(header.trajectories)) == (6, 1)
             if main.committed and spec.fork is not None and main.attempt == spec.fork.attempt:
                 main_turns = [body for body in bodies(run, main) if isinstance(body, TurnEntry)]
                 after = versions_of([*main_turns[3:], *turns])
@@ -245,7 +245,7 @@ def check_probes(*runs: SmallRun) -> int:
         spec, header = ended[name]
         fork = spec.fork
         assert fork is not None
-        assert header.turns == PROBED_TURNS - (fork.turns[0][2] if fork.turns else 0)
+        assert header.turns == PROBED_TURNS
         assert dict(header.trajectories[0].named_rewards)["probe"] == int(name[-1])
         by_call.setdefault((fork.episode_id, fork.attempt, fork.call_id), []).append(header.reward or 0.0)
     for unit in (unit for each in runs for batch in each.trainer.batches for unit in batch.units):

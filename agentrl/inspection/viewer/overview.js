@@ -30,7 +30,7 @@ export async function overviewView(page, { parameters }) {
   const shown = { policies: run.policies, axis, places: run.places };
   const of = (name) => run.metrics.find((metric) => metric.name === name);
   const remove = (name) => element("button", { type: "button", class: "remove", "aria-label": `remove ${name}`, on: { click: () => go({ metrics: chosen.filter((each) => each !== name).join("\n") }) } }, "✕");
-  const charts = isEvaluation ? [] : [...rewardCharts(run), ...ownCharts(run), ...CHARTS].filter(([names]) => names.some((name) => run.series[name]));
+  const charts = isEvaluation ? [] : [...rewardCharts(run), ...ownCharts(run, chosen), ...CHARTS].filter(([names]) => names.some((name) => run.series[name]));
   return {
     title: "Overview",
     content: [
@@ -73,9 +73,9 @@ function alone(run, name, bySeat) {
   return policies.length ? [name, ...bySeat] : bySeat;
 }
 
-/** The environment’s own metrics, each with its values over held-out tasks. */
-function ownCharts(run) {
-  return run.own_metrics.map((name) => [[name, `evaluation/metric/${name}`], "a metric of the environment", name]);
+/** The environment’s own metrics that were not chosen, each with its values over held-out tasks. */
+function ownCharts(run, chosen) {
+  return run.own_metrics.filter((name) => !chosen.includes(name)).map((name) => [[name, `evaluation/metric/${name}`], "a metric of the environment", name]);
 }
 
 function seriesName(run, name) {
