@@ -38,17 +38,18 @@ def summarize(reader: RunReader) -> dict[str, Any]:
 
     The digest covers values that every reader of the format must find. Fields added later do not change it.
     """
-    lines = reader.episodes(sort="admitted_at", descending=False, limit=1000)
-    return {
-        f"{line.episode}.{line.attempt}": {
+    summary = {}
+    for line in reader.episodes(sort="admitted_at", descending=False, limit=1000):
+        episode = reader.episode(line.episode, line.attempt)
+        rewards = [agent.reward for agent in episode.agents if agent.reward is not None]
+        summary[f"{line.episode}.{line.attempt}"] = {
             "status": line.status,
-            "reward": line.reward,
+            "reward": sum(rewards) if rewards else None,
             "turns": line.turns,
             "tokens": line.tokens,
-            "entries": _digest(reader.episode(line.episode, line.attempt).entries),
+            "entries": _digest(episode.entries),
         }
-        for line in lines
-    }
+    return summary
 
 
 def _digest(entries: Iterable[tuple[str, object]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -138,7 +139,12 @@ def test_env_check_says_whether_a_model_sees_the_tools(
     assert not hidden_tools(shown, environment_of(shown), make_chat_format(shown))
 
 
-def test_doctor_is_not_ready_if_the_template_hides_the_tools(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_is_not_ready_if_the_template_hides_the_tools(
+    model: Path, repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(model, tmp_path / "model")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(repository / "environments" / "calculator" / "model" / name, model)
     assert main(["doctor", "examples/01_tool_use.toml", f"--model.path={model}", "--json"]) == 1
     checks = json.loads(capsys.readouterr().out)["sections"]["examples/01_tool_use.toml will use"]
     (tools,) = [check for check in checks if check["name"] == "tools"]
