@@ -110,7 +110,7 @@ def test_02_any_metric_is_found_by_search_also_an_environments_own(tab: Tab, sam
     tab.wait("document.querySelector('.chosen')")
     assert count(tab, "rounds", "path.curve") == 1, "of the solver"
     tab.evaluate("document.querySelector('.remove').click()")
-    tab.wait(f"!{chart('rounds')}")
+    tab.wait("!document.querySelector('.chosen')")
 
 
 @pytest.mark.damages_journal

@@ -84,7 +84,7 @@ def test_groups_begin_at_recorded_turns_through_a_crash(simulated_loop: SeededSi
             groups.setdefault(spec.group_id, set()).add(str(spec.fork))
             assert numbers == list(range(begin, begin + len(numbers)))
             assert (header.turns, header.trajectories[0].tokens) == (
-                len(numbers),
+                begin + len(numbers),
                 sum(len(body.token_ids) // 4 for _, body in turns(third, spec)),
             )
             assert spec.fork is None or spec.fork in points

@@ -282,7 +282,7 @@ def test_a_few_tool_errors_or_fewer_at_each_step_raise_nothing() -> None:
             {"selection_bias__reward_shift": 0.2, "selection_bias__length_ratio": 0.8},
             "20% shorter, 0.20 deviations of the ",
         ),
-        ({"selection_bias__held_share": 0.1}, "10% of the dispatched units"),
+        ({"selection_bias__held_share": 0.1}, "10% of the started episodes"),
     ],
 )
 def test_steps_that_see_a_part_of_what_was_dispatched_are_named_after_twenty(
