@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
@@ -78,11 +79,14 @@ def _int64(text: str) -> int:
     return value
 
 
+def _repeated(keys: Sequence[str]) -> str:
+    return next((key for key, count in Counter(keys).items() if count > 1), "")
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
+        twice = _repeated([key for key, _ in pairs])
         raise _JSONProblem(f"the key {twice[:80]!r} is given twice; give each key once")
     return value
 
@@ -136,7 +140,7 @@ def _decoded(text: str) -> Any:
 
 
 _TAGGED_KEY = re.compile(r"<arg_key>(.{1,200}?)</arg_key>|<[^<>]{0,40}parameter(?:=| name=\")([^<>\"]{1,200})")
-_JSON_START = re.compile(r'[{\["]|\b(?:null|true|false|-?[0-9.]+)\s*$')
+_JSON_START = re.compile(r'[{\["]|(?<![\w.])(?:null|true|false|-?[0-9.]++)\s*$')
 _PYTHON_CALL = re.compile(r"\[?\s*[A-Za-z_][\w.-]*\s*\(")
 _REMEDIES = {
     str: ("a string", "write the object itself, without quotes around it"),
@@ -163,7 +167,7 @@ def describe_malformed_call(raw: str) -> str:
         return "arguments are not valid: an escape like \\ud83d is half a character; write the character itself"
     except ValueError as error:
         keys = [key or name for key, name in _TAGGED_KEY.findall(raw)]
-        if twice := next((key for key in keys if keys.count(key) > 1), None):
+        if twice := _repeated(keys):
             return f"arguments are not valid: the key {twice[:80]!r} is given twice; give each key once"
         is_json = start is not None and not raw[: start.start()].strip() and isinstance(error, json.JSONDecodeError)
         at = f": {error}" if is_json else ""

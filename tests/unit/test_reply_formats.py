@@ -183,6 +183,14 @@ def test_tagged_and_python_calls_say_what_is_wrong_too() -> None:
     assert "beyond 64 bits" in describe_malformed_call('{"name": "add", "arguments": "{\\"a\\": 1%s}"}' % ("0" * 20))
 
 
+@pytest.mark.timeout(60)
+def test_long_malformed_calls_are_described_at_once() -> None:
+    """A policy that repeats itself must not block the event loop: cubic time would be hours."""
+    assert "cannot be read" in describe_malformed_call("1." * 30_000 + "x")
+    keys = ",".join(f'"{number}":1' for number in range(7000))
+    assert "'6999' is given twice" in describe_malformed_call(f'{{{keys},"6999":2}}')
+
+
 def test_a_value_of_a_referenced_type_is_read_as_that_type() -> None:
     parameters = {
         "type": "object",
