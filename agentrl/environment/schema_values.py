@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-_DEPTH = 6
+_DEPTH = 4
 """Levels of nesting, from which values are as small as their schema allows."""
 _NUMBERS = ("0", "1.5", "-12", "42")
 _FORMATS: Mapping[str, tuple[str, ...]] = {
@@ -27,6 +27,7 @@ _FORMATS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("binary", "path", "password"), ("a", "b", "some text")),
 }
 _WORDS = ("a", "b", "some text")
+_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 
 
 class UnknownSchemaError(Exception):
@@ -96,17 +97,17 @@ def _integer(schema: Mapping[str, Any], draw: random.Random, *_: Any) -> int:
 
 
 def _number(schema: Mapping[str, Any], draw: random.Random, *_: Any) -> float:
-    if "exclusiveMinimum" in schema or "exclusiveMaximum" in schema:
-        low = schema.get("exclusiveMinimum", schema.get("minimum", 0))
-        high = schema.get("exclusiveMaximum", schema.get("maximum", max(low, 0) + 100))
-        return float(low + (high - low) * draw.uniform(0.1, 0.9))
-    if "multipleOf" in schema or "minimum" in schema or "maximum" in schema:
-        step = schema.get("multipleOf")
-        if step is not None:
-            return float(_integer({**schema, "multipleOf": step}, draw)) if step >= 1 else 0.0
-        low = schema.get("minimum", min(0, schema.get("maximum", 0)))
-        return float(draw.uniform(low, schema.get("maximum", low + 100)))
-    return float(draw.randint(0, 99))
+    if not schema.keys() & _BOUNDS:
+        return float(draw.randint(0, 99))
+    lows = [schema[key] for key in ("minimum", "exclusiveMinimum") if key in schema]
+    highs = [schema[key] for key in ("maximum", "exclusiveMaximum") if key in schema]
+    low = max(lows) if lows else min(0, min(highs, default=0) - 100)
+    high = min(highs) if highs else max(lows, default=0) + 100
+    step = schema.get("multipleOf")
+    value = low + (high - low) * draw.uniform(0.1, 0.9) if step is None else step * round((low + high) / 2 / step)
+    if not low <= value <= high or value in (schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")):
+        raise UnknownSchemaError
+    return float(value)
 
 
 def _array(schema: Mapping[str, Any], draw: random.Random, root: Mapping[str, Any], depth: int) -> list[Any]:
@@ -121,6 +122,8 @@ def _array(schema: Mapping[str, Any], draw: random.Random, root: Mapping[str, An
         item = random_value(others, draw, root, depth + 1)
         if not schema.get("uniqueItems") or item not in items:
             items.append(item)
+    if len(items) < schema.get("minItems", 0):
+        raise UnknownSchemaError
     return items
 
 
@@ -135,7 +138,7 @@ def _object(schema: Mapping[str, Any], draw: random.Random, root: Mapping[str, A
     if isinstance(others, Mapping) and others and depth < _DEPTH:
         names = schema.get("propertyNames", {})
         named[str(random_value({"type": "string", **names}, draw, root))] = random_value(others, draw, root, depth + 1)
-    if "patternProperties" in schema:
+    if "patternProperties" in schema or len(named) < schema.get("minProperties", 0):
         raise UnknownSchemaError
     return named
 
@@ -149,7 +152,11 @@ def _text(schema: Mapping[str, Any], draw: random.Random, *_: Any) -> str:
             raise UnknownSchemaError
         texts = _FORMATS[schema["format"]]
     elif "pattern" in schema:
-        texts = tuple(text for text in (*_WORDS, *_NUMBERS) if re.search(schema["pattern"], text))
+        try:
+            pattern = re.compile(schema["pattern"])
+        except re.error:  # of another dialect, such as `\p{L}`
+            raise UnknownSchemaError from None
+        texts = tuple(text for text in (*_WORDS, *_NUMBERS) if pattern.search(text))
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     if not texts:
         raise UnknownSchemaError

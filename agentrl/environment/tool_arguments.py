@@ -35,8 +35,12 @@ _SECTION = re.compile(r"(Args|Arguments|Parameters|Returns?|Raises|Yields?|Examp
 _ARGUMENTS = ("Args", "Arguments", "Parameters")
 _NUMBER_KEYS = {"integer": r"^(0|-?[1-9][0-9]{0,17})$", "number": r"^-?[0-9]{1,17}(\.[0-9]{1,17})?$"}
 """Patterns of the keys of an object, which JSON writes as text."""
-_UNEXPRESSED = re.compile(r"value_error|assertion_error|(date|datetime)_(past|future)|timezone_.*|decimal_.*")
-"""Kinds of pydantic's errors for rules that a JSON schema cannot express."""
+_RULES = re.compile(
+    r"value_error|assertion_error|(date|datetime)_(past|future)|timezone_.*|decimal_.*"
+    r"|(greater|less)_than(_equal)?|multiple_of|(string_)?too_(short|long)|(bytes|set|list)_too_(short|long)"
+    r"|string_pattern_mismatch"
+)
+"""Kinds of pydantic's errors for rules beyond the type, some of which a JSON schema cannot express."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,11 +187,13 @@ def _check_values(where: str, arguments: ToolArguments) -> None:
                 arguments.model.model_validate_json(msgspec.json.encode({name: value}), strict=True)
             except ValidationError as error:
                 for problem in error.errors(include_url=False, include_context=False):
-                    if problem["type"] != "missing" and not _UNEXPRESSED.fullmatch(problem["type"]):
+                    if problem["type"] != "missing" and not _RULES.fullmatch(problem["type"]):
                         raise EnvironmentDefinitionError(
                             f"tool {where}: parameter {parameter.name!r} cannot take {value!r}, which its JSON schema "
                             f"allows ({problem['msg']}); give it another type"
                         ) from error
+            except Exception:  # noqa: BLE001 - the user's validator raises it for a value that it does not expect
+                break
 
 
 def _field(parameter: inspect.Parameter, hint: Any, text: str | None) -> tuple[Any, Any]:

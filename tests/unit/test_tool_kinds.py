@@ -180,7 +180,19 @@ KINDS: Mapping[str, Any] = {
     "instance": pydantic.InstanceOf[Span],
     "flags": Rights,
     "callable_default": Annotated[list[int], Field(default_factory=list)],
+    "negative": pydantic.NegativeFloat,
+    "below": Annotated[float, Field(lt=-5)],
 }
+UNDRAWN: Mapping[str, Any] = {
+    "half_steps": Annotated[float, Field(gt=0, multiple_of=0.5)],
+    "letters": Annotated[str, Field(pattern=r"^\p{L}+$")],
+    "two_keys": Annotated[dict[str, int], Field(min_length=2)],
+    "four_texts": Annotated[set[str], Field(min_length=4)],
+    "late": Annotated[datetime.date, Field(ge=datetime.date(2090, 1, 1))],
+    "brief": Annotated[datetime.timedelta, Field(le=datetime.timedelta(hours=1))],
+    "looked_up": Annotated[str, pydantic.AfterValidator({"known": 1}.__getitem__)],
+}
+"""Kinds whose rules the values drawn at definition may break: that is no fault of the kind."""
 REFUSED: Mapping[str, Any] = {
     "function": Callable[[int], int],
     "set_of_dataclasses": set[Span],
@@ -533,6 +545,11 @@ def test_arguments_are_strict_and_3_0_is_an_integer() -> None:
 )
 def test_google_style_docstrings_are_split(docstring: str) -> None:
     assert split_docstring(docstring, ["word", "n"]) == ("Guess.", {"word": "Five letters.", "n": "A number."})
+
+
+@pytest.mark.parametrize("kind", UNDRAWN)
+def test_kinds_whose_values_cannot_be_drawn_are_offered(kind: str) -> None:
+    assert "x" in class_of(UNDRAWN[kind]).tool_table()["look"].spec.parameters["properties"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
