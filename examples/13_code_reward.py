@@ -58,17 +58,17 @@ def make_task(name: str, draw: random.Random, *, held_out: bool) -> agentrl.Task
         needed = any(first != "multiply by" and "multiply by" in verbs[at:] for at, first in enumerate(verbs))
         if needed and (sum(number for _, number in steps) % 5 == 0) == held_out:
             question = ", ".join(f"{verb} {number}" for verb, number in steps)
-            return agentrl.Task(id=name, data={"question": question, "steps": steps})
+            return agentrl.Task(id=name, data={"question": question, "steps": [list(step) for step in steps]})
 
 
-def compute(steps: list[tuple[str, int]], number: int) -> int:
-    """Perform the operations, one after another."""
+def compute(steps: list[list[Any]], number: int) -> int:
+    """Perform the operations, pairs of verb and number, one after another."""
     for verb, operand in steps:
         number = {"add": number + operand, "subtract": number - operand, "multiply by": number * operand}[verb]
     return number
 
 
-def demonstration(steps: list[tuple[str, int]], draw: random.Random) -> str:
+def demonstration(steps: list[list[Any]], draw: random.Random) -> str:
     """Return a function that often lacks parentheses, and is then usually wrong."""
     expression = "x"
     for verb, number in steps:

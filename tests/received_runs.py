@@ -1050,7 +1050,7 @@ def planted(run: ReceivedRun, watch: Watch, place: Path, *, gate: bool) -> dict[
 def _gate_off() -> Iterator[None]:
     """Let commands obey a run's records."""
     obey: dict[str, Any] = {
-        "config": lambda run, recorded, use, command: recorded_config(recorded),
+        "config": lambda run, recorded, use, command, *choose_code: recorded_config(recorded),
         "environment": lambda run, name, chosen, **more: resolve(chosen or name),
         "task": lambda run, environment, task, command: task,
     }

@@ -75,7 +75,7 @@ def test_a_share_of_the_groups_begins_at_recorded_turns(recorded: Path, capsys: 
         assert [body.turn for body in inherited if isinstance(body, TurnEntry)] == [0]
         turns = [body.turn for body in own if isinstance(body, TurnEntry)]
         assert turns == list(range(1, 1 + len(turns)))
-        assert view.summary.turns == len(turns)
+        assert view.summary.turns == 1 + len(turns)
         point = next(body.fork for body in bodies if hasattr(body, "fork"))
         of_parent = [body for _, body in other.episode(point.episode_id, point.attempt).entries]
         assert inherited == of_parent[1 : 1 + len(inherited)]

@@ -40,7 +40,7 @@ def code_reward() -> dict[str, Any]:
     ],
 )
 def test_a_function_is_rewarded_by_its_results(code_reward: dict[str, Any], expression: str, reward: float) -> None:
-    task = agentrl.Task(id="one", data={"question": "", "steps": [("add", 3), ("multiply by", 12)]})
+    task = agentrl.Task(id="one", data={"question": "", "steps": [["add", 3], ["multiply by", 12]]})
     assert play(code_reward["Functions"], task, [f"def f(x):\n    return {expression}"]).reward == reward
 
 
