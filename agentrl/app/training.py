@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import difflib
+import itertools
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,20 +187,18 @@ async def run_training(  # noqa: PLR0913 - as `train`
     run_context = _open_run(config, directory, observers, clock, info=info, quiet=quiet, resume=resume)
     async with run_context as (store, observer), gpu_reservation():
         config = with_recorded_changes(config, store.info(), named)
-        for line in (*warnings, *split_group_warnings(config, units_per_root_group(config, environment))):
-            observer.warn(line)
+        _warn(observer, warnings, [] if resume else _split_warnings(config, environment))
         config, chat_format, changes = await _resolve(config, factories, directory, store, observer)
-        for line in remember_run(path, config, code, selected, resumed=resume):
-            observer.warn(line)
+        # A resume first refuses settings that may not change, and names the old value.
+        splits = _split_warnings(config, environment) if resume else []
+        _warn(observer, remember_run(path, config, code, selected, resumed=resume), splits)
         recorded_turns = await asyncio.to_thread(find_recorded_turns, config, environment, path)
         keep_recorded_turns(recorded_turns, environment, path)
-        if hidden := hidden_tools(config, environment, chat_format):
-            observer.warn(hidden)
+        _warn(observer, filter(None, [hidden_tools(config, environment, chat_format)]))
         if factories.engine is make_engine:
             for line in await _device_lines(config, code, clock, observer.phase):
                 observer.say(line)
-            for line in (*device_plan(config).mixed_gpus(), *await asyncio.to_thread(check_gpu_memory, config)):
-                observer.warn(line)
+            _warn(observer, device_plan(config).mixed_gpus(), await asyncio.to_thread(check_gpu_memory, config))
             observer.say(await asyncio.to_thread(memory_line, config))
         num_evaluated = sum(len(split.tasks) for split in held_out_splits)
         for line in _plan_lines(config, chat_format, num_evaluated, available, len(recorded_turns)):
@@ -224,6 +223,15 @@ async def run_training(  # noqa: PLR0913 - as `train`
         seconds = clock.monotonic() - start_s
         summary = _summary(config, observer.state, orchestrator, num_evaluated, seconds)
         return _report_conclusion(directory, store, observer, orchestrator, summary)
+
+
+def _warn(observer: RunObserver, *warnings: Iterable[str]) -> None:
+    for line in itertools.chain(*warnings):
+        observer.warn(line)
+
+
+def _split_warnings(config: RunConfig, environment: type[Environment]) -> list[str]:
+    return list(split_group_warnings(config, units_per_root_group(config, environment)))
 
 
 def _check_free(path: Path) -> None:

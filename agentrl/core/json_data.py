@@ -90,7 +90,9 @@ def _copy(value: Any, depth: int) -> Any:
         remedy = "write .tolist()" if kind.__module__ == "numpy" else "write text, numbers, lists or dicts"
         remedy = next((_REMEDIES[base.__name__] for base in kind.__mro__ if base.__name__ in _REMEDIES), remedy)
         problem = f"of type {kind.__name__}, which is not JSON: {remedy}"
-    raise _NotJsonError(f"is {reprlib.repr(value)}, {problem}")
+    # An object's own repr has its address, which differs in each process.
+    shown = "an object" if kind.__repr__ is object.__repr__ else reprlib.repr(value)
+    raise _NotJsonError(f"is {shown}, {problem}")
 
 
 def _is_text(value: object) -> bool:

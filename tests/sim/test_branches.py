@@ -611,7 +611,7 @@ def test_no_branch_is_dropped_for_a_version_whose_files_exist(
                 assert end.header.purpose == "train"
         return sum(end.spec.fork is not None for end in ended)
 
-    branches = sum(simulated_loop.run(main, seeds=4))
+    branches = sum(simulated_loop.run(main, seeds=10))
     assert branches > 100
     assert LosesFiles.refusals > 20
 

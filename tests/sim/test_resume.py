@@ -52,8 +52,8 @@ def test_a_stopped_run_trains_every_episode_once(simulated_loop: SeededSimulatio
         assert [batch.step_id for batch in first.trainer.batches + second.trainer.batches] == list(range(1, 9))
         return len(first.trainer.batches)
 
-    stopped_after = set(simulated_loop.run(main))
-    assert len(stopped_after) > 1 or len(simulated_loop.seeds()) == 1, "every schedule stopped at the same step"
+    stopped_after = set(simulated_loop.run(main, seeds=10))
+    assert len(stopped_after) > 1 or len(simulated_loop.seeds(10)) == 1, "every schedule stopped at the same step"
 
 
 def test_steps_after_the_checkpoint_are_taken_again(simulated_loop: SeededSimulation) -> None:
