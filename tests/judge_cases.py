@@ -356,7 +356,7 @@ async def _verdicts(count: int, url: str, endpoint: FailingJudge) -> Verdicts:
         policies={"guesser": {"step_size": 8}, "critic": critic},
         scorers={name: common | section for name, section in sections.items()},
     )
-    external = external_policies(config)
+    external = external_policies(config, print)
     engine = EngineRouter([ScriptedEngine(lambda *_: [], versions={})], external=external)
     settings = rollout_settings(config, PlainChatFormat(), 1 << 16)
     scorers = make_scorers(config, engine, PlainChatFormat(), settings, _NoWaiting())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import reprlib
 from typing import Any
 
@@ -90,8 +91,7 @@ def _copy(value: Any, depth: int) -> Any:
         remedy = "write .tolist()" if kind.__module__ == "numpy" else "write text, numbers, lists or dicts"
         remedy = next((_REMEDIES[base.__name__] for base in kind.__mro__ if base.__name__ in _REMEDIES), remedy)
         problem = f"of type {kind.__name__}, which is not JSON: {remedy}"
-    # An object's own repr has its address, which differs in each process.
-    shown = "an object" if kind.__repr__ is object.__repr__ else reprlib.repr(value)
+    shown = re.sub(" at 0x[0-9a-f]+", "", reprlib.repr(value))  # an address differs in each process
     raise _NotJsonError(f"is {shown}, {problem}")
 
 

@@ -163,7 +163,7 @@ def test_the_checker_proves_it_and_says_so() -> None:
     Dice.own_random = False
     report = agentrl.check_environment(Dice)
     assert report.passed, report.text
-    assert "global random generators" in report.text
+    assert "draws from `random` or `numpy.random`" in report.text
 
 
 WAYS: list[Callable[[int], object]] = [

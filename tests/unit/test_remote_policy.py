@@ -96,7 +96,9 @@ def played(
         engines: list[EngineRouter] = []
 
         def engine(*arguments: Any, **keywords: Any) -> EngineRouter:
-            engines.append(EngineRouter([ScriptedEngine(*arguments, **keywords)], external=external_policies(config)))
+            engines.append(
+                EngineRouter([ScriptedEngine(*arguments, **keywords)], external=external_policies(config, print))
+            )
             return engines[-1]
 
         run = SmallRun(config=config, environment=environment, trainer_options={}, engine_options={})
@@ -348,7 +350,7 @@ def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     policies: Any = {"judge": {"kind": "remote", "url": "https://h/v1", "model": "m", "api_key_env": "JUDGE_KEY"}}
     config = config_for(policies={"guesser": {}, **policies})
     with pytest.raises(ConfigError, match="JUDGE_KEY"):
-        external_policies(config)
+        external_policies(config, print)
 
 
 @pytest.mark.parametrize(
