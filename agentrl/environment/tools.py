@@ -133,7 +133,7 @@ def bind_tools(owner: type, names: Sequence[str] | None = None) -> dict[str, Bou
     tools: dict[str, BoundTool] = {}
     for name in dir(owner) if names is None else sorted(names):
         attributes = [base.__dict__[name] for base in owner.__mro__ if name in base.__dict__]
-        marks = (getattr(function, "__agentrl_tool__", None) for part in attributes for function in _layers(part))
+        marks = (_mark(function) for part in attributes for function in _layers(part))
         options = next(filter(None, marks), ToolOptions() if names is not None else None)
         where = f"{owner.__name__}.{name}"
         if attributes and options is None and _hides_mark(name, attributes[0]):
@@ -179,12 +179,18 @@ def _layers(function: Any) -> list[Any]:
 
 
 def _is_marked(attribute: Any) -> bool:
-    return any(hasattr(layer, "__agentrl_tool__") for layer in _layers(attribute))
+    return any(_mark(layer) is not None for layer in _layers(attribute))
+
+
+def _mark(function: Any) -> ToolOptions | None:
+    mark = getattr(function, "__agentrl_tool__", None)
+    return mark if isinstance(mark, ToolOptions) else None  # a proxy has attributes of every name
 
 
 def _hides_mark(name: str, attribute: Any) -> bool:
     """Whether a function calls a tool of its own name, as a decorator without `functools.wraps` makes one."""
-    for cell in getattr(_layers(attribute)[-1], "__closure__", None) or ():
+    function = _layers(attribute)[-1]
+    for cell in (inspect.isfunction(function) and function.__closure__) or ():
         with contextlib.suppress(ValueError):  # an empty cell
             if _is_marked(cell.cell_contents) and getattr(cell.cell_contents, "__name__", None) == name:
                 return True

@@ -406,7 +406,9 @@ async def _warn_of_one_place(url: str) -> None:
         async with aiohttp.ClientSession() as client:
             first, second = [await client.ws_connect(_socket_address(url)) for _ in range(2)]
             for socket in (second, first):
-                with contextlib.suppress(TimeoutError, TypeError):  # a server with places sends nothing
+                with contextlib.suppress(
+                    TimeoutError, TypeError, LookupError, AttributeError
+                ):  # a server with places is silent
                     found = await socket.receive_json(timeout=0.2)
                     if found["data"].get("code") == "CAPACITY_REACHED":
                         warnings.warn(_full(url, found["data"]), stacklevel=1)

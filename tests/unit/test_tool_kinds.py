@@ -262,6 +262,16 @@ def test_values_of_a_kind_arrive(kind: str) -> None:
     assert play(environment, agentrl.Task(id="1", data={"question": "?"}), [call, "done"]).observations[1] == "called"
 
 
+def test_an_attribute_with_attributes_of_every_name_is_no_tool() -> None:
+    class Proxy:
+        def __getattr__(self, name: str) -> Proxy:
+            return self
+
+    environment = class_of(int)
+    environment.client = Proxy()  # type: ignore[attr-defined]
+    assert list(environment.tool_table()) == ["look"]
+
+
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_class_whose_parameter_cannot_arrive_is_refused(kind: str) -> None:
     with pytest.raises(EnvironmentDefinitionError, match=r"tool Desk\.look"):
