@@ -574,7 +574,7 @@ async def _forked(
 
 def test_a_fork_runs_the_program_again_over_the_turns_before_it() -> None:
     seen, header, own = asyncio.run(_forked(Stable, 1))
-    assert (header.drop_reason, header.turns, len(seen)) == (None, 1, 3)
+    assert (header.drop_reason, header.turns, len(seen)) == (None, 2, 3)
     assert seen[2] == seen[1]
     assert [(turn.turn, turn.text) for turn in own] == [(1, "3<|stop|>")]
 
@@ -596,7 +596,7 @@ class Unordered(Stable):
 
 def test_a_fork_of_parallel_conversations_takes_them_in_the_order_of_its_parent() -> None:
     seen, header, own = asyncio.run(_forked(Unordered, 3))
-    assert (header.drop_reason, header.turns, len(seen)) == (None, 1, 5)
+    assert (header.drop_reason, header.turns, len(seen)) == (None, 4, 5)
     assert seen[4] == seen[3]
     assert [(turn.turn, turn.row, turn.text) for turn in own] == [(3, 3, "5<|stop|>")]
 

@@ -360,7 +360,7 @@ def test_the_requests_at_once_are_shared_by_the_processes_of_a_run(workers: int,
     remote = {"kind": "remote", "url": "https://h/v1", "model": "m", "max_concurrent": 12}
     ruler = {"judge": "judge", "rubric": "?", "scale": (0, 1), "unscorable": 0.0, "per": per}
     policies: Any = {"guesser": {}, "judge": remote}
-    client = external_policies(config_for(policies=policies, scorers={"ruler": ruler}, workers=workers))["judge"]
+    client = external_policies(config_for(policies=policies, scorers={"ruler": ruler}, workers=workers), print)["judge"]
     assert isinstance(client, RemotePolicyClient)
     assert client.config.max_concurrent == share
 
