@@ -91,9 +91,7 @@ def _copy(value: Any, depth: int) -> Any:
         remedy = "write .tolist()" if kind.__module__ == "numpy" else "write text, numbers, lists or dicts"
         remedy = next((_REMEDIES[base.__name__] for base in kind.__mro__ if base.__name__ in _REMEDIES), remedy)
         problem = f"of type {kind.__name__}, which is not JSON: {remedy}"
-    shown = reprlib.repr(value)
-    if re.search("x[0-9a-f]{6,}>$", shown):  # an address, which differs in each process
-        shown = "an object"
+    shown = re.sub("^<.*x[0-9a-f]{6,}>$", "an object", reprlib.repr(value))  # an address differs in each process
     raise _NotJsonError(f"is {shown}, {problem}")
 
 
