@@ -471,10 +471,10 @@ class SynchronousBatchScheduler(Scheduler):
             return f"because {plural(running, 'episode is', 'episodes are')} running (max_in_flight)"
         batch = self._dispatcher.next_group // self._groups
         if batch >= self._steps:
-            return f"the run needs no more units of {', '.join(demand.units)}"
+            return f"because the last steps of {', '.join(demand.units)} have all their episodes"
         for policy, bound in self._bounds.items():
             if self._board.step(policy) < batch - bound.max_staleness:
-                return f"batch {batch} of the deterministic run: {policy} is at step {self._board.step(policy)}"
+                return f"because {policy} is at step {self._board.step(policy)} (batch {batch} of a deterministic run)"
         return None
 
     # --- steps ------------------------------------------------------------------------------------------------------

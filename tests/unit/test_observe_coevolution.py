@@ -122,4 +122,4 @@ def test_the_live_view_has_what_there_is_of_seats_and_opponents() -> None:
     for label in ("x reward", "o reward", "x k3", "o k3", "x wins", "o wins", "wins against past"):
         assert label in text, text
     many = {f"reward/{number}": 0.0 for number in range(100)}
-    assert shown(games([0.5] * 3, **many)).count(" reward ") <= 9
+    assert shown(games([0.5] * 3, **many)).count(" reward ") <= 11

@@ -20,7 +20,7 @@ from agentrl.observe.sinks import format_prometheus_metrics, open_sinks
 def test_prometheus_text_has_one_help_per_name_and_escaped_labels() -> None:
     text = format_prometheus_metrics('a"b\\c', {"p": {"reward/mean": 0.5, "step": 3.0}, "q": {"reward/mean": 1.0}})
     assert text == (
-        "# HELP agentrl_reward_mean mean reward of the step's units (reward)\n"
+        "# HELP agentrl_reward_mean mean reward of the step's episodes (reward)\n"
         "# TYPE agentrl_reward_mean gauge\n"
         'agentrl_reward_mean{run="a\\"b\\\\c",policy="p"} 0.5\n'
         'agentrl_reward_mean{run="a\\"b\\\\c",policy="q"} 1.0\n'
