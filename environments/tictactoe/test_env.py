@@ -26,7 +26,7 @@ def lines(board: str) -> str:
 
 def positions(moves: list[str], opening: tuple[int, ...] = ()) -> list[GamePosition]:
     """What comes of the start and of each move."""
-    game = TicTacToe().game(Task(id="t", data={"seed": 0, "opening": opening}))
+    game = TicTacToe().game(Task(id="t", data={"seed": 0, "opening": list(opening)}))
     return [game.reset(), *(game.step(move) for move in moves)]
 
 
