@@ -6,6 +6,7 @@ performed once, `agent.py` the turns, `gather.py` the branches.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -400,6 +401,8 @@ class LiveEpisodeContext(EpisodeContext):
         """Add to a metric of the episode; a format error counts for the agent that acted last."""
         _check_argument("metric", name, str, "a name that is a string")
         _check_argument("metric", value, SupportsFloat, f"a number for {name!r}")
+        if not math.isfinite(value):
+            raise EnvironmentDefinitionError(f"ctx.metric() takes a finite number for {name!r}, not {value}")
         self.episode.metric(name, value, self.episode.speaker() if name in BROKEN_FORMAT else None)
 
     async def _observe_external(
