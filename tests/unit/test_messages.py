@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -273,7 +274,10 @@ def says(message: str, answer: Answer, here: Path) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=case)
-def test_a_command_names_place_cause_and_remedy(here: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_a_command_names_place_cause_and_remedy(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # not installed, whatever other tests leave on the path
     try:
         code = main(command.split(" "))
     except SystemExit as error:
