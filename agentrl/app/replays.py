@@ -301,6 +301,7 @@ def _compare(
     """Compare the result of an execution with the committed one."""
     pairs = {
         "stop reason": (line.stop_reason, header.stop_reason),
+        "turns": (line.turns, header.turns),
         "tokens": (line.tokens, header.tokens),
         "rewards": (before, {agent: reward for agent, reward in after.items() if agent in before}),
     }

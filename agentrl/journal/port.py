@@ -307,6 +307,6 @@ class JournalStore(ABC):
         """Record the admission of episodes, atomically.
 
         Raises:
-            InputError: the data of a task cannot be serialized; none is admitted.
+            TypeError: the data of a task were changed and are no longer JSON; none is admitted.
         """
         self.record(*[Admission(spec=spec) for spec in specs])

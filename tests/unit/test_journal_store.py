@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from agentrl.core.errors import EpisodeError, InputError, JournalError, RunDirectoryError, StorageError
-from agentrl.core.records import PolicyVersion, TrajectoryHeader
+from agentrl.core.records import PolicyVersion, Task, TrajectoryHeader
 from agentrl.journal.entries import BeginEntry, JournalEntry, encode_body
 from agentrl.journal.port import JournalStore, TurnLog, UnitDropped, VersionPublication
 from agentrl.journal.run_log import RunLog, SqliteRunLog
@@ -213,6 +213,20 @@ def test_a_round_that_begins_in_the_middle_of_a_commit_takes_all_of_it_or_nothin
     asyncio.run(main())
 
 
+def test_a_group_with_a_task_that_cannot_be_written_is_not_admitted_at_all(tmp_path: Path) -> None:
+    async def main() -> None:
+        journal = SqliteJournal(tmp_path)
+        bad = dataclasses.replace(spec(1), task=Task(id="t", data={}))
+        bad.task.data["f"] = object()  # type: ignore[index]  # a task refuses it only when it is made
+        with pytest.raises(TypeError):
+            journal.admit(spec(0), bad)
+        await journal.flush()
+        assert journal.unfinished() == []
+        await journal.close()
+
+    asyncio.run(main())
+
+
 def broken(connection: sqlite3.Connection, table: str, items: list[Any]) -> None:
     """A table whose rows the writer cannot make."""
     raise RuntimeError("a bug")
@@ -247,11 +261,15 @@ def test_a_second_writer_is_refused_by_process_id(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_entries_too_large_and_impossible_names_are_refused_at_the_call(tmp_path: Path) -> None:
+def test_entries_too_large_and_data_that_is_no_json_are_refused_at_the_call(tmp_path: Path) -> None:
     async def main() -> None:
         journal = SqliteJournal(tmp_path)
         with pytest.raises(EpisodeError, match="at most"):
             journal.turn_log("w0").append(JournalEntry("e0", 0, "r#0", b"", bytes(MAX_VALUE_BYTES + 1)))
+        bad = dataclasses.replace(spec(1), task=Task(id="t", data={}))
+        bad.task.data["f"] = object()  # type: ignore[index]
+        with pytest.raises(TypeError):
+            journal.admit(bad)
         with pytest.raises(InputError, match="worker"):
             journal.turn_log("../x")
         await write(journal, [spec(0)])

@@ -36,7 +36,7 @@ from agentrl.core.errors import (
     TrainerLostError,
 )
 from agentrl.core.ports import Engine, GenerateRequest
-from agentrl.core.records import EpisodeSpec, PolicyVersion, StepReport
+from agentrl.core.records import EpisodeSpec, PolicyVersion, StepReport, Task
 from agentrl.engines.scripted import ScriptedEngine
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.entries import EntryBody, JournalEntry, TurnEntry, TurnVersionSpan
@@ -625,6 +625,17 @@ def test_a_hole_in_the_journal_stops_a_run_that_would_go_on_from_it(tmp_path: Pa
     with pytest.raises(JournalError, match=told):
         Lives([]).run(tmp_path, resume=True)
     assert (journal / "turns-0.db").exists() == bool(damage)
+
+
+def test_a_task_whose_data_are_too_deep_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data: dict[str, Any] = {}
+    for _ in range(5_000):
+        data = {"deeper": data}
+    task = Task(id="deep", data={"digit": "5"})
+    task.data["deeper"] = data  # type: ignore[index]  # a task refuses it only when it is made
+    monkeypatch.setattr(f"{__name__}.TASKS", [task])
+    with pytest.raises(InputError, match="'deep'"):
+        Lives([]).run(tmp_path)
 
 
 @pytest.mark.parametrize("act", ["pause", "drain"])
