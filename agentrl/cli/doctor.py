@@ -73,11 +73,13 @@ def doctor(options: argparse.Namespace) -> int:
         config = load(options.file, options.overrides)
         needs_ray = not config.trains_in_process
         memory: dict[str, tuple[Callable[[], list[Check]], ...]] = {"memory": (partial(memory_fit_checks, config),)}
+        local_config = _with_local_models(config)
+        tools = () if local_config is None else (partial(tool_checks, local_config),)
         sections = {
-            **({} if _with_local_models(config) else memory),  # a missing model is reported before torch is imported
+            **(memory if local_config is None else {}),  # a missing model is reported before torch is imported
             **{title: probes for title, probes in SECTIONS.items() if title != _DEMO},
             **({"Ray": (ray_import_checks,)} if needs_ray else {}),
-            f"{options.file} will use": (partial(placement_checks, config), partial(tool_checks, config)),
+            f"{options.file} will use": (partial(placement_checks, config), *tools),
             **memory,
         }
     if options.suggest:
@@ -359,16 +361,12 @@ def placement_checks(config: RunConfig | None = None) -> list[Check]:
 
 
 def tool_checks(config: RunConfig) -> list[Check]:
-    """Check that the models' chat templates show the environment's tools, unless a model is missing, which
-    `memory_fit_checks` reports. Imports the environment."""
+    """Check that the chat templates of models in directories show the environment's tools. Imports the environment."""
     from agentrl.app.policies import hidden_tools
     from agentrl.app.run_parts import environment_of, make_chat_format
 
-    local_config = _with_local_models(config)
-    if local_config is None:
-        return []
     try:
-        hidden = hidden_tools(local_config, environment_of(local_config), make_chat_format(local_config))
+        hidden = hidden_tools(config, environment_of(config), make_chat_format(config))
     except InputError as error:
         return [Check(name="tools", result=str(error), level="missing")]
     if hidden:

@@ -65,16 +65,16 @@ def _copy(value: Any, depth: int) -> Any:
     if kind is dict or kind is list:
         if depth == MAX_DEPTH:
             raise _NotJsonError(f"is inside {MAX_DEPTH} lists and dicts: make the data flatter")
-        items: list[tuple[Any, Any]] = []
+        items: dict[Any, Any] = {}
         for key, item in value.items() if kind is dict else enumerate(value):
             if kind is dict and not _is_text(key):
                 raise _NotJsonError(f"has the key {reprlib.repr(key)}: keys must be text, such as str(…)")
             try:
-                items.append((key, _copy(item, depth + 1)))
+                items[key] = _copy(item, depth + 1)
             except _NotJsonError as error:
                 error.keys = (*error.keys, key)
                 raise
-        return dict(items) if kind is dict else [item for _, item in items]
+        return items if kind is dict else list(items.values())
     if value is None or kind is bool or _is_text(value):
         return value
     if kind is str:

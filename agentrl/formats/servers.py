@@ -281,7 +281,7 @@ class OpenEnv(SessionEnvironment):
             seed: seed of the training tasks.
             url: address of the server.
         """
-        own_loop.outside_event_loop(own_loop.run)(_warn_of_one_place(url))
+        _warn_of_one_place(url)
         return _ServedSeeds(split, seed, url)
 
 
@@ -400,15 +400,19 @@ def _full(url: str, data: Mapping[str, Any]) -> str:
     )
 
 
-async def _warn_of_one_place(url: str) -> None:
-    """Warn if a server, as by default, plays one episode at a time."""
+@functools.cache  # the sockets take places from episodes
+def _warn_of_one_place(url: str) -> None:
+    """Warn, once in a process, if a server plays one episode at a time, which is the default."""
+    own_loop.outside_event_loop(own_loop.run)(_connect_twice(url))
+
+
+async def _connect_twice(url: str) -> None:
     with contextlib.suppress(aiohttp.ClientError, OSError, ValueError):  # the episodes say what is wrong
         async with aiohttp.ClientSession() as client:
             first, second = [await client.ws_connect(_socket_address(url)) for _ in range(2)]
             for socket in (second, first):
-                with contextlib.suppress(
-                    TimeoutError, TypeError, LookupError, AttributeError
-                ):  # a server with places is silent
+                # A server with places is silent.
+                with contextlib.suppress(TimeoutError, TypeError, LookupError, AttributeError):
                     found = await socket.receive_json(timeout=0.2)
                     if found["data"].get("code") == "CAPACITY_REACHED":
                         warnings.warn(_full(url, found["data"]), stacklevel=1)
