@@ -207,20 +207,9 @@ async def write_episode(journal: SqliteJournal, number: int, text: str) -> None:
     for index, body in enumerate(bodies):
         log.append(JournalEntry(each.episode_id, 0, f"r#{index}", b"", encode_body(body)))
     dropped = number == 5
-    ended = EpisodeHeader(
-        episode_id=each.episode_id,
-        group_id=each.group_id,
-        attempt=0,
-        purpose="train",
-        parent_id=None,
-        stop_reason=None if dropped else "completed",
-        drop_reason=text if dropped else None,
-        turns=number,
-        tokens=2,
-        seconds=0.5,
-        trajectories=(TrajectoryHeader("solver", 0, "policy", float(number), 2, 0, 0),),
-        location=EpisodeDataLocation(log.name, len(bodies)),
-    )
+    trajectory = TrajectoryHeader("solver", 0, "policy", float(number), 2, 0, 0)
+    ended = header(each, len(bodies), dropped=text if dropped else None)
+    ended = replace(ended, turns=number, tokens=2, seconds=0.5, trajectories=(trajectory,))
     await journal.commit_episode(each, ended, b"", {"accuracy": 0.5})
 
 
@@ -321,22 +310,10 @@ async def write_bargains(directory: Path, *, count: int = 6) -> None:
             bodies += [msgspec.structs.replace(turn, seat=seat, policy="trader"), RewardEntry(seat, 0, value, None)]
         for index, body in enumerate(bodies):
             log.append(JournalEntry(of.episode_id, 0, f"r#{index}" if index else "begin", b"", encode_body(body)))
-        ended = EpisodeHeader(
-            episode_id=of.episode_id,
-            group_id=of.group_id,
-            attempt=0,
-            purpose="train",
-            parent_id=None,
-            stop_reason="completed",
-            drop_reason=None,
-            turns=2,
-            tokens=4,
-            seconds=0.5,
-            trajectories=(
-                TrajectoryHeader("buyer", 0, "trader", reward, 2, 0, 0),
-                TrajectoryHeader("seller", 0, "trader", -reward, 2, 0, 0),
-            ),
-            location=EpisodeDataLocation(log.name, len(bodies)),
+        trajectories = (
+            TrajectoryHeader("buyer", 0, "trader", reward, 2, 0, 0),
+            TrajectoryHeader("seller", 0, "trader", -reward, 2, 0, 0),
         )
+        ended = replace(header(of, len(bodies)), tokens=4, seconds=0.5, trajectories=trajectories)
         await journal.commit_episode(of, ended, b"", {"agreed": float(number % 2)})
     await journal.close()
