@@ -4,7 +4,7 @@
 
 * `tools`. `tool_kinds`: kinds of parameters that a tool may declare; each test draws values from the schema that the
   policy is shown, and calls the tool with them. `tool_values_refused`: kinds of which a value did not arrive.
-* `translations`. `translations`: rows of the conformance table; `wrong` and `dropped`: those that fail.
+* `translations`. `translations`: rows of the conformance table; `wrong` and `dropped`: rows that fail.
   `planted_drops_found`: the share of planted drops that the table finds.
 * `tasks`. `task_values`: kinds of values in a task's data; `task_values_changed`: kinds that an episode sees changed.
 * `check`. `check_planted_found`: the share of planted faults that `agentrl env check` finds; `check_planted`: their

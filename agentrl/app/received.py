@@ -264,7 +264,9 @@ class ReceivedRun:
 
     def __init__(self, run: Path, overrides: Sequence[str] = ()) -> None:
         self.run = run
-        places = dict.fromkeys((Path(os.path.realpath(run)), run_root(run)))  # those of a run are one
+        places = dict.fromkeys(
+            (Path(os.path.realpath(run)), run_root(run))
+        )  # the same for a run, but not for its forks
         refuse_links_below(*(place / name for place in places for name in ("versions", "checkpoints")))
         self.choices = Choices.of(run)
         self.overrides = dict(map(split_override, overrides))

@@ -499,7 +499,7 @@ class EpisodeHeader:
     drop_reason: str | None
     """Why the episode was dropped; None if it was committed."""
     turns: int
-    """Number of turns of all agents; of a fork or branch, those that it inherited count too."""
+    """Number of turns of all agents, including those that a fork or branch inherited."""
     tokens: int
     """Number of sampled tokens of all agents, without those that a fork inherited."""
     seconds: float

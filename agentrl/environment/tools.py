@@ -188,7 +188,7 @@ def _mark(function: Any) -> ToolOptions | None:
 
 
 def _hides_mark(name: str, attribute: Any) -> bool:
-    """Whether a function calls a tool of its own name, as a decorator without `functools.wraps` makes one."""
+    """Whether a function wraps a tool of the same name, as a decorator without `functools.wraps` does."""
     function = _layers(attribute)[-1]
     for cell in (inspect.isfunction(function) and function.__closure__) or ():
         with contextlib.suppress(ValueError):  # an empty cell

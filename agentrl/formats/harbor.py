@@ -271,7 +271,7 @@ def _read_tests(task: HarborTask, tests: Path, network: Network) -> None:
 
 
 class _Dockerfile:
-    """Reads the instructions FROM, WORKDIR, COPY and ENV of a Dockerfile. Those that change no file pass.
+    """Reads the instructions FROM, WORKDIR, COPY and ENV of a Dockerfile, and ignores those that change no file.
 
     Args:
         task: receives what they say.

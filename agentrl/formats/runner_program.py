@@ -45,8 +45,8 @@ class Verifiers:
         environment = environment_class(taskset, config.get("id", ""))
         if not issubclass(environment, SingleAgentEnv):
             raise SystemExit(
-                f"a taskset with an environment of its own ({environment.__name__}) is not supported; only those that "
-                "one agent plays are"
+                f"a taskset with an environment of its own ({environment.__name__}) is not supported; use one that a "
+                "single agent plays"
             )
         harness = default_harness_id(taskset)  # "bash" unless the taskset has one
         sections = {

@@ -184,7 +184,7 @@ class ConversationView(msgspec.Struct, frozen=True):
     """Message of the failure that dropped the episode; empty if it was not dropped."""
     task: Any
     settings: dict[str, dict[str, float]]
-    """Sampling settings and limits by seat; the key "" holds those of seats not named."""
+    """Sampling settings and limits, keyed by seat; the key "" stands for all seats without a key."""
     began: float | None
     """Wall-clock label of the first turn, seconds since the epoch."""
     acts: list[Act]

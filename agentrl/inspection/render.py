@@ -219,7 +219,7 @@ def episode_table(lines: Sequence[EpisodeLine], total: int, columns: Sequence[st
 
 
 def reward_columns(lines: Sequence[EpisodeLine]) -> list[str]:
-    """Return the columns for the rewards of episodes: `reward/SEAT` for the seats of those that rewarded several."""
+    """Return the reward columns of episodes: `reward`, or `reward/SEAT` for each seat where several were rewarded."""
     seats = {seat for line in lines if len(line.rewards) > 1 for seat in line.rewards}
     single = ["reward"] if not seats or any(line.rewards.keys() - seats for line in lines) else []
     return single + [f"reward/{seat}" for seat in sorted(seats)]

@@ -203,8 +203,8 @@ def _settings(reader: RunReader) -> dict[str, Any]:
 
 
 def changed_settings(reader: RunReader) -> dict[str, Any]:
-    """Return a run's settings that differ from their defaults, sorted; those without a default too. A policy's defaults
-    are those of a trained one."""
+    """Return a run's settings that have no default or differ from it, sorted. Every policy is compared with the
+    defaults of a trained policy."""
     defaults = _flat_settings(
         RunConfig(
             environment=EnvironmentConfig(id="-"), model=ModelConfig(path="-"), policies={"main": PolicyConfig()}

@@ -704,8 +704,8 @@ def _tasks(
 def _compare_splits(
     environment: type[Environment], count: int, report: EnvironmentReport, options: Mapping[str, Any]
 ) -> None:
-    """Compare the tasks of both splits, and those of one id, up to a number and a time for each. A task without data is
-    told by its id."""
+    """Compare the tasks of both splits, and tasks that share an id, up to a limit on their number and on the time. A
+    task without data is identified by its id."""
     splits = [split for split in ("held_out", "train") if split in environment.splits]
     if "held_out" in splits:
         _tasks(environment, count, report, options, "held_out")
