@@ -207,7 +207,9 @@ class MCPConnection:
         except asyncio.CancelledError:
             raise
         except Exception as error:  # noqa: BLE001 - of the server, or of the library that speaks with it
-            raise MCPToolError(self._end_reason or format_foreign_error(_cause(error))[:1000]) from None
+            data = getattr(getattr(_cause(error), "error", None), "data", None)
+            details = "" if data is None else f": {json.dumps(data)}"
+            raise MCPToolError(self._end_reason or f"{format_foreign_error(_cause(error))}{details}"[:1000]) from None
         result_text = _text_of(result)
         if getattr(result, "is_error", False):
             raise MCPToolError(result_text)
@@ -508,11 +510,20 @@ def _text_of(result: Any) -> str:
     content = getattr(result, "content", ())
     parts = [_text_of_part(part) for part in content]
     structured = getattr(result, "structured_content", None)
-    if structured is not None and not any(getattr(part, "type", "") == "text" for part in content):
+    # Servers should repeat structured content as text, but some only summarize it there.
+    if structured is not None and (not parts or not _words(structured) <= _words("\n".join(parts))):
         parts.append(json.dumps(structured))
     text = "\n".join(parts)
     cut = len(text) - MAX_RESULT_CHARACTERS
     return text if cut <= 0 else f"{text[:MAX_RESULT_CHARACTERS]}… ({cut:,} characters were cut off)"
+
+
+def _words(value: Any) -> set[str]:
+    """Return the words and numbers in the values of JSON data."""
+    if isinstance(value, dict | list):
+        members = value.values() if isinstance(value, dict) else value
+        return set().union(*map(_words, members))
+    return set() if value is None else set(re.findall(r"\w+", str(value).lower()))
 
 
 def _text_of_part(part: Any) -> str:

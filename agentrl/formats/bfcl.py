@@ -93,10 +93,23 @@ def _documents(interface: str) -> list[dict[str, Any]]:
         {
             "name": document["name"],
             "description": document["description"],
-            "parameters": {**document["parameters"], "type": "object"},
+            "parameters": _json_schema(document["parameters"]),
         }
         for document in documents
     ]
+
+
+def _json_schema(value: Any) -> Any:
+    """Return a schema with JSON Schema's names of types, such as `number` for BFCL's `float`."""
+    from bfcl_eval.constants.type_mappings import GORILLA_TO_OPENAPI
+
+    if isinstance(value, list):
+        return [_json_schema(member) for member in value]
+    if not isinstance(value, dict):
+        return value
+    members = {name: _json_schema(member) for name, member in value.items()}
+    kind = members.get("type")
+    return members | {"type": GORILLA_TO_OPENAPI[kind]} if isinstance(kind, str) else members
 
 
 class Interfaces:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,16 +56,23 @@ class _Game(Session):
         self._game, self._seed = gem.make(id, **arguments), seed
 
     async def start(self) -> Start:
-        observation, info = self._game.reset(seed=self._seed)
-        return {"messages": [_message(observation, info)], "tools": []}
+        return {"messages": [self._message(*self._game.reset(seed=self._seed))], "tools": []}
 
     async def answer(self, text: str, calls: Sequence[Call]) -> Step:
         observation, reward, terminated, truncated, info = self._game.step(text)
         done = bool(terminated or truncated)
         value = stated_reward(reward, f"step() of {type(self._game).__name__}")
-        return {"messages": [_message(observation, info)], "reward": value, "done": done}
+        return {"messages": [self._message(observation, info)], "reward": value, "done": done}
 
+    def _message(self, observation: object, info: Mapping[str, Any]) -> dict[str, str]:
+        """Return an observation with the prefix and suffix that gem's wrapper of observations adds.
 
-def _message(observation: str, info: Mapping[str, Any]) -> dict[str, str]:
-    """Return an observation with what its environment appends to it in a conversation."""
-    return {"role": "user", "content": "\n".join(filter(None, (observation, info.get("suffix"))))}
+        Raises:
+            TypeError: it is not a text.
+        """
+        if not isinstance(observation, str):
+            kind = f"{type(observation).__name__}, {reprlib.repr(observation)}"
+            raise TypeError(f"{type(self._game).__name__}: an observation must be text, and is a {kind}")
+        text, suffix = f"{info.get('prefix', '')}{observation}", info.get("suffix", "")
+        newline = "\n" if text and suffix and not text.endswith("\n") else ""
+        return {"role": "user", "content": f"{text}{newline}{suffix}"}
