@@ -107,6 +107,11 @@ def resolve(reference: str | type | Mapping[str, float]) -> type[Environment]:
         return mixture({resolve(member): rate for member, rate in reference.items()})
     if isinstance(reference, type):
         return as_environment(reference, where=reference.__qualname__)
+    if not isinstance(reference, str | os.PathLike):
+        raise EnvironmentDefinitionError(
+            f"{reprlib.repr(reference)} is no environment; write the class, such as {type(reference).__qualname__}, or "
+            "its name"
+        )
     reference = expand_path(reference)
     if reference in _environments_by_id:
         return _environments_by_id[reference]

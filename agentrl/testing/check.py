@@ -19,7 +19,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -60,7 +59,14 @@ from agentrl.observe.blocked_loop import watch_event_loop
 from agentrl.rollout.external.agent import describe_request_difference, external_turns_with_context
 from agentrl.rollout.mismatch import REMEDY, describe_entry, shortened_repr
 from agentrl.rollout.sandbox import NAME as SANDBOX
-from agentrl.testing.execution import POLICY, RESOURCE_LOST, ExecutedEpisode, execute_episode, random_policy
+from agentrl.testing.execution import (
+    POLICY,
+    RESOURCE_LOST,
+    ExecutedEpisode,
+    execute_episode,
+    missing_awaits,
+    random_policy,
+)
 from agentrl.testing.hash_order import may_depend_on_hash_order
 from agentrl.testing.malformed_reply_check import TASKS as FORMAT_TASKS
 from agentrl.testing.malformed_reply_check import EpisodeFormatReward, find_format_reward_faults
@@ -335,7 +341,7 @@ def check_environment(
         run = runner.run if is_harness else asyncio.run  # clients keep connections, which belong to an event loop
         for number, task in _games(environment_class, chosen_tasks[:episodes], report):
             loop_problems: list[str] = []  # problems that the loop's monitor reports, some only when the loop is closed
-            with _missing_awaits(loop_problems):
+            with missing_awaits(loop_problems):
                 last = run(interruptible(_check_episode(environment_class, task, number, seed, report, loop_problems)))
                 gc.collect()  # an error that was never retrieved is reported when its task is collected
             report.findings[:0] = [f"task {task.id!r}: {text}" for text in loop_problems]
@@ -563,19 +569,6 @@ def _games(
     report.uncalled = sorted(tools - report.called) if report.called else []
 
 
-@contextlib.contextmanager
-def _missing_awaits(problems: list[str]) -> Iterator[None]:
-    """Report coroutines that were never awaited, instead of warning about them; other warnings stay warnings."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", RuntimeWarning)
-        yield
-    texts = dict.fromkeys(str(warning.message) for warning in caught if "was never awaited" in str(warning.message))
-    problems += [f"{text}: an `await` is missing before the call" for text in texts]
-    for warning in caught:
-        if str(warning.message) not in texts:
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-
-
 @outside_event_loop
 def replay_from_every_entry(
     environment: str | type, *, tasks: Sequence[Task] | None = None, episodes: int = 2, schedules: Sequence[int] = (0,)
@@ -607,9 +600,14 @@ def replay_from_every_entry(
             return await resume_at_every_entry(environment_class, spec, script, first, report)
 
         for schedule in schedules:
-            problem = simulate(main, seed=schedule)
-            if problem:
-                report.findings.append(f"task {task.id!r}, schedule {schedule}: {problem}")
+            problems: list[str] = []
+            with missing_awaits(problems):
+                problem = simulate(main, seed=schedule)
+                if problem:
+                    gc.collect()  # the frames of an error hold its coroutines
+            if problems or problem:
+                where = f"task {task.id!r}, schedule {schedule}: "
+                report.findings += [f"{where}{text}" for text in [*problems, *[problem] * bool(problem)]]
                 return report
     return report
 

@@ -7,10 +7,14 @@ for tests.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import gc
 import re
+import reprlib
+import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -23,12 +27,13 @@ from agentrl.core.errors import (
     CheckFailedError,
     EpisodeError,
     GlobalRandomError,
+    InputError,
     describe_user_code_error,
 )
 from agentrl.core.ids import random_stream
 from agentrl.core.own_loop import outside_event_loop
 from agentrl.core.ports import SamplingParams, ScoreCredit, ScoreOf
-from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Score, ScoreRequest, SeatBinding
+from agentrl.core.records import EpisodeHeader, EpisodeSpec, PolicyVersion, Score, ScoreRequest, SeatBinding, Task
 from agentrl.core.text import plural
 from agentrl.credit.estimators import REWARD_ESTIMATORS
 from agentrl.credit.release import WholeGroupRelease
@@ -56,8 +61,7 @@ if TYPE_CHECKING:
     import random
 
     from agentrl.core.ports import Engine, GenerateRequest
-    from agentrl.core.records import Task
-    from agentrl.environment.environment import Environment, OnCodeChange
+    from agentrl.environment.environment import Environment, OnCodeChange, Reply
     from agentrl.journal.entries import JournalEntry
     from agentrl.journal.port import JournalStore
     from agentrl.rollout.effects import JournaledResource
@@ -305,29 +309,31 @@ class PlayResult:
 
 
 @outside_event_loop
-def play(
-    environment: str | type, task: Task, replies: Sequence[str | Mapping[str, Any]], *, seed: int = 0
-) -> PlayResult:
+def play(environment: str | type, task: Task, replies: Sequence[Reply], *, seed: int = 0) -> PlayResult:
     """Play one episode in which the policy gives `replies` in order, for all seats. None of them is cut.
 
     Args:
         environment: class, registered name, `module:Class` or path.
         task: task to play.
-        replies: replies in order, each text or a tool call as `{"name": …, "arguments": {…}}`.
+        replies: replies in order, each text, a tool call as `{"name": …, "arguments": {…}}`, or a list of calls.
         seed: seed of `ctx.rng`.
 
     Raises:
-        CheckFailedError: the environment failed, needed more replies than there are, or took more than 30 s.
+        CheckFailedError: the environment failed, lacks an `await`, needed more or fewer replies than there are, or took
+            more than 30 s.
+        InputError: the task or a reply has another form.
     """
     environment_class = resolve(environment)
-    texts = [_text(reply) for reply in replies]
+    if not isinstance(task, Task):
+        raise InputError(f"play: the task is {reprlib.repr(task)}; write agentrl.Task(id=…, data={{…}})")
+    texts = _texts(replies)
     turn_count = 0
 
     def script(request: GenerateRequest, policy: str, version: PolicyVersion) -> list[int]:
         nonlocal turn_count
         turn_count += 1
         if turn_count > len(texts):
-            raise CheckFailedError(f"the environment asked for reply {turn_count}, but only {len(texts)} were given")
+            raise CheckFailedError(_too_few(turn_count, len(texts)))
         return [*texts[turn_count - 1].encode(), STOP_TOKEN]
 
     spec = EpisodeSpec(
@@ -340,11 +346,26 @@ def play(
     )
     longest = max((len(reply.encode()) for reply in texts), default=0)
     max_turns, max_tokens = max(MAX_TURNS, len(texts) + 1), max(MAX_TOKENS, longest + 1)
-    outcome = own_loop.run(execute_episode(environment_class, spec, script, max_turns=max_turns, max_tokens=max_tokens))
+    problems: list[str] = []
+    with missing_awaits(problems):
+        outcome = own_loop.run(
+            execute_episode(environment_class, spec, script, max_turns=max_turns, max_tokens=max_tokens)
+        )
+        if isinstance(outcome, str):
+            gc.collect()  # the frames of an error hold its coroutines, which the next episode would be blamed for
     if isinstance(outcome, str):
-        raise CheckFailedError(f"{spec.environment}: {outcome}")
-    if outcome.cuts:
-        raise CheckFailedError(f"{spec.environment}: the test cut {', '.join(outcome.cuts)}")
+        problems.append(outcome)
+    elif turn_count > len(texts):  # and the environment's code caught the error
+        problems.append(_too_few(turn_count, len(texts)))
+    elif turn_count < len(texts):
+        problems.append(
+            f"the episode ended after {plural(turn_count, 'turn')}, and {len(texts) - turn_count} of "
+            f"{plural(len(texts), 'reply', 'replies')} were never asked for, the first of them {texts[turn_count]!r}"
+        )
+    elif outcome.cuts:
+        problems.append(f"the test cut {', '.join(outcome.cuts)}")
+    if problems or isinstance(outcome, str):
+        raise CheckFailedError(f"{spec.environment}: {'; '.join(problems)}")
     header = outcome.header
     turns = [body for entry in outcome.entries if isinstance(body := entry.decode(), TurnEntry)]
     prompts = tuple("\n".join(str(message["content"]) for message in turn.messages) for turn in turns)
@@ -356,8 +377,58 @@ def play(
     )
 
 
-def _text(reply: str | Mapping[str, Any]) -> str:
-    return reply if isinstance(reply, str) else f"<tool_call>{msgspec.json.encode(dict(reply)).decode()}</tool_call>"
+def _too_few(asked: int, count: int) -> str:
+    return f"the environment asked for reply {asked}, but play has only {plural(count, 'reply', 'replies')}"
+
+
+def _texts(replies: object) -> list[str]:
+    """Return the texts of replies.
+
+    Raises:
+        InputError: they are no list, or one of them is neither text nor tool calls.
+    """
+    if isinstance(replies, str | Mapping) or not isinstance(replies, Iterable):
+        problem = "; all seats take their replies from one list, in the order of their turns"
+        raise InputError(
+            f"play: replies is {reprlib.repr(replies)}{problem if isinstance(replies, Mapping) else ''}: write a list, "
+            "such as ['text', {'name': 'tool', 'arguments': {}}]"
+        )
+    texts = []
+    for number, reply in enumerate(replies):
+        try:
+            texts.append(reply if isinstance(reply, str) else _calls_text(reply))
+        except (TypeError, ValueError, msgspec.MsgspecError) as error:  # also for arguments that are not JSON
+            raise InputError(
+                f"play: replies[{number}] is {reprlib.repr(reply)} ({error}): write text, a tool call as "
+                "{'name': …, 'arguments': {…}}, or a list of calls; a malformed call is text"
+            ) from None
+    return texts
+
+
+class _Call(msgspec.Struct, forbid_unknown_fields=True):
+    """A tool call of a reply."""
+
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+def _calls_text(reply: object) -> str:
+    calls = [dict(reply)] if isinstance(reply, Mapping) else reply
+    texts = (msgspec.json.encode(call).decode() for call in msgspec.convert(calls, list[_Call]))
+    return "".join(f"<tool_call>{text}</tool_call>" for text in texts)
+
+
+@contextlib.contextmanager
+def missing_awaits(problems: list[str]) -> Iterator[None]:
+    """Report coroutines that were never awaited, instead of warning about them; other warnings stay warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
+        yield
+    texts = dict.fromkeys(str(warning.message) for warning in caught if "was never awaited" in str(warning.message))
+    problems += [f"{text}: an `await` is missing before the call" for text in texts]
+    for warning in caught:
+        if str(warning.message) not in texts:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 def random_policy(environment: type[Environment]) -> Script:
