@@ -294,8 +294,14 @@ def with_chosen_token_limits(config: RunConfig, before: Mapping[str, Any]) -> Ru
 
     Raises:
         ModelError: a directory holds no model that can be trained and served.
-        ConfigError: not even short contexts fit into memory.
+        ConfigError: not even short contexts fit into memory, or turns are longer than the contexts.
     """
+    chosen_config = _with_token_limits(config, before)
+    chosen_config.check_turns_fit()
+    return chosen_config
+
+
+def _with_token_limits(config: RunConfig, before: Mapping[str, Any]) -> RunConfig:
     context = config.engine.max_context or _chosen_before(before, "engine", "max_context")
     tokens = config.trainer.micro_batch_tokens or _chosen_before(before, "trainer", "micro_batch_tokens")
     if not config.bases or (context and (tokens or not config.trained)):

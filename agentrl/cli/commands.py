@@ -7,6 +7,7 @@ noun: `runs.py`, `episodes.py` (of steps, too).
 from __future__ import annotations
 
 import argparse
+import difflib
 import functools
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -411,10 +412,34 @@ READING = (
 """Commands that read a run."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that suggests a command for one that does not exist."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            close = difflib.get_close_matches(value, action.choices, n=1)
+            close += [f"{name} {value}" for name, parser in action.choices.items() if value in _verbs(parser)]
+            hint = f"did you mean {self.prog} {close[0]}?" if close else f"there are: {', '.join(action.choices)}"
+            self.error(f"there is no command {value!r}; {hint}")
+        super()._check_value(action, value)
+
+
+def _verbs(parser: argparse.ArgumentParser) -> list[str]:
+    """The commands of a group."""
+    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return [verb for group in groups for verb in group.choices]
+
+
+def nearest_option(parser: argparse.ArgumentParser, argument: str) -> str:
+    """Return the option of a command that an unknown argument resembles; "" if there is none."""
+    options = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    return next(iter(difflib.get_close_matches(argument.partition("=")[0], options, n=1, cutoff=0.75)), "")
+
+
 @functools.cache
 def make_parser() -> argparse.ArgumentParser:
     """Make the whole command line, once per process: argparse looks up every help text in the file system."""
-    top = argparse.ArgumentParser(
+    top = _Parser(
         prog="agentrl",
         description="Reinforcement learning of language-model agents; its unit is the episode.",
         allow_abbrev=False,
@@ -460,7 +485,7 @@ def _add_command(
     """
     parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(command=command, reads=reads, opening="")
+    parser.set_defaults(command=command, parser=parser, reads=reads, opening="")
     return parser
 
 

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
-from agentrl.cli.commands import make_parser
+from agentrl.cli.commands import make_parser, nearest_option
 from agentrl.cli.output import INTERNAL, INTERRUPTED
 from agentrl.core.errors import AgentRLError, CheckFailedError, InputError, StorageError, format_foreign_error
 from agentrl.core.files import os_error_advice, temporary_directory
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except SystemExit:  # help was printed: report a failed write here, not when the interpreter exits
             sys.stdout.flush()
             raise
-        options.overrides = _overrides(extra_arguments, accepted=options.takes_overrides)
+        options.overrides = _overrides(extra_arguments, options)
         with rare_collections():
             code = _call(options)
         sys.stdout.flush()
@@ -162,9 +162,10 @@ def _write_traceback() -> str:
     return f"The traceback is in {path}"
 
 
-def _overrides(arguments: Sequence[str], *, accepted: bool) -> list[str]:
+def _overrides(arguments: Sequence[str], options: argparse.Namespace) -> list[str]:
     """Return the overrides as `--section.field=value`; they may be written as `--section.field value`."""
     overrides: list[str] = []
+    accepted = options.takes_overrides
     for argument in arguments:
         is_option = argument.startswith("--")
         if accepted and is_option:
@@ -173,11 +174,16 @@ def _overrides(arguments: Sequence[str], *, accepted: bool) -> list[str]:
             overrides[-1] += f"={argument}"
         else:
             hint = "set a configuration field with --section.field=value" if accepted else "see --help"
-            raise InputError(f"unknown argument {argument!r}; {hint}")
+            raise _unknown_argument(argument, hint, options)
     for override in overrides:
         if "=" not in override:
-            raise InputError(f"unknown argument {override!r}; a configuration field needs a value: {override}=VALUE")
+            raise _unknown_argument(override, f"a configuration field needs a value: {override}=VALUE", options)
     return overrides
+
+
+def _unknown_argument(argument: str, hint: str, options: argparse.Namespace) -> InputError:
+    close = nearest_option(options.parser, argument)
+    return InputError(f"unknown argument {argument!r}; {f'did you mean {close}?' if close else hint}")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,10 @@ def train(options: argparse.Namespace) -> int:
             "directory of a model"
         )
     config = _config(options)
+    if not options.resume:  # a run keeps models that it began with
+        from agentrl.app.hub import check_local_models
+
+        check_local_models(config)  # before the slower imports
     if options.dry_run:
         from agentrl.app.recovery import load_user_functions
         from agentrl.app.scorers import expected_scores
@@ -45,10 +49,6 @@ def train(options: argparse.Namespace) -> int:
             sys.stdout.write(dump_toml(config))
             sys.stdout.writelines(f"# {line}\n" for line in expected_scores(config))
         return 0
-    if not options.resume:  # a run keeps models that it began with
-        from agentrl.app.hub import check_local_models
-
-        check_local_models(config)  # before the slower imports
     with contextlib.suppress(ValueError, OSError):  # raised for streams without a descriptor
         faulthandler.enable()  # a crash in native code then prints the Python stack
     run = _run_training(config, options)

@@ -40,6 +40,35 @@ S = TypeVar("S", bound=BaseModel)
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 32
 """Maximum nesting of tables and lists."""
+_FOREIGN_NAMES = {
+    **dict.fromkeys(("num_generations", "rollouts_per_example", "group_samples"), "credit.group_size"),
+    **dict.fromkeys(("max_completion_length", "max_new_tokens", "max_completion_tokens"), "sampling.max_tokens"),
+    **dict.fromkeys(("max_model_len", "max_seq_len", "max_seq_length", "seq_len"), "engine.max_context"),
+    **dict.fromkeys(("max_steps", "total_training_steps", "num_train_steps"), "steps"),
+    **dict.fromkeys(("batch_size", "train_batch_size", "per_device_train_batch_size"), "policies.<name>.step_size"),
+    **dict.fromkeys(("generation_batch_size", "gradient_accumulation_steps"), "policies.<name>.step_size"),
+    **dict.fromkeys(("max_async_level", "async_level", "steps_off_policy"), "policies.<name>.max_staleness"),
+    **dict.fromkeys(("lora_rank", "lora_r"), "policies.<name>.lora.rank"),
+    **dict.fromkeys(("kl_coef", "kl_beta", "beta"), "trainer.loss.kl"),
+    **dict.fromkeys(("scale_rewards", "adv_estimator", "advantage_estimator"), "credit.advantage"),
+    **dict.fromkeys(("warmup_ratio", "num_warmup_steps"), "trainer.optimizer.warmup_steps"),
+    **dict.fromkeys(("env_args", "environment_args"), "environment.options"),
+    **dict.fromkeys(("env", "env_id", "environment_factory"), "environment.id"),
+    **dict.fromkeys(("model_name", "model_name_or_path", "base_model"), "model.path"),
+    **dict.fromkeys(("num_eval_examples", "eval_tasks"), "evaluation.tasks"),
+    **dict.fromkeys(("eval_steps", "eval_interval", "eval_every"), "evaluation.every"),
+    **dict.fromkeys(("save_steps", "save_interval", "checkpoint_interval"), "checkpoint.every"),
+    "entropy_coef": "trainer.entropy_bonus",
+    "gpu_memory_utilization": "engine.memory_share",
+    "gradient_checkpointing": "trainer.recompute",
+    "lora_alpha": "policies.<name>.lora.alpha",
+    "loss_type": "trainer.loss.name",
+    "output_dir": "directory",
+    "report_to": "sinks",
+    "rollouts_per_task": "evaluation.attempts",
+    "run_name": "name",
+}
+"""Settings of TRL, verifiers, PRIME-RL and verl, with the setting here that has their purpose."""
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _TOML_POSITION = re.compile(r" \(at line (\d+), column (\d+)\)$")
 
@@ -109,8 +138,11 @@ def _with_overrides(
     _read_rubrics(source, changed)
     try:
         config = _validate(changed, raw)
+        config.check_turns_fit()
     except ValidationError as error:
         return _problems(error, RunConfig)
+    except ConfigError as error:
+        return [str(error)]
     return list(converted_values(changed, config.model_dump())) or config
 
 
@@ -640,6 +672,8 @@ def _nearest(place: _Location, top: type[BaseModel]) -> str:
         return f"; did you mean {prefix}{close[0]}?"
     if name in by_name:
         return f"; did you mean {by_name[name]}?"
+    if name in _FOREIGN_NAMES:
+        return f"; did you mean {_FOREIGN_NAMES[name]}?"
     if abbreviations := [key for key in siblings if "".join(word[0] for word in key.split("_")) == name]:
         return f"; did you mean {prefix}{abbreviations[0]}?"
     if close := difflib.get_close_matches(name, siblings, n=1, cutoff=0.6):

@@ -244,6 +244,24 @@ class RunConfig(Section):
         trainer = self.trainer.model_copy(update={"micro_batch_tokens": micro_batch_tokens})
         return self.model_copy(update={"engine": engine, "trainer": trainer})
 
+    def check_turns_fit(self) -> None:
+        """Refuse turns that are longer than the contexts. Recorded configurations are not checked, so that their runs
+        can be read.
+
+        Raises:
+            ConfigError: `max_tokens` of a policy is above `engine.max_context`.
+        """
+        for base in self.bases if self.engine.max_context else ():
+            for name in base.policies:
+                tokens, policy = self.sampling_of(name).max_tokens, self.policies[name]
+                own = isinstance(policy, LocalPolicy) and "max_tokens" in policy.sampling
+                if tokens > self.engine.max_context:
+                    raise ConfigError(
+                        f"{f'policies.{name}.' if own else ''}sampling.max_tokens = {tokens} is above "
+                        f"engine.max_context = {self.engine.max_context}, the longest conversation: no turn can be so "
+                        "long. Lower it, or raise engine.max_context"
+                    )
+
     @property
     def base_name(self) -> str:
         """Name of the base model of one of `bases`, with the policy that trains all of its weights under vLLM."""

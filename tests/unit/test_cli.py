@@ -39,6 +39,11 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
+def write_model(path: Path) -> None:
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+
+
 def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
     yield parser
     for action in parser._actions:
@@ -124,6 +129,8 @@ def test_the_help_lists_the_settings_that_may_change(capsys: pytest.CaptureFixtu
         (["run", "curve", "demo", "--metric", "norm"], 2, "did you mean grad_norm?"),
         (["run", "curve", "demo", "--metric", "bogus"], 2, "recorded were: grad_norm, loss"),
         (["run", "list", "--steps=3"], 2, "unknown argument '--steps=3'"),
+        (["run", "view", "--onec"], 2, "unknown argument '--onec'; did you mean --once?"),
+        (["train", "nothing.toml", "--resmue"], 2, "unknown argument '--resmue'; did you mean --resume?"),
         (["train", "nothing.toml"], 2, "no such file"),
         (["train", "nothing.toml", "more.toml"], 2, "--section.field=value"),
         (["train", "nothing.toml", "--foo"], 2, "a configuration field needs a value: --foo=VALUE"),
@@ -153,6 +160,7 @@ def test_a_directory_with_a_configuration_is_a_suggestion(directory: Path, capsy
 def test_an_override_may_be_written_as_two_arguments(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--name", "typo6", "--dry-run", "--environment.id=calculator", "--model.path", "m"]
     (directory / "train.toml").write_text("")
+    write_model(directory / "m")
     assert main(["train", "train.toml", *arguments, "--steps=12", "--json"]) == 0
     config = json.loads(capsys.readouterr().out)
     assert (config["name"], config["steps"], Path(config["model"]["path"]).name) == ("typo6", 12, "m")
@@ -193,6 +201,25 @@ def test_a_bug_is_exit_code_70_and_its_traceback_is_kept(
     assert "Traceback" in kept.read_text()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian", "run.toml"], "there is no command 'trian'; did you mean agentrl train?"),
+        (["runs"], "did you mean agentrl run?"),
+        (["run", "veiw"], "there is no command 'veiw'; did you mean agentrl run view?"),
+        (["view"], "did you mean agentrl run view?"),
+        (["env", "chekc"], "did you mean agentrl env check?"),
+        (["episode", "xyz"], "there is no command 'xyz'; there are: list, show"),
+    ],
+)
+def test_a_command_that_does_not_exist_is_answered_with_the_nearest(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert message in capsys.readouterr().err
+
+
 def test_a_number_out_of_range_is_a_usage_error(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["episode", "list", "demo", "--limit", str(2**70)])
@@ -201,7 +228,8 @@ def test_a_number_out_of_range_is_a_usage_error(directory: Path, capsys: pytest.
 
 def test_dry_run_prints_the_resolved_configuration(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.toml").write_text('[environment]\nid = "calculator"\n[model]\npath = "tiny"\n')
-    (directory / "other").mkdir()
+    for name in ("tiny", "other"):
+        write_model(directory / name)
     assert main(["train", "run.toml", "--steps=7", "--model", "other", "--dry-run"]) == 0
     text = capsys.readouterr().out
     assert "steps = 7" in text
@@ -209,6 +237,13 @@ def test_dry_run_prints_the_resolved_configuration(directory: Path, capsys: pyte
     assert (
         answer(capsys, "train", "run.toml", "--trainer.loss.name=ppo", "--dry-run")["trainer"]["loss"]["name"] == "ppo"
     )
+
+
+def test_a_dry_run_refuses_a_directory_that_is_no_model(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.toml").write_text('[environment]\nid = "calculator"\n[model]\npath = "runs"\n')
+    assert main(["train", "run.toml", "--dry-run"]) == 2
+    assert "model.path: " in (error := capsys.readouterr().err)
+    assert "runs: contains no model (config.json is missing)" in error
 
 
 def test_content_reaches_no_terminal_unescaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

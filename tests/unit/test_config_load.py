@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from agentrl.config.load import all_keys, check_settings_unchanged, dump_toml, load
+from agentrl.app.memory_estimate import with_chosen_token_limits
+from agentrl.config.load import _FOREIGN_NAMES, all_keys, check_settings_unchanged, dump_toml, load, recorded_config
 from agentrl.config.run import RunConfig
 from agentrl.core.errors import ConfigError
 
@@ -130,6 +131,26 @@ def test_a_model_beside_the_file_is_found_first(tmp_path: Path, monkeypatch: pyt
     assert load(path).model.path == "tiny"
 
 
+@pytest.mark.parametrize("key", ["sampling.max_tokens", "policies.policy.sampling.max_tokens"])
+def test_turns_longer_than_the_contexts_are_refused_by_name_and_recorded_ones_are_read(
+    tmp_path: Path, key: str
+) -> None:
+    path = write(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        load(path, [f"{key}=65", "engine.max_context=64"])
+    assert str(refused.value).startswith(f"on the command line: {key} = 65 is above engine.max_context = 64")
+    config = load(path, [f"{key}=65"])
+    data = config.with_token_limits(64, 64).model_dump(mode="json")
+    assert recorded_config(data).engine.max_context == 64
+    with pytest.raises(ConfigError, match=rf"^{key} = 65 is above engine\.max_context = 64"):
+        with_chosen_token_limits(config.with_token_limits(64, 64), {})
+
+
+def test_names_of_other_libraries_lead_to_settings_that_exist() -> None:
+    assert set(_FOREIGN_NAMES.values()) <= set(all_keys(RunConfig))
+    assert not _FOREIGN_NAMES.keys() & {key.rpartition(".")[2] for key in all_keys(RunConfig)}
+
+
 def test_dumped_configuration_loads_as_the_same(tmp_path: Path) -> None:
     text = BASE + '[environment.options]\n"odd key" = "quote \\" \\u007f \\n"\nnested = { a = [1, 2.5, true] }\n'
     config = load(write(tmp_path, text), ["policies.a.lora.alpha=8", "policies.b.kind=frozen", "seats.x=a"])
@@ -180,6 +201,8 @@ def test_dumped_configuration_loads_as_the_same(tmp_path: Path) -> None:
         ("engine.capture_routing=5", "engine.capture_routing = 5: expected true or false"),
         ("environment.id.x=1", "environment.id.x: environment.id is a value, not a section"),
         ("seats.solver=nobody", "no policy 'nobody'"),
+        ("num_generations=8", "unknown key num_generations; did you mean credit.group_size?"),
+        ("trainer.max_completion_length=8", "unknown key trainer.max_completion_length; did you mean sampling.max_tok"),
         ("zzzz=1", "unknown key zzzz; there are: name, directory"),
         ("steps", "section.field=value"),
         ("trainer..ranks=1", "section.field=value"),

@@ -115,6 +115,8 @@ def test_a_printed_configuration_has_no_escapes_and_is_the_same_when_read(
     file = tmp_path / "run.toml"
     odd = "\\u009b31m\\u202e\\u2066\\u007f\\u200b\\U000e0041\\u001b[2J"
     file.write_text(f'directory = "{odd}"\n' + BASE.replace("[model]", f'options."{odd}" = "{odd}"\n[model]'))
+    (tmp_path / "somewhere").mkdir()
+    (tmp_path / "somewhere" / "config.json").write_text("{}")
     assert main(["train", str(file), "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert all(character == "\n" or character.isprintable() for character in printed)
