@@ -76,11 +76,13 @@ def env_check(options: argparse.Namespace) -> int:
         return max(codes)
     temporary_directory()  # many libraries need one
     progress = ProgressLine(f"checking {options.id}", sys.stderr)
-    environment, arguments = _environment_of_run(options.id)
+    environment, arguments, sampling = _environment_of_run(options.id)
 
     def check() -> tuple[bool, str | None, str]:
         with contextlib.closing(progress):
-            report = check_environment(environment, options=arguments, on_progress=progress.phase, hash_order=True)
+            report = check_environment(
+                environment, options=arguments, sampling=sampling, on_progress=progress.phase, hash_order=True
+            )
         return (
             report.passed,
             report.resume_class,
@@ -97,16 +99,18 @@ def env_check(options: argparse.Namespace) -> int:
     return max(0 if has_passed else CheckFailedError.exit_code, *codes, 0)
 
 
-def _environment_of_run(id: str) -> tuple[str, dict[str, Any]]:
-    """Return the environment of a name or a TOML file, and its options."""
+def _environment_of_run(id: str) -> tuple[str, dict[str, Any], dict[str, float]]:
+    """Return the environment of a name or a TOML file, its options, and the run's sampling parameters."""
     if not id.endswith(".toml"):
-        return id, {}
+        return id, {}, {}
     from agentrl.config.load import load
 
     config = load(id)
     if not isinstance(config.environment.id, str):
         raise InputError(f"{id} trains a mixture; check its environments one by one")
-    return config.environment.id, config.environment.options
+    sampling = config.sampling_of(next(iter({**config.trained, **config.policies})))
+    filters = sampling.model_dump(include={"temperature", "top_k", "top_p", "min_p"})
+    return config.environment.id, config.environment.options, filters
 
 
 def env_import(options: argparse.Namespace) -> int:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from agentrl.core.records import ToolSpec
     from agentrl.environment.environment import Environment
+    from agentrl.gateway.calls import RequestRefusedError
     from agentrl.sandbox.driver import CommandResult
     from agentrl.sandbox.sandbox import Sandbox
 
@@ -539,8 +540,8 @@ class Endpoint(ABC):
 
     @property
     @abstractmethod
-    def refusal(self) -> str:
-        """Why the newest request was refused; "" if it was not, or a limit of the run did it."""
+    def refusal(self) -> RequestRefusedError | None:
+        """Why the newest request was refused; None if it was not, or a limit of the run did it."""
 
     @abstractmethod
     def limit_reached(self) -> LimitReachedError | None:

@@ -39,6 +39,7 @@ from agentrl.core.text import shorten_lines
 from agentrl.environment.context import Aliases, Endpoint, EpisodeContext
 from agentrl.environment.environment import Environment, Split, TaskSource
 from agentrl.environment.rewards import awaited_reward
+from agentrl.gateway.calls import RequestRefusedError
 from agentrl.sandbox.bubblewrap import GATEWAY_PORT
 from agentrl.sandbox.files import FileRecord
 from agentrl.sandbox.sandbox import Sandbox, as_bytes, open_lease, read_sources
@@ -185,7 +186,7 @@ class HarnessEnvironment(Environment):
                 except EffectError as failure:
                     error, output = failure.error, "".join(tracebacks)
                 limit = endpoint.limit_reached()
-                refusal = f" The gateway refused a request: {endpoint.refusal}." if endpoint.refusal else ""
+                refusal = endpoint.refusal
             if limit is not None:
                 ctx.truncate(limit)
             if error is None and self._directory is not None:
@@ -194,10 +195,11 @@ class HarnessEnvironment(Environment):
             if limit is None and (error is not None or refusal) and not any(turns.values()):
                 # A wrong address, model name or request field, say: no policy's doing.
                 how = "ended" if error is None else "failed"
-                raise _failure(f"the program {how} before it got a reply", error, refusal, output)
-            if limit is None and error is not None and self.failed_reward is None:
+                raise _failure(f"the program {how} before it got a reply", error, refusal, "", output)
+            is_mistake = refusal is not None and refusal.kind == "setting"
+            if limit is None and error is not None and (self.failed_reward is None or is_mistake):
                 cure = f" If the policy can cause this, write `failed_reward = 0.0` in class {type(self).__name__}."
-                raise _failure("the program failed", error, refusal + cure, output)
+                raise _failure("the program failed", error, refusal, "" if is_mistake else cure, output)
             value: Any = self.failed_reward
             if error is None or limit is not None or value is None:
                 value = self.reward(
@@ -337,10 +339,17 @@ class HarnessEnvironment(Environment):
         return {"output": output_text, "error": failure}
 
 
-def _failure(what: str, error: str | None, advice: str, output: str) -> EpisodeError:
-    """Make the error of a program that failed, with the end of its output below."""
+def _failure(
+    what: str, error: str | None, refusal: RequestRefusedError | None, advice: str, output: str
+) -> EpisodeError:
+    """Make the error of a program that failed, with the end of its output below. A refused request comes first, since
+    the error of the program follows from it."""
     reason = "" if error is None else ": " + error.partition("\n")[0].rstrip(".")
-    text = _TERMINAL_CODE.sub("", f"{what}{reason}.{advice}\n{output}").strip()
+    text = f"{what}{reason}.{advice}"
+    if refusal is not None:
+        text = text.replace(str(refusal), "…")
+        text = f"the gateway refused a request: {str(refusal).rstrip('.')}. Then {text}"
+    text = _TERMINAL_CODE.sub("", f"{text}\n{output}").strip()
     return EpisodeError(shorten_lines(text, 3500), reason="environment_error")  # with its place it fits the journal
 
 

@@ -17,13 +17,14 @@ from agentrl.core.errors import AgentRLError
 if TYPE_CHECKING:
     from agentrl.core.records import Message, ToolSpec
 
-RefusalKind = Literal["invalid", "key", "forbidden", "model", "context", "limit", "large", "unavailable"]
+RefusalKind = Literal["invalid", "setting", "key", "forbidden", "model", "context", "limit", "large", "unavailable"]
 MOST_STOPS = 64
 """Maximum number of stop texts of a request: each is looked for in every reply."""
 MOST_ITEMS = 8192
 """Maximum length of a list of messages, tools, calls or parts of a request: reading one takes longer than parsing."""
 STATUS: Mapping[RefusalKind, int] = {
     "invalid": 400,
+    "setting": 400,  # a sampling parameter that is not the run's: no text of a policy causes it
     "key": 401,
     "forbidden": 403,
     "model": 404,

@@ -53,6 +53,8 @@ MOST_CALLS = 1024
 """Maximum number of waiting calls of one attempt."""
 MOST_CLIENTS = 8
 """Maximum number of clients that wait for the same call."""
+CLIENT_MISTAKES = ("invalid", "setting", "model")
+"""Kinds of refusals that are told when the client's program fails."""
 COUNT_TOKENS = "/v1/messages/count_tokens"
 _KEY = re.compile(r"/key/([^/]+)(/.*)")
 
@@ -108,8 +110,8 @@ class AttemptEndpoint:
     budget: RequestMemoryBudget = field(default_factory=RequestMemoryBudget)
     is_closed: bool = False
     """Whether the attempt has ended: a request that was sent before and is read only now samples nothing."""
-    refusal: str = ""
-    """Why the newest request was refused; empty if it was not, or a limit of the run did it."""
+    refusal: RequestRefusedError | None = None
+    """Why the newest request was refused; None if it was not, or a limit of the run did it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -257,11 +259,11 @@ class Gateway:
                     num_tokens = seat_for_model(attempt_endpoint.seats, chat.model, limited_to).count_tokens(chat)
                     return _json(200, {"input_tokens": num_tokens})
                 response = await self._chat(request, protocol, chat, attempt_endpoint, limited_to, digest)
-                attempt_endpoint.refusal = ""
+                attempt_endpoint.refusal = None
                 return response
         except RequestRefusedError as refusal:
-            if attempt_endpoint is not None and protocol is not None and refusal.kind in ("invalid", "model"):
-                attempt_endpoint.refusal = str(refusal)
+            if attempt_endpoint is not None and protocol is not None and refusal.kind in CLIENT_MISTAKES:
+                attempt_endpoint.refusal = refusal
             return _json(refusal.status, (protocol.refusal if protocol else openai_refusal)(refusal))
         except ConnectionResetError:
             return _json(499, {})  # the client disconnected, so the answer is not read

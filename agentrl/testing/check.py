@@ -167,6 +167,8 @@ class EnvironmentReport:
     """Whether the environment draws from the global random generators, as observed or declared."""
     failed_reward: float | None = None
     """`failed_reward` of an external agent."""
+    sampling: Mapping[str, float] = field(default_factory=dict, repr=False, compare=False)
+    """Sampling parameters of the run that are not the defaults."""
     on_progress: Callable[[str, str], None] = field(default=lambda phase, part: None, repr=False, compare=False)
     """Receives the phase of the check, and what is about to be checked."""
 
@@ -305,6 +307,7 @@ def check_environment(
     episodes: int = 4,
     seed: int = 0,
     options: Mapping[str, Any] = MappingProxyType({}),
+    sampling: Mapping[str, float] = MappingProxyType({}),
     on_progress: Callable[[str, str], None] | None = None,
     hash_order: bool = False,
 ) -> EnvironmentReport:
@@ -316,12 +319,15 @@ def check_environment(
         episodes: number of episodes; more are played until the policy has called every tool.
         seed: seed of the random policy.
         options: arguments of the environment's task source.
+        sampling: `temperature`, `top_p`, `top_k` and `min_p` of the run, if they are not the defaults: requests of an
+            external agent for other values are refused.
         on_progress: receives the phase of the check, and what is about to be checked.
         hash_order: also play the first training task in processes with other hash seeds, as after `--resume`, unless
             the code contains nothing that depends on them; a process must be able to import the class from its module.
     """
     report = EnvironmentReport(environment=environment if isinstance(environment, str) else environment.__qualname__)
     report.on_progress = on_progress or report.on_progress
+    report.sampling = sampling
     report.on_progress("importing it", "")
     try:
         environment_class = resolve(environment)
@@ -640,7 +646,8 @@ def _check_wrong_calls(
 
     def play(task: Task, number: int, script: Script) -> str | bool:
         report.on_progress("playing wrong tool calls", f"task {task.id!r}")
-        outcome = run(interruptible(execute_episode(environment, _spec(environment, task, number, seed), script)))
+        spec = _spec(environment, task, number, seed)
+        outcome = run(interruptible(execute_episode(environment, spec, script, sampling=report.sampling)))
         return outcome if isinstance(outcome, str) else is_harness and _has_failed(outcome)
 
     is_harness = issubclass(environment, HarnessEnvironment)
@@ -765,7 +772,7 @@ async def _check_episode(
         watch_event_loop(loop_problems.append, repeated_s=0.3, users_only=True),
         watch_side_effects(environment) as side_effects,
     ):
-        first = await execute_episode(environment, spec, script)
+        first = await execute_episode(environment, spec, script, sampling=report.sampling)
     report.findings += [f"task {task.id!r}: {text}" for text in side_effects.findings.values()]
     if side_effects.asked_model:
         loop_problems.clear()  # the blocking call was the model's own answer, which must be replaced, not awaited
@@ -848,7 +855,9 @@ async def _recall_everything(
     for count in sorted({min(1, len(recorded_turns)), len(recorded_turns)}):
         report.on_progress(_PLAYING, f"{part}resumed with {plural(count, 'recorded reply', 'recorded replies')}")
         next_attempt = dataclasses.replace(spec, attempt=1)
-        outcome = await execute_episode(environment, next_attempt, script, answers=recorded_turns[:count])
+        outcome = await execute_episode(
+            environment, next_attempt, script, answers=recorded_turns[:count], sampling=report.sampling
+        )
         report.resumptions += 1
         if isinstance(outcome, str):
             return f"after resuming with {plural(count, 'recorded reply', 'recorded replies')}: {outcome}"

@@ -15,7 +15,8 @@ import reprlib
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
@@ -128,6 +129,7 @@ async def execute_episode(
     answers: Sequence[JournalEntry] = (),
     max_turns: int = MAX_TURNS,
     max_tokens: int = MAX_TOKENS,
+    sampling: Mapping[str, float] = MappingProxyType({}),
 ) -> ExecutedEpisode | str:
     """Execute an episode over a recorded prefix. Returns its outcome, or a sentence about its failure.
 
@@ -139,6 +141,7 @@ async def execute_episode(
         answers: entries after the kill from which the answers of the outside world are repeated.
         max_turns: maximum number of turns per agent.
         max_tokens: maximum number of tokens per turn.
+        sampling: further fields of `SamplingParams`, with which the requests of an external agent are compared.
     """
     try:
         _load_once(environment)
@@ -148,6 +151,7 @@ async def execute_episode(
     engine = ScriptedEngine(script, versions={POLICY: PolicyVersion(POLICY, 0, 0)})
     longest_s = PROGRAM_TIMEOUT_S if issubclass(environment, HarnessEnvironment) else TIMEOUT_S
     settings = plain_rollout_settings(max_turns=max_turns, max_tokens=max_tokens, episode_timeout_s=longest_s)
+    settings = replace(settings, sampling=replace(settings.sampling, **sampling))
     dispatcher, runner = wire_dispatcher(environment, engine, journal, settings, failures, runner_type=_StateRunner)
     log = journal.turn_log(PARTITION)
     for entry in prefix:
@@ -164,7 +168,13 @@ async def execute_episode(
         if prefix:
             return str(error)
         return await execute_episode(
-            environment, spec, script, answers=answers, max_turns=max_turns, max_tokens=max_tokens
+            environment,
+            spec,
+            script,
+            answers=answers,
+            max_turns=max_turns,
+            max_tokens=max_tokens,
+            sampling=sampling,
         )
     except EpisodeError as error:
         return f"{RESOURCE_LOST if error.reason == 'resource_lost' else ''}{error}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 import agentrl
+from agentrl.cli.environments import _environment_of_run
 from agentrl.core.errors import EnvironmentDefinitionError
 from agentrl.environment import harness
 from agentrl.environment.harness import _remove_specials, _remove_tree, _task
@@ -129,16 +131,62 @@ def test_a_program_that_fails_before_its_first_reply_is_an_error_whatever_failur
     fields: str, words: str, failed_reward: float | None
 ) -> None:
     changes = {"ignored_fields": ("tool_choice",), "failed_reward": failed_reward, "__module__": __name__}
-    for end, how in (("sys.exit", "failed before it got a reply: exit status 1."), ("print", "ended before it got a")):
+    for end, how in (("sys.exit", "failed before it got a reply: exit status 1"), ("print", "ended before it got a")):
         changes["command"] = (sys.executable, "-c", ASK.replace("sys.exit", end), fields)
         found = play(type("Refused", (Program,), changes), [])
         assert found.header.drop_reason == "environment_error"
         assert how in found.said
         first, _, output = found.said.partition("\n")
-        assert "The gateway refused a request: " in first
+        assert first.startswith("the gateway refused a request: ")
         assert words in first
         assert output.startswith('{"error": {"message": ')
         assert "failed_reward" not in found.said
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+@pytest.mark.parametrize("failed_reward", [None, 0.0])
+def test_a_request_for_other_sampling_is_told_first_even_after_a_reply_and_whatever_failures_are_worth(
+    failed_reward: float | None, in_process: bool
+) -> None:
+    async def in_loop(self: Program, task: agentrl.Task, endpoint: agentrl.Endpoint) -> None:
+        env = {**os.environ, **endpoint.variables()}
+        command = [sys.executable, "-c", ASK, "{}", '{"temperature": 0.3}']
+        failed = await asyncio.to_thread(subprocess.run, command, env=env, stderr=subprocess.PIPE, text=True)
+        message = json.loads(failed.stderr)["error"]["message"]
+        raise RuntimeError(f"Error code: 400 - {message}")
+
+    refusal = (
+        "the gateway refused a request: temperature is 0.3, but the run uses 1.0. Remove it from the request, or write "
+        '`ignored_fields = ("temperature",)` in the environment\'s class. Then the program failed: '
+    )
+    changes: dict[str, Any] = {"failed_reward": failed_reward, "__module__": __name__}
+    changes |= {"command": (sys.executable, "-c", ASK, "{}", '{"temperature": 0.3}')}
+    found = play(type("Refused", (Program,), {**changes, **({"play": in_loop} if in_process else {})}), ["a"])
+    assert found.header.drop_reason == "environment_error"
+    first = found.said.partition("\n")[0]
+    end = "RuntimeError: Error code: 400 - …." if in_process else "exit status 1."
+    assert first.startswith(refusal + end)
+    assert "failed_reward" not in first
+    ignored = type("Ignored", (Program,), {**changes, "ignored_fields": ("temperature",)})
+    assert play(ignored, ["a", "b"]).header.drop_reason is None
+
+
+def test_env_check_compares_requests_with_the_sampling_of_the_run(tmp_path: Path) -> None:
+    class Warm(Program):
+        command = (sys.executable, "-c", ASK, '{"temperature": 0.3}')
+
+        @classmethod
+        def tasks(cls, split: str, *, seed: int = 0) -> agentrl.TaskSource:
+            return [agentrl.Task(id=split, data={"split": split})]
+
+    report = check_environment(Warm)
+    assert "temperature is 0.3, but the run uses 1.0" in report.text.splitlines()[1]
+    (tmp_path / "train.toml").write_text(
+        'environment.id = "a:B"\nmodel.path = "tiny"\nsampling.temperature = 0.5\n'
+        "policies.main.sampling.temperature = 0.3\n"
+    )
+    _, _, sampling = _environment_of_run(str(tmp_path / "train.toml"))
+    assert check_environment(Warm, sampling=sampling).passed
 
 
 def test_a_program_that_fails_after_a_reply_is_worth_what_its_environment_says() -> None:

@@ -427,7 +427,7 @@ class ExternalAgent(TurnRecorder):
             raise RequestRefusedError(
                 f"{'; '.join(refused.values())}. Remove {'it' if len(refused) == 1 else 'them'} from the request, or "
                 f"write `{line}` in the environment's class",
-                "invalid",
+                "setting",
                 next(iter(refused)),
             )
         if request.stop and self._episode.services.engine.capabilities.expert_routing:
@@ -586,7 +586,7 @@ class LiveEndpoint(Endpoint):
         }
 
     @property
-    def refusal(self) -> str:
+    def refusal(self) -> RequestRefusedError | None:
         return self._opened.refusal
 
     def limit_reached(self) -> LimitReachedError | None:
