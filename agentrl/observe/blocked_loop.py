@@ -1,8 +1,8 @@
 """Watches the event loop and names, with file and line, code that blocks it and errors that nothing awaits.
 
 Code that blocks the loop stops every episode. A thread checks a timestamp that the loop renews; if it is old, the
-thread reads the stack of the loop's thread. Owns that thread. Does not interrupt anything. Neither a loop that waits
-for work nor an overloaded machine is reported.
+thread reads the stack of the loop's thread. Owns that thread. Does not interrupt anything. A loop that waits for work
+is not reported. Time in which a busy machine runs other threads does not count, as far as the kernel tells it (Linux).
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ def watch_event_loop(
     Args:
         tell: prints one line for people; must be safe to call from a thread.
         longest_s: seconds without an iteration after which the loop counts as blocked.
-        repeated_s: shorter limit in seconds for a place that blocks twice, which excludes an overloaded machine. None:
-            only `longest_s` counts.
+        repeated_s: shorter limit in seconds for a place that blocks twice. None: only `longest_s` counts.
         users_only: report a blocked loop only where the user's code is on the stack and does not import a library.
     """
     watch = _Watch(
@@ -75,10 +74,10 @@ class _Watch:
         self._blocked_at: dict[tuple[str, int], float] = {}
         """Timestamp at which each place first blocked."""
         self._clock = SystemClock()
-        self._mark = self._clock.monotonic()
+        self._owner, self._owner_id = threading.get_ident(), threading.get_native_id()
+        self._mark = self._running_s()
         self._reported_locations: set[tuple[str, int]] = set()
         self._stopped = threading.Event()
-        self._owner = threading.get_ident()
         self._thread = threading.Thread(target=self._look, name="loop-watch", daemon=True)
         self._timer: asyncio.TimerHandle | None = None
 
@@ -93,8 +92,18 @@ class _Watch:
             self._timer.cancel()
         self._thread.join()
 
+    def _running_s(self) -> float:
+        """Return the time, without the seconds in which the loop's thread waited for a processor."""
+        waiting_ns = 0
+        with (
+            contextlib.suppress(OSError, LookupError, ValueError),
+            open(f"/proc/self/task/{self._owner_id}/schedstat") as file,
+        ):
+            waiting_ns = int(file.read().split()[1])  # of Linux
+        return self._clock.monotonic() - waiting_ns / 1e9
+
     def _renew(self) -> None:
-        self._mark = self._clock.monotonic()
+        self._mark = self._running_s()
         self._timer = self._loop.call_later(self._repeated_s / 4, self._renew)
 
     def _on_lost_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -112,7 +121,7 @@ class _Watch:
     def _look(self) -> None:
         while not self._stopped.wait(self._repeated_s / 4):
             mark = self._mark
-            seconds = self._clock.monotonic() - mark
+            seconds = self._running_s() - mark
             frame = sys._current_frames().get(self._owner) if seconds > self._repeated_s else None
             if frame is None or frame.f_globals.get("__name__") in ("selectors", "asyncio.base_events"):
                 continue

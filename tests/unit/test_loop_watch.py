@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import importlib
+import os
 import subprocess
 import sysconfig
 import threading
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +21,10 @@ from agentrl.observe.blocked_loop import is_user_code, watch_event_loop
 
 
 def told_during(
-    act: Callable[[threading.Event], Coroutine[object, object, None]], *, users_only: bool = False
+    act: Callable[[threading.Event], Coroutine[object, object, None]],
+    *,
+    longest_s: float = 0.05,
+    users_only: bool = False,
 ) -> list[str]:
     """What the watch tells while `act` runs; the event is set when it has told something."""
     said: list[str] = []
@@ -29,12 +35,46 @@ def told_during(
         heard.set()
 
     async def main() -> None:
-        with watch_event_loop(tell, longest_s=0.05, users_only=users_only):
+        with watch_event_loop(tell, longest_s=longest_s, users_only=users_only):
             await act(heard)
 
     asyncio.run(main())
     gc.collect()
     return said
+
+
+@contextlib.contextmanager
+def shared_processor(programs: int) -> Iterator[None]:
+    """Let this thread share its processor with programs that never wait."""
+    allowed = os.sched_getaffinity(0)
+    processor = min(allowed)
+    busy = [subprocess.Popen(["sh", "-c", "while :; do :; done"]) for _ in range(programs)]
+    try:
+        for pid in (0, *(program.pid for program in busy)):
+            os.sched_setaffinity(pid, {processor})
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+        for program in busy:
+            program.kill()
+            program.wait()
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel does not tell how long threads wait")
+def test_a_busy_machine_is_not_blamed_on_the_users_code() -> None:
+    walls: list[float] = []
+
+    async def compute(heard: threading.Event) -> None:
+        began, end = time.monotonic(), time.thread_time() + 0.1
+        while time.thread_time() < end and not heard.is_set():
+            pass
+        walls.append(time.monotonic() - began)
+
+    with shared_processor(7):
+        assert told_during(compute, longest_s=0.25) == []
+        assert walls[0] > 0.25  # the time that counted before
+        [said] = told_during(compute, longest_s=0.05)
+    assert "in compute" in said
 
 
 def test_code_that_blocks_the_loop_is_named_once_with_its_line() -> None:
