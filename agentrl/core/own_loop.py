@@ -88,9 +88,7 @@ def outside_event_loop(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
+        if asyncio._get_running_loop() is None:  # get_running_loop would be the context of each of its errors
             return function(*args, **kwargs)
         return _call_in_thread(functools.partial(function, *args, **kwargs))
 

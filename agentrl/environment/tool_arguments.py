@@ -2,7 +2,8 @@
 
 Each parameter is a field of a pydantic model under a neutral name, so that `schema`, `_x` or `model_config` are names
 like any other. Arguments are validated as the JSON they are: an enumeration, a date or a tuple takes the value that the
-schema shows. A type whose values cannot arrive is refused when the class is defined.
+schema shows. A type whose values cannot arrive is refused when the class is first used (`resolve`): at its definition,
+annotations may name types that do not exist yet.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from agentrl.core.reply_formats import describe_malformed_call
 from agentrl.environment.schema_values import UnknownSchemaError, random_value
 
 NUM_DRAWS = 8
-"""Values of each schema that are tried when a class is defined."""
+"""Values of each schema that are tried when a class is first used."""
 _PARAMETER = re.compile(r"\*{0,2}(\w+)\s*(?:\(.*?\))?\s*:\s*(.*)")
 _SECTION = re.compile(r"(Args|Arguments|Parameters|Returns?|Raises|Yields?|Examples?|Notes?|Warnings?):\s*")
 _ARGUMENTS = ("Args", "Arguments", "Parameters")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,12 @@ def test_what_it_raises_and_where_it_runs_are_the_callers() -> None:
         return await asyncio.sleep(0, True)
 
     assert asyncio.run(main())
+
+
+def test_an_error_does_not_begin_with_one_of_the_event_loop() -> None:
+    with pytest.raises(CheckFailedError) as failed:
+        play(Echo, TASK, [])
+    assert "event loop" not in "".join(traceback.format_exception(failed.value))
 
 
 def test_without_a_running_loop_a_thread_needs_no_signals() -> None:
