@@ -439,7 +439,7 @@ def nearest_option(parser: argparse.ArgumentParser, argument: str) -> str:
 @functools.cache
 def make_parser() -> argparse.ArgumentParser:
     """Make the whole command line, once per process: argparse looks up every help text in the file system."""
-    top = _Parser(
+    top: argparse.ArgumentParser = _Parser(
         prog="agentrl",
         description="Reinforcement learning of language-model agents; its unit is the episode.",
         allow_abbrev=False,

@@ -129,7 +129,7 @@ async def execute_episode(
     answers: Sequence[JournalEntry] = (),
     max_turns: int = MAX_TURNS,
     max_tokens: int = MAX_TOKENS,
-    sampling: Mapping[str, float] = MappingProxyType({}),
+    sampling: Mapping[str, Any] = MappingProxyType({}),
 ) -> ExecutedEpisode | str:
     """Execute an episode over a recorded prefix. Returns its outcome, or a sentence about its failure.
 
