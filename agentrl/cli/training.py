@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from agentrl.cli.output import INTERRUPTED, end_as_interrupted_on, ignore_stop_signals, print_json
 from agentrl.config.load import dump_toml, load, split_override
 from agentrl.core.errors import InputError
+from agentrl.core.masking import mask_secrets
 from agentrl.core.text import escape_line, plural
 from agentrl.observe.progress import ProgressLine, spinner
 
@@ -44,7 +45,7 @@ def train(options: argparse.Namespace) -> int:
 
         load_user_functions(config)
         if options.json:
-            print_json(config.model_dump(mode="json"))
+            print_json(mask_secrets(config.model_dump(mode="json")))
         else:
             sys.stdout.write(dump_toml(config))
             sys.stdout.writelines(f"# {line}\n" for line in expected_scores(config))

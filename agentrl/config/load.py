@@ -29,6 +29,7 @@ from agentrl.config.run import RunConfig
 from agentrl.config.scorers import is_rubric_file
 from agentrl.core.errors import ConfigError, JournalError
 from agentrl.core.files import expand_path
+from agentrl.core.masking import mask_secrets
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -194,9 +195,10 @@ def validate_section(data: Mapping[str, Any], source: str | Path, model: type[S]
 
 
 def dump_toml(config: BaseModel) -> str:
-    """Write the resolved configuration as TOML; `load` of the text gives an equal configuration."""
+    """Write the resolved configuration as TOML; `load` of the text gives an equal configuration, but for
+    masked secrets."""
     lines: list[str] = []
-    _dump(config.model_dump(mode="json", exclude_none=True), (), lines)
+    _dump(mask_secrets(config.model_dump(mode="json", exclude_none=True)), (), lines)
     return "\n".join(lines).strip() + "\n"
 
 
@@ -722,7 +724,8 @@ class SettingDifference(NamedTuple):
         return ".".join(self.path)
 
     def __str__(self) -> str:
-        return f"{self.key} was {self.before!r} and is {self.now!r}"
+        before, now = (mask_secrets(value, self.key) for value in (self.before, self.now))
+        return f"{self.key} was {before!r} and is {now!r}"
 
 
 def check_settings_unchanged(before: Mapping[str, Any], now: RunConfig) -> list[SettingDifference]:
@@ -740,7 +743,8 @@ def check_settings_unchanged(before: Mapping[str, Any], now: RunConfig) -> list[
         difference for difference in differences if not difference.rule.allows(deterministic=now.deterministic)
     ]
     if violations:
-        restore_options = " ".join(f"--{difference.key}={json.dumps(difference.before)}" for difference in violations)
+        values = {difference.key: mask_secrets(difference.before, difference.key) for difference in violations}
+        restore_options = " ".join(f"--{key}={json.dumps(value)}" for key, value in values.items())
         also = " of a deterministic run" if any(difference.rule.rule != "refused" for difference in violations) else ""
         raise ConfigError(
             f"{'; '.join(map(str, violations))}: a run is resumed with the settings it was started with, and its "

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
+from agentrl.core.masking import mask_secrets
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
@@ -64,7 +66,8 @@ class ControlAction(msgspec.Struct, frozen=True):
     @property
     def text(self) -> str:
         """Return the action without its time."""
-        change = f" {'.'.join(self.path)} = {self.now!r} (was {self.before!r})" if self.path else ""
+        before, now = (mask_secrets(value, ".".join(self.path)) for value in (self.before, self.now))
+        change = f" {'.'.join(self.path)} = {now!r} (was {before!r})" if self.path else ""
         return f"{self.act}{change} by {self.who}"
 
     @property

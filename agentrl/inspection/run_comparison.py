@@ -19,6 +19,7 @@ from agentrl.config.run import RunConfig
 from agentrl.config.sections import EnvironmentConfig, ModelConfig
 from agentrl.core.errors import InputError, JournalError
 from agentrl.core.intervals import confidence_half_width
+from agentrl.core.masking import mask_secrets
 from agentrl.journal.control_rows import ADMISSION_COLUMNS, decode_admission_row
 
 if TYPE_CHECKING:
@@ -216,7 +217,7 @@ def changed_settings(reader: RunReader) -> dict[str, Any]:
         group, _, of_policy = name.partition(".")
         default_name = f"policies.main.{of_policy.partition('.')[2]}" if group == "policies" else name
         if default_name in ("environment.id", "model.path") or value != defaults.get(default_name, missing):
-            changed[name] = value
+            changed[name] = mask_secrets(value, name)
     return changed
 
 
@@ -278,7 +279,9 @@ def _has_effect(run: _Run, setting: str) -> bool:
 
 def _setting_differences(runs: Sequence[_Run]) -> list[SettingComparison]:
     return [
-        SettingComparison(name, [run.settings.get(name) if _has_effect(run, name) else None for run in runs])
+        SettingComparison(
+            name, [mask_secrets(run.settings.get(name), name) if _has_effect(run, name) else None for run in runs]
+        )
         for name in _differing_settings(runs)
     ]
 
