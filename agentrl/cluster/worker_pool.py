@@ -274,7 +274,7 @@ class WorkerPool:
             process = min(able, key=lambda process: (process.is_behind, len(process.episodes)))
         episode.process = process
         process.episodes.add(episode.number)
-        process.roots += episode.spec.parent_id is None
+        process.roots[episode.spec.purpose] += episode.spec.parent_id is None
         if episode.is_suspect:
             process.suspects.add(episode.number)
         process.tell(wire.StartEpisode(number=episode.number, spec=episode.spec, resume=episode.resume))
@@ -284,7 +284,7 @@ class WorkerPool:
     def _takes(self, process: WorkerProcess, episode: PlacedEpisode) -> bool:
         """Whether a process has room for an episode; the number of suspects is limited by the deaths of the most
         suspected one."""
-        if episode.spec.parent_id is None and process.roots >= self._share:
+        if episode.spec.parent_id is None and process.roots[episode.spec.purpose] >= self._share:
             return False
         if not process.suspects or not episode.is_suspect:
             return True
@@ -305,7 +305,7 @@ class WorkerPool:
             episode.process = None
             process.episodes.discard(episode.number)
             process.suspects.discard(episode.number)
-            process.roots -= episode.spec.parent_id is None
+            process.roots[episode.spec.purpose] -= episode.spec.parent_id is None
         return episodes
 
     def _fill(self) -> None:
@@ -325,7 +325,7 @@ class WorkerPool:
             self._fill()
 
     def limit(self, max_in_flight: int) -> None:
-        """Change the number of root episodes that may run at once."""
+        """Change the number of root episodes of each purpose that may run at once."""
         self._settings = replace(self._settings, max_in_flight=max_in_flight)
         self._share = -(-max_in_flight // max(len(self._shared_processes), self._settings.workers))
         self._fill()

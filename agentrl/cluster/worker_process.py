@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from agentrl.cluster.journal_stream import JournalReceiver
     from agentrl.core.clock import Clock
+    from agentrl.core.records import Purpose
     from agentrl.engines.process import ConnectedChildProcess, ProcessPlacement
 
 PROGRAM = ChildProgram("", {}, "agentrl.app.worker_server")
@@ -73,7 +74,7 @@ class WorkerProcess:
         self.partition = f"turns-{work.number}.db"
         self.episodes: set[int] = set()
         """Numbers of the process's episodes."""
-        self.roots = 0
+        self.roots: Counter[Purpose] = Counter()
         """Number of root episodes among `episodes`."""
         self.suspects: set[int] = set()
         """Numbers of the episodes suspected of killing processes."""

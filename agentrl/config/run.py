@@ -79,8 +79,9 @@ class RunConfig(Section):
     """Optimizer steps of each policy that learns: one number for all, or a table such as `{ proposer = 40, solver = 13
     }`."""
     max_in_flight: Live[Episodes] = 256
-    """Maximum number of concurrent training episodes, to protect memory and services. `max_staleness` may allow fewer.
-    Evaluations have a separate limit of the same size."""
+    """Maximum number of training episodes in flight, children included, to protect memory and services.
+    `max_staleness` may allow fewer. Held-out episodes are not counted: an evaluation plays as many root episodes
+    besides."""
     workers: Free[Annotated[Positive, NumberUnit("processes")]] = 1
     """Number of processes that run episodes; 1: the run's own process. Use more if environments are CPU-bound
     (docs/processes.md)."""

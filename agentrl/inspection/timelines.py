@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from itertools import repeat
 from typing import TYPE_CHECKING
 
@@ -80,7 +79,8 @@ class RunTimeline(msgspec.Struct, frozen=True, kw_only=True):
     part: float
     """Length of one part, in seconds."""
     in_flight: dict[str, list[float]]
-    """Mean number of episodes in flight in each part, keyed by environment; none while the run was stopped."""
+    """Mean number of unfinished episodes in each part, keyed by environment, those of another purpose than the run's by
+    `ENVIRONMENT, PURPOSE`; none while the run was stopped."""
     committed: list[int]
     dropped: list[int]
     trainers: dict[str, list[float]]
@@ -164,29 +164,23 @@ def _parent_end(branch: str, ends: dict[str, float]) -> float:
 def run_timeline(reader: RunReader, parts: int = 60) -> RunTimeline:
     """Return the timeline of a run. Raises `JournalError` if the control log is damaged."""
     log, problems = reader.log, list[str]()
-    began, last = log.rows(
-        "SELECT (SELECT min(admitted_at) FROM admissions), max(coalesce((SELECT max(committed_at) FROM episodes), 0),"
-        " coalesce((SELECT max(stepped_at) FROM steps), 0))"
-    )[0]
-    began = float(began or last or 0.0)
-    seconds = max(float(last or 0.0) - began, 1e-9)
+    began, last = log.span() or (0.0, 0.0)
+    seconds = max(last - began, 1e-9)
     part = seconds / parts
     spans: dict[str, list[tuple[float, float]]] = {}
-    event_times: list[float] = []
     for environment, start, stop in log.rows(
-        "SELECT a.environment, a.admitted_at, e.committed_at FROM admissions a"
-        " LEFT JOIN episodes e ON e.episode = a.episode AND e.attempt = a.attempt"
+        "SELECT iif(a.purpose = ?, a.environment, a.environment || ', ' || a.purpose), a.admitted_at, e.committed_at"
+        " FROM admissions a LEFT JOIN episodes e ON e.episode = a.episode AND e.attempt = a.attempt",
+        reader.purpose(),
     ):
         spans.setdefault(environment, []).append((start - began, (last if stop is None else stop) - began))
-        event_times += [start - began] if stop is None else [start - began, stop - began]
     steps = verified_control_rows(log, "steps", "1 ORDER BY stepped_at", problems=problems)
     trainers: dict[str, list[tuple[float, float]]] = {}
     for row in steps:
         stop = row["stepped_at"] - began
         trainers.setdefault(row["policy"], []).append((stop - row["seconds"], stop))
-        event_times.append(stop)
     resumes = [at - began for at in resume_times(log, problems)]
-    stopped = _stopped(resumes, sorted(event_times))
+    stopped = [(since - began, until - began) for since, until in log.stops()] if resumes else []
     running_s = max(seconds - sum(stop - start for start, stop in stopped), 1e-9)
     versions = verified_control_rows(
         log, "versions", "published_at >= ? ORDER BY published_at", began, problems=problems
@@ -215,16 +209,6 @@ def run_timeline(reader: RunReader, parts: int = 60) -> RunTimeline:
         resumes=resumes,
         stopped=stopped,
     )
-
-
-def _stopped(resumes: Iterable[float], event_times: list[float]) -> list[tuple[float, float]]:
-    """Return the times from the last event before each resume until the resume; `event_times` are sorted."""
-    stopped: dict[float, float] = {}  # a resume without an event until the next one belongs to the same stop
-    for resumed_at in resumes:
-        at = bisect.bisect_left(event_times, resumed_at)
-        if 0 < at < len(event_times):
-            stopped[event_times[at - 1]] = resumed_at
-    return list(stopped.items())
 
 
 def _cut_out(stopped: list[tuple[float, float]], spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:

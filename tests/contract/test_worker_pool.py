@@ -397,11 +397,15 @@ def test_no_process_has_more_than_its_share_of_roots_and_the_rest_waits(tmp_path
         async with workplace(tmp_path, 2, max_in_flight=4) as at:
             at.submit(*(at.spec(f"e{number}") for number in range(7)))
             await at.until(lambda: len(at.reached()) == 4)
-            assert [process.roots for process in at.pool.processes] == [2, 2]
+            assert [process.roots["train"] for process in at.pool.processes] == [2, 2]
             assert len(at.pool._queue) == 3
+            at.submit(*(replace(at.spec(f"v{number}"), purpose="evaluate") for number in range(5)))
+            await at.until(lambda: len(at.reached()) == 8)
+            assert [process.roots["evaluate"] for process in at.pool.processes] == [2, 2], "a limit of their own"
+            assert len(at.pool._queue) == 4
             at.open()
             await at.drained()
-            assert len(at.ends) == 7
+            assert len(at.ends) == 12
 
     run(main)
 

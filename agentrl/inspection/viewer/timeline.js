@@ -54,7 +54,7 @@ export async function runView(page) {
   return {
     title: "Timeline",
     content: [
-      element("div", { class: "tiles" }, tile("lasted", seconds(line.seconds)), tile("began, UTC", clock(line.began)), stopped ? tile("stopped before resumes", seconds(stopped)) : null, [...versions].map(([policy, at]) => tile(versions.size > 1 ? `versions of ${policy} published` : "versions published", number(at.length))), Object.entries(line.idle).map(([who, share]) => tile(`${who} idle`, percent(share), share > 0.5 ? "warn" : ""))),
+      element("div", { class: "tiles" }, tile("lasted", seconds(line.seconds - stopped)), tile("began, UTC", clock(line.began)), stopped ? tile("stopped before resumes", seconds(stopped)) : null, [...versions].map(([policy, at]) => tile(versions.size > 1 ? `versions of ${policy} published` : "versions published", number(at.length))), Object.entries(line.idle).map(([who, share]) => tile(`${who} idle`, percent(share), share > 0.5 ? "warn" : ""))),
       problems(line.problems),
       card("Episodes in flight", chart("Episodes in flight", flights.map(([name, values], place) => ({ name: shortName(name), hue: `hue${place}`, width, points: at(values) })), { ...range, height: 130, marks: [resumes] })),
       card("Episodes ended", chart("Episodes ended", [{ name: "committed", hue: "hue2", kind: "bars", width, points: at(line.committed) }, { name: "dropped", hue: "bad", kind: "bars", width, points: at(line.dropped) }], range)),
