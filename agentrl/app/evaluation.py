@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import warnings
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,7 @@ from agentrl.inspection.conversation import PolicyTurn, read_conversation
 from agentrl.inspection.reader import RunReader
 from agentrl.journal.port import MetricRow
 from agentrl.journal.run_process import record_process_state, recording_process_state
+from agentrl.observe.metrics import metrics_owner
 from agentrl.observe.run_state import MetricsFile
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.dispatch import ChangeCondition
@@ -87,7 +88,7 @@ class EvaluatedEpisode:
     id: str
     parent_id: str | None
     """Id of the parent, for a child episode."""
-    task: Any
+    task: Any = field(repr=False)
     """Data of the task."""
     task_id: str
     reward: float | None
@@ -102,7 +103,7 @@ class EvaluatedEpisode:
     """Number of sampled tokens; for a remote policy the endpoint's count, or else the bytes of its lines."""
     metrics: Mapping[str, float]
     """Values of `ctx.metric`, and agentrl's own counts."""
-    conversations: Mapping[str, list[dict[str, Any]]]
+    conversations: Mapping[str, list[dict[str, Any]]] = field(repr=False)
     """Messages of each agent, keyed by its name, such as `solver`, or `solver[1]` for the seat's second agent; the
     assistant's are as the policy wrote them."""
 
@@ -226,8 +227,16 @@ def evaluate(
             f"be biased. {first.episode_id} was dropped because of {first.drop_reason}: {reason}"
         )
     if journal is not None:
+        owners = {
+            header.episode_id: metrics_owner(config.policies, {trajectory.policy for trajectory in header.trajectories})
+            for header in headers
+        }
         metrics_by_policy = {
-            name: evaluation_metrics(headers, name, attempts, splits, metrics_by_episode) for name in config.policies
+            name: evaluation_metrics(
+                *(headers, name, attempts, splits),
+                {episode: values for episode, values in metrics_by_episode.items() if owners.get(episode) == name},
+            )
+            for name in config.policies
         }
         own_loop.run(_record_metrics(run_path, metrics_by_policy))
     return Evaluation(evaluation_metrics(headers, None, attempts, splits, metrics_by_episode), episodes)

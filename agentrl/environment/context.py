@@ -248,7 +248,12 @@ class EpisodeContext(ABC):
 
     @abstractmethod
     def metric(self, name: str, value: float) -> None:
-        """Record a number for the episode; the step metrics report its mean over episodes."""
+        """Add a number to a metric of the episode; step metrics report its mean over the episodes that recorded it.
+
+        It belongs to the episode, not to an agent: with several policies, it is reported once, at the steps of the
+        first learning policy, by name, that acted in the episode. The exception is `turns/illegal`, which counts for
+        the agent that acted last. Names of agentrl's own metrics (docs/metrics.md) are refused.
+        """
 
     # --- rarely ------------------------------------------------------------------------------------------------------
 

@@ -6,10 +6,11 @@ are left out. Metrics of one policy are recorded at that policy's step.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Container, Iterable
 
 MAX_OWN_METRICS = 6
 """Maximum number of an environment's own metrics that an overview shows."""
@@ -161,19 +162,24 @@ METRICS: tuple[Metric, ...] = (
         "turns",
         "mean turns of the policy, over the step's committed episodes in which it acted",
     ),
-    Metric("episodes/in_flight", "episodes", "admitted episodes that have not ended"),
+    Metric(
+        "episodes/in_flight",
+        "episodes",
+        "started training episodes that have not ended, children included",
+    ),
     Metric("episodes/ready", "episodes", "committed episodes waiting to be trained"),
     Metric("episodes/trained", "episodes", "episodes trained since the run began"),
     Metric("episodes/dropped", "episodes", "episodes dropped since the run began"),
     Metric(
         "episodes/timed_out",
         "fraction",
-        "share of episodes truncated or dropped by `episode_timeout_s` since the policy's last step; absent if none",
+        "share of episodes truncated or dropped by `episode_timeout_s` since the policy's last step; absent if none "
+        "ended",
     ),
     Metric(
         "episodes/context_full",
         "fraction",
-        "share of episodes truncated because their context was full since the policy's last step; absent if none",
+        "share of episodes truncated because their context was full since the policy's last step; absent if none ended",
     ),
     Metric("episodes/superseded", "episodes", "ends that were ignored: reported twice, or of a replaced attempt"),
     Metric("episodes/tokens", "tokens", "mean sampled tokens of the policy in the episodes of `episodes/turns`"),
@@ -225,6 +231,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "drift/<cause>", "turns", "turns per episode that the chat template would tokenize differently than sampled"
     ),
+    Metric("rows/<cause>", "turns", "turns per episode of outside agents that began a row, because of this rewrite"),
+    Metric("replies/recalled", "turns", "turns per episode that an outside agent got from an earlier attempt"),
     Metric("win_rate/<policy>", "fraction", "share of games won against this `past` policy; a draw counts half"),
     Metric("games/<policy>", "episodes", "games against this `past` policy"),
     Metric("episodes/decided", "episodes", "games with one reward above 0 and another below"),
@@ -375,6 +383,11 @@ METRICS: tuple[Metric, ...] = (
 BROKEN_FORMAT = ("tool/bad_arguments", "tool/unknown_tool", "turns/length", "turns/illegal")
 """Episode metrics whose sum is the number of turns or calls that broke the format."""
 
+ILLEGAL_TURNS = "turns/illegal"
+"""The only metric of this module that an environment records with `ctx.metric`."""
+RESERVED_NAMES = ("policy", "reward", "seconds", "tokens", "turns")
+"""Names besides those of `METRICS` that an environment's own metric may not have: fields and columns beside it."""
+
 DEMONSTRATED = "turns/demonstrated"
 """Episode metric that counts the turns whose reply the environment gave."""
 
@@ -389,6 +402,7 @@ GATE_PASSED, GATE_REFUSED = "gate/passed", "gate/refused"
 _BY_NAME = {metric.name: metric for metric in METRICS}
 
 
+@lru_cache(4096)
 def find_registered_metric(name: str) -> Metric | None:
     """Return the metric registered under a name; None if there is none (an environment's own `ctx.metric`).
 
@@ -402,6 +416,28 @@ def find_registered_metric(name: str) -> Metric | None:
     if registered_metric is not None:
         return registered_metric
     return next((metric for metric in METRICS if "<" in metric.name and name.startswith(_before_word(metric))), None)
+
+
+def why_reserved(name: str) -> str | None:
+    """Return why an environment's own metric may not have a name; None if it may."""
+    registered_metric = None if name == ILLEGAL_TURNS else find_registered_metric(name)
+    if registered_metric is not None:
+        return f"agentrl records {registered_metric.name} itself: {registered_metric.meaning}"
+    return "it is the name of a column of episodes and steps" if name in RESERVED_NAMES else None
+
+
+def metrics_owner(policies: Iterable[str], acted: Container[str]) -> str | None:
+    """Return the policy whose steps report an episode's own metrics: the first of `policies`, by name, that acted in
+    it. They belong to the episode and to no agent, so that they are reported once."""
+    return min((policy for policy in policies if policy in acted), default=None)
+
+
+def reward_metrics(names: Iterable[str], total: str = "reward/mean") -> list[str]:
+    """Return the metrics that show a policy's reward: that of each of its seats if there are several, whose sum means
+    nothing, else `total`; `evaluation/reward` for held-out tasks."""
+    group = f"{total.removesuffix('/mean')}/<seat>"
+    by_seat = [name for name in names if (metric := find_registered_metric(name)) is not None and metric.name == group]
+    return sorted(by_seat) or [total]
 
 
 def own_metrics(names: Iterable[str]) -> list[str]:

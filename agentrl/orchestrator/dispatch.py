@@ -40,6 +40,7 @@ from agentrl.environment.mixture import root_environment_of_task, root_environme
 from agentrl.environment.registry import name_of, resolve
 from agentrl.journal.port import JournalStore
 from agentrl.observe.bottleneck import ActivityClock
+from agentrl.observe.metrics import metrics_owner
 from agentrl.orchestrator.buffer import EpisodeBuffer
 from agentrl.orchestrator.group_scores import GroupScoring, RecordEnd
 from agentrl.orchestrator.score_limits import ScoreLimits
@@ -483,7 +484,7 @@ class Dispatcher:
             self.score_limits.add(counted.values())
             self._check_score_limits(self.score_limits)
         if spec.purpose == "train":
-            self.buffer.counts.count_committed(header, counted)
+            self.buffer.counts.count_committed(header, counted, self.admission.learning())
         elif spec.purpose == "evaluate":
             self._evaluation_counts[header.episode_id] = counted
 
@@ -503,12 +504,13 @@ class Dispatcher:
         if error is not None:
             self.fail(error)
 
-    def evaluation_metrics(self, policy: str) -> dict[str, Mapping[str, float]]:
-        """Return the values of `ctx.metric` in the newest evaluation's episodes with a policy, by episode id."""
+    def evaluation_metrics(self, policy: str, policies: Collection[str]) -> dict[str, Mapping[str, float]]:
+        """Return the values of `ctx.metric` by episode id, of the newest evaluation's episodes whose metrics belong to
+        `policy`, one of the evaluated `policies`."""
         return {
             episode: counted[policy].metrics
             for episode, counted in self._evaluation_counts.items()
-            if policy in counted
+            if policy == metrics_owner(policies, counted)
         }
 
     def _root_specs(

@@ -119,7 +119,8 @@ class Evaluator:
         try:
             metrics = {
                 policy: evaluation_metrics(
-                    headers, policy, self.attempts, self.held_out, self.dispatcher.evaluation_metrics(policy)
+                    *(headers, policy, self.attempts, self.held_out),
+                    self.dispatcher.evaluation_metrics(policy, versions),
                 )
                 | course
                 for policy in versions
@@ -153,7 +154,7 @@ def evaluation_metrics(
             and seat.
         attempts: number of root episodes per task.
         held_out: the splits; if there are several, each also has its own metrics.
-        metrics_by_episode: values of `ctx.metric` by episode id, of this policy's agents.
+        metrics_by_episode: values of `ctx.metric` by episode id, of the episodes whose metrics this policy reports.
 
     Raises:
         CheckFailedError: no episode was committed.

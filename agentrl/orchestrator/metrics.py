@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,6 +23,7 @@ from agentrl.observe.metrics import (
     GATE_REFUSED,
     PASS_RATES,
     find_registered_metric,
+    metrics_owner,
 )
 
 if TYPE_CHECKING:
@@ -79,6 +80,10 @@ class EpisodeTotals:
             label: n for (of_kind, label, whose), n in self._counts.items() if n and (of_kind, whose) == (kind, policy)
         }
 
+    def _labels(self, kind: str, policy: str = "") -> list[str]:
+        """Return the labels of a kind that the run ever counted, also if nothing was counted lately."""
+        return [label for of_kind, label, whose in self._counts if (of_kind, whose) == (kind, policy)]
+
     def _add(self, kind: str, value: float = 1.0, label: str = "", policy: str = "") -> None:
         count = (kind, label, policy)
         self._counts[count] = self._counts.get(count, 0.0) + value
@@ -92,14 +97,19 @@ class EpisodeTotals:
         self._add("timed out", header.stop_reason == "time_limit" or header.drop_reason == "episode_timeout")
         self._add("context full", header.stop_reason == "context_length")
         if won_by is not None:
-            self._add("won", label=won_by)
+            for seat in dict.fromkeys(trajectory.seat for trajectory in header.trajectories):
+                self._add("decided", label=seat)
+                self._add("won", seat == won_by, seat)
 
     def count_superseded(self) -> None:
         """Count an end that was reported twice, or belongs to a replaced attempt."""
         self._add("superseded")
 
-    def count_committed(self, header: EpisodeHeader, counted: Mapping[str, PolicyCounts]) -> None:
-        """Count a committed episode for each policy that acted in it."""
+    def count_committed(
+        self, header: EpisodeHeader, counted: Mapping[str, PolicyCounts], learning: Collection[str]
+    ) -> None:
+        """Count a committed episode for each policy that acted in it, and its own metrics for one that learns."""
+        owner = metrics_owner(learning, counted)
         for policy, (turns, metrics) in counted.items():
             trajectories = [trajectory for trajectory in header.trajectories if trajectory.policy == policy]
             rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
@@ -113,8 +123,9 @@ class EpisodeTotals:
                 self._add("rewarded", 1.0, form, policy)
                 self._add("reward", sum(rewards), form, policy)
             for name, value in metrics.items():
-                self._add("metric", value, name, policy)
-                self._add("episodes with metric", 1.0, name, policy)
+                if policy == owner or find_registered_metric(name) is not None:
+                    self._add("metric", value, name, policy)
+                    self._add("episodes with metric", 1.0, name, policy)
 
     def count_proposal(self, *, is_repeated: bool) -> None:
         """Count a remembered proposal."""
@@ -155,26 +166,24 @@ class EpisodeTotals:
     def metrics(self, policy: str) -> dict[str, float]:
         """Return the metrics of all episodes, and of those of `policy`, which takes the step."""
         metrics: dict[str, float] = {}
-        if superseded := self.of("superseded"):
-            metrics["episodes/superseded"] = superseded
-        if timed_out := self.of("timed out"):
-            metrics["episodes/timed_out"] = timed_out / self.of("episodes")
-        if full := self.of("context full"):
-            metrics["episodes/context_full"] = full / self.of("episodes")
+        if self._labels("superseded"):
+            metrics["episodes/superseded"] = self.of("superseded")
+        if episodes := self.of("episodes"):
+            metrics["episodes/timed_out"] = self.of("timed out") / episodes
+            metrics["episodes/context_full"] = self.of("context full") / episodes
         for opponent, games in self.each("games").items():
             metrics |= {f"win_rate/{opponent}": self.of("score", opponent) / games, f"games/{opponent}": games}
         squares = self.each("squares of advantages", policy)
         if whole := squares.get("leave one out"):
             metrics["advantage/variance_ratio"] = squares.get("given", 0.0) / whole
-        if without := self.of("groups without signal", policy=policy):
-            metrics["groups/no_signal"] = without
+        if self._labels("groups without signal", policy):
+            metrics["groups/no_signal"] = self.of("groups without signal", policy=policy)
         if turns := self.each("turns in states", policy):
             metrics["advantage/repeated_state_share"] = turns.get("repeated", 0.0) / sum(turns.values())
-        for scorer, spread in self.each("score spreads", policy).items():
-            metrics[f"score_spread/{scorer}"] = spread / self.of("groups with spread", scorer, policy)
-        won = self.each("won")
-        if decided := sum(won.values()):
-            metrics |= {f"won/{seat}": count / decided for seat, count in won.items()}
+        for scorer, groups in self.each("groups with spread", policy).items():
+            metrics[f"score_spread/{scorer}"] = self.of("score spreads", scorer, policy) / groups
+        if decided := sum(self.each("won").values()):
+            metrics |= {f"won/{seat}": self.of("won", seat) / decided for seat in self.each("decided")}
             metrics["episodes/decided"] = decided
         return metrics | self._of_proposals() | self._of_policy(policy)
 
@@ -210,11 +219,12 @@ class EpisodeTotals:
             metrics["format/broken_share"] = rewarded.get("broken", 0.0) / sum(rewarded.values())
         for form, episodes in rewarded.items():
             metrics[f"format/reward_{form}"] = self.of("reward", form, policy) / episodes
-        for name, value in self.each("metric", policy).items():
-            if not name.startswith("gate/") and len(metrics) < MAX_METRICS:
-                is_own = find_registered_metric(name) is None
-                episodes = self.of("episodes with metric", name, policy) if is_own else committed
-                metrics.setdefault(name, value / episodes)
+        for name in self._labels("metric", policy):
+            # A built-in count that no episode has is 0 per episode; a metric that no episode recorded has no mean.
+            is_own = find_registered_metric(name) is None
+            episodes = self.of("episodes with metric", name, policy) if is_own else committed
+            if episodes and not name.startswith("gate/") and len(metrics) < MAX_METRICS:
+                metrics.setdefault(name, self.of("metric", name, policy) / episodes)
         return metrics
 
 

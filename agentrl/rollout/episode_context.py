@@ -44,7 +44,7 @@ from agentrl.journal.entries import (
     ToolEntry,
     request_hash,
 )
-from agentrl.observe.metrics import BROKEN_FORMAT
+from agentrl.observe.metrics import ILLEGAL_TURNS, RESERVED_NAMES, why_reserved
 from agentrl.rollout.agent import LiveAgent
 from agentrl.rollout.call_journal import CallExecution, JournaledCall, current_branch
 from agentrl.rollout.children import LiveChildEpisode
@@ -398,12 +398,16 @@ class LiveEpisodeContext(EpisodeContext):
             self.episode.journal.record(opened, NondeterministicValueEntry("sleep", seconds))
 
     def metric(self, name: str, value: float) -> None:
-        """Add to a metric of the episode; a format error counts for the agent that acted last."""
         _check_argument("metric", name, str, "a name that is a string")
         _check_argument("metric", value, SupportsFloat, f"a number for {name!r}")
         if not math.isfinite(value):
             raise EnvironmentDefinitionError(f"ctx.metric() takes a finite number for {name!r}, not {value}")
-        self.episode.metric(name, value, self.episode.speaker() if name in BROKEN_FORMAT else None)
+        if (why := why_reserved(name)) is not None:
+            raise EnvironmentDefinitionError(
+                f"ctx.metric() cannot record {name!r}, because {why}. Choose another name; reserved are "
+                f"{', '.join(RESERVED_NAMES)} and the names in docs/metrics.md"
+            )
+        self.episode.metric(name, value, self.episode.speaker() if name == ILLEGAL_TURNS else None)
 
     async def _observe_external(
         self, call: Callable[[], str | Awaitable[str]], own_s: float | None, guarantee: Guarantee

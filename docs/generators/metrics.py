@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from agentrl.observe.alarms import MEANINGS, WINDOW
-from agentrl.observe.metrics import METRICS, Metric
+from agentrl.observe.metrics import METRICS, RESERVED_NAMES, Metric
 from docs.generators.configuration import linked
 
 _PAGE = """# Metrics
@@ -28,9 +28,10 @@ left out.
 | `sinks = ["tensorboard"]` | TensorBoard; also `trackio` or `wandb` |
 
 **Your own.** `ctx.metric(name, value)` in an environment adds a metric: summed within an episode, then averaged over
-the committed episodes that set it since the policy's last step. Count unreadable replies with
-`ctx.metric("turns/illegal", 1)`, so that alarms see them. They count for the agent that acted last, like tool calls and
-turns that were cut off.
+the committed episodes that set it since the policy's last step. It belongs to the episode, not to an agent: with
+several policies, it is reported once, at the steps of the first learning policy, by name, that acted in the episode.
+Names of this page are refused, and so are {reserved}. The exception is
+`turns/illegal`, which counts unreadable replies of the agent that acted last, so that alarms see them.
 
 **Measured tokens.** Means over tokens, from `entropy` to `reference_kl` below, cover the tokens that went through the
 model. Most losses skip rows whose advantages are all 0 (`skipped_samples`). Losses over a whole step, `gae`, a
@@ -75,8 +76,9 @@ def _unit(metric: Metric) -> str:
 
 def render_metrics_page() -> str:
     """Return the text of the page."""
+    reserved = ", ".join(f"`{name}`" for name in RESERVED_NAMES)
     alarms = (f"* `{name}`: {meaning}" for name, meaning in MEANINGS.items())
-    return _PAGE.format(metrics=_metrics(), alarms="\n".join(alarms), window=WINDOW)
+    return _PAGE.format(metrics=_metrics(), alarms="\n".join(alarms), window=WINDOW, reserved=reserved)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,31 @@ def test_mean_lag_stays_within_the_bound(simulated_loop: SeededSimulation, max_s
     assert max(simulated_loop.run(main)) > 0, "no schedule overlapped sampling with training"
 
 
+class Lucky(Guess):
+    """Records whether the first guess was right, and rarely breaks the format."""
+
+    async def run(self, ctx: agentrl.EpisodeContext) -> None:
+        await super().run(ctx)
+        ctx.metric("lucky", 0.0)
+        if ctx.rng.random() < 0.1:
+            ctx.metric("turns/illegal", 1)
+
+
+def test_a_metric_whose_mean_is_0_is_reported(simulated_loop: SeededSimulation) -> None:
+    async def main() -> int:
+        run = SmallRun(config=config_for(steps=8), environment=Lucky)
+        await run.run()
+        steps = [metrics for _, _, metrics in run.seen.steps if "format/episodes" in metrics]
+        assert {metrics.get("lucky") for metrics in steps} == {0.0}
+        assert {metrics.get("episodes/timed_out") for metrics in steps} == {0.0}
+        illegal = [metrics["turns/illegal"] for metrics in steps if "turns/illegal" in metrics]
+        first = next((place for place, metrics in enumerate(steps) if "turns/illegal" in metrics), len(steps))
+        assert len(illegal) == len(steps) - first, "a count that the run knows is 0 where no episode has it"
+        return illegal.count(0.0)
+
+    assert any(simulated_loop.run(main))
+
+
 def test_updates_land_inside_turns_and_spans_say_where(simulated_loop: SeededSimulation) -> None:
     async def main() -> int:
         run = SmallRun(config=config_for(steps=6), engine_options={"seconds_per_token": 0.4})

@@ -301,7 +301,7 @@ def test_every_step_tells_who_won(simulated_loop: SeededSimulation) -> None:
         decided = [metrics for metrics in steps if "episodes/decided" in metrics]
         assert decided
         for metrics in decided:
-            assert metrics.get("won/x", 0.0) + metrics.get("won/o", 0.0) == pytest.approx(1.0)
+            assert metrics["won/x"] + metrics["won/o"] == pytest.approx(1.0), "a seat without a win has 0"
             assert metrics["episodes/decided"] <= metrics["games/past"], "a draw is not decided"
         for name in ("games/past", "won/x", "episodes/decided"):
             assert find_registered_metric(name) is not None

@@ -205,6 +205,8 @@ EPISODES = {
     "async def run(self, ctx): ctx.agent('agent', tools=['add'])": Answer("ctx.agent()", "'add'", "agentrl.ToolSpec"),
     "async def run(self, ctx): ctx.metric('size', 'large')": Answer("ctx.metric()", "'large'", "takes a number"),
     "async def run(self, ctx): ctx.metric('size', float('inf'))": Answer("ctx.metric()", "inf", "a finite number"),
+    "async def run(self, ctx): ctx.metric('reward', 1.0)": Answer("ctx.metric()", "'reward'", "another name"),
+    "async def run(self, ctx): ctx.metric('won/a', 1.0)": Answer("ctx.metric()", "won/<seat> itself", "another name"),
     "async def run(self, ctx): ctx.metric(3, 1.0)": Answer("ctx.metric()", "not 3", "takes a name"),
     "async def run(self, ctx): ctx.spawn('Sum', {})": Answer("ctx.spawn()", "'Sum'", "takes an environment class"),
     "async def run(self, ctx): ctx.sandbox('box')": Answer("ctx.sandbox()", "'box'", "takes an agentrl.Sandbox"),
