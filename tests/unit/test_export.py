@@ -129,6 +129,18 @@ def test_a_name_that_is_taken_is_left_alone(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "out.jsonl"]
 
 
+@pytest.mark.parametrize("name", ["new/out.jsonl", "new/deeper/out.jsonl", "file/out.jsonl"])
+def test_an_export_creates_no_directory_around_it(
+    sample_run: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert main(["run", "export", str(sample_run), "--to", "jsonl", "--out", str(tmp_path / name)]) == 2
+    assert (
+        f"no directory {(tmp_path / name).parent}, and the nearest that exists is {tmp_path}" in capsys.readouterr().err
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_nothing_is_left_of_an_export_that_fails(
     sample_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

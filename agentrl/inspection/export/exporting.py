@@ -149,9 +149,15 @@ def _settle(built: Path, target: Path, format: str, *, force: bool) -> None:
 
 
 def _check(target: Path, format: str, *, force: bool = False) -> None:
-    """Refuse an existing target; with `force`, a file may replace a file or a link."""
+    """Refuse an existing target, or one in no existing directory; with `force`, a file may replace a file or a link."""
     if target.name in ("", ".."):
         raise InputError(f"{target}: is a directory; give a path inside it with --out")
+    if not target.parent.is_dir():
+        nearest = next(parent for parent in target.absolute().parents if parent.is_dir())
+        raise InputError(
+            f"{target}: there is no directory {target.parent}, and the nearest that exists is {nearest}; create it, or "
+            "name another place with --out"
+        )
     if not os.path.lexists(target):
         return
     is_file = target.is_symlink() or target.is_file()

@@ -27,7 +27,6 @@ def staging_path(target: Path) -> Iterator[Path]:
         OSError: the disk failed.
     """
     with contextlib.ExitStack() as until_built:
-        target.parent.mkdir(exist_ok=True)
         # Holds the parent's lock, so that cleanups do not take it for a leftover before it is locked.
         with _lock(target.parent):
             _remove_stale_files(target.parent)
